@@ -1,0 +1,70 @@
+"""Unisono: train PyTorch models on many workers; what they tell each other, and when, is one line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from unisono.strategy import Replica, Strategy, parallel
+from unisono.world import Handle, Mismatch, PeerLost, World, join
+
+if TYPE_CHECKING:
+    from unisono.checkpoint import Loaded, load, save
+    from unisono.data import Shard, shard
+    from unisono.launchers import WorkerError, launch
+    from unisono.normalization import sync_batch_norm
+    from unisono.trainer import Trainer
+    from unisono.transports.simulated import simulate
+    from unisono.transports.threads import run_threads
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "Loaded": "unisono.checkpoint",
+    "Shard": "unisono.data",
+    "Trainer": "unisono.trainer",
+    "WorkerError": "unisono.launchers",
+    "launch": "unisono.launchers",
+    "load": "unisono.checkpoint",
+    "run_threads": "unisono.transports.threads",
+    "save": "unisono.checkpoint",
+    "shard": "unisono.data",
+    "simulate": "unisono.transports.simulated",
+    "sync_batch_norm": "unisono.normalization",
+}
+
+__all__ = [
+    "Handle",
+    "Loaded",
+    "Mismatch",
+    "PeerLost",
+    "Replica",
+    "Shard",
+    "Strategy",
+    "Trainer",
+    "WorkerError",
+    "World",
+    "join",
+    "launch",
+    "load",
+    "parallel",
+    "run_threads",
+    "save",
+    "shard",
+    "simulate",
+    "sync_batch_norm",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the less needed parts when they are first asked for: `import unisono` stays quick."""
+    if name in _LAZY:
+        import importlib
+
+        value = getattr(importlib.import_module(_LAZY[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'unisono' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,7 @@
+"""`python -m unisono` is the `unisono` command."""
+
+import sys
+
+from unisono.cli import main
+
+sys.exit(main())

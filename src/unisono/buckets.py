@@ -1,0 +1,324 @@
+"""Gradients in flat buckets, exchanged while backward goes on.
+
+Three phases, in one backward:
+1. filling: each parameter's gradient is copied into its bucket as soon as it is there;
+2. exchanging: a full bucket is handed to the exchange thread (a side stream on GPUs), in a fixed order;
+3. finishing: at the end of backward, what is missing counts as zero, the rest is exchanged, and `p.grad`
+   is the mean, a view into the bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.nn import Parameter
+
+from unisono.lanes import Handle, Lane
+from unisono.world import World
+
+BUCKET_BYTES = 25 << 20
+_ALIGN = 64  # bytes: each gradient starts on a cache line
+
+
+class Bucket:
+    """Some parameters of one dtype and device, whose gradients travel together.
+
+    `flat` is the memory, `tensors` its views in the parameters' shapes and strides.
+    """
+
+    def __init__(self, index: int, named: Sequence[tuple[str, Tensor]], flat: Callable[[int, torch.dtype], Tensor]):
+        self.index = index
+        self.names = [name for name, _ in named]
+        self.params = [param for _, param in named]
+        self.tag = f"gradients/{index}"
+        first = self.params[0]
+        self.dtype, self.device = first.dtype, first.device
+        starts, at = [], 0
+        for param in self.params:
+            starts.append(at)
+            step = max(1, _ALIGN // first.element_size())
+            at += -(-param.numel() // step) * step
+        self.flat = flat(at, first.dtype)
+        self.flat.zero_()
+        self.tensors = [_like(self.flat[s : s + p.numel()], p) for s, p in zip(starts, self.params, strict=True)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the flat memory."""
+        return self.flat.numel() * self.flat.element_size()
+
+
+def _like(line: Tensor, param: Tensor) -> Tensor:
+    """`line` in the shape of `param`, and in its memory order where that is dense."""
+    dense = torch.empty_strided(param.shape, param.stride(), device="meta") if param.numel() else param
+    if param.numel() and dense.untyped_storage().nbytes() == param.numel() * dense.element_size():
+        return line.as_strided(param.shape, param.stride(), line.storage_offset())
+    return line.view(param.shape)
+
+
+def layout(named: Sequence[tuple[str, Parameter]], bucket_bytes: int) -> list[list[tuple[str, Parameter]]]:
+    """Which parameters share a bucket: in the order backward reaches them, by dtype and device.
+
+    The first bucket is small, so that the exchange starts early.
+    """
+    groups: dict[tuple[torch.dtype, torch.device], list[list[tuple[str, Parameter]]]] = {}
+    filled: dict[tuple[torch.dtype, torch.device], int] = {}
+    order: list[list[tuple[str, Parameter]]] = []
+    for name, param in reversed(named):
+        key = (param.dtype, param.device)
+        nbytes = param.numel() * param.element_size()
+        lists = groups.setdefault(key, [])
+        limit = bucket_bytes if len(lists) > 1 else min(bucket_bytes, 1 << 20)
+        if not lists or (filled[key] + nbytes > limit and lists[-1]):
+            lists.append([])
+            order.append(lists[-1])
+            filled[key] = 0
+        lists[-1].append((name, param))
+        filled[key] += nbytes
+    return order
+
+
+class Exchange:
+    """Watches the backward passes of some parameters and exchanges their gradients, once a window.
+
+    `reduce(bucket, world)` turns the bucket's tensors into their mean, in place; `finished(world)` follows the
+    last bucket on the exchange thread; `advance()` is called when all of a window's gradients are means.
+    A window is `accumulate` backward passes.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Parameter]],
+        sparse: Sequence[tuple[str, Parameter]],
+        world: World,
+        reduce: Callable[[Bucket, World], None],
+        finished: Callable[[World], None],
+        *,
+        bucket_bytes: int,
+        overlap: bool,
+        accumulate: int,
+        advance: Callable[[], None],
+    ) -> None:
+        self.named, self.sparse = list(named), list(sparse)
+        self.world, self.channel = world, world.channel()
+        self.overlap, self.accumulate, self.bucket_bytes = overlap, accumulate, bucket_bytes
+        self._reduce, self._finished, self._advance = reduce, finished, advance
+        self._lane = Lane("unisono exchange")
+        self._stream = torch.cuda.Stream() if self._on_stream() else None
+        self._hooks = [p.register_post_accumulate_grad_hook(partial(self._ready, name)) for name, p in self._all()]
+        self._weighting: list[Any] = []
+        self._local = False  # inside no_sync
+        self._kept_local = False  # gradients of a no_sync pass are waiting
+        self._passes = 0  # backward passes of this window so far
+        self._synced = False  # the gradients that the next optimizer step will use are means
+        self._task = -1
+        self.buckets: list[Bucket] = []
+        self.build()
+        world.on_weight(self)
+
+    # Layout ----------------------------------------------------------------------------------------------
+
+    def build(self) -> None:
+        """Lay the buckets out for the parameters that now require gradients."""
+        for bucket in self.buckets:
+            self.channel.release(bucket.flat)
+        self._trainable = [p.requires_grad for _, p in self.named]
+        live = [(name, p) for name, p in self.named if p.requires_grad]
+        device = self.world.device
+        self.buckets = [
+            Bucket(i, named, self.channel.empty if named[0][1].device.type == "cpu" else partial(_on, device))
+            for i, named in enumerate(layout(live, self.bucket_bytes))
+        ]
+        self._slots = {name: (b, k) for b in self.buckets for k, name in enumerate(b.names)}
+        self._reset()
+
+    def _reset(self) -> None:
+        self._missing = [len(b.params) for b in self.buckets]
+        self._launched = 0
+        self._handles: list[Handle[None]] = []
+        self._fired: set[str] = set()
+
+    def _all(self) -> Iterator[tuple[str, Parameter]]:
+        for name, param in (*self.named, *self.sparse):
+            frozen = not param.requires_grad
+            if frozen:  # a hook can only be set while gradients are on; it stays for when they come on again
+                param.requires_grad_(True)
+            yield name, param
+            if frozen:
+                param.requires_grad_(False)
+
+    # During backward -------------------------------------------------------------------------------------
+
+    def _ready(self, name: str, param: Tensor) -> None:
+        """A parameter's gradient has been accumulated."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._begin(task)
+        if not self._syncing or name not in self._slots:
+            return
+        if name in self._fired:
+            if self.overlap:
+                raise RuntimeError(
+                    f"the gradient of {name!r} was accumulated twice in one backward pass, after its exchange may "
+                    "have begun (re-entrant checkpointing of a shared parameter does this): use "
+                    "torch.utils.checkpoint with use_reentrant=False, or the strategy with overlap=False"
+                )
+            return
+        self._fired.add(name)
+        bucket, k = self._slots[name]
+        self._fill(bucket, k)
+        self._missing[bucket.index] -= 1
+        if self.overlap:
+            while self._launched < len(self.buckets) and not self._missing[self._launched]:
+                self._launch()
+
+    def _begin(self, task: int) -> None:
+        for handle in self._handles:  # a backward pass that failed half-way left these
+            handle.wait()
+        if self._trainable != [p.requires_grad for _, p in self.named]:
+            self.build()
+        self._reset()
+        self._task = task
+        self._syncing = not self._local and self._passes + 1 >= self.accumulate
+        Variable._execution_engine.queue_callback(self._end)
+
+    def _fill(self, bucket: Bucket, k: int) -> bool:
+        """Bring a gradient into its bucket; False where there is none."""
+        grad, view = bucket.params[k].grad, bucket.tensors[k]
+        if grad is None:
+            view.zero_()
+            return False
+        if grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
+            if grad.is_sparse:
+                raise TypeError(
+                    f"the gradient of {bucket.names[k]!r} is sparse, but its module does not say so: "
+                    "use nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True), or dense gradients"
+                )
+            view.copy_(grad.detach())
+            bucket.params[k].grad = view
+        return True
+
+    def _launch(self) -> None:
+        bucket = self.buckets[self._launched]
+        self._launched += 1
+        if self._stream is None:
+            self._handles.append(self._lane.submit(lambda: self._reduce(bucket, self.channel)))
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._reduce(bucket, self.channel)
+
+    def _end(self) -> None:
+        self._task = -1
+        if self._local:
+            self._kept_local = True
+        elif self._syncing:
+            self._exchange()
+        else:
+            self._passes += 1
+
+    def _exchange(self) -> None:
+        """Phase 3: exchange what is left, and make every `p.grad` the mean."""
+        used = []
+        for bucket in self.buckets:
+            if bucket.index >= self._launched:
+                present = [self._fill(bucket, k) for k in range(len(bucket.params))]
+                self._launch()
+            else:
+                present = [True] * len(bucket.params)
+            used += present
+        used += [p.grad is not None for _, p in self.sparse]
+        start = self.world.ledger.clock()
+        flags = torch.tensor(used, dtype=torch.uint8)
+        agreed = self._lane.submit(lambda: self._tail(flags))
+        for handle in (*self._handles, agreed):
+            handle.wait()
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        self.world.ledger.close_span("blocked", start, self.world.ledger.clock())
+        anywhere = iter(flags.tolist())
+        for bucket in self.buckets:
+            for param, view in zip(bucket.params, bucket.tensors, strict=True):
+                if next(anywhere):
+                    param.grad = view
+        self._reset()
+        self._passes, self._kept_local, self._synced = 0, False, True
+        self._advance()
+
+    def _tail(self, flags: Tensor) -> None:
+        """After the buckets: who used what, sparse gradients, and what the strategy still has to say."""
+        self.channel.all_reduce(flags, "max", tag="used").wait()
+        for name, param in self.sparse:
+            if param.requires_grad:
+                _mean_of_sparse(param, self.channel, f"gradients/{name}")
+        self._finished(self.channel)
+
+    # Outside backward ------------------------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        """Close the window: a rank whose backward touched nothing, or a last short window, still takes part."""
+        if not self._synced and not self._kept_local and not self._local:
+            if self._trainable != [p.requires_grad for _, p in self.named]:
+                self.build()
+            self._exchange()
+
+    def after_step(self) -> None:
+        """The next step needs an exchange of its own."""
+        self._synced = False
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients local inside the block."""
+        before, self._local = self._local, True
+        try:
+            yield
+        finally:
+            self._local = before
+
+    def weight_changed(self, weight: float) -> None:
+        """Scale the gradients of the batch now at work (uneven ends; see `World.weight`)."""
+        for hook in self._weighting:
+            hook.remove()
+        self._weighting = []
+        if weight != 1.0:
+            live = [p for _, p in (*self.named, *self.sparse) if p.requires_grad]
+            self._weighting = [p.register_hook(partial(_scaled, weight)) for p in live]
+
+    def close(self) -> None:
+        """Take the hooks off; gradients stay where they are."""
+        for hook in (*self._hooks, *self._weighting):
+            hook.remove()
+        self._lane.close()
+        self.channel.close()
+
+    def _on_stream(self) -> bool:
+        return any(p.is_cuda for _, p in self.named) and self.world.has_nccl
+
+
+def _on(device: torch.device, n: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(n, dtype=dtype, device=device)
+
+
+def _scaled(weight: float, grad: Tensor) -> Tensor:
+    """A weight of zero is a batch that does not count: its gradient is zero, also where it is not finite."""
+    return torch.zeros_like(grad) if weight == 0.0 else grad * weight
+
+
+def _mean_of_sparse(param: Parameter, world: World, tag: str) -> None:
+    """The mean of sparse gradients: every rank's rows, added up."""
+    grad = param.grad
+    if grad is None:
+        grad = torch.sparse_coo_tensor(
+            torch.empty(1, 0, dtype=torch.int64), torch.empty(0, *param.shape[1:], dtype=param.dtype), param.shape
+        ).to(param.device)
+    grad = grad.coalesce()
+    indices = world.all_gather(grad.indices(), tag=tag + " rows").wait()
+    values = world.all_gather(grad.values(), tag=tag).wait()
+    total = torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values) / world.size, param.shape)
+    param.grad = total.coalesce()

@@ -1,0 +1,204 @@
+"""The `unisono` command."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["main"]
+
+_DESCRIPTION = "Data-parallel training under one unchanged PyTorch loop."
+_EPILOG = """\
+examples:
+  unisono run -n 4 train.py --epochs 3     the same program in four workers on this machine
+  unisono run -n 2 -m project.train        a module instead of a file
+  unisono strategies                       the methods that un.parallel knows
+  unisono demo                             train a small network with 1 and 2 workers, and see where the time goes
+"""
+_RUN_DESCRIPTION = """\
+Run a program in N workers on this machine.
+
+Options for unisono come before the program; everything after it is the program's own. When a worker fails, the others
+are stopped, one report says which and why, and the exit status is that worker's (128 + number after a signal). Ctrl-C
+stops everything within 2 seconds (a second Ctrl-C at once). No process that a worker started outlives the run.
+"""
+_RUN_EPILOG = """\
+output:
+  auto     one worker: as it is. Several: lines with the rank in front, "[1] loss 0.31"; on a terminal rank 0 writes
+           directly and without a prefix, so that a progress bar works
+  prefix   all ranks by lines, with the rank in front, also on a terminal
+  rank0    rank 0 only, as it is; of the others, a failed one's last 40 lines are shown
+  files    DIR/rank-0.out, DIR/rank-1.out, ... (both streams), nothing on the terminal but a failure
+
+examples:
+  unisono run -n 4 train.py --epochs 3
+  unisono run -n 4 --output files --output-dir logs train.py
+  unisono run -n 2 -m project.train --lr 0.1
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: this process's) and return the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["demo"]:  # has a command line of its own
+        from unisono.demo import main as demo
+
+        return demo(argv[1:])
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.command is None:
+        parser.print_help()
+        return 2
+    status: int = options.run(options, parser)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="unisono", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=raw, allow_abbrev=False
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    commands = parser.add_subparsers(dest="command", metavar="command")
+
+    run = commands.add_parser(
+        "run",
+        help="run a program in N workers on this machine",
+        description=_RUN_DESCRIPTION,
+        epilog=_RUN_EPILOG,
+        formatter_class=raw,
+        allow_abbrev=False,
+    )
+    _add_run_options(run)
+    run.set_defaults(run=_run, parser=run)
+
+    strategies = commands.add_parser("strategies", help="list the strategies and reducers")
+    strategies.set_defaults(run=_strategies)
+
+    commands.add_parser("demo", help="train a small network with 1 and 2 workers; shows where the time goes")
+    return parser
+
+
+def _add_run_options(run: argparse.ArgumentParser) -> None:
+    count = _whole_number
+    run.add_argument("-n", "--workers", type=count, required=True, metavar="N", help="how many workers")
+    run.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in `python -m`")
+    run.add_argument(
+        "--threads",
+        type=count,
+        metavar="K",
+        help="computing threads a worker (OMP_NUM_THREADS); default: what is set, or the usable cores divided by N",
+    )
+    run.add_argument(
+        "--output",
+        choices=("auto", "prefix", "rank0", "files"),
+        default="auto",
+        help="what becomes of the workers' output, see below; default: auto",
+    )
+    run.add_argument("--output-dir", metavar="DIR", help="where --output files writes; default: unisono-output")
+    run.add_argument("program", nargs="?", metavar="script.py", help="the program (a module's name with -m)")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the program's own arguments")
+
+
+def _whole_number(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected a whole number from 1 up")
+    return number
+
+
+class _Version(argparse.Action):
+    """Looks the version up only when asked: reading package metadata takes time."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"unisono {version('unisono')}")
+        except PackageNotFoundError:
+            print("unisono, not installed (running from its sources)")
+        parser.exit()
+
+
+def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
+    parser: argparse.ArgumentParser = options.parser
+    if options.program is None:
+        parser.error("no program given; as in: unisono run -n 2 train.py")
+    if options.output_dir is not None and options.output != "files":
+        parser.error("--output-dir goes with --output files")
+    if options.module:
+        _check_module(options.program, parser)
+        program = ["-m", options.program]
+    else:
+        _check_script(options.program, parser)
+        program = [options.program]
+
+    from unisono.launchers.local import Job
+    from unisono.launchers.terminal import run_in_terminal
+
+    job = Job(
+        [*program, *options.arguments],
+        options.workers,
+        threads=options.threads,
+        output=options.output,
+        output_dir=options.output_dir,
+    )
+    return run_in_terminal(job)
+
+
+def _check_script(name: str, parser: argparse.ArgumentParser) -> None:
+    path = Path(name)
+    if path.is_dir() and not (path / "__main__.py").exists():
+        parser.error(f"{name} is a folder without __main__.py; name the script in it")
+    if path.exists():
+        return
+    folder = path.parent if path.parent.is_dir() else Path()
+    near = {str(file): file.name for file in sorted([*folder.glob("*.py"), *folder.glob("*/*.py")])}
+    names = difflib.get_close_matches(path.name, near.values(), n=1, cutoff=0.6)
+    hint = next((f"; did you mean {file}?" for file, short in near.items() if names and short == names[0]), "")
+    if not hint and path.suffix != ".py" and os.sep not in name:
+        hint = "; a module is run with -m"
+    parser.error(f"no such script: {name} (looked in {path.absolute().parent}){hint}")
+
+
+def _check_module(name: str, parser: argparse.ArgumentParser) -> None:
+    top = name.split(".")[0]
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.util.find_spec(top) is not None
+    except (ImportError, ValueError):
+        found = False
+    finally:
+        del sys.path[0]
+    if not found:
+        hint = f"; a file is run without -m: unisono run -n 2 {name}" if name.endswith(".py") else ""
+        parser.error(f"no module named {top!r} here or among the installed ones{hint}")
+
+
+def _strategies(_: argparse.Namespace, __: argparse.ArgumentParser) -> int:
+    for title, folder in (("strategies", "strategies"), ("reducers", "reducers")):
+        files = sorted(file for file in (Path(__file__).parent / folder).glob("*.py") if file.name[0] != "_")
+        width = max((len(file.stem) for file in files), default=0)
+        print(f"{title}:")
+        for file in files:
+            print(f"  {file.stem:<{width}}  {_summary(file)}")
+    return 0
+
+
+def _summary(file: Path) -> str:
+    """First line of the docstring, read without importing the file (and torch)."""
+    import ast
+
+    return (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""`unisono demo`: one worker, then two, on the same digits; what it gains and where the time of a step goes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+SPLIT = {"compute": "#2f6db3", "communication": "#e08a1e", "waiting": "#c23b50", "data": "#7a9a3b"}
+BATCH_SIZE = 128
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run: accuracy on held-out digits, samples a second, and per worker the seconds of its steps."""
+
+    workers: int
+    accuracy: float
+    samples_per_s: float
+    steps: int
+    ranks: list[dict[str, float]]
+
+    def step_ms(self, kind: str) -> list[float]:
+        """Milliseconds of `kind` in an average step, one value a worker."""
+        return [1e3 * rank[kind] / max(self.steps, 1) for rank in self.ranks]
+
+    def mean_ms(self, *kinds: str) -> float:
+        """Milliseconds of `kinds` (default: all) in an average step, over all workers."""
+        return sum(sum(self.step_ms(kind)) for kind in kinds or SPLIT) / self.workers
+
+
+def train(epochs: int, width: int) -> Result:
+    """Run by each worker: the program is the same for any number of them."""
+    import torch
+    from sklearn.datasets import load_digits
+    from torch import nn
+
+    import unisono as un
+
+    world = un.join("cpu")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    raw = load_digits()
+    images = torch.tensor(raw.data, dtype=torch.float32).view(-1, 1, 8, 8) / 16
+    labels = torch.tensor(raw.target)
+    test = torch.arange(len(labels)) % 6 == 0
+    model = nn.Sequential(
+        *(nn.Conv2d(1, width, 3, padding=1), nn.ReLU()),
+        *(nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(2 * width, 2 * width, 3, padding=1), nn.ReLU(), nn.Flatten()),
+        *(nn.Linear(2 * width * 16, 64), nn.ReLU(), nn.Linear(64, 10)),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    accuracy = {"accuracy": lambda scores, target: (scores.argmax(1) == target).float().mean()}
+    trainer = un.Trainer(model, optimizer, "allreduce", loss=nn.CrossEntropyLoss(), metrics=accuracy)
+    digits = (images[~test], labels[~test])
+    history = trainer.fit(digits, epochs=epochs, batch_size=BATCH_SIZE, stratify=labels[~test], seed=0)
+    report = world.ledger.gather(world)
+    score = trainer.evaluate((images[test], labels[test]), BATCH_SIZE)
+    rates = sorted(history["samples/s"][1:] or history["samples/s"])  # the first epoch warms up
+    return Result(
+        workers=world.size,
+        accuracy=score["accuracy"],
+        samples_per_s=rates[len(rates) // 2],
+        steps=report.ranks[0].steps,
+        ranks=[asdict(totals) for totals in report.ranks],
+    )
+
+
+def measure(workers: int, epochs: int, width: int) -> Result | int:
+    """Train with `workers` local processes, one thread each; an exit status where that failed or was interrupted."""
+    from unisono.launchers.local import Job
+    from unisono.launchers.terminal import run_in_terminal
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "result.json"
+        program = ["-m", "unisono.demo", "--epochs", str(epochs), "--width", str(width), "--result", str(file)]
+        status = run_in_terminal(Job(program, workers, threads=1, output="rank0"))
+        return status or Result(**json.loads(file.read_text()))
+
+
+def table(one: Result, many: Result) -> Any:
+    """The comparison as a rich table."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    grid = Table(box=SIMPLE_HEAD)
+    grid.add_column("")
+    for result in (one, many):
+        grid.add_column(f"{result.workers} worker{'s' * (result.workers > 1)}", justify="right")
+
+    def add(name: str, values: Iterable[str]) -> None:
+        grid.add_row(name, *values)
+
+    add("accuracy on held-out digits", (f"{r.accuracy:.1%}" for r in (one, many)))
+    add("samples/s", (f"{r.samples_per_s:,.0f}" for r in (one, many)))
+    add("speed-up", (f"{r.samples_per_s / one.samples_per_s:.2f} ×" for r in (one, many)))
+    add("[bold]a step, mean over workers", (f"[bold]{r.mean_ms():.2f} ms" for r in (one, many)))
+    for kind in SPLIT:
+        shares = ((r.mean_ms(kind), r.mean_ms(kind) / r.mean_ms()) for r in (one, many))
+        add(f"  {kind}", (f"{ms:.2f} ms {share:>4.0%}" for ms, share in shares))
+    return grid
+
+
+def picture(one: Result, many: Result, path: Path) -> None:
+    """Throughput on the left, the split of a step of every worker on the right."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.5, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    speed, split = figure.subplots(1, 2, width_ratios=[1, 2.2])
+    rates = [one.samples_per_s, many.samples_per_s]
+    bars = speed.bar(["1 worker", f"{many.workers} workers"], rates, width=0.6, color=["#86a8cf", "#2f6db3"])
+    words = [f"{rate:,.0f}\n{rate / rates[0]:.2f} ×" for rate in rates]
+    speed.bar_label(bars, words, label_type="center", color="white", weight="bold", linespacing=1.5)
+    ideal = many.workers * one.samples_per_s
+    speed.hlines(ideal, 0.62, 1.38, color="#555555", linestyles="dashed", linewidth=1)
+    speed.annotate(f"{many.workers} ×", (0.58, ideal), ha="right", va="center", color="#555555", fontsize=9)
+    speed.set(title="samples a second", ylim=(0, 1.15 * max(ideal, *rates)))
+
+    runs = [(result, rank) for result in (one, many) for rank in range(result.workers)]
+    names = [f"{r.workers} worker{'s' * (r.workers > 1)}, rank {rank}" for r, rank in runs]
+    left = [0.0] * len(runs)
+    for kind, colour in SPLIT.items():
+        widths = [result.step_ms(kind)[rank] for result, rank in runs]
+        split.barh(names, widths, left=left, color=colour, label=kind, height=0.6)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    for row, total in enumerate(left):
+        split.annotate(f"{total:.1f} ms", (total, row), xytext=(5, 0), textcoords="offset points", va="center")
+    split.invert_yaxis()
+    split.set(title="an average step, by worker", xlabel="milliseconds", xlim=(0, 1.15 * max(left)))
+    split.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=len(SPLIT), frameon=False)
+    for axes in (speed, split):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(
+        f"Digits CNN, the same {BATCH_SIZE}-sample global batches: {many.accuracy:.1%} of held-out digits right",
+        fontsize=12,
+    )
+    figure.savefig(path, dpi=130)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line, run both, print the table and write the picture."""
+    parser = argparse.ArgumentParser(prog="unisono demo", description=__doc__)
+    parser.add_argument("-n", "--workers", type=int, default=2, help="local workers of the second run (default 2)")
+    parser.add_argument("--epochs", type=int, default=20, help="epochs of each run (default 20)")
+    parser.add_argument("--width", type=int, default=48, help="channels of the first layer (default 48)")
+    parser.add_argument("--picture", type=Path, default=Path("demo.png"), help="where to draw (default demo.png)")
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # given to workers only
+    options = parser.parse_args(arguments)
+    if options.result is not None:
+        result = train(options.epochs, options.width)
+        if os.environ["RANK"] == "0":
+            options.result.write_text(json.dumps(asdict(result)))
+        return 0
+    if options.workers < 2:
+        parser.error(f"got --workers {options.workers}, expected at least 2: one worker is always run first")
+    try:
+        import matplotlib  # noqa: F401
+        import sklearn  # noqa: F401
+    except ImportError as missing:
+        parser.error(f"{missing}; the demo needs: pip install 'unisono[examples,plots]'")
+    from rich.console import Console
+
+    console = Console()
+    results: list[Result] = []
+    for workers in (1, options.workers):
+        console.print(f"[bold]{workers} worker{'s' * (workers > 1)}[/bold], {options.epochs} epochs of 1,497 digits")
+        outcome = measure(workers, options.epochs, options.width)
+        if isinstance(outcome, int):
+            return outcome
+        results.append(outcome)
+    console.print()
+    one, many = results
+    console.print(table(one, many))
+    picture(one, many, options.picture)
+    console.print(f"picture: {options.picture}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,134 @@
+"""Work in the background, in order: a lane runs its jobs one after the other, a waiting thread lends a hand."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, cast
+
+T = TypeVar("T")
+
+
+class Handle(Generic[T]):
+    """A result that may still be on its way.
+
+    `wait()` blocks until it is there and returns it, or raises what went wrong; `done()` asks without blocking.
+    """
+
+    __slots__ = ("_error", "_finish", "_ready", "_value")
+
+    def __init__(self, finish: Callable[[], T] | None, ready: Callable[[], bool] = lambda: True) -> None:
+        self._finish = finish
+        self._ready = ready
+        self._value: T | None = None
+        self._error: BaseException | None = None
+
+    @classmethod
+    def of(cls, value: T) -> Handle[T]:
+        """A handle of a value that is already there."""
+        handle: Handle[T] = cls(None)
+        handle._value = value
+        return handle
+
+    def done(self) -> bool:
+        """Whether `wait()` would return at once."""
+        return self._finish is None or self._ready()
+
+    def wait(self) -> T:
+        """The result; raises the error of the operation, again at each call."""
+        if self._finish is not None:
+            try:
+                self._value = self._finish()
+            except BaseException as error:
+                self._error = error
+            self._finish = None
+        if self._error is not None:
+            raise self._error
+        return cast(T, self._value)
+
+
+class Job:
+    """One piece of work on a lane."""
+
+    __slots__ = ("_run", "error", "finished", "value")
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self._run = run
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.finished = threading.Event()
+
+    def __call__(self) -> None:
+        try:
+            self.value = self._run()
+        except BaseException as error:
+            self.error = error
+        del self._run
+        self.finished.set()
+
+
+class Lane:
+    """A queue with one thread, started at the first job; a thread that waits for a job runs the queue itself.
+
+    Jobs run strictly in the order given, whoever runs them: collectives then meet in one order on every rank.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._jobs: deque[Job] = deque()
+        self._signal = threading.Condition()
+        self._running = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def submit(self, run: Callable[[], T]) -> Handle[T]:
+        """Queue `run`; its handle gives the result."""
+        job = Job(run)
+        with self._signal:
+            if self._closed:
+                raise RuntimeError(f"{self.name} is closed: nothing more can be sent through it")
+            self._jobs.append(job)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name=self.name, daemon=True)
+                self._thread.start()
+            self._signal.notify()
+        return Handle(lambda: self._result(job), job.finished.is_set)
+
+    def _result(self, job: Job) -> Any:
+        while not job.finished.is_set():
+            if self._running.acquire(blocking=False):
+                try:
+                    self._run_next()
+                finally:
+                    self._running.release()
+            else:
+                job.finished.wait(0.05)
+        if job.error is not None:
+            raise job.error
+        return job.value
+
+    def _run_next(self) -> None:
+        try:
+            job = self._jobs.popleft()
+        except IndexError:
+            return
+        job()
+
+    def _loop(self) -> None:
+        while True:
+            with self._signal:
+                while not self._jobs and not self._closed:
+                    self._signal.wait()
+                if self._closed and not self._jobs:
+                    return
+            with self._running:
+                self._run_next()
+
+    def close(self) -> None:
+        """Run what is queued, then end the thread."""
+        with self._signal:
+            self._closed = True
+            self._signal.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5.0)

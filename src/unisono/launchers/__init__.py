@@ -1,0 +1,53 @@
+"""Launchers start the same program N times and tell each copy who it is; `launch` does it for a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from unisono.launchers.report import WorkerError
+
+if TYPE_CHECKING:
+    from unisono.launchers.output import Mode
+
+__all__ = ["WorkerError", "launch"]
+
+T = TypeVar("T")
+
+
+def launch(
+    fn: Callable[..., T],
+    workers: int,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    threads: int | None = None,
+    output: Mode = "auto",
+    timeout_s: float | None = None,
+) -> list[T]:
+    """Run `fn(*args, **kwargs)` in `workers` new processes on this host and return their results in rank order.
+
+    For notebooks and programs: no `if __name__ == "__main__"` is needed, and with cloudpickle installed
+    (`pip install unisono[notebook]`) `fn` may be a lambda or a function of a notebook. Inside `fn`, `unisono.join()`
+    gives the worker's world.
+
+    Arguments:
+        fn: called in every worker, with the same arguments.
+        workers: how many processes.
+        args, kwargs: what `fn` is called with; copied to the workers.
+        threads: computing threads a worker; default: the usable cores divided among the workers.
+        output: "auto" and "prefix" show the workers' lines with the rank in front, "rank0" only rank 0's lines,
+            "files" writes unisono-output/rank-0.out and so on.
+        timeout_s: stop the workers and raise TimeoutError after so many seconds.
+
+    Raises WorkerError with one report when a worker fails; the others are stopped. When it returns or raises, no
+    process is left.
+
+    >>> launch(pow, workers=2, args=(2, 10))
+    [1024, 1024]
+    """
+    from unisono.launchers.function import run_function
+
+    return run_function(
+        fn, workers, tuple(args), dict(kwargs or {}), threads=threads, output=output, timeout_s=timeout_s
+    )

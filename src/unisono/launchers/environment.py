@@ -1,0 +1,81 @@
+"""The environment of a worker: torchrun's variables, Unisono's descriptors, and a fair share of the cores."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+
+__all__ = ["threads_per_worker", "usable_cores", "worker_environment"]
+
+
+def worker_environment(
+    rank: int,
+    workers: int,
+    *,
+    address: tuple[str, int],
+    run_id: str,
+    descriptors: Mapping[str, int],
+    threads: int | None = None,
+) -> dict[str, str]:
+    """This process's environment with what `rank` needs to know about itself."""
+    env = {name: value for name, value in os.environ.items() if not _is_of_another_run(name)}
+    host, port = address
+    env.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(workers),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(workers),
+        GROUP_RANK="0",
+        GROUP_WORLD_SIZE="1",
+        MASTER_ADDR=host,
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        UNISONO_LAUNCHER_PID=str(os.getpid()),
+        # A run inside a worker of another run belongs to both.
+        UNISONO_RUN=":".join(filter(None, [os.environ.get("UNISONO_RUN"), run_id])),
+    )
+    env.update({f"UNISONO_{name}_FD": str(fd) for name, fd in descriptors.items()})
+    share = str(threads or threads_per_worker(workers))
+    if threads is not None or "OMP_NUM_THREADS" not in env:
+        env["OMP_NUM_THREADS"] = share
+        if threads is not None or "MKL_NUM_THREADS" not in env:
+            env["MKL_NUM_THREADS"] = share
+    return env
+
+
+def _is_of_another_run(name: str) -> bool:
+    return name.startswith("TORCHELASTIC_") or (name.startswith("UNISONO_") and name.endswith("_FD"))
+
+
+def threads_per_worker(workers: int) -> int:
+    """The cores divided among the workers, at least one each."""
+    return max(1, usable_cores() // workers)
+
+
+def usable_cores() -> int:
+    """The cores that this process may use: those it is bound to, and no more than its container's quota."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on this system
+        cores = os.cpu_count() or 1
+    return max(1, math.ceil(min(cores, _quota())))
+
+
+def _quota() -> float:
+    """CPUs that the control group allows; infinite where there is no limit."""
+    try:
+        with open("/sys/fs/cgroup/cpu.max") as file:
+            quota, period = file.read().split()
+        return math.inf if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        pass
+    try:
+        with (
+            open("/sys/fs/cgroup/cpu/cpu.cfs_quota_us") as first,
+            open("/sys/fs/cgroup/cpu/cpu.cfs_period_us") as second,
+        ):
+            quota_us, period_us = int(first.read()), int(second.read())
+        return quota_us / period_us if quota_us > 0 and period_us > 0 else math.inf
+    except (OSError, ValueError):
+        return math.inf

@@ -1,0 +1,380 @@
+"""Starts N workers on this host, watches them, and leaves nothing behind.
+
+1. Start all workers at once, each in a session of its own, then the guard (guard.py).
+2. Watch: pass their output on, take their error reports, start the store when a first worker asks for it.
+3. Stop: at the first failure or an interruption the rest is told to go, and made to after a grace time.
+4. Clean up: whatever the workers left running is ended; only then are they reaped, so no process id is used again.
+
+One thread, one selector, no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from unisono.launchers import guard
+from unisono.launchers.anonymous import anonymous_file
+from unisono.launchers.child import Child, exit_status, pid_fd
+from unisono.launchers.environment import worker_environment
+from unisono.launchers.output import Mode, Output, OutputClosed
+from unisono.launchers.report import SETTLE_S, Failure, first_failure, format_report, from_exit, from_message
+from unisono.launchers.status import StatusPage
+
+__all__ = ["Job", "LocalRun", "Outcome", "TimedOut"]
+
+_FOLDER = Path(__file__).parent
+_TICK_S = 0.02
+# Signals sent to the workers' main processes, and when (seconds after the decision to stop).
+_AFTER_FAILURE = ((0.0, signal.SIGTERM), (1.0, signal.SIGKILL))
+_FAILED_ITSELF = ((3.0, signal.SIGKILL),)  # it has reported its error and is on its way out
+_AFTER_INTERRUPT = ((0.0, signal.SIGINT), (0.9, signal.SIGTERM), (1.2, signal.SIGKILL))
+
+
+class TimedOut(Exception):
+    """The time given to the run is over; the text says what the workers were doing."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to start, and how."""
+
+    program: Sequence[str]  # arguments of worker.py: script and its arguments, or -m module ..., or --function
+    workers: int
+    threads: int | None = None
+    output: Mode = "auto"
+    output_dir: str | os.PathLike[str] | None = None
+    inherit: bool = True  # rank 0 may use this process's own standard streams
+    timeout_s: float | None = None
+    payload_fd: int | None = None
+    result_fds: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the run ended: `failure` is None when every worker ended well."""
+
+    failure: Failure | None = None
+    report: str = ""
+    step: int | None = None
+
+    @property
+    def exit_status(self) -> int:
+        """The status of the worker that failed first; 0 without a failure."""
+        return self.failure.code if self.failure else 0
+
+
+class LocalRun:
+    """One run of one job. `supervise()` does it all; a BaseException raised into it (Ctrl-C) stops the run."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.run_id = secrets.token_hex(12)
+        self.output = Output(job.output, job.workers, job.output_dir, inherit=job.inherit)
+        self._workers: list[Child] = []
+        self._selector = selectors.DefaultSelector()
+        self._page = StatusPage.create(job.workers)
+        self._board = anonymous_file("unisono-board")
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, 2 * job.workers))
+        self._address = self._listener.getsockname()[:2]
+        self._store: subprocess.Popen[bytes] | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._stop_time: float | None = None
+        self.interruptible = False  # whether a signal handler may raise into `supervise` now
+
+    def supervise(self) -> Outcome:
+        """Run the job to its end and clean up. Raises TimedOut, or what interrupted it, after the clean-up."""
+        patience_s = 1.0
+        try:
+            self.interruptible = True
+            self._start()
+            self._watch()
+            self.interruptible = False
+            if any(worker.failure for worker in self._workers):
+                patience_s = 0.3
+                self._stop(lambda worker: _FAILED_ITSELF if worker.failure else _AFTER_FAILURE)
+        except BaseException:
+            self.interruptible = False
+            patience_s = 0.15
+            self._stop(self._interruption)
+            raise
+        finally:
+            self._clean_up(patience_s)
+        try:
+            return self._outcome()
+        finally:
+            self._page.close()
+
+    def kill(self) -> None:
+        """SIGKILL to every worker now (the second Ctrl-C); `supervise` then ends by itself."""
+        for worker in self._workers:
+            worker.send(signal.SIGKILL)
+
+    def signal_groups(self, signum: signal.Signals) -> None:
+        """Send a signal to every worker and the children in its process group (Ctrl-Z, and going on after it)."""
+        for worker in self._workers:
+            worker.send_group(signum)
+
+    # -- 1. start ------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        self._selector.register(self._listener, selectors.EVENT_READ, self._start_store)
+        for rank in range(self.job.workers):
+            self._start_worker(rank)
+        command = [sys.executable, "-I", "-S", str(_FOLDER / "guard.py"), self.run_id, str(os.getpid())]
+        quiet = subprocess.DEVNULL
+        self._guard = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True, bufsize=0
+        )
+        self._tell_guard(" ".join(str(worker.process.pid) for worker in self._workers) + "\n")
+
+    def _start_worker(self, rank: int) -> None:
+        report_fd, report_end = os.pipe()
+        descriptors = {"SHM": self._board, "STATUS": self._page.fd, "REPORT": report_end}
+        if self.job.payload_fd is not None:
+            descriptors.update(PAYLOAD=self.job.payload_fd, RESULT=self.job.result_fds[rank])
+        streams = self.output.open(rank)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, str(_FOLDER / "worker.py"), *self.job.program],
+                env=self._environment(rank, descriptors),
+                pass_fds=tuple(descriptors.values()),
+                start_new_session=True,
+                bufsize=0,
+                **streams,  # type: ignore[call-overload]  # stdin, stdout, stderr
+            )
+        finally:
+            os.close(report_end)
+            if self.job.output == "files":
+                streams["stdout"].close()  # type: ignore[union-attr]
+        worker = Child(rank, process, pid_fd(process.pid), report_fd, time.monotonic())
+        self._workers.append(worker)
+        self._listen(report_fd, partial(self._on_report, worker))
+        for name in ("stdout", "stderr"):
+            stream = getattr(process, name)
+            if stream is not None:
+                self._listen(stream.fileno(), partial(self.output.feed, rank, name))
+        if worker.pid_fd is not None:
+            self._selector.register(worker.pid_fd, selectors.EVENT_READ, partial(self._on_exit, worker))
+
+    def _environment(self, rank: int, descriptors: dict[str, int]) -> dict[str, str]:
+        return worker_environment(
+            rank,
+            self.job.workers,
+            address=self._address,
+            run_id=self.run_id,
+            descriptors=descriptors,
+            threads=self.job.threads,
+        )
+
+    def _start_store(self) -> None:
+        """Serve torch's store on the listening socket: in a process of its own, so the launcher stays small."""
+        self._selector.unregister(self._listener)
+        descriptor = self._listener.fileno()
+        self._store = subprocess.Popen(
+            [sys.executable, str(_FOLDER / "worker.py"), "--store", str(descriptor), str(self._address[1])],
+            env=self._environment(0, {}),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(descriptor,),
+            start_new_session=True,
+        )
+        self._listener.close()
+
+    # -- 2. watch ------------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Until all workers have ended, or one has failed and its failure is not waiting for its cause."""
+        while any(worker.exited is None for worker in self._workers):
+            failures = [worker.failure for worker in self._workers if worker.failure]
+            now = time.monotonic()
+            until = None
+            if failures:
+                until = min(failure.time for failure in failures) + SETTLE_S
+                if now >= until or not all(failure.consequence for failure in failures):
+                    return
+            elif self.job.timeout_s is not None:
+                until = self._workers[0].started + self.job.timeout_s
+                if now >= until:
+                    raise TimedOut(self._activities(now))
+            self._pump(None if until is None else until - now)
+
+    def _pump(self, wait_s: float | None) -> None:
+        """Handle what has happened, waiting at most `wait_s` (None: for as long as it takes) for something to."""
+        polled = [worker for worker in self._workers if worker.pid_fd is None and worker.exited is None]
+        if polled:
+            wait_s = _TICK_S if wait_s is None else min(wait_s, _TICK_S)
+        for key, _ in self._selector.select(wait_s):
+            if key.fileobj in self._selector.get_map():
+                key.data()
+        for worker in polled:
+            self._on_exit(worker)
+
+    def _listen(self, fd: int, take: Callable[[bytes], None]) -> None:
+        os.set_blocking(fd, False)
+        self._selector.register(fd, selectors.EVENT_READ, partial(self._read, fd, take))
+
+    def _read(self, fd: int, take: Callable[[bytes], None]) -> bool:
+        """Pass on one piece of what can be read; False when there is nothing now."""
+        try:
+            data = os.read(fd, 1 << 16)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._selector.unregister(fd)
+            return False
+        take(data)
+        return True
+
+    def _on_report(self, worker: Child, data: bytes) -> None:
+        *lines, worker.text = (worker.text + data).split(b"\n")
+        unknown = b""
+        for line in lines:
+            try:
+                message = json.loads(line)
+            except ValueError:
+                unknown += line + b"\n"  # faulthandler's
+                continue
+            if not isinstance(message, dict):
+                continue
+            worker.ready = True
+            worker.failure = worker.failure or from_message(worker.rank, message, time.monotonic())
+        worker.text = unknown + worker.text
+
+    def _on_exit(self, worker: Child) -> None:
+        status = exit_status(worker.process.pid)
+        if status is None:
+            return
+        worker.exited = time.monotonic()
+        if worker.pid_fd is not None:
+            self._selector.unregister(worker.pid_fd)
+            os.close(worker.pid_fd)
+        self._drain(worker)
+        self.output.flush(worker.rank)
+        if status != 0 and worker.failure is None:
+            text = worker.text.decode("utf-8", "replace")
+            worker.failure = from_exit(worker.rank, status, worker.exited, text)
+
+    def _drain(self, worker: Child) -> None:
+        """Take what the pipes hold now: a child of the worker may keep them open, so their end is not waited for."""
+        for fd in (worker.report_fd, *worker.stream_fds()):
+            for _ in range(64):  # a pipe holds 64 KiB, at most 1 MiB
+                if fd not in self._selector.get_map() or self._selector.get_key(fd).data() is False:
+                    break
+
+    # -- 3. stop -------------------------------------------------------------------------------------------------------
+
+    def _interruption(self, worker: Child) -> tuple[tuple[float, signal.Signals], ...]:
+        # A worker that has not begun its program has nothing to tidy up.
+        return _AFTER_INTERRUPT if worker.ready else ((0.0, signal.SIGKILL),)
+
+    def _stop(self, schedule: Callable[[Child], Sequence[tuple[float, signal.Signals]]]) -> None:
+        """Send every live worker the signals of its schedule until it has ended."""
+        start = self._stop_time = time.monotonic()
+        self.output.hurry(start + 1.5)
+        for worker in self._workers:
+            worker.schedule = [(start + delay, signum) for delay, signum in schedule(worker)]
+        while True:
+            alive = [worker for worker in self._workers if worker.exited is None]
+            now = time.monotonic()
+            if not alive or now > start + 5:  # SIGKILL does not fail, but a disk may hold a process for long
+                return
+            for worker in alive:
+                while worker.schedule and worker.schedule[0][0] <= now:
+                    worker.send(worker.schedule.pop(0)[1])
+            due = [worker.schedule[0][0] for worker in alive if worker.schedule]
+            try:
+                self._pump(max(0.0, min([*due, now + 0.1]) - now))
+            except OutputClosed:
+                continue
+
+    # -- 4. clean up ---------------------------------------------------------------------------------------------------
+
+    def _clean_up(self, patience_s: float) -> None:
+        self.kill()
+        self._listener.close()
+        if self._store is not None:
+            self._store.kill()
+            self._store.wait()
+            assert self._store.stdin is not None
+            self._store.stdin.close()
+        sessions = [worker.process.pid for worker in self._workers]
+        manager_patience_s = 3.0 if self._stop_time is None else 0.0
+        guard.sweep(self.run_id, sessions, patience_s=patience_s, manager_patience_s=manager_patience_s)
+        for worker in self._workers:
+            self._forget(worker)
+        if self._guard is not None:
+            assert self._guard.stdin is not None
+            self._tell_guard("done\n")
+            self._guard.stdin.close()
+            self._guard.wait()
+        self._selector.close()
+        os.close(self._board)
+
+    def _forget(self, worker: Child) -> None:
+        with contextlib.suppress(OutputClosed):
+            if worker.exited is None:
+                exit_status(worker.process.pid, wait=True)
+                self._on_exit(worker)
+            self._drain(worker)  # what its children wrote after it
+            self.output.flush(worker.rank)
+        worker.close()
+
+    def _tell_guard(self, text: str) -> None:
+        assert self._guard is not None
+        assert self._guard.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # someone killed it; the workers still die with this process
+            self._guard.stdin.write(text.encode())
+
+    # -- the report ----------------------------------------------------------------------------------------------------
+
+    def _outcome(self) -> Outcome:
+        """Tell failures from workers that we stopped, and put the first into words."""
+        failures = [worker.failure for worker in self._workers if worker.failure]
+        if self._stop_time is not None:
+            stop_time = self._stop_time
+            failures = [failure for failure in failures if failure.time <= stop_time]
+        if not failures:
+            return Outcome()
+        first = first_failure(failures)
+        failed = {failure.rank for failure in failures}
+        others = sorted((failure for failure in failures if failure is not first), key=lambda failure: failure.time)
+        stopped = [worker.rank for worker in self._workers if worker.failure and worker.rank not in failed]
+        worker = self._workers[first.rank]
+        ran_s = first.time - worker.started
+        status = self._page.read(first.rank)
+        report = format_report(
+            first,
+            others,
+            workers=self.job.workers,
+            identity=f"rank {first.rank}, host {socket.gethostname()}, pid {worker.process.pid}, after {ran_s:.1f} s",
+            status=self._activity(first.rank, first.time),
+            stopped=stopped,
+            unseen=self.output.unseen(first.rank),
+            colour=self.output.colour,
+        )
+        return Outcome(first, report, status.step)
+
+    def _activities(self, now: float) -> str:
+        running = [worker.rank for worker in self._workers if worker.exited is None]
+        return "\n".join(f"  rank {rank}: {self._activity(rank, now) or 'running'}" for rank in running)
+
+    def _activity(self, rank: int, now: float) -> str:
+        """What `rank` last noted, in words; "" when it noted nothing."""
+        status = self._page.read(rank)
+        parts = [] if status.step is None else [f"last step {status.step}"]
+        if status.doing:
+            parts.append(f"doing: {status.doing} (since {max(0.0, now - status.doing_since):.1f} s)")
+        return ", ".join(parts)

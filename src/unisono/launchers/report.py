@@ -1,0 +1,176 @@
+"""One clear report for a failed run: who failed first, how, and what it was doing."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = ["Failure", "WorkerError", "first_failure", "format_report", "from_exit", "from_message"]
+
+SETTLE_S = 1.0  # a failure that looks like a consequence waits this long for its cause
+
+_HINTS = {
+    "SIGKILL": "SIGKILL comes from `kill -9` or, more often, from the kernel's out-of-memory killer: look at the "
+    "memory limit of the machine or container, and at `dmesg`.",
+    "SIGSEGV": "SIGSEGV is a crash in native code, not a Python error.",
+    "SIGBUS": "SIGBUS often means that shared memory is full (/dev/shm) or that a memory-mapped file was cut short.",
+    "SIGABRT": "SIGABRT is native code giving up; its last words are in the worker's output.",
+    "SIGILL": "SIGILL: native code was built for another processor.",
+}
+_CONSEQUENCES = {"PeerLost", "BrokenPipeError", "ConnectionResetError", "ConnectionAbortedError"}
+_CONSEQUENCE_TEXT = re.compile(
+    r"connection (was )?(closed|reset) by (remote )?peer|broken pipe|remote process exited|peer .*(died|closed|lost)",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one worker failed. `code` is the exit status that the run takes over."""
+
+    rank: int
+    time: float  # time.monotonic(), when it failed
+    kind: Literal["exception", "exit", "signal", "interrupt"]
+    code: int
+    types: Sequence[str] = field(default=())  # of the exception: its class and the base classes, by name
+    message: str = ""
+    traceback: str = ""
+
+    @property
+    def consequence(self) -> bool:
+        """Whether this looks like the loss of a peer, so that another worker's failure is the cause."""
+        if self.kind == "signal":
+            return self.message == "SIGABRT"  # what some native transports do when a peer is lost
+        return bool(_CONSEQUENCES & set(self.types)) or (
+            self.kind == "exception" and _CONSEQUENCE_TEXT.search(self.message) is not None
+        )
+
+    @property
+    def headline(self) -> str:
+        """A few words, without the message."""
+        if self.kind == "exception":
+            return self.types[0]
+        if self.kind == "signal":
+            return f"killed by {self.message}"
+        if self.kind == "interrupt":
+            return "interrupted by SIGINT"
+        return f"exit status {self.code}"
+
+
+class WorkerError(RuntimeError):
+    """Raised by `launch` when a worker fails; its text is the report.
+
+    `rank`, `exit_status`, `step` (None before the first) and `traceback` (text, "" without a Python error) are those of
+    the worker that failed first.
+    """
+
+    def __init__(self, report: str, *, rank: int, exit_status: int, step: int | None, traceback: str) -> None:
+        super().__init__(report)
+        self.rank = rank
+        self.exit_status = exit_status
+        self.step = step
+        self.traceback = traceback
+
+
+def from_message(rank: int, message: dict[str, object], now: float) -> Failure | None:
+    """The failure that a worker's JSON line reports; None where it reports something else."""
+    kind, code, time = message.get("kind"), message.get("code"), message.get("time")
+    if kind not in ("exception", "exit", "interrupt") or not isinstance(code, int):
+        return None
+    types = message.get("types")
+    return Failure(
+        rank=rank,
+        time=time if isinstance(time, float) else now,
+        kind=kind,
+        code=code,
+        types=tuple(map(str, types)) if isinstance(types, list) else (),
+        message=str(message.get("message", "")),
+        traceback=str(message.get("traceback", "")),
+    )
+
+
+def from_exit(rank: int, status: int, now: float, native_traceback: str) -> Failure:
+    """The failure of a worker that ended without a word. `status` is negative for a signal, as in subprocess."""
+    if status < 0:
+        return Failure(rank, now, "signal", 128 - status, (), _signal_name(-status), _trim_native(native_traceback))
+    return Failure(rank, now, "exit", status)
+
+
+def first_failure(failures: Iterable[Failure]) -> Failure:
+    """The earliest failure, causes before consequences when they lie within a second."""
+    by_time = sorted(failures, key=lambda failure: failure.time)
+    first = by_time[0]
+    for failure in by_time if first.consequence else ():
+        if not failure.consequence and failure.time <= first.time + SETTLE_S:
+            return failure
+    return first
+
+
+def format_report(
+    first: Failure,
+    others: Sequence[Failure],
+    *,
+    workers: int,
+    identity: str,
+    status: str,
+    stopped: Sequence[int],
+    unseen: Sequence[str],
+    colour: bool = False,
+) -> str:
+    """The text of the report; `identity` and `status` are one line each ("" to leave out)."""
+    bold, red, plain = ("\x1b[1m", "\x1b[31m", "\x1b[0m") if colour else ("", "", "")
+    lines = [f"{bold}{red}unisono: worker {first.rank} of {workers} failed: {first.headline}{plain}", f"  {identity}"]
+    if status:
+        lines.append(f"  {status}")
+    if first.kind == "signal" and first.message in _HINTS:
+        lines.append(f"  {_HINTS[first.message]}")
+    if first.kind == "exit" and not first.message:
+        lines.append("  The program ended itself (sys.exit, os._exit or native code), without a Python error.")
+    if first.kind == "exit" and first.message:
+        lines.append(f"  {first.message}")
+    if first.traceback:
+        lines += ["", first.traceback.rstrip("\n")]
+    if unseen:
+        lines += ["", f"Last output of rank {first.rank}:", *(f"  {line}" for line in unseen)]
+    aftermath = [f"rank {other.rank} failed as well ({_one_line(other)})" for other in others]
+    if stopped:
+        aftermath.append(f"{_ranks(stopped)} stopped")
+    if aftermath:
+        text = "; ".join(aftermath)
+        lines += ["", text[0].upper() + text[1:] + "."]
+    return "\n".join(lines)
+
+
+def _one_line(failure: Failure) -> str:
+    message = " ".join(failure.message.split()) if failure.kind != "signal" else ""
+    if len(message) > 80:
+        message = message[:77] + "..."
+    return f"{failure.headline}: {message}" if message else failure.headline
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} was"
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"ranks {shown} were"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _trim_native(text: str) -> str:
+    """faulthandler's dump without the frames of Python's and our own start, and without its list of modules."""
+    kept = [
+        line
+        for line in text.splitlines()
+        if not re.search(r'File "(<frozen |.*launchers/worker\.py")', line)
+        and not line.startswith("Extension modules:")
+    ]
+    return "\n".join(kept).strip()

@@ -1,0 +1,185 @@
+"""Who gets which samples: the arithmetic behind `un.shard`, on numpy alone.
+
+Two questions are kept apart. The *global order* (which samples make up global batch 0, 1, 2, ...) depends on
+the seed, the epoch, the number of samples and the batch size, never on the number of workers. The *part*
+(which of a global batch's samples are mine) depends on rank and size alone. So the workers may change between
+any two batches.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Indices = NDArray[np.signedinteger]
+Partition = Literal["contiguous", "strided"]
+
+_WORD = 2**64
+
+
+def permutation(n: int, *, seed: int, epoch: int, stream: int = 0) -> Indices:
+    """A random order of `range(n)` that is the same on every machine and with every numpy version.
+
+    Each index is given random high bits by the counter-based generator Philox, keyed by (seed, epoch), and
+    the words are sorted. The words are distinct, so any sorting algorithm gives the same answer; numpy's own
+    `shuffle` promises no such thing from one version to the next.
+
+    Args:
+        n: How many indices.
+        seed: Any integer; taken modulo 2^64.
+        epoch: The pass over the data, 0 or more.
+        stream: Tells apart independent permutations of one (seed, epoch).
+
+    Returns:
+        int32 where n fits in it, else int64; shape (n,).
+
+    >>> sorted(permutation(5, seed=0, epoch=0).tolist())
+    [0, 1, 2, 3, 4]
+    """
+    key = np.array([seed % _WORD, epoch % _WORD], dtype=np.uint64)
+    counter = np.array([0, 0, 0, stream], dtype=np.uint64)
+    words = np.random.Philox(key=key, counter=counter).random_raw(n)
+    low_bits = np.uint64((1 << max(n, 1).bit_length()) - 1)
+    words &= ~low_bits
+    words |= np.arange(n, dtype=np.uint64)
+    words.sort()
+    words &= low_bits
+    return words.astype(index_dtype(n))
+
+
+def index_dtype(n: int) -> type[np.signedinteger]:
+    """The smallest of int32 and int64 that counts to n."""
+    return np.int32 if n < 2**31 else np.int64
+
+
+def global_order(
+    n: int, *, batch_size: int, seed: int, epoch: int, shuffle: bool, classes: Indices | None = None
+) -> Indices:
+    """The order of one epoch: global batch b is `order[b * batch_size : (b + 1) * batch_size]`.
+
+    Args:
+        n: Number of samples.
+        batch_size: Samples in a global batch; the last one may be shorter.
+        seed: With epoch, decides the order.
+        epoch: Which pass over the data.
+        shuffle: False keeps the samples in their own order (within each class, where `classes` is given).
+        classes: A class number 0, 1, ... for each sample: see `stratified_order`.
+
+    Returns:
+        A permutation of `range(n)`.
+
+    >>> global_order(6, batch_size=4, seed=0, epoch=0, shuffle=False).tolist()
+    [0, 1, 2, 3, 4, 5]
+    """
+    drawn = permutation(n, seed=seed, epoch=epoch) if shuffle else np.arange(n, dtype=index_dtype(n))
+    if classes is None:
+        return drawn
+    # Where classes do not divide evenly, some batches get one sample more of a class. Which ones is drawn as
+    # well: counted through in turn, a rare class would sit in neighbouring batches.
+    full = n // batch_size
+    places = permutation(full, seed=seed, epoch=epoch if shuffle else 0, stream=1)
+    return stratified_order(drawn, classes, batch_size, places)
+
+
+def stratified_order(drawn: Indices, classes: Indices, batch_size: int, places: Indices) -> Indices:
+    """Rearranges `drawn` so that every global batch has the class mix of the whole.
+
+    A batch of m samples holds floor(m * n_c / n) or ceil(m * n_c / n) of class c, for every class and every
+    batch, the short last one too. (Such a rounding of a table with whole margins always exists; with all rows
+    alike but one it can be written down: round the odd row within the bounds that leave the others possible,
+    then deal the rest.)
+
+    Inside a batch the samples lie class by class, so dealing them out in turn, as "strided" does, gives every
+    rank the batch's class mix to within one sample a class, and parts that differ by at most one sample.
+
+    Args:
+        drawn: A permutation of the samples; its order is kept within a class.
+        classes: Class number of each sample, by sample index.
+        batch_size: Samples in a full batch.
+        places: A permutation of the full batches.
+
+    Returns:
+        A permutation of the samples.
+    """
+    n, full = len(drawn), len(places)
+    counts = np.bincount(classes).astype(np.int64)
+    # 1. Of each class: `short` in the last batch, `base` in every full one, `spare` dealt over the full ones.
+    base = counts * batch_size // n if full else np.zeros_like(counts)
+    short = _share_of_short_batch(counts, base, full=full, size=n - full * batch_size)
+    spare = counts - full * base - short
+    # 2. The batch of each sample: dealt in turn, first the even part of its class, then the spares.
+    grouped = drawn[np.argsort(_narrow(classes[drawn]), kind="stable")]
+    class_of = np.repeat(np.arange(len(counts)), counts)
+    turn = np.arange(n) - (np.cumsum(counts) - counts)[class_of] - short[class_of]
+    beyond = turn - (full * base)[class_of]
+    spares_before = np.cumsum(spare) - spare
+    row = np.where(beyond < 0, turn, beyond + spares_before[class_of])
+    row = np.where(turn < 0, full, places[row % full] if full else full)
+    # 3. Batch after batch, class by class inside.
+    return grouped[np.argsort(_narrow(row), kind="stable")]
+
+
+def _share_of_short_batch(counts: Indices, base: Indices, *, full: int, size: int) -> Indices:
+    """How many of each class go to the last, short batch of `size` samples, so that the full batches work
+    out."""
+    n = int(counts.sum())
+    left_over = counts - full * base
+    low: Indices = np.maximum(counts * size // n, left_over - full)
+    high = np.minimum(-(-counts * size // n), left_over)
+    wanted = size - int(low.sum())
+    remainders = np.where(high > low, counts * size - low * n, -n * max(n, 1))
+    low[np.argsort(-remainders, kind="stable")[:wanted]] += 1
+    assert (low <= high).all()
+    assert low.sum() == size
+    return low
+
+
+def _narrow(keys: Indices) -> NDArray[np.integer]:
+    """16-bit keys where they fit: numpy sorts those by radix, six times faster."""
+    return keys.astype(np.uint16) if keys.size and keys.max() < 2**16 else keys
+
+
+def part_of(m: int, *, rank: int, size: int, partition: Partition) -> slice:
+    """The part of a global batch of m samples that is `rank`'s, as a slice; parts differ by at most one
+    sample.
+
+    >>> [part_of(7, rank=r, size=3, partition="contiguous") for r in range(3)]
+    [slice(0, 3, 1), slice(3, 5, 1), slice(5, 7, 1)]
+    >>> part_of(7, rank=1, size=3, partition="strided")
+    slice(1, 7, 3)
+    """
+    if partition == "strided":
+        return slice(rank, m, size)
+    each, over = divmod(m, size)
+    start = rank * each + min(rank, over)
+    return slice(start, start + each + (rank < over), 1)
+
+
+def balanced_parts(costs: NDArray[np.float64], size: int) -> list[Indices]:
+    """Deals a batch so that every rank gets about the same cost: the longest sample first, to the least
+    loaded rank.
+
+    This is LPT (Graham, 1969): the heaviest rank carries at most 4/3 - 1/(3 size) of the least possible. Ties
+    go to the rank with fewer samples, then to the lower rank, so that every rank computes the same answer.
+
+    Args:
+        costs: Cost of each sample of the batch, shape (m,); 0 or more.
+        size: Number of ranks.
+
+    Returns:
+        For every rank, its positions in the batch, ascending.
+
+    >>> [part.tolist() for part in balanced_parts(np.array([3.0, 1.0, 2.0, 4.0]), 2)]
+    [[1, 3], [0, 2]]
+    """
+    longest_first = np.argsort(-costs, kind="stable")
+    parts: list[list[int]] = [[] for _ in range(size)]
+    loads = [(0.0, 0, rank) for rank in range(size)]
+    for position, cost in zip(longest_first.tolist(), costs[longest_first].tolist(), strict=True):
+        load, count, rank = loads[0]
+        parts[rank].append(position)
+        heapq.heapreplace(loads, (load + cost, count + 1, rank))
+    return [np.array(sorted(part), dtype=np.int64) for part in parts]

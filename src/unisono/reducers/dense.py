@@ -1,0 +1,23 @@
+"""The exact mean of every tensor. Sends 2(N-1)/N of the bucket's bytes."""
+
+from __future__ import annotations
+
+from unisono.buckets import Bucket
+from unisono.reducer import Reduced, Reducer, State
+from unisono.world import World
+
+
+def dense() -> Reducer:
+    """Every worker's numbers in full: g = (1/N) sum of all g_i.
+
+    >>> from unisono.spec import build
+    >>> build("dense", kind="reducer").exact
+    True
+    """
+
+    def reduce(bucket: Bucket, state: State, world: World) -> tuple[Reduced, State]:
+        sent = bucket.tensors
+        world.all_reduce(bucket.flat, "mean", tag=bucket.tag).wait()
+        return Reduced(bucket.tensors, sent), state
+
+    return Reducer(lambda bucket: {}, reduce, exact=True)

@@ -1,0 +1,140 @@
+"""How a process finds the others: reads what its launcher left and picks the transports that fit."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+
+from unisono.transports import Transport
+from unisono.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+TIMEOUT_S = 1800.0
+
+
+def meet(device: str | torch.device | None = None) -> World:
+    """The world that the environment describes."""
+    rank, size = _place()
+    local_rank = _number("LOCAL_RANK", 0)
+    local_size = _number("LOCAL_WORLD_SIZE", 1 if size == 1 else 0)
+    chosen = _device(device, local_rank, local_size or 1)
+    if size == 1:
+        return World(None, device=chosen, hosts=[socket.gethostname()])
+    timeout_s = float(os.environ.get("UNISONO_TIMEOUT_S", TIMEOUT_S))
+    if "UNISONO_SHM_FD" in os.environ and local_size == size:
+        from unisono.transports.shared import SharedTransport
+
+        transport: Transport = SharedTransport.inherited(
+            int(os.environ["UNISONO_SHM_FD"]), rank, size, timeout_s=timeout_s
+        )
+        hosts = [socket.gethostname()] * size
+    else:
+        from unisono.transports.hosts import connect
+
+        transport, hosts = connect(_store(), rank, size, timeout_s=timeout_s)
+    accelerated = _nccl(transport, hosts, chosen, timeout_s) if _wants_nccl(transport, chosen) else None
+    return World(transport, device=chosen, hosts=hosts, accelerated=accelerated)
+
+
+def _place() -> tuple[int, int]:
+    """My rank and the size of the world."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    if "WORLD_SIZE" not in os.environ:
+        return 0, 1
+    size = _number("WORLD_SIZE", 1)
+    rank = _number("RANK", 0 if size == 1 else -1)
+    if size < 1 or not 0 <= rank < size:
+        raise ValueError(
+            f"the environment says RANK={os.environ.get('RANK')} and WORLD_SIZE={os.environ['WORLD_SIZE']}: "
+            "expected 0 <= RANK < WORLD_SIZE; start the program with `unisono run -n N` or torchrun, "
+            "or unset WORLD_SIZE to run alone"
+        )
+    return rank, size
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"the environment variable {name} must be a whole number, got {text!r}") from None
+
+
+def _device(asked: str | torch.device | None, local_rank: int, local_size: int) -> torch.device:
+    if asked is None:
+        fits = torch.cuda.is_available() and torch.cuda.device_count() >= local_size
+        return torch.device("cuda", local_rank) if fits else torch.device("cpu")
+    device = torch.device(asked)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(
+                f"device {str(asked)!r} was asked for, but PyTorch sees no CUDA device here "
+                f"(torch {torch.__version__}): use device='cpu', or install a CUDA build and driver"
+            )
+        index = device.index if device.index is not None else local_rank % torch.cuda.device_count()
+        if index >= torch.cuda.device_count():
+            raise ValueError(f"device {str(asked)!r}: this host has {torch.cuda.device_count()} CUDA device(s)")
+        return torch.device("cuda", index)
+    if device.type != "cpu":
+        raise ValueError(f"device must be 'cpu' or 'cuda', got {str(asked)!r}")
+    return device
+
+
+def _store() -> Store:
+    """The store that the launcher hosts; with a prefix of this attempt, so a restart meets only itself."""
+    import torch.distributed as dist
+
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if dist.is_initialized():
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        return dist.PrefixStore(f"unisono/{attempt}", _get_default_store())
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise ValueError(
+                f"WORLD_SIZE={os.environ.get('WORLD_SIZE')} but {name} is not set, so the other ranks cannot be "
+                "found: start the program with `unisono run -n N` or torchrun"
+            )
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        _number("MASTER_PORT", 0),
+        is_master=not hosted and _number("RANK", 0) == 0,
+        timeout=timedelta(seconds=300),
+        wait_for_workers=False,
+    )
+    return dist.PrefixStore(f"unisono/{attempt}", store)
+
+
+def _wants_nccl(transport: Transport, device: torch.device) -> bool:
+    """Whether every rank has a CUDA device of its own (NCCL refuses two ranks on one)."""
+    import torch.distributed as dist
+
+    mine = f"{_machine()} {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else ""
+    every = transport.exchange(mine.encode())
+    return dist.is_nccl_available() and b"" not in every and len(set(every)) == len(every)
+
+
+def _machine() -> str:
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
+
+
+def _nccl(transport: Transport, hosts: Sequence[str], device: torch.device, timeout_s: float) -> Transport:
+    from unisono.transports.nccl import NcclTransport
+
+    return NcclTransport.make(transport, _address(transport), device, timeout_s=timeout_s)
+
+
+def _address(transport: Transport) -> str:
+    return os.environ.get("MASTER_ADDR", "127.0.0.1")

@@ -1,0 +1,156 @@
+"""Synchronous all-reduce: after backward, every gradient is the mean over the workers."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from unisono.buckets import BUCKET_BYTES, Bucket, Exchange
+from unisono.reducer import Reducer, State
+from unisono.reducers.dense import dense
+from unisono.strategy import Replica, Strategy, share
+from unisono.world import World
+
+
+@dataclass(frozen=True)
+class allreduce(Strategy):
+    """Exchange gradients in every window: g = (1/N) sum of all g_i, while backward goes on.
+
+    reducer: how the mean is taken (None: exactly).
+    accumulate: backward passes a window; gradients add up locally and are exchanged with the last one.
+    buffers: "broadcast" rank 0's after every exchange, "average" them, or leave them "local".
+    overlap: exchange a bucket as soon as it is full, or all after backward. None: as soon as it is full, but
+        where workers share memory and leave no core free, an exchange would only take compute's place: after.
+    bucket_bytes: how much travels together.
+    """
+
+    reducer: Reducer | None = None
+    accumulate: int = 1
+    buffers: Literal["broadcast", "average", "local"] = "broadcast"
+    overlap: bool | None = None
+    bucket_bytes: int = BUCKET_BYTES
+
+    def bind(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
+        if self.accumulate < 1:
+            raise ValueError(f"accumulate counts backward passes: expected at least 1, got {self.accumulate}")
+        if self.bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes must be positive, got {self.bucket_bytes}")
+        if self.buffers not in ("broadcast", "average", "local"):
+            raise ValueError(f"buffers must be 'broadcast', 'average' or 'local', got {self.buffers!r}")
+        return AllReduceReplica(model, optimizer, world, self)
+
+
+class AllReduceReplica(Replica):
+    """Gradients through buckets and a reducer; nothing to do in a world of one."""
+
+    strategy: allreduce
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: allreduce) -> None:
+        super().__init__(model, optimizer, world, strategy)
+        self.reducer = strategy.reducer if strategy.reducer is not None else dense()
+        self._states: dict[str, State] = {}  # by the first parameter of the bucket
+        self._exchange: Exchange | None = None
+        self._start()
+
+    def _start(self) -> None:
+        if self.world.size == 1 and self.reducer.exact:
+            return
+        dense_ones, sparse_ones = _by_kind(self.model)
+        self._exchange = Exchange(
+            dense_ones,
+            sparse_ones,
+            self.world,
+            self._reduce,
+            self._share_buffers,
+            bucket_bytes=self.strategy.bucket_bytes,
+            overlap=_pays(self.world) if self.strategy.overlap is None else self.strategy.overlap,
+            accumulate=self.strategy.accumulate,
+            advance=self.advance,
+        )
+
+    def _reduce(self, bucket: Bucket, world: World) -> None:
+        key = bucket.names[0]
+        if key not in self._states:
+            self._states[key] = self.reducer.init(bucket)
+        reduced, self._states[key] = self.reducer.reduce(bucket, self._states[key], world)
+        for target, mean in zip(bucket.tensors, reduced.mean, strict=True):
+            if target.data_ptr() != mean.data_ptr():
+                target.copy_(mean)
+
+    def _share_buffers(self, world: World) -> None:
+        buffers = [b.detach() for b in self.model.buffers()]
+        if self.strategy.buffers == "local" or not buffers:
+            return
+        if self.strategy.buffers == "average":
+            floats = [b for b in buffers if b.is_floating_point() or b.is_complex()]
+            world.all_reduce(floats, "mean", tag="buffers").wait()
+            buffers = [b for b in buffers if not (b.is_floating_point() or b.is_complex())]
+        world.broadcast(buffers, tag="buffers").wait()
+
+    def before_step(self) -> None:
+        if self._exchange is not None:
+            self._exchange.before_step()
+
+    def after_step(self) -> None:
+        if self._exchange is not None:
+            self._exchange.after_step()
+        else:
+            self.advance()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._exchange.no_sync() if self._exchange is not None else super().no_sync()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shared": {"step": self.step}, "local": {"reducer": self._states}}
+
+    def load_state_dict(self, state: dict[str, Any], *, same_world: bool = True) -> None:
+        self.step = state["shared"]["step"]
+        if same_world:
+            self._states = state["local"]["reducer"]
+        elif any(state for part in state["locals"] for state in part["reducer"].values()):
+            raise ValueError("the reducer's state is one rank's own: it cannot be loaded at another world size")
+
+    def rebind(self, world: World, *, source: int = 0) -> str:
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
+        self.world = world
+        if world.size > 1:
+            share(self.model, world, source)
+            packed = world.broadcast_object(
+                {"optimizer": self.optimizer.state_dict(), "step": self.step, "steps": world.ledger.step_count}, source
+            )
+            if world.rank != source:
+                self.optimizer.load_state_dict(packed["optimizer"])
+                self.step = packed["step"]
+        self._start()
+        return f"model, optimizer and step {self.step} from rank {source} of {world.size}"
+
+    def close(self) -> None:
+        super().close()
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
+
+
+def _pays(world: World) -> bool:
+    """Whether exchanging during backward gains time: not if the exchange is work for cores that are all busy."""
+    one_host = len(set(world.hosts)) == 1
+    busy = world.local_size * torch.get_num_threads() >= len(os.sched_getaffinity(0))
+    return not (one_host and busy) or world.has_nccl
+
+
+def _by_kind(model: nn.Module) -> tuple[list[tuple[str, Parameter]], list[tuple[str, Parameter]]]:
+    """The parameters with dense gradients, and those of embeddings with sparse ones."""
+    sparse: set[Tensor] = {
+        m.weight for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse
+    }
+    named = list(model.named_parameters())
+    return [(n, p) for n, p in named if p not in sparse], [(n, p) for n, p in named if p in sparse]

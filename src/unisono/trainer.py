@@ -1,0 +1,236 @@
+"""`un.Trainer`: fit and evaluate over `parallel`, `shard`, `save` and `load`, for people who want no loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from unisono.callbacks import SPLIT, Callback, Display, EarlyStopping, History, Logs
+from unisono.checkpoint import load, save
+from unisono.data import Shard, shard
+from unisono.strategy import Strategy, parallel
+from unisono.world import World, join
+
+__all__ = ["Trainer"]
+
+REFRESH_STEPS = 10  # live values cost a tiny all-reduce; every rank counts the same steps, so all take part
+DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+Score = Callable[[Any, Any], "Tensor | float"]
+
+
+class Trainer:
+    """Train `model` on every worker of the world, with one progress bar and world-wide metrics.
+
+    A batch is a sequence: the last item is the target, the others are the model's inputs. `loss(output, target)`
+    and each of `metrics` give the mean over a batch; reported is the mean over all samples of all workers, each
+    counted once. `accumulate` batches make one optimizer step. `scheduler` steps every epoch, or every optimizer
+    step with `schedule="step"`. With `checkpoint` (a folder), the state is saved after every epoch and every
+    `save_every` steps, the last `keep` stay, and `fit` goes on from the newest whole one unless `resume=False`.
+    `early_stopping` is a patience in epochs or an `EarlyStopping`.
+
+    >>> x = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
+    >>> model = nn.Linear(3, 1)
+    >>> trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=nn.MSELoss(), progress=False)
+    >>> history = trainer.fit((x, x.sum(1, keepdim=True)), epochs=20, batch_size=16)
+    >>> history["loss"][-1] < 0.01
+    True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        strategy: str | Strategy = "allreduce",
+        *,
+        loss: Score,
+        metrics: Mapping[str, Score] | None = None,
+        scheduler: Any = None,
+        schedule: Literal["epoch", "step"] = "epoch",
+        clip_norm: float | None = None,
+        accumulate: int = 1,
+        precision: Literal["fp32", "bf16", "fp16"] = "fp32",
+        checkpoint: str | Path | None = None,
+        keep: int = 3,
+        save_every: int | None = None,
+        resume: bool = True,
+        early_stopping: int | EarlyStopping | None = None,
+        callbacks: Iterable[Callback] = (),
+        progress: bool = True,
+        world: World | None = None,
+    ) -> None:
+        if precision not in DTYPES:
+            raise ValueError(f"got precision={precision!r}, expected one of {', '.join(DTYPES)}")
+        if schedule not in ("epoch", "step"):
+            raise ValueError(f'got schedule={schedule!r}, expected "epoch" or "step"')
+        for name, value in (("accumulate", accumulate), ("save_every", save_every)):
+            if value is not None and value < 1:
+                raise ValueError(f"got {name}={value}, expected 1 or more")
+        self.world = world or join()
+        self.model, self.optimizer = model.to(self.world.device), optimizer
+        self.replica = parallel(self.model, optimizer, strategy, world=self.world)
+        self.loss, self.metrics, self.callbacks = loss, dict(metrics or {}), tuple(callbacks)
+        self.scheduler, self.schedule, self.clip_norm = scheduler, schedule, clip_norm
+        self.accumulate, self.precision, self.progress = accumulate, precision, progress
+        self.checkpoint, self.keep, self.save_every, self.resume = checkpoint, keep, save_every, resume
+        self.early_stopping = EarlyStopping(early_stopping) if isinstance(early_stopping, int) else early_stopping
+        self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=precision == "fp16")
+        self.history = History()
+        self._stop = False
+
+    def stop(self) -> None:
+        """Ask, on any rank, that all ranks end `fit` after this epoch."""
+        self._stop = True
+
+    def fit(self, train: Any, *, epochs: int, batch_size: int, validation: Any = None, **options: Any) -> History:
+        """Train until there are `epochs` in the history (a resumed checkpoint's count) and return it.
+
+        `train` and `validation` are what `un.shard` takes, `batch_size` is that of the whole world, and `options`
+        go to `un.shard` for the training data (`seed`, `stratify`, ...).
+        """
+        batches = train if isinstance(train, Shard) else shard(train, batch_size, world=self.world, **options)
+        steps = None if batches.samples is None else len(batches)
+        if steps is None and self.accumulate > 1:
+            raise ValueError("accumulate needs data with a length, got a stream: use a larger batch_size instead")
+        sums = self._resume()
+        with Display(enabled=self.progress and self.world.rank == 0, epochs=epochs, steps=steps) as display:
+            display.live = self.world.broadcast_object(display.live)
+            while len(self.history) < epochs and not self.history.stopped_early:
+                logs = self._epoch(batches, sums, display, steps)
+                if validation is not None:
+                    scores = self.evaluate(validation, batch_size)
+                    logs |= {f"val_{name}": value for name, value in scores.items()}
+                display.line(len(self.history), logs)
+                self._end_epoch(logs)
+                sums = self._zeros()
+                self._save(sums)
+        for callback in self.callbacks:
+            callback.on_fit_end(self, self.history)
+        return self.history
+
+    @torch.no_grad()
+    def evaluate(self, data: Any, batch_size: int) -> Logs:
+        """The loss and the metrics over all samples of `data`, each counted once, whatever the world's size."""
+        before, training, sums = set(self.world.shards), self.model.training, self._zeros()
+        batches = data if isinstance(data, Shard) else shard(data, batch_size, shuffle=False, world=self.world)
+        self.model.eval()
+        try:
+            for batch in batches:
+                self._forward(batch, sums)
+        finally:
+            self.model.train(training)
+            if batches.name not in before:
+                self.world.shards.pop(batches.name, None)  # nothing to resume here
+        return self._means(self.world.all_reduce(sums, "sum", tag="metrics").wait())
+
+    # Inside ----------------------------------------------------------------------------------------------
+
+    def _epoch(self, batches: Shard, sums: Tensor, display: Display, total: int | None) -> Logs:
+        """Train on what is left of this epoch; `sums` holds what was counted before a checkpoint."""
+        self.model.train()
+        counted = float(self.world.all_reduce(sums[:1].clone(), "sum", tag="metrics").wait())
+        began, steps = time.perf_counter(), 0
+        for batch in batches:
+            opened = (batches.batch - 1) // self.accumulate * self.accumulate
+            window = self.accumulate if total is None else min(self.accumulate, total - opened)
+            ends, live = batches.batch == opened + window, None
+            with nullcontext() if ends else self.replica.no_sync():
+                loss = self._forward(batch, sums)
+                torch.autograd.backward(self.scaler.scale(loss / window))
+            if ends:
+                self._step()
+                steps += 1
+                for callback in self.callbacks:
+                    callback.on_step_end(self, {"step": self.replica.step, "loss": loss.item()})
+                if self.save_every and self.replica.step % self.save_every == 0:
+                    self._save(sums)
+                if display.live and steps % REFRESH_STEPS == 0:
+                    live = self._summary(sums, steps, counted, began)
+            display.advance(len(self.history), batches.batch, live)
+        return self._summary(sums, steps, counted, began)
+
+    def _forward(self, batch: Sequence[Tensor], sums: Tensor) -> Tensor:
+        """The loss of my batch; adds it and the metrics to `sums`, times my samples."""
+        *inputs, target = batch
+        dtype = DTYPES[self.precision]
+        with torch.autocast(self.world.device.type, dtype, enabled=dtype is not None):
+            output = self.model(*inputs)
+            loss = torch.as_tensor(self.loss(output, target))
+        if self.world.weight:  # 0: this batch is a stand-in, its samples are other ranks'
+            with torch.no_grad():
+                row = [1.0, loss, *(metric(output, target) for metric in self.metrics.values())]
+                sums += len(target) * torch.stack(
+                    [torch.as_tensor(v, dtype=sums.dtype, device=sums.device) for v in row]
+                )
+        return loss
+
+    def _step(self) -> None:
+        if self.clip_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        if self.scheduler is not None and self.schedule == "step":
+            self.scheduler.step()
+
+    def _end_epoch(self, logs: Logs) -> None:
+        """Record the epoch, step the schedule, and agree with all ranks on whether to go on."""
+        self.history.rows.append(logs)
+        if self.scheduler is not None and self.schedule == "epoch":
+            plateau = isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+            self.scheduler.step(*([logs.get("val_loss", logs["loss"])] if plateau else []))
+        for callback in self.callbacks:
+            callback.on_epoch_end(self, logs)
+        if self.early_stopping is not None and self.early_stopping.should_stop(logs):
+            self.stop()
+        asked = torch.tensor([float(self._stop)], device=self.world.device)
+        self.history.stopped_early = bool(self.world.all_reduce(asked, "max", tag="stop").wait())
+        self._stop = False
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(2 + len(self.metrics), dtype=torch.float64, device=self.world.device)
+
+    def _means(self, sums: Tensor) -> Logs:
+        samples, *totals = sums.tolist()
+        return {name: total / max(samples, 1) for name, total in zip(["loss", *self.metrics], totals, strict=True)}
+
+    def _summary(self, sums: Tensor, steps: int, counted: float, began: float) -> Logs:
+        """World-wide means so far, samples a second, and shares of the time (one small all-reduce)."""
+        spent = self.world.ledger.totals(last=steps)
+        times = [getattr(spent, name) for name in SPLIT] + [time.perf_counter() - began]
+        both = self.world.all_reduce(torch.cat([sums, sums.new_tensor(times)]), "sum", tag="metrics").wait()
+        logs, (*split, seconds) = self._means(both[: len(sums)]), both[len(sums) :].tolist()
+        logs["samples/s"] = (float(both[0]) - counted) * self.world.size / seconds
+        return logs | {name: part / max(sum(split), 1e-9) for name, part in zip(SPLIT, split, strict=True)}
+
+    def _parts(self) -> dict[str, Any]:
+        parts = {"scheduler": self.scheduler, "scaler": self.scaler, "early_stopping": self.early_stopping}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def _save(self, sums: Tensor) -> None:
+        if self.checkpoint is None:
+            return
+        extra = {name: part.state_dict() for name, part in self._parts().items()}
+        whole = self.world.all_reduce(sums.clone(), "sum", tag="metrics").wait().tolist()
+        extra |= {"rows": self.history.rows, "stopped": self.history.stopped_early, "sums": whole}
+        save(self.checkpoint, self.replica, keep=self.keep, extra={"trainer": extra})
+
+    def _resume(self) -> Tensor:
+        """Load the newest checkpoint, if there is one; returns the sums of an epoch that it cut through."""
+        sums = self._zeros()
+        if self.checkpoint is None or not self.resume or len(self.history):
+            return sums
+        try:
+            extra = load(self.checkpoint, self.replica).extra["trainer"]
+        except FileNotFoundError:
+            return sums
+        for name, part in self._parts().items():
+            part.load_state_dict(extra[name])
+        self.history = History(extra["rows"], stopped_early=extra["stopped"])
+        return sums + sums.new_tensor(extra["sums"]) * (self.world.rank == 0)

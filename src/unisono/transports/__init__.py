@@ -1,0 +1,94 @@
+"""How bytes move between ranks. A transport only moves and adds; `World` schedules and records."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Op = Literal["sum", "mean", "max", "min"]
+OPS: tuple[Op, ...] = ("sum", "mean", "max", "min")
+UNKNOWN = float("nan")
+
+
+class PeerLost(RuntimeError):
+    """Another rank of this world died, or its connection broke, during a collective."""
+
+
+class Mismatch(ValueError):
+    """Ranks called one collective with different arguments."""
+
+
+class Transport(ABC):
+    """Blocking collectives on flat, contiguous tensors of one device.
+
+    Every collective returns when the last rank arrived, in seconds of `time.perf_counter`, or NaN where the
+    transport cannot know. A tensor list stands for its concatenation: nothing is copied to join it.
+    """
+
+    name = "transport"
+    rank: int
+    size: int
+
+    @abstractmethod
+    def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
+        """Replace `parts` by their sum, mean, maximum or minimum over the ranks."""
+
+    @abstractmethod
+    def reduce_scatter(self, x: Tensor, counts: Sequence[int], op: Op, out: Tensor) -> float:
+        """Reduce `x`; rank r's `counts[r]` elements of the result go to its `out`."""
+
+    @abstractmethod
+    def all_gather(self, x: Tensor, outs: Sequence[Tensor]) -> float:
+        """Write every rank's `x` into `outs`, on every rank; sizes may differ."""
+
+    @abstractmethod
+    def broadcast(self, parts: Sequence[Tensor], src: int) -> float:
+        """Replace `parts` by rank `src`'s."""
+
+    @abstractmethod
+    def all_to_all(self, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> float:
+        """Send `parts[r]` to rank r; what rank r sent arrives in `outs[r]`."""
+
+    @abstractmethod
+    def send(self, x: Tensor, dst: int) -> None:
+        """Send `x` to rank `dst`."""
+
+    @abstractmethod
+    def recv(self, x: Tensor, src: int) -> None:
+        """Receive into `x` from rank `src`."""
+
+    @abstractmethod
+    def exchange(self, data: bytes) -> list[bytes]:
+        """Every rank's `data`, on every rank: how ranks agree on shapes, hosts and names."""
+
+    @abstractmethod
+    def split(self, groups: Sequence[Sequence[int]]) -> Transport:
+        """The transport of my group; every rank of this one calls it with the same groups."""
+
+    def post(self, x: Tensor, op: Op) -> Callable[[], float] | None:
+        """Begin a small all-reduce without blocking; the result's callable ends it. None: not offered."""
+        return None
+
+    def empty(self, n: int, dtype: torch.dtype) -> Tensor:
+        """Memory that this transport moves fastest; every rank asks alike."""
+        return torch.empty(n, dtype=dtype)
+
+    def release(self, x: Tensor) -> None:  # noqa: B027 (only shared memory has something to do)
+        """Give memory of `empty` back."""
+
+    def close(self) -> None:  # noqa: B027 (not every transport holds something)
+        """Let go of sockets, threads and memory."""
+
+
+def group_of(groups: Sequence[Sequence[int]], rank: int, size: int) -> list[int]:
+    """The group that holds `rank`, after checking that the groups part all ranks."""
+    flat = sorted(r for group in groups for r in group)
+    if flat != list(range(size)):
+        raise ValueError(
+            f"split needs every rank of 0..{size - 1} in exactly one group, got {[list(g) for g in groups]}"
+        )
+    return next(list(group) for group in groups if rank in group)

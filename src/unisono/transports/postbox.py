@@ -1,0 +1,190 @@
+"""Small and private messages between the processes of one host: begun without blocking, no thread needed."""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from unisono.transports import Mismatch, Op
+from unisono.transports.arithmetic import combine
+from unisono.transports.board import Board
+from unisono.transports.segments import open_published
+
+LIMIT = 4096  # bytes of a small message
+DEPTH = 16  # small messages under way at once
+_HEAD = 64  # time, operation, dtype, elements
+_RANK = 64 + DEPTH * (_HEAD + LIMIT)
+_PAIR = 64  # posted, taken, descriptor of the sender's outbox
+_CHUNK = 1 << 20
+OP_CODES: dict[str, int] = {"sum": 0, "mean": 1, "max": 2, "min": 3}
+DTYPES: list[torch.dtype] = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
+DTYPE_CODES = {dtype: i for i, dtype in enumerate(DTYPES)}
+
+
+def room(size: int) -> int:
+    """Bytes that a board needs for `size` ranks' boxes."""
+    return size * _RANK + size * size * _PAIR
+
+
+class Postbox:
+    """All-reduces of at most `LIMIT` bytes: post mine, and sum when all have come.
+
+    A slot is written again after `DEPTH` messages; by then its owner has ended the old one and knows that
+    the others have read it, because it waits for their counters of ended messages.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self.board = board
+        self._rows = [board.base + r * _RANK for r in range(board.size)]
+        self._memory = torch.frombuffer(board.page, dtype=torch.uint8)
+        self._views: dict[tuple[torch.dtype, int, int], list[Tensor]] = {}
+        self._next = 0
+        self._open: dict[int, Callable[[], float]] = {}
+        self._lock = threading.RLock()
+
+    def post(self, x: Tensor, op: Op) -> Callable[[], float]:
+        """Begin an all-reduce of contiguous `x`; the callable ends it and tells when the last rank came."""
+        with self._lock:
+            k = self._next
+            self._next = k + 1
+            slot = k % DEPTH
+            if k >= DEPTH:
+                self._make_room(k - DEPTH)
+            views = self._slot_views(x, slot)
+            views[self.board.rank].copy_(x.detach().view(-1))
+            head = self._rows[self.board.rank] + 64 + slot * (_HEAD + LIMIT)
+            struct.pack_into(
+                "dIIq", self.board.page, head, time.perf_counter(), OP_CODES[op], DTYPE_CODES[x.dtype], x.numel()
+            )
+            self.board.words.publish(self._rows[self.board.rank], k + 1)
+            result: list[float] = []
+
+            def finish() -> float:
+                with self._lock:
+                    if not result:
+                        result.append(self._finish(k, x, op, views))
+                        self._open.pop(k, None)
+                    return result[0]
+
+            self._open[k] = finish
+            return finish
+
+    def _make_room(self, old: int) -> None:
+        if old in self._open:
+            self._open[old]()
+        self.board.words.publish(self._rows[self.board.rank] + 4, old + 1)
+        for r in range(self.board.size):
+            if r != self.board.rank:
+                self.board.await_word(self._rows[r] + 4, old + 1, r, "a small all_reduce")
+
+    def _finish(self, k: int, x: Tensor, op: Op, views: list[Tensor]) -> float:
+        board, slot = self.board, k % DEPTH
+        for r in range(board.size):
+            if r != board.rank:
+                board.await_word(self._rows[r], k + 1, r, "a small all_reduce")
+        offset = 64 + slot * (_HEAD + LIMIT)
+        heads = [struct.unpack_from("dIIq", board.page, row + offset) for row in self._rows]
+        mine = heads[board.rank][1:]
+        if any(head[1:] != mine for head in heads):
+            names = list(OP_CODES)
+            raise Mismatch(
+                "all_reduce: "
+                + ", ".join(f"rank {r} has {names[o]} of {n} {DTYPES[d]}" for r, (_, o, d, n) in enumerate(heads))
+            )
+        combine(views, op, x.detach().view(-1))
+        return float(max(head[0] for head in heads))
+
+    def _slot_views(self, x: Tensor, slot: int) -> list[Tensor]:
+        key = (x.dtype, x.numel(), slot)
+        found = self._views.get(key)
+        if found is None:
+            nbytes = x.numel() * x.element_size()
+            starts = [row + 64 + slot * (_HEAD + LIMIT) + _HEAD for row in self._rows]
+            found = [self._memory[s : s + nbytes].view(x.dtype) for s in starts]
+            self._views[key] = found
+        return found
+
+
+class Letters:
+    """Messages from one rank to another, through an outbox that the sender owns and the receiver maps."""
+
+    def __init__(self, board: Board) -> None:
+        self.board = board
+        self._pairs = board.base + board.size * _RANK
+        self._outboxes: dict[int, tuple[int, Tensor]] = {}
+        self._inboxes: dict[int, Tensor] = {}
+
+    def send(self, x: Tensor, dst: int) -> None:
+        """Send `x`'s bytes; blocks while two chunks wait to be taken."""
+        row = self._row(self.board.rank, dst)
+        box = self._outbox(dst, row)
+        data = x.view(torch.uint8)
+        words, what = self.board.words, f"send to rank {dst}"
+        for chunk in _chunks(data):
+            posted = words[row]
+            self.board.await_word(row + 4, posted - 1, dst, what)
+            at = (posted & 1) * (_CHUNK + 16)
+            box[at : at + 16].view(torch.int64).copy_(torch.tensor([data.numel(), DTYPE_CODES[x.dtype]]))
+            box[at + 16 : at + 16 + chunk.numel()].copy_(chunk)
+            words.publish(row, posted + 1)
+
+    def recv(self, x: Tensor, src: int) -> None:
+        """Receive into `x`."""
+        row = self._row(src, self.board.rank)
+        data = x.view(torch.uint8)
+        words, what = self.board.words, f"recv from rank {src}"
+        for chunk in _chunks(data):
+            taken = words[row + 4]
+            self.board.await_word(row, taken + 1, src, what)
+            box = self._inbox(src, row)
+            at = (taken & 1) * (_CHUNK + 16)
+            nbytes, code = box[at : at + 16].view(torch.int64).tolist()
+            if nbytes != data.numel() or DTYPES[code] != x.dtype:
+                raise Mismatch(
+                    f"recv from rank {src}: it sent {nbytes} bytes of {DTYPES[code]}, "
+                    f"I receive into {data.numel()} bytes of {x.dtype}"
+                )
+            chunk.copy_(box[at + 16 : at + 16 + chunk.numel()])
+            words.publish(row + 4, taken + 1)
+
+    def _row(self, src: int, dst: int) -> int:
+        return self._pairs + (src * self.board.size + dst) * _PAIR
+
+    def _outbox(self, dst: int, row: int) -> Tensor:
+        if dst not in self._outboxes:
+            fd = os.memfd_create("unisono-outbox", os.MFD_CLOEXEC)
+            os.ftruncate(fd, 2 * (_CHUNK + 16))
+            self._outboxes[dst] = (fd, _map(fd))
+            struct.pack_into("i", self.board.page, row + 8, fd)
+        return self._outboxes[dst][1]
+
+    def _inbox(self, src: int, row: int) -> Tensor:
+        if src not in self._inboxes:
+            assert self.board.watch is not None
+            (fd,) = struct.unpack_from("i", self.board.page, row + 8)
+            mine = open_published(f"/proc/{self.board.watch.pids[src]}/fd/{fd}")
+            self._inboxes[src] = _map(mine)
+            os.close(mine)
+        return self._inboxes[src]
+
+    def close(self) -> None:
+        for fd, _ in self._outboxes.values():
+            os.close(fd)
+        self._outboxes.clear()
+
+
+def _map(fd: int) -> Tensor:
+    import mmap
+
+    return torch.frombuffer(mmap.mmap(fd, 2 * (_CHUNK + 16)), dtype=torch.uint8)
+
+
+def _chunks(data: Tensor) -> list[Tensor]:
+    """Pieces of at most a chunk; an empty message still is one."""
+    return list(data.split(_CHUNK)) if data.numel() else [data]

@@ -1,0 +1,192 @@
+"""Ranks as threads of one process, with true arithmetic: for tests, notebooks and teaching."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from unisono.transports import Mismatch, Op, PeerLost, Transport, group_of
+from unisono.transports.arithmetic import combine
+
+T = TypeVar("T")
+
+
+class _Hub:
+    """What the threads of one world share: a place to meet, and letter boxes."""
+
+    def __init__(self, size: int, timeout_s: float) -> None:
+        self.size = size
+        self.timeout_s = timeout_s
+        self.changed = threading.Condition()
+        self.items: list[Any] = [None] * size
+        self.times = [0.0] * size
+        self.arrived = 0
+        self.round = 0
+        self.found: tuple[list[Any], float] = ([], 0.0)
+        self.letters: dict[tuple[int, int], deque[Tensor]] = {}
+        self.lost: str | None = None
+        self.subs: dict[tuple[int, ...], list[_Hub]] = {}
+
+    def lose(self, why: str) -> None:
+        with self.changed:
+            self.lost = self.lost or why
+            self.changed.notify_all()
+        for hub in [h for made in self.subs.values() for h in made]:
+            hub.lose(why)
+
+    def wait_for(self, ready: Callable[[], bool], what: str) -> None:
+        """With the lock held."""
+        if not self.changed.wait_for(lambda: ready() or self.lost is not None, self.timeout_s):
+            raise PeerLost(f"{what}: no answer within {self.timeout_s:g} s")
+        if not ready():
+            raise PeerLost(f"{what}: {self.lost}")
+
+
+class ThreadTransport(Transport):
+    """One rank of a world of threads."""
+
+    name = "threads"
+
+    def __init__(self, hub: _Hub, rank: int) -> None:
+        self.hub = hub
+        self.rank, self.size = rank, hub.size
+        self._splits = 0
+
+    def _meet(self, item: Any) -> tuple[list[Any], float]:
+        """Every rank's item, and when the last came."""
+        hub = self.hub
+        with hub.changed:
+            now = hub.round
+            hub.items[self.rank], hub.times[self.rank] = item, time.perf_counter()
+            hub.arrived += 1
+            if hub.arrived == hub.size:
+                hub.found = (list(hub.items), max(hub.times))
+                hub.arrived, hub.round = 0, now + 1
+                hub.changed.notify_all()
+            hub.wait_for(lambda: hub.round > now, "a collective")
+            return hub.found
+
+    def _agree(self, what: str, mine: tuple[Any, ...]) -> None:
+        seen, _ = self._meet(mine)
+        if any(other != mine for other in seen):
+            raise Mismatch(f"{what}: " + ", ".join(f"rank {r} has {other}" for r, other in enumerate(seen)))
+
+    def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
+        self._agree("all_reduce", (op, [f"{p.dtype} of {p.numel()}" for p in parts]))
+        ranks, last = self._meet(parts)
+        results = [torch.empty_like(p) for p in parts]
+        for i, result in enumerate(results):
+            combine([rank[i] for rank in ranks], op, result)
+        self._meet(None)
+        for part, result in zip(parts, results, strict=True):
+            part.copy_(result)
+        return last
+
+    def reduce_scatter(self, x: Tensor, counts: Sequence[int], op: Op, out: Tensor) -> float:
+        self._agree("reduce_scatter", (op, str(x.dtype), list(counts)))
+        ranks, last = self._meet(x)
+        combine([torch.split(other, list(counts))[self.rank] for other in ranks], op, out)
+        self._meet(None)
+        return last
+
+    def all_gather(self, x: Tensor, outs: Sequence[Tensor]) -> float:
+        ranks, last = self._meet(x)
+        for out, other in zip(outs, ranks, strict=True):
+            out.copy_(other)
+        self._meet(None)
+        return last
+
+    def broadcast(self, parts: Sequence[Tensor], src: int) -> float:
+        self._agree("broadcast", (src, [p.numel() for p in parts]))
+        ranks, last = self._meet(parts)
+        if self.rank != src:
+            for part, other in zip(parts, ranks[src], strict=True):
+                part.copy_(other)
+        self._meet(None)
+        return last
+
+    def all_to_all(self, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> float:
+        ranks, last = self._meet(parts)
+        for out, other in zip(outs, ranks, strict=True):
+            out.copy_(other[self.rank])
+        self._meet(None)
+        return last
+
+    def send(self, x: Tensor, dst: int) -> None:
+        with self.hub.changed:
+            self.hub.letters.setdefault((self.rank, dst), deque()).append(x.clone())
+            self.hub.changed.notify_all()
+
+    def recv(self, x: Tensor, src: int) -> None:
+        with self.hub.changed:
+            box = self.hub.letters.setdefault((src, self.rank), deque())
+            self.hub.wait_for(lambda: bool(box), f"recv from rank {src}")
+            letter = box.popleft()
+        if letter.numel() != x.numel() or letter.dtype != x.dtype:
+            raise Mismatch(
+                f"recv from rank {src}: it sent {letter.dtype} of {letter.numel()}, "
+                f"I receive into {x.dtype} of {x.numel()}"
+            )
+        x.copy_(letter)
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        found, _ = self._meet(data)
+        return list(found)
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Transport:
+        mine = group_of(groups, self.rank, self.size)
+        self._splits += 1
+        key = (self._splits, *mine)
+        with self.hub.changed:
+            made = self.hub.subs.setdefault(key, [])
+            if not made:
+                made.append(_Hub(len(mine), self.hub.timeout_s))
+        self._meet(None)
+        return ThreadTransport(made[0], mine.index(self.rank))
+
+
+def run_threads(
+    fn: Callable[..., T], size: int, *, hosts: Sequence[str] | None = None, timeout_s: float = 60.0
+) -> list[T]:
+    """Run `fn(world)` on `size` threads, each a rank; returns every rank's result, or raises the first error.
+
+    >>> import torch
+    >>> run_threads(lambda world: world.all_reduce(torch.tensor(float(world.rank)), "sum").wait().item(), 3)
+    [3.0, 3.0, 3.0]
+    """
+    from unisono.world import World, enter
+
+    if size < 1:
+        raise ValueError(f"a world has at least one rank, got size={size}")
+    hub = _Hub(size, timeout_s)
+    results: list[Any] = [None] * size
+    errors: list[BaseException | None] = [None] * size
+
+    def work(rank: int) -> None:
+        transport = ThreadTransport(hub, rank) if size > 1 else None
+        world = World(transport, hosts=hosts or ["localhost"] * size)
+        enter(world)
+        try:
+            results[rank] = fn(world)
+        except BaseException as error:
+            errors[rank] = error
+            hub.lose(f"rank {rank} failed: {error!r}")
+        finally:
+            enter(None)
+            world.close()
+
+    threads = [threading.Thread(target=work, args=(r,), name=f"rank {r}", daemon=True) for r in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    failed = [e for e in errors if e is not None]
+    if failed:
+        raise next((e for e in failed if not isinstance(e, PeerLost)), failed[0])
+    return results

@@ -45,7 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", help="a text file (default: the standard library's sources)")
     parser.add_argument("--strategy", default="allreduce", help="what workers exchange, and when")
-    parser.add_argument("--steps", type=int, default=200, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=150, help="optimizer steps")
     parser.add_argument("--batch-size", type=int, default=32, help="sequences of one step, over all workers")
     parser.add_argument("--length", type=int, default=64, help="characters of a sequence")
     parser.add_argument("--width", type=int, default=128)

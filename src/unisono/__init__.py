@@ -4,27 +4,34 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from unisono.strategy import Replica, Strategy, parallel
-from unisono.world import Handle, Mismatch, PeerLost, World, join
-
 if TYPE_CHECKING:
     from unisono.checkpoint import Loaded, load, save
     from unisono.data import Shard, shard
     from unisono.launchers import WorkerError, launch
     from unisono.normalization import sync_batch_norm
+    from unisono.strategy import Replica, Strategy, parallel
     from unisono.trainer import Trainer
     from unisono.transports.simulated import simulate
     from unisono.transports.threads import run_threads
+    from unisono.world import Handle, Mismatch, PeerLost, World, join
 
 __version__ = "0.1.0"
 
 _LAZY = {
+    "Handle": "unisono.world",
     "Loaded": "unisono.checkpoint",
+    "Mismatch": "unisono.world",
+    "PeerLost": "unisono.world",
+    "Replica": "unisono.strategy",
     "Shard": "unisono.data",
+    "Strategy": "unisono.strategy",
     "Trainer": "unisono.trainer",
     "WorkerError": "unisono.launchers",
+    "World": "unisono.world",
+    "join": "unisono.world",
     "launch": "unisono.launchers",
     "load": "unisono.checkpoint",
+    "parallel": "unisono.strategy",
     "run_threads": "unisono.transports.threads",
     "save": "unisono.checkpoint",
     "shard": "unisono.data",
@@ -56,7 +63,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the less needed parts when they are first asked for: `import unisono` stays quick."""
+    """Import each part when it is first asked for: the launcher and the command line need no torch."""
     if name in _LAZY:
         import importlib
 

@@ -10,41 +10,58 @@ from torch import Tensor, nn
 from unisono.world import World, join
 
 
+class _Link:
+    """The ranks that a model's batch normalisations share; copies of the model keep to the same."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.channel = world, world.channel()
+
+    def __deepcopy__(self, memo: Any) -> _Link:
+        return self
+
+    def move(self, world: World) -> None:
+        """Go on in another world (every rank of it calls this)."""
+        self.channel.close()
+        self.world, self.channel = world, world.channel()
+
+
 class _SumOverRanks(torch.autograd.Function):
-    """The sum over the ranks; its gradient is the sum of the ranks' gradients."""
+    """The sum over the ranks.
+
+    The loss is the mean of the ranks' losses, each times its weight (`World.weight`), and what this rank's
+    backward gives is multiplied by its own weight at the parameters: so its gradient here is
+    (1/weight_i) * sum_j weight_j * gradient_j.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, world: World) -> Tensor:
-        ctx.world = world
-        total: Tensor = world.all_reduce(x.clone(), "sum", tag="batch norm").wait()
+    def forward(ctx: Any, x: Tensor, channel: World, weight: float) -> Tensor:
+        ctx.channel, ctx.weight = channel, weight
+        total: Tensor = channel.all_reduce(x.clone(), "sum", tag="batch norm").wait()
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        total: Tensor = ctx.world.all_reduce(grads[0].clone(), "sum", tag="batch norm").wait()
-        return total, None
-
-
-def _sum(x: Tensor, world: World) -> Tensor:
-    total: Tensor = _SumOverRanks.apply(x, world)  # type: ignore[no-untyped-call]
-    return total
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        mine = torch.zeros_like(grads[0]) if ctx.weight == 0.0 else grads[0] * ctx.weight
+        total: Tensor = ctx.channel.all_reduce(mine, "sum", tag="batch norm").wait()
+        return total / ctx.weight if ctx.weight else total, None, None
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     """`BatchNorm1d/2d/3d` whose mean and variance are those of all ranks' batches together.
 
-    Each rank sends its count, sum and sum of squares about a common shift, so parts of different sizes count
-    by their size. State-dict keys are those of the module it replaces.
+    Each rank sends its count and sum, then its sum of squares about the common mean, so parts of different
+    sizes count by their size, and a stand-in batch (weight 0, where there were fewer samples than ranks) does
+    not count. State-dict keys are those of the module it replaces.
     """
 
-    def __init__(self, like: nn.modules.batchnorm._BatchNorm, world: World) -> None:
+    def __init__(self, like: nn.modules.batchnorm._BatchNorm, link: _Link) -> None:
         super().__init__(like.num_features, like.eps, like.momentum, like.affine, like.track_running_stats)
         self.weight, self.bias = like.weight, like.bias
         if like.track_running_stats:
             self.running_mean, self.running_var = like.running_mean, like.running_var
             self.num_batches_tracked = like.num_batches_tracked
         self.training = like.training
-        self.world = world
+        self.link = link
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 (the name in torch)
         if input.dim() < 2:
@@ -52,23 +69,31 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         self._check_input_dim(input)
-        if not self.training or self.world.size == 1:
+        if not self.training or self.link.world.size == 1:
             return super().forward(input)
         axes = [0, *range(2, input.dim())]
         wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         count = torch.full((1,), float(input.numel() // self.num_features), dtype=wide.dtype, device=input.device)
-        sums = _sum(torch.cat([wide.sum(axes), count]), self.world)
+        sums = self._sum(torch.cat([wide.sum(axes), count]))
         total = sums[-1].detach()
         mean = sums[:-1] / total
         shape = [1, -1] + [1] * (input.dim() - 2)
         centred = wide - mean.view(shape)
-        variance = _sum(centred.square().sum(axes), self.world) / total
+        variance = self._sum(centred.square().sum(axes)) / total
         self._track(mean.detach(), variance.detach(), total)
         result = centred * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
             result = result * self.weight.view(shape) + self.bias.view(shape)
         output: Tensor = result.to(input.dtype)
         return output
+
+    def _sum(self, x: Tensor) -> Tensor:
+        """The sum over the ranks; those with weight 0 take part, with zeros."""
+        weight = self.link.world.weight
+        if weight == 0.0:
+            x = x.masked_fill(torch.ones_like(x, dtype=torch.bool), 0.0)
+        total: Tensor = _SumOverRanks.apply(x, self.link.channel, weight)  # type: ignore[no-untyped-call]
+        return total
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor, total: Tensor) -> None:
@@ -90,14 +115,20 @@ def sync_batch_norm(model: nn.Module, world: World | None = None) -> nn.Module:
     >>> sorted(model.state_dict())[:3]
     ['0.bias', '0.weight', '1.bias']
     """
-    return _replace(model, (world if world is not None else join()).channel())
+    return _replace(model, _Link(world if world is not None else join()))
 
 
-def _replace(module: nn.Module, channel: World) -> nn.Module:
+def move_batch_norm(model: nn.Module, world: World) -> None:
+    """Have the model's `SyncBatchNorm`s go on in another world; every rank of it calls this."""
+    for link in dict.fromkeys(m.link for m in model.modules() if isinstance(m, SyncBatchNorm)):
+        link.move(world)
+
+
+def _replace(module: nn.Module, link: _Link) -> nn.Module:
     if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, SyncBatchNorm):
-        return SyncBatchNorm(module, channel)
+        return SyncBatchNorm(module, link)
     for name, child in list(module.named_children()):
-        replaced = _replace(child, channel)
+        replaced = _replace(child, link)
         if replaced is not child:
             setattr(module, name, replaced)
     return module

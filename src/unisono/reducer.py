@@ -15,10 +15,10 @@ State = dict[str, Any]
 
 class Reduced(NamedTuple):
     """What a reduction gave: `mean`, identical on every rank, and `sent`, the part of my input that got
-    through (input - sent = what a residual keeps)."""
+    through (input - sent = what a residual keeps). None: all of it, so that no copy need be kept."""
 
     mean: list[Tensor]
-    sent: list[Tensor]
+    sent: list[Tensor] | None = None
 
 
 class Reducer(NamedTuple):

@@ -28,12 +28,11 @@ def meet(device: str | torch.device | None = None) -> World:
     if size == 1:
         return World(None, device=chosen, hosts=[socket.gethostname()])
     timeout_s = float(os.environ.get("UNISONO_TIMEOUT_S", TIMEOUT_S))
-    if "UNISONO_SHM_FD" in os.environ and local_size == size:
+    board = _inherited_board()
+    if board is not None and local_size == size:
         from unisono.transports.shared import SharedTransport
 
-        transport: Transport = SharedTransport.inherited(
-            int(os.environ["UNISONO_SHM_FD"]), rank, size, timeout_s=timeout_s
-        )
+        transport: Transport = SharedTransport.inherited(board, rank, size, timeout_s=timeout_s)
         hosts = [socket.gethostname()] * size
     else:
         from unisono.transports.hosts import connect
@@ -41,6 +40,15 @@ def meet(device: str | torch.device | None = None) -> World:
         transport, hosts = connect(_store(), rank, size, timeout_s=timeout_s)
     accelerated = _nccl(transport, hosts, chosen, timeout_s) if _wants_nccl(transport, chosen) else None
     return World(transport, device=chosen, hosts=hosts, accelerated=accelerated)
+
+
+def _inherited_board() -> int | None:
+    """The descriptor of the page that the launcher left open for its workers, if it is really that."""
+    text = os.environ.get("UNISONO_SHM_FD", "")
+    try:  # a program that a worker starts inherits the variable, but not the descriptor
+        return int(text) if "unisono-board" in os.readlink(f"/proc/self/fd/{int(text)}") else None
+    except (ValueError, OSError):
+        return None
 
 
 def _place() -> tuple[int, int]:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import gc
 import hashlib
+import threading
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,6 +19,9 @@ from torch.optim import Optimizer
 
 from unisono.launchers import status
 from unisono.world import World, join
+
+_replicas: weakref.WeakSet[Replica] = weakref.WeakSet()  # those that watch a model
+_replicas_lock = threading.Lock()
 
 
 class Strategy(ABC):
@@ -32,9 +39,19 @@ class Replica:
         self.model, self.optimizer, self.world, self.strategy = model, optimizer, world, strategy
         self.step = 0  # windows of backward passes so far (AMP may skip optimizer steps: those are not counted)
         self._hooks: list[Any] = [
-            optimizer.register_step_pre_hook(lambda *_: self.before_step()),
+            optimizer.register_step_pre_hook(self._about_to_step),
             optimizer.register_step_post_hook(lambda *_: self.after_step()),
         ]
+        with _replicas_lock:
+            _replicas.add(self)
+
+    def _about_to_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+        """With a closure (LBFGS), backward happens inside the step, as often as it is called."""
+        closure = kwargs["closure"] if "closure" in kwargs else args[1] if len(args) > 1 else None
+        if closure is None:
+            return self.before_step()
+        rest = {name: value for name, value in kwargs.items() if name != "closure"}
+        return (args[0], _followed_by(closure, self.before_step), *args[2:]), rest
 
     def before_step(self) -> None:
         """The optimizer is about to step."""
@@ -73,6 +90,17 @@ class Replica:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        with _replicas_lock:
+            _replicas.discard(self)
+
+
+def _followed_by(closure: Callable[[], Any], then: Callable[[], None]) -> Callable[[], Any]:
+    def both() -> Any:
+        loss = closure()
+        then()
+        return loss
+
+    return both
 
 
 def parallel(
@@ -98,13 +126,9 @@ def parallel(
 
     built = build(strategy, kind="strategy")
     if settings:
-        known = [f.name for f in dataclasses.fields(built)]
-        for name in settings:
-            if name not in known:
-                raise TypeError(f"{type(built).__name__} has no setting {name!r}; it has {', '.join(known)}")
-        built = dataclasses.replace(built, **settings)
-    world = world if world is not None else join()
+        built = _with_settings(built, settings)
     check(model, optimizer)
+    world = world if world is not None else join()
     if world.size > 1:
         agree(model, optimizer, describe(built), world)
         share(model, world)
@@ -113,8 +137,21 @@ def parallel(
     return replica
 
 
+def _with_settings(strategy: Strategy, settings: dict[str, Any]) -> Strategy:
+    """`strategy` with some of its fields replaced."""
+    name = type(strategy).__name__
+    fields = [f.name for f in dataclasses.fields(strategy)] if dataclasses.is_dataclass(strategy) else []
+    for key in settings:
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(fields) or 'none'}"
+            raise TypeError(f"{name} has no setting {key!r}; {hint}")
+    changed: Strategy = dataclasses.replace(strategy, **settings)  # type: ignore[type-var]
+    return changed
+
+
 def check(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse a model without trainable parameters, and an optimizer that holds others."""
+    """Refuse a model without trainable parameters or already bound, and an optimizer that holds others."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(optimizer, Optimizer):
@@ -133,17 +170,30 @@ def check(model: nn.Module, optimizer: Optimizer) -> None:
             f"{tuple(foreign[0].shape)}: make it from model.parameters() of the same model, after moving the "
             "model to its device"
         )
+    _check_free(names)
+
+
+def _check_free(names: dict[nn.Parameter, str]) -> None:
+    """Refuse parameters that another replica watches: their gradients would be exchanged twice."""
+    if not _taken(names):
+        return
+    gc.collect()  # one that nobody holds any more, but its own hooks, watches nothing
+    taken = _taken(names)
+    if taken:
+        raise ValueError(
+            f"{len(taken)} parameter(s) of the model, the first {taken[0]!r}, are already trained by another "
+            "replica: call close() on that one first, or give un.parallel one module that holds both"
+        )
+
+
+def _taken(names: dict[nn.Parameter, str]) -> list[str]:
+    with _replicas_lock:
+        return [names[p] for replica in _replicas for p in replica.model.parameters() if p in names]
 
 
 def agree(model: nn.Module, optimizer: Optimizer, strategy: str, world: World) -> None:
     """Raise, on every rank, where ranks hold different models or settings, naming parameter and rank."""
-    lines = [
-        f"{kind} {name}: {str(x.dtype).removeprefix('torch.')} {list(x.shape)}{frozen}"
-        for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers()))
-        for name, x in tensors
-        for frozen in ([", frozen"] if kind == "parameter" and not x.requires_grad else [""])
-    ]
-    lines += [f"optimizer: {type(optimizer).__name__}", f"strategy: {strategy}"]
+    lines = [*_description(model, optimizer), f"strategy: {strategy}"]
     mark = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
     if len(set(world.gather_objects(mark))) == 1:
         return
@@ -156,6 +206,18 @@ def agree(model: nn.Module, optimizer: Optimizer, strategy: str, world: World) -
                 f"the ranks do not train the same thing: {told}. Every rank must build the same model, optimizer "
                 "and strategy"
             )
+
+
+def _description(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
+    """What must be the same on every rank, a line each."""
+    for name, x in model.named_parameters():
+        frozen = "" if x.requires_grad else ", frozen"
+        yield f"parameter {name}: {str(x.dtype).removeprefix('torch.')} {list(x.shape)}{frozen}"
+    for name, buffer in model.named_buffers():
+        yield f"buffer {name}: {str(buffer.dtype).removeprefix('torch.')} {list(buffer.shape)}"
+    for i, group in enumerate(optimizer.param_groups):
+        plain = [f"{k}={v!r}" for k, v in group.items() if isinstance(v, bool | int | float | str | tuple)]
+        yield f"optimizer: {type(optimizer).__name__}, group {i} of {len(group['params'])} tensors, {', '.join(plain)}"
 
 
 def share(model: nn.Module, world: World, src: int = 0) -> None:

@@ -56,14 +56,22 @@ def _carries(entry: str, run_id: str) -> bool:
     return any(run_id.encode() in run.split(b":") for run in runs)
 
 
-def sweep(run_id: str, sessions: Collection[int], *, patience_s: float, manager_patience_s: float = 0.0) -> None:
+def sweep(
+    run_id: str,
+    sessions: Collection[int],
+    *,
+    patience_s: float,
+    manager_patience_s: float = 0.0,
+    ended: Collection[int] = (),
+) -> None:
     """End every process of the run: wait `patience_s` for them to go, SIGTERM, wait as long again, SIGKILL.
 
     The waits matter: multiprocessing's resource tracker leaves by itself once its worker is gone, and tidies up on the
     way. So does torch's shared-memory manager, but only 2 s after its last client: it is given `manager_patience_s`
-    after the others have gone, and where that is too short its files are removed here.
+    after the others have gone, and where that is too short the files of the run's processes are removed here: of those
+    that are seen now, and of those in `ended`.
     """
-    seen = set(sessions)
+    seen = {*sessions, *ended}
 
     def others() -> list[int]:
         found = members(run_id, sessions)

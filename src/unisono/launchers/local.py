@@ -92,6 +92,7 @@ class LocalRun:
         self._store: subprocess.Popen[bytes] | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         self._stop_time: float | None = None
+        self._interrupted_members: dict[int, str] | None = None  # the run's processes when it was interrupted
         self.interruptible = False  # whether a signal handler may raise into `supervise` now
 
     def supervise(self) -> Outcome:
@@ -108,6 +109,7 @@ class LocalRun:
         except BaseException:
             self.interruptible = False
             patience_s = 0.15
+            self._interrupted_members = guard.members(self.run_id, self._sessions())
             self._stop(self._interruption)
             raise
         finally:
@@ -310,9 +312,13 @@ class LocalRun:
             self._store.wait()
             assert self._store.stdin is not None
             self._store.stdin.close()
-        sessions = [worker.process.pid for worker in self._workers]
-        manager_patience_s = 3.0 if self._stop_time is None else 0.0
-        guard.sweep(self.run_id, sessions, patience_s=patience_s, manager_patience_s=manager_patience_s)
+        guard.sweep(
+            self.run_id,
+            self._sessions(),
+            patience_s=patience_s,
+            manager_patience_s=3.0 if self._interrupted_members is None else 0.0,
+            ended=self._interrupted_members or (),
+        )
         for worker in self._workers:
             self._forget(worker)
         if self._guard is not None:
@@ -322,6 +328,9 @@ class LocalRun:
             self._guard.wait()
         self._selector.close()
         os.close(self._board)
+
+    def _sessions(self) -> list[int]:
+        return [worker.process.pid for worker in self._workers]
 
     def _forget(self, worker: Child) -> None:
         with contextlib.suppress(OutputClosed):

@@ -16,8 +16,7 @@ def dense() -> Reducer:
     """
 
     def reduce(bucket: Bucket, state: State, world: World) -> tuple[Reduced, State]:
-        sent = bucket.tensors
         world.all_reduce(bucket.flat, "mean", tag=bucket.tag).wait()
-        return Reduced(bucket.tensors, sent), state
+        return Reduced(bucket.tensors), state
 
     return Reducer(lambda bucket: {}, reduce, exact=True)

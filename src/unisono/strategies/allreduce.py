@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unisono.buckets import BUCKET_BYTES, Bucket, Exchange
+from unisono.normalization import move_batch_norm
 from unisono.reducer import Reducer, State
 from unisono.reducers.dense import dense
 from unisono.strategy import Replica, Strategy, share
@@ -38,12 +39,19 @@ class allreduce(Strategy):
     bucket_bytes: int = BUCKET_BYTES
 
     def bind(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
-        if self.accumulate < 1:
-            raise ValueError(f"accumulate counts backward passes: expected at least 1, got {self.accumulate}")
-        if self.bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes must be positive, got {self.bucket_bytes}")
+        for name, meaning in (("accumulate", "backward passes a window"), ("bucket_bytes", "bytes a bucket")):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} counts {meaning}: expected a whole number of at least 1, got {value!r}")
         if self.buffers not in ("broadcast", "average", "local"):
             raise ValueError(f"buffers must be 'broadcast', 'average' or 'local', got {self.buffers!r}")
+        if self.overlap not in (True, False, None):
+            raise ValueError(f"overlap must be True, False or None (as it pays), got {self.overlap!r}")
+        if self.reducer is not None and not isinstance(self.reducer, Reducer):
+            raise TypeError(
+                f"reducer must be a Reducer such as unisono.reducers.dense.dense(), got {self.reducer!r}; for a text, "
+                f"write it into the spec: 'allreduce(reducer={self.reducer})'"
+            )
         return AllReduceReplica(model, optimizer, world, self)
 
 
@@ -57,7 +65,11 @@ class AllReduceReplica(Replica):
         self.reducer = strategy.reducer if strategy.reducer is not None else dense()
         self._states: dict[str, State] = {}  # by the first parameter of the bucket
         self._exchange: Exchange | None = None
-        self._start()
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
 
     def _start(self) -> None:
         if self.world.size == 1 and self.reducer.exact:
@@ -122,6 +134,7 @@ class AllReduceReplica(Replica):
             self._exchange.close()
             self._exchange = None
         self.world = world
+        self.model.zero_grad()  # those of the former world: a rank that comes has none
         if world.size > 1:
             share(self.model, world, source)
             packed = world.broadcast_object(
@@ -130,8 +143,13 @@ class AllReduceReplica(Replica):
             if world.rank != source:
                 self.optimizer.load_state_dict(packed["optimizer"])
                 self.step = packed["step"]
+                world.ledger.resume(packed["steps"])
+        move_batch_norm(self.model, world)
         self._start()
-        return f"model, optimizer and step {self.step} from rank {source} of {world.size}"
+        return (
+            f"model, optimizer and step {self.step} from rank {source} of {world.size}; "
+            "gradients that were not stepped are dropped"
+        )
 
     def close(self) -> None:
         super().close()

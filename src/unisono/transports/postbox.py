@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,13 +13,12 @@ from torch import Tensor
 from unisono.transports import Mismatch, Op
 from unisono.transports.arithmetic import combine
 from unisono.transports.board import Board
-from unisono.transports.segments import open_published
 
 LIMIT = 4096  # bytes of a small message
 DEPTH = 16  # small messages under way at once
 _HEAD = 64  # time, operation, dtype, elements
 _RANK = 64 + DEPTH * (_HEAD + LIMIT)
-_PAIR = 64  # posted, taken, descriptor of the sender's outbox
+_PAIR = 64  # chunks posted, chunks taken
 _CHUNK = 1 << 20
 OP_CODES: dict[str, int] = {"sum": 0, "mean": 1, "max": 2, "min": 3}
 DTYPES: list[torch.dtype] = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
@@ -30,6 +28,11 @@ DTYPE_CODES = {dtype: i for i, dtype in enumerate(DTYPES)}
 def room(size: int) -> int:
     """Bytes that a board needs for `size` ranks' boxes."""
     return size * _RANK + size * size * _PAIR
+
+
+def outbox_bytes(size: int) -> int:
+    """Bytes of memory that a rank needs for its outboxes; only what is used is ever allocated."""
+    return size * 2 * (_CHUNK + 16)
 
 
 class Postbox:
@@ -112,18 +115,18 @@ class Postbox:
 
 
 class Letters:
-    """Messages from one rank to another, through an outbox that the sender owns and the receiver maps."""
+    """Messages from one rank to another, through outboxes of the sender's that all ranks have mapped."""
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: Board, outboxes: Sequence[Tensor]) -> None:
+        """`outboxes[r]`: `outbox_bytes(size)` of rank r's memory, a part for each receiver."""
         self.board = board
         self._pairs = board.base + board.size * _RANK
-        self._outboxes: dict[int, tuple[int, Tensor]] = {}
-        self._inboxes: dict[int, Tensor] = {}
+        self._boxes = [boxes.split(2 * (_CHUNK + 16)) for boxes in outboxes]
 
     def send(self, x: Tensor, dst: int) -> None:
         """Send `x`'s bytes; blocks while two chunks wait to be taken."""
         row = self._row(self.board.rank, dst)
-        box = self._outbox(dst, row)
+        box = self._boxes[self.board.rank][dst]
         data = x.view(torch.uint8)
         words, what = self.board.words, f"send to rank {dst}"
         for chunk in _chunks(data):
@@ -137,12 +140,12 @@ class Letters:
     def recv(self, x: Tensor, src: int) -> None:
         """Receive into `x`."""
         row = self._row(src, self.board.rank)
+        box = self._boxes[src][self.board.rank]
         data = x.view(torch.uint8)
         words, what = self.board.words, f"recv from rank {src}"
         for chunk in _chunks(data):
             taken = words[row + 4]
             self.board.await_word(row, taken + 1, src, what)
-            box = self._inbox(src, row)
             at = (taken & 1) * (_CHUNK + 16)
             nbytes, code = box[at : at + 16].view(torch.int64).tolist()
             if nbytes != data.numel() or DTYPES[code] != x.dtype:
@@ -155,34 +158,6 @@ class Letters:
 
     def _row(self, src: int, dst: int) -> int:
         return self._pairs + (src * self.board.size + dst) * _PAIR
-
-    def _outbox(self, dst: int, row: int) -> Tensor:
-        if dst not in self._outboxes:
-            fd = os.memfd_create("unisono-outbox", os.MFD_CLOEXEC)
-            os.ftruncate(fd, 2 * (_CHUNK + 16))
-            self._outboxes[dst] = (fd, _map(fd))
-            struct.pack_into("i", self.board.page, row + 8, fd)
-        return self._outboxes[dst][1]
-
-    def _inbox(self, src: int, row: int) -> Tensor:
-        if src not in self._inboxes:
-            assert self.board.watch is not None
-            (fd,) = struct.unpack_from("i", self.board.page, row + 8)
-            mine = open_published(f"/proc/{self.board.watch.pids[src]}/fd/{fd}")
-            self._inboxes[src] = _map(mine)
-            os.close(mine)
-        return self._inboxes[src]
-
-    def close(self) -> None:
-        for fd, _ in self._outboxes.values():
-            os.close(fd)
-        self._outboxes.clear()
-
-
-def _map(fd: int) -> Tensor:
-    import mmap
-
-    return torch.frombuffer(mmap.mmap(fd, 2 * (_CHUNK + 16)), dtype=torch.uint8)
 
 
 def _chunks(data: Tensor) -> list[Tensor]:

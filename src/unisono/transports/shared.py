@@ -18,7 +18,7 @@ from torch import Tensor
 from unisono.transports import Mismatch, Op, Transport, group_of
 from unisono.transports.arithmetic import combine
 from unisono.transports.board import ITEM_LIMIT, Board
-from unisono.transports.postbox import DTYPE_CODES, DTYPES, LIMIT, OP_CODES, Letters, Postbox, room
+from unisono.transports.postbox import DTYPE_CODES, DTYPES, LIMIT, OP_CODES, Letters, Postbox, outbox_bytes, room
 from unisono.transports.segments import Segment, open_published, publish
 
 BLOCK = 4 << 20  # bytes a rank puts on the stage at a time
@@ -39,11 +39,12 @@ class SharedTransport(Transport):
         spin = size <= len(os.sched_getaffinity(0))
         self._board = Board(fd, rank, size, timeout_s=timeout_s, spin=spin, room=room(size))
         self._postbox = Postbox(self._board)
-        self._letters = Letters(self._board)
         self._segments: dict[int, tuple[int, Segment]] = {}
         self._made = 0
         self._turn = 0
-        self._stage = self._make(2 * BLOCK + 2 * (BLOCK // size + _SLACK))
+        stage = 2 * BLOCK + 2 * (BLOCK // size + _SLACK)
+        self._stage = self._make(stage + outbox_bytes(size))
+        self._letters = Letters(self._board, [r[stage:] for r in self._stage.ranks])
 
     @classmethod
     def inherited(cls, fd: int, rank: int, size: int, *, timeout_s: float) -> SharedTransport:
@@ -185,7 +186,6 @@ class SharedTransport(Transport):
 
     def close(self) -> None:
         self._segments.clear()
-        self._letters.close()
         self._board.close()
 
     # Inside ----------------------------------------------------------------------------------------------

@@ -121,6 +121,7 @@ class Exchange:
         self.buckets: list[Bucket] = []
         self.build()
         world.on_weight(self)
+        self.weight_changed(world.weight)
 
     # Layout ----------------------------------------------------------------------------------------------
 
@@ -222,6 +223,7 @@ class Exchange:
             self._exchange()
         else:
             self._passes += 1
+            self._synced = False
 
     def _exchange(self) -> None:
         """Phase 3: exchange what is left, and make every `p.grad` the mean."""
@@ -254,8 +256,9 @@ class Exchange:
     def _tail(self, flags: Tensor) -> None:
         """After the buckets: who used what, sparse gradients, and what the strategy still has to say."""
         self.channel.all_reduce(flags, "max", tag="used").wait()
-        for name, param in self.sparse:
-            if param.requires_grad:
+        anywhere = flags[len(flags) - len(self.sparse) :].tolist()
+        for (name, param), used in zip(self.sparse, anywhere, strict=True):
+            if used and param.requires_grad:
                 _mean_of_sparse(param, self.channel, f"gradients/{name}")
         self._finished(self.channel)
 
@@ -287,8 +290,7 @@ class Exchange:
             hook.remove()
         self._weighting = []
         if weight != 1.0:
-            live = [p for _, p in (*self.named, *self.sparse) if p.requires_grad]
-            self._weighting = [p.register_hook(partial(_scaled, weight)) for p in live]
+            self._weighting = [p.register_hook(partial(_scaled, weight)) for _, p in self._all()]
 
     def close(self) -> None:
         """Take the hooks off; gradients stay where they are."""

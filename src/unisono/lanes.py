@@ -8,6 +8,12 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
 T = TypeVar("T")
+_thread = threading.local()
+
+
+def in_background() -> bool:
+    """Whether this thread is a lane's own: the program does not stand still while it waits."""
+    return getattr(_thread, "is_lane", False)
 
 
 class Handle(Generic[T]):
@@ -22,7 +28,7 @@ class Handle(Generic[T]):
         self._finish = finish
         self._ready = ready
         self._value: T | None = None
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
 
     @classmethod
     def of(cls, value: T) -> Handle[T]:
@@ -37,10 +43,11 @@ class Handle(Generic[T]):
 
     def wait(self) -> T:
         """The result; raises the error of the operation, again at each call."""
-        if self._finish is not None:
+        finish = self._finish
+        if finish is not None:
             try:
-                self._value = self._finish()
-            except BaseException as error:
+                self._value = finish()
+            except Exception as error:  # not Ctrl-C: that is no result, and a later wait may still get one
                 self._error = error
             self._finish = None
         if self._error is not None:
@@ -64,8 +71,11 @@ class Job:
             self.value = self._run()
         except BaseException as error:
             self.error = error
-        del self._run
-        self.finished.set()
+            if not isinstance(error, Exception):  # Ctrl-C is for the thread that runs the job, whoever waits for it
+                raise
+        finally:
+            del self._run
+            self.finished.set()
 
 
 class Lane:
@@ -116,6 +126,7 @@ class Lane:
         job()
 
     def _loop(self) -> None:
+        _thread.is_lane = True
         while True:
             with self._signal:
                 while not self._jobs and not self._closed:

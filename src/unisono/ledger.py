@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from unisono.report import Report
@@ -85,6 +86,7 @@ class Totals:
             setattr(self, name, getattr(self, name) + getattr(row, name))
 
 
+E = TypeVar("E", Record, Span)
 _SUMMED = [f.name for f in fields(Totals) if f.name not in ("rank", "steps")]
 
 
@@ -99,10 +101,10 @@ class Ledger:
         self.spans: deque[Span] = deque(maxlen=KEPT)
         self.rows: deque[Row] = deque(maxlen=KEPT)
         self._dropped = Totals(rank)
-        self._fresh: list[Record] = []
-        self._fresh_spans: list[Span] = []
+        self._fresh: deque[Record] = deque(maxlen=KEPT)
+        self._fresh_spans: deque[Span] = deque(maxlen=KEPT)
         self._open_since = self.clock()
-        self._owner: object | None = None
+        self._owner: Callable[[], object | None] = lambda: None
 
     # Writing ---------------------------------------------------------------------------------------------
 
@@ -130,22 +132,28 @@ class Ledger:
     def restart(self) -> None:
         """Begin the first step now: what came before (loading, compiling) belongs to no step."""
         self._open_since = self.clock()
-        self._fresh, self._fresh_spans = [], []
+        self._fresh.clear()
+        self._fresh_spans.clear()
 
     def step(self, owner: object | None = None) -> None:
         """End a step. With several replicas in one world, the first that calls is the one that counts."""
-        if self._owner is None:
-            self._owner = owner
-        elif owner is not self._owner:
+        counts = self._owner()
+        if counts is None and owner is not None:
+            self._owner = weakref.ref(owner)  # when it is gone, the next one takes over
+        elif owner is not counts:
             return
         now = self.clock()
-        records, spans = self._fresh[:], self._fresh_spans[:]
-        del self._fresh[: len(records)], self._fresh_spans[: len(spans)]  # other threads may be appending
-        if len(self.rows) == KEPT:
+        records, spans = _taken(self._fresh, self.step_count), _taken(self._fresh_spans, self.step_count)
+        if len(self.rows) == self.rows.maxlen:
             self._dropped.add(self.rows[0])
         self.rows.append(_row(self.step_count, self._open_since, now, records, spans))
         self.step_count += 1
         self._open_since = now
+
+    def leave(self, owner: object) -> None:
+        """`owner` ends no more steps: the next that calls `step` is the one that counts."""
+        if self._owner() is owner:
+            self._owner = lambda: None
 
     def resume(self, step_count: int) -> None:
         """Continue counting at `step_count`, after a checkpoint was loaded."""
@@ -183,7 +191,7 @@ class Ledger:
         return sums
 
     def write_jsonl(self, path: str | Path) -> None:
-        """Write steps, collectives and spans as JSON lines, each with its "kind"."""
+        """Write steps, collectives and spans as JSON lines, told apart by "type"."""
         with open(path, "w", encoding="utf-8") as file:
             kinds: list[tuple[str, Sequence[Any]]] = [("step", self.rows), ("collective", self.records)]
             for kind, rows in (*kinds, ("span", self.spans)):
@@ -210,51 +218,65 @@ class Ledger:
             if record.last != record.last and key in last_arrivals:
                 record.last = min(max(last_arrivals[key], record.start), record.end)
                 changed.add(record.step)
-        if not changed:
-            return
-        records: dict[int, list[Record]] = {}
-        for record in self.records:
-            records.setdefault(record.step, []).append(record)
-        spans: dict[int, list[Span]] = {}
-        for span in self.spans:
-            spans.setdefault(span.step, []).append(span)
+        records, spans = _by_step(self.records), _by_step(self.spans)
+        since = self.spans[0].end if len(self.spans) == self.spans.maxlen else float("-inf")
         for i, row in enumerate(self.rows):
-            if row.step in changed:
-                end = row.start + row.wall
-                self.rows[i] = _row(row.step, row.start, end, records.get(row.step, []), spans.get(row.step, []))
+            mine = [r for r in records.get(row.step, []) if r.end >= row.start]  # not what `restart` left out
+            if row.step in changed and len(mine) == row.collectives and row.start >= since:  # nothing was dropped
+                self.rows[i] = _row(row.step, row.start, row.start + row.wall, mine, spans.get(row.step, []))
 
 
-def _row(step: int, start: float, end: float, records: Sequence[Record], spans: Iterable[Span]) -> Row:
-    """Part a step's wall time. Only time that the program stood still counts as communication or waiting."""
-    blocked = [(s.start, s.end) for s in spans if s.kind == "blocked"]
-    data = sum(s.end - s.start for s in spans if s.kind == "data")
-    still = sum(b - a for a, b in blocked)
-    late = _union([(r.start, r.last) for r in records if r.last > r.start])
-    waiting = _overlap(blocked, late)
-    moving = _union([(max(r.start, r.last) if r.last == r.last else r.start, r.end) for r in records])
-    shown = _overlap(blocked, moving)
+def _taken(fresh: deque[E], step: int) -> list[E]:
+    """What is there now, as a step's; taken out one by one: other threads may be appending."""
+    entries = [fresh.popleft() for _ in range(len(fresh))]
+    for entry in entries:
+        entry.step = step
+    return entries
+
+
+def _by_step(entries: Iterable[E]) -> dict[int, list[E]]:
+    groups: dict[int, list[E]] = {}
+    for entry in entries:
+        groups.setdefault(entry.step, []).append(entry)
+    return groups
+
+
+def _row(step: int, start: float, end: float, records: Sequence[Record], spans: Sequence[Span]) -> Row:
+    """Part a step's wall time. Only time that the program stood still counts as communication or waiting.
+
+    Spans may touch or hold each other: a moment is counted once, as blocked before as data.
+    """
+    blocked = _union((max(s.start, start), min(s.end, end)) for s in spans if s.kind == "blocked")
+    loading = _union((max(s.start, start), min(s.end, end)) for s in spans if s.kind == "data")
+    late = _union((r.start, r.last) for r in records)
+    moving = _union((r.start if r.last != r.last else max(r.start, r.last), r.end) for r in records)
+    still, waiting = _length(blocked), _overlap(blocked, late)
+    data = _length(loading) - _overlap(loading, blocked)
     return Row(
         step,
         start,
         wall=end - start,
         compute=max(0.0, end - start - still - data),
-        communication=still - waiting,
+        communication=max(0.0, still - waiting),
         waiting=waiting,
         data=data,
-        hidden=max(0.0, sum(b - a for a, b in moving) - shown),
+        hidden=max(0.0, _length(moving) - _overlap(moving, blocked)),
         bytes_sent=sum(r.bytes_sent for r in records),
         collectives=len(records),
     )
 
 
-def _union(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Sorted, disjoint intervals that cover the same time.
+Interval = tuple[float, float]
 
-    >>> _union([(3.0, 4.0), (0.0, 2.0), (1.0, 2.5)])
+
+def _union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Sorted, disjoint intervals that cover the same time; those without length, or of unknown end, are left out.
+
+    >>> _union([(3.0, 4.0), (0.0, 2.0), (1.0, 2.5), (5.0, 5.0)])
     [(0.0, 2.5), (3.0, 4.0)]
     """
-    merged: list[tuple[float, float]] = []
-    for a, b in sorted(intervals):
+    merged: list[Interval] = []
+    for a, b in sorted(i for i in intervals if i[1] > i[0]):
         if merged and a <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(merged[-1][1], b))
         else:
@@ -262,5 +284,21 @@ def _union(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return merged
 
 
-def _overlap(left: Iterable[tuple[float, float]], right: Sequence[tuple[float, float]]) -> float:
-    return sum(max(0.0, min(b, d) - max(a, c)) for a, b in left for c, d in right)
+def _length(intervals: Iterable[Interval]) -> float:
+    return sum(b - a for a, b in intervals)
+
+
+def _overlap(left: Sequence[Interval], right: Sequence[Interval]) -> float:
+    """How long two sorted, disjoint lists of intervals coincide.
+
+    >>> _overlap([(0.0, 2.0), (3.0, 6.0)], [(1.0, 4.0), (5.0, 9.0)])
+    3.0
+    """
+    total, i, j = 0.0, 0, 0
+    while i < len(left) and j < len(right):
+        total += max(0.0, min(left[i][1], right[j][1]) - max(left[i][0], right[j][0]))
+        if left[i][1] < right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 TIMEOUT_S = 1800.0
+_meetings = itertools.count()
 
 
 def meet(device: str | torch.device | None = None) -> World:
@@ -99,10 +101,13 @@ def _device(asked: str | torch.device | None, local_rank: int, local_size: int) 
 
 
 def _store() -> Store:
-    """The store that the launcher hosts; with a prefix of this attempt, so a restart meets only itself."""
+    """The store that the launcher hosts; with a prefix of this attempt, so a restart meets only itself.
+
+    A world that is joined after another was closed is a meeting of its own.
+    """
     import torch.distributed as dist
 
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_meetings)}"
     if dist.is_initialized():
         from torch.distributed.distributed_c10d import _get_default_store
 
@@ -120,6 +125,7 @@ def _store() -> Store:
         is_master=not hosted and _number("RANK", 0) == 0,
         timeout=timedelta(seconds=300),
         wait_for_workers=False,
+        multi_tenant=True,  # a later init_process_group of the program may use the same address
     )
     return dist.PrefixStore(f"unisono/{attempt}", store)
 

@@ -51,30 +51,45 @@ class Report:
 
     def trace(self, path: str | Path) -> None:
         """Write a trace for chrome://tracing or ui.perfetto.dev: a process a rank, steps above, messages below."""
-        events: list[dict[str, Any]] = []
-        starts = [r.start + o for rows, o in zip(self.rows, self.offsets, strict=True) for r in rows]
-        starts += [r.start + o for records, o in zip(self.records, self.offsets, strict=True) for r in records]
+        starts: list[float] = []
+        for rank, offset in enumerate(self.offsets):
+            for kept in (self.rows[rank], self.records[rank], self.spans[rank]):
+                starts += [entry.start + offset for entry in kept]
         zero = min(starts, default=0.0)
-
-        def event(rank: int, lane: str, name: str, start: float, end: float, **args: Any) -> None:
-            at = (start + self.offsets[rank] - zero) * 1e6
-            events.append(
-                {"ph": "X", "pid": rank, "tid": lane, "name": name, "ts": at, "dur": (end - start) * 1e6, "args": args}
-            )
-
+        events: list[dict[str, Any]] = []
         for rank in range(len(self.ranks)):
-            events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
+            track = _Track(rank, self.offsets[rank] - zero, events)
             for row in self.rows[rank]:
-                event(rank, "steps", f"step {row.step}", row.start, row.start + row.wall, **asdict(row))
+                track.event("steps", f"step {row.step}", row.start, row.start + row.wall, asdict(row))
             for span in self.spans[rank]:
-                event(rank, "program", span.kind, span.start, span.end)
+                track.event("program", span.kind, span.start, span.end)
             for r in self.records[rank]:
                 last = r.last if r.last == r.last else r.start
                 if last > r.start:
-                    event(rank, r.channel, "waiting for the last rank", r.start, last)
-                event(rank, r.channel, f"{r.op} {r.tag}".strip(), max(r.start, last), r.end, bytes=r.bytes_sent)
+                    track.event(r.channel, "waiting for the last rank", r.start, last)
+                track.event(r.channel, f"{r.op} {r.tag}".strip(), max(r.start, last), r.end, {"bytes": r.bytes_sent})
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+
+
+class _Track:
+    """One rank's lines in a trace, by name; the format numbers them."""
+
+    def __init__(self, rank: int, offset: float, events: list[dict[str, Any]]) -> None:
+        self._rank, self._offset, self._events = rank, offset, events
+        self._numbers: dict[str, int] = {}
+        self._name("process_name", f"rank {rank}", 0)
+
+    def _name(self, kind: str, name: str, line: int) -> None:
+        self._events.append({"ph": "M", "pid": self._rank, "tid": line, "name": kind, "args": {"name": name}})
+
+    def event(self, line: str, name: str, start: float, end: float, args: dict[str, Any] | None = None) -> None:
+        if line not in self._numbers:
+            self._numbers[line] = len(self._numbers) + 1
+            self._name("thread_name", line, self._numbers[line])
+        at, lasted = (start + self._offset) * 1e6, (end - start) * 1e6
+        where = {"pid": self._rank, "tid": self._numbers[line]}
+        self._events.append({"ph": "X", **where, "name": name, "ts": at, "dur": lasted, "args": args or {}})
 
 
 def gather(ledger: Ledger, world: World) -> Report:

@@ -69,6 +69,11 @@ class Replica:
         """Exchange nothing inside the block: gradients stay local and add up."""
         return nullcontext()
 
+    def sync(self) -> None:
+        """End the window now, on every rank: what has added up so far is exchanged. `optimizer.step()` does it
+        too; call it before clipping or AMP's unscaling where the last window of an epoch may be short."""
+        self.before_step()
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs beside model and optimizer: "shared" by all ranks, and "local" to this one."""
         return {"shared": {"step": self.step}, "local": {}}
@@ -90,6 +95,7 @@ class Replica:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self.world.ledger.leave(self)
         with _replicas_lock:
             _replicas.discard(self)
 
@@ -140,7 +146,7 @@ def parallel(
 def _with_settings(strategy: Strategy, settings: dict[str, Any]) -> Strategy:
     """`strategy` with some of its fields replaced."""
     name = type(strategy).__name__
-    fields = [f.name for f in dataclasses.fields(strategy)] if dataclasses.is_dataclass(strategy) else []
+    fields: list[str] = [f.name for f in dataclasses.fields(strategy)] if dataclasses.is_dataclass(strategy) else []
     for key in settings:
         if key not in fields:
             near = difflib.get_close_matches(key, fields, n=1)

@@ -18,7 +18,9 @@ MODULES = {".".join(f.relative_to(SRC.parent).with_suffix("").parts).removesuffi
 
 # Imports point from a higher layer to a lower or the same one, never up.
 LAYERS = {
-    **dict.fromkeys(["world", "ledger", "report", "transports", "lanes", "rendezvous", "state"], 0),
+    **dict.fromkeys(
+        ["world", "ledger", "report", "transports", "lanes", "schedule", "collectives", "rendezvous", "state"], 0
+    ),
     **dict.fromkeys(["buckets", "reducer", "normalization"], 1),
     "reducers": 2,
     "strategy": 3,

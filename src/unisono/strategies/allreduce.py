@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,6 +12,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unisono.buckets import BUCKET_BYTES, Bucket, Exchange
+from unisono.launchers.environment import usable_cores
 from unisono.normalization import move_batch_norm
 from unisono.reducer import Reducer, State
 from unisono.reducers.dense import dense
@@ -161,7 +161,7 @@ class AllReduceReplica(Replica):
 def _pays(world: World) -> bool:
     """Whether exchanging during backward gains time: not if the exchange is work for cores that are all busy."""
     one_host = len(set(world.hosts)) == 1
-    busy = world.local_size * torch.get_num_threads() >= len(os.sched_getaffinity(0))
+    busy = world.local_size * torch.get_num_threads() >= usable_cores()
     return not (one_host and busy) or world.has_nccl
 
 

@@ -32,6 +32,7 @@ class Transport(ABC):
     name = "transport"
     rank: int
     size: int
+    sequence = 0  # the number of the collective now running, from 1: the same on every rank, or orders differ
 
     @abstractmethod
     def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
@@ -69,8 +70,11 @@ class Transport(ABC):
     def split(self, groups: Sequence[Sequence[int]]) -> Transport:
         """The transport of my group; every rank of this one calls it with the same groups."""
 
-    def post(self, x: Tensor, op: Op) -> Callable[[], float] | None:
-        """Begin a small all-reduce without blocking; the result's callable ends it. None: not offered."""
+    def post(self, x: Tensor, op: Op, sequence: int) -> tuple[Callable[[], float], Callable[[], bool]] | None:
+        """Begin a small all-reduce without blocking: what ends it, and whether that would be at once.
+
+        None where it is not offered. `sequence` is the collective's number in its world.
+        """
         return None
 
     def empty(self, n: int, dtype: torch.dtype) -> Tensor:
@@ -79,6 +83,9 @@ class Transport(ABC):
 
     def release(self, x: Tensor) -> None:  # noqa: B027 (only shared memory has something to do)
         """Give memory of `empty` back."""
+
+    def abandon(self, why: Exception) -> None:  # noqa: B027 (threads share their fate anyway)
+        """Tell the other ranks that I give up, so that they do not wait for me."""
 
     def close(self) -> None:  # noqa: B027 (not every transport holds something)
         """Let go of sockets, threads and memory."""

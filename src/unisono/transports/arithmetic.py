@@ -15,9 +15,10 @@ _WIDE = {
     torch.bfloat16: torch.float32,
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
+    torch.complex32: torch.complex64,
 } | {
     getattr(torch, name): torch.float32
-    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
     if hasattr(torch, name)
 }
 _SIGN = -(2**63)
@@ -33,6 +34,11 @@ def check_op(dtype: torch.dtype, op: Op) -> None:
         raise TypeError("the sum of torch.bool is not defined: use 'max' (any) or 'min' (all), or convert")
     if op in ("max", "min") and dtype.is_complex:
         raise TypeError(f"{dtype} has no order: '{op}' is not defined")
+
+
+def widened(x: Tensor) -> Tensor:
+    """`x` in a dtype that sums without loss or overflow: itself, or a copy where its own is narrow."""
+    return x.to(_WIDE.get(x.dtype, x.dtype))
 
 
 def combine(parts: Sequence[Tensor], op: Op, out: Tensor) -> None:

@@ -10,16 +10,18 @@ import ctypes
 import mmap
 import os
 import platform
+import select
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from unisono.transports import PeerLost
 
-ROW = 512  # bytes a rank: counter, process id, then two slots of (arrival time, item)
-_SLOT = 232
-ITEM_LIMIT = _SLOT - 10
-_COUNT, _PID, _SLOTS = 0, 4, 32
+ROW = 1024  # bytes a rank: counter, process id, two slots of (arrival time, number of the collective, item), last words
+_SLOT = 240
+_TOP = struct.Struct("dqH")
+ITEM_LIMIT = _SLOT - _TOP.size
+_COUNT, _PID, _SLOTS, _WORDS = 0, 4, 32, 512
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _FUTEX = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "s390x": 238, "riscv64": 98}.get(platform.machine())
 _ORDERED = platform.machine() == "x86_64"  # stores are seen in order; elsewhere a lock orders them
@@ -82,23 +84,24 @@ def behind(counter: int, target: int) -> bool:
 class Watch:
     """Tells whether a peer process is still there."""
 
-    def __init__(self, pids: Sequence[int], timeout_s: float) -> None:
+    def __init__(self, pids: Sequence[int]) -> None:
         self.pids = list(pids)
-        self.timeout_s = timeout_s
-        self._fds = [os.pidfd_open(pid) if pid != os.getpid() else -1 for pid in self.pids]
+        self._fds = [-1] * len(self.pids)
+        try:
+            for rank, pid in enumerate(self.pids):
+                if pid != os.getpid():
+                    self._fds[rank] = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self.close()
+            raise PeerLost(f"local rank {rank} (process {pid}) has died") from None
 
-    def check(self, ranks: Sequence[int], began: float, what: str) -> None:
-        """Raise when one of `ranks` is dead or all took too long."""
-        import select
-
-        for rank in ranks:
-            if self._fds[rank] >= 0 and select.select([self._fds[rank]], [], [], 0)[0]:
-                raise PeerLost(f"{what}: local rank {rank} (process {self.pids[rank]}) has died")
-        if time.perf_counter() - began > self.timeout_s:
-            raise PeerLost(
-                f"{what}: waited {self.timeout_s:g} s for local rank {ranks[0]} (process {self.pids[ranks[0]]}), "
-                "which is alive but did not come: did the ranks call different collectives?"
-            )
+    def died(self, rank: int) -> bool:
+        """Whether the process of `rank` is gone."""
+        if self._fds[rank] < 0:
+            return False
+        poll = select.poll()
+        poll.register(self._fds[rank], select.POLLIN)
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         for fd in self._fds:
@@ -118,6 +121,8 @@ class Board:
             os.ftruncate(fd, self.base + room)
         self.page = mmap.mmap(fd, self.base + room)
         self.words = Words(self.page)
+        self.sequence = 0  # the number of the collective that meets here
+        self.doubt: Callable[[int], None] | None = None  # asked about a rank that does not come to a meeting
         self._round = 0
         self._peers = [r for r in range(size) if r != rank]
         struct.pack_into("i", self.page, rank * ROW + _PID, os.getpid())
@@ -125,23 +130,27 @@ class Board:
         self._timeout_s = timeout_s
         self.meet(b"")
         pids = [int(struct.unpack_from("i", self.page, r * ROW + _PID)[0]) for r in range(size)]
-        self.watch = Watch(pids, timeout_s)
+        self.watch = Watch(pids)
 
     def arrive(self, item: bytes = b"") -> None:
         """Put my item up and count me in; does not wait."""
         self._round += 1
         at = self.rank * ROW + _SLOTS + (self._round & 1) * _SLOT
-        struct.pack_into(f"dH{len(item)}s", self.page, at, time.perf_counter(), len(item), item)
+        _TOP.pack_into(self.page, at, time.perf_counter(), self.sequence, len(item))
+        if item:
+            self.page[at + _TOP.size : at + _TOP.size + len(item)] = item
         self.words.publish(self.rank * ROW + _COUNT, self._round)
 
     def await_all(self, what: str = "a collective") -> float:
         """Wait until every rank has arrived as often as I have; when the last one did."""
         for rank in self._peers:
-            self.await_word(rank * ROW + _COUNT, self._round, rank, what)
+            self.await_word(rank * ROW + _COUNT, self._round, rank, what, self.doubt)
         slot = _SLOTS + (self._round & 1) * _SLOT
         return float(max(struct.unpack_from("d", self.page, r * ROW + slot)[0] for r in range(self.size)))
 
-    def await_word(self, word: int, target: int, rank: int, what: str) -> None:
+    def await_word(
+        self, word: int, target: int, rank: int, what: str, doubt: Callable[[int], None] | None = None
+    ) -> None:
         """Wait until the counter at `word`, which `rank` advances, has reached `target`."""
         words = self.words
         if not behind(words[word], target):
@@ -154,18 +163,49 @@ class Board:
             words.sleep(word, seen)
             began = began or time.perf_counter()
             if behind(words[word], target):
-                if self.watch is not None:
-                    self.watch.check([rank], began, what)
-                elif time.perf_counter() - began > self._timeout_s:
-                    raise PeerLost(f"local rank {rank} of {self.size} did not join within {self._timeout_s:g} s")
+                self._worry(word, target, rank, what, began)
+                if doubt is not None:
+                    doubt(rank)
+
+    def _worry(self, word: int, target: int, rank: int, what: str, began: float) -> None:
+        """Raise where `rank` has died, or has been waited for too long."""
+        who = f"local rank {rank}" + (f" (process {self.watch.pids[rank]})" if self.watch is not None else "")
+        if self.watch is not None and self.watch.died(rank) and behind(self.words[word], target):
+            raise self.give_up(PeerLost(f"{what}: {who} has died"))
+        if text := self.page[rank * ROW + _WORDS : rank * ROW + ROW].rstrip(b"\0"):
+            raise PeerLost(f"{what}: {who} gave up: {text.decode('utf-8', 'replace')}")
+        if time.perf_counter() - began > self._timeout_s:
+            raise self.give_up(
+                PeerLost(
+                    f"{what}: waited {self._timeout_s:g} s for {who} of {self.size}, which did not come: "
+                    "is it alive, and do all ranks call the same collectives?"
+                )
+            )
+
+    def give_up(self, error: Exception) -> Exception:
+        """Leave my last words, for those who wait for me: I shall not come to another meeting."""
+        text = str(error).encode()[: ROW - _WORDS]
+        start = self.rank * ROW + _WORDS
+        self.page[start : start + len(text)] = text
+        return error
+
+    def sequence_of(self, rank: int) -> int:
+        """The number of the collective of the last meeting that `rank` came to."""
+        at = rank * ROW + _SLOTS + (self.words[rank * ROW + _COUNT] & 1) * _SLOT
+        return int(_TOP.unpack_from(self.page, at)[1])
+
+    def sequences(self) -> list[int]:
+        """Every rank's number of the collective of the meeting that just ended."""
+        slot = _SLOTS + (self._round & 1) * _SLOT
+        return [int(_TOP.unpack_from(self.page, r * ROW + slot)[1]) for r in range(self.size)]
 
     def items(self) -> list[bytes]:
-        """Every rank's item of the round that just ended."""
+        """Every rank's item of the meeting that just ended."""
         slot = _SLOTS + (self._round & 1) * _SLOT
         found = []
         for r in range(self.size):
-            (length,) = struct.unpack_from("H", self.page, r * ROW + slot + 8)
-            start = r * ROW + slot + 10
+            length = _TOP.unpack_from(self.page, r * ROW + slot)[2]
+            start = r * ROW + slot + _TOP.size
             found.append(self.page[start : start + length])
         return found
 

@@ -9,20 +9,24 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from unisono.transports import Op, Transport, group_of
+from unisono.transports import UNKNOWN, Mismatch, Op, PeerLost, Transport, group_of
 from unisono.transports import board as boards
+from unisono.transports.arithmetic import widened
 from unisono.transports.messages import MessageTransport
 from unisono.transports.segments import open_published, publish
 from unisono.transports.shared import SharedTransport
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def connect(store: Store, rank: int, size: int, *, timeout_s: float) -> tuple[Transport, list[str]]:
@@ -37,13 +41,13 @@ def connect(store: Store, rank: int, size: int, *, timeout_s: float) -> tuple[Tr
         if len(twins) > 1:
             hosts[r] = f"{name}#{twins.index(found[r][1])}"
     mine = [r for r in range(size) if hosts[r] == hosts[rank]]
-    sharing = _share(store, mine, rank, size, timeout_s)
-    if sharing is not None and len(mine) == size:
-        return sharing, hosts
+    everywhere, inside = _share(store, mine, rank, size, timeout_s)
+    if inside is not None and len(mine) == size:
+        return inside, hosts
     messages = MessageTransport(PrefixStore("messages", store), rank, size, timeout_s=timeout_s)
-    if sharing is None or len(set(hosts)) == size:
+    if not everywhere or len(set(hosts)) == size:
         return messages, hosts
-    return HostsTransport.over(messages, sharing, hosts), hosts
+    return HostsTransport.over(messages, inside, hosts), hosts
 
 
 def _identity() -> tuple[str, str]:
@@ -57,25 +61,46 @@ def _identity() -> tuple[str, str]:
     return name, " ".join([boot, name, str(os.getuid()), *spaces])
 
 
-def _share(store: Store, mine: Sequence[int], rank: int, size: int, timeout_s: float) -> SharedTransport | None:
-    """Shared memory with the ranks of my host; None where some rank anywhere cannot have it."""
+def _share(
+    store: Store, mine: Sequence[int], rank: int, size: int, timeout_s: float
+) -> tuple[bool, SharedTransport | None]:
+    """Whether every rank anywhere can share memory on its host, and mine with the others of my host, if any."""
     works = boards.usable() and os.environ.get("UNISONO_SHARED_MEMORY", "1") != "0"
     fd = os.memfd_create("unisono-board", os.MFD_CLOEXEC) if works and rank == mine[0] else -1
     try:
-        if fd >= 0:
-            store.set(f"board/{rank}", publish(fd))
-        if works and rank != mine[0]:
+        if rank == mine[0]:
+            store.set(f"board/{rank}", publish(fd) if works else "")
+        elif works:
             try:
                 fd = open_published(store.get(f"board/{mine[0]}").decode())
             except OSError:
                 works = False
         store.set(f"shares/{rank}", str(int(works)))
         if not all(store.get(f"shares/{r}") == b"1" for r in range(size)):
-            return None
-        return SharedTransport(fd, mine.index(rank), len(mine), timeout_s=timeout_s) if len(mine) > 1 else None
+            return False, None
+        alone = len(mine) == 1
+        return True, None if alone else SharedTransport(fd, mine.index(rank), len(mine), timeout_s=timeout_s)
     finally:
         if fd >= 0:
             os.close(fd)
+
+
+def _together(method: F) -> F:
+    """When a phase fails on one rank, the others are waiting for it, on this host and on others: tell them."""
+
+    @wraps(method)
+    def run(self: HostsTransport, *args: Any) -> Any:
+        try:
+            return method(self, *args)
+        except (Mismatch, PeerLost) as error:
+            told = str(error)
+            why = type(error)(told if told.startswith("on host ") else f"on host {self._hosts[self.rank]}: {told}")
+        for transport in (self._inside, self._across, self._flat):
+            if transport is not None:
+                transport.abandon(why)
+        raise why
+
+    return run  # type: ignore[return-value]
 
 
 class HostsTransport(Transport):
@@ -97,41 +122,51 @@ class HostsTransport(Transport):
         """Make the group of leaders (every rank calls it)."""
         leaders = [hosts.index(h) for h in dict.fromkeys(hosts)]
         rest = [r for r in range(flat.size) if r not in leaders]
-        across = flat.split([leaders, rest] if rest else [leaders])
-        return cls(flat, inside, across if flat.rank in leaders else None, hosts)
+        across: Transport | None = flat.split([leaders, rest] if rest else [leaders])
+        if across is not None and flat.rank not in leaders:
+            across.close()
+            across = None
+        return cls(flat, inside, across, hosts)
 
+    @_together
     def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
-        step: Op = "sum" if op == "mean" else op
-        if op == "mean":
-            for part in parts:
-                part.mul_(1.0 / self.size)
-        last = float("nan")
-        if self._inside is not None:
-            last = self._inside.all_reduce(parts, step)
+        if parts[0].dtype.itemsize == 1 and parts[0].is_floating_point():  # eight bits do not bear three roundings
+            wide = [widened(p) for p in parts]
+            self.all_reduce(wide, op)
+            for part, done in zip(parts, wide, strict=True):
+                part.copy_(done)
+            return UNKNOWN
+        self._reduce_inside(parts, op)
         if self._across is not None:
-            last = self._across.all_reduce(parts, step)
+            self._across.all_reduce(parts, "sum" if op == "mean" else op)
         if self._inside is not None:
             self._inside.broadcast(parts, 0)
-        return last if len(self._groups) == 1 else float("nan")
+        return UNKNOWN
 
+    @_together
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], op: Op, out: Tensor) -> float:
-        pieces = x.split(list(counts))
+        pieces = [widened(p) if p.dtype.itemsize == 1 else p for p in x.split(list(counts))]
         lists = [[pieces[r] for r in group] for group in self._groups]
-        work = torch.cat([p for group in lists for p in group]) if x.numel() else x.clone()
-        if op == "mean":
-            work.mul_(1.0 / self.size)
-        step: Op = "sum" if op == "mean" else op
+        work = torch.cat([p for group in lists for p in group])
         sizes = [sum(p.numel() for p in group) for group in lists]
-        mine = torch.empty(sizes[self._home], dtype=x.dtype)
-        if self._inside is not None:
-            self._inside.all_reduce([work], step)
+        mine = torch.empty(sizes[self._home], dtype=work.dtype)
+        self._reduce_inside([work], op)
         if self._across is not None:
-            self._across.reduce_scatter(work, sizes, step, mine)
+            self._across.reduce_scatter(work, sizes, "sum" if op == "mean" else op, mine)
         if self._inside is not None:
             self._inside.broadcast([mine], 0)
         out.copy_(mine.split([counts[r] for r in self._mine])[self._mine.index(self.rank)])
-        return float("nan")
+        return UNKNOWN
 
+    def _reduce_inside(self, parts: Sequence[Tensor], op: Op) -> None:
+        """Reduce over my host; a mean's part of the whole mean, so that the sum over the hosts is the mean."""
+        if self._inside is not None:
+            self._inside.all_reduce(parts, op)
+        if op == "mean" and self._across is not None:
+            for part in parts:
+                part.mul_(len(self._mine) / self.size)
+
+    @_together
     def all_gather(self, x: Tensor, outs: Sequence[Tensor]) -> float:
         local = [outs[r] for r in self._mine]
         if self._inside is not None:
@@ -146,8 +181,9 @@ class HostsTransport(Transport):
         for group, block in zip(self._groups, blocks, strict=True):
             for r, piece in zip(group, block.split([outs[r].numel() for r in group]), strict=True):
                 outs[r].copy_(piece)
-        return float("nan")
+        return UNKNOWN
 
+    @_together
     def broadcast(self, parts: Sequence[Tensor], src: int) -> float:
         home = next(i for i, group in enumerate(self._groups) if src in group)
         if self._inside is not None and home == self._home:
@@ -156,8 +192,9 @@ class HostsTransport(Transport):
             self._across.broadcast(parts, home)
         if self._inside is not None and home != self._home:
             self._inside.broadcast(parts, 0)
-        return float("nan")
+        return UNKNOWN
 
+    @_together
     def all_to_all(self, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> float:
         return self._flat.all_to_all(parts, outs)
 
@@ -173,6 +210,7 @@ class HostsTransport(Transport):
         else:
             self._flat.recv(x, src)
 
+    @_together
     def exchange(self, data: bytes) -> list[bytes]:
         return self._flat.exchange(data)
 

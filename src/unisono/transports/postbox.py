@@ -6,20 +6,23 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from unisono.transports import Mismatch, Op
 from unisono.transports.arithmetic import combine
-from unisono.transports.board import Board
+from unisono.transports.board import Board, behind
 
 LIMIT = 4096  # bytes of a small message
 DEPTH = 16  # small messages under way at once
-_HEAD = 64  # time, operation, dtype, elements
+_HEAD = 64  # time, operation, dtype, elements, number of the collective
+_TOP = struct.Struct("dIIqq")
 _RANK = 64 + DEPTH * (_HEAD + LIMIT)
 _PAIR = 64  # chunks posted, chunks taken
 _CHUNK = 1 << 20
+_VIEWS = 4096  # kept for shapes that come again
 OP_CODES: dict[str, int] = {"sum": 0, "mean": 1, "max": 2, "min": 3}
 DTYPES: list[torch.dtype] = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
 DTYPE_CODES = {dtype: i for i, dtype in enumerate(DTYPES)}
@@ -51,8 +54,11 @@ class Postbox:
         self._open: dict[int, Callable[[], float]] = {}
         self._lock = threading.RLock()
 
-    def post(self, x: Tensor, op: Op) -> Callable[[], float]:
-        """Begin an all-reduce of contiguous `x`; the callable ends it and tells when the last rank came."""
+    def post(self, x: Tensor, op: Op, sequence: int) -> tuple[Callable[[], float], Callable[[], bool]]:
+        """Begin an all-reduce of contiguous `x`: what ends it and tells when the last rank came, and whether all have.
+
+        `sequence` is the collective's number in its world.
+        """
         with self._lock:
             k = self._next
             self._next = k + 1
@@ -62,51 +68,74 @@ class Postbox:
             views = self._slot_views(x, slot)
             views[self.board.rank].copy_(x.detach().view(-1))
             head = self._rows[self.board.rank] + 64 + slot * (_HEAD + LIMIT)
-            struct.pack_into(
-                "dIIq", self.board.page, head, time.perf_counter(), OP_CODES[op], DTYPE_CODES[x.dtype], x.numel()
-            )
+            code = DTYPE_CODES[x.dtype]
+            _TOP.pack_into(self.board.page, head, time.perf_counter(), OP_CODES[op], code, x.numel(), sequence)
             self.board.words.publish(self._rows[self.board.rank], k + 1)
             result: list[float] = []
+            wrong: list[Mismatch] = []
 
             def finish() -> float:
                 with self._lock:
-                    if not result:
-                        result.append(self._finish(k, x, op, views))
-                        self._open.pop(k, None)
+                    if k in self._open:
+                        try:
+                            result.append(self._finish(k, x, op, views, sequence))
+                        except Mismatch as error:  # it is the error of who waits for this one, at any time
+                            wrong.append(error)
+                        del self._open[k]
+                    if wrong:
+                        raise wrong[0]
                     return result[0]
 
             self._open[k] = finish
-            return finish
+            words, rows = self.board.words, self._rows
+            return finish, lambda: k not in self._open or not any(behind(words[row], k + 1) for row in rows)
 
     def _make_room(self, old: int) -> None:
         if old in self._open:
-            self._open[old]()
+            with suppress(Mismatch):
+                self._open[old]()
         self.board.words.publish(self._rows[self.board.rank] + 4, old + 1)
         for r in range(self.board.size):
             if r != self.board.rank:
                 self.board.await_word(self._rows[r] + 4, old + 1, r, "a small all_reduce")
 
-    def _finish(self, k: int, x: Tensor, op: Op, views: list[Tensor]) -> float:
+    def _finish(self, k: int, x: Tensor, op: Op, views: list[Tensor], sequence: int) -> float:
         board, slot = self.board, k % DEPTH
+
+        def doubt(rank: int) -> None:
+            if sequence and board.sequence_of(rank) == sequence:
+                raise Mismatch(
+                    f"all_reduce: the ranks disagree; rank {board.rank} has a small one, of {x.numel()} x {x.dtype}, "
+                    f"where rank {rank} has a large one or another collective"
+                )
+
         for r in range(board.size):
             if r != board.rank:
-                board.await_word(self._rows[r], k + 1, r, "a small all_reduce")
+                board.await_word(self._rows[r], k + 1, r, "a small all_reduce", doubt)
         offset = 64 + slot * (_HEAD + LIMIT)
-        heads = [struct.unpack_from("dIIq", board.page, row + offset) for row in self._rows]
+        heads = [_TOP.unpack_from(board.page, row + offset) for row in self._rows]
         mine = heads[board.rank][1:]
         if any(head[1:] != mine for head in heads):
             names = list(OP_CODES)
-            raise Mismatch(
-                "all_reduce: "
-                + ", ".join(f"rank {r} has {names[o]} of {n} {DTYPES[d]}" for r, (_, o, d, n) in enumerate(heads))
+            told = ", ".join(
+                f"rank {r} has {names[o]} of {n} x {DTYPES[d]} as collective {i}"
+                for r, (_, o, d, n, i) in enumerate(heads)
             )
+            raise Mismatch(f"all_reduce: the ranks disagree; {told}")
         combine(views, op, x.detach().view(-1))
         return float(max(head[0] for head in heads))
+
+    def holds(self, rank: int, sequence: int) -> bool:
+        """Whether `rank` has posted the collective with this number."""
+        starts = (self._rows[rank] + 64 + slot * (_HEAD + LIMIT) for slot in range(DEPTH))
+        return any(_TOP.unpack_from(self.board.page, start)[4] == sequence for start in starts)
 
     def _slot_views(self, x: Tensor, slot: int) -> list[Tensor]:
         key = (x.dtype, x.numel(), slot)
         found = self._views.get(key)
         if found is None:
+            if len(self._views) >= _VIEWS:
+                self._views.clear()
             nbytes = x.numel() * x.element_size()
             starts = [row + 64 + slot * (_HEAD + LIMIT) + _HEAD for row in self._rows]
             found = [self._memory[s : s + nbytes].view(x.dtype) for s in starts]

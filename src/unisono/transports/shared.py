@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -25,7 +26,8 @@ BLOCK = 4 << 20  # bytes a rank puts on the stage at a time
 _TILE = 256 << 10  # bytes reduced at a time in place: stays in the second-level cache
 _SLACK = 512  # shares end on borders of cache lines
 _HEAD = struct.Struct("BBHqiq")
-_INLINE = ITEM_LIMIT - 8  # bytes of an object that fit on the board itself
+_PLAN, _MARK = b"plan", b"exchange"  # how an item begins: what its rank came to do
+_INLINE = ITEM_LIMIT - len(_MARK) - 8  # bytes of an object that fit on the board itself
 
 
 class SharedTransport(Transport):
@@ -39,10 +41,11 @@ class SharedTransport(Transport):
         spin = size <= len(os.sched_getaffinity(0))
         self._board = Board(fd, rank, size, timeout_s=timeout_s, spin=spin, room=room(size))
         self._postbox = Postbox(self._board)
+        self._board.doubt = self._doubt
         self._segments: dict[int, tuple[int, Segment]] = {}
         self._made = 0
         self._turn = 0
-        stage = 2 * BLOCK + 2 * (BLOCK // size + _SLACK)
+        stage = -(-(2 * BLOCK + 2 * (BLOCK // size + _SLACK)) // 64) * 64
         self._stage = self._make(stage + outbox_bytes(size))
         self._letters = Letters(self._board, [r[stage:] for r in self._stage.ranks])
 
@@ -54,10 +57,19 @@ class SharedTransport(Transport):
         finally:
             os.close(fd)
 
+    @property
+    def sequence(self) -> int:
+        """The number of the collective now running: the board shows it to the others."""
+        return self._board.sequence
+
+    @sequence.setter
+    def sequence(self, value: int) -> None:
+        self._board.sequence = value
+
     # Collectives -----------------------------------------------------------------------------------------
 
-    def post(self, x: Tensor, op: Op) -> Callable[[], float] | None:
-        return self._postbox.post(x, op) if x.numel() * x.element_size() <= LIMIT else None
+    def post(self, x: Tensor, op: Op, sequence: int) -> tuple[Callable[[], float], Callable[[], bool]] | None:
+        return self._postbox.post(x, op, sequence) if x.numel() * x.element_size() <= LIMIT else None
 
     def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
         total = sum(p.numel() for p in parts)
@@ -91,7 +103,8 @@ class SharedTransport(Transport):
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], op: Op, out: Tensor) -> float:
         parts = x.split(list(counts))
-        heads, last = self._begin("reduce_scatter", op, x.dtype, x.numel(), self._place(x))
+        what = f"reduce_scatter of {list(counts)}"
+        heads, last = self._begin(what, op, x.dtype, x.numel(), self._place(x))
         if heads[0][4] >= 0 and all(head[4:] == heads[0][4:] for head in heads):
             segment = self._segment(heads[0][4])
             offset = heads[0][5] + sum(counts[: self.rank]) * x.element_size()
@@ -112,6 +125,9 @@ class SharedTransport(Transport):
 
     def all_gather(self, x: Tensor, outs: Sequence[Tensor]) -> float:
         heads, last = self._begin("all_gather", "sum", x.dtype, x.numel(), self._place(x), same=False)
+        if any(out.numel() != head[3] for out, head in zip(outs, heads, strict=True)):
+            told = ", ".join(f"rank {r} has {head[3]}" for r, head in enumerate(heads))
+            raise Mismatch(f"all_gather: the ranks have sizes that were not expected ({told}): are they even?")
         if all(head[4] >= 0 for head in heads):
             for out, head, r in zip(outs, heads, range(self.size), strict=True):
                 out.copy_(_typed(self._segment(head[4]).ranks[r], head[5], out.numel(), x.dtype))
@@ -151,12 +167,12 @@ class SharedTransport(Transport):
         self._letters.recv(x, src)
 
     def exchange(self, data: bytes) -> list[bytes]:
-        found = self._board.meet(struct.pack("q", len(data)) + data[:_INLINE], "exchange")
-        sizes = [struct.unpack_from("q", item)[0] if len(item) >= 8 else -1 for item in found]
-        if any(len(item) != 8 + min(n, _INLINE) for item, n in zip(found, sizes, strict=True)):
-            raise Mismatch("exchange: another rank is in another collective")
+        found = self._board.meet(_MARK + struct.pack("q", len(data)) + data[:_INLINE], "exchange")
+        if strays := [r for r, item in enumerate(found) if not item.startswith(_MARK)]:
+            raise Mismatch(f"an exchange of objects or shapes: rank {strays[0]} is in another collective")
+        sizes = [struct.unpack_from("q", item, len(_MARK))[0] for item in found]
         if max(sizes) <= _INLINE:
-            return [item[8:] for item in found]
+            return [item[len(_MARK) + 8 :] for item in found]
         x = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         outs = [torch.empty(n, dtype=torch.uint8) for n in sizes]
         self.all_gather(x, outs)
@@ -184,15 +200,19 @@ class SharedTransport(Transport):
     def release(self, x: Tensor) -> None:
         self._segments.pop(x.untyped_storage().data_ptr(), None)
 
+    def abandon(self, why: Exception) -> None:
+        self._board.give_up(why)
+
     def close(self) -> None:
         self._segments.clear()
+        self._board.doubt = None
         self._board.close()
 
     # Inside ----------------------------------------------------------------------------------------------
 
     def _make(self, nbytes: int) -> Segment:
         self._made += 1
-        return Segment(nbytes, self.rank, lambda mine: [m.decode() for m in self._board.meet(mine.encode())])
+        return Segment(nbytes, self.rank, lambda mine: self._board.meet(mine, "sharing memory"))
 
     def _place(self, x: Tensor) -> tuple[int, int]:
         """Which segment `x` lies in, and where; (-1, 0) for private memory."""
@@ -208,21 +228,31 @@ class SharedTransport(Transport):
         self, what: str, op: Op, dtype: torch.dtype, count: int, place: tuple[int, int], *, same: bool = True
     ) -> tuple[list[tuple[int, ...]], float]:
         """Meet, and compare what each rank is about to do."""
-        kind = sum(what.encode()) & 0xFFFF
-        self._board.arrive(_HEAD.pack(OP_CODES[op], DTYPE_CODES[dtype], kind, count, *place))
+        kind = crc32(what.encode()) & 0xFFFF
+        self._board.arrive(_PLAN + _HEAD.pack(OP_CODES[op], DTYPE_CODES[dtype], kind, count, *place))
         last = self._board.await_all(what)
         items = self._board.items()
-        heads = [_HEAD.unpack(item) if len(item) == _HEAD.size else (255, 0, 0, 0, -1, 0) for item in items]
+        heads = [_HEAD.unpack(i[4:]) if i.startswith(_PLAN) else (255, 0, 0, 0, -1, 0) for i in items]
         keep = 4 if same else 3
-        if any(head[:keep] != heads[0][:keep] for head in heads):
+        numbers = self._board.sequences()
+        if any(head[:keep] != heads[0][:keep] for head in heads) or len(set(numbers)) > 1:
             ops = list(OP_CODES)
             told = [
-                f"rank {r}: {ops[h[0]] if h[0] < len(ops) else 'another operation'}, {h[3]} x {DTYPES[h[1]]}"
+                f"rank {r} has {ops[h[0]] if h[0] < len(ops) else 'another operation'} of {h[3]} x {DTYPES[h[1]]}"
                 + ("" if h[2] == kind else " in another collective")
+                + ("" if len(set(numbers)) == 1 else f" as collective {numbers[r]}")
                 for r, h in enumerate(heads)
             ]
             raise Mismatch(f"{what}: the ranks disagree; " + "; ".join(told))
         return heads, last
+
+    def _doubt(self, rank: int) -> None:
+        """A rank that does not come may have posted this very collective as a small one."""
+        if self.sequence and self._postbox.holds(rank, self.sequence):
+            raise Mismatch(
+                f"collective {self.sequence}: the ranks disagree; rank {rank} has a small all_reduce, "
+                f"rank {self.rank} a large one or another collective"
+            )
 
     def _reduce_in_place(self, x: Tensor, op: Op) -> None:
         number, offset = self._place(x)

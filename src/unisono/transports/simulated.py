@@ -10,6 +10,7 @@ from torch import Tensor
 
 from unisono.ledger import Ledger
 from unisono.transports import UNKNOWN, Op, Transport, group_of
+from unisono.transports.arithmetic import widened
 from unisono.world import World
 
 
@@ -21,26 +22,33 @@ class SimulatedTransport(Transport):
 
     name = "simulated"
 
-    def __init__(self, rank: int, size: int, *, bits_per_s: float, latency_s: float) -> None:
+    def __init__(
+        self, rank: int, size: int, *, bits_per_s: float, latency_s: float, parent: SimulatedTransport | None = None
+    ) -> None:
         self.rank, self.size = rank, size
         self.bits_per_s, self.latency_s = bits_per_s, latency_s
-        self.seconds = 0.0
+        self._spent: list[float] = parent._spent if parent is not None else [0.0]  # one clock for worlds inside worlds
+
+    @property
+    def seconds(self) -> float:
+        """What all operations so far would have taken, one after the other."""
+        return self._spent[0]
 
     def _cost(self, nbytes: float, messages: int) -> float:
-        self.seconds += nbytes * 8 / self.bits_per_s + messages * self.latency_s
+        self._spent[0] += nbytes * 8 / self.bits_per_s + messages * self.latency_s
         return UNKNOWN
 
     def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
         n = self.size
         if op == "sum":
             for part in parts:
-                part.mul_(n)
+                _multiply(part, n)
         return self._cost(2 * (n - 1) / n * _bytes(parts), 2 * (n - 1))
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], op: Op, out: Tensor) -> float:
         out.copy_(x.split(list(counts))[self.rank])
         if op == "sum":
-            out.mul_(self.size)
+            _multiply(out, self.size)
         return self._cost((self.size - 1) / self.size * _bytes([x]), self.size - 1)
 
     def all_gather(self, x: Tensor, outs: Sequence[Tensor]) -> float:
@@ -69,13 +77,14 @@ class SimulatedTransport(Transport):
     def split(self, groups: Sequence[Sequence[int]]) -> Transport:
         mine = group_of(groups, self.rank, self.size)
         return SimulatedTransport(
-            mine.index(self.rank), len(mine), bits_per_s=self.bits_per_s, latency_s=self.latency_s
+            mine.index(self.rank), len(mine), bits_per_s=self.bits_per_s, latency_s=self.latency_s, parent=self
         )
 
 
 def simulate(size: int, *, rank: int = 0, bits_per_s: float = 1e9, latency_s: float = 1e-4, per_host: int = 1) -> World:
     """A world of `size` ranks of which only this one exists, for costs without machines.
 
+    >>> import torch
     >>> world = simulate(4, bits_per_s=1e9, latency_s=0.0)
     >>> _ = world.all_reduce(torch.empty(250_000, device="meta")).wait()
     >>> world.transport.seconds
@@ -91,6 +100,12 @@ def simulate(size: int, *, rank: int = 0, bits_per_s: float = 1e9, latency_s: fl
     transport = SimulatedTransport(rank, size, bits_per_s=bits_per_s, latency_s=latency_s)
     ledger = Ledger(rank, clock=lambda: time.perf_counter() + transport.seconds)
     return World(transport, hosts=hosts, ledger=ledger)
+
+
+def _multiply(x: Tensor, times: int) -> None:
+    """The sum of `times` equal tensors, for every dtype."""
+    if not x.is_meta:
+        x.copy_(widened(x).mul(times))
 
 
 def _bytes(parts: Sequence[Tensor]) -> int:

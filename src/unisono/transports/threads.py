@@ -37,7 +37,8 @@ class _Hub:
         with self.changed:
             self.lost = self.lost or why
             self.changed.notify_all()
-        for hub in [h for made in self.subs.values() for h in made]:
+            inside = [hub for made in self.subs.values() for hub in made]
+        for hub in inside:
             hub.lose(why)
 
     def wait_for(self, ready: Callable[[], bool], what: str) -> None:
@@ -58,64 +59,67 @@ class ThreadTransport(Transport):
         self.rank, self.size = rank, hub.size
         self._splits = 0
 
-    def _meet(self, item: Any) -> tuple[list[Any], float]:
-        """Every rank's item, and when the last came."""
+    def _meet(self, what: str, sign: Any, item: Any = None) -> tuple[list[Any], float]:
+        """Every rank's item, and when the last came; all must be in the same operation with the same sign."""
         hub = self.hub
         with hub.changed:
             now = hub.round
-            hub.items[self.rank], hub.times[self.rank] = item, time.perf_counter()
+            hub.items[self.rank], hub.times[self.rank] = (what, sign, item), time.perf_counter()
             hub.arrived += 1
             if hub.arrived == hub.size:
                 hub.found = (list(hub.items), max(hub.times))
                 hub.arrived, hub.round = 0, now + 1
                 hub.changed.notify_all()
-            hub.wait_for(lambda: hub.round > now, "a collective")
-            return hub.found
+            hub.wait_for(lambda: hub.round > now, what)
+            found, last = hub.found
+        if any(other[:2] != found[0][:2] for other in found):
+            told = ", ".join(f"rank {r} has {other} {sign}" for r, (other, sign, _) in enumerate(found))
+            raise Mismatch(f"{what}: the ranks disagree; {told}")
+        return [item for _, _, item in found], last
 
-    def _agree(self, what: str, mine: tuple[Any, ...]) -> None:
-        seen, _ = self._meet(mine)
-        if any(other != mine for other in seen):
-            raise Mismatch(f"{what}: " + ", ".join(f"rank {r} has {other}" for r, other in enumerate(seen)))
+    def _part(self, what: str) -> None:
+        """All have read what the others brought."""
+        self._meet(what, "end")
 
     def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
-        self._agree("all_reduce", (op, [f"{p.dtype} of {p.numel()}" for p in parts]))
-        ranks, last = self._meet(parts)
+        ranks, last = self._meet("all_reduce", (op, [f"{p.numel()} x {p.dtype}" for p in parts]), parts)
         results = [torch.empty_like(p) for p in parts]
         for i, result in enumerate(results):
             combine([rank[i] for rank in ranks], op, result)
-        self._meet(None)
+        self._part("all_reduce")
         for part, result in zip(parts, results, strict=True):
             part.copy_(result)
         return last
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], op: Op, out: Tensor) -> float:
-        self._agree("reduce_scatter", (op, str(x.dtype), list(counts)))
-        ranks, last = self._meet(x)
-        combine([torch.split(other, list(counts))[self.rank] for other in ranks], op, out)
-        self._meet(None)
+        ranks, last = self._meet("reduce_scatter", (op, f"{list(counts)} x {x.dtype}"), x)
+        result = torch.empty_like(out)
+        combine([torch.split(other, list(counts))[self.rank] for other in ranks], op, result)
+        self._part("reduce_scatter")
+        out.copy_(result)
         return last
 
     def all_gather(self, x: Tensor, outs: Sequence[Tensor]) -> float:
-        ranks, last = self._meet(x)
+        sizes = [out.numel() for out in outs]
+        ranks, last = self._meet("all_gather", f"{sizes} x {x.dtype}", x)
         for out, other in zip(outs, ranks, strict=True):
             out.copy_(other)
-        self._meet(None)
+        self._part("all_gather")
         return last
 
     def broadcast(self, parts: Sequence[Tensor], src: int) -> float:
-        self._agree("broadcast", (src, [p.numel() for p in parts]))
-        ranks, last = self._meet(parts)
+        ranks, last = self._meet("broadcast", (f"from {src}", [p.numel() for p in parts]), parts)
         if self.rank != src:
             for part, other in zip(parts, ranks[src], strict=True):
                 part.copy_(other)
-        self._meet(None)
+        self._part("broadcast")
         return last
 
     def all_to_all(self, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> float:
-        ranks, last = self._meet(parts)
+        ranks, last = self._meet("all_to_all", str(parts[0].dtype), parts)
         for out, other in zip(outs, ranks, strict=True):
             out.copy_(other[self.rank])
-        self._meet(None)
+        self._part("all_to_all")
         return last
 
     def send(self, x: Tensor, dst: int) -> None:
@@ -136,8 +140,7 @@ class ThreadTransport(Transport):
         x.copy_(letter)
 
     def exchange(self, data: bytes) -> list[bytes]:
-        found, _ = self._meet(data)
-        return list(found)
+        return self._meet("exchange", "", data)[0]
 
     def split(self, groups: Sequence[Sequence[int]]) -> Transport:
         mine = group_of(groups, self.rank, self.size)
@@ -147,7 +150,7 @@ class ThreadTransport(Transport):
             made = self.hub.subs.setdefault(key, [])
             if not made:
                 made.append(_Hub(len(mine), self.hub.timeout_s))
-        self._meet(None)
+        self._meet("split", [list(group) for group in groups])
         return ThreadTransport(made[0], mine.index(self.rank))
 
 

@@ -1,0 +1,150 @@
+"""A full training step against DistributedDataParallel and against the bare loop, in the same processes, in turn.
+
+Keys: ddp_over_ours_2 and _4 (25 M-parameter MLP, batch 8 a worker), ddp_over_ours_cnn_2 (compute-bound CNN),
+world_of_one_overhead (our loop over the bare loop, less one). With --gpu: ddp_over_ours_gpu in a world of one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from measure import finish, interleaved
+
+
+def mlp() -> tuple[Any, Any, Any]:
+    """25.2 M parameters: memory-bound at batch 8."""
+    import torch
+    from torch import nn
+
+    layers = [m for _ in range(6) for m in (nn.Linear(2048, 2048), nn.ReLU())]
+    return nn.Sequential(*layers[:-1]), torch.randn(8, 2048), torch.randn(8, 2048)
+
+
+def cnn() -> tuple[Any, Any, Any]:
+    """0.3 M parameters on 32 x 32 images: compute-bound."""
+    import torch
+    from torch import nn
+
+    widths = [3, 32, 64, 128]
+    blocks = [
+        m
+        for a, b in pairwise(widths)
+        for m in (nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(), nn.MaxPool2d(2))
+    ]
+    model = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(128 * 16, 64))
+    return model, torch.randn(32, 3, 32, 32), torch.randn(32, 64)
+
+
+def trainer(make: Any, wrap: Any, device: Any) -> Any:
+    """One training step as a function: the loop every user writes."""
+    import torch
+
+    torch.manual_seed(0)
+    model, x, y = make()
+    model, x, y = model.to(device), x.to(device), y.to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    called = wrap(model, optimizer)
+    loss_fn = torch.nn.functional.mse_loss
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss_fn(called(x), y).backward()
+        optimizer.step()
+        if x.is_cuda:
+            torch.cuda.synchronize()
+
+    return step
+
+
+def bare(model: Any, optimizer: Any) -> Any:
+    return model
+
+
+def ours(model: Any, optimizer: Any) -> Any:
+    import unisono as un
+
+    un.parallel(model, optimizer, "allreduce")
+    return model
+
+
+def ddp(model: Any, optimizer: Any) -> Any:
+    import torch
+
+    return torch.nn.parallel.DistributedDataParallel(model)
+
+
+def compare(name: str, repeats: int) -> dict[str, float]:
+    """In each worker: DDP, ours and the bare loop in turn."""
+    import torch.distributed as dist
+
+    import unisono as un
+
+    world = un.join(device="cpu")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    make = {"mlp": mlp, "cnn": cnn}[name]
+    sides = {side.__name__: trainer(make, side, world.device) for side in (ddp, ours, bare)}
+    seconds = interleaved(sides, repeats=repeats, warmup=5, before=world.barrier)
+    dist.destroy_process_group()
+    return seconds
+
+
+def alone(repeats: int) -> dict[str, float]:
+    """In a world of one: ours against the bare loop; both of one model, so memory lies alike."""
+    import unisono as un
+
+    world = un.join(device="cpu")
+    sides = {side.__name__: trainer(mlp, side, world.device) for side in (bare, ours)}
+    return interleaved(sides, repeats=repeats, warmup=5)
+
+
+def on_gpu(repeats: int) -> dict[str, Any]:
+    """One GPU: DDP with NCCL in a world of one against ours and the bare loop."""
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29577")
+    dist.init_process_group("nccl", rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(0)}
+    for name, make in (("gpu", mlp), ("gpu_cnn", cnn)):
+        sides = {side.__name__: trainer(make, side, "cuda") for side in (ddp, ours, bare)}
+        seconds = interleaved(sides, repeats=repeats * 10, warmup=20)
+        print(name, {k: f"{v * 1e3:.3f} ms" for k, v in seconds.items()})
+        results[f"ddp_over_ours_{name}"] = seconds["ddp"] / seconds["ours"]
+        results[f"ours_over_bare_{name}"] = seconds["ours"] / seconds["bare"]
+    dist.destroy_process_group()
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--gpu", action="store_true", help="one GPU, NCCL, a world of one")
+    asked = parser.parse_args()
+    if asked.gpu:
+        finish(on_gpu(asked.repeats))
+        return
+    import unisono as un
+
+    results: dict[str, Any] = {}
+    for name, workers in (("mlp", 2), ("mlp", 4), ("cnn", 2)):
+        seconds = un.launch(compare, workers=workers, args=(name, asked.repeats), threads=1)[0]
+        print(f"{name}, {workers} workers: " + ", ".join(f"{k} {v * 1e3:.1f} ms" for k, v in seconds.items()))
+        suffix = f"cnn_{workers}" if name == "cnn" else str(workers)
+        results[f"ddp_over_ours_{suffix}"] = seconds["ddp"] / seconds["ours"]
+        results[f"ours_over_bare_{suffix}"] = seconds["ours"] / seconds["bare"]
+    seconds = un.launch(alone, workers=1, args=(asked.repeats * 2,), threads=1)[0]
+    print("alone: " + ", ".join(f"{k} {v * 1e3:.2f} ms" for k, v in seconds.items()))
+    results["world_of_one_overhead"] = seconds["ours"] / seconds["bare"] - 1
+    finish(results)
+
+
+if __name__ == "__main__":
+    main()

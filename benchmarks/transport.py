@@ -1,0 +1,193 @@
+"""Collectives against gloo: shared memory on one host (2 and 4 workers), messages between emulated hosts (4).
+
+Keys: gloo_over_ours_* are gloo's time over ours, in the same processes, in turn; hosts_*_of_bound are shares of
+the bandwidth bound between hosts with links of --mbit Mbit/s (needs root and iproute2; null otherwise).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from measure import finish, interleaved
+
+MB = 1_000_000
+
+
+def on_one_host(megabytes: int, repeats: int) -> dict[str, float]:
+    """In each worker: every operation on both sides. Our tensors lie in `world.empty`, gloo's are its own."""
+    import torch
+    import torch.distributed as dist
+
+    import unisono as un
+
+    world = un.join(device="cpu")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    n = megabytes * MB // 4 // world.size * world.size
+    ours, theirs = world.empty(n), torch.empty(n)
+    ours.fill_(world.rank + 1.0)
+    theirs.fill_(world.rank + 1.0)
+    private = theirs.clone()
+    part, their_part = torch.empty(n // world.size), torch.empty(n // world.size)
+    my_share, their_share = ours[: n // world.size], theirs[: n // world.size]
+    outs = [torch.zeros(n // world.size) for _ in range(world.size)]
+    their_outs = [torch.zeros(n // world.size) for _ in range(world.size)]
+    their_pieces = list(theirs.chunk(world.size))
+    small, their_small = torch.ones(1024), torch.ones(1024)
+    group: Any = dist.group.WORLD
+
+    def many(run: Any) -> Any:
+        return lambda: [run() for _ in range(200)]
+
+    pairs = {
+        "allreduce": (
+            lambda: group.allreduce([theirs]).wait(),
+            lambda: world.all_reduce(ours, "mean").wait(),
+        ),
+        "allreduce_private": (
+            lambda: group.allreduce([theirs]).wait(),
+            lambda: world.all_reduce(private, "mean").wait(),
+        ),
+        "reduce_scatter": (
+            lambda: dist.reduce_scatter(their_part, their_pieces),
+            lambda: world.reduce_scatter(ours, "sum", out=part).wait(),
+        ),
+        "all_gather": (
+            lambda: group.allgather([their_outs], [their_share]).wait(),
+            lambda: world.all_gather(my_share, even=True, out=outs).wait(),
+        ),
+        "broadcast": (
+            lambda: dist.broadcast(theirs, 0),
+            lambda: world.broadcast(private, 0).wait(),
+        ),
+        "small": (
+            many(lambda: group.allreduce([their_small]).wait()),
+            many(lambda: world.all_reduce(small, "mean").wait()),
+        ),
+    }
+    results: dict[str, float] = {}
+    for name, (gloo, mine) in pairs.items():
+        for _ in range(3):
+            theirs.fill_(1.0)  # sums must not grow without bound
+        seconds = interleaved({"gloo": gloo, "ours": mine}, repeats=repeats, before=world.barrier)
+        results |= {f"{name}_gloo_s": seconds["gloo"], f"{name}_ours_s": seconds["ours"]}
+    dist.destroy_process_group()
+    return results
+
+
+def between_hosts(megabytes: int, repeats: int) -> None:
+    """In each worker of an emulated host: seconds of ours and gloo's; rank 0 prints them."""
+    import torch
+    import torch.distributed as dist
+
+    import unisono as un
+
+    torch.set_num_threads(1)
+    world = un.join(device="cpu")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    n = megabytes * MB // 4 // world.size * world.size
+    x, part = torch.ones(n), torch.empty(n // world.size)
+    pieces = list(x.chunk(world.size))
+    ops = {
+        "broadcast": (lambda: dist.broadcast(x, 0), lambda: world.broadcast(x, 0).wait()),
+        "reduce_scatter": (
+            lambda: dist.reduce_scatter(part, pieces),
+            lambda: world.reduce_scatter(x, "sum", out=part).wait(),
+        ),
+    }
+    found: dict[str, float] = {}
+    for name, (gloo, mine) in ops.items():
+        sides = {"gloo": _together(gloo, world), "ours": _together(mine, world)}
+        for side, seconds in interleaved(sides, repeats=repeats, warmup=1, before=world.barrier).items():
+            found[f"{name}_{side}_s"] = seconds
+    if world.rank == 0:
+        print("RESULT " + json.dumps({"bytes": n * 4, **found}), flush=True)
+    world.barrier()
+
+
+def _together(run: Any, world: Any) -> Any:
+    """Until the last rank has it: a chain's end is its time, not its beginning."""
+
+    def both() -> None:
+        run()
+        world.barrier()
+
+    return both
+
+
+def emulate(hosts: int, mbit: float, megabytes: int, repeats: int) -> dict[str, Any]:
+    """Shares of the bandwidth bound: broadcast x/B, reduce-scatter (N-1)/N x/B."""
+    from unisono.lab.hosts import EmulatedHosts, why_not
+
+    keys = [f"hosts_{op}_of_bound{side}" for op in ("broadcast", "reduce_scatter") for side in ("", "_gloo")]
+    if reason := why_not():
+        return {**dict.fromkeys(keys), "hosts_skipped": reason}
+    sizes = ["--megabytes", str(megabytes), "--repeats", str(repeats)]
+    command = [sys.executable, str(Path(__file__)), "--worker", *sizes]
+    with EmulatedHosts(hosts, bits_per_s=mbit * 1e6) as net:
+        workers = []
+        for rank in range(hosts):
+            env = {
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(hosts),
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": "1",
+                "MASTER_ADDR": net.address(0),
+                "MASTER_PORT": "29500",
+                "GLOO_SOCKET_IFNAME": net.interface,
+                "OMP_NUM_THREADS": "1",
+            }
+            workers.append(net.start(rank, command, env, stdout=-1 if rank == 0 else None, text=True))
+        try:
+            output, _ = workers[0].communicate(timeout=600)
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+    found = json.loads(next(line for line in output.splitlines() if line.startswith("RESULT "))[7:])
+    bound = {"broadcast": found["bytes"] * 8 / mbit / 1e6}
+    bound["reduce_scatter"] = bound["broadcast"] * (hosts - 1) / hosts
+    shares = {}
+    for op, seconds in bound.items():
+        shares[f"hosts_{op}_of_bound"] = seconds / found[f"{op}_ours_s"]
+        shares[f"hosts_{op}_of_bound_gloo"] = seconds / found[f"{op}_gloo_s"]
+    return {**shares, "hosts_mbit": mbit}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=100, help="size of the large messages")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--mbit", type=float, default=1000.0, help="speed of a link between emulated hosts")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.worker:
+        between_hosts(asked.megabytes, asked.repeats)
+        return
+    import unisono as un
+
+    results: dict[str, Any] = {}
+    for workers in (2, 4):
+        start = time.perf_counter()
+        seconds = un.launch(on_one_host, workers=workers, args=(asked.megabytes, asked.repeats), threads=1)[0]
+        for name in [key.removesuffix("_gloo_s") for key in seconds if key.endswith("_gloo_s")]:
+            gloo, ours = seconds[f"{name}_gloo_s"], seconds[f"{name}_ours_s"]
+            scale, unit = (1e6 / 200, "us") if name == "small" else (1e3, "ms")
+            print(f"{workers} workers {name:>18}: gloo {gloo * scale:8.2f} {unit}, ours {ours * scale:8.2f} {unit}")
+            results[f"gloo_over_ours_{name}_{workers}"] = gloo / ours
+        print(f"({time.perf_counter() - start:.0f} s)")
+    results |= emulate(4, asked.mbit, asked.megabytes, 5)
+    finish(results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,377 @@
+"""What every strategy in the catalog must do, in worlds of threads. A new file adds its own tests."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import unisono as un
+from unisono import state as packing
+from unisono.spec import build, describe, names
+from unisono.transports.threads import run_threads
+from unisono.world import World
+
+SPECS: dict[str, str] = {}  # name: a spec to test it with, where the bare name will not do
+EXACT = {"allreduce"}  # equal to one process on the joined batch, to rounding
+REFUSED: dict[str, dict[str, str]] = {  # name: settings that must be refused, and a word of the reason
+    "allreduce": {
+        "accumulate=0": "accumulate",
+        "accumulate=-3": "accumulate",
+        "buffers=sometimes": "buffers",
+        "bucket_bytes=0": "bucket_bytes",
+    },
+}
+
+strategies = pytest.mark.parametrize("name", names("strategy"))
+sizes = pytest.mark.parametrize("size", [1, 2, 3])
+TIGHT = 1e-12
+EACH = 3  # samples a rank and step
+
+
+def spec_of(name: str) -> str:
+    return SPECS.get(name, name)
+
+
+def make(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+MODELS = threading.Lock()  # torch.manual_seed is the process's: one thread makes a model at a time
+
+
+def started(name: str, world: World, seed: int = 0, **settings: Any) -> tuple[nn.Module, Any, un.Replica]:
+    with MODELS:
+        model = make(seed)
+    optimizer = sgd(model)
+    return model, optimizer, un.parallel(model, optimizer, spec_of(name), world=world, **settings)
+
+
+def batch(step: int, rank: int, n: int = EACH) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(n, 4, generator=generator, dtype=torch.float64)
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def train(model: nn.Module, optimizer: Any, rank: int, steps: range, clip: float | None = None) -> None:
+    for t in steps:
+        optimizer.zero_grad()
+        loss_of(model, batch(t, rank)).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [x.detach().clone() for x in model.state_dict().values()]
+
+
+def assert_same(a: list[Tensor], b: list[Tensor], *, tolerance: float = 0.0) -> None:
+    assert len(a) == len(b)
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+
+
+def one_process(ranks_at: Callable[[int], list[int]], steps: int, clip: float | None = None) -> nn.Module:
+    """The reference: plain PyTorch on the joined batches."""
+    with MODELS:
+        model = make()
+    optimizer = sgd(model)
+    for t in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, torch.cat([batch(t, rank) for rank in ranks_at(t)])).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return model
+
+
+# Training ------------------------------------------------------------------------------------------------------
+
+
+@strategies
+@sizes
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_all_ranks_end_alike_and_as_one_process_would(name: str, size: int, clip: float | None) -> None:
+    def work(world: World) -> tuple[list[Tensor], int]:
+        model, optimizer, replica = started(name, world, seed=world.rank)  # rank 0's start counts
+        train(model, optimizer, world.rank, range(6), clip)
+        ended = values(replica.consolidate()), replica.step
+        replica.close()
+        return ended
+
+    results = run_threads(work, size)
+    for result, steps in results:
+        assert_same(result, results[0][0])
+        assert steps == 6
+    if name in EXACT:
+        reference = one_process(lambda t: list(range(size)), 6, clip)
+        assert_same(results[0][0], values(reference), tolerance=TIGHT)
+
+
+@strategies
+def test_a_world_of_one_is_the_bare_loop(name: str) -> None:
+    model, optimizer, replica = started(name, World())
+    bare = one_process(lambda t: [0], 5)
+    train(model, optimizer, 0, range(5))
+    assert_same(values(replica.consolidate()), values(bare))
+
+
+@strategies
+@sizes
+@pytest.mark.parametrize("windows", [[2, 2, 2], [2, 2, 1]], ids=["even", "short last window"])
+def test_accumulation(name: str, size: int, windows: list[int]) -> None:
+    def work(world: World) -> list[Tensor]:
+        model, optimizer, replica = started(name, world)
+        for w, passes in enumerate(windows):
+            optimizer.zero_grad()
+            for k in range(passes):
+                with replica.no_sync() if k < passes - 1 else contextlib.nullcontext():
+                    loss_of(model, batch(10 * w + k, world.rank)).backward()
+            optimizer.step()
+        ended = values(replica.consolidate())
+        replica.close()
+        return ended
+
+    results = run_threads(work, size)
+    for result in results:
+        assert_same(result, results[0])
+    if name in EXACT:
+        with MODELS:
+            model = make()
+        optimizer = sgd(model)
+        for w, passes in enumerate(windows):
+            optimizer.zero_grad()
+            for k in range(passes):
+                loss_of(model, torch.cat([batch(10 * w + k, rank) for rank in range(size)])).backward()
+            optimizer.step()
+        assert_same(results[0], values(model), tolerance=TIGHT)
+
+
+@strategies
+@sizes
+def test_overflow_on_one_rank_skips_the_step_on_all(name: str, size: int) -> None:
+    def work(world: World) -> tuple[list[Tensor], list[float], int]:
+        model, optimizer, replica = started(name, world)
+        scaler, scales = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=100), []
+        for t in range(4):
+            optimizer.zero_grad()
+            x = batch(t, world.rank) * (float("inf") if t == 1 and world.rank == size - 1 else 1.0)
+            scaler.scale(loss_of(model, x)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        ended = values(replica.consolidate()), scales, replica.step
+        replica.close()
+        return ended
+
+    results = run_threads(work, size)
+    for parameters, scales, _ in results:
+        assert_same(parameters, results[0][0])
+        assert all(torch.isfinite(x).all() for x in parameters)
+        assert scales == [64.0, 32.0, 32.0, 32.0]
+    if size > 1:  # alone, nothing sees a backward pass whose step is skipped
+        assert results[0][2] == 4, "a window counts, also where its optimizer step was skipped"
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways = nn.ModuleList([nn.Linear(4, 2) for _ in range(3)])
+        self.never = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return self.ways[which](x)
+
+
+@strategies
+@sizes
+def test_parameters_unused_on_some_ranks_or_all(name: str, size: int) -> None:
+    def work(world: World) -> list[Tensor]:
+        with MODELS:
+            torch.manual_seed(0)
+            model = Branches().double()
+        before = model.never.weight.detach().clone()
+        optimizer = sgd(model)
+        replica = un.parallel(model, optimizer, spec_of(name), world=world)
+        for t in range(4):
+            optimizer.zero_grad()
+            model(batch(t, world.rank), (world.rank + t) % 3).square().mean().backward()
+            optimizer.step()
+        assert model.never.weight.grad is None
+        assert torch.equal(model.never.weight, before)
+        ended = values(replica.consolidate())
+        replica.close()
+        return ended
+
+    results = run_threads(work, size)
+    for result in results:
+        assert_same(result, results[0])
+
+
+# State ---------------------------------------------------------------------------------------------------------
+
+
+@strategies
+@sizes
+def test_a_saved_run_goes_on_bit_by_bit(name: str, size: int) -> None:
+    def work(world: World) -> None:
+        model, optimizer, replica = started(name, world)
+        train(model, optimizer, world.rank, range(3))
+        saved = packing.to_bytes(
+            {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict(), "replica": replica.state_dict()}
+        )
+        train(model, optimizer, world.rank, range(3, 6))
+        other, other_optimizer, other_replica = started(name, world, seed=5)
+        loaded = packing.from_bytes(saved)
+        other.load_state_dict(loaded["model"])
+        other_optimizer.load_state_dict(loaded["optimizer"])
+        other_replica.load_state_dict(loaded["replica"], same_world=True)
+        assert other_replica.step == 3
+        train(other, other_optimizer, world.rank, range(3, 6))
+        assert_same(values(other), values(model))
+        assert_same(values(other_replica.consolidate()), values(replica.consolidate()))
+        assert other_replica.step == replica.step == 6
+        first, second = packing.to_bytes(replica.state_dict()), packing.to_bytes(other_replica.state_dict())
+        assert first == second
+        replica.close()
+        other_replica.close()
+
+    run_threads(work, size)
+
+
+@strategies
+@pytest.mark.parametrize("comes_back", ["as it left", "as a new process"])
+def test_a_world_that_shrinks_and_grows(name: str, comes_back: str) -> None:
+    """4 ranks for 2 steps, 3 for 2, 4 again for 3; rank 3 leaves, and is brought up to date when it is back."""
+
+    def work(world: World) -> tuple[list[Tensor], list[Any], list[str], int, int]:
+        model, optimizer, replica = started(name, world)
+        train(model, optimizer, world.rank, range(2))
+        smaller = world.split([[0, 1, 2], [3]])
+        told = []
+        if world.rank < 3:
+            told.append(replica.rebind(smaller))
+            train(model, optimizer, world.rank, range(2, 4))
+        elif comes_back == "as a new process":
+            replica.close()
+            model, optimizer, replica = started(name, World(), seed=9)
+        else:
+            with torch.no_grad():
+                for x in model.parameters():
+                    x.add_(1.0)
+        again = world.split([[0, 1, 2, 3]])
+        told.append(replica.rebind(again, source=0))
+        train(model, optimizer, world.rank, range(4, 7))
+        momenta = [optimizer.state[p]["momentum_buffer"].clone() for p in model.parameters()]
+        ended = values(replica.consolidate()), momenta, told, replica.step, again.ledger.step_count
+        replica.close()
+        return ended
+
+    results = run_threads(work, 4)
+    for parameters, momenta, told, step, steps in results:
+        assert_same(parameters, results[0][0])
+        assert_same(momenta, results[0][1])
+        assert step == steps == 7
+        for text in told:
+            assert isinstance(text, str)
+            assert len(text.split()) > 3, f"rebind must say what it did, got {text!r}"
+    if name in EXACT:
+        reference = one_process(lambda t: [0, 1, 2] if t in (2, 3) else [0, 1, 2, 3], 7)
+        assert_same(results[0][0], values(reference), tolerance=TIGHT)
+
+
+@strategies
+def test_a_world_that_shrinks_to_one(name: str) -> None:
+    def work(world: World) -> list[Tensor] | None:
+        model, optimizer, replica = started(name, world)
+        train(model, optimizer, world.rank, range(2))
+        alone = world.split([[0], [1]])
+        if world.rank == 1:
+            return None
+        replica.rebind(alone)
+        train(model, optimizer, 0, range(2, 4))
+        return values(replica.consolidate())
+
+    result = run_threads(work, 2)[0]
+    assert result is not None
+    if name in EXACT:
+        assert_same(result, values(one_process(lambda t: [0, 1] if t < 2 else [0], 4)), tolerance=TIGHT)
+
+
+@strategies
+def test_gradients_of_the_former_world_are_not_stepped(name: str) -> None:
+    """A rank that comes has none: a step with what others still have would count it as zero."""
+
+    def work(world: World) -> list[Tensor]:
+        model, optimizer, replica = started(name, world)
+        loss_of(model, batch(0, world.rank)).backward()
+        replica.rebind(world.split([[0, 1]]))
+        optimizer.step()
+        train(model, optimizer, world.rank, range(2))
+        return values(replica.consolidate())
+
+    results = run_threads(work, 2)
+    assert_same(results[0], results[1])
+    if name in EXACT:
+        assert_same(results[0], values(one_process(lambda t: [0, 1], 2)), tolerance=TIGHT)
+
+
+# Settings ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "setting"), [(n, s) for n, cases in REFUSED.items() for s in cases])
+@sizes
+def test_bad_settings_are_refused_with_the_reason(name: str, setting: str, size: int) -> None:
+    def work(world: World) -> None:
+        model = make()
+        with pytest.raises((ValueError, TypeError), match=REFUSED[name][setting]):
+            un.parallel(model, sgd(model), f"{name}({setting})", world=world)
+        replica = un.parallel(model, sgd(model), spec_of(name), world=world)  # nothing of it was left behind
+        replica.close()
+
+    run_threads(work, size)
+
+
+@strategies
+def test_every_strategy_has_a_test_of_what_it_refuses(name: str) -> None:
+    assert name in REFUSED, f"add settings that {name} refuses to REFUSED in {__file__} ({{}} if there are none)"
+
+
+@strategies
+def test_its_spec_builds_it_again_and_it_cannot_be_changed(name: str) -> None:
+    strategy = build(spec_of(name))
+    assert build(describe(strategy)) == strategy
+    assert copy.copy(strategy) == strategy
+    with pytest.raises(AttributeError):
+        strategy.something = 1
+
+
+@strategies
+def test_after_close_the_model_is_an_ordinary_one(name: str) -> None:
+    def work(world: World) -> None:
+        model, optimizer, replica = started(name, world)
+        train(model, optimizer, world.rank, range(2))
+        replica.close()
+        twin = copy.deepcopy(model)
+        optimizer.zero_grad()
+        loss_of(model, batch(9, world.rank)).backward()
+        loss_of(twin, batch(9, world.rank)).backward()
+        assert_same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+        optimizer.step()
+
+    run_threads(work, 2)

@@ -1,0 +1,79 @@
+"""Starts a script on emulated hosts: network namespaces, each with workers of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unisono.lab.hosts import EmulatedHosts
+
+SOURCES = Path(__file__).parents[2] / "src"
+
+
+class Run:
+    """The workers of one script, rank by rank."""
+
+    def __init__(self, workers: list[subprocess.Popen[str]]) -> None:
+        self.workers = workers
+
+    def results(self, timeout_s: float = 90) -> list[Any]:
+        """What each rank printed as JSON on its last line; fails with the output of a rank that failed."""
+        found = []
+        for rank, worker in enumerate(self.workers):
+            output, _ = worker.communicate(timeout=timeout_s)
+            assert worker.returncode == 0, f"rank {rank} ended with {worker.returncode}:\n{output}"
+            found.append(json.loads(output.strip().splitlines()[-1]))
+        return found
+
+    def end(self) -> None:
+        for worker in self.workers:
+            worker.kill()
+            worker.communicate()
+
+
+@pytest.fixture
+def on_hosts(tmp_path: Path) -> Any:
+    """on_hosts(script, per_host=[2, 2], bits_per_s=None) -> Run; hosts and workers are gone after the test."""
+    made: list[tuple[EmulatedHosts, Run]] = []
+
+    def start(script: str, *, per_host: list[int], bits_per_s: float | None = None) -> Run:
+        file = tmp_path / "script.py"
+        file.write_text(textwrap.dedent(script))
+        hosts = EmulatedHosts(len(per_host), bits_per_s=bits_per_s)
+        hosts.__enter__()
+        run = Run([])
+        made.append((hosts, run))
+        places = [(host, local) for host, count in enumerate(per_host) for local in range(count)]
+        for rank, (host, local) in enumerate(places):
+            env = {
+                **os.environ,
+                "PYTHONPATH": str(SOURCES),
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(places)),
+                "LOCAL_RANK": str(local),
+                "LOCAL_WORLD_SIZE": str(per_host[host]),
+                "MASTER_ADDR": hosts.address(0),
+                "MASTER_PORT": "29400",
+                "GLOO_SOCKET_IFNAME": hosts.interface,
+                "UNISONO_HOST": f"host{host}",
+                "OMP_NUM_THREADS": "1",
+            }
+            streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            run.workers.append(hosts.start(host, [sys.executable, str(file)], env, **streams))
+        return run
+
+    yield start
+    for hosts, run in made:
+        run.end()
+        hosts.__exit__(None, None, None)
+
+
+Start = Callable[..., Run]

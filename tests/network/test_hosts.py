@@ -1,0 +1,162 @@
+"""Worlds over several hosts: shared memory inside, real TCP between, the two combined by themselves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+
+import pytest
+import torch
+
+COLLECTIVES = """
+    import json, torch, unisono as un
+    world = un.join()
+    r, n = world.rank, world.size
+    big = torch.arange(400_001, dtype=torch.float64) + r
+    reduced = world.all_reduce(big.clone(), "mean").wait()
+    gathered = world.all_gather(torch.full((r + 1,), r)).wait()
+    parts = [torch.full((100_000 + d,), float(r + d)) for d in range(n)]
+    scattered = world.reduce_scatter(parts, "sum").wait()
+    sent = torch.full((300_000,), float(r))
+    world.broadcast(sent, n - 1).wait()
+    swapped = world.all_to_all([torch.full((2,), 10 * r + d) for d in range(n)]).wait()
+    letter = torch.zeros(3)
+    out = world.send(torch.full((3,), float(r)), (r + 1) % n)
+    world.recv(letter, (r - 1) % n).wait()
+    out.wait()
+    local = world.split("host")
+    print(json.dumps({
+        "how": world.transport.name, "local": [local.rank, local.size], "hosts": list(world.hosts),
+        "mean": [float(reduced[0]), float(reduced[-1])],
+        "gathered": [t.tolist() for t in gathered],
+        "scattered": [float(scattered.min()), float(scattered.max()), scattered.numel()],
+        "broadcast": [float(sent.min()), float(sent.max())],
+        "swapped": [t.tolist() for t in swapped], "letter": letter.tolist(),
+        "object": world.broadcast_object({"from": r}, 1),
+    }))
+"""
+
+
+@pytest.mark.parametrize("per_host", [[2, 2], [2, 1], [1, 1, 1]])
+def test_collectives_over_hosts_give_what_one_process_would(on_hosts, per_host) -> None:
+    n = sum(per_host)
+    results = on_hosts(COLLECTIVES, per_host=per_host).results()
+    hosts = [f"host{h}" for h, count in enumerate(per_host) for _ in range(count)]
+    for rank, found in enumerate(results):
+        assert found["how"] == ("messages" if max(per_host) == 1 else "shared memory and messages")
+        assert found["hosts"] == hosts
+        assert found["local"][1] == per_host[int(hosts[rank][4:])]
+        middle = sum(range(n)) / n
+        assert found["mean"] == pytest.approx([middle, 400_000 + middle], rel=1e-15)
+        assert found["gathered"] == [[r] * (r + 1) for r in range(n)]
+        assert found["scattered"] == [sum(r + rank for r in range(n))] * 2 + [100_000 + rank]
+        assert found["broadcast"] == [n - 1, n - 1]
+        assert found["swapped"] == [[10 * r + rank] * 2 for r in range(n)]
+        assert found["letter"] == [(rank - 1) % n] * 3
+        assert found["object"] == {"from": 1}
+
+
+TRAINING = """
+    import json, torch, unisono as un
+    world = un.join()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    un.parallel(model, optimizer, "allreduce(bucket_bytes=256)")
+    x = torch.randn(50, 8, dtype=torch.float64)
+    y = x.sum(1, keepdim=True)
+    for epoch in range(2):
+        for a, b in un.shard((x, y), batch_size=12, shuffle=False):
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(a), b).backward()
+            optimizer.step()
+    report = world.ledger.gather(world)
+    print(json.dumps({
+        "weights": [p.flatten().tolist() for p in model.parameters()],
+        "settled": all(r.last == r.last for r in world.ledger.records if r.tag.startswith("gradients")),
+        "parts": [[t.compute + t.communication + t.waiting + t.data, t.wall] for t in report.ranks],
+    }))
+"""
+
+
+def test_training_over_hosts_equals_one_process_on_the_joined_batches(on_hosts) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x = torch.randn(50, 8, dtype=torch.float64)
+    y = x.sum(1, keepdim=True)
+    for _ in range(2):
+        for a, b in zip(x.split(12), y.split(12), strict=True):
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(a), b).backward()
+            optimizer.step()
+    expected = [p.detach().flatten() for p in model.parameters()]
+    for found in on_hosts(TRAINING, per_host=[2, 1]).results():
+        for weights, right in zip(found["weights"], expected, strict=True):
+            torch.testing.assert_close(torch.tensor(weights, dtype=torch.float64), right, rtol=1e-10, atol=1e-12)
+        assert found["settled"]
+        for parts, wall in found["parts"]:
+            assert parts == pytest.approx(wall, rel=1e-6)
+
+
+LATE = """
+    import json, time, torch, unisono as un
+    world = un.join()
+    x = torch.ones(1_250_000)  # 5 MB: 0.2 s at 200 Mbit/s
+    world.all_reduce(x).wait()
+    if world.rank == 1:
+        time.sleep(0.5)
+    with world.ledger.span("blocked"):
+        world.all_reduce(x, tag="late").wait()
+    world.ledger.step()
+    world.ledger.gather(world)
+    row = world.ledger.rows[-1]
+    print(json.dumps({"waiting": row.waiting, "communication": row.communication}))
+"""
+
+
+def test_waiting_for_a_late_host_is_told_apart_from_communication(on_hosts) -> None:
+    first, second = on_hosts(LATE, per_host=[1, 1], bits_per_s=200e6).results()
+    assert 0.3 < first["waiting"] < 0.9, first
+    assert second["waiting"] < 0.2, second
+    assert first["communication"] > 0.1, first
+    assert second["communication"] > 0.1, second
+
+
+DYING = """
+    import json, os, signal, torch, unisono as un
+    world = un.join()
+    world.barrier()
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        for _ in range(1000):
+            world.all_reduce(torch.ones(500_000)).wait()
+        told = "nothing"
+    except un.PeerLost as error:
+        told = str(error)
+    print(json.dumps(told))
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("per_host", [[1, 1], [2, 1]])
+def test_the_death_of_a_worker_is_told_to_the_others(on_hosts, per_host) -> None:
+    run = on_hosts(DYING, per_host=per_host)
+    survivors = [w for rank, w in enumerate(run.workers) if rank != 1]
+    for worker in survivors:
+        output, _ = worker.communicate(timeout=60)
+        assert worker.returncode == 0, output
+        assert "all_reduce" in output.splitlines()[-1] or "broadcast" in output.splitlines()[-1], output
+    run.workers[1].wait()
+    assert run.workers[1].returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
+
+
+def test_nothing_is_left_of_emulated_hosts() -> None:
+    from unisono.lab.hosts import EmulatedHosts
+
+    with EmulatedHosts(2) as hosts:
+        assert hosts.namespace(0) in os.listdir("/run/netns")
+    assert hosts.namespace(0) not in os.listdir("/run/netns")
+    assert f"un{os.getpid() % 1_000_000}" not in subprocess.run(["ip", "link"], capture_output=True, text=True).stdout

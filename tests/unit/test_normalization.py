@@ -1,0 +1,111 @@
+"""`un.sync_batch_norm` in worlds of threads, against plain batch normalisation on the joined batch in fp64."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import unisono as un
+from unisono.normalization import SyncBatchNorm
+from unisono.transports.threads import run_threads
+from unisono.world import World
+
+TIGHT = 1e-11
+
+
+def plain() -> nn.Module:
+    layers = [nn.BatchNorm1d(3), nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 2)]
+    model = nn.Sequential(*layers).double()
+    with torch.no_grad():
+        for i, param in enumerate(model.parameters()):  # no random numbers: threads share the generator
+            param.copy_(torch.linspace(-1, 1 + i, param.numel(), dtype=torch.float64).sin().view(param.shape))
+    return model
+
+
+def numbers(n: int, seed: int = 0) -> Tensor:
+    return torch.randn(n, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def close(a: Tensor | None, b: Tensor | None) -> None:
+    torch.testing.assert_close(a, b, rtol=TIGHT, atol=TIGHT)
+
+
+def same_as(model: nn.Module, reference: nn.Module) -> None:
+    for a, b in zip(model.state_dict().values(), reference.state_dict().values(), strict=True):
+        close(a, b)
+    for x, y in zip(model.parameters(), reference.parameters(), strict=True):
+        close(x.grad, y.grad)
+
+
+@pytest.mark.parametrize("parts", [[4, 4, 4], [5, 3, 1], [2, 1, 0]])
+def test_uneven_parts_with_their_weights_are_the_joined_batch(parts: list[int]) -> None:
+    """The loss is a mean over samples, so a rank counts by its part; one without any reads along with weight 0."""
+    whole = numbers(sum(parts))
+
+    def work(world: World) -> None:
+        model, reference = un.sync_batch_norm(plain(), world), plain()
+        replica = un.parallel(model, torch.optim.SGD(model.parameters(), lr=0.1), world=world)
+        for step in range(3):
+            n, start = parts[world.rank], sum(parts[: world.rank])
+            world.weight = n * world.size / len(whole)
+            model.zero_grad()
+            reference.zero_grad()
+            mine = whole[start : start + n] if n else torch.full((1, 3), 1e30, dtype=torch.float64)
+            out, expected = model(mine + step), reference(whole + step)
+            if n:
+                close(out, expected[start : start + n])
+            out.square().mean().backward()
+            expected.square().mean().backward()
+            same_as(model, reference)
+        replica.close()
+
+    run_threads(work, 3)
+
+
+def test_it_follows_the_replica_to_another_world() -> None:
+    def work(world: World) -> None:
+        model, reference = un.sync_batch_norm(plain(), world), plain()
+        replica = un.parallel(model, torch.optim.SGD(model.parameters(), lr=0.1), world=world)
+        smaller = world.split([[0, 1], [2]])
+        if world.rank == 2:
+            return
+        replica.rebind(smaller)
+        model(numbers(4, smaller.rank)).square().mean().backward()
+        reference(torch.cat([numbers(4, 0), numbers(4, 1)])).square().mean().backward()
+        same_as(model, reference)
+
+    run_threads(work, 3)
+
+
+def test_alone_and_in_evaluation_it_is_plain_batch_normalisation() -> None:
+    def work(world: World) -> None:
+        model, reference = un.sync_batch_norm(plain(), world), plain()
+        if world.size > 1:
+            model.eval()
+            reference.eval()
+        out = model(numbers(5, world.rank))  # other numbers, and no exchange
+        assert torch.equal(out, reference(numbers(5, world.rank)))
+        assert all(map(torch.equal, model.state_dict().values(), reference.state_dict().values()))
+
+    run_threads(work, 1)
+    run_threads(work, 2)
+
+
+def test_parameters_keys_and_copies() -> None:
+    model = plain()
+    keys, params = list(model.state_dict()), list(model.parameters())
+    changed = un.sync_batch_norm(model, World())
+    assert changed is model
+    assert list(model.state_dict()) == keys
+    assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
+    assert un.sync_batch_norm(model, World())[0] is model[0], "twice changes nothing"
+    twin = copy.deepcopy(model)
+    assert isinstance(twin[0], SyncBatchNorm)
+    assert twin[0].weight is not model[0].weight
+    assert twin[0].link is model[0].link
+    with pytest.raises(ValueError, match="at least 2 dimensions, got 1"):
+        model[0](torch.ones(3, dtype=torch.float64))
+    assert isinstance(un.sync_batch_norm(nn.BatchNorm2d(3), World()), SyncBatchNorm)

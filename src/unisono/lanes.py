@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
@@ -91,6 +94,7 @@ class Lane:
         self._running = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
+        _lanes.add(self)
 
     def submit(self, run: Callable[[], T]) -> Handle[T]:
         """Queue `run`; its handle gives the result."""
@@ -136,10 +140,22 @@ class Lane:
             with self._running:
                 self._run_next()
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = 5.0) -> None:
         """Run what is queued, then end the thread."""
         with self._signal:
             self._closed = True
             self._signal.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=5.0)
+            self._thread.join(timeout=timeout_s)
+
+
+_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
+_EXIT_S = 1.0
+
+
+@atexit.register
+def _end_all() -> None:
+    """At the end of the program: a thread that comes back from C++ while Python shuts down would abort the process."""
+    deadline = time.monotonic() + _EXIT_S
+    for lane in list(_lanes):
+        lane.close(max(0.0, deadline - time.monotonic()))

@@ -246,6 +246,8 @@ def _row(step: int, start: float, end: float, records: Sequence[Record], spans: 
 
     Spans may touch or hold each other: a moment is counted once, as blocked before as data.
     """
+    if not records and not spans:  # a world of one
+        return Row(step, start, end - start, end - start, 0.0, 0.0, 0.0, 0.0, 0, 0)
     blocked = _union((max(s.start, start), min(s.end, end)) for s in spans if s.kind == "blocked")
     loading = _union((max(s.start, start), min(s.end, end)) for s in spans if s.kind == "data")
     late = _union((r.start, r.last) for r in records)

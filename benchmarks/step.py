@@ -97,12 +97,28 @@ def compare(name: str, repeats: int) -> dict[str, float]:
 
 
 def alone(repeats: int) -> dict[str, float]:
-    """In a world of one: ours against the bare loop; both of one model, so memory lies alike."""
+    """In a world of one: the same model and memory, bound and not bound in turn."""
+    import statistics
+    import time
+
+    import torch
+
     import unisono as un
 
-    world = un.join(device="cpu")
-    sides = {side.__name__: trainer(mlp, side, world.device) for side in (bare, ours)}
-    return interleaved(sides, repeats=repeats, warmup=5)
+    held: list[Any] = []
+    step = trainer(mlp, lambda model, optimizer: held.extend((model, optimizer)) or model, torch.device("cpu"))
+    times: dict[str, list[float]] = {"bare": [], "ours": []}
+    for _ in range(repeats // 4):
+        for side, taken in times.items():
+            replica = un.parallel(*held, "allreduce") if side == "ours" else None
+            step()
+            for _ in range(4):
+                start = time.perf_counter()
+                step()
+                taken.append(time.perf_counter() - start)
+            if replica is not None:
+                replica.close()
+    return {side: statistics.median(taken) for side, taken in times.items()}
 
 
 def on_gpu(repeats: int) -> dict[str, Any]:
@@ -140,7 +156,7 @@ def main() -> None:
         suffix = f"cnn_{workers}" if name == "cnn" else str(workers)
         results[f"ddp_over_ours_{suffix}"] = seconds["ddp"] / seconds["ours"]
         results[f"ours_over_bare_{suffix}"] = seconds["ours"] / seconds["bare"]
-    seconds = un.launch(alone, workers=1, args=(asked.repeats * 2,), threads=1)[0]
+    seconds = un.launch(alone, workers=1, args=(asked.repeats * 3,), threads=1)[0]
     print("alone: " + ", ".join(f"{k} {v * 1e3:.2f} ms" for k, v in seconds.items()))
     results["world_of_one_overhead"] = seconds["ours"] / seconds["bare"] - 1
     finish(results)

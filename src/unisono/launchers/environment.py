@@ -1,4 +1,4 @@
-"""The environment of a worker: torchrun's variables, Unisono's descriptors, and a fair share of the cores."""
+"""The environment of a worker: torchrun's variables, Unisono's descriptors, its share of the cores, its allocator."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import os
 from collections.abc import Mapping
 
 __all__ = ["threads_per_worker", "usable_cores", "worker_environment"]
+
+# glibc gives freed memory back to the kernel and takes it anew, page by page, in every training step: keep up to 1 GiB.
+_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 
 
 def worker_environment(
@@ -41,6 +44,8 @@ def worker_environment(
         env["OMP_NUM_THREADS"] = share
         if threads is not None or "MKL_NUM_THREADS" not in env:
             env["MKL_NUM_THREADS"] = share
+    if not _MALLOC.keys() & env.keys():
+        env.update(_MALLOC)
     return env
 
 

@@ -26,6 +26,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _FUTEX = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "s390x": 238, "riscv64": 98}.get(platform.machine())
 _ORDERED = platform.machine() == "x86_64"  # stores are seen in order; elsewhere a lock orders them
 _CHECK_S = 0.05
+SPINS = 1000  # looks before sleeping, some 50 us: a wake-up costs as much
 
 
 class _Time(ctypes.Structure):
@@ -65,6 +66,14 @@ class Words:
         fence()
         self._view[offset >> 2] = value & 0xFFFFFFFF
         _LIBC.syscall(_FUTEX, ctypes.c_void_p(self._base + offset), 1, 0x7FFFFFFF, None, None, 0)
+
+    def spin(self, offset: int, target: int) -> bool:
+        """Look again for a while; whether the counter has reached `target`."""
+        view, at = self._view, offset >> 2
+        for _ in range(SPINS):  # noqa: SIM110 (a generator would be slower)
+            if (view[at] - target) & 0xFFFFFFFF < 0x80000000:
+                return True
+        return False
 
     def sleep(self, offset: int, seen: int) -> None:
         """Sleep until the counter is no longer `seen`, or for a short while."""
@@ -153,11 +162,8 @@ class Board:
     ) -> None:
         """Wait until the counter at `word`, which `rank` advances, has reached `target`."""
         words = self.words
-        if not behind(words[word], target):
+        if not behind(words[word], target) or (self.spin and words.spin(word, target)):
             return
-        tries = 300 if self.spin else 0
-        while tries and behind(words[word], target):
-            tries -= 1
         began = 0.0
         while behind(seen := words[word], target):
             words.sleep(word, seen)

@@ -42,7 +42,8 @@ class Postbox:
     """All-reduces of at most `LIMIT` bytes: post mine, and sum when all have come.
 
     A slot is written again after `DEPTH` messages; by then its owner has ended the old one and knows that
-    the others have read it, because it waits for their counters of ended messages.
+    the others have read it, because it waits for their counters of ended messages. These are told now and
+    then, ahead of need, so that ranks in step do not wait for each other twice.
     """
 
     def __init__(self, board: Board) -> None:
@@ -51,7 +52,8 @@ class Postbox:
         self._memory = torch.frombuffer(board.page, dtype=torch.uint8)
         self._views: dict[tuple[torch.dtype, int, int], list[Tensor]] = {}
         self._next = 0
-        self._open: dict[int, Callable[[], float]] = {}
+        self._open: dict[int, Callable[[], float]] = {}  # in the order posted
+        self._told = 0  # all before this one are ended, and the others know
         self._lock = threading.RLock()
 
     def post(self, x: Tensor, op: Op, sequence: int) -> tuple[Callable[[], float], Callable[[], bool]]:
@@ -82,6 +84,8 @@ class Postbox:
                         except Mismatch as error:  # it is the error of who waits for this one, at any time
                             wrong.append(error)
                         del self._open[k]
+                        if next(iter(self._open), self._next) - self._told >= DEPTH // 2:
+                            self._tell()
                     if wrong:
                         raise wrong[0]
                     return result[0]
@@ -94,10 +98,15 @@ class Postbox:
         if old in self._open:
             with suppress(Mismatch):
                 self._open[old]()
-        self.board.words.publish(self._rows[self.board.rank] + 4, old + 1)
+        if self._told <= old:
+            self._tell()
         for r in range(self.board.size):
             if r != self.board.rank:
                 self.board.await_word(self._rows[r] + 4, old + 1, r, "a small all_reduce")
+
+    def _tell(self) -> None:
+        self._told = next(iter(self._open), self._next - 1)  # the newest may be on its way
+        self.board.words.publish(self._rows[self.board.rank] + 4, self._told)
 
     def _finish(self, k: int, x: Tensor, op: Op, views: list[Tensor], sequence: int) -> float:
         board, slot = self.board, k % DEPTH

@@ -15,7 +15,8 @@ demo: $(STAMP)
 	$(BIN)/python -m unisono.demo
 
 test: check network-tools
-	$(BIN)/python -m pytest --doctest-modules src $(TESTS)
+	$(BIN)/python -m pytest -q --doctest-modules src
+	$(BIN)/python -m pytest --durations=15 $(TESTS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

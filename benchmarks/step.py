@@ -1,7 +1,8 @@
 """A full training step against DistributedDataParallel and against the bare loop, in the same processes, in turn.
 
 Keys: ddp_over_ours_2 and _4 (25 M-parameter MLP, batch 8 a worker), ddp_over_ours_cnn_2 (compute-bound CNN),
-world_of_one_overhead (our loop over the bare loop, less one). With --gpu: ddp_over_ours_gpu in a world of one.
+world_of_one_overhead (our loop over the bare loop, less one), ledger_overhead (what recording a step costs, as a share
+of our step on 2 workers). With --gpu: ddp_over_ours_gpu in a world of one.
 """
 
 from __future__ import annotations
@@ -121,6 +122,23 @@ def alone(repeats: int) -> dict[str, float]:
     return {side: statistics.median(taken) for side, taken in times.items()}
 
 
+def ledger_seconds() -> float:
+    """What the ledger's own work costs a step of ten collectives and ten spans."""
+    import time
+
+    from unisono.ledger import Ledger, Record
+
+    ledger, steps = Ledger(), 2000
+    start = time.perf_counter()
+    for _ in range(steps):
+        for i in range(10):
+            began = ledger.clock()
+            ledger.close_record(Record("all_reduce", "gradients", 1000, "world", i, 0, began, began, ledger.clock()))
+            ledger.close_span("blocked", began, ledger.clock())
+        ledger.step()
+    return (time.perf_counter() - start) / steps
+
+
 def on_gpu(repeats: int) -> dict[str, Any]:
     """One GPU: DDP with NCCL in a world of one against ours and the bare loop."""
     import torch
@@ -156,6 +174,8 @@ def main() -> None:
         suffix = f"cnn_{workers}" if name == "cnn" else str(workers)
         results[f"ddp_over_ours_{suffix}"] = seconds["ddp"] / seconds["ours"]
         results[f"ours_over_bare_{suffix}"] = seconds["ours"] / seconds["bare"]
+        if suffix == "2":
+            results["ledger_overhead"] = ledger_seconds() / seconds["ours"]
     seconds = un.launch(alone, workers=1, args=(asked.repeats * 3,), threads=1)[0]
     print("alone: " + ", ".join(f"{k} {v * 1e3:.2f} ms" for k, v in seconds.items()))
     results["world_of_one_overhead"] = seconds["ours"] / seconds["bare"] - 1

@@ -185,7 +185,7 @@ def main() -> None:
             print(f"{workers} workers {name:>18}: gloo {gloo * scale:8.2f} {unit}, ours {ours * scale:8.2f} {unit}")
             results[f"gloo_over_ours_{name}_{workers}"] = gloo / ours
         print(f"({time.perf_counter() - start:.0f} s)")
-    results |= emulate(4, asked.mbit, asked.megabytes, 5)
+    results |= emulate(4, asked.mbit, asked.megabytes, 9)
     finish(results)
 
 

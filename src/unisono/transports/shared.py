@@ -23,7 +23,7 @@ from unisono.transports.postbox import DTYPE_CODES, DTYPES, LIMIT, OP_CODES, Let
 from unisono.transports.segments import Segment, open_published, publish
 
 BLOCK = 4 << 20  # bytes a rank puts on the stage at a time
-_TILE = 256 << 10  # bytes reduced at a time in place: stays in the second-level cache
+_TILE = 1 << 20  # bytes reduced at a time in place: large enough for Python, small enough for the cache
 _SLACK = 512  # shares end on borders of cache lines
 _HEAD = struct.Struct("BBHqiq")
 _PLAN, _MARK = b"plan", b"exchange"  # how an item begins: what its rank came to do

@@ -138,7 +138,11 @@ def check_lists_and_layouts(world: World) -> None:
     def strided(rank: int) -> Tensor:
         return values(rank, [6, 8], torch.float32).t()[::2]
 
-    x = strided(me).clone(memory_format=torch.preserve_format)
+    one = [values(me, [3], torch.float32)]
+    assert world.all_reduce(one, "sum").wait() is one
+    x = strided(me).contiguous() if me == 0 else strided(me)
+    world.all_reduce(x, "sum").wait()
+    check_equal(x, reference([strided(r) for r in range(size)], "sum"), "orders of memory that differ", exact=False)
     base = values(me, [6, 8], torch.float32)
     x = base.t()[::2]
     world.all_reduce(x, "sum").wait()

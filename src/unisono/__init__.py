@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unisono.checkpoint import Loaded, load, save
+    from unisono.callbacks import Callback, EarlyStopping
+    from unisono.checkpoint import CheckpointError, Loaded, load, save
     from unisono.data import Shard, shard
     from unisono.launchers import WorkerError, launch
     from unisono.normalization import sync_batch_norm
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LAZY = {
+    "Callback": "unisono.callbacks",
+    "CheckpointError": "unisono.checkpoint",
+    "EarlyStopping": "unisono.callbacks",
     "Handle": "unisono.world",
     "Loaded": "unisono.checkpoint",
     "Mismatch": "unisono.world",
@@ -40,6 +44,9 @@ _LAZY = {
 }
 
 __all__ = [
+    "Callback",
+    "CheckpointError",
+    "EarlyStopping",
     "Handle",
     "Loaded",
     "Mismatch",
@@ -70,7 +77,9 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_LAZY[name]), name)
         globals()[name] = value
         return value
-    raise AttributeError(f"module 'unisono' has no attribute {name!r}")
+    import sys
+
+    raise AttributeError(f"module 'unisono' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
 
 
 def __dir__() -> list[str]:

@@ -110,6 +110,7 @@ class Exchange:
         self.overlap, self.accumulate, self.bucket_bytes = overlap, accumulate, bucket_bytes
         self._reduce, self._finished, self._advance = reduce, finished, advance
         self._lane = Lane("unisono exchange")
+        self._cuda = next((p.device for _, p in (*self.named, *self.sparse) if p.is_cuda), None)
         self._stream = torch.cuda.Stream() if self._on_stream() else None
         self._hooks = [p.register_post_accumulate_grad_hook(partial(self._ready, name)) for name, p in self._all()]
         self._weighting: list[Any] = []
@@ -209,11 +210,25 @@ class Exchange:
         bucket = self.buckets[self._launched]
         self._launched += 1
         if self._stream is None:
-            self._handles.append(self._lane.submit(lambda: self._reduce(bucket, self.channel)))
+            self._handles.append(self._on_lane(lambda: self._reduce(bucket, self.channel)))
             return
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._reduce(bucket, self.channel)
+
+    def _on_lane(self, run: Callable[[], None]) -> Handle[None]:
+        """Run on the exchange thread, whose CUDA stream is its own: after what my stream has to do so far."""
+        device = self._cuda
+        if device is None:
+            return self._lane.submit(run)
+        here = torch.cuda.Event()
+        here.record(torch.cuda.current_stream(device))
+
+        def job() -> None:
+            torch.cuda.current_stream(device).wait_event(here)
+            run()
+
+        return self._lane.submit(job)
 
     def _end(self) -> None:
         self._task = -1
@@ -238,11 +253,13 @@ class Exchange:
         used += [p.grad is not None for _, p in self.sparse]
         start = self.world.ledger.clock()
         flags = torch.tensor(used, dtype=torch.uint8)
-        agreed = self._lane.submit(lambda: self._tail(flags))
+        agreed = self._on_lane(lambda: self._tail(flags))
         for handle in (*self._handles, agreed):
             handle.wait()
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
+        if self._cuda is not None:  # the exchange thread works on the default stream
+            torch.cuda.current_stream(self._cuda).wait_stream(torch.cuda.default_stream(self._cuda))
         self.world.ledger.close_span("blocked", start, self.world.ledger.clock())
         anywhere = iter(flags.tolist())
         for bucket in self.buckets:
@@ -301,6 +318,53 @@ class Exchange:
 
     def _on_stream(self) -> bool:
         return any(p.is_cuda for _, p in self.named) and self.world.has_nccl
+
+
+class Windows:
+    """Counts the windows of a model that exchanges nothing, as `Exchange` would, by a hook on one parameter.
+
+    Where that parameter takes no part in a backward pass, the optimizer's step counts instead.
+    """
+
+    def __init__(self, param: Parameter, *, accumulate: int, advance: Callable[[], None]) -> None:
+        self.accumulate, self._advance = accumulate, advance
+        self._passes, self._local, self._counted = 0, False, False
+        self._hook = param.register_post_accumulate_grad_hook(
+            lambda _: Variable._execution_engine.queue_callback(self._end)
+        )
+
+    def _end(self) -> None:
+        if not self._local:
+            self._passes += 1
+            self._counted = False
+            if self._passes >= self.accumulate:
+                self._close_window()
+
+    def _close_window(self) -> None:
+        self._passes, self._counted = 0, True
+        self._advance()
+
+    def before_step(self) -> None:
+        """A step without a window, or with a short one, ends one."""
+        if not self._counted and not self._local:
+            self._close_window()
+
+    def after_step(self) -> None:
+        """The next step needs a window of its own."""
+        self._counted = False
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Passes inside the block belong to the next window."""
+        before, self._local = self._local, True
+        try:
+            yield
+        finally:
+            self._local = before
+
+    def close(self) -> None:
+        """Take the hook off."""
+        self._hook.remove()
 
 
 def _on(device: torch.device, n: int, dtype: torch.dtype) -> Tensor:

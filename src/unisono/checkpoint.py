@@ -60,6 +60,7 @@ def save(path: str | os.PathLike[str], replica: Replica, *, keep: int | None = 3
     """
     if keep is not None and (type(keep) is not int or keep < 1):
         raise ValueError(f"keep is {keep!r}; expected how many checkpoints remain: at least 1, or None for all")
+    _check_replica("save", replica)
     saving = _Saving(Path(path), replica, keep, extra)
     world, what = replica.world, f"no checkpoint was written to {path}, the former ones are as they were"
     try:
@@ -71,6 +72,11 @@ def save(path: str | os.PathLike[str], replica: Replica, *, keep: int | None = 3
             shutil.rmtree(saving.writing, ignore_errors=True)
         raise
     return str(Path(path) / name)
+
+
+def _check_replica(what: str, replica: object) -> None:
+    if not hasattr(replica, "world"):
+        raise TypeError(f"un.{what} takes the replica that un.parallel returned, got {type(replica).__name__}")
 
 
 class _Saving:
@@ -89,6 +95,7 @@ class _Saving:
             "model": model,
             "versions": getattr(model, "_metadata", {}),
             "optimizer": self.replica.optimizer.state_dict(),
+            "optimizer_type": type(self.replica.optimizer).__name__,
             "strategy": state["shared"],
             "shards": {name: shard.state_dict() for name, shard in self.world.shards.items()},
             "ledger": {"step_count": self.world.ledger.step_count},
@@ -175,6 +182,7 @@ def load(path: str | os.PathLike[str], replica: Replica, *, strict: bool = True)
         CheckpointError: there are some, and none is whole.
         ValueError: the checkpoint does not fit the model or the optimizer.
     """
+    _check_replica("load", replica)
     world, root = replica.world, Path(path)
     found, folder, skipped = _newest(root, world)
     if skipped and world.rank == 0:
@@ -212,7 +220,7 @@ def _newest(root: Path, world: World) -> tuple[folders.Contents, Path, list[tupl
         told = [reason if reasons[0] == reason else f"rank {rank}: {reason}" for reason, rank in why.items()]
         skipped.append((str(root / name), "; ".join(reversed(told))))
     lines = "".join(f"\n  {where}: {why}" for where, why in skipped)
-    raise CheckpointError(f"no whole checkpoint at {root}:{lines}")
+    raise CheckpointError(f"no whole checkpoint at {root}; restore one from a copy, or give another path:{lines}")
 
 
 def _try_to_read(folder: Path, world: World) -> folders.Contents | str:
@@ -230,7 +238,7 @@ def _apply(found: folders.Contents, replica: Replica, *, strict: bool) -> None:
     model, saved = _bare(replica.model), whole["model"]
     saved._metadata = whole["versions"]
     _check_model(model, saved, strict=strict)
-    optimizer_fits = _check_optimizer(replica.optimizer, whole["optimizer"], strict=strict)
+    optimizer_fits = _check_optimizer(replica.optimizer, whole["optimizer"], whole["optimizer_type"], strict=strict)
     model.load_state_dict(saved, strict=strict)
     if optimizer_fits:
         replica.optimizer.load_state_dict(whole["optimizer"])
@@ -270,12 +278,17 @@ def _check_model(model: torch.nn.Module, saved: Mapping[str, Any], *, strict: bo
         )
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], *, strict: bool) -> bool:
+def _check_optimizer(
+    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], saved_type: str, *, strict: bool
+) -> bool:
     there = [len(group["params"]) for group in saved["param_groups"]]
     here = [len(group["params"]) for group in optimizer.param_groups]
-    if there == here:
+    kind = type(optimizer).__name__
+    if (there, saved_type) == (here, kind):
         return True
-    problem = f"the checkpoint's optimizer has groups of {there} parameters, this one has {here}"
+    problem = (
+        f"the checkpoint's optimizer is {saved_type} with groups of {there} parameters, this one is {kind} with {here}"
+    )
     if strict:
         raise ValueError(f"{problem}: make the optimizer as it was made for the checkpoint")
     warnings.warn(f"{problem}: its state is not loaded", stacklevel=2)

@@ -116,15 +116,12 @@ def _whole_number(text: str) -> int:
 
 
 class _Version(argparse.Action):
-    """Looks the version up only when asked: reading package metadata takes time."""
+    """Shows the version."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib.metadata import PackageNotFoundError, version
+        from unisono import __version__
 
-        try:
-            print(f"unisono {version('unisono')}")
-        except PackageNotFoundError:
-            print("unisono, not installed (running from its sources)")
+        print(f"unisono {__version__}")
         parser.exit()
 
 
@@ -161,7 +158,7 @@ def _check_script(name: str, parser: argparse.ArgumentParser) -> None:
     if path.exists():
         return
     folder = path.parent if path.parent.is_dir() else Path()
-    near = {str(file): file.name for file in sorted([*folder.glob("*.py"), *folder.glob("*/*.py")])}
+    near = {str(file): file.name for file in [*sorted(folder.glob("*.py")), *sorted(folder.glob("*/*.py"))]}
     names = difflib.get_close_matches(path.name, near.values(), n=1, cutoff=0.6)
     hint = next((f"; did you mean {file}?" for file, short in near.items() if names and short == names[0]), "")
     if not hint and path.suffix != ".py" and os.sep not in name:
@@ -170,6 +167,8 @@ def _check_script(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def _check_module(name: str, parser: argparse.ArgumentParser) -> None:
+    if name.endswith(".py") and Path(name).exists():
+        parser.error(f"{name} is a file, -m takes a module; a file is run without -m: unisono run -n 2 {name}")
     top = name.split(".")[0]
     sys.path.insert(0, os.getcwd())
     try:

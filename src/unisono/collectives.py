@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -68,6 +68,8 @@ def as_list(what: str, x: Tensor | Sequence[Tensor]) -> list[Tensor]:
     """One tensor or several, all on one device."""
     if isinstance(x, Tensor):
         return [x]
+    if not isinstance(x, Iterable):
+        raise TypeError(f"{what} takes a tensor or a list of tensors, got {x!r}: put a number into torch.tensor(...)")
     parts = list(x)
     for part in parts:
         if not isinstance(part, Tensor):

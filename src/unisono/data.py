@@ -198,17 +198,20 @@ class Shard:
 
     def _indexed(self, world: World) -> Iterator[tuple[Any, float]]:
         weights: deque[float] = deque()  # of the batches that are being read ahead
+        first = self.batch
 
-        def parts() -> Iterator[Indices]:
-            for indices in self._global_batches(self.batch):
+        def parts() -> Iterator[tuple[Indices, int]]:
+            for number, indices in enumerate(self._global_batches(first), first):
                 mine, weight = self._deal(len(indices), world, indices)
                 weights.append(weight)
-                yield indices[mine]
+                yield indices[mine], self._seed_of(number, world)
 
-        place = f"{self.seed} {self.epoch} {self.batch} {world.rank}".encode()
-        seed = int.from_bytes(hashlib.blake2b(place, digest_size=7).digest(), "big")
-        for batch in self.source.read(parts(), seed=seed):
+        for batch in self.source.read(parts(), seed=self._seed_of(first, world)):
             yield batch, weights.popleft()
+
+    def _seed_of(self, batch: int, world: World) -> int:
+        place = f"{self.seed} {self.epoch} {batch} {world.rank}".encode()
+        return int.from_bytes(hashlib.blake2b(place, digest_size=7).digest(), "big")
 
     def _stream(self, world: World) -> Iterator[tuple[Any, float]]:
         assert self.batch_size is not None

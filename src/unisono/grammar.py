@@ -65,10 +65,10 @@ def parse(text: str) -> Spec:
         SpecError: anything else; the message points at the character.
     """
     if not isinstance(text, str):
-        raise TypeError(f"a spec is text such as 'allreduce' or 'local_sgd(every=8)'; got {type(text)}")
+        raise TypeError(f"a spec is text such as 'allreduce' or 'allreduce(accumulate=4)'; got {type(text)}")
     text = re.sub(r"\s", " ", text).strip()
     if not text:
-        raise SpecError("the spec is empty; expected a method such as 'local_sgd(every=8)'", text, 0)
+        raise SpecError("the spec is empty; expected a method such as 'allreduce(accumulate=4)'", text, 0)
     if len(text) > _MAX_CHARACTERS:
         raise ValueError(f"the spec has {len(text)} characters; at most {_MAX_CHARACTERS} are read")
     try:

@@ -213,12 +213,12 @@ class Ledger:
     def settle(self, last_arrivals: dict[tuple[str, int], float]) -> None:
         """Fill in when the last rank arrived, by (channel, sequence), and part the rows anew."""
         changed = set()
-        for record in self.records:
+        for record in list(self.records):
             key = (record.channel, record.sequence)
             if record.last != record.last and key in last_arrivals:
                 record.last = min(max(last_arrivals[key], record.start), record.end)
                 changed.add(record.step)
-        records, spans = _by_step(self.records), _by_step(self.spans)
+        records, spans = _by_step(list(self.records)), _by_step(list(self.spans))
         since = self.spans[0].end if len(self.spans) == self.spans.maxlen else float("-inf")
         for i, row in enumerate(self.rows):
             mine = [r for r in records.get(row.step, []) if r.end >= row.start]  # not what `restart` left out

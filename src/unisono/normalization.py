@@ -115,6 +115,8 @@ def sync_batch_norm(model: nn.Module, world: World | None = None) -> nn.Module:
     >>> sorted(model.state_dict())[:3]
     ['0.bias', '0.weight', '1.bias']
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"sync_batch_norm takes a torch.nn.Module, got {type(model).__name__}")
     return _replace(model, _Link(world if world is not None else join()))
 
 

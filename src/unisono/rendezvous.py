@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -40,7 +39,7 @@ def meet(device: str | torch.device | None = None) -> World:
         from unisono.transports.hosts import connect
 
         transport, hosts = connect(_store(), rank, size, timeout_s=timeout_s)
-    accelerated = _nccl(transport, hosts, chosen, timeout_s) if _wants_nccl(transport, chosen) else None
+    accelerated = _nccl(transport, chosen, timeout_s) if _wants_nccl(transport, chosen) else None
     return World(transport, device=chosen, hosts=hosts, accelerated=accelerated)
 
 
@@ -144,11 +143,8 @@ def _machine() -> str:
         return file.read().strip()
 
 
-def _nccl(transport: Transport, hosts: Sequence[str], device: torch.device, timeout_s: float) -> Transport:
+def _nccl(transport: Transport, device: torch.device, timeout_s: float) -> Transport:
     from unisono.transports.nccl import NcclTransport
 
-    return NcclTransport.make(transport, _address(transport), device, timeout_s=timeout_s)
-
-
-def _address(transport: Transport) -> str:
-    return os.environ.get("MASTER_ADDR", "127.0.0.1")
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    return NcclTransport.make(transport, address, device, timeout_s=timeout_s)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["capture", "derive", "restore"]
+__all__ = ["capture", "derive", "restore", "seed_all"]
 
 
 def capture(device: torch.device) -> dict[str, Any]:
@@ -40,7 +40,11 @@ def restore(state: Mapping[str, Any], device: torch.device) -> None:
 def derive(state: Mapping[str, Any], rank: int) -> None:
     """Seed all generators from another rank's state and my rank: for a rank that has none of its own."""
     digest = hashlib.blake2b(state["torch"].numpy().tobytes() + rank.to_bytes(8, "little"), digest_size=8)
-    seed = int.from_bytes(digest.digest(), "little") >> 1
+    seed_all(int.from_bytes(digest.digest(), "little") >> 1)
+
+
+def seed_all(seed: int) -> None:
+    """Seed all generators of this process."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

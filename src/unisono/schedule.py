@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
+import torch
 from torch import Tensor
 
+from unisono.collectives import flat, put_back
 from unisono.lanes import Handle, Lane, in_background
 from unisono.launchers import status
 from unisono.ledger import Ledger, Record
@@ -58,23 +60,30 @@ class Schedule:
 
         return job() if self._inline else self._lane("main").submit(job).wait()
 
-    def post(self, x: Tensor, op: Op, record: Record) -> Handle[Any] | None:
-        """A small all-reduce that needs no thread: begun here, ended by whoever waits. None: not offered."""
-        if x.device.type != "cpu" or not x.is_contiguous() or not x.numel() or x.is_conj() or x.is_neg():
+    def post(self, x: Tensor, op: Op, record: Record, result: T) -> Handle[T] | None:
+        """A small all-reduce that needs no thread: begun here, ended by whoever waits. None: not offered.
+
+        Whether it is offered depends only on what ranks have in common: memory order may differ between them.
+        """
+        if x.device.type != "cpu" or not x.numel():
             return None
+        plain = x.layout == torch.strided and x.is_contiguous() and not x.is_conj() and not x.is_neg()
+        line = x if plain else flat(x)
         record.start = self.ledger.clock()
-        posted = self.base.post(x, op, record.sequence + 1)
+        posted = self.base.post(line, op, record.sequence + 1)
         if posted is None:
             return None
         finish, ready = posted
 
-        def wait() -> Tensor:
+        def wait() -> T:
             began = self.ledger.clock()
             record.last = finish()
+            if not plain:
+                put_back(x, line)
             record.end = self.ledger.clock()
             self.ledger.close_record(record)
             self._stood_still(began, record.end)
-            return x
+            return result
 
         return Handle(wait, ready)
 

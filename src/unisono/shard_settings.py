@@ -17,18 +17,18 @@ from unisono.sources import Source, same_values
 class Settings:
     """What `shard` was asked for; None where the default or a DataLoader's own choice holds."""
 
-    batch_size: int | None
-    shuffle: bool | None
-    seed: int
-    stratify: Any
-    cost: Any
-    weigh_by: Literal["samples", "cost"]
-    partition: Partition | None
-    drop_last: bool | None
-    read: Callable[[Any], Any] | None
-    collate_fn: Callable[[list[Any]], Any] | None
-    num_workers: int | None
-    pin_memory: bool | None
+    batch_size: int | None = None
+    shuffle: bool | None = None
+    seed: int = 0
+    stratify: Any = None
+    cost: Any = None
+    weigh_by: Literal["samples", "cost"] = "samples"
+    partition: Partition | None = None
+    drop_last: bool | None = None
+    read: Callable[[Any], Any] | None = None
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    num_workers: int | None = None
+    pin_memory: bool | None = None
 
     def __post_init__(self) -> None:
         whole_number(self.seed, "seed", least=None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from types import FunctionType
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from unisono import rng
 from unisono.arrays import Arrays, is_arrays, leaves, pinned, same_array
 from unisono.partition import Indices, index_dtype
 
@@ -64,16 +65,20 @@ class Source:
         order = np.asarray(drawn, dtype=np.int64)
         return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
 
-    def read(self, parts: Iterator[Indices], *, seed: int) -> Iterator[Any]:
-        """Yields the collated batch of each list of indices that `parts` gives, in order."""
+    def read(self, parts: Iterator[tuple[Indices, int]], *, seed: int) -> Iterator[Any]:
+        """Yields the collated batch of each list of indices that `parts` gives, in order.
+
+        Each comes with a seed for the processes that read ahead: what they draw depends on the batch alone.
+        """
         if isinstance(self.dataset, Arrays) and self.dataset.whole and not self.options.get("num_workers"):
             pin = self.options.get("pin_memory", False)
-            return (pinned(self.dataset.take(part)) if pin else self.dataset.take(part) for part in parts)
+            return (pinned(self.dataset.take(part)) if pin else self.dataset.take(part) for part, _ in parts)
         if self._loader is None:
             from torch.utils.data import DataLoader
 
+            dataset: Any = _Reseeding(self.dataset) if self.options.get("num_workers") else self.dataset
             self._loader = DataLoader(
-                self.dataset,
+                dataset,
                 batch_sampler=self._lists,
                 collate_fn=self.collate,
                 generator=torch.Generator(),
@@ -99,10 +104,34 @@ class Source:
 class _IndexLists:
     """The batch sampler of our DataLoader: this rank's indices of each global batch."""
 
-    parts: Iterator[Indices] = iter(())
+    parts: Iterator[tuple[Indices, int]] = iter(())
 
     def __iter__(self) -> Iterator[list[int]]:
-        return (part.tolist() for part in self.parts)
+        return (_SeededList(part.tolist(), seed) for part, seed in self.parts)
+
+
+class _SeededList(list[int]):
+    """A batch's indices, with its seed."""
+
+    def __init__(self, indices: Iterable[int] = (), seed: int = 0) -> None:
+        super().__init__(indices)
+        self.seed = seed
+
+
+class _Reseeding:
+    """A dataset in a process that reads ahead; its random numbers start anew with every batch.
+
+    Torch seeds such a process once an epoch: a run resumed in mid-epoch would augment its samples in another way
+    than one that was never stopped.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitems__(self, indices: _SeededList) -> Any:
+        rng.seed_all(indices.seed)
+        fetch = getattr(self.dataset, "__getitems__", None)
+        return fetch(indices) if callable(fetch) else [self.dataset[i] for i in indices]
 
 
 class _Seeded:

@@ -37,7 +37,7 @@ class Replica:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: Strategy) -> None:
         self.model, self.optimizer, self.world, self.strategy = model, optimizer, world, strategy
-        self.step = 0  # windows of backward passes so far (AMP may skip optimizer steps: those are not counted)
+        self.step = 0  # windows of backward passes so far (not optimizer steps: AMP may skip those)
         self._hooks: list[Any] = [
             optimizer.register_step_pre_hook(self._about_to_step),
             optimizer.register_step_post_hook(lambda *_: self.after_step()),
@@ -135,6 +135,8 @@ def parallel(
         built = _with_settings(built, settings)
     check(model, optimizer)
     world = world if world is not None else join()
+    if not isinstance(world, World):
+        raise TypeError(f"world must be a World such as un.join() gives, got {world!r}")
     if world.size > 1:
         agree(model, optimizer, describe(built), world)
         share(model, world)

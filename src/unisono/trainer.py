@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from unisono.callbacks import SPLIT, Callback, Display, EarlyStopping, History, Logs
 from unisono.checkpoint import load, save
 from unisono.data import Shard, shard
+from unisono.shard_settings import Settings
 from unisono.strategy import Strategy, parallel
 from unisono.world import World, join
 
@@ -71,6 +74,9 @@ class Trainer:
         for name, value in (("accumulate", accumulate), ("save_every", save_every)):
             if value is not None and value < 1:
                 raise ValueError(f"got {name}={value}, expected 1 or more")
+        taken = set(metrics or {}) & {"samples", "loss", "samples/s", *SPLIT}
+        if taken:
+            raise ValueError(f"got metrics named {', '.join(sorted(taken))}: these names are taken, choose others")
         self.world = world or join()
         self.model, self.optimizer = model.to(self.world.device), optimizer
         self.replica = parallel(self.model, optimizer, strategy, world=self.world)
@@ -97,6 +103,7 @@ class Trainer:
         steps = None if batches.samples is None else len(batches)
         if steps is None and self.accumulate > 1:
             raise ValueError("accumulate needs data with a length, got a stream: use a larger batch_size instead")
+        self._agree(batches, epochs, validation)
         sums = self._resume()
         with Display(enabled=self.progress and self.world.rank == 0, epochs=epochs, steps=steps) as display:
             display.live = self.world.broadcast_object(display.live)
@@ -116,19 +123,41 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, data: Any, batch_size: int) -> Logs:
         """The loss and the metrics over all samples of `data`, each counted once, whatever the world's size."""
-        before, training, sums = set(self.world.shards), self.model.training, self._zeros()
-        batches = data if isinstance(data, Shard) else shard(data, batch_size, shuffle=False, world=self.world)
+        training, sums = self.model.training, self._zeros()
+        batches = data if isinstance(data, Shard) else self._apart(data, batch_size)
         self.model.eval()
         try:
             for batch in batches:
                 self._forward(batch, sums)
         finally:
             self.model.train(training)
-            if batches.name not in before:
-                self.world.shards.pop(batches.name, None)  # nothing to resume here
         return self._means(self.world.all_reduce(sums, "sum", tag="metrics").wait())
 
     # Inside ----------------------------------------------------------------------------------------------
+
+    def _apart(self, data: Any, batch_size: int) -> Shard:
+        """A shard the world does not know: with nothing to resume, and never the one that is trained on."""
+        from torch.utils.data import DataLoader
+
+        asked = Settings(batch_size, shuffle=None if isinstance(data, DataLoader) else False)
+        return Shard(data, asked, world=self.world, name="evaluation")
+
+    def _agree(self, batches: Shard, epochs: int, validation: Any) -> None:
+        """Refuse, on every rank, what would leave some ranks waiting for others that have no batch left."""
+        asked = {
+            "the data": repr(batches),
+            "the seed": batches.seed,
+            "epochs": [epochs, len(self.history)],
+            "validation data": validation is not None,
+            "metrics": list(self.metrics),
+            "accumulate": self.accumulate,
+            "checkpoint, save_every and resume": [self.checkpoint is not None, self.save_every, self.resume],
+        }
+        every = self.world.gather_objects(asked)
+        for name in asked:
+            if any(other[name] != asked[name] for other in every):
+                told = "; ".join(f"rank {rank} has {other[name]}" for rank, other in enumerate(every))
+                raise ValueError(f"the ranks differ in {name}: {told}. Call fit alike on all, with the whole data")
 
     def _epoch(self, batches: Shard, sums: Tensor, display: Display, total: int | None) -> Logs:
         """Train on what is left of this epoch; `sums` holds what was counted before a checkpoint."""
@@ -156,6 +185,8 @@ class Trainer:
 
     def _forward(self, batch: Sequence[Tensor], sums: Tensor) -> Tensor:
         """The loss of my batch; adds it and the metrics to `sums`, times my samples."""
+        if not isinstance(batch, Sequence) or len(batch) < 2:
+            raise TypeError(f"got a {type(batch).__name__} as batch, expected a tuple or list: inputs, then the target")
         *inputs, target = batch
         dtype = DTYPES[self.precision]
         with torch.autocast(self.world.device.type, dtype, enabled=dtype is not None):
@@ -170,13 +201,16 @@ class Trainer:
         return loss
 
     def _step(self) -> None:
+        self.replica.sync()  # a strategy that accumulates may still hold gradients back: clip and unscale the means
         if self.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+        scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
-        if self.scheduler is not None and self.schedule == "step":
+        skipped = self.scaler.get_scale() < scale  # fp16 has overflowed: the optimizer was not called
+        if self.scheduler is not None and self.schedule == "step" and not skipped:
             self.scheduler.step()
 
     def _end_epoch(self, logs: Logs) -> None:
@@ -194,11 +228,14 @@ class Trainer:
         self._stop = False
 
     def _zeros(self) -> Tensor:
-        return torch.zeros(2 + len(self.metrics), dtype=torch.float64, device=self.world.device)
+        return torch.zeros(len(self._names()), dtype=torch.float64, device=self.world.device)
+
+    def _names(self) -> list[str]:
+        return ["samples", "loss", *self.metrics]
 
     def _means(self, sums: Tensor) -> Logs:
         samples, *totals = sums.tolist()
-        return {name: total / max(samples, 1) for name, total in zip(["loss", *self.metrics], totals, strict=True)}
+        return {name: total / max(samples, 1) for name, total in zip(self._names()[1:], totals, strict=True)}
 
     def _summary(self, sums: Tensor, steps: int, counted: float, began: float) -> Logs:
         """World-wide means so far, samples a second, and shares of the time (one small all-reduce)."""
@@ -210,7 +247,8 @@ class Trainer:
         return logs | {name: part / max(sum(split), 1e-9) for name, part in zip(SPLIT, split, strict=True)}
 
     def _parts(self) -> dict[str, Any]:
-        parts = {"scheduler": self.scheduler, "scaler": self.scaler, "early_stopping": self.early_stopping}
+        scaler = self.scaler if self.scaler.is_enabled() else None
+        parts = {"scheduler": self.scheduler, "scaler": scaler, "early_stopping": self.early_stopping}
         return {name: part for name, part in parts.items() if part is not None}
 
     def _save(self, sums: Tensor) -> None:
@@ -218,7 +256,8 @@ class Trainer:
             return
         extra = {name: part.state_dict() for name, part in self._parts().items()}
         whole = self.world.all_reduce(sums.clone(), "sum", tag="metrics").wait().tolist()
-        extra |= {"rows": self.history.rows, "stopped": self.history.stopped_early, "sums": whole}
+        named = dict(zip(self._names(), whole, strict=True))
+        extra |= {"rows": self.history.rows, "stopped": self.history.stopped_early, "sums": named}
         save(self.checkpoint, self.replica, keep=self.keep, extra={"trainer": extra})
 
     def _resume(self) -> Tensor:
@@ -227,10 +266,18 @@ class Trainer:
         if self.checkpoint is None or not self.resume or len(self.history):
             return sums
         try:
-            extra = load(self.checkpoint, self.replica).extra["trainer"]
+            loaded = load(self.checkpoint, self.replica)
         except FileNotFoundError:
             return sums
+        if not isinstance(loaded.extra, dict) or "trainer" not in loaded.extra:
+            raise ValueError(f"no Trainer wrote {loaded.path}: give another checkpoint folder, or resume=False")
+        extra = loaded.extra["trainer"]
         for name, part in self._parts().items():
-            part.load_state_dict(extra[name])
+            if name in extra:
+                part.load_state_dict(extra[name])
+            elif self.world.rank == 0:
+                warnings.warn(f"{loaded.path} was saved without {name}: it starts anew", stacklevel=3)
         self.history = History(extra["rows"], stopped_early=extra["stopped"])
-        return sums + sums.new_tensor(extra["sums"]) * (self.world.rank == 0)
+        unknown = math.nan if extra["sums"]["samples"] else 0.0  # of a metric that is new, in an epoch cut through
+        counted = [extra["sums"].get(name, unknown) for name in self._names()]
+        return sums.new_tensor(counted) if self.world.rank == 0 else sums

@@ -120,7 +120,7 @@ class World:
             return Handle.of(x)
         nbytes = nbytes_of(parts)
         record = self._schedule.record("all_reduce", tag, math.ceil(2 * (self.size - 1) * nbytes / self.size))
-        if len(parts) == 1 and nbytes <= 4096 and (posted := self._schedule.post(parts[0], op, record)) is not None:
+        if len(parts) == 1 and nbytes <= 4096 and (posted := self._schedule.post(parts[0], op, record, x)) is not None:
             return posted
         lines = [flat(p) for p in parts]
 

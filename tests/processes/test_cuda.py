@@ -56,21 +56,28 @@ def batches() -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.randn(22, 4, generator=generator, dtype=torch.float64)
 
 
-def train(overlap: bool) -> list[torch.Tensor]:
+def train(overlap: bool, aside: bool) -> list[torch.Tensor]:
     world = un.join(device="cuda:0")
     model = un.sync_batch_norm(net().to(world.device), world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     un.parallel(model, optimizer, "allreduce(bucket_bytes=4096)", overlap=overlap)
-    for _ in range(2):
-        for a, b in un.shard(batches(), batch_size=8, shuffle=False):
-            optimizer.zero_grad()
-            torch.nn.functional.mse_loss(model(a), b).backward()
-            optimizer.step()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream() if aside else torch.cuda.current_stream()):
+        for _ in range(2):
+            for a, b in un.shard(batches(), batch_size=8, shuffle=False):
+                optimizer.zero_grad()
+                loss = torch.nn.functional.mse_loss(model(a), b)
+                if aside:
+                    torch.cuda._sleep(50_000_000)  # the gradients come long after the hooks
+                loss.backward()
+                optimizer.step()
+    torch.cuda.synchronize()
     return [p.detach().cpu() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_training_on_a_shared_device_equals_one_process(overlap: bool) -> None:
+@pytest.mark.parametrize(("overlap", "aside"), [(True, False), (False, False), (True, True), (False, True)])
+def test_training_on_a_shared_device_equals_one_process(overlap: bool, aside: bool) -> None:
+    """`aside`: on a stream of the program's own, which no other thread knows."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     x, y = batches()
@@ -79,7 +86,7 @@ def test_training_on_a_shared_device_equals_one_process(overlap: bool) -> None:
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(model(a), b).backward()
             optimizer.step()
-    for weights in un.launch(train, workers=2, args=(overlap,)):
+    for weights in un.launch(train, workers=2, args=(overlap, aside)):
         for found, right in zip(weights, model.parameters(), strict=True):
             torch.testing.assert_close(found, right.detach(), rtol=1e-9, atol=1e-11)
 

@@ -156,6 +156,8 @@ def test_no_descriptor_and_no_child_is_left():
         launch(lambda: 1, workers=2)
         with pytest.raises(WorkerError):
             launch(lambda: 1 / 0, workers=2)
+        with pytest.raises(TimeoutError):
+            launch(time.sleep, workers=1, args=[100], timeout_s=0.3)
     assert len(os.listdir("/proc/self/fd")) == before
     assert Path(f"/proc/self/task/{os.getpid()}/children").read_text().split() == []
 

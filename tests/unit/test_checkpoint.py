@@ -543,7 +543,7 @@ def test_an_optimizer_that_does_not_fit_is_named(tmp_path, alone):
     model = net()
     groups = [{"params": [p]} for p in model.parameters()]
     replica = un.parallel(model, torch.optim.Adam(groups), world=World())
-    with pytest.raises(ValueError, match=r"groups of \[4\] parameters, this one has \[1, 1, 1, 1\]"):
+    with pytest.raises(ValueError, match=r"groups of \[4\] parameters, this one is Adam with \[1, 1, 1, 1\]"):
         un.load(tmp_path, replica)
     with pytest.warns(UserWarning, match="its state is not loaded"):
         un.load(tmp_path, replica, strict=False)
@@ -579,3 +579,13 @@ def test_tied_weights_and_a_compiled_model_are_saved_under_their_own_names(tmp_p
     un.load(tmp_path, un.parallel(model2, torch.optim.SGD(model2.parameters(), lr=0.1), world=World()))
     assert model2[1].weight is model2[0].weight
     assert torch.equal(model2[0].weight, model[0].weight)
+
+
+def test_another_kind_of_optimizer_is_refused_by_name(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    replica = un.parallel(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), world=World())
+    un.save(tmp_path, replica)
+    replica.close()
+    other = un.parallel(model, torch.optim.Adam(model.parameters()), world=World())
+    with pytest.raises(ValueError, match=r"is SGD with groups of .* this one is Adam"):
+        un.load(tmp_path, other)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import doctest
 import itertools
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -293,6 +294,15 @@ def test_a_copy_made_in_every_epoch_is_the_same_data() -> None:
     assert len(made) == 1
 
 
+def test_a_copy_with_missing_values_is_the_same_data() -> None:
+    gaps = np.array([1.0, np.nan, 3.0, np.inf, 5.0])
+    world = FakeWorld()
+    made = {id(shard((gaps.copy(), torch.tensor(gaps)), 2, world=world)) for _ in range(3)}
+    assert len(made) == 1
+    assert id(shard((np.nan_to_num(gaps), torch.tensor(gaps)), 2, world=world)) not in made
+    assert id(shard((gaps, torch.tensor(gaps).nan_to_num()), 2, world=world)) not in made
+
+
 def test_other_settings_make_another_shard() -> None:
     world, x = FakeWorld(), torch.arange(8)
     made = {id(shard(x, 4, world=world, **o)) for o in ({}, {"shuffle": False}, {"seed": 1}, {"name": "a"})}
@@ -488,6 +498,27 @@ def test_workers_that_read_ahead_change_neither_batches_nor_state() -> None:
     first.close()
     assert got == [r[0][0] for r in expected[:2]]
     assert read(ahead) == expected
+
+
+class Noisy(Dataset[torch.Tensor]):
+    """Augments from torch's, numpy's and Python's global generators."""
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return torch.tensor([i, torch.rand(()).item(), np.random.rand(), random.random()])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_augmentation_in_workers_is_the_same_in_a_resumed_epoch(workers: int) -> None:
+    straight = [b.clone() for b in shard(Noisy(), 6, num_workers=2, world=FakeWorld())]
+    assert len({float(x) for b in straight for x in b[:, 1:].flatten()}) == 23 * 3, "no number is drawn twice"
+    resumed = shard(Noisy(), 6, num_workers=workers, world=FakeWorld())
+    resumed.load_state_dict({**resumed.state_dict(), "batch": 2})
+    got = [b.clone() for b in resumed]
+    assert len(got) == 2
+    assert all(torch.equal(a, b) for a, b in zip(got, straight[2:], strict=True))
 
 
 def test_a_loader_leaves_the_global_generator_alone() -> None:

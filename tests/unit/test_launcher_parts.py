@@ -114,6 +114,22 @@ def test_threads_are_shared_fairly_unless_set(monkeypatch):
     assert threads(3, asked=4) == ("4", "4")
 
 
+def test_workers_keep_freed_memory_unless_the_user_set_the_allocator(monkeypatch):
+    names = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+
+    def allocator() -> list[str | None]:
+        made = environment.worker_environment(0, 2, address=("127.0.0.1", 1), run_id="x", descriptors={})
+        return [made.get(name) for name in names]
+
+    assert allocator() == [str(32 << 20), str(1 << 30)]
+    for i, name in enumerate(names):
+        with monkeypatch.context() as context:
+            context.setenv(name, "65536")
+            assert allocator() == [("65536" if k == i else None) for k in range(2)]
+
+
 def test_a_run_inside_a_worker_of_another_run_belongs_to_both(monkeypatch):
     monkeypatch.setenv("UNISONO_RUN", "outer")
     monkeypatch.setenv("UNISONO_SHM_FD", "99")

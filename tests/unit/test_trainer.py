@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.callbacks import Callback, EarlyStopping, History, show
+from unisono.checkpoint import save
 from unisono.trainer import Trainer
 from unisono.transports.threads import run_threads
 from unisono.world import World
@@ -224,6 +225,94 @@ def test_low_precision_trains_close_to_full_precision(precision: str) -> None:
     assert low == pytest.approx(full, rel=0.02)
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_clipping_takes_the_mean_gradient_where_the_strategy_accumulates_too(size: int) -> None:
+    def fit(world: World) -> Tensor:
+        net = copy.deepcopy(MODEL)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        work = Trainer(
+            net, optimizer, "allreduce(accumulate=4)", loss=LOSS, clip_norm=0.05, progress=False, world=world
+        )
+        work.fit((X, Y), epochs=3, batch_size=BATCH, shuffle=False)
+        return flat(net)
+
+    expected = flat(plain_loop(3, clip_norm=0.05))
+    for got in in_world(size, fit):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_step_that_fp16_overflow_skipped_does_not_move_the_schedule(size: int) -> None:
+    def fit(world: World) -> tuple[int, float]:
+        net = copy.deepcopy(MODEL).float()
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        steps: list[int] = []
+        optimizer.register_step_post_hook(lambda *_: steps.append(1))
+        work = Trainer(
+            net,
+            optimizer,
+            loss=lambda scores, target: 100 * LOSS(scores, target),  # the first scale of 65536 is too large for it
+            scheduler=torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5),
+            schedule="step",
+            precision="fp16",
+            progress=False,
+            world=world,
+        )
+        work.fit((X.float(), Y), epochs=3, batch_size=BATCH, shuffle=False)
+        return len(steps), optimizer.param_groups[0]["lr"]
+
+    for steps, rate in in_world(size, fit):
+        assert 0 < steps < 18, "some of the 3 * 6 steps were skipped, not all"
+        assert rate == 0.5**steps
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_evaluating_on_the_training_data_in_mid_epoch_leaves_training_as_it_is(size: int) -> None:
+    class Evaluate(Callback):
+        def on_step_end(self, trainer: Trainer, logs: dict[str, float]) -> None:
+            trainer.evaluate((X, Y), BATCH)
+
+    def fit(world: World) -> Tensor:
+        work = trainer(world, callbacks=[Evaluate()])
+        work.fit((X, Y), epochs=2, batch_size=BATCH, shuffle=False, validation=(X, Y))
+        assert world.shards["shard0"].epoch == 2
+        return flat(work.model)
+
+    expected = flat(plain_loop(2))
+    for got in in_world(size, fit):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_a_loader_with_its_own_sampler_can_be_evaluated() -> None:
+    data = torch.utils.data.TensorDataset(X, Y)
+    chosen = torch.utils.data.SubsetRandomSampler(range(0, 53, 2))
+    loader = torch.utils.data.DataLoader(data, batch_size=BATCH, sampler=chosen)
+    with torch.no_grad():
+        expected = LOSS(MODEL(X[::2]), Y[::2]).item()
+    for got in in_world(2, lambda world: trainer(world).evaluate(loader, BATCH)):
+        assert got["loss"] == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("mine", "named"), [({"samples": 40}, "the data"), ({"seed": 1}, "the seed"), ({"epochs": 2}, "epochs")]
+)
+def test_ranks_that_were_given_different_things_all_say_so(mine: dict[str, int], named: str) -> None:
+    def fit(world: World) -> str:
+        own = {"samples": 53, "seed": 0, "epochs": 1, **(mine if world.rank == 1 else {})}
+        n = own.pop("samples")
+        with pytest.raises(ValueError, match=f"the ranks differ in {named}: rank 0 has .*; rank 1 has ") as caught:
+            trainer(world).fit((X[:n], Y[:n]), batch_size=BATCH, **own)
+        return str(caught.value)
+
+    assert len(set(in_world(2, fit))) == 1
+
+
+@pytest.mark.parametrize("data", [X, {"x": X, "y": Y}])
+def test_batches_without_a_target_are_refused(data: Any) -> None:
+    with pytest.raises(TypeError, match="as batch, expected a tuple or list: inputs, then the target"):
+        trainer(World()).fit(data, epochs=1, batch_size=BATCH)
+
+
 @pytest.mark.parametrize("save_every", [None, 2])
 def test_a_resumed_run_equals_one_that_did_not_stop(tmp_path: Path, save_every: int | None) -> None:
     class Crash(Callback):
@@ -262,6 +351,36 @@ def test_resume_can_be_turned_off(tmp_path: Path) -> None:
     assert in_world(1, lambda world: fit(world, False)) == [6]
 
 
+def test_a_run_resumes_with_a_metric_and_early_stopping_that_are_new(tmp_path: Path) -> None:
+    trainer(World(), checkpoint=tmp_path).fit((X, Y), epochs=1, batch_size=BATCH)
+    work = trainer(World(), checkpoint=tmp_path, metrics={"accuracy": accuracy}, early_stopping=5)
+    with pytest.warns(UserWarning, match="saved without early_stopping: it starts anew"):
+        history = work.fit((X, Y), epochs=2, batch_size=BATCH)
+    assert math.isnan(history["accuracy"][0])
+    assert 0 <= history["accuracy"][1] <= 1
+
+
+def test_a_metric_that_is_new_in_mid_epoch_is_unknown_for_that_epoch(tmp_path: Path) -> None:
+    class Crash(Callback):
+        def on_step_end(self, trainer: Trainer, logs: dict[str, float]) -> None:
+            if logs["step"] == 4:
+                raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        trainer(World(), checkpoint=tmp_path, save_every=3, callbacks=[Crash()]).fit((X, Y), epochs=1, batch_size=BATCH)
+    work = trainer(World(), checkpoint=tmp_path, metrics={"accuracy": accuracy})
+    history = work.fit((X, Y), epochs=2, batch_size=BATCH)
+    assert math.isfinite(history["loss"][0])
+    assert math.isnan(history["accuracy"][0])
+    assert 0 <= history["accuracy"][1] <= 1
+
+
+def test_a_checkpoint_of_another_program_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, trainer(World()).replica)
+    with pytest.raises(ValueError, match="no Trainer wrote"):
+        trainer(World(), checkpoint=tmp_path).fit((X, Y), epochs=1, batch_size=BATCH)
+
+
 def test_rank_zero_alone_prints_one_line_an_epoch(capsys: pytest.CaptureFixture[str]) -> None:
     def fit(world: World) -> None:
         net = copy.deepcopy(MODEL)
@@ -298,6 +417,7 @@ def test_bad_settings_say_what_was_expected() -> None:
         ({"accumulate": 0}, "accumulate=0, expected 1 or more"),
         ({"schedule": "day"}, 'expected "epoch" or "step"'),
         ({"early_stopping": 0}, "patience=0"),
+        ({"metrics": {"loss": accuracy}}, "metrics named loss"),
     ):
         with pytest.raises(ValueError, match=words):
             trainer(World(), **options)  # type: ignore[arg-type]

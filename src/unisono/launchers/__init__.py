@@ -28,7 +28,7 @@ def launch(
     """Run `fn(*args, **kwargs)` in `workers` new processes on this host and return their results in rank order.
 
     For notebooks and programs: no `if __name__ == "__main__"` is needed, and with cloudpickle installed
-    (`pip install unisono[notebook]`) `fn` may be a lambda or a function of a notebook. Inside `fn`, `unisono.join()`
+    (`pip install cloudpickle`) `fn` may be a lambda or a function of a notebook. Inside `fn`, `unisono.join()`
     gives the worker's world.
 
     Arguments:
@@ -47,6 +47,9 @@ def launch(
     [1024, 1024]
     """
     from unisono.launchers.function import run_function
+
+    if not isinstance(args, Sequence) or isinstance(args, str) or not isinstance(kwargs, Mapping | None):
+        raise TypeError(f"launch: got args={args!r}, kwargs={kwargs!r}; expected a tuple and a dict, as in args=(0.1,)")
 
     return run_function(
         fn, workers, tuple(args), dict(kwargs or {}), threads=threads, output=output, timeout_s=timeout_s

@@ -70,8 +70,8 @@ def _check(fn: object, workers: object, threads: object, output: object, timeout
             raise ValueError(f"launch: got {name}={value}; expected a whole number from 1 up")
     if output not in MODES:
         raise ValueError(f"launch: got output={output!r}; expected one of {', '.join(map(repr, MODES))}")
-    if timeout_s is not None and not timeout_s > 0:
-        raise ValueError(f"launch: got timeout_s={timeout_s}; expected seconds above 0, or None for no limit")
+    if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s > 0):
+        raise ValueError(f"launch: got timeout_s={timeout_s!r}; expected seconds above 0, or None for no limit")
 
 
 def _pack(fn: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
@@ -83,7 +83,7 @@ def _pack(fn: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, An
         call: bytes = importlib.import_module(name).dumps((fn, args, kwargs))
     except Exception as error:
         advice = (
-            "Install cloudpickle (pip install unisono[notebook]) to send lambdas and functions of notebooks, or move "
+            "Install cloudpickle (pip install cloudpickle) to send lambdas and functions of notebooks, or move "
             "the function to a module."
             if name == "pickle"
             else "Make what it refers to inside the function, or pass names and settings instead of live objects."

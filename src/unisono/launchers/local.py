@@ -97,6 +97,13 @@ class LocalRun:
 
     def supervise(self) -> Outcome:
         """Run the job to its end and clean up. Raises TimedOut, or what interrupted it, after the clean-up."""
+        try:
+            self._run()
+            return self._outcome()
+        finally:
+            self._page.close()
+
+    def _run(self) -> None:
         patience_s = 1.0
         try:
             self.interruptible = True
@@ -114,10 +121,6 @@ class LocalRun:
             raise
         finally:
             self._clean_up(patience_s)
-        try:
-            return self._outcome()
-        finally:
-            self._page.close()
 
     def kill(self) -> None:
         """SIGKILL to every worker now (the second Ctrl-C); `supervise` then ends by itself."""

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 Op = Literal["sum", "mean", "max", "min"]
-OPS: tuple[Op, ...] = ("sum", "mean", "max", "min")
 UNKNOWN = float("nan")
 
 

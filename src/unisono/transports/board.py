@@ -42,7 +42,7 @@ def usable() -> bool:
 
 
 def fence() -> None:
-    """Make earlier stores visible before later ones."""
+    """Keep memory accesses before and after it apart: data is written before its counter, and read after it."""
     if not _ORDERED:
         import threading
 
@@ -163,6 +163,7 @@ class Board:
         """Wait until the counter at `word`, which `rank` advances, has reached `target`."""
         words = self.words
         if not behind(words[word], target) or (self.spin and words.spin(word, target)):
+            fence()
             return
         began = 0.0
         while behind(seen := words[word], target):
@@ -172,6 +173,7 @@ class Board:
                 self._worry(word, target, rank, what, began)
                 if doubt is not None:
                     doubt(rank)
+        fence()
 
     def _worry(self, word: int, target: int, rank: int, what: str, began: float) -> None:
         """Raise where `rank` has died, or has been waited for too long."""

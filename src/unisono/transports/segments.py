@@ -58,4 +58,3 @@ class Segment:
             os.close(fd)
         self.mine = self.ranks[rank]
         self.address = self.mine.untyped_storage().data_ptr()
-        self.nbytes = nbytes

@@ -159,12 +159,16 @@ def run_threads(
 ) -> list[T]:
     """Run `fn(world)` on `size` threads, each a rank; returns every rank's result, or raises the first error.
 
+    `hosts` names each rank's host, for `split`; `timeout_s` is how long a rank waits for another.
+
     >>> import torch
     >>> run_threads(lambda world: world.all_reduce(torch.tensor(float(world.rank)), "sum").wait().item(), 3)
     [3.0, 3.0, 3.0]
     """
     from unisono.world import World, enter
 
+    if not callable(fn):
+        raise TypeError(f"run_threads takes a function of a world, got {fn!r}")
     if size < 1:
         raise ValueError(f"a world has at least one rank, got size={size}")
     hub = _Hub(size, timeout_s)

@@ -1,0 +1,61 @@
+"""What counts as a step: windows of backward passes, alike in a world of one and of several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import unisono as un
+from unisono.world import World
+
+
+def overflow(model: torch.nn.Module, optimizer: torch.optim.Optimizer, replica: un.Replica) -> None:
+    """Five windows, two of which AMP does not step."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for i in range(5):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 3)).sum() * (float("inf") if i in (1, 2) else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def no_sync(model: torch.nn.Module, optimizer: torch.optim.Optimizer, replica: un.Replica) -> None:
+    for _ in range(5):
+        with replica.no_sync():
+            model(torch.ones(2, 3)).sum().backward()
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+
+
+def unused_last(model: torch.nn.Module, optimizer: torch.optim.Optimizer, replica: un.Replica) -> None:
+    for _ in range(5):
+        optimizer.zero_grad()
+        model[0](torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+
+
+def short_windows(model: torch.nn.Module, optimizer: torch.optim.Optimizer, replica: un.Replica) -> None:
+    """Nine passes in windows of two, a step after each and at the end: 2 2 2 2 1."""
+    for i in range(9):
+        model(torch.ones(2, 3)).sum().backward()
+        if i % 2 or i == 8:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("program", [overflow, no_sync, unused_last, short_windows])
+def test_five_windows_are_five_steps(program: Callable[..., None], size: int) -> None:
+    def run(world: World) -> tuple[int, int]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        accumulate = 2 if program is short_windows else 1
+        replica = un.parallel(model, optimizer, "allreduce", world=world, accumulate=accumulate)
+        program(model, optimizer, replica)
+        return replica.step, world.ledger.step_count
+
+    assert un.run_threads(run, size) == [(5, 5)] * size

@@ -9,6 +9,7 @@ Three phases, in one backward:
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -84,12 +85,66 @@ def layout(named: Sequence[tuple[str, Parameter]], bucket_bytes: int) -> list[li
     return order
 
 
-class Exchange:
+class Windows:
+    """Where windows end: after `accumulate` backward passes, those inside `no_sync` left out. Then `advance()`."""
+
+    def __init__(self, accumulate: int, advance: Callable[[], None]) -> None:
+        self.accumulate, self._advance = accumulate, advance
+        self._passes = 0  # of this window so far
+        self._local = False  # inside no_sync
+        self._ended = False  # a window has ended for the next optimizer step
+
+    def after_step(self) -> None:
+        """The next step needs a window of its own."""
+        self._ended = False
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of passes inside the block stay local and add up."""
+        before, self._local = self._local, True
+        try:
+            yield
+        finally:
+            self._local = before
+
+
+class Counter(Windows):
+    """Counts the windows of a model that exchanges nothing, by a hook on one parameter.
+
+    Where that parameter takes no part in a backward pass, the optimizer's step counts instead.
+    """
+
+    def __init__(self, param: Parameter, *, accumulate: int, advance: Callable[[], None]) -> None:
+        super().__init__(accumulate, advance)
+        end = weakref.WeakMethod(self._end)
+        self._hook = param.register_post_accumulate_grad_hook(partial(_at_the_end, end))
+
+    def _end(self) -> None:
+        if not self._local:
+            self._passes += 1
+            self._ended = False
+            if self._passes >= self.accumulate:
+                self._end_window()
+
+    def _end_window(self) -> None:
+        self._passes, self._ended = 0, True
+        self._advance()
+
+    def before_step(self) -> None:
+        """A step without a window, or with a short one, ends one."""
+        if not self._ended and not self._local:
+            self._end_window()
+
+    def close(self) -> None:
+        """Take the hook off."""
+        self._hook.remove()
+
+
+class Exchange(Windows):
     """Watches the backward passes of some parameters and exchanges their gradients, once a window.
 
     `reduce(bucket, world)` turns the bucket's tensors into their mean, in place; `finished(world)` follows the
     last bucket on the exchange thread; `advance()` is called when all of a window's gradients are means.
-    A window is `accumulate` backward passes.
     """
 
     def __init__(
@@ -105,19 +160,18 @@ class Exchange:
         accumulate: int,
         advance: Callable[[], None],
     ) -> None:
+        super().__init__(accumulate, advance)
         self.named, self.sparse = list(named), list(sparse)
         self.world, self.channel = world, world.channel()
-        self.overlap, self.accumulate, self.bucket_bytes = overlap, accumulate, bucket_bytes
-        self._reduce, self._finished, self._advance = reduce, finished, advance
+        self.overlap, self.bucket_bytes = overlap, bucket_bytes
+        self._reduce, self._finished = reduce, finished
         self._lane = Lane("unisono exchange")
         self._cuda = next((p.device for _, p in (*self.named, *self.sparse) if p.is_cuda), None)
         self._stream = torch.cuda.Stream() if self._on_stream() else None
-        self._hooks = [p.register_post_accumulate_grad_hook(partial(self._ready, name)) for name, p in self._all()]
+        ready = weakref.WeakMethod(self._ready)
+        self._hooks = [p.register_post_accumulate_grad_hook(partial(_if_alive, ready, name)) for name, p in self._all()]
         self._weighting: list[Any] = []
-        self._local = False  # inside no_sync
         self._kept_local = False  # gradients of a no_sync pass are waiting
-        self._passes = 0  # backward passes of this window so far
-        self._synced = False  # the gradients that the next optimizer step will use are means
         self._task = -1
         self.buckets: list[Bucket] = []
         self.build()
@@ -238,7 +292,7 @@ class Exchange:
             self._exchange()
         else:
             self._passes += 1
-            self._synced = False
+            self._ended = False
 
     def _exchange(self) -> None:
         """Phase 3: exchange what is left, and make every `p.grad` the mean."""
@@ -267,7 +321,7 @@ class Exchange:
                 if next(anywhere):
                     param.grad = view
         self._reset()
-        self._passes, self._kept_local, self._synced = 0, False, True
+        self._passes, self._kept_local, self._ended = 0, False, True
         self._advance()
 
     def _tail(self, flags: Tensor) -> None:
@@ -283,23 +337,10 @@ class Exchange:
 
     def before_step(self) -> None:
         """Close the window: a rank whose backward touched nothing, or a last short window, still takes part."""
-        if not self._synced and not self._kept_local and not self._local:
+        if not self._ended and not self._kept_local and not self._local:
             if self._trainable != [p.requires_grad for _, p in self.named]:
                 self.build()
             self._exchange()
-
-    def after_step(self) -> None:
-        """The next step needs an exchange of its own."""
-        self._synced = False
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Keep gradients local inside the block."""
-        before, self._local = self._local, True
-        try:
-            yield
-        finally:
-            self._local = before
 
     def weight_changed(self, weight: float) -> None:
         """Scale the gradients of the batch now at work (uneven ends; see `World.weight`)."""
@@ -320,51 +361,19 @@ class Exchange:
         return any(p.is_cuda for _, p in self.named) and self.world.has_nccl
 
 
-class Windows:
-    """Counts the windows of a model that exchanges nothing, as `Exchange` would, by a hook on one parameter.
+# A hook on a parameter is kept where Python's collector does not look: it must not hold what holds the parameter.
 
-    Where that parameter takes no part in a backward pass, the optimizer's step counts instead.
-    """
 
-    def __init__(self, param: Parameter, *, accumulate: int, advance: Callable[[], None]) -> None:
-        self.accumulate, self._advance = accumulate, advance
-        self._passes, self._local, self._counted = 0, False, False
-        self._hook = param.register_post_accumulate_grad_hook(
-            lambda _: Variable._execution_engine.queue_callback(self._end)
-        )
+def _if_alive(ready: weakref.WeakMethod[Any], name: str, param: Tensor) -> None:
+    call = ready()
+    if call is not None:
+        call(name, param)
 
-    def _end(self) -> None:
-        if not self._local:
-            self._passes += 1
-            self._counted = False
-            if self._passes >= self.accumulate:
-                self._close_window()
 
-    def _close_window(self) -> None:
-        self._passes, self._counted = 0, True
-        self._advance()
-
-    def before_step(self) -> None:
-        """A step without a window, or with a short one, ends one."""
-        if not self._counted and not self._local:
-            self._close_window()
-
-    def after_step(self) -> None:
-        """The next step needs a window of its own."""
-        self._counted = False
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Passes inside the block belong to the next window."""
-        before, self._local = self._local, True
-        try:
-            yield
-        finally:
-            self._local = before
-
-    def close(self) -> None:
-        """Take the hook off."""
-        self._hook.remove()
+def _at_the_end(end: weakref.WeakMethod[Any], _: Tensor) -> None:
+    call = end()
+    if call is not None:
+        Variable._execution_engine.queue_callback(call)
 
 
 def _on(device: torch.device, n: int, dtype: torch.dtype) -> Tensor:

@@ -348,7 +348,7 @@ def test_ctrl_c_before_the_workers_have_begun_is_quiet(run_script):
                 break
     launched.signal(signal.SIGINT)
     status, out, err = launched.finish()
-    assert (status, out) == (130, "")
+    assert (status, out) == (130, ""), err
     assert err.count("\n") == 1
     assert "Traceback" not in err
 

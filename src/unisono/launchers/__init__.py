@@ -28,7 +28,7 @@ def launch(
     """Run `fn(*args, **kwargs)` in `workers` new processes on this host and return their results in rank order.
 
     For notebooks and programs: no `if __name__ == "__main__"` is needed, and with cloudpickle installed
-    (`pip install cloudpickle`) `fn` may be a lambda or a function of a notebook. Inside `fn`, `unisono.join()`
+    (`pip install unisono[notebook]`) `fn` may be a lambda or a function of a notebook. Inside `fn`, `unisono.join()`
     gives the worker's world.
 
     Arguments:

@@ -83,7 +83,7 @@ def _pack(fn: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, An
         call: bytes = importlib.import_module(name).dumps((fn, args, kwargs))
     except Exception as error:
         advice = (
-            "Install cloudpickle (pip install cloudpickle) to send lambdas and functions of notebooks, or move "
+            "Install cloudpickle (pip install unisono[notebook]) to send lambdas and functions of notebooks, or move "
             "the function to a module."
             if name == "pickle"
             else "Make what it refers to inside the function, or pass names and settings instead of live objects."

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from unisono.buckets import BUCKET_BYTES, Bucket, Exchange, Windows
+from unisono.buckets import BUCKET_BYTES, Bucket, Counter, Exchange
 from unisono.launchers.environment import usable_cores
 from unisono.normalization import move_batch_norm
 from unisono.reducer import Reducer, State
@@ -64,7 +64,7 @@ class AllReduceReplica(Replica):
         super().__init__(model, optimizer, world, strategy)
         self.reducer = strategy.reducer if strategy.reducer is not None else dense()
         self._states: dict[str, State] = {}  # by the first parameter of the bucket
-        self._exchange: Exchange | Windows | None = None
+        self._exchange: Exchange | Counter | None = None
         try:
             self._start()
         except BaseException:
@@ -74,7 +74,7 @@ class AllReduceReplica(Replica):
     def _start(self) -> None:
         if self.world.size == 1 and self.reducer.exact:
             last = [p for p in self.model.parameters() if p.requires_grad][-1]  # the first that backward reaches
-            self._exchange = Windows(last, accumulate=self.strategy.accumulate, advance=self.advance)
+            self._exchange = Counter(last, accumulate=self.strategy.accumulate, advance=self.advance)
             return
         dense_ones, sparse_ones = _by_kind(self.model)
         self._exchange = Exchange(

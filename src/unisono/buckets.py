@@ -9,11 +9,12 @@ Three phases, in one backward:
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +31,10 @@ _ALIGN = 64  # bytes: each gradient starts on a cache line
 class Bucket:
     """Some parameters of one dtype and device, whose gradients travel together.
 
-    `flat` is the memory, `tensors` its views in the parameters' shapes and strides.
+    `flat` is the memory, `tensors` its views in the parameters' shapes and strides; each starts on a cache line,
+    at `starts`, and what lies between them is zero. `lr` is what each parameter's gradient is multiplied by in
+    the end, learning rate over loss scale (NaN: not known), and `decayed` says that a learning rate fell in the
+    last window, on some rank: every rank has the same answer.
     """
 
     def __init__(self, index: int, named: Sequence[tuple[str, Tensor]], flat: Callable[[int, torch.dtype], Tensor]):
@@ -38,21 +42,53 @@ class Bucket:
         self.names = [name for name, _ in named]
         self.params = [param for _, param in named]
         self.tag = f"gradients/{index}"
+        self.lr = [math.nan] * len(named)
+        self.decayed = False
         first = self.params[0]
         self.dtype, self.device = first.dtype, first.device
-        starts, at = [], 0
+        self.starts, at = [], 0
         for param in self.params:
-            starts.append(at)
+            self.starts.append(at)
             step = max(1, _ALIGN // first.element_size())
             at += -(-param.numel() // step) * step
         self.flat = flat(at, first.dtype)
         self.flat.zero_()
-        self.tensors = [_like(self.flat[s : s + p.numel()], p) for s, p in zip(starts, self.params, strict=True)]
+        self.tensors = self.views(self.flat)
+        self._parts: dict[tuple[int, ...], Bucket] = {}
+        self._gaps: list[Tensor] | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the flat memory."""
         return self.flat.numel() * self.flat.element_size()
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Views of a line in this bucket's layout, in the parameters' shapes and strides."""
+        return [_like(flat[s : s + p.numel()], p) for s, p in zip(self.starts, self.params, strict=True)]
+
+    def zero_gaps(self) -> None:
+        """Make what lies between the tensors zero again, where a method wrote over it."""
+        if self._gaps is None:
+            ends = [s + p.numel() for s, p in zip(self.starts, self.params, strict=True)]
+            nexts = [*self.starts[1:], self.flat.numel()]
+            self._gaps = [self.flat[a:b] for a, b in zip(ends, nexts, strict=True) if b > a]
+        if self._gaps:
+            torch._foreach_zero_(self._gaps)
+
+    def part(self, which: Sequence[int]) -> Bucket:
+        """The tensors at these places, copied into a bucket of their own; this bucket itself where it is all."""
+        key = tuple(which)
+        if key == tuple(range(len(self.params))):
+            return self
+        if key not in self._parts:
+            made = Bucket(self.index, [(self.names[i], self.params[i]) for i in key], partial(_on, self.device))
+            self._parts[key] = made
+        part = self._parts[key]
+        part.tag, part.decayed, part.lr = self.tag, self.decayed, [self.lr[i] for i in key]
+        part.zero_gaps()
+        if key:
+            torch._foreach_copy_(part.tensors, [self.tensors[i] for i in key])
+        return part
 
 
 def _like(line: Tensor, param: Tensor) -> Tensor:
@@ -140,11 +176,33 @@ class Counter(Windows):
         self._hook.remove()
 
 
+class Work(Protocol):
+    """What is done with full buckets; the calls come in one order on every rank (see `Reduction`)."""
+
+    def laid_out(self, buckets: Sequence[Bucket]) -> None:
+        """The buckets are these from now on."""
+
+    def begin(self, bucket: Bucket, world: World) -> None:
+        """Start on a bucket."""
+
+    def drain(self) -> None:
+        """Every bucket begun is now to hold its mean."""
+
+    def notice(self) -> bool:
+        """Something that all ranks should hear of after the window."""
+
+    def heard(self, noticed: bool) -> None:
+        """Some rank noticed it."""
+
+    def finished(self, world: World) -> None:
+        """Follows the last bucket, on the exchange thread."""
+
+
 class Exchange(Windows):
     """Watches the backward passes of some parameters and exchanges their gradients, once a window.
 
-    `reduce(bucket, world)` turns the bucket's tensors into their mean, in place; `finished(world)` follows the
-    last bucket on the exchange thread; `advance()` is called when all of a window's gradients are means.
+    `work` turns a bucket's tensors into their mean; `advance()` is called when all of a window's gradients are
+    means. `inline`: the exchange thread moves the bytes itself, instead of a thread of its own behind it.
     """
 
     def __init__(
@@ -152,19 +210,19 @@ class Exchange(Windows):
         named: Sequence[tuple[str, Parameter]],
         sparse: Sequence[tuple[str, Parameter]],
         world: World,
-        reduce: Callable[[Bucket, World], None],
-        finished: Callable[[World], None],
+        work: Work,
         *,
         bucket_bytes: int,
         overlap: bool,
+        inline: bool,
         accumulate: int,
         advance: Callable[[], None],
     ) -> None:
         super().__init__(accumulate, advance)
         self.named, self.sparse = list(named), list(sparse)
-        self.world, self.channel = world, world.channel()
+        self.world, self.channel = world, world.channel(inline=inline)
         self.overlap, self.bucket_bytes = overlap, bucket_bytes
-        self._reduce, self._finished = reduce, finished
+        self._work = work
         self._lane = Lane("unisono exchange")
         self._cuda = next((p.device for _, p in (*self.named, *self.sparse) if p.is_cuda), None)
         self._stream = torch.cuda.Stream() if self._on_stream() else None
@@ -192,6 +250,7 @@ class Exchange(Windows):
             for i, named in enumerate(layout(live, self.bucket_bytes))
         ]
         self._slots = {name: (b, k) for b in self.buckets for k, name in enumerate(b.names)}
+        self._work.laid_out(self.buckets)
         self._reset()
 
     def _reset(self) -> None:
@@ -235,8 +294,10 @@ class Exchange(Windows):
                 self._launch()
 
     def _begin(self, task: int) -> None:
-        for handle in self._handles:  # a backward pass that failed half-way left these
-            handle.wait()
+        if self._launched:  # a backward pass that failed half-way left these
+            self._run(self._work.drain)
+            for handle in self._handles:
+                handle.wait()
         if self._trainable != [p.requires_grad for _, p in self.named]:
             self.build()
         self._reset()
@@ -263,12 +324,16 @@ class Exchange(Windows):
     def _launch(self) -> None:
         bucket = self.buckets[self._launched]
         self._launched += 1
+        self._run(lambda: self._work.begin(bucket, self.channel))
+
+    def _run(self, job: Callable[[], None]) -> None:
+        """On the exchange thread; on the side stream where the device's transport returns at once."""
         if self._stream is None:
-            self._handles.append(self._on_lane(lambda: self._reduce(bucket, self.channel)))
+            self._handles.append(self._on_lane(job))
             return
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._reduce(bucket, self.channel)
+            job()
 
     def _on_lane(self, run: Callable[[], None]) -> Handle[None]:
         """Run on the exchange thread, whose CUDA stream is its own: after what my stream has to do so far."""
@@ -304,9 +369,10 @@ class Exchange(Windows):
             else:
                 present = [True] * len(bucket.params)
             used += present
+        self._run(self._work.drain)
         used += [p.grad is not None for _, p in self.sparse]
         start = self.world.ledger.clock()
-        flags = torch.tensor(used, dtype=torch.uint8)
+        flags = torch.tensor([*used, self._work.notice()], dtype=torch.uint8)
         agreed = self._on_lane(lambda: self._tail(flags))
         for handle in (*self._handles, agreed):
             handle.wait()
@@ -315,7 +381,9 @@ class Exchange(Windows):
         if self._cuda is not None:  # the exchange thread works on the default stream
             torch.cuda.current_stream(self._cuda).wait_stream(torch.cuda.default_stream(self._cuda))
         self.world.ledger.close_span("blocked", start, self.world.ledger.clock())
-        anywhere = iter(flags.tolist())
+        *found, noticed = flags.tolist()
+        self._work.heard(bool(noticed))
+        anywhere = iter(found)
         for bucket in self.buckets:
             for param, view in zip(bucket.params, bucket.tensors, strict=True):
                 if next(anywhere):
@@ -327,11 +395,11 @@ class Exchange(Windows):
     def _tail(self, flags: Tensor) -> None:
         """After the buckets: who used what, sparse gradients, and what the strategy still has to say."""
         self.channel.all_reduce(flags, "max", tag="used").wait()
-        anywhere = flags[len(flags) - len(self.sparse) :].tolist()
+        anywhere = flags[len(flags) - len(self.sparse) - 1 : -1].tolist()
         for (name, param), used in zip(self.sparse, anywhere, strict=True):
             if used and param.requires_grad:
                 _mean_of_sparse(param, self.channel, f"gradients/{name}")
-        self._finished(self.channel)
+        self._work.finished(self.channel)
 
     # Outside backward ------------------------------------------------------------------------------------
 

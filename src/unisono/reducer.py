@@ -1,35 +1,147 @@
-"""Reducer: turns every worker's tensors into their (approximate) mean. Two pure functions and explicit state."""
+"""Reducer: turns every worker's tensors into their (approximate) mean. Pure functions and explicit state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from unisono.buckets import Bucket
 from unisono.world import World
 
 State = dict[str, Any]
+"""What a reducer keeps for a bucket. Each kind of value has one meaning, so that a state can be saved by
+parameter, laid out anew, and carried to a world of another size:
+
+- a tensor: a line as long as `bucket.flat`, in its layout; this rank's own (a residual, a velocity);
+- a list: one entry for each of the bucket's tensors; the same on every rank (PowerSGD's Q);
+- a dict: a state inside, by the same rules;
+- a plain value: about the bucket as a whole; the same on every rank and for every bucket (a step count).
+"""
 
 
 class Reduced(NamedTuple):
     """What a reduction gave: `mean`, identical on every rank, and `sent`, the part of my input that got
-    through (input - sent = what a residual keeps). None: all of it, so that no copy need be kept."""
+    through (input - sent = what a residual keeps). `sent` may be a function that works it out; None: all of it."""
 
     mean: list[Tensor]
-    sent: list[Tensor] | None = None
+    sent: list[Tensor] | Callable[[], list[Tensor]] | None = None
+
+    def sent_of(self, given: list[Tensor]) -> list[Tensor]:
+        """The part of my input that got through, as tensors; `given` was the input."""
+        if self.sent is None:
+            return given
+        return self.sent if isinstance(self.sent, list) else self.sent()
+
+
+Stages = Generator[None, None, tuple[Reduced, State]]
+
+
+class Codec(NamedTuple):
+    """A line of numbers as bytes and back; `nbytes(n)` is how many bytes n numbers take.
+
+    `encode(x, noise)` gives a line of uint8; `decode(code, n)` gives n numbers in float32. `noise` says where
+    its randomness comes from (see `kernels.noise`).
+    """
+
+    encode: Callable[[Tensor, Any], Tensor]
+    decode: Callable[[Tensor, int], Tensor]
+    nbytes: Callable[[int], int] | None
 
 
 class Reducer(NamedTuple):
     """A method that reduces buckets.
 
-    `init(bucket)` makes the state for a bucket (plain values and tensors: it is saved in checkpoints);
-    `reduce(bucket, state, world)` gives the result and the next state. `bucket.tensors` may be overwritten.
-    `exact` says that the mean is the true mean to rounding. `spec` is the text it was built from.
+    `init(bucket)` makes the state for a bucket (see `State`: it is saved in checkpoints); `reduce(bucket, state,
+    world)` gives the result and the next state. `bucket.tensors` may be overwritten. The rest is optional:
+
+    exact: the mean is the true mean to rounding.
+    spec: the text it was built from.
+    stages: the same as `reduce`, as a generator that yields where its collectives are under way, so that other
+        buckets can be worked on meanwhile. `staged` makes `reduce` from it.
+    memory: it keeps what it did not send, in `state["residual"]`.
+    sends: the bytes one rank sends for a bucket in a world of a size.
+    check: refuses an optimizer or a world that it cannot work with.
+    codec: how it writes numbers as bytes, where it does so alone (for pushes to a server).
     """
 
     init: Callable[[Bucket], State]
     reduce: Callable[[Bucket, State, World], tuple[Reduced, State]]
     exact: bool = False
     spec: str = ""
+    stages: Callable[[Bucket, State, World], Stages] | None = None
+    memory: bool = False
+    sends: Callable[[Bucket, int], int] | None = None
+    check: Callable[[Optimizer, World], None] | None = None
+    codec: Codec | None = None
+
+
+def staged(
+    init: Callable[[Bucket], State],
+    stages: Callable[[Bucket, State, World], Stages],
+    **fields: Any,
+) -> Reducer:
+    """A reducer from its stages; `fields` are those of `Reducer`.
+
+    >>> def stages(bucket, state, world):
+    ...     handle = world.all_reduce(bucket.flat, "mean")
+    ...     yield
+    ...     handle.wait()
+    ...     return Reduced(bucket.tensors), state
+    >>> staged(lambda bucket: {}, stages, exact=True).exact
+    True
+    """
+
+    def reduce(bucket: Bucket, state: State, world: World) -> tuple[Reduced, State]:
+        return finish(stages(bucket, state, world))
+
+    reduce.__module__ = stages.__module__  # where its factory is found
+    return Reducer(init, reduce, stages=stages, **fields)
+
+
+def stages_of(reducer: Reducer, bucket: Bucket, state: State, world: World) -> Stages:
+    """Any reducer in stages: for `yield from` in reducers around others."""
+    if reducer.stages is not None:
+        return (yield from reducer.stages(bucket, state, world))
+    return reducer.reduce(bucket, state, world)
+
+
+def finish(stages: Stages) -> tuple[Reduced, State]:
+    """Run stages to their end."""
+    while True:
+        try:
+            next(stages)
+        except StopIteration as end:  # noqa: PERF203 - a handful of stages
+            result: tuple[Reduced, State] = end.value
+            return result
+
+
+def dense_bytes(bucket: Bucket, size: int) -> int:
+    """What a bucket costs without a reducer: 2(N-1)/N of its bytes."""
+    return all_reduce_bytes(bucket.nbytes, size)
+
+
+def all_reduce_bytes(nbytes: int, size: int) -> int:
+    """What one rank sends to all-reduce so many bytes."""
+    return math.ceil(2 * (size - 1) * nbytes / size)
+
+
+def residual_like(bucket: Bucket) -> Tensor:
+    """An empty residual: float32 for 16-bit buckets, so that small parts add up."""
+    dtype = torch.float32 if bucket.flat.element_size() < 4 else bucket.dtype
+    return torch.zeros(bucket.flat.numel(), dtype=dtype, device=bucket.device)
+
+
+def rescale(bucket: Bucket, state: State) -> None:
+    """Scale residuals when learning rates changed, so that what was kept counts at the rate it was met with:
+    e <- e * lr_old / lr_new. `state["lr"]` remembers the rates."""
+    if state["lr"] == bucket.lr:
+        return
+    for part, old, new in zip(bucket.views(state["residual"]), state["lr"], bucket.lr, strict=True):
+        if old is not None and old > 0 and new > 0 and old != new:
+            part.mul_(old / new)
+    state["lr"] = [new if new > 0 else old for old, new in zip(state["lr"], bucket.lr, strict=True)]

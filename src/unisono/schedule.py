@@ -113,7 +113,7 @@ class Schedule:
             value = job()
             if not route.on_stream:
                 self._stood_still(record.start, record.end)
-            return Handle(lambda: route.finish(value))
+            return Handle(lambda: _after(run, route.finish(value)))
         handle = self._lane(lane).submit(job)
 
         def wait() -> T:
@@ -142,3 +142,8 @@ class Schedule:
         """The program waited for an exchange, unless this is a thread that works behind it."""
         if not in_background():
             self.ledger.close_span("blocked", start, end)
+
+
+def _after(run: Callable[[Transport], object], value: T) -> T:
+    """`value`; what `run` holds, the memory that a stream reads, is kept until here."""
+    return value

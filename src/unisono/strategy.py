@@ -74,6 +74,10 @@ class Replica:
         too; call it before clipping or AMP's unscaling where the last window of an epoch may be short."""
         self.before_step()
 
+    def watch(self, scaler: torch.amp.GradScaler) -> None:
+        """Follow the loss scale of AMP: a method that keeps part of a gradient for later keeps it in the units of
+        its step. Without it, that part counts twice or half once, after each change of the scale."""
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs beside model and optimizer: "shared" by all ranks, and "local" to this one."""
         return {"shared": {"step": self.step}, "local": {}}

@@ -86,6 +86,8 @@ class Trainer:
         self.checkpoint, self.keep, self.save_every, self.resume = checkpoint, keep, save_every, resume
         self.early_stopping = EarlyStopping(early_stopping) if isinstance(early_stopping, int) else early_stopping
         self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=precision == "fp16")
+        if self.scaler.is_enabled():
+            self.replica.watch(self.scaler)
         self.history = History()
         self._stop = False
 

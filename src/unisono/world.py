@@ -291,12 +291,12 @@ class World:
         self._children = [*(c for c in self._children if not c._schedule.closed), child]
         return child
 
-    def channel(self) -> World:
+    def channel(self, *, inline: bool = True) -> World:
         """The same ranks with an order of their own: for a thread that talks beside the main program.
 
-        Its collectives run in the thread that calls them.
+        `inline`: its collectives run in the thread that calls them, not in one of their own.
         """
-        return self.split([list(range(self.size))], inline=True)
+        return self.split([list(range(self.size))], inline=inline)
 
     def empty(self, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Memory for `n` elements that this world moves fastest: shared between the workers of a host.

@@ -20,22 +20,51 @@ from unisono.spec import build, describe, names
 from unisono.transports.threads import run_threads
 from unisono.world import World
 
-SPECS: dict[str, str] = {}  # name: a spec to test it with, where the bare name will not do
-# name: bytes that one rank sends to reduce a bucket in a world of n
-BYTES: dict[str, Callable[[Bucket, int], int]] = {
-    "dense": lambda bucket, n: math.ceil(2 * (n - 1) * bucket.nbytes / n),
+# name: specs to test it with, where the bare name will not do
+SPECS: dict[str, list[str]] = {
+    "topk": ["topk(k=0.1)", "topk(k=0.1, feedback=False)", "topk(k=0.1, momentum=0.9, clip=1.0, ramp=3)"],
+    "randomk": ["randomk(k=0.1)", "randomk(k=0.1, feedback=False)"],
+    "powersgd": ["powersgd(rank=1)", "powersgd(rank=2)", "powersgd(rank=2, feedback=False)"],
+    "qsgd": ["qsgd", "qsgd(bits=8, block=64)", "qsgd(elias=True)"],
+    "nuqsgd": ["nuqsgd", "nuqsgd(bits=8, block=64)", "nuqsgd(elias=True)"],
+    "onebit": ["onebit", "onebit(feedback=False)"],
+    "error_feedback": ["error_feedback(bf16)", "error_feedback(nuqsgd)", "error_feedback(topk(k=0.1, feedback=False))"],
+    "warmup": ["warmup(topk(k=0.1), steps=2)"],
+    "masked": ["masked(topk(k=0.1), skip='p6')", "masked(powersgd(rank=1), only='p1*', rest=bf16)"],
+    "hierarchical": ["hierarchical(topk(k=0.1))"],
+    "accordion": [
+        "accordion(low=powersgd(rank=2), high=powersgd(rank=1), every=2)",
+        "accordion(low=dense, high=topk(k=0.1), every=1)",
+    ],
 }
-NOT_CONSERVING: set[str] = set()  # biased methods (a vote, say) whose output is not the mean of what was sent
+MEMORYLESS = {"bf16", "fp16", "qsgd", "nuqsgd", "bytegrad", "signsgd"}  # unbiased, or nearly exact, or a vote
+NOT_CONSERVING = {"topk(k=0.1, momentum=0.9, clip=1.0, ramp=3)"}  # adds momentum of its own
 SIZES = [1, 2, 3]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-STEPS = 4
+STEPS = 5
 
-reducers = pytest.mark.parametrize("name", names("reducer"))
+# spec: bytes that one rank sends to reduce these tensors in a world of n, at a step; None: it depends on the data
+BYTES: dict[str, Callable[[list[Tensor], int, int], int] | None] = {
+    "dense": lambda tensors, n, step: all_reduced(padded(tensors), n),
+}
+
+
+def all_reduced(nbytes: int, n: int) -> int:
+    return math.ceil(2 * (n - 1) * nbytes / n)
+
+
+def padded(tensors: list[Tensor]) -> int:
+    """Every tensor starts on a cache line."""
+    return sum(64 * math.ceil(x.numel() * x.element_size() / 64) for x in tensors)
+
+
+CASES = [spec for name in names("reducer") for spec in SPECS.get(name, [name])]
+reducers = pytest.mark.parametrize("name", CASES)
 sizes = pytest.mark.parametrize("size", SIZES)
 
 
 def reducer_of(name: str) -> Reducer:
-    built: Reducer = build(SPECS.get(name, name), kind="reducer")
+    built: Reducer = build(name, kind="reducer")
     return built
 
 
@@ -47,6 +76,7 @@ def bucket_of(tensors: list[Tensor], world: World) -> Bucket:
 
 
 def fill(bucket: Bucket, tensors: list[Tensor]) -> None:
+    bucket.flat.zero_()
     for view, x in zip(bucket.tensors, tensors, strict=True):
         view.copy_(x)
 
@@ -62,7 +92,7 @@ def numbers(rank: int, step: int = 0, dtype: torch.dtype = torch.float32) -> lis
 def reduced(
     name: str, size: int, inputs: Callable[[int, int], list[Tensor]], steps: int = 1
 ) -> list[list[tuple[list[Tensor], list[Tensor], list[Tensor] | None]]]:
-    """Per rank and step: copies of mean, sent (None: all), and the residual that the state keeps."""
+    """Per rank and step: copies of mean, sent, and the residual that the state keeps."""
 
     def work(world: World) -> list[Any]:
         reducer, found = reducer_of(name), []
@@ -72,7 +102,7 @@ def reduced(
             given = inputs(world.rank, step)
             fill(bucket, given)
             result, state = reducer.reduce(bucket, state, world)
-            found.append((copies(result.mean), copies(given if result.sent is None else result.sent), kept(state)))
+            found.append((copies(result.mean), copies(result.sent_of(given)), kept(bucket, state)))
         return found
 
     return run_threads(work, size)
@@ -82,10 +112,21 @@ def copies(tensors: list[Tensor]) -> list[Tensor]:
     return [x.detach().clone() for x in tensors]
 
 
-def kept(state: State) -> list[Tensor] | None:
-    """The residual of a reducer with error feedback: by convention, state["residual"]."""
-    residual = state.get("residual")
-    return None if residual is None else copies(list(residual))
+def kept(bucket: Bucket, state: State) -> list[Tensor] | None:
+    """The residual of a reducer with error feedback, wherever reducers inside keep theirs."""
+    lines = [line for path, line in tensors_in(state) if path.endswith("residual")]
+    return copies(bucket.views(torch.stack(lines).sum(0))) if lines else None
+
+
+def tensors_in(state: State, prefix: str = "") -> list[tuple[str, Tensor]]:
+    """What is a rank's own: the tensors that are not in lists."""
+    found = []
+    for key, value in state.items():
+        if isinstance(value, dict):
+            found += tensors_in(value, f"{prefix}{key}/")
+        elif isinstance(value, Tensor):
+            found.append((prefix + key, value))
+    return found
 
 
 def mean_of(rows: list[list[Tensor]]) -> list[Tensor]:
@@ -130,16 +171,19 @@ def test_exact_reducers_give_the_mean(name: str, size: int, dtype: torch.dtype) 
 @sizes
 def test_what_is_not_sent_is_kept(name: str, size: int) -> None:
     """input + residual before = sent + residual after, on every rank; without feedback, input - sent is lost."""
+    if name in NOT_CONSERVING:
+        pytest.skip("its residual is of another quantity")
     results = reduced(name, size, lambda rank, step: numbers(rank, step, torch.float64), STEPS)
+    assert (results[0][0][2] is not None) == reducer_of(name).memory
     for rank, rows in enumerate(results):
         before = [torch.zeros_like(x) for x in numbers(rank, 0, torch.float64)]
         for step, (_, sent, residual) in enumerate(rows):
             given = numbers(rank, step, torch.float64)
-            after = residual or [torch.zeros_like(x) for x in given]
             if residual is None and not reducer_of(name).exact:
                 continue  # lossy without memory: nothing to add up
+            after = residual or [torch.zeros_like(x) for x in given]
             for x, e, s, r in zip(given, before, sent, after, strict=True):
-                assert close(x + e, s + r, torch.float64, ulps=64), f"rank {rank} step {step}"
+                assert close(x + e, s + r, torch.float64, ulps=256), f"rank {rank} step {step}"
             before = after
 
 
@@ -148,7 +192,7 @@ def test_what_is_not_sent_is_kept(name: str, size: int) -> None:
 def test_nothing_is_lost_over_time(name: str, size: int) -> None:
     """Sum of outputs + mean residual = sum of mean inputs."""
     results = reduced(name, size, lambda rank, step: numbers(rank, step, torch.float64), STEPS)
-    if name in NOT_CONSERVING or (results[0][-1][2] is None and not reducer_of(name).exact):
+    if name in NOT_CONSERVING or not (reducer_of(name).memory or reducer_of(name).exact):
         pytest.skip("no error feedback")
     zeros = [torch.zeros_like(x) for x in numbers(0, 0, torch.float64)]
     residuals = mean_of([rows[-1][2] or zeros for rows in results])
@@ -156,7 +200,14 @@ def test_nothing_is_lost_over_time(name: str, size: int) -> None:
     for i in range(len(zeros)):
         given = torch.stack([row[i] for row in inputs]).sum(0)
         out = torch.stack([row[0][i] for row in results[0]]).sum(0)
-        assert close(out + residuals[i], given, torch.float64, ulps=64)
+        assert close(out + residuals[i], given, torch.float64, ulps=1024)
+
+
+def test_a_method_without_memory_is_known_as_one() -> None:
+    """So that a reducer that loses what it does not send is one on purpose."""
+    for name in CASES:
+        reducer, plain = reducer_of(name), name.partition("(")[0]
+        assert reducer.memory or reducer.exact or plain in MEMORYLESS or "feedback=False" in name, name
 
 
 @reducers
@@ -177,20 +228,33 @@ def test_a_bucket_with_nothing_in_it(name: str, size: int) -> None:
 
 @reducers
 @sizes
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_an_overflow_on_one_rank_is_seen_by_all(name: str, size: int, bad: float) -> None:
-    """AMP decides from the gradients whether to skip a step: every rank must see the same."""
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("where", [0, 1, 2, 14], ids=["matrix", "vector", "scalar", "large matrix"])
+def test_an_overflow_on_one_rank_is_seen_by_all_and_changes_no_memory(
+    name: str, size: int, bad: float, where: int
+) -> None:
+    """AMP decides from the gradients whether to skip a step: every rank must see the same. What was kept stays."""
 
-    def inputs(rank: int, step: int) -> list[Tensor]:
-        values = numbers(rank, step)
-        if rank == size - 1 and step == 1:
-            values[0][1, 1] = bad
-        return values
+    def work(world: World) -> list[bool]:
+        reducer, finite = reducer_of(name), []
+        bucket = bucket_of(numbers(world.rank), world)
+        state = reducer.init(bucket)
+        for step in range(5):
+            given = numbers(world.rank, step)
+            overflow = step == 3
+            if overflow and world.rank == size - 1:
+                given[where].view(-1)[-1] = bad
+            fill(bucket, given)
+            before = [(path, line.clone()) for path, line in tensors_in(state)]
+            result, state = reducer.reduce(bucket, state, world)
+            finite.append(all(bool(torch.isfinite(x).all()) for x in result.mean))
+            for (path, old), (_, new) in zip(before, tensors_in(state), strict=True):
+                if overflow and path.endswith(("residual", "velocity")):
+                    assert torch.equal(old, new), path
+                assert torch.isfinite(new).all(), path
+        return finite
 
-    results = reduced(name, size, inputs, 2)
-    for rows in results:
-        assert all(torch.isfinite(x).all() for x in rows[0][0])
-        assert not all(torch.isfinite(x).all() for x in rows[1][0])
+    assert run_threads(work, size) == [[True, True, True, False, True]] * size
 
 
 @reducers
@@ -205,19 +269,27 @@ def test_fp16_does_not_overflow_in_the_sum(name: str) -> None:
 @reducers
 @sizes
 def test_bytes_sent_match_the_closed_form(name: str, size: int) -> None:
+    """The one written here, and the one that the reducer itself gives (for warnings and plans)."""
     assert name in BYTES, f"add the closed form of the bytes that {name} sends to BYTES in {__file__}"
+    form, dtype = BYTES[name], torch.float32
 
-    def work(world: World) -> tuple[int, int]:
-        reducer = reducer_of(name)
-        bucket = bucket_of(numbers(world.rank), world)
+    def work(world: World) -> list[tuple[int, int | None]]:
+        reducer, found = reducer_of(name), []
+        bucket = bucket_of(numbers(world.rank, 0, dtype), world)
         state = reducer.init(bucket)
-        before = sum(record.bytes_sent for record in world.ledger.records)
-        reducer.reduce(bucket, state, world)
-        after = sum(record.bytes_sent for record in world.ledger.records)
-        return after - before, BYTES[name](bucket, size)
+        for step in range(STEPS):
+            fill(bucket, numbers(world.rank, step, dtype))
+            before = sum(record.bytes_sent for record in world.ledger.records)
+            _, state = reducer.reduce(bucket, state, world)
+            after = sum(record.bytes_sent for record in world.ledger.records)
+            found.append((after - before, reducer.sends(bucket, size) if reducer.sends else None))
+        return found
 
-    for sent, expected in run_threads(work, size):
-        assert sent == expected
+    for rows in run_threads(work, size):
+        for step, (sent, _) in enumerate(rows):
+            if form is not None:
+                assert sent == form(numbers(0), size, step), f"step {step}"
+        assert rows[-1][1] is None or rows[-1][0] == rows[-1][1]
 
 
 def test_padding_in_a_bucket_is_less_than_a_cache_line_a_tensor() -> None:
@@ -243,13 +315,12 @@ def test_a_saved_state_goes_on_bit_by_bit(name: str, size: int) -> None:
             for step in range(2, 5):
                 fill(bucket, numbers(world.rank, step))
                 result, begin = reducer.reduce(bucket, begin, world)
-                outputs.append(Reduced(copies(result.mean), result.sent and copies(result.sent)))
+                outputs.append(Reduced(copies(result.mean), copies(result.sent_of(numbers(world.rank, step)))))
             continued.append((outputs, packing.to_bytes(begin)))
         (first, first_state), (second, second_state) = continued
         for a, b in zip(first, second, strict=True):
             assert all(map(torch.equal, a.mean, b.mean))
-            assert (a.sent is None) == (b.sent is None)
-            assert all(map(torch.equal, a.sent or [], b.sent or []))
+            assert all(map(torch.equal, a.sent_of([]), b.sent_of([])))
         assert first_state == second_state
 
     run_threads(work, size)

@@ -29,7 +29,20 @@ REFUSED: dict[str, dict[str, str]] = {  # name: settings that must be refused, a
     },
 }
 
-strategies = pytest.mark.parametrize("name", names("strategy"))
+COMPOSED = [  # every reducer under the strategy that exchanges gradients
+    *(f"allreduce(reducer={plain})" for plain in ("bf16", "fp16", "bytegrad", "signsgd", "onebit", "qsgd", "nuqsgd")),
+    "allreduce(reducer=topk(k=0.1), overlap=True)",
+    "allreduce(reducer=topk(k=0.1, clip=1.0, ramp=2))",
+    "allreduce(reducer=randomk(k=0.3))",
+    "allreduce(reducer=powersgd(rank=1, min_saving=1.0), overlap=True, bucket_bytes=256)",
+    "allreduce(reducer=error_feedback(nuqsgd(bits=4)))",
+    "allreduce(reducer=warmup(topk(k=0.1), steps=2))",
+    "allreduce(reducer=masked(topk(k=0.1), only='2.*'))",
+    "allreduce(reducer=hierarchical(topk(k=0.1)))",
+    "allreduce(reducer=accordion(low=powersgd(rank=2), high=powersgd(rank=1), every=2))",
+    "allreduce(reducer=accordion(low=dense, high=topk(k=0.1), every=1))",
+]
+strategies = pytest.mark.parametrize("name", [*names("strategy"), *COMPOSED])
 sizes = pytest.mark.parametrize("size", [1, 2, 3])
 TIGHT = 1e-12
 EACH = 3  # samples a rank and step
@@ -125,6 +138,8 @@ def test_all_ranks_end_alike_and_as_one_process_would(name: str, size: int, clip
 
 @strategies
 def test_a_world_of_one_is_the_bare_loop(name: str) -> None:
+    if name not in EXACT:
+        pytest.skip("compresses also where it is alone")
     model, optimizer, replica = started(name, World())
     bare = one_process(lambda t: [0], 5)
     train(model, optimizer, 0, range(5))
@@ -347,7 +362,7 @@ def test_bad_settings_are_refused_with_the_reason(name: str, setting: str, size:
     run_threads(work, size)
 
 
-@strategies
+@pytest.mark.parametrize("name", names("strategy"))
 def test_every_strategy_has_a_test_of_what_it_refuses(name: str) -> None:
     assert name in REFUSED, f"add settings that {name} refuses to REFUSED in {__file__} ({{}} if there are none)"
 

@@ -423,7 +423,7 @@ def test_version_and_strategies_need_no_torch(run_command):
 JOIN = """
 import torch, unisono as un
 world = un.join()
-print("total", world.all_reduce(torch.tensor([world.rank + 1.0]), "sum").wait().item(), "of", world.size)
+print(f"total {world.all_reduce(torch.tensor([world.rank + 1.0]), 'sum').wait().item()} of {world.size}\\n", end="")
 world.close()
 """
 

@@ -21,7 +21,7 @@ LAYERS = {
     **dict.fromkeys(
         ["world", "ledger", "report", "transports", "lanes", "schedule", "collectives", "rendezvous", "state"], 0
     ),
-    **dict.fromkeys(["buckets", "reducer", "normalization"], 1),
+    **dict.fromkeys(["buckets", "reducer", "reduction", "kernels", "normalization"], 1),
     "reducers": 2,
     "strategy": 3,
     "strategies": 4,

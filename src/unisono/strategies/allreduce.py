@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from unisono.buckets import BUCKET_BYTES, Bucket, Counter, Exchange
+from unisono.buckets import BUCKET_BYTES, Counter, Exchange
 from unisono.launchers.environment import usable_cores
 from unisono.normalization import move_batch_norm
-from unisono.reducer import Reducer, State
+from unisono.reducer import Reducer
 from unisono.reducers.dense import dense
+from unisono.reduction import Reduction
 from unisono.strategy import Replica, Strategy, share
 from unisono.world import World
 
@@ -63,7 +64,9 @@ class AllReduceReplica(Replica):
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: allreduce) -> None:
         super().__init__(model, optimizer, world, strategy)
         self.reducer = strategy.reducer if strategy.reducer is not None else dense()
-        self._states: dict[str, State] = {}  # by the first parameter of the bucket
+        if self.reducer.check is not None:
+            self.reducer.check(optimizer, world)
+        self._reduction = Reduction(self.reducer, optimizer, self._share_buffers)
         self._exchange: Exchange | Counter | None = None
         try:
             self._start()
@@ -77,26 +80,19 @@ class AllReduceReplica(Replica):
             self._exchange = Counter(last, accumulate=self.strategy.accumulate, advance=self.advance)
             return
         dense_ones, sparse_ones = _by_kind(self.model)
+        pays = _pays(self.world)
         self._exchange = Exchange(
             dense_ones,
             sparse_ones,
             self.world,
-            self._reduce,
-            self._share_buffers,
+            self._reduction,
             bucket_bytes=self.strategy.bucket_bytes,
-            overlap=_pays(self.world) if self.strategy.overlap is None else self.strategy.overlap,
+            overlap=pays if self.strategy.overlap is None else self.strategy.overlap,
+            inline=self.reducer.stages is None or not pays,
             accumulate=self.strategy.accumulate,
             advance=self.advance,
         )
-
-    def _reduce(self, bucket: Bucket, world: World) -> None:
-        key = bucket.names[0]
-        if key not in self._states:
-            self._states[key] = self.reducer.init(bucket)
-        reduced, self._states[key] = self.reducer.reduce(bucket, self._states[key], world)
-        for target, mean in zip(bucket.tensors, reduced.mean, strict=True):
-            if target.data_ptr() != mean.data_ptr():
-                target.copy_(mean)
+        self._reduction.warn_if_more_than_dense(self.world)
 
     def _share_buffers(self, world: World) -> None:
         buffers = [b.detach() for b in self.model.buffers()]
@@ -119,22 +115,26 @@ class AllReduceReplica(Replica):
     def no_sync(self) -> AbstractContextManager[None]:
         return self._exchange.no_sync() if self._exchange is not None else super().no_sync()
 
+    def watch(self, scaler: torch.amp.GradScaler) -> None:
+        self._reduction.scale = scaler.get_scale
+
     def state_dict(self) -> dict[str, Any]:
-        return {"shared": {"step": self.step}, "local": {"reducer": self._states}}
+        kept = self._reduction.state_dict()
+        return {"shared": {"step": self.step, "reducer": kept["shared"]}, "local": {"reducer": kept["local"]}}
 
     def load_state_dict(self, state: dict[str, Any], *, same_world: bool = True) -> None:
         self.step = state["shared"]["step"]
-        if same_world:
-            self._states = state["local"]["reducer"]
-        elif any(state for part in state["locals"] for state in part["reducer"].values()):
-            raise ValueError("the reducer's state is one rank's own: it cannot be loaded at another world size")
+        parts = [state["local"]] if same_world else state["locals"]
+        self._reduction.load_state_dict(state["shared"]["reducer"], [part["reducer"] for part in parts])
 
     def rebind(self, world: World, *, source: int = 0) -> str:
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None
+        mine = {"size": self.world.size, "step": self.step, "own": self._reduction.keeps_own}
         self.world = world
         self.model.zero_grad()  # those of the former world: a rank that comes has none
+        told = self._carry(mine, source)
         if world.size > 1:
             share(self.model, world, source)
             packed = world.broadcast_object(
@@ -148,8 +148,25 @@ class AllReduceReplica(Replica):
         self._start()
         return (
             f"model, optimizer and step {self.step} from rank {source} of {world.size}; "
-            "gradients that were not stepped are dropped"
+            f"gradients that were not stepped are dropped{told}"
         )
+
+    def _carry(self, mine: dict[str, Any], source: int) -> str:
+        """Bring the reducer's state into the new world; says what became of the ranks' own parts of it."""
+        every = self.world.gather_objects(mine)
+        former, shared = every[source], self.world.broadcast_object(self._reduction.state_dict()["shared"], source)
+        stayed = [
+            r for r, other in enumerate(every) if (other["size"], other["step"]) == (former["size"], former["step"])
+        ]
+        keep = self.world.rank in stayed
+        self._reduction.move(shared, keep=keep, factor=self.world.size / former["size"])
+        if not former["own"]:
+            return ""
+        lost = former["size"] - len(stayed)
+        told = f"; what {len(stayed)} of the {former['size']} former ranks had still to send stays with them"
+        if self.world.size != former["size"]:
+            told += f", times {self.world.size}/{former['size']}"
+        return told + (f"; that of {lost} lost rank(s) is gone" if lost > 0 else "")
 
     def close(self) -> None:
         super().close()

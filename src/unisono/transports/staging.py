@@ -51,7 +51,11 @@ def on_device(base: Transport, accelerated: Transport | None, x: Tensor) -> Rout
             done.record(stream)
 
     def finish(value: Any) -> Any:
-        torch.cuda.current_stream(x.device).wait_event(done)
+        here = torch.cuda.current_stream(x.device)
+        here.wait_event(done)
+        for result in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(result, Tensor) and result.is_cuda:
+                result.record_stream(here)  # its memory is the side stream's: not to be given out while it is read here
         return value
 
     return Route(accelerated, on_side_stream, finish, on_stream=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import statistics
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
@@ -32,3 +34,38 @@ def finish(results: Mapping[str, Any]) -> None:
 
     where = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
     print(json.dumps({**{k: round(v, 4) if isinstance(v, float) else v for k, v in results.items()}, **where}))
+
+
+def on_hosts(arguments: Sequence[str], *, hosts: int, mbit: float, timeout_s: float = 600) -> dict[str, Any]:
+    """Run this script with `arguments` once on each of `hosts` emulated hosts; what rank 0 gave to `tell`."""
+    from unisono.lab.hosts import EmulatedHosts
+
+    with EmulatedHosts(hosts, bits_per_s=mbit * 1e6) as net:
+        workers = []
+        for rank in range(hosts):
+            env = {
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(hosts),
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": "1",
+                "MASTER_ADDR": net.address(0),
+                "MASTER_PORT": "29500",
+                "GLOO_SOCKET_IFNAME": net.interface,
+                "OMP_NUM_THREADS": "1",
+            }
+            command = [sys.executable, sys.argv[0], *arguments]
+            workers.append(net.start(rank, command, env, stdout=-1 if rank == 0 else None, text=True))
+        try:
+            output, _ = workers[0].communicate(timeout=timeout_s)
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+    told: dict[str, Any] = json.loads(next(line for line in output.splitlines() if line.startswith("RESULT "))[7:])
+    return told
+
+
+def tell(found: Mapping[str, Any]) -> None:
+    """Hand results to the process that started the hosts."""
+    print("RESULT " + json.dumps(found), flush=True)

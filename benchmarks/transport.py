@@ -7,8 +7,6 @@ the bandwidth bound between hosts with links of --mbit Mbit/s (needs root and ip
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 import time
 from datetime import timedelta
@@ -17,7 +15,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measure import finish, interleaved
+from measure import finish, interleaved, on_hosts, tell
 
 MB = 1_000_000
 
@@ -109,7 +107,7 @@ def between_hosts(megabytes: int, repeats: int) -> None:
         for side, seconds in interleaved(sides, repeats=repeats, warmup=1, before=world.barrier).items():
             found[f"{name}_{side}_s"] = seconds
     if world.rank == 0:
-        print("RESULT " + json.dumps({"bytes": n * 4, **found}), flush=True)
+        tell({"bytes": n * 4, **found})
     world.barrier()
 
 
@@ -125,35 +123,13 @@ def _together(run: Any, world: Any) -> Any:
 
 def emulate(hosts: int, mbit: float, megabytes: int, repeats: int) -> dict[str, Any]:
     """Shares of the bandwidth bound: broadcast x/B, reduce-scatter (N-1)/N x/B."""
-    from unisono.lab.hosts import EmulatedHosts, why_not
+    from unisono.lab.hosts import why_not
 
     keys = [f"hosts_{op}_of_bound{side}" for op in ("broadcast", "reduce_scatter") for side in ("", "_gloo")]
     if reason := why_not():
         return {**dict.fromkeys(keys), "hosts_skipped": reason}
     sizes = ["--megabytes", str(megabytes), "--repeats", str(repeats)]
-    command = [sys.executable, str(Path(__file__)), "--worker", *sizes]
-    with EmulatedHosts(hosts, bits_per_s=mbit * 1e6) as net:
-        workers = []
-        for rank in range(hosts):
-            env = {
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(hosts),
-                "LOCAL_RANK": "0",
-                "LOCAL_WORLD_SIZE": "1",
-                "MASTER_ADDR": net.address(0),
-                "MASTER_PORT": "29500",
-                "GLOO_SOCKET_IFNAME": net.interface,
-                "OMP_NUM_THREADS": "1",
-            }
-            workers.append(net.start(rank, command, env, stdout=-1 if rank == 0 else None, text=True))
-        try:
-            output, _ = workers[0].communicate(timeout=600)
-        finally:
-            for worker in workers:
-                worker.kill()
-                worker.wait()
-    found = json.loads(next(line for line in output.splitlines() if line.startswith("RESULT "))[7:])
+    found = on_hosts(["--worker", *sizes], hosts=hosts, mbit=mbit)
     bound = {"broadcast": found["bytes"] * 8 / mbit / 1e6}
     bound["reduce_scatter"] = bound["broadcast"] * (hosts - 1) / hosts
     shares = {}

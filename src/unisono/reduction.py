@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.buckets import Bucket
+from unisono.launchers.environment import usable_cores
 from unisono.reducer import Reducer, State, dense_bytes, stages_of
 from unisono.world import World
 
@@ -266,3 +267,10 @@ def _warn_of_leftovers(known: Sequence[dict[str, Any]], bucket: Bucket, reducer:
                 stacklevel=2,
             )
             return
+
+
+def overlap_pays(world: World) -> bool:
+    """Whether exchanging during backward gains time: not if the exchange is work for cores that are all busy."""
+    one_host = len(set(world.hosts)) == 1
+    busy = world.local_size * torch.get_num_threads() >= usable_cores()
+    return not (one_host and busy) or world.has_nccl

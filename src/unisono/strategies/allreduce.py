@@ -12,11 +12,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unisono.buckets import BUCKET_BYTES, Counter, Exchange
-from unisono.launchers.environment import usable_cores
 from unisono.normalization import move_batch_norm
 from unisono.reducer import Reducer
 from unisono.reducers.dense import dense
-from unisono.reduction import Reduction
+from unisono.reduction import Reduction, overlap_pays
 from unisono.strategy import Replica, Strategy, share
 from unisono.world import World
 
@@ -80,7 +79,8 @@ class AllReduceReplica(Replica):
             self._exchange = Counter(last, accumulate=self.strategy.accumulate, advance=self.advance)
             return
         dense_ones, sparse_ones = _by_kind(self.model)
-        pays = _pays(self.world)
+        _check_real(self.reducer, dense_ones)
+        pays = overlap_pays(self.world)
         self._exchange = Exchange(
             dense_ones,
             sparse_ones,
@@ -175,11 +175,13 @@ class AllReduceReplica(Replica):
             self._exchange = None
 
 
-def _pays(world: World) -> bool:
-    """Whether exchanging during backward gains time: not if the exchange is work for cores that are all busy."""
-    one_host = len(set(world.hosts)) == 1
-    busy = world.local_size * torch.get_num_threads() >= usable_cores()
-    return not (one_host and busy) or world.has_nccl
+def _check_real(reducer: Reducer, named: list[tuple[str, Parameter]]) -> None:
+    for name, param in named:
+        if param.is_complex() and not reducer.exact:
+            raise ValueError(
+                f"{reducer.spec or 'the reducer'} compresses real numbers, but {name!r} is {param.dtype}: use the "
+                "reducer 'dense', or keep real and imaginary parts as parameters of their own"
+            )
 
 
 def _by_kind(model: nn.Module) -> tuple[list[tuple[str, Parameter]], list[tuple[str, Parameter]]]:

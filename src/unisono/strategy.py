@@ -94,6 +94,17 @@ class Replica:
         """Go on in another world; rank `source` of it has the state to go on from. Says what was done."""
         raise NotImplementedError(f"{type(self.strategy).__name__} cannot move to another world")
 
+    def switch(self, strategy: str | Strategy) -> Replica:
+        """Go on with another strategy, from here on: `replica = replica.switch("powersgd(rank=2)")`.
+
+        Every rank calls it at the same step. Returns the replica to use from now on; this one is closed. What a
+        reducer had still to send goes over to the next, where that keeps such a memory too.
+        """
+        from unisono.spec import build
+        from unisono.switching import switch
+
+        return switch(self, build(strategy, kind="strategy"))
+
     def close(self) -> None:
         """Stop watching; the model is an ordinary one again."""
         for hook in self._hooks:

@@ -23,7 +23,7 @@ LAYERS = {
     ),
     **dict.fromkeys(["buckets", "reducer", "reduction", "kernels", "normalization"], 1),
     "reducers": 2,
-    **dict.fromkeys(["strategy", "periodic"], 3),
+    **dict.fromkeys(["strategy", "switching", "periodic"], 3),
     "strategies": 4,
     **dict.fromkeys(["trainer", "callbacks", "planner", "lab", "watch"], 5),
     **dict.fromkeys(["cli", "demo", "__main__"], 6),

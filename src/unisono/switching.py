@@ -1,0 +1,84 @@
+"""Another strategy in the middle of a run: the model, the optimizer and what was still to be sent go on."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unisono.reduction import Reduction
+from unisono.strategy import Replica, Strategy
+from unisono.world import World
+
+
+def switch(replica: Replica, strategy: Strategy) -> Replica:
+    """Bind `strategy` to the replica's model and optimizer, on every rank; a refusal leaves everything as it was.
+
+    1. agree: every rank asks for the same strategy at the same step;
+    2. gather: the model becomes the one that `consolidate()` gives, and the optimizer's states their mean, on every
+       rank (where ranks had the same, nothing changes);
+    3. go on: the new replica counts on, and takes over what a reducer had still to send.
+    """
+    from unisono.spec import describe
+
+    world, model = replica.world, replica.model
+    _agree(describe(strategy), replica.step, world)
+    before = copy.deepcopy(model.state_dict())
+    _gather(model, replica.consolidate())
+    try:
+        new = strategy.bind(model, replica.optimizer, world)
+    except BaseException:
+        model.load_state_dict(before)
+        raise
+    new.step = replica.step
+    _same_optimizer(replica.optimizer, world)
+    old_reduction, new_reduction = (getattr(r, "_reduction", None) for r in (replica, new))
+    if isinstance(old_reduction, Reduction) and isinstance(new_reduction, Reduction):
+        kept = old_reduction.state_dict()
+        new_reduction.load_state_dict({**kept["shared"], "whole": {}}, [kept["local"]])
+    replica.close()
+    return new
+
+
+def _agree(strategy: str, step: int, world: World) -> None:
+    every = world.gather_objects([strategy, step])
+    if any(other != every[0] for other in every):
+        told = "; ".join(f"rank {r} asks for {text} at step {at}" for r, (text, at) in enumerate(every))
+        raise ValueError(f"the ranks do not switch alike: {told}. Every rank must call switch() at the same step")
+
+
+@torch.no_grad()
+def _gather(model: nn.Module, consolidated: nn.Module) -> None:
+    if consolidated is not model:
+        theirs = consolidated.state_dict()
+        for name, value in model.state_dict().items():
+            if isinstance(value, Tensor):
+                value.copy_(theirs[name])
+
+
+@torch.no_grad()
+def _same_optimizer(optimizer: torch.optim.Optimizer, world: World) -> None:
+    """Momenta that differ between ranks become their mean: ranks with one model and other momenta would part."""
+    if world.size == 1:
+        return
+    states: list[dict[str, Any]] = [optimizer.state.get(p, {}) for g in optimizer.param_groups for p in g["params"]]
+    floats = [v for s in states for _, v in sorted(s.items()) if isinstance(v, Tensor) and v.is_floating_point()]
+    shapes = [[len(s) for s in states], [list(x.shape) for x in floats]]
+    every = world.gather_objects({"shapes": shapes, "digest": _digest(floats)})
+    if all(other["digest"] == every[0]["digest"] for other in every):
+        return
+    if any(other["shapes"] != shapes for other in every):  # some rank has not stepped yet: rank 0's count
+        optimizer.load_state_dict(world.broadcast_object(optimizer.state_dict(), 0))
+        return
+    for device in dict.fromkeys(x.device for x in floats):
+        world.all_reduce([x for x in floats if x.device == device], "mean", tag="optimizer").wait()
+
+
+def _digest(tensors: list[Tensor]) -> str:
+    mark = hashlib.blake2b(digest_size=16)
+    for x in tensors:
+        mark.update(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return mark.hexdigest()

@@ -26,6 +26,7 @@ from unisono.world import World
 
 BUCKET_BYTES = 25 << 20
 _ALIGN = 64  # bytes: each gradient starts on a cache line
+_PARTS = 8  # parts of a bucket kept: those of methods that choose anew come and go
 
 
 class Bucket:
@@ -82,6 +83,8 @@ class Bucket:
             return self
         if key not in self._parts:
             made = Bucket(self.index, [(self.names[i], self.params[i]) for i in key], partial(_on, self.device))
+            if len(self._parts) == _PARTS:
+                del self._parts[next(iter(self._parts))]
             self._parts[key] = made
         part = self._parts[key]
         part.tag, part.decayed, part.lr = self.tag, self.decayed, [self.lr[i] for i in key]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 import weakref
 from collections import deque
@@ -42,6 +43,27 @@ class Span:
     start: float
     end: float
     step: int
+
+
+@dataclass(slots=True)
+class Event:
+    """A moment worth remembering, such as a decision: plain values by name, as JSON has them."""
+
+    kind: str
+    start: float
+    step: int
+    values: dict[str, Any]
+
+    def __str__(self) -> str:
+        """One line; of long lists only their length.
+
+        >>> str(Event("accordion", 0.0, 7, {"why": "the end of a window", "norms": {"w": 0.5}}))
+        "accordion: why=the end of a window, norms={'w': 0.5}"
+        """
+        told = {
+            k: f"{len(v)} values" if isinstance(v, dict | list) and len(v) > 8 else v for k, v in self.values.items()
+        }
+        return f"{self.kind}: " + ", ".join(f"{name}={value}" for name, value in told.items())
 
 
 @dataclass(slots=True)
@@ -99,6 +121,7 @@ class Ledger:
         self.step_count = 0
         self.records: deque[Record] = deque(maxlen=KEPT)
         self.spans: deque[Span] = deque(maxlen=KEPT)
+        self.events: deque[Event] = deque(maxlen=KEPT)
         self.rows: deque[Row] = deque(maxlen=KEPT)
         self._dropped = Totals(rank)
         self._fresh: deque[Record] = deque(maxlen=KEPT)
@@ -119,6 +142,11 @@ class Ledger:
         span = Span(kind, start, end, self.step_count)
         self.spans.append(span)
         self._fresh_spans.append(span)
+
+    def event(self, kind: str, /, **values: Any) -> None:
+        """Enter a moment: `ledger.event("accordion", levels={"head": "low"})`. Values are what JSON can hold."""
+        _check_plain(kind, values)
+        self.events.append(Event(kind, self.clock(), self.step_count, values))
 
     @contextmanager
     def span(self, kind: str) -> Iterator[None]:
@@ -183,6 +211,11 @@ class Ledger:
             lines.append(f"{r.step:>8}" + "".join(f"{t * 1e3:>9.2f}" for t in times) + f"{r.bytes_sent / 1e6:>10.3f}")
         return "\n".join(lines)
 
+    def told(self, *, kind: str | None = None, last: int = 20) -> str:
+        """The last events as text, a line each: all, or those of a kind."""
+        events = [event for event in list(self.events) if kind in (None, event.kind)]
+        return "\n".join(f"step {event.step}: {event}" for event in events[-last:])
+
     def by_tag(self) -> dict[str, int]:
         """Bytes sent so far by tag (of the records kept)."""
         sums: dict[str, int] = {}
@@ -191,14 +224,13 @@ class Ledger:
         return sums
 
     def write_jsonl(self, path: str | Path) -> None:
-        """Write steps, collectives and spans as JSON lines, told apart by "type"."""
+        """Write steps, collectives, spans and events as JSON lines, told apart by "type"."""
         with open(path, "w", encoding="utf-8") as file:
             kinds: list[tuple[str, Sequence[Any]]] = [("step", self.rows), ("collective", self.records)]
-            for kind, rows in (*kinds, ("span", self.spans)):
+            for kind, rows in (*kinds, ("span", self.spans), ("event", self.events)):
                 for row in list(rows):
                     values: dict[str, Any] = {"type": kind, "rank": self.rank, **asdict(row)}
-                    values = {k: None if v != v else v for k, v in values.items()}
-                    file.write(json.dumps(values) + "\n")
+                    file.write(json.dumps(as_json(values)) + "\n")
 
     def gather(self, world: World) -> Report:
         """Every rank's ledger on one clock (a collective: every rank calls it).
@@ -224,6 +256,26 @@ class Ledger:
             mine = [r for r in records.get(row.step, []) if r.end >= row.start]  # not what `restart` left out
             if row.step in changed and len(mine) == row.collectives and row.start >= since:  # nothing was dropped
                 self.rows[i] = _row(row.step, row.start, row.start + row.wall, mine, spans.get(row.step, []))
+
+
+def _check_plain(kind: str, value: Any) -> None:
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        for one in value.values():
+            _check_plain(kind, one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            _check_plain(kind, one)
+    elif not isinstance(value, str | int | float | bool | None):
+        raise TypeError(f"an event holds plain values (numbers, text, lists, dicts), got {value!r} in {kind!r}")
+
+
+def as_json(value: Any) -> Any:
+    """As JSON can hold it: it has no inf and no nan, they become null."""
+    if isinstance(value, dict):
+        return {key: as_json(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _taken(fresh: deque[E], step: int) -> list[E]:

@@ -20,7 +20,7 @@ parameter, laid out anew, and carried to a world of another size:
 - a tensor: a line as long as `bucket.flat`, in its layout; this rank's own (a residual, a velocity);
 - a list: one entry for each of the bucket's tensors; the same on every rank (PowerSGD's Q);
 - a dict: a state inside, by the same rules;
-- a plain value: about the bucket as a whole; the same on every rank and for every bucket (a step count).
+- a plain value: about the bucket as a whole; the same on every rank (a step count).
 """
 
 
@@ -139,9 +139,12 @@ def residual_like(bucket: Bucket) -> Tensor:
 def rescale(bucket: Bucket, state: State) -> None:
     """Scale residuals when learning rates changed, so that what was kept counts at the rate it was met with:
     e <- e * lr_old / lr_new. `state["lr"]` remembers the rates."""
-    if state["lr"] == bucket.lr:
-        return
-    for part, old, new in zip(bucket.views(state["residual"]), state["lr"], bucket.lr, strict=True):
-        if old is not None and old > 0 and new > 0 and old != new:
-            part.mul_(old / new)
-    state["lr"] = [new if new > 0 else old for old, new in zip(state["lr"], bucket.lr, strict=True)]
+    factors = [1.0 if old is None or not (old > 0 and new > 0) else old / new for old, new in _rates(bucket, state)]
+    if any(factor != 1.0 for factor in factors):
+        for part, factor in zip(bucket.views(state["residual"]), factors, strict=True):
+            part.mul_(factor)
+    state["lr"] = [new if new > 0 else old for old, new in _rates(bucket, state)]
+
+
+def _rates(bucket: Bucket, state: State) -> list[tuple[float | None, float]]:
+    return list(zip(state["lr"], bucket.lr, strict=True))

@@ -38,7 +38,6 @@ class Reduction:
         self._states: dict[Bucket, State] = {}
         self._under_way: list[Iterator[None]] = []
         self._parked: Entries = {}  # values of parameters that are in no bucket, or whose bucket has no state yet
-        self._whole: dict[str, Any] = {}  # what all buckets have in common
         self._decayed = False
         self._rates: dict[str, float] = {}
         self.scale: Callable[[], float] = lambda: 1.0  # AMP's loss scale: gradients come multiplied by it
@@ -132,15 +131,15 @@ class Reduction:
                         view.copy_(entries.pop(path))
             elif isinstance(value, list):
                 holder[key] = [e.pop(path, v) for v, e in zip(value, known, strict=True)]
-            elif path in self._whole:
-                holder[key] = self._whole[path]
+            else:
+                found = [e.pop(path) for e in known if path in e]
+                holder[key] = max(found) if found and type(found[0]) is int else next(iter(found), value)
         _warn_of_leftovers(known, bucket, self.reducer)
         return state
 
     def _park(self) -> None:
         """Take every state apart: values by parameter."""
         for bucket, state in self._states.items():
-            self._whole.update({path: h[key] for path, h, key in _walk(state) if not _is_each(h[key])})
             for name, entries in _taken_apart(bucket, state).items():
                 self._parked[name] = entries
         self._states = {}
@@ -152,15 +151,11 @@ class Reduction:
 
     def state_dict(self) -> dict[str, Any]:
         """ "shared" by all ranks, and "local" to this one; empty for a reducer that keeps nothing."""
-        whole = dict(self._whole)
-        for state in self._states.values():
-            whole.update({path: h[key] for path, h, key in _walk(state) if not _is_each(h[key])})
         each = sorted(self._each().items())
         local = {name: {p: v for p, v in e.items() if p.startswith("*")} for name, e in each}
         shared = {name: {p: v for p, v in e.items() if not p.startswith("*")} for name, e in each}
         return {
             "shared": {
-                "whole": dict(sorted(whole.items())),
                 "each": {name: e for name, e in shared.items() if e},
                 "decayed": self._decayed,
                 "rates": dict(self._rates),
@@ -172,7 +167,6 @@ class Reduction:
         """Take a saved state. With the parts of several ranks, every rank gets their mean: what was still to be
         sent, in the mean over the ranks, then stays the same."""
         self._states = {}
-        self._whole = dict(shared["whole"])
         self._decayed, self._rates = shared["decayed"], dict(shared["rates"])
         own = locals_[0] if len(locals_) == 1 else _mean(locals_)
         names = dict.fromkeys([*shared["each"], *own])
@@ -223,14 +217,13 @@ def _is_each(value: Any) -> bool:
 
 
 def _taken_apart(bucket: Bucket, state: State) -> Entries:
-    """A bucket's state, by parameter; tensors as views in the parameters' shapes."""
+    """A bucket's state, by parameter; tensors as views in the parameters' shapes, a plain value with each."""
     each: Entries = {name: {} for name in bucket.names}
     for path, holder, key in _walk(state):
         value = holder[key]
-        if _is_each(value):
-            values = bucket.views(value) if isinstance(value, Tensor) else value
-            for name, one in zip(bucket.names, values, strict=True):
-                each[name][path] = one
+        values = bucket.views(value) if isinstance(value, Tensor) else value
+        for name, one in zip(bucket.names, values if _is_each(value) else [value] * len(each), strict=True):
+            each[name][path] = one
     return each
 
 

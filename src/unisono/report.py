@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from unisono.ledger import Ledger, Record, Row, Span, Totals
+from unisono.ledger import Event, Ledger, Record, Row, Span, Totals, as_json
 from unisono.world import World
 
 TRACED = 20_000  # events a rank that travel for the trace: the latest
@@ -26,6 +26,7 @@ class Report:
     rows: list[list[Row]]
     records: list[list[Record]]
     spans: list[list[Span]]
+    events: list[list[Event]]
 
     def split(self) -> dict[str, float]:
         """The mean step over all ranks, in seconds: compute, communication, waiting, data, and wall."""
@@ -53,7 +54,7 @@ class Report:
         """Write a trace for chrome://tracing or ui.perfetto.dev: a process a rank, steps above, messages below."""
         starts: list[float] = []
         for rank, offset in enumerate(self.offsets):
-            for kept in (self.rows[rank], self.records[rank], self.spans[rank]):
+            for kept in (self.rows[rank], self.records[rank], self.spans[rank], self.events[rank]):
                 starts += [entry.start + offset for entry in kept]
         zero = min(starts, default=0.0)
         events: list[dict[str, Any]] = []
@@ -68,6 +69,8 @@ class Report:
                 if last > r.start:
                     track.event(r.channel, "waiting for the last rank", r.start, last)
                 track.event(r.channel, f"{r.op} {r.tag}".strip(), max(r.start, last), r.end, {"bytes": r.bytes_sent})
+            for event in self.events[rank]:
+                track.moment("events", event.kind, event.start, as_json({"step": event.step, **event.values}))
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
 
@@ -84,12 +87,17 @@ class _Track:
         self._events.append({"ph": "M", "pid": self._rank, "tid": line, "name": kind, "args": {"name": name}})
 
     def event(self, line: str, name: str, start: float, end: float, args: dict[str, Any] | None = None) -> None:
+        lasted = (end - start) * 1e6
+        self._events.append({"ph": "X", **self._at(line, start), "name": name, "dur": lasted, "args": args or {}})
+
+    def moment(self, line: str, name: str, at: float, args: dict[str, Any]) -> None:
+        self._events.append({"ph": "i", "s": "t", **self._at(line, at), "name": name, "args": args})
+
+    def _at(self, line: str, start: float) -> dict[str, Any]:
         if line not in self._numbers:
             self._numbers[line] = len(self._numbers) + 1
             self._name("thread_name", line, self._numbers[line])
-        at, lasted = (start + self._offset) * 1e6, (end - start) * 1e6
-        where = {"pid": self._rank, "tid": self._numbers[line]}
-        self._events.append({"ph": "X", **where, "name": name, "ts": at, "dur": lasted, "args": args or {}})
+        return {"pid": self._rank, "tid": self._numbers[line], "ts": (start + self._offset) * 1e6}
 
 
 def gather(ledger: Ledger, world: World) -> Report:
@@ -118,6 +126,7 @@ def gather(ledger: Ledger, world: World) -> Report:
         "rows": [asdict(r) for r in list(ledger.rows)[-TRACED:]],
         "records": [asdict(r) for r in list(ledger.records)[-TRACED:]],
         "spans": [asdict(s) for s in list(ledger.spans)[-TRACED:]],
+        "events": [asdict(e) for e in list(ledger.events)[-TRACED:]],
     }
     every = world.gather_objects(mine)
     return Report(
@@ -126,6 +135,7 @@ def gather(ledger: Ledger, world: World) -> Report:
         rows=[[Row(**r) for r in e["rows"]] for e in every],
         records=[[Record(**r) for r in e["records"]] for e in every],
         spans=[[Span(**s) for s in e["spans"]] for e in every],
+        events=[[Event(**x) for x in e["events"]] for e in every],
     )
 
 

@@ -38,7 +38,7 @@ def switch(replica: Replica, strategy: Strategy) -> Replica:
     old_reduction, new_reduction = (getattr(r, "_reduction", None) for r in (replica, new))
     if isinstance(old_reduction, Reduction) and isinstance(new_reduction, Reduction):
         kept = old_reduction.state_dict()
-        new_reduction.load_state_dict({**kept["shared"], "whole": {}}, [kept["local"]])
+        new_reduction.load_state_dict(kept["shared"], [kept["local"]])
     replica.close()
     return new
 
@@ -80,5 +80,5 @@ def _same_optimizer(optimizer: torch.optim.Optimizer, world: World) -> None:
 def _digest(tensors: list[Tensor]) -> str:
     mark = hashlib.blake2b(digest_size=16)
     for x in tensors:
-        mark.update(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        mark.update(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return mark.hexdigest()

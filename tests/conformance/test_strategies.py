@@ -18,8 +18,15 @@ from unisono.spec import build, describe, names
 from unisono.transports.threads import run_threads
 from unisono.world import World
 
-SPECS: dict[str, str] = {}  # name: a spec to test it with, where the bare name will not do
+SPECS: dict[str, str] = {  # name: a spec to test it with, where the bare name will not do
+    "local_sgd": "local_sgd(every=3, start=1)",
+    "diloco": "diloco(every=3)",
+    "qadam": "qadam(warmup=2)",
+}
 EXACT = {"allreduce"}  # equal to one process on the joined batch, to rounding
+LOCAL = {"local_sgd", "diloco", "gossip", "async_average"}  # gradients and momenta are each rank's own
+VARYING = {"async_average"}  # what meets what depends on time: two runs differ
+ADAM = {"qadam"}  # needs an Adam
 REFUSED: dict[str, dict[str, str]] = {  # name: settings that must be refused, and a word of the reason
     "allreduce": {
         "accumulate=0": "accumulate",
@@ -27,9 +34,36 @@ REFUSED: dict[str, dict[str, str]] = {  # name: settings that must be refused, a
         "buffers=sometimes": "buffers",
         "bucket_bytes=0": "bucket_bytes",
     },
+    "local_sgd": {
+        "every=0": "every",
+        "start=-1": "start",
+        "start=soon": "start",
+        "momentum=both": "momentum",
+        "buffers=sometimes": "buffers",
+        "accumulate=0": "accumulate",
+    },
+    "diloco": {
+        "every=0": "every",
+        "outer_lr=0.0": "outer_lr",
+        "outer_momentum=1.0": "outer_momentum",
+        "fragments=0": "fragments",
+        "fragments=4, every=3": "at most",
+        "delay=-1": "delay",
+        "delay=5, every=5": "below",
+        "mix=1.0": "mix",
+    },
+    "gossip": {
+        "accumulate=0": "accumulate",
+        "every=0": "every",
+        "bits=4": "bits",
+        "graph=star": "graph",
+        "'all', bits=8": "ring",
+    },
+    "async_average": {"accumulate=0": "accumulate", "every_s=-1.0": "every_s", "warmup=-1": "warmup"},
+    "qadam": {"accumulate=0": "accumulate", "warmup=0": "warmup", "bucket_bytes=0": "bucket_bytes"},
 }
 
-COMPOSED = [  # every reducer under the strategy that exchanges gradients
+COMPOSED = [  # every reducer under the strategy that exchanges gradients, and other settings of the others
     *(f"allreduce(reducer={plain})" for plain in ("bf16", "fp16", "bytegrad", "signsgd", "onebit", "qsgd", "nuqsgd")),
     "allreduce(reducer=topk(k=0.1), overlap=True)",
     "allreduce(reducer=topk(k=0.1, clip=1.0, ramp=2))",
@@ -37,10 +71,18 @@ COMPOSED = [  # every reducer under the strategy that exchanges gradients
     "allreduce(reducer=powersgd(rank=1, min_saving=1.0), overlap=True, bucket_bytes=256)",
     "allreduce(reducer=error_feedback(nuqsgd(bits=4)))",
     "allreduce(reducer=warmup(topk(k=0.1), steps=2))",
-    "allreduce(reducer=masked(topk(k=0.1), only='2.*'))",
+    "allreduce(reducer=masked(topk(k=0.1), only='*.weight'))",
     "allreduce(reducer=hierarchical(topk(k=0.1)))",
     "allreduce(reducer=accordion(low=powersgd(rank=2), high=powersgd(rank=1), every=2))",
     "allreduce(reducer=accordion(low=dense, high=topk(k=0.1), every=1))",
+    "local_sgd(every=2, start=0, momentum=average)",
+    "local_sgd(every=2, start=1, reducer=topk(k=0.2))",
+    "local_sgd(every=3, start=decay)",
+    "diloco(every=4, fragments=2, delay=1)",
+    "diloco(every=4, fragments=3, delay=3, reducer=powersgd(rank=1, min_saving=1.0))",
+    "gossip(bits=8)",
+    "gossip(exponential)",
+    "async_average(warmup=1)",
 ]
 strategies = pytest.mark.parametrize("name", [*names("strategy"), *COMPOSED])
 sizes = pytest.mark.parametrize("size", [1, 2, 3])
@@ -57,8 +99,14 @@ def make(seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)).double()
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    if plain(name) in ADAM:
+        return torch.optim.AdamW(model.parameters(), lr=0.01)
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def plain(name: str) -> str:
+    return name.partition("(")[0]
 
 
 MODELS = threading.Lock()  # torch.manual_seed is the process's: one thread makes a model at a time
@@ -67,7 +115,7 @@ MODELS = threading.Lock()  # torch.manual_seed is the process's: one thread make
 def started(name: str, world: World, seed: int = 0, **settings: Any) -> tuple[nn.Module, Any, un.Replica]:
     with MODELS:
         model = make(seed)
-    optimizer = sgd(model)
+    optimizer = optimizer_of(name, model)
     return model, optimizer, un.parallel(model, optimizer, spec_of(name), world=world, **settings)
 
 
@@ -103,7 +151,7 @@ def one_process(ranks_at: Callable[[int], list[int]], steps: int, clip: float | 
     """The reference: plain PyTorch on the joined batches."""
     with MODELS:
         model = make()
-    optimizer = sgd(model)
+    optimizer = optimizer_of("", model)
     for t in range(steps):
         optimizer.zero_grad()
         loss_of(model, torch.cat([batch(t, rank) for rank in ranks_at(t)])).backward()
@@ -168,7 +216,7 @@ def test_accumulation(name: str, size: int, windows: list[int]) -> None:
     if name in EXACT:
         with MODELS:
             model = make()
-        optimizer = sgd(model)
+        optimizer = optimizer_of(name, model)
         for w, passes in enumerate(windows):
             optimizer.zero_grad()
             for k in range(passes):
@@ -179,10 +227,11 @@ def test_accumulation(name: str, size: int, windows: list[int]) -> None:
 
 @strategies
 @sizes
-def test_overflow_on_one_rank_skips_the_step_on_all(name: str, size: int) -> None:
+def test_overflow_on_one_rank_skips_the_step_on_all_that_share_gradients(name: str, size: int) -> None:
     def work(world: World) -> tuple[list[Tensor], list[float], int]:
         model, optimizer, replica = started(name, world)
         scaler, scales = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=100), []
+        replica.watch(scaler)
         for t in range(4):
             optimizer.zero_grad()
             x = batch(t, world.rank) * (float("inf") if t == 1 and world.rank == size - 1 else 1.0)
@@ -195,10 +244,11 @@ def test_overflow_on_one_rank_skips_the_step_on_all(name: str, size: int) -> Non
         return ended
 
     results = run_threads(work, size)
-    for parameters, scales, _ in results:
+    for rank, (parameters, scales, _) in enumerate(results):
         assert_same(parameters, results[0][0])
         assert all(torch.isfinite(x).all() for x in parameters)
-        assert scales == [64.0, 32.0, 32.0, 32.0]
+        alone = plain(name) in LOCAL and rank != size - 1
+        assert scales == ([64.0] * 4 if alone else [64.0, 32.0, 32.0, 32.0])
     if size > 1:  # alone, nothing sees a backward pass whose step is skipped
         assert results[0][2] == 4, "a window counts, also where its optimizer step was skipped"
 
@@ -221,14 +271,14 @@ def test_parameters_unused_on_some_ranks_or_all(name: str, size: int) -> None:
             torch.manual_seed(0)
             model = Branches().double()
         before = model.never.weight.detach().clone()
-        optimizer = sgd(model)
+        optimizer = optimizer_of(name, model)
         replica = un.parallel(model, optimizer, spec_of(name), world=world)
         for t in range(4):
             optimizer.zero_grad()
             model(batch(t, world.rank), (world.rank + t) % 3).square().mean().backward()
             optimizer.step()
         assert model.never.weight.grad is None
-        assert torch.equal(model.never.weight, before)
+        assert_same([model.never.weight.detach()], [before], tolerance=1e-6 if "bits" in name else 0.0)
         ended = values(replica.consolidate())
         replica.close()
         return ended
@@ -244,6 +294,9 @@ def test_parameters_unused_on_some_ranks_or_all(name: str, size: int) -> None:
 @strategies
 @sizes
 def test_a_saved_run_goes_on_bit_by_bit(name: str, size: int) -> None:
+    if plain(name) in VARYING and size > 1:
+        pytest.skip("two runs differ")
+
     def work(world: World) -> None:
         model, optimizer, replica = started(name, world)
         train(model, optimizer, world.rank, range(3))
@@ -292,7 +345,8 @@ def test_a_world_that_shrinks_and_grows(name: str, comes_back: str) -> None:
         again = world.split([[0, 1, 2, 3]])
         told.append(replica.rebind(again, source=0))
         train(model, optimizer, world.rank, range(4, 7))
-        momenta = [optimizer.state[p]["momentum_buffer"].clone() for p in model.parameters()]
+        kind = "exp_avg" if plain(name) in ADAM else "momentum_buffer"
+        momenta = [optimizer.state[p][kind].clone() for p in model.parameters()]
         ended = values(replica.consolidate()), momenta, told, replica.step, again.ledger.step_count
         replica.close()
         return ended
@@ -300,7 +354,8 @@ def test_a_world_that_shrinks_and_grows(name: str, comes_back: str) -> None:
     results = run_threads(work, 4)
     for parameters, momenta, told, step, steps in results:
         assert_same(parameters, results[0][0])
-        assert_same(momenta, results[0][1])
+        if plain(name) not in LOCAL:
+            assert_same(momenta, results[0][1])
         assert step == steps == 7
         for text in told:
             assert isinstance(text, str)
@@ -355,8 +410,10 @@ def test_bad_settings_are_refused_with_the_reason(name: str, setting: str, size:
     def work(world: World) -> None:
         model = make()
         with pytest.raises((ValueError, TypeError), match=REFUSED[name][setting]):
-            un.parallel(model, sgd(model), f"{name}({setting})", world=world)
-        replica = un.parallel(model, sgd(model), spec_of(name), world=world)  # nothing of it was left behind
+            un.parallel(model, optimizer_of(name, model), f"{name}({setting})", world=world)
+        replica = un.parallel(
+            model, optimizer_of(name, model), spec_of(name), world=world
+        )  # nothing of it was left behind
         replica.close()
 
     run_threads(work, size)

@@ -21,9 +21,11 @@ LAYERS = {
     **dict.fromkeys(
         ["world", "ledger", "report", "transports", "lanes", "schedule", "collectives", "rendezvous", "state"], 0
     ),
-    **dict.fromkeys(["buckets", "reducer", "reduction", "kernels", "normalization"], 1),
+    **dict.fromkeys(["buckets", "reducer", "reduction", "kernels", "parts", "quantised", "signs", "normalization"], 1),
     "reducers": 2,
-    **dict.fromkeys(["strategy", "switching", "periodic"], 3),
+    **dict.fromkeys(
+        ["strategy", "switching", "periodic", "server", "pushpull", "party", "neighbours", "anchors", "fragments"], 3
+    ),
     "strategies": 4,
     **dict.fromkeys(["trainer", "callbacks", "planner", "lab", "watch"], 5),
     **dict.fromkeys(["cli", "demo", "__main__"], 6),

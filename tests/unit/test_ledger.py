@@ -326,3 +326,63 @@ def test_a_world_of_one_records_nothing() -> None:
     report = world.ledger.gather(world)
     assert len(report.ranks) == 1
     assert report.offsets == [0.0]
+
+
+# Events --------------------------------------------------------------------------------------------------------
+
+
+def test_an_event_is_kept_with_its_step_and_time(book: Ledger) -> None:
+    step_at(book, 101.0)
+    book.event("accordion", levels={"w": "low"}, norms=[1.0, 2.5], why=None)
+    (event,) = book.events
+    assert (event.kind, event.step, event.start) == ("accordion", 1, 101.0)
+    assert event.values == {"levels": {"w": "low"}, "norms": [1.0, 2.5], "why": None}
+    step_at(book, 102.0)
+    assert book.rows[1].compute == 1.0  # an event takes no time
+
+
+def test_events_are_told_a_line_each(book: Ledger) -> None:
+    book.event("resized", size=3)
+    step_at(book, 101.0)
+    book.event("accordion", levels={str(i): "low" for i in range(100)})
+    assert book.told() == "step 0: resized: size=3\nstep 1: accordion: levels=100 values"
+    assert book.told(kind="resized") == "step 0: resized: size=3"
+    assert book.told(last=1).startswith("step 1")
+
+
+@pytest.mark.parametrize("bad", [{1, 2}, torch.ones(1), {1: "a"}, [object()], b"bytes"])
+def test_an_event_refuses_what_is_not_plain(book: Ledger, bad: object) -> None:
+    with pytest.raises(TypeError, match="plain values"):
+        book.event("odd", value=bad)
+    assert not book.events
+
+
+def test_events_are_written_as_json_lines(book: Ledger, tmp_path: Path) -> None:
+    book.event("accordion", norms={"w": math.nan, "v": 1.5}, ranks=(0, 1))
+    book.write_jsonl(tmp_path / "ledger.jsonl")
+    (line,) = (tmp_path / "ledger.jsonl").read_text().splitlines()
+    assert json.loads(line) == {
+        "type": "event",
+        "rank": 0,
+        "kind": "accordion",
+        "start": 100.0,
+        "step": 0,
+        "values": {"norms": {"w": None, "v": 1.5}, "ranks": [0, 1]},
+    }
+
+
+def test_every_ranks_events_are_gathered_and_traced(tmp_path: Path) -> None:
+    def work(world: World) -> Report:
+        world.ledger.event("decided", rank=world.rank, norm=math.inf)
+        return world.ledger.gather(world)
+
+    report = run_threads(work, 2)[0]
+    assert [[event.values["rank"] for event in events] for events in report.events] == [[0], [1]]
+    report.trace(tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    moments = [entry for entry in trace if entry["ph"] == "i"]
+    assert [(entry["pid"], entry["name"], entry["args"]["rank"]) for entry in moments] == [
+        (0, "decided", 0),
+        (1, "decided", 1),
+    ]
+    assert all(entry["ts"] >= 0 and entry["args"]["norm"] is None for entry in moments)

@@ -165,9 +165,10 @@ def test_freezing_and_unfreezing_keeps_every_parameters_residual() -> None:
         model[1].weight.requires_grad_(True)
         train(model, optimizer, world, range(4, 5))
         assert not torch.equal(residuals(replica)["1.weight"], before["1.weight"])
-        shared = replica.state_dict()["shared"]["reducer"]
-        assert shared["whole"]["step"] == 5, "a bucket that is laid out anew goes on counting"
-        assert {n: e["inner/seen"] for n, e in shared["each"].items()} == {"0.weight": 5, "1.weight": 3, "2.weight": 5}
+        each = replica.state_dict()["shared"]["reducer"]["each"]
+        counted = {"0.weight": 5, "1.weight": 3, "2.weight": 5}  # also where a bucket was laid out anew
+        assert {name: entries["inner/seen"] for name, entries in each.items()} == counted
+        assert {name: entries["step"] for name, entries in each.items()} == counted
         replica.close()
 
     run_threads(work, 2)
@@ -260,7 +261,7 @@ def test_a_lost_ranks_residual_is_told_and_the_others_keep_theirs() -> None:
         after = residuals(replica).get("0.weight", torch.zeros_like(before))
         torch.testing.assert_close(after, before * 3 / 2)
         train(model, optimizer, again, range(4, 6))
-        assert replica.state_dict()["shared"]["reducer"]["whole"]["step"] == 6
+        assert replica.state_dict()["shared"]["reducer"]["each"]["0.weight"]["step"] == 6
         return told
 
     for rank, told in enumerate(run_threads(work, 3)):

@@ -52,6 +52,11 @@ def combine(parts: Sequence[Tensor], op: Op, out: Tensor) -> None:
     dtype = out.dtype
     if dtype == torch.uint64:
         _combine_uint64(parts, op, out)
+    elif dtype == torch.float16 and op == "mean" and len(parts) == 2:
+        torch.lerp(parts[0], parts[1], 0.5, out=out)  # worked out in fp32, and rounded once
+    elif dtype == torch.bfloat16 and op == "mean" and len(parts) == 2:  # not that: a difference may overflow
+        a, b = parts[::-1] if parts[1].data_ptr() == out.data_ptr() else parts
+        torch.add(torch.mul(a, 0.5, out=out), b, alpha=0.5, out=out)
     elif dtype in _WIDE:
         wide = torch.empty_like(out, dtype=_WIDE[dtype])
         _fold([p.to(wide.dtype) for p in parts], op, wide)

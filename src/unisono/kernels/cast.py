@@ -1,0 +1,61 @@
+"""The mean in 16 bits: cast, all-reduce, cast back. What `bf16` and `fp16` share."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from unisono.buckets import Bucket
+from unisono.parts import FromInput
+from unisono.reducer import Codec, Reduced, Stages, State, all_reduce_bytes
+from unisono.world import World
+
+_lines: weakref.WeakKeyDictionary[Bucket, dict[torch.dtype, tuple[weakref.ref[World], Tensor]]]
+_lines = weakref.WeakKeyDictionary()
+
+
+def cast_stages(dtype: torch.dtype, bucket: Bucket, state: State, world: World) -> Stages:
+    """The mean of a bucket in `dtype`; one of 16 bits goes as it is."""
+    if bucket.flat.element_size() <= dtype.itemsize:
+        handle = world.all_reduce(bucket.flat, "mean", tag=bucket.tag)
+        yield
+        handle.wait()
+        return Reduced(bucket.tensors), state
+    line = _line(bucket, dtype, world)
+    line.copy_(bucket.flat)
+    handle = world.all_reduce(line, "mean", tag=bucket.tag)
+    yield
+    handle.wait()
+    bucket.flat.copy_(line)
+
+    def sent(given: list[Tensor]) -> list[Tensor]:
+        return [x.to(dtype).to(x.dtype) for x in given]
+
+    return FromInput(bucket.tensors, cast(Any, sent)), state
+
+
+def cast_bytes(dtype: torch.dtype, bucket: Bucket, size: int) -> int:
+    """What one rank sends: an all-reduce of 2 bytes a number."""
+    return all_reduce_bytes(bucket.flat.numel() * min(dtype.itemsize, bucket.flat.element_size()), size)
+
+
+def cast_codec(dtype: torch.dtype) -> Codec:
+    """Numbers as the bytes of their 16-bit form."""
+    return Codec(
+        encode=lambda x, noise: x.detach().reshape(-1).to(dtype).view(torch.uint8),
+        decode=lambda code, n: code.view(dtype)[:n].to(torch.float32),
+        nbytes=lambda n: n * dtype.itemsize,
+    )
+
+
+def _line(bucket: Bucket, dtype: torch.dtype, world: World) -> Tensor:
+    """Memory for the bucket in `dtype` that this world moves fastest; given back when the bucket is gone."""
+    lines = _lines.setdefault(bucket, {})
+    if dtype not in lines or lines[dtype][0]() is not world:
+        line = world.empty(bucket.flat.numel(), dtype)
+        lines[dtype] = (weakref.ref(world), line)
+        weakref.finalize(bucket, world.release, line).atexit = False
+    return lines[dtype][1]

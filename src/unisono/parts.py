@@ -1,0 +1,208 @@
+"""A bucket in parts, each reduced in its own way, side by side; their states stay in the whole bucket's layout.
+
+A state in the whole bucket's layout is saved, laid out anew and carried to another world like any other (see
+`reducer.State`). A reducer that works on some of the tensors sees a narrow copy of it; what it leaves is written
+back. So it does not matter which tensors a part had when the state was made.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from unisono.buckets import Bucket
+from unisono.reducer import Reduced, Reducer, Stages, State, stages_of
+from unisono.world import World
+
+__all__ = ["FromInput", "Part", "finite", "in_parts", "lines_of", "mean_in_place", "narrow", "runs", "widen"]
+
+Slices = list[tuple[slice, slice]]
+_lines: WeakKeyDictionary[Bucket, State] = WeakKeyDictionary()  # by part: its last state, memory for the next
+
+
+class FromInput(Reduced):
+    """A result whose `sent` is worked out from the input, by whoever kept that: `sent_of(input)`.
+
+    A cast or an exact mean need then keep no copy of their input for those who never ask.
+    """
+
+    __slots__ = ()
+
+    def sent_of(self, given: list[Tensor]) -> list[Tensor]:
+        return cast(Callable[[list[Tensor]], list[Tensor]], self.sent)(given)
+
+
+class Part(NamedTuple):
+    """Some of a bucket's tensors, who reduces them (None: their exact mean), and its state in the whole layout."""
+
+    which: Sequence[int]
+    reducer: Reducer | None
+    state: State
+
+
+def in_parts(bucket: Bucket, parts: Sequence[Part], world: World) -> Generator[None, None, tuple[Reduced, list[State]]]:
+    """Reduce every part by its own reducer, with their collectives under way together; each part's next state.
+
+    The parts hold every tensor once. Where a mean is not finite anywhere in the bucket, no part's lines change.
+    """
+    live = [i for i, part in enumerate(parts) if part.which]
+    states = [part.state for part in parts]
+    if len(live) == 1:
+        part = parts[live[0]]
+        reduced, states[live[0]] = yield from _begun(bucket, bucket, part, part.state, world)
+        return reduced, states
+    buckets = [bucket.part(parts[i].which) if parts[i].reducer is not None else bucket for i in live]
+    works = [
+        _begun(b, bucket, parts[i], _narrowed(b, bucket, parts[i]), world) for i, b in zip(live, buckets, strict=True)
+    ]
+    results = yield from together(works)
+    mean: list[Any] = [None] * len(bucket.names)
+    for i, (reduced, _) in zip(live, results, strict=True):
+        for k, x in zip(parts[i].which, reduced.mean, strict=True):
+            mean[k] = x
+    ok = not any(lines_of(state) for _, state in results) or finite(mean)
+    for i, b, (_, after) in zip(live, buckets, results, strict=True):
+        if parts[i].reducer is not None:
+            widen(bucket, parts[i].which, b, parts[i].state, after, ok)
+            _lines[b] = after
+
+    def sent(given: list[Tensor]) -> list[Tensor]:
+        found = list(given)
+        for i, (reduced, _) in zip(live, results, strict=True):
+            mine = reduced.sent_of([given[k] for k in parts[i].which])
+            for k, x in zip(parts[i].which, mine, strict=True):
+                found[k] = x
+        return found
+
+    all_of_it = all(reduced.sent is None for reduced, _ in results)
+    return Reduced(mean) if all_of_it else FromInput(mean, cast(Any, sent)), states
+
+
+def _begun(part: Bucket, whole: Bucket, which: Part, state: State, world: World) -> Stages:
+    if which.reducer is None:
+        return mean_in_place(whole, which.which, world)
+    return stages_of(which.reducer, part, state, world)
+
+
+def _narrowed(part: Bucket, whole: Bucket, which: Part) -> State:
+    return {} if which.reducer is None else narrow(whole, which.which, part, which.state, _lines.get(part, {}))
+
+
+def mean_in_place(bucket: Bucket, which: Sequence[int], world: World) -> Stages:
+    """The exact mean of some of a bucket's tensors, where they lie."""
+    lines = [bucket.flat[here] for here, _ in runs(bucket, which)]
+    handle = world.all_reduce(lines, "mean", tag=bucket.tag)
+    yield
+    handle.wait()
+    return Reduced([bucket.tensors[i] for i in which]), {}
+
+
+def together(works: Sequence[Stages]) -> Generator[None, None, list[tuple[Reduced, State]]]:
+    """Several stages in turn: in one order on every rank, as long as each one's own collectives are."""
+    results: list[Any] = [None] * len(works)
+    left = dict(enumerate(works))
+    while left:
+        for i, work in list(left.items()):
+            try:
+                next(work)
+            except StopIteration as end:  # noqa: PERF203 - a handful of stages
+                results[i] = end.value
+                del left[i]
+        if left:
+            yield
+    return results
+
+
+# States ----------------------------------------------------------------------------------------------------------
+
+
+def runs(bucket: Bucket, which: Sequence[int]) -> Slices:
+    """Where some tensors lie in the bucket's line, and in the line of a bucket that holds only them.
+
+    Neighbours are one stretch: what lies between them is the same in both.
+    """
+    bounds = [*bucket.starts, bucket.flat.numel()]
+    found, at = [], 0
+    for _, group in itertools.groupby(enumerate(which), lambda pair: pair[1] - pair[0]):
+        members = [i for _, i in group]
+        start, stop = bounds[members[0]], bounds[members[-1] + 1]
+        found.append((slice(start, stop), slice(at, at + stop - start)))
+        at += stop - start
+    return found
+
+
+def narrow(bucket: Bucket, which: Sequence[int], part: Bucket, state: State, memory: State) -> State:
+    """The state of some tensors, for a bucket that holds only them. Lines are copied, into `memory` where it fits."""
+    found: State = {}
+    for key, value in state.items():
+        old = memory.get(key)
+        if isinstance(value, dict):
+            found[key] = narrow(bucket, which, part, value, old if isinstance(old, dict) else {})
+        elif isinstance(value, Tensor):
+            if not isinstance(old, Tensor) or old.dtype != value.dtype or old.shape != part.flat.shape:
+                old = value.new_empty(part.flat.numel())
+            for there, here in runs(bucket, which):
+                old[here].copy_(value[there])
+            found[key] = old
+        else:
+            found[key] = [value[i] for i in which] if isinstance(value, list) else value
+    return found
+
+
+def widen(
+    bucket: Bucket, which: Sequence[int], part: Bucket, state: State, after: State, ok: bool | Tensor = True
+) -> State:
+    """Write what a part's reducer left into the whole bucket's state; lines only where `ok` (a flag on a device will
+    do). An entry of a list that is None says nothing new."""
+    for key, value in after.items():
+        if isinstance(value, dict):
+            widen(bucket, which, part, state.setdefault(key, {}), value, ok)
+        elif isinstance(value, Tensor):
+            if key not in state:
+                state[key] = value.new_zeros(bucket.flat.numel())
+            for there, here in runs(bucket, which):
+                keep_where(ok, state[key][there], value[here])
+        elif isinstance(value, list):
+            entries = state.setdefault(key, [None] * len(bucket.names))
+            for i, entry in zip(which, value, strict=True):
+                entries[i] = entries[i] if entry is None else entry
+        else:
+            state[key] = value
+    return state
+
+
+def lines_of(state: State, name: str = "") -> list[Tensor]:
+    """The lines in a state and in those inside it: all, or those of a name."""
+    found: list[Tensor] = []
+    for key in sorted(state):
+        if isinstance(state[key], dict):
+            found += lines_of(state[key], name)
+        elif isinstance(state[key], Tensor) and name in ("", key):
+            found.append(state[key])
+    return found
+
+
+# Overflow --------------------------------------------------------------------------------------------------------
+
+
+def finite(tensors: Sequence[Tensor]) -> bool | Tensor:
+    """Whether there is no inf and no nan; on a device the answer stays there, so that nobody waits for it."""
+    full = [x for x in tensors if x.numel()]
+    if full and full[0].is_cuda:
+        return torch.isfinite(torch.stack(torch._foreach_norm(full, math.inf))).all()
+    ends = [end for x in full for end in torch.aminmax(x)]  # of all ways the quickest: a nan comes through
+    return not ends or bool(torch.isfinite(torch.stack(ends)).all())
+
+
+def keep_where(ok: bool | Tensor, target: Tensor, value: Tensor) -> None:
+    """Write `value` into `target` where `ok`."""
+    if isinstance(ok, Tensor):
+        torch.where(ok, value, target, out=target)
+    elif ok:
+        target.copy_(value)

@@ -1,0 +1,205 @@
+"""The exchange of quantised lines: every rank gathers all messages, or each averages a part and sends it on.
+
+Phases of the second form, which sends 2(N-1)/N messages instead of N-1:
+1. scatter: part r of my line goes to rank r, quantised;
+2. average: the parts I got are decoded, and their mean is quantised again;
+3. gather: every rank's part goes to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from unisono.buckets import Bucket
+from unisono.kernels import elias as gamma
+from unisono.kernels import quantise
+from unisono.kernels.noise import Noise, noise
+from unisono.kernels.quantise import Levels
+from unisono.reducer import Codec, Reduced, Reducer, Stages, State, staged
+from unisono.world import World
+
+Exchanged = Generator[None, None, Reduced]
+_PART = 64  # numbers: parts start at multiples
+
+
+class Wire(NamedTuple):
+    """How a line of numbers is written.
+
+    nbytes: bytes of n numbers; where the code's length depends on the data (not `even`), of its fixed form.
+    encode(x, noise): the code, uint8. decode(code, out, parts, add): its numbers over `parts` into `out`.
+    """
+
+    nbytes: Callable[[int], int]
+    encode: Callable[[Tensor, Noise], Tensor]
+    decode: Callable[[Tensor, Tensor, int, bool], None]
+    even: bool = True
+
+
+def wire_of(name: str, levels: Levels, elias: bool) -> Wire:
+    """The wire of random rounding to levels: packed codes, or Elias's code of them."""
+    if type(levels.bits) is not int or levels.bits not in (2, 4, 8):
+        raise ValueError(
+            f"{name}: bits must be 2, 4 or 8, so that codes (a sign and a level each) fill bytes, got {levels.bits!r}"
+        )
+    checked_block(name, levels.block)
+    if type(elias) is not bool:
+        raise TypeError(f"{name}: elias must be True (Elias's code) or False (packed bits), got {elias!r}")
+
+    def encode(x: Tensor, source: Noise) -> Tensor:
+        code = torch.empty(levels.nbytes(x.numel()), dtype=torch.uint8, device=x.device)
+        quantise.encode(x, levels, source, code)
+        return code
+
+    def decode(code: Tensor, out: Tensor, parts: int, add: bool) -> None:
+        quantise.decode(code, levels, out, parts=parts, add=add)
+
+    def encode_short(x: Tensor, source: Noise) -> Tensor:
+        n, code = x.numel(), encode(x, source)
+        codes = gamma.encode(quantise.unpack(code, n, levels), levels.bits)
+        return torch.cat([code[: 4 * -(-n // levels.block)], codes])
+
+    def decode_short(short: Tensor, out: Tensor, parts: int, add: bool) -> None:
+        n, head = out.numel(), 4 * -(-out.numel() // levels.block)
+        code = torch.empty(levels.nbytes(n), dtype=torch.uint8, device=out.device)
+        code[:head] = short[:head]
+        quantise.pack(gamma.decode(short[head:], n, levels.bits), levels, code)
+        decode(code, out, parts, add)
+
+    return Wire(levels.nbytes, encode_short, decode_short, False) if elias else Wire(levels.nbytes, encode, decode)
+
+
+def checked_block(name: str, block: int) -> int:
+    """A number of numbers that share a scale."""
+    if type(block) is not int or not 64 <= block <= 32768 or block & (block - 1):
+        raise ValueError(f"{name}: block must be a power of two from 64 to 32768 (numbers a block), got {block!r}")
+    return block
+
+
+def whole_number(name: str, what: str, value: int) -> int:
+    """A setting that is a whole number."""
+    if type(value) is not int:
+        raise TypeError(f"{name}: {what} must be a whole number, got {value!r}")
+    return value
+
+
+def quantised(name: str, wire: Wire, seed: int = 0) -> Reducer:
+    """The reducer of this name, which sends lines over a wire, by the form of exchange that sends fewer bytes.
+
+    In the second form the error of quantising a mean again counts, N times, as not sent by the rank that owns
+    the part: the mean of what the ranks sent is what they got, as error feedback needs it.
+    """
+
+    def stages(bucket: Bucket, state: State, world: World) -> Stages:
+        after = {"step": state["step"] + 1}
+        if not bucket.flat.numel():
+            return Reduced(bucket.tensors), after
+        step = state["step"]
+        streams = [noise(seed, step, world.rank, bucket.index, stream) for stream in (0, 1)]
+        through = _by_parts if _in_parts(wire.nbytes, bucket.flat.numel(), world.size) else _gathered
+        reduced = yield from through(wire, bucket, world, streams)
+        return reduced, after
+
+    stages.__module__ = f"unisono.reducers.{name}"  # where its factory is found
+
+    def sends(bucket: Bucket, size: int) -> int:
+        n = bucket.flat.numel()
+        if _in_parts(wire.nbytes, n, size):
+            return 2 * (size - 1) * wire.nbytes(part_length(n, size))
+        return (size - 1) * wire.nbytes(n)
+
+    def decode(code: Tensor, n: int) -> Tensor:
+        out = torch.empty(n, device=code.device)
+        wire.decode(code, out, 1, False)
+        return out
+
+    codec = Codec(wire.encode, decode, wire.nbytes if wire.even else None)
+    return staged(lambda bucket: {"step": 0}, stages, sends=sends if wire.even else None, codec=codec)
+
+
+def part_length(n: int, size: int) -> int:
+    """Numbers in each of `size` parts of a line; the last parts may be shorter, or empty."""
+    return -(-n // (size * _PART)) * _PART
+
+
+def parts_of(line: Tensor, size: int) -> list[Tensor]:
+    """A line's parts, one a rank."""
+    each = part_length(line.numel(), size)
+    return [line[r * each : (r + 1) * each] for r in range(size)]
+
+
+def working_dtype(bucket: Bucket) -> torch.dtype:
+    """The dtype of sums: float32, or the bucket's float64."""
+    return torch.float64 if bucket.dtype == torch.float64 else torch.float32
+
+
+def line_for(bucket: Bucket) -> Tensor:
+    """A line for the mean: the bucket's own, or one of float32 where it has 16 bits."""
+    wide = working_dtype(bucket)
+    return bucket.flat if bucket.dtype == wide else torch.empty_like(bucket.flat, dtype=wide)
+
+
+def put(line: Tensor, bucket: Bucket) -> None:
+    """The mean into the bucket; 16-bit numbers stop at their largest (NaN stays: it tells of an overflow)."""
+    if line is not bucket.flat:
+        top = torch.finfo(bucket.dtype).max
+        bucket.flat.copy_(line.clamp_(-top, top))
+
+
+def mean_of(wire: Wire, codes: Sequence[Tensor], out: Tensor) -> Tensor:
+    """The mean of the lines in some messages."""
+    for i, code in enumerate(codes):
+        wire.decode(code, out, len(codes), i > 0)
+    return out
+
+
+def _in_parts(nbytes: Callable[[int], int], n: int, size: int) -> bool:
+    return 2 * nbytes(part_length(n, size)) < nbytes(n)
+
+
+def _gathered(wire: Wire, bucket: Bucket, world: World, streams: list[Noise]) -> Exchanged:
+    code = wire.encode(bucket.flat, streams[0])
+    handle = world.all_gather(code, even=wire.even, tag=bucket.tag)
+    yield
+    line = mean_of(wire, handle.wait(), line_for(bucket))
+    put(line, bucket)
+
+    def sent() -> list[Tensor]:
+        return bucket.views(mean_of(wire, [code], torch.empty_like(bucket.flat, dtype=working_dtype(bucket))))
+
+    return Reduced(bucket.tensors, sent)
+
+
+def _by_parts(wire: Wire, bucket: Bucket, world: World, streams: list[Noise]) -> Exchanged:
+    wide, rank, each = working_dtype(bucket), world.rank, part_length(bucket.flat.numel(), world.size)
+    parts = parts_of(bucket.flat, world.size)
+    codes = [_padded(wire, wire.encode(x, streams[0].after(r * each)), each) for r, x in enumerate(parts)]
+    handle = world.all_to_all(codes, tag=bucket.tag)
+    yield
+    mine = mean_of(wire, handle.wait(), torch.empty_like(parts[rank], dtype=wide))
+    code = _padded(wire, wire.encode(mine, streams[1]), each)
+    gathering = world.all_gather(code, even=wire.even, tag=bucket.tag)
+    yield
+    line = line_for(bucket)
+    for x, message in zip(parts_of(line, world.size), gathering.wait(), strict=True):
+        mean_of(wire, [message], x)
+    put(line, bucket)
+
+    def sent() -> list[Tensor]:
+        given = torch.empty_like(bucket.flat, dtype=wide)
+        for x, message in zip(parts_of(given, world.size), codes, strict=True):
+            mean_of(wire, [message], x)
+        lost = mean_of(wire, [code], torch.empty_like(mine)).sub_(mine)
+        parts_of(given, world.size)[rank].add_(lost, alpha=world.size)
+        return bucket.views(given)
+
+    return Reduced(bucket.tensors, sent)
+
+
+def _padded(wire: Wire, code: Tensor, each: int) -> Tensor:
+    """Messages of one length, also for the shorter parts at the end."""
+    missing = wire.nbytes(each) - len(code) if wire.even else 0
+    return torch.cat([code, code.new_zeros(missing)]) if missing else code

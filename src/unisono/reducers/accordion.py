@@ -1,0 +1,235 @@
+"""Accordion: low compression while a layer's gradients change quickly, high compression otherwise.
+
+Agarwal et al., "Accordion: Adaptive Gradient Communication via Critical Learning Regime Identification" (2021).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from unisono.buckets import Bucket
+from unisono.parts import FromInput, Part, finite, in_parts, keep_where
+from unisono.reducer import Reduced, Reducer, Stages, State, residual_like, staged
+from unisono.world import World
+
+
+def accordion(low: Reducer, high: Reducer, *, every: int = 1000, threshold: float = 0.5) -> Reducer:
+    """Two levels of compression, chosen anew for each tensor at the end of every window of `every` steps.
+
+    With D the sum of a tensor's gradients over a window, in the root mean square over the ranks, it is in a critical
+    regime if | |D_before| - |D_now| | / |D_before| >= threshold, if |D_before| is zero, or if there is none yet: then
+    `low` reduces it in the next window, else `high`. When a learning rate falls, all go to `low` until the next
+    decision. The first two windows are `low`.
+
+    low: little compression, for critical regimes: powersgd(rank=2), topk(k=0.99), dense.
+    high: much compression: powersgd(rank=1), topk(k=0.1).
+    every: steps a window; the paper has 10 epochs, which on its CIFAR runs (4 x 128 samples a step) is about 1,000
+        steps, and 5 epochs for recurrent networks.
+    threshold: how much of a norm counts as change.
+
+    What both keep under one name (a residual, PowerSGD's Q, a step count) goes over from one to the other. A residual
+    for which the other has no place is added to the next gradient. Steps that overflow count for no sum. Decisions are
+    events named "accordion" in the ledger. Sends what the two send, and 8 bytes a tensor at the end of a window;
+    keeps one number a parameter more than they do. On a GPU it waits for the device once a window.
+
+    >>> from unisono.spec import build
+    >>> build("accordion(dense, bf16, every=100)", kind="reducer").spec
+    'accordion(low=dense, high=bf16, every=100)'
+    """
+    for name, value in (("low", low), ("high", high)):
+        if not isinstance(value, Reducer):
+            raise TypeError(f"accordion takes a reducer such as bf16() as {name}, got {value!r}")
+    if type(every) is not int or every < 1:
+        raise ValueError(f"every counts steps a window: expected a whole number of at least 1, got {every!r}")
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 < threshold < math.inf:
+        raise ValueError(
+            f"threshold is a share of a norm: expected a number above 0 (the paper: 0.5), got {threshold!r}"
+        )
+    spare: WeakKeyDictionary[Bucket, Tensor] = WeakKeyDictionary()
+
+    def init(bucket: Bucket) -> State:
+        tensors = len(bucket.names)
+        both, only_low, only_high = _shared(low.init(bucket), high.init(bucket))
+        return {
+            "step": 0,
+            "delta": residual_like(bucket),
+            "norm": [None] * tensors,  # of the window before
+            "low": [True] * tensors,
+            "flush": [False] * tensors,  # what the other level kept is still to be added
+            "both": both,
+            "levels": {"low": only_low, "high": only_high},
+        }
+
+    def stages(bucket: Bucket, state: State, world: World) -> Stages:
+        if bucket.decayed and not all(state["low"]):
+            _set(state, [True] * len(bucket.names))
+            _note(bucket, state, world, "a learning rate fell", {})
+        grown = torch.add(state["delta"], bucket.flat, out=spare.get(bucket, torch.empty_like(state["delta"])))
+        flushed = _flush(bucket, state)
+        reduced = yield from _both_levels(bucket, state, (low, high), world)
+        ok = finite(reduced.mean)
+        for line, there, _ in flushed:
+            keep_where(ok, line[there], torch.zeros_like(line[there]))
+        if isinstance(ok, bool):
+            if ok:
+                state["delta"], grown = grown, state["delta"]
+                state["flush"] = [False] * len(bucket.names)
+        else:
+            keep_where(ok, state["delta"], grown)
+        spare[bucket] = grown
+        state["step"] += 1
+        if state["step"] % every == 0:
+            yield from _decide(bucket, state, threshold, world)
+        return _with(reduced, flushed, bucket), state
+
+    def check(optimizer: Optimizer, world: World) -> None:
+        for reducer in (low, high):
+            if reducer.check is not None:
+                reducer.check(optimizer, world)
+
+    return staged(init, stages, exact=low.exact and high.exact, memory=low.memory or high.memory, check=check)
+
+
+# Decisions -------------------------------------------------------------------------------------------------------
+
+
+def critical(before: float | None, now: float, threshold: float) -> bool:
+    """Whether a tensor's gradients changed much between two windows, by their norms.
+
+    >>> [critical(before, 1.0, 0.5) for before in (None, 0.0, 2.0, 1.9, 0.6)]
+    [True, True, True, False, True]
+    """
+    return before is None or before == 0 or not abs(before - now) / before < threshold
+
+
+def _decide(bucket: Bucket, state: State, threshold: float, world: World) -> Any:
+    """The end of a window: every rank has the same norms, so every rank decides alike."""
+    lines = [state["delta"][start : start + p.numel()] for start, p in zip(bucket.starts, bucket.params, strict=True)]
+    norms = torch.stack([torch.linalg.vector_norm(line, dtype=torch.float64) for line in lines])
+    handle = world.all_reduce(norms.square_(), "mean", tag="accordion")
+    yield
+    handle.wait()
+    now: list[float] = norms.sqrt_().tolist()
+    if bucket.flat.is_cuda:  # there nobody waited to see whether it went through: it had a whole window
+        state["flush"] = [False] * len(now)
+    _set(state, [critical(a, b, threshold) for a, b in zip(state["norm"], now, strict=True)])
+    state["norm"] = now
+    state["delta"].zero_()
+    _note(bucket, state, world, "the end of a window", dict(zip(bucket.names, now, strict=True)))
+
+
+def _set(state: State, lows: list[bool]) -> None:
+    """Change levels; what the former one kept alone is to be flushed."""
+    state["flush"] = [f or a != b for f, a, b in zip(state["flush"], state["low"], lows, strict=True)]
+    state["low"] = lows
+
+
+def _note(bucket: Bucket, state: State, world: World, why: str, norms: dict[str, float]) -> None:
+    levels = {name: "low" if low else "high" for name, low in zip(bucket.names, state["low"], strict=True)}
+    world.ledger.event("accordion", step=state["step"], why=why, levels=levels, norms=norms)
+
+
+# Two levels, one memory ------------------------------------------------------------------------------------------
+
+
+def _both_levels(bucket: Bucket, state: State, reducers: Sequence[Reducer], world: World) -> Any:
+    """Reduce each tensor by its level; gives the result."""
+    parts = []
+    for reducer, level in zip(reducers, ("low", "high"), strict=True):
+        which = [i for i, low in enumerate(state["low"]) if low == (level == "low")]
+        parts.append(Part(which, reducer, _joined(state["both"], state["levels"][level])))
+    reduced, after = yield from in_parts(bucket, parts, world)
+    for part, level, new in zip(parts, ("low", "high"), after, strict=True):
+        if part.which:
+            _part_again(new, state["both"], state["levels"][level])
+    return reduced
+
+
+def _shared(low: State, high: State) -> tuple[State, State, State]:
+    """What both keep under one name, and what each keeps alone. Of two the first is taken, where there is one."""
+    both: State = {}
+    alone: tuple[State, State] = ({}, {})
+    for key in dict.fromkeys([*low, *high]):
+        a, b = low.get(key), high.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            both[key], *rest = _shared(a, b)
+            for own, inside in zip(alone, rest, strict=True):
+                own[key] = inside
+        elif key in low and key in high and type(a) is type(b) and getattr(a, "dtype", 0) == getattr(b, "dtype", 0):
+            both[key] = _either(a, b)
+        else:
+            for own, state in zip(alone, (low, high), strict=True):
+                if key in state:
+                    own[key] = state[key]
+    return both, *alone
+
+
+def _either(a: Any, b: Any) -> Any:
+    return [x if x is not None else y for x, y in zip(a, b, strict=True)] if isinstance(a, list) else a
+
+
+def _joined(both: State, own: State) -> State:
+    """One level's state: the same lines and lists, in new dicts."""
+    found = dict(own)
+    for key, value in both.items():
+        found[key] = _joined(value, own.get(key, {})) if isinstance(value, dict) else value
+    return found
+
+
+def _part_again(new: State, both: State, own: State) -> None:
+    """The opposite: a level's new state goes where each entry is kept."""
+    for key, value in new.items():
+        if isinstance(value, dict) and isinstance(both.get(key), dict):
+            _part_again(value, both[key], own.setdefault(key, {}))
+            continue
+        home = both if key in both else own
+        if isinstance(value, list) and isinstance(home.get(key), list):
+            value = [old if new is None else new for old, new in zip(home[key], value, strict=True)]
+        home[key] = value
+
+
+Flushed = list[tuple[Tensor, slice, Tensor]]  # a line, where a tensor lies in it, and what was added of it
+
+
+def _flush(bucket: Bucket, state: State) -> Flushed:
+    """Add to the gradients what is kept for them under the level that does not reduce them now, as large as it
+    counts at today's learning rate."""
+    flushed: Flushed = []
+    for i, waiting in enumerate(state["flush"]):
+        other = state["levels"]["high" if state["low"][i] else "low"]
+        for line, rates in _residuals(other) if waiting else []:
+            there = slice(bucket.starts[i], bucket.starts[i] + bucket.params[i].numel())
+            old, new = rates[i] if rates else None, bucket.lr[i]
+            kept = line[there] * (old / new if old is not None and old > 0 and new > 0 else 1.0)
+            bucket.flat[there].add_(kept)
+            flushed.append((line, there, kept))
+    return flushed
+
+
+def _residuals(state: State) -> list[tuple[Tensor, list[float | None]]]:
+    """What is kept in a state and in those inside it, each with the learning rates it was kept at."""
+    found = [pair for inside in state.values() if isinstance(inside, dict) for pair in _residuals(inside)]
+    return [*found, (state["residual"], state.get("lr", []))] if "residual" in state else found
+
+
+def _with(reduced: Reduced, flushed: Flushed, bucket: Bucket) -> Reduced:
+    """What was flushed got through as well."""
+    if not flushed:
+        return reduced
+
+    def sent(given: list[Tensor]) -> list[Tensor]:
+        line = torch.zeros_like(bucket.flat)
+        for view, x in zip(bucket.views(line), given, strict=True):
+            view.copy_(x)
+        for _, there, kept in flushed:
+            line[there].add_(kept)
+        return reduced.sent_of(bucket.views(line))
+
+    return FromInput(reduced.mean, cast(Any, sent))

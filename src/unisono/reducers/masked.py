@@ -1,0 +1,114 @@
+"""Some tensors by one reducer, the rest exactly or by another: chosen by name and by size."""
+
+from __future__ import annotations
+
+import fnmatch
+from weakref import WeakKeyDictionary
+
+from torch.optim import Optimizer
+
+from unisono.buckets import Bucket
+from unisono.parts import Part, in_parts, runs, widen
+from unisono.reducer import Reducer, Stages, State, all_reduce_bytes, staged
+from unisono.world import World
+
+
+def masked(
+    inner: Reducer,
+    *,
+    only: str | list[str] = "*",
+    skip: str | list[str] = "",
+    min_size: int = 0,
+    rest: Reducer | None = None,
+) -> Reducer:
+    """Reduce by `inner` the tensors that the mask lets through, and the rest by `rest`.
+
+    inner: for tensors whose name fits `only` and not `skip`, and that have at least `min_size` elements.
+    only, skip: patterns as in file names (`*.weight`, `head.*`), in a list or with commas between them. A pattern
+        that fits no tensor is no error.
+    min_size: elements.
+    rest: for the others; None: their exact mean.
+
+    Sends what both send. The two are under way together.
+
+    >>> from unisono.spec import build
+    >>> build("masked(bf16, skip='head.*', min_size=1024)", kind="reducer").exact
+    False
+    """
+    for name, value in (("inner", inner), ("rest", rest)):
+        if not isinstance(value, Reducer) and not (name == "rest" and value is None):
+            raise TypeError(f"masked takes a reducer such as bf16() as {name}, got {value!r}")
+    if type(min_size) is not int or min_size < 0:
+        raise ValueError(f"min_size counts elements: expected a whole number of at least 0, got {min_size!r}")
+    wanted, unwanted = _patterns("only", only), _patterns("skip", skip)
+    found: WeakKeyDictionary[Bucket, tuple[list[int], list[int]]] = WeakKeyDictionary()
+
+    def sorted_out(bucket: Bucket) -> tuple[list[int], list[int]]:
+        """The tensors for `inner`, and the others."""
+        if bucket not in found:
+            fits = [
+                p.numel() >= min_size and _fits(name, wanted) and not _fits(name, unwanted)
+                for name, p in zip(bucket.names, bucket.params, strict=True)
+            ]
+            found[bucket] = [i for i, fit in enumerate(fits) if fit], [i for i, fit in enumerate(fits) if not fit]
+        return found[bucket]
+
+    def init(bucket: Bucket) -> State:
+        mine, others = sorted_out(bucket)
+        return {"inner": _init(bucket, mine, inner), "rest": _init(bucket, others, rest)}
+
+    def stages(bucket: Bucket, state: State, world: World) -> Stages:
+        mine, others = sorted_out(bucket)
+        parts = [Part(mine, inner, state["inner"]), Part(others, rest, state["rest"])]
+        reduced, (state["inner"], state["rest"]) = yield from in_parts(bucket, parts, world)
+        return reduced, state
+
+    def sends(bucket: Bucket, size: int) -> int:
+        return sum(
+            _sends(bucket, which, reducer, size) for which, reducer in zip(sorted_out(bucket), both, strict=True)
+        )
+
+    def check(optimizer: Optimizer, world: World) -> None:
+        for reducer in both:
+            if reducer is not None and reducer.check is not None:
+                reducer.check(optimizer, world)
+
+    both = (inner, rest)
+    given = [reducer for reducer in both if reducer is not None]
+    known = all(reducer.sends is not None for reducer in given)
+    return staged(
+        init,
+        stages,
+        exact=all(reducer.exact for reducer in given),
+        memory=any(reducer.memory for reducer in given),
+        sends=sends if known else None,
+        check=check,
+    )
+
+
+def _patterns(name: str, given: str | list[str]) -> list[str]:
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"{name} takes patterns of names, such as '*.weight' or ['head.*', '*.bias'], got {given!r}")
+    return [part.strip() for text in texts for part in text.split(",") if part.strip()]
+
+
+def _fits(name: str, patterns: list[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _init(bucket: Bucket, which: list[int], reducer: Reducer | None) -> State:
+    if reducer is None or not which:
+        return {}
+    part = bucket.part(which)
+    return reducer.init(bucket) if part is bucket else widen(bucket, which, part, {}, reducer.init(part))
+
+
+def _sends(bucket: Bucket, which: list[int], reducer: Reducer | None, size: int) -> int:
+    if not which:
+        return 0
+    if reducer is None:
+        count = sum(here.stop - here.start for here, _ in runs(bucket, which))
+        return all_reduce_bytes(count * bucket.flat.element_size(), size)
+    assert reducer.sends is not None
+    return reducer.sends(bucket.part(which), size)

@@ -1,0 +1,220 @@
+"""Low-rank gradients with error feedback. Vogels, Karimireddy, Jaggi: PowerSGD (NeurIPS 2019), arXiv:1905.13727."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from functools import partial
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from unisono.buckets import Bucket
+from unisono.kernels import lowrank
+from unisono.reducer import Reduced, Reducer, Stages, State, all_reduce_bytes, rescale, residual_like, staged
+from unisono.world import World
+
+
+def powersgd(rank: int = 4, *, feedback: bool = True, min_saving: float = 2.0, seed: int = 0) -> Reducer:
+    """Send two thin factors of each matrix: one step of a power iteration, begun where the last one ended.
+
+    A gradient G of shape (n, ...) is a matrix M = G + e of n rows, the rest its columns. In three phases:
+
+    1. P = M Q; all-reduce P, together with the tensors that are not compressed;
+    2. P <- orthonormal columns of P; Q = M^T P; e <- M - P Q^T with this Q, my own; all-reduce Q;
+    3. the mean is P Q^T with the mean Q, which is kept for the next step.
+
+    Tensors of fewer than two dimensions travel as they are, and so do matrices where factors save too little.
+    In float16 and bfloat16 the factors and the residual are float32. Sends AR(4 [sum r (n + m) + vectors]).
+
+    rank: r, columns of the factors; fewer where a matrix has fewer rows or columns.
+    feedback: keep what was not sent, e, and add it to the next gradient.
+    min_saving: compress a tensor only where its factors are this many times smaller.
+    seed: of the first Q, which depends on the parameter's name and on nothing else.
+
+    >>> from unisono.buckets import Bucket
+    >>> bucket = Bucket(0, [("weight", torch.zeros(64, 64))], lambda n, dtype: torch.empty(n, dtype=dtype))
+    >>> _ = bucket.tensors[0].copy_(torch.outer(torch.arange(64.0), torch.ones(64)))  # a matrix of rank one
+    >>> reducer = powersgd(rank=1)
+    >>> reduced, state = reducer.reduce(bucket, reducer.init(bucket), World())
+    >>> torch.allclose(reduced.mean[0], torch.outer(torch.arange(64.0), torch.ones(64)), atol=1e-4)
+    True
+    """
+    _check(rank, feedback, min_saving, seed)
+    plans: WeakKeyDictionary[Bucket, _Plan] = WeakKeyDictionary()
+
+    def plan_of(bucket: Bucket) -> _Plan:
+        if bucket not in plans:
+            plans[bucket] = _Plan(bucket, rank, min_saving, seed)
+        return plans[bucket]
+
+    def init(bucket: Bucket) -> State:
+        plan = plan_of(bucket)
+        state: State = {"q": plan.keep(plan.noise.clone())}
+        if feedback:
+            state |= {"residual": residual_like(bucket), "lr": [None] * len(bucket.params)}
+        return state
+
+    def stages(bucket: Bucket, state: State, world: World) -> Stages:
+        if feedback:
+            rescale(bucket, state)
+        return (yield from _phases(plan_of(bucket), bucket, state, world))
+
+    def sends(bucket: Bucket, size: int) -> int:
+        matrices, rest = _apart(bucket, rank, min_saving)
+        width = _factor_dtype(bucket).itemsize
+        first = sum(m.rank * m.rows for m in matrices.values()) * width
+        first += sum(bucket.params[i].numel() for i in rest) * bucket.dtype.itemsize
+        second = sum(m.rank * m.columns for m in matrices.values()) * width
+        return all_reduce_bytes(first, size) + all_reduce_bytes(second, size)
+
+    return staged(init, stages, memory=feedback, sends=sends)
+
+
+def _phases(plan: _Plan, bucket: Bucket, state: State, world: World) -> Stages:
+    """The three phases of a step."""
+    layout, flat, residual = plan.layout, bucket.flat, state.get("residual")
+    room, q = plan.room, plan.line_of(state["q"])
+
+    # 1. P = M Q, and what is not compressed
+    lowrank.basis(layout, q, plan.noise, room.basis)
+    lowrank.left(layout, flat, residual, room.basis, room.p, room.rest)
+    given = room.rest.clone() if world.size > 1 else room.rest
+    handle = world.all_reduce(room.first, "mean", tag=bucket.tag)
+    yield
+    handle.wait()
+
+    # 2. Q = M^T P
+    lowrank.orthonormal(layout, room.p, room.unit)
+    lowrank.right(layout, flat, residual, room.unit, room.q)
+    mine = room.q.clone() if world.size > 1 else room.q
+    handle = world.all_reduce(room.second, "mean", tag=bucket.tag)
+    yield
+    handle.wait()
+
+    # 3. The mean P Q^T and the residual; where a number is not finite, on whatever rank, all ranks see it here
+    lowrank.finish(layout, flat, residual, room.unit, mine, room.q, room.rest, q, room.largest())
+    return Reduced(bucket.tensors, partial(plan.sent, bucket, mine, given)), {**state, "q": plan.kept}
+
+
+def _check(rank: int, feedback: bool, min_saving: float, seed: int) -> None:
+    for name, value in (("rank", rank), ("seed", seed)):
+        if type(value) is not int:
+            raise TypeError(f"{name} must be a whole number, got {value!r}")
+    if rank < 1:
+        raise ValueError(f"rank counts the columns of the factors: expected at least 1 (2 to 4 are usual), got {rank}")
+    if type(feedback) is not bool:
+        raise TypeError(f"feedback must be True or False, got {feedback!r}")
+    if type(min_saving) not in (int, float):
+        raise TypeError(f"min_saving must be a number, got {min_saving!r}")
+    if not 1 <= min_saving < math.inf:
+        raise ValueError(
+            f"min_saving says how many times smaller the factors must be: expected at least 1 (the default is 2; less "
+            f"than 1 would send more than the gradient itself), got {min_saving}"
+        )
+
+
+def _factor_dtype(bucket: Bucket) -> torch.dtype:
+    return torch.float32 if bucket.dtype.itemsize < 4 else bucket.dtype
+
+
+def _apart(bucket: Bucket, rank: int, min_saving: float) -> tuple[dict[int, lowrank.Matrix], list[int]]:
+    """The tensors to compress, as matrices, and those that travel as they are.
+
+    Rows are the outermost dimension in memory: the first one, unless a parameter is transposed.
+    """
+    matrices: dict[int, lowrank.Matrix] = {}
+    rest = []
+    widths = _factor_dtype(bucket).itemsize, bucket.dtype.itemsize
+    for i, (x, start) in enumerate(zip(bucket.tensors, bucket.starts, strict=True)):
+        if x.dim() >= 2 and x.numel():
+            rows = x.shape[max(range(x.dim()), key=lambda d: (x.stride(d) if x.shape[d] > 1 else 0, -d))]
+            columns = x.numel() // rows
+            r = min(rank, rows, columns)
+            if x.numel() * widths[1] >= min_saving * r * (rows + columns) * widths[0]:
+                matrices[i] = lowrank.Matrix(start, rows, columns, r)
+                continue
+        if x.numel():
+            rest.append(i)
+    return matrices, rest
+
+
+class _Room:
+    """Memory for a step. P, what is not compressed, and Q lie in one line, where their dtypes are one."""
+
+    def __init__(self, layout: lowrank.Layout, bucket: Bucket) -> None:
+        dtype, sizes = _factor_dtype(bucket), [layout.p_size, sum(layout.rest_sizes), layout.q_size]
+        new = partial(torch.empty, device=bucket.device)
+        self.unit, self.basis = new(layout.p_size, dtype=dtype), new(layout.q_size, dtype=dtype)
+        if bucket.dtype == dtype:
+            line = new(sum(sizes), dtype=dtype)
+            self.p, self.rest, self.q = line.split(sizes)
+            first = [line[: sizes[0] + sizes[1]]]
+            self._shared = [line]
+        else:
+            line = new(sizes[0] + sizes[2], dtype=dtype)
+            self.p, self.q = line.split([sizes[0], sizes[2]])
+            self.rest = new(sizes[1], dtype=bucket.dtype)
+            first = [self.p, self.rest]
+            self._shared = [line, self.rest]
+        self.first, self.second, self._shared = (
+            [x for x in lines if x.numel()] for lines in (first, [self.q], self._shared)
+        )
+
+    def largest(self) -> Tensor:
+        """The largest magnitude of all that ranks have in common, as a tensor: no waiting for a device."""
+        found = [torch.linalg.vector_norm(x, math.inf) for x in self._shared]
+        if not found:
+            return torch.zeros((), device=self.p.device)
+        return found[0] if len(found) == 1 else torch.maximum(*found)
+
+
+class _Plan:
+    """What a bucket's shapes decide: which tensors are compressed, and where everything lies."""
+
+    def __init__(self, bucket: Bucket, rank: int, min_saving: float, seed: int) -> None:
+        matrices, rest = _apart(bucket, rank, min_saving)
+        self._places = {i: k for k, i in enumerate(matrices)}
+        self._count = len(bucket.params)
+        parts = [(bucket.starts[i], bucket.params[i].numel()) for i in rest]
+        self.layout = lowrank.Layout(list(matrices.values()), parts)
+        self.room = _Room(self.layout, bucket)
+        self.noise = torch.empty(self.layout.q_size, dtype=_factor_dtype(bucket), device=bucket.device)
+        for i, view in zip(matrices, self.layout.q_of(self.noise), strict=True):
+            view.copy_(_first_q(seed, bucket.names[i], view.shape))
+        self.kept: list[Tensor | None] = []
+        self._line = self.noise
+
+    def keep(self, line: Tensor) -> list[Tensor | None]:
+        """A line of Q as a state holds it: one entry a tensor, all of them views of the line."""
+        views = self.layout.q_of(line)
+        self.kept = [views[self._places[i]] if i in self._places else None for i in range(self._count)]
+        self._line = line
+        return self.kept
+
+    def line_of(self, entries: Sequence[Tensor | None]) -> Tensor:
+        """The line of a state's Q. One that comes from elsewhere, of another rank say, is padded or cut."""
+        if entries is not self.kept:
+            line = self.noise.clone()
+            for i, view in zip(self._places, self.layout.q_of(line), strict=True):
+                old = entries[i]
+                if old is not None and old.dim() == 2 and old.shape[1] == view.shape[1]:
+                    r = min(len(old), len(view))
+                    view[:r].copy_(old[:r])
+            self.keep(line)
+        return self._line
+
+    def sent(self, bucket: Bucket, mine: Tensor, given: Tensor) -> list[Tensor]:
+        """My part of the mean: P Q^T with my own Q, and all of what was not compressed."""
+        line = torch.zeros_like(bucket.flat)
+        lowrank.product(self.layout, self.room.unit, mine, given, line)
+        return bucket.views(line)
+
+
+def _first_q(seed: int, name: str, shape: Sequence[int]) -> Tensor:
+    """Seeded normal numbers: the same on every rank, and wherever the parameter lies."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64)

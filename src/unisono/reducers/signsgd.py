@@ -1,0 +1,113 @@
+"""SignSGD with majority vote: every rank votes with the signs of its gradient (Bernstein et al. 2018,
+arXiv:1802.04434)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from unisono.buckets import Bucket
+from unisono.kernels.bits import pack, unpack
+from unisono.kernels.noise import Noise, bits, noise
+from unisono.quantised import line_for, part_length, parts_of, put, whole_number
+from unisono.reducer import Reduced, Reducer, Stages, State, staged
+from unisono.signs import Signs, signs_of
+from unisono.world import World
+
+
+def signsgd(*, seed: int = 0) -> Reducer:
+    """Send signs, and return the majority's: -1, +1, or 0 where the vote is tied.
+
+        out_i = sign(sum over ranks of sign(g_i))
+
+    The result is a direction, not a mean: it takes a learning rate of its own (an Adam's, say, rather than an
+    SGD's), and error feedback has nothing to add; for scaled signs with feedback see `onebit`.
+
+    A message of d numbers in T tensors takes d/8 + 4 T bytes. Every rank sends N - 1 of them; where it is less,
+    an N-th of the bits to each rank, which counts them and sends the outcome on with 2 bits a number.
+
+    A tensor that is all zero on a rank abstains there. A zero among other numbers votes at random, ranks of even
+    and odd number against each other: in a world of even size, what is zero everywhere stays zero. A tensor that
+    holds an inf or NaN on some rank is NaN everywhere.
+
+    seed: of the votes of zeros.
+
+    >>> from unisono.spec import build
+    >>> build("signsgd", kind="reducer").exact
+    False
+    """
+    whole_number("signsgd", "seed", seed)
+
+    def stages(bucket: Bucket, state: State, world: World) -> Stages:
+        after, line = {"step": state["step"] + 1}, bucket.flat
+        if not line.numel():
+            return Reduced(bucket.tensors), after
+        signs, size, source = signs_of(bucket), world.size, noise(seed, state["step"], 0, bucket.index)
+        means = signs.means(line)
+        weights = torch.where(torch.isfinite(means), (means != 0).float(), torch.nan)
+        tally = line_for(bucket)
+        if not _in_parts(signs, line.numel(), size):
+            handle = world.all_gather(_votes(signs, line, weights, source, world), even=True, tag=bucket.tag)
+            yield
+            _count(signs, handle.wait(), tally)
+        else:
+            each = part_length(line.numel(), size)
+            votes = [
+                _votes(signs, x, weights, source.after(r * each), world, each)
+                for r, x in enumerate(parts_of(line, size))
+            ]
+            scattering = world.all_to_all(votes, tag=bucket.tag)
+            yield
+            mine = torch.zeros_like(parts_of(line, size)[world.rank], dtype=torch.float32)
+            _count(signs, scattering.wait(), mine, world.rank * each)
+            gathering = world.all_gather(_written(mine, each), even=True, tag=bucket.tag)
+            yield
+            for x, outcome in zip(parts_of(tally, size), gathering.wait(), strict=True):
+                x.copy_(_read(outcome)[: x.numel()])
+        put(tally, bucket)
+        return Reduced(bucket.tensors), after
+
+    def sends(bucket: Bucket, size: int) -> int:
+        signs, n = signs_of(bucket), bucket.flat.numel()
+        each = part_length(n, size)
+        if not n:
+            return 0
+        return (size - 1) * (signs.nbytes(each) + each // 4 if _in_parts(signs, n, size) else signs.nbytes(n))
+
+    return staged(lambda bucket: {"step": 0}, stages, sends=sends)
+
+
+def _in_parts(signs: Signs, n: int, size: int) -> bool:
+    each = part_length(n, size)
+    return signs.nbytes(each) + each // 4 < signs.nbytes(n)
+
+
+def _votes(signs: Signs, line: Tensor, weights: Tensor, source: Noise, world: World, room: int = 0) -> Tensor:
+    """My signs; zeros vote at random, alike on ranks of even number, the other way on the others."""
+
+    def zeros(a: int, b: int) -> Tensor:
+        drawn = bits(source.after(a), b - a, line.device) < 0
+        return ~drawn if world.rank % 2 else drawn
+
+    return signs.encode(line, weights, zeros, room)
+
+
+def _count(signs: Signs, votes: list[Tensor], out: Tensor, lo: int = 0) -> None:
+    """The majority of some votes: -1, 0, 1, or NaN."""
+    for i, vote in enumerate(votes):
+        signs.decode(vote, out, lo, add=i > 0)
+    out.clamp_(-1, 1)
+
+
+def _written(outcome: Tensor, n: int) -> Tensor:
+    """An outcome with 2 bits a number: a line of "not above 0", then one of "not below 0"; NaN is neither."""
+    padded = torch.zeros(2, n, dtype=torch.bool, device=outcome.device)
+    torch.le(outcome, 0, out=padded[0, : outcome.numel()])
+    torch.ge(outcome, 0, out=padded[1, : outcome.numel()])
+    return pack(padded.view(-1))
+
+
+def _read(written: Tensor) -> Tensor:
+    low, high = unpack(written).view(2, -1)
+    signs = high.float() - low.float()
+    return torch.where(low | high, signs, torch.nan)

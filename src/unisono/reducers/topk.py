@@ -1,0 +1,278 @@
+"""Top-k sparsification with error feedback: each worker sends only its largest numbers and keeps the rest for later.
+
+Error feedback: Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory" (2018). Momentum correction, momentum factor
+masking, local clipping and ramped sparsity: Lin et al., "Deep Gradient Compression" (2018).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from unisono.buckets import Bucket
+from unisono.kernels.select import Plan, Segment, count_of, fraction, narrowed, restore, spread, top
+from unisono.reducer import Reduced, Reducer, Stages, State, all_reduce_bytes, rescale, residual_like, staged
+from unisono.world import World
+
+_RAMP_FROM, _RAMP_BY = 0.25, 0.25  # the paper's warm-up sends 25 %, 6.25 %, 1.5625 %, ...
+
+
+class _Options(NamedTuple):
+    k: float
+    feedback: bool
+    momentum: float
+    masking: bool
+    clip: float | None
+    ramp: int
+
+
+def topk(
+    k: float = 0.01,
+    *,
+    feedback: bool = True,
+    momentum: float = 0.0,
+    masking: bool = True,
+    clip: float | None = None,
+    ramp: int = 0,
+) -> Reducer:
+    """The k largest of each tensor: p = e + g; send the top k of |p| with their places; e <- p - what was sent.
+
+    The mean is that of the scattered tensors. Of equal magnitudes the first are taken; tensors of fewer than two
+    dimensions go in full. Sends (N-1) * K * (itemsize + 4) bytes for K numbers: less than dense while k is under
+    about 1/N. When the learning rate changes, e is scaled by old / new. For a dense start, see `warmup`.
+
+    k: the fraction of a tensor that is sent, at least one number.
+    feedback: keep what was not sent (e), and try again with the next gradient; otherwise it is lost.
+    momentum: momentum correction, u <- m u + g; e <- e + u; the top k of e are sent. The optimizer's own momentum
+        must be 0. Tensors that go in full get the momentum after the exchange.
+    masking: set u to zero where numbers were sent, so that stale momentum does not carry them further.
+    clip: scale each tensor's local gradient to a norm of at most clip / sqrt(N) before it is added up.
+    ramp: steps in which k falls to its value from 25 % by factors of four.
+
+    >>> import torch
+    >>> from unisono.world import World
+    >>> bucket = Bucket(0, [("w", torch.zeros(2, 2))], lambda n, dtype: torch.empty(n, dtype=dtype))
+    >>> _ = bucket.tensors[0].copy_(torch.tensor([[1.0, -4.0], [2.0, 0.5]]))
+    >>> reducer = topk(0.25)
+    >>> reduced, state = reducer.reduce(bucket, reducer.init(bucket), World())
+    >>> reduced.mean[0].tolist(), state["residual"][:4].tolist()
+    ([[0.0, -4.0], [0.0, 0.0]], [1.0, 0.0, 2.0, 0.5])
+    """
+    options = _checked(_Options(k, feedback, momentum, masking, clip, ramp))
+    works: WeakKeyDictionary[Bucket, _Work] = WeakKeyDictionary()
+
+    def init(bucket: Bucket) -> State:
+        if bucket.flat.numel() >= 2**31:
+            raise ValueError(
+                f"topk sends places as 32-bit integers, but a bucket has {bucket.flat.numel()} numbers: "
+                "split the largest tensors"
+            )
+        state: State = {"step": 0}
+        if options.feedback:
+            state |= {"residual": residual_like(bucket), "lr": [None] * len(bucket.names)}
+        if options.momentum:
+            state["velocity"] = residual_like(bucket)
+        return state
+
+    def stages(bucket: Bucket, state: State, world: World) -> Stages:
+        work = works.get(bucket)
+        if work is None:
+            work = works[bucket] = _Work(bucket)
+        if options.feedback:
+            rescale(bucket, state)
+        if options.clip is not None:
+            _clip(bucket.tensors, options.clip / math.sqrt(world.size))
+        plan = work.plan(_fraction_at(state["step"], options))
+        dense = work.full(bucket, state)
+        given = dense.clone()
+        line = work.select(bucket, state, plan, options)
+        reducing = world.all_reduce(dense, "mean", tag=bucket.tag) if dense.numel() else None
+        gathering = world.all_gather(line, even=True, tag=bucket.tag) if plan.total else None
+        bucket.flat.zero_()
+        yield
+        if reducing is not None:
+            reducing.wait()
+        lines = gathering.wait() if gathering is not None else []
+        flag = work.spread(bucket, lines)
+        if options.feedback:
+            work.keep(state, dense, flag, options)
+        work.put(bucket.flat, dense)
+        state["step"] += 1
+        return Reduced(bucket.tensors, lambda: work.sent(bucket, line, given)), state
+
+    def sends(bucket: Bucket, size: int) -> int:
+        work = _Work(bucket)
+        full = sum(n for _, n in work.dense) * bucket.flat.element_size()
+        each = bucket.flat.element_size() + 4
+        return (size - 1) * work.plan(options.k).total * each + all_reduce_bytes(full, size)
+
+    return staged(init, stages, memory=options.feedback, sends=sends, check=_check_momentum if momentum else None)
+
+
+class _Work:
+    """What reducing a bucket needs besides its state: which tensors go how, and spare memory.
+
+    The new residual is written beside the old one, which stays until all ranks are known to be free of overflow;
+    then the two change places.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        some = [(at, x.numel(), x.dim()) for at, x in zip(bucket.starts, bucket.tensors, strict=True) if x.numel()]
+        self.dense = [(at, n) for at, n, dim in some if dim < 2]  # where, how many
+        self._sparse = [(at, n) for at, n, dim in some if dim >= 2]
+        self._plans: dict[float, Plan] = {}
+        self._spare: dict[str, Tensor] = {}
+        self._sum: Tensor | None = None
+
+    def plan(self, k: float) -> Plan:
+        if k not in self._plans:
+            self._plans[k] = Plan([Segment(start, n, count_of(k, n)) for start, n in self._sparse])
+        return self._plans[k]
+
+    def full(self, bucket: Bucket, state: State) -> Tensor:
+        """What is sent of the tensors that go in full, one after the other, with what another method kept of them."""
+        if not self.dense:
+            return bucket.flat.new_empty(0)
+        line = torch.cat(self._parts(bucket.flat))
+        if "residual" not in state:
+            return line
+        p = torch.cat(self._parts(state["residual"])).add_(line)
+        line = narrowed(p, bucket.dtype)
+        self.put(self._beside("residual", state), p - line)
+        return line
+
+    def select(self, bucket: Bucket, state: State, plan: Plan, options: _Options) -> Tensor:
+        """What is sent of the others, as bytes; the new residual and velocity are in spare memory."""
+        line = torch.empty(plan.total * (bucket.dtype.itemsize + 4), dtype=torch.uint8, device=bucket.device)
+        values, indices = _open(line, bucket.dtype)
+        if not options.feedback:
+            top(plan, bucket.flat, None, bucket.flat, values, indices)
+            return line
+        grad = bucket.flat
+        if options.momentum:  # in two roundings, so that every device has the same
+            grad = torch.mul(state["velocity"], options.momentum, out=self._beside("velocity", state))
+            grad.add_(bucket.flat)
+        top(plan, grad, state["residual"], self._beside("residual", state), values, indices)
+        if options.momentum and options.masking:
+            grad.index_fill_(0, indices.long(), 0)
+        return line
+
+    def _beside(self, name: str, state: State) -> Tensor:
+        spare, used = self._spare.get(name), state[name]
+        if spare is None or spare.data_ptr() == used.data_ptr():
+            spare = self._spare[name] = torch.zeros_like(used)
+        return spare
+
+    def keep(self, state: State, dense: Tensor, flag: Tensor, options: _Options) -> None:
+        """Make what is in spare memory the state, unless a rank overflowed: then the flag or a full tensor shows it."""
+        if self.dense:
+            flag = flag + dense.mul(0).sum()
+            if options.momentum:
+                self._add_momentum(state, dense, options.momentum)
+        for name in ("residual", "velocity"):
+            if name in state:
+                restore(flag, state[name], self._spare[name])
+                state[name], self._spare[name] = self._spare[name], state[name]
+
+    def _add_momentum(self, state: State, dense: Tensor, momentum: float) -> None:
+        """Where all is sent, momentum is that of the mean: u <- m u + g, and u is the mean that counts."""
+        wide = torch.cat(self._parts(state["velocity"])).mul_(momentum).add_(dense)
+        self.put(self._spare["velocity"], wide)
+        dense.copy_(wide)
+
+    def spread(self, bucket: Bucket, lines: Sequence[Tensor]) -> Tensor:
+        """Write the mean over all ranks into the bucket, which holds zeros; 16-bit numbers are added up in 32.
+
+        Gives a flag that is NaN if a number is not finite.
+        """
+        opened = [_open(line, bucket.dtype) for line in lines]
+        total, narrow = bucket.flat, bucket.dtype.itemsize < 4 and len(lines) > 1
+        if narrow:
+            if self._sum is None:
+                self._sum = residual_like(bucket)
+            total = self._sum
+            for _, indices in opened:
+                total.index_fill_(0, indices.long(), 0)
+        flag = torch.zeros((), device=bucket.device)
+        for i, (values, indices) in enumerate(opened):
+            spread(total, values, indices, len(lines), flag, first=i == 0 and not narrow)
+        if narrow:
+            for _, indices in opened:
+                bucket.flat.index_copy_(0, indices.long(), total.index_select(0, indices).to(bucket.dtype))
+        return flag
+
+    def sent(self, bucket: Bucket, line: Tensor, given: Tensor) -> list[Tensor]:
+        """My part of the mean, as tensors."""
+        values, indices = _open(line, bucket.dtype)
+        flat = torch.zeros_like(bucket.flat).index_copy_(0, indices.long(), values)
+        self.put(flat, given)
+        return bucket.views(flat)
+
+    def _parts(self, flat: Tensor) -> list[Tensor]:
+        return [flat[at : at + n] for at, n in self.dense]
+
+    def put(self, flat: Tensor, line: Tensor) -> None:
+        """Write a line of the tensors that go in full to where they belong."""
+        if self.dense:
+            torch._foreach_copy_(self._parts(flat), line.split([n for _, n in self.dense]))
+
+
+def _open(line: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The values and places in a line of bytes: the wider ones first, so that both are aligned."""
+    count = line.numel() // (dtype.itemsize + 4)
+    if dtype.itemsize >= 4:
+        return line[: count * dtype.itemsize].view(dtype), line[count * dtype.itemsize :].view(torch.int32)
+    return line[count * 4 :].view(dtype), line[: count * 4].view(torch.int32)
+
+
+def _clip(tensors: list[Tensor], most: float) -> None:
+    """Scale each tensor to a norm of at most `most`; NaN and infinity still show afterwards."""
+    for x in tensors:
+        norm = torch.linalg.vector_norm(x, dtype=torch.float64)
+        x.mul_((most / norm).clamp(max=1.0))
+
+
+def _fraction_at(step: int, options: _Options) -> float:
+    """The fraction that is sent at a step: a quarter, a sixteenth, ..., each for an equal share of the ramp."""
+    if step >= options.ramp or options.k >= _RAMP_FROM:
+        return options.k
+    levels = math.ceil(math.log(options.k / _RAMP_FROM, _RAMP_BY) - 1e-9)
+    return float(_RAMP_FROM * _RAMP_BY ** (step * levels // options.ramp))
+
+
+def _checked(options: _Options) -> _Options:
+    k, feedback, momentum, masking, clip, ramp = options
+    fraction("k", k)
+    for name, flag in (("feedback", feedback), ("masking", masking)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be True or False, got {flag!r}")
+    for name, number in (("momentum", momentum), ("clip", 1.0 if clip is None else clip)):
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            raise TypeError(f"{name} must be a number, got {number!r}")
+    if not 0 <= momentum < 1:
+        raise ValueError(f"momentum must be at least 0 and less than 1, got {momentum!r}")
+    if momentum and not feedback:
+        raise ValueError("momentum correction adds velocities up in the residual: it needs feedback=True")
+    if clip is not None and not 0 < clip < math.inf:
+        raise ValueError(f"clip is the largest norm of a tensor's gradient: expected more than 0, got {clip!r}")
+    if type(ramp) is not int:
+        raise TypeError(f"ramp counts steps: expected a whole number, got {ramp!r}")
+    if ramp < 0:
+        raise ValueError(f"ramp counts steps: expected 0 or more, got {ramp}")
+    return options
+
+
+def _check_momentum(optimizer: Optimizer, world: World) -> None:
+    for group in optimizer.param_groups:
+        own = group.get("momentum", 0) or group.get("betas", (0,))[0]
+        if own:
+            raise ValueError(
+                f"topk with momentum does the work of the optimizer's momentum, but {type(optimizer).__name__} has "
+                f"{own:g} of its own: give torch.optim.SGD with momentum=0, or topk without momentum"
+            )

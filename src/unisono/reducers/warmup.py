@@ -1,0 +1,41 @@
+"""The exact mean for the first steps, then another reducer: while gradients are large and change quickly."""
+
+from __future__ import annotations
+
+from unisono.buckets import Bucket
+from unisono.parts import mean_in_place
+from unisono.reducer import Reducer, Stages, State, staged, stages_of
+from unisono.world import World
+
+
+def warmup(inner: Reducer, steps: int) -> Reducer:
+    """The exact mean for `steps` reductions, then `inner`.
+
+    A reduction is one window of backward passes: a step that AMP skips counts too.
+
+    inner: the reducer after that.
+    steps: how many; 10 % of all is common for PowerSGD, some epochs for top-k.
+
+    Sends what the exact mean sends, then what `inner` sends (which is what `sends` tells).
+
+    >>> from unisono.spec import build
+    >>> build("warmup(bf16, steps=100)", kind="reducer").spec
+    'warmup(inner=bf16, steps=100)'
+    """
+    if not isinstance(inner, Reducer):
+        raise TypeError(f"warmup takes a reducer such as bf16(), got {inner!r}")
+    if type(steps) is not int or steps < 0:
+        raise ValueError(f"steps counts exact reductions: expected a whole number of at least 0, got {steps!r}")
+
+    def init(bucket: Bucket) -> State:
+        return {"step": 0, "inner": inner.init(bucket)}
+
+    def stages(bucket: Bucket, state: State, world: World) -> Stages:
+        if state["step"] < steps:
+            reduced, _ = yield from mean_in_place(bucket, range(len(bucket.names)), world)
+        else:
+            reduced, state["inner"] = yield from stages_of(inner, bucket, state["inner"], world)
+        state["step"] += 1
+        return reduced, state
+
+    return staged(init, stages, memory=inner.memory, exact=inner.exact, sends=inner.sends, check=inner.check)

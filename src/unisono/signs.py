@@ -1,0 +1,112 @@
+"""Signs on the wire: a bit for every number of a bucket, and a float for each of its tensors."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from unisono.buckets import Bucket
+from unisono.kernels import bits
+from unisono.kernels.noise import CHUNK
+
+
+class Signs:
+    """The messages of a bucket. One of n numbers, from `lo` on in the bucket's line, has the floats of all the
+    bucket's tensors and n bits, 1 where a number is negative: 4 T + n/8 bytes."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.starts = bucket.starts
+        self.counts = [x.numel() for x in bucket.tensors]
+        self.n, self.device = bucket.flat.numel(), bucket.device
+        ends = [*self.starts[1:], self.n]
+        extents = [
+            (count, end - start - count) for start, count, end in zip(self.starts, self.counts, ends, strict=True)
+        ]
+        self._extents = torch.tensor(extents, device=self.device).view(-1)  # each tensor's numbers, and its padding
+
+    def nbytes(self, n: int) -> int:
+        """Bytes of a message of n numbers, a multiple of 8."""
+        return 4 * len(self.starts) + n // 8
+
+    def within(self, lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
+        """Where tensors lie in numbers lo..hi: (from, to, which), counted from lo; padding and empty ones left out."""
+        for i, (start, count) in enumerate(zip(self.starts, self.counts, strict=True)):
+            a, b = max(start, lo), min(start + count, hi)
+            if a < b:
+                yield a - lo, b - lo, i
+
+    def means(self, line: Tensor, lo: int = 0) -> Tensor:
+        """The mean magnitude of each tensor's numbers in a line: T floats; 0 where it has none, NaN where one is
+        not finite."""
+        floats = torch.zeros(len(self.starts), device=self.device)
+        found = list(self.within(lo, lo + line.numel()))
+        if found:
+            wide = torch.float64 if line.dtype == torch.float64 else torch.float32
+            norms = torch._foreach_norm([line[a:b] for a, b, _ in found], 1, dtype=wide)
+            sizes = torch._foreach_div(norms, [float(b - a) for a, b, _ in found])
+            pieces = dict(zip((i for _, _, i in found), sizes, strict=True))
+            empty = floats.new_zeros((), dtype=wide)
+            floats.copy_(torch.stack([pieces.get(i, empty) for i in range(len(self.starts))]))
+        return floats + (floats - floats)
+
+    def encode(
+        self, line: Tensor, floats: Tensor, zeros: Callable[[int, int], Tensor] | None = None, room: int = 0
+    ) -> Tensor:
+        """A message, with room for that many numbers. `zeros(from, to)` says which zeros of the line count as
+        negative: none by default."""
+        n = max(line.numel(), room)
+        message = torch.empty(self.nbytes(n), dtype=torch.uint8, device=line.device)
+        head = 4 * len(self.starts)
+        message[head + line.numel() // 8 :] = 0
+        message[:head].view(torch.float32).copy_(floats)
+        for a in range(0, line.numel(), self._step()):
+            part = line[a : a + self._step()]
+            negative = part < 0
+            if zeros is not None and (line.is_cuda or bool((part == 0).any())):
+                negative |= (part == 0) & zeros(a, a + part.numel())
+            message[head + a // 8 : head + (a + part.numel()) // 8] = bits.pack(negative)
+        return message
+
+    def floats(self, message: Tensor) -> Tensor:
+        """The floats of a message."""
+        return message[: 4 * len(self.starts)].view(torch.float32)
+
+    def decode(self, message: Tensor, out: Tensor, lo: int = 0, *, over: int = 1, add: bool = False) -> None:
+        """Write each tensor's float over `over`, with the signs of its numbers, into `out`, or add it."""
+        floats = self.floats(message).to(out.dtype) / over
+        packed = message[4 * len(self.starts) :]
+        for a, b, size in self.sizes(floats, lo, lo + out.numel()):
+            first = a // 8
+            negative = bits.unpack(packed[first : -(-b // 8)])[a - 8 * first : b - 8 * first]
+            values = torch.where(negative, -size, size)
+            if add:
+                out[a:b].add_(values)
+            else:
+                out[a:b] = values
+
+    def sizes(self, floats: Tensor, lo: int, hi: int) -> Iterator[tuple[int, int, Tensor]]:
+        """(from, to, the float of the tensor there): pieces that fit a cache; on CUDA the whole line, with a float
+        for every number (0 in the padding)."""
+        if floats.is_cuda:
+            wide = torch.stack([floats, torch.zeros_like(floats)], 1).view(-1)
+            yield 0, hi - lo, torch.repeat_interleave(wide, self._extents, output_size=self.n)[lo:hi]
+            return
+        for first, last, i in self.within(lo, hi):
+            for a in range(first, last, CHUNK):
+                yield a, min(a + CHUNK, last), floats[i]
+
+    def _step(self) -> int:
+        return CHUNK if self.device.type == "cpu" else max(self.n, 1)
+
+
+def signs_of(bucket: Bucket) -> Signs:
+    """A bucket's messages; made once."""
+    if bucket not in _made:
+        _made[bucket] = Signs(bucket)
+    return _made[bucket]
+
+
+_made: weakref.WeakKeyDictionary[Bucket, Signs] = weakref.WeakKeyDictionary()

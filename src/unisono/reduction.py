@@ -134,6 +134,7 @@ class Reduction:
             else:
                 found = [e.pop(path) for e in known if path in e]
                 holder[key] = max(found) if found and type(found[0]) is int else next(iter(found), value)
+        _add_leftovers(known, bucket, state)
         _warn_of_leftovers(known, bucket, self.reducer)
         return state
 
@@ -248,6 +249,16 @@ def _check_line(value: Tensor, bucket: Bucket, path: str) -> None:
             f"({tuple(bucket.flat.shape)}), got {tuple(value.shape)}: put tensors of other shapes into a list, "
             "one for each tensor of the bucket"
         )
+
+
+def _add_leftovers(known: Sequence[dict[str, Any]], bucket: Bucket, state: State) -> None:
+    """What was still to be sent, kept elsewhere in another reducer's state: to the first place for such here."""
+    places = [holder[key] for path, holder, key in _walk(state) if path[0] == "*" and key == "residual"]
+    if not places:
+        return
+    for view, entries in zip(bucket.views(places[0]), known, strict=True):
+        for path in [p for p in entries if p[0] == "*" and p.lstrip("*").rpartition("/")[2] == "residual"]:
+            view.add_(entries.pop(path))
 
 
 def _warn_of_leftovers(known: Sequence[dict[str, Any]], bucket: Bucket, reducer: Reducer) -> None:

@@ -15,6 +15,7 @@ import unisono as un
 from unisono.buckets import Bucket
 from unisono.reducer import Reduced, Reducer, Stages, State, rescale, residual_like, staged
 from unisono.reduction import Reduction
+from unisono.spec import build
 from unisono.strategies.allreduce import allreduce
 from unisono.transports.threads import run_threads
 from unisono.world import World
@@ -285,6 +286,28 @@ def test_a_state_that_another_reducer_kept_is_not_dropped_silently() -> None:
     replica.load_state_dict(saved)
     with pytest.warns(UserWarning, match="residual"):
         train(model, optimizer, World(), range(1))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("topk(k=0.1)", "warmup(topk(k=0.1), steps=9)"), ("accordion(topk(k=0.3), topk(k=0.1), every=1)", "onebit")],
+)
+def test_a_residual_finds_its_place_in_another_reducer(old: str, new: str) -> None:
+    def total(replica: Any) -> Tensor:
+        local = replica.state_dict()["local"]["reducer"]["0.weight"]
+        return torch.stack([x for path, x in local.items() if path.endswith("residual")]).sum(0)
+
+    model, optimizer, replica = started(World(), build(old, kind="reducer"), [4, 4])
+    train(model, optimizer, World(), range(6))
+    before = total(replica).clone()
+    assert before.abs().sum() > 0
+    replica = replica.switch(new)
+    seen = []
+    replica._reduction.reducer = replica._reduction.reducer._replace(
+        stages=None, reduce=lambda bucket, state, world: seen.append(state) or (Reduced(bucket.tensors), state)
+    )
+    train(model, optimizer, World(), range(6, 7))
+    torch.testing.assert_close(total(replica), before)
 
 
 def test_a_state_of_a_wrong_shape_is_named() -> None:

@@ -263,7 +263,7 @@ def _add_leftovers(known: Sequence[dict[str, Any]], bucket: Bucket, state: State
 
 def _warn_of_leftovers(known: Sequence[dict[str, Any]], bucket: Bucket, reducer: Reducer) -> None:
     for name, entries in zip(bucket.names, known, strict=True):
-        lost = [path.lstrip("*") for path, value in entries.items() if isinstance(value, Tensor)]
+        lost = [path.lstrip("*") for path in entries if path.rpartition("/")[2].lstrip("*") in _CARRIED]
         if lost:
             warnings.warn(
                 f"{reducer.spec or 'the reducer'} has no place for what another one kept of {name!r} and of others "

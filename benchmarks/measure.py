@@ -32,8 +32,14 @@ def finish(results: Mapping[str, Any]) -> None:
     """Print the one JSON line, with what it was measured on."""
     import torch
 
+    kept = {k: _rounded(v) if isinstance(v, float) else v for k, v in results.items()}
     where = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
-    print(json.dumps({**{k: round(v, 4) if isinstance(v, float) else v for k, v in results.items()}, **where}))
+    print(json.dumps({**kept, **where}))
+
+
+def _rounded(x: float) -> float:
+    """Four places, or four digits where that is more."""
+    return round(x, 4) if abs(x) >= 0.1 else float(f"{x:.4g}")
 
 
 def on_hosts(arguments: Sequence[str], *, hosts: int, mbit: float, timeout_s: float = 600) -> dict[str, Any]:

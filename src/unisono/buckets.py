@@ -25,6 +25,7 @@ from unisono.lanes import Handle, Lane
 from unisono.world import World
 
 BUCKET_BYTES = 25 << 20
+LARGE_BUCKET_BYTES = 100 << 20  # where launching kernels takes longer than what they do
 _ALIGN = 64  # bytes: each gradient starts on a cache line
 _PARTS = 8  # parts of a bucket kept: those of methods that choose anew come and go
 
@@ -290,10 +291,14 @@ class Exchange(Windows):
             return
         self._fired.add(name)
         bucket, k = self._slots[name]
-        self._fill(bucket, k)
+        if self._cuda is None:  # while it is in the cache; on CUDA all of a bucket's in one go, when it is full
+            self._fill(bucket, [k])
         self._missing[bucket.index] -= 1
         if self.overlap:
             while self._launched < len(self.buckets) and not self._missing[self._launched]:
+                if self._cuda is not None:
+                    full = self.buckets[self._launched]
+                    self._fill(full, range(len(full.params)))
                 self._launch()
 
     def _begin(self, task: int) -> None:
@@ -308,21 +313,28 @@ class Exchange(Windows):
         self._syncing = not self._local and self._passes + 1 >= self.accumulate
         Variable._execution_engine.queue_callback(self._end)
 
-    def _fill(self, bucket: Bucket, k: int) -> bool:
-        """Bring a gradient into its bucket; False where there is none."""
-        grad, view = bucket.params[k].grad, bucket.tensors[k]
-        if grad is None:
-            view.zero_()
-            return False
-        if grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
-            if grad.is_sparse:
-                raise TypeError(
-                    f"the gradient of {bucket.names[k]!r} is sparse, but its module does not say so: "
-                    "use nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True), or dense gradients"
-                )
-            view.copy_(grad.detach())
-            bucket.params[k].grad = view
-        return True
+    def _fill(self, bucket: Bucket, which: Sequence[int]) -> list[bool]:
+        """Bring gradients into their bucket; False where there is none."""
+        present, views, grads = [], [], []
+        for k in which:
+            grad, view = bucket.params[k].grad, bucket.tensors[k]
+            present.append(grad is not None)
+            if grad is None:
+                view.zero_()
+            elif grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
+                if grad.is_sparse:
+                    raise TypeError(
+                        f"the gradient of {bucket.names[k]!r} is sparse, but its module does not say so: "
+                        "use nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True), or dense gradients"
+                    )
+                views.append(view)
+                grads.append(grad.detach())
+                bucket.params[k].grad = view
+        if len(views) == 1:
+            views[0].copy_(grads[0])
+        elif views:
+            torch._foreach_copy_(views, grads)
+        return present
 
     def _launch(self) -> None:
         bucket = self.buckets[self._launched]
@@ -367,7 +379,7 @@ class Exchange(Windows):
         used = []
         for bucket in self.buckets:
             if bucket.index >= self._launched:
-                present = [self._fill(bucket, k) for k in range(len(bucket.params))]
+                present = self._fill(bucket, range(len(bucket.params)))
                 self._launch()
             else:
                 present = [True] * len(bucket.params)

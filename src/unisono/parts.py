@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Generator, Sequence
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,22 +20,10 @@ from unisono.buckets import Bucket
 from unisono.reducer import Reduced, Reducer, Stages, State, stages_of
 from unisono.world import World
 
-__all__ = ["FromInput", "Part", "finite", "in_parts", "lines_of", "mean_in_place", "narrow", "runs", "widen"]
+__all__ = ["Part", "finite", "in_parts", "lines_of", "mean_in_place", "narrow", "runs", "widen"]
 
 Slices = list[tuple[slice, slice]]
 _lines: WeakKeyDictionary[Bucket, State] = WeakKeyDictionary()  # by part: its last state, memory for the next
-
-
-class FromInput(Reduced):
-    """A result whose `sent` is worked out from the input, by whoever kept that: `sent_of(input)`.
-
-    A cast or an exact mean need then keep no copy of their input for those who never ask.
-    """
-
-    __slots__ = ()
-
-    def sent_of(self, given: list[Tensor]) -> list[Tensor]:
-        return cast(Callable[[list[Tensor]], list[Tensor]], self.sent)(given)
 
 
 class Part(NamedTuple):
@@ -81,7 +69,7 @@ def in_parts(bucket: Bucket, parts: Sequence[Part], world: World) -> Generator[N
         return found
 
     all_of_it = all(reduced.sent is None for reduced, _ in results)
-    return Reduced(mean) if all_of_it else FromInput(mean, cast(Any, sent)), states
+    return Reduced(mean) if all_of_it else Reduced(mean, sent), states
 
 
 def _begun(part: Bucket, whole: Bucket, which: Part, state: State, world: World) -> Stages:

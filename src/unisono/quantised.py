@@ -74,8 +74,8 @@ def wire_of(name: str, levels: Levels, elias: bool) -> Wire:
 
 def checked_block(name: str, block: int) -> int:
     """A number of numbers that share a scale."""
-    if type(block) is not int or not 64 <= block <= 32768 or block & (block - 1):
-        raise ValueError(f"{name}: block must be a power of two from 64 to 32768 (numbers a block), got {block!r}")
+    if type(block) is not int or not 64 <= block <= 16384 or block & (block - 1):
+        raise ValueError(f"{name}: block must be a power of two from 64 to 16384 (numbers a block), got {block!r}")
     return block
 
 
@@ -86,7 +86,7 @@ def whole_number(name: str, what: str, value: int) -> int:
     return value
 
 
-def quantised(name: str, wire: Wire, seed: int = 0) -> Reducer:
+def quantised(name: str, wire: Wire, seed: int = 0, noise_bound: float = 0.0) -> Reducer:
     """The reducer of this name, which sends lines over a wire, by the form of exchange that sends fewer bytes.
 
     In the second form the error of quantising a mean again counts, N times, as not sent by the rank that owns
@@ -117,7 +117,9 @@ def quantised(name: str, wire: Wire, seed: int = 0) -> Reducer:
         return out
 
     codec = Codec(wire.encode, decode, wire.nbytes if wire.even else None)
-    return staged(lambda bucket: {"step": 0}, stages, sends=sends if wire.even else None, codec=codec)
+    return staged(
+        lambda bucket: {"step": 0}, stages, sends=sends if wire.even else None, codec=codec, noise=noise_bound
+    )
 
 
 def part_length(n: int, size: int) -> int:
@@ -167,7 +169,7 @@ def _gathered(wire: Wire, bucket: Bucket, world: World, streams: list[Noise]) ->
     line = mean_of(wire, handle.wait(), line_for(bucket))
     put(line, bucket)
 
-    def sent() -> list[Tensor]:
+    def sent(_: list[Tensor]) -> list[Tensor]:
         return bucket.views(mean_of(wire, [code], torch.empty_like(bucket.flat, dtype=working_dtype(bucket))))
 
     return Reduced(bucket.tensors, sent)
@@ -188,7 +190,7 @@ def _by_parts(wire: Wire, bucket: Bucket, world: World, streams: list[Noise]) ->
         mean_of(wire, [message], x)
     put(line, bucket)
 
-    def sent() -> list[Tensor]:
+    def sent(_: list[Tensor]) -> list[Tensor]:
         given = torch.empty_like(bucket.flat, dtype=wide)
         for x, message in zip(parts_of(given, world.size), codes, strict=True):
             mean_of(wire, [message], x)

@@ -26,16 +26,17 @@ parameter, laid out anew, and carried to a world of another size:
 
 class Reduced(NamedTuple):
     """What a reduction gave: `mean`, identical on every rank, and `sent`, the part of my input that got
-    through (input - sent = what a residual keeps). `sent` may be a function that works it out; None: all of it."""
+    through (input - sent = what a residual keeps). `sent` may be a function of the input that works it out, for those
+    who ask before the next reduction; None: all of it."""
 
     mean: list[Tensor]
-    sent: list[Tensor] | Callable[[], list[Tensor]] | None = None
+    sent: list[Tensor] | Callable[[list[Tensor]], list[Tensor]] | None = None
 
     def sent_of(self, given: list[Tensor]) -> list[Tensor]:
         """The part of my input that got through, as tensors; `given` was the input."""
         if self.sent is None:
             return given
-        return self.sent if isinstance(self.sent, list) else self.sent()
+        return self.sent if isinstance(self.sent, list) else self.sent(given)
 
 
 Stages = Generator[None, None, tuple[Reduced, State]]
@@ -67,6 +68,7 @@ class Reducer(NamedTuple):
     sends: the bytes one rank sends for a bucket in a world of a size.
     check: refuses an optimizer or a world that it cannot work with.
     codec: how it writes numbers as bytes, where it does so alone (for pushes to a server).
+    noise: an unbiased method's bound on E|sent - input|^2 / |input|^2; from 1 on, feedback around it may grow.
     """
 
     init: Callable[[Bucket], State]
@@ -78,6 +80,7 @@ class Reducer(NamedTuple):
     sends: Callable[[Bucket, int], int] | None = None
     check: Callable[[Optimizer, World], None] | None = None
     codec: Codec | None = None
+    noise: float = 0.0
 
 
 def staged(

@@ -29,6 +29,7 @@ class Reduction:
 
     Buckets are begun in one order on every rank. Each time one is begun, those under way go on by one stage:
     so bucket i is compressed while bucket i-1 travels, and the collectives have one order on every rank too.
+    Where collectives run in the thread that calls them, each bucket is finished before the next.
     """
 
     def __init__(self, reducer: Reducer, optimizer: Optimizer, finished: Callable[[World], None]) -> None:
@@ -53,6 +54,10 @@ class Reduction:
         if not self.reducer.exact:
             bucket.zero_gaps()
         work, older = self._work(bucket, world), self._under_way
+        if world.inline:  # nothing would travel meanwhile: finish it while it is in the cache
+            for _ in work:
+                pass
+            return
         self._under_way = []  # where one fails, nothing is left of the others
         begun = [work] if _goes_on(work) else []
         self._under_way = [*filter(_goes_on, older), *begun]

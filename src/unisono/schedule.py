@@ -31,7 +31,7 @@ class Schedule:
         self.accelerated = accelerated
         self.closed = False
         self._transport = base
-        self._inline = inline
+        self.inline = inline
         self._lanes: dict[str, Lane] = {}
         self._sequences: dict[str, int] = {}
 
@@ -58,7 +58,7 @@ class Schedule:
             self.base.sequence = sequence + 1
             return run()
 
-        return job() if self._inline else self._lane("main").submit(job).wait()
+        return job() if self.inline else self._lane("main").submit(job).wait()
 
     def post(self, x: Tensor, op: Op, record: Record, result: T) -> Handle[T] | None:
         """A small all-reduce that needs no thread: begun here, ended by whoever waits. None: not offered.
@@ -109,7 +109,7 @@ class Schedule:
             status.note(doing="")
             return value
 
-        if self._inline or route.on_stream:
+        if self.inline or route.on_stream:
             value = job()
             if not route.on_stream:
                 self._stood_still(record.start, record.end)

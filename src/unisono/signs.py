@@ -22,10 +22,11 @@ class Signs:
         self.counts = [x.numel() for x in bucket.tensors]
         self.n, self.device = bucket.flat.numel(), bucket.device
         ends = [*self.starts[1:], self.n]
-        extents = [
-            (count, end - start - count) for start, count, end in zip(self.starts, self.counts, ends, strict=True)
-        ]
-        self._extents = torch.tensor(extents, device=self.device).view(-1)  # each tensor's numbers, and its padding
+        self._gaps = [(a + n, b) for a, n, b in zip(self.starts, self.counts, ends, strict=True) if a + n < b]
+        if bucket.flat.is_cuda:  # whose each eight numbers are: tensors start at multiples of eight
+            eights = torch.tensor([(b - a) // 8 for a, b in zip(self.starts, ends, strict=True)])
+            whose = torch.repeat_interleave(torch.arange(len(ends), dtype=torch.int32), eights)
+            self._whose = whose.to(self.device)
 
     def nbytes(self, n: int) -> int:
         """Bytes of a message of n numbers, a multiple of 8."""
@@ -45,7 +46,8 @@ class Signs:
         found = list(self.within(lo, lo + line.numel()))
         if found:
             wide = torch.float64 if line.dtype == torch.float64 else torch.float32
-            norms = torch._foreach_norm([line[a:b] for a, b, _ in found], 1, dtype=wide)
+            pieces_of = [line[a:b] for a, b, _ in found]
+            norms = torch._foreach_norm(pieces_of, 1, dtype=wide) if line.is_cuda else [*map(_sum_of_sizes, pieces_of)]
             sizes = torch._foreach_div(norms, [float(b - a) for a, b, _ in found])
             pieces = dict(zip((i for _, _, i in found), sizes, strict=True))
             empty = floats.new_zeros((), dtype=wide)
@@ -65,7 +67,7 @@ class Signs:
         for a in range(0, line.numel(), self._step()):
             part = line[a : a + self._step()]
             negative = part < 0
-            if zeros is not None and (line.is_cuda or bool((part == 0).any())):
+            if zeros is not None and (line.is_cuda or int(torch.count_nonzero(part)) < part.numel()):
                 negative |= (part == 0) & zeros(a, a + part.numel())
             message[head + a // 8 : head + (a + part.numel()) // 8] = bits.pack(negative)
         return message
@@ -75,31 +77,39 @@ class Signs:
         return message[: 4 * len(self.starts)].view(torch.float32)
 
     def decode(self, message: Tensor, out: Tensor, lo: int = 0, *, over: int = 1, add: bool = False) -> None:
-        """Write each tensor's float over `over`, with the signs of its numbers, into `out`, or add it."""
+        """Write each tensor's float over `over`, with the signs of its numbers, into `out`, or add it. On CUDA
+        the gaps between tensors get numbers too."""
         floats = self.floats(message).to(out.dtype) / over
         packed = message[4 * len(self.starts) :]
-        for a, b, size in self.sizes(floats, lo, lo + out.numel()):
-            first = a // 8
-            negative = bits.unpack(packed[first : -(-b // 8)])[a - 8 * first : b - 8 * first]
-            values = torch.where(negative, -size, size)
-            if add:
-                out[a:b].add_(values)
-            else:
-                out[a:b] = values
-
-    def sizes(self, floats: Tensor, lo: int, hi: int) -> Iterator[tuple[int, int, Tensor]]:
-        """(from, to, the float of the tensor there): pieces that fit a cache; on CUDA the whole line, with a float
-        for every number (0 in the padding)."""
-        if floats.is_cuda:
-            wide = torch.stack([floats, torch.zeros_like(floats)], 1).view(-1)
-            yield 0, hi - lo, torch.repeat_interleave(wide, self._extents, output_size=self.n)[lo:hi]
+        if out.is_cuda:
+            size = floats.index_select(0, self._whose[lo // 8 : (lo + out.numel()) // 8])[:, None]
+            negative = bits.unpack(packed[: out.numel() // 8]).view(-1, 8)
+            values = torch.where(negative, -size, size).view(-1)
+            out.add_(values) if add else out.copy_(values)
             return
-        for first, last, i in self.within(lo, hi):
+        for first, last, i in self.within(lo, lo + out.numel()):
             for a in range(first, last, CHUNK):
-                yield a, min(a + CHUNK, last), floats[i]
+                b = min(a + CHUNK, last)
+                negative = bits.unpack(packed[a // 8 : -(-b // 8)])[: b - a]
+                values = negative.to(out.dtype).mul_(-2).add_(1).mul_(floats[i])
+                if add:
+                    out[a:b].add_(values)
+                else:
+                    out[a:b] = values
+
+    def zero_gaps(self, line: Tensor) -> None:
+        """Zeros between the tensors, where `decode` left others."""
+        if line.is_cuda and self._gaps:
+            torch._foreach_zero_([line[a:b] for a, b in self._gaps])
 
     def _step(self) -> int:
         return CHUNK if self.device.type == "cpu" else max(self.n, 1)
+
+
+def _sum_of_sizes(line: Tensor) -> Tensor:
+    """The sum of magnitudes, piece by piece: `norm` is slower on the CPU."""
+    wide = torch.float64 if line.dtype == torch.float64 else torch.float32
+    return torch.stack([part.to(wide).abs().sum() for part in line.split(CHUNK)]).sum()
 
 
 def signs_of(bucket: Bucket) -> Signs:

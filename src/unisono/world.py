@@ -84,6 +84,11 @@ class World:
         return f"World(rank={self.rank}, size={self.size}, host={self.host!r}, device={str(self.device)!r}, {how})"
 
     @property
+    def inline(self) -> bool:
+        """Whether collectives run in the thread that calls them: nothing then goes on behind it."""
+        return self._schedule.inline or self.size == 1
+
+    @property
     def has_nccl(self) -> bool:
         """Whether CUDA tensors travel from device to device."""
         return self._schedule.accelerated is not None
@@ -297,6 +302,29 @@ class World:
         `inline`: its collectives run in the thread that calls them, not in one of their own.
         """
         return self.split([list(range(self.size))], inline=inline)
+
+    def narrow(self, ranks: Sequence[int]) -> World:
+        """From here on this world is `ranks` alone, for all that hold it; returns the world as it was.
+
+        Every rank calls it alike: those left out have another part to play (a server's), and find themselves in a
+        world of their own.
+        """
+        rest = [r for r in range(self.size) if r not in ranks]
+        other = self.split([list(ranks), rest] if rest else [list(ranks)])
+        for name in ("rank", "size", "hosts", "host", "local_rank", "local_size", "name", "transport", "_schedule"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            setattr(self, name, theirs)
+            setattr(other, name, mine)
+        return other
+
+    def shared(self, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Memory for `n` elements, zero at first, that every rank sees: what one writes, all read.
+
+        Every rank calls it alike; ValueError where the ranks have no memory in common.
+        """
+        if self.size == 1:
+            return torch.zeros(n, dtype=dtype)
+        return self._schedule.call(lambda: self._schedule.base.shared(n, dtype))
 
     def empty(self, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Memory for `n` elements that this world moves fastest: shared between the workers of a host.

@@ -39,7 +39,7 @@ def layout_of(rank: int) -> tuple[lowrank.Layout, int]:
     for n, m in [shape for shape in SHAPES if len(shape) == 2 and math.prod(shape)]:
         matrices.append(lowrank.Matrix(at, n, m, min(rank, n, m)))
         at += -(-n * m // 16) * 16
-    return lowrank.Layout(matrices), at
+    return lowrank.Layout(matrices, [(at, 7), (at + 16, 5000)]), at + 5016
 
 
 @contextmanager
@@ -68,15 +68,21 @@ def test_each_kernel_against_fp64(rank: int, dtype: torch.dtype, kept: bool) -> 
     assert q_there is not None
     assert mine_there is not None
     p, out = torch.empty(layout.p_size, device="cuda"), torch.empty(layout.q_size, device="cuda")
-    lowrank.left(layout, there, e, q_there, p)
+    rest = torch.empty(5007, dtype=dtype, device="cuda")
+    lowrank.left(layout, there, e, q_there, p, rest)
+    moved = torch.cat(layout.rest_of(whole)).to(dtype)
+    assert torch.allclose(rest.cpu(), moved, rtol=torch.finfo(dtype).eps)
     lowrank.right(layout, there, e, p, out)
-    ok = torch.ones((), dtype=torch.bool, device="cuda")
+    bad, good, last = torch.tensor(math.inf, device="cuda"), torch.tensor(1.0, device="cuda"), q_there.clone()
     if e is not None:
         before = e.clone()
-        copy = there.clone()
-        lowrank.finish(layout, copy, e, p, mine_there, out, ~ok)
+        lowrank.finish(layout, there.clone(), e, p, mine_there, out, rest, last, bad)
         assert torch.equal(e, before)  # a void step changes nothing
-    lowrank.finish(layout, there, e, p, mine_there, out, ok)
+        assert torch.equal(last, q_there)
+    lowrank.finish(layout, there, e, p, mine_there, out, rest, last, good)
+    assert torch.equal(last, out)
+    assert torch.equal(torch.cat(layout.rest_of(there)), rest)
+    assert e is None or torch.cat(layout.rest_of(e)).count_nonzero() == 0
     factors = zip(layout.matrices, layout.p_of(p), layout.q_of(out), layout.q_of(q), layout.q_of(mine), strict=True)
     for m, p_t, made, q_t, mine_t in factors:
         part = slice(m.start, m.start + m.rows * m.columns)
@@ -99,7 +105,9 @@ def test_orthonormal_columns_on_the_device(rank: int) -> None:
     layout.p_of(p)[0][-1] = layout.p_of(p)[0][0]  # dependent
     layout.p_of(p)[2].mul_(1e-25)
     layout.p_of(p)[4].mul_(1e25)
-    made = lowrank.orthonormal(layout, p.cuda()).cpu().double()
+    there = torch.empty(layout.p_size, device="cuda")
+    lowrank.orthonormal(layout, p.cuda(), there)
+    made = there.cpu().double()
     assert torch.isfinite(made).all()
     for i, (m, rows, x) in enumerate(zip(layout.matrices, layout.p_of(made), layout.p_of(p), strict=True)):
         gram = rows @ rows.t()
@@ -115,7 +123,9 @@ def test_a_basis_has_all_its_columns_even_of_zero(rank: int) -> None:
     layout, _ = layout_of(rank)
     q, noise = torch.zeros(layout.q_size), normal(layout.q_size, seed=1)
     layout.q_of(q)[0][0] = normal(300, seed=2)
-    made = lowrank.basis(layout, q.cuda(), noise.cuda()).cpu().double()
+    there = torch.empty(layout.q_size, device="cuda")
+    lowrank.basis(layout, q.cuda(), noise.cuda(), there)
+    made = there.cpu().double()
     for m, rows in zip(layout.matrices, layout.q_of(made), strict=True):
         assert torch.allclose(rows @ rows.t(), torch.eye(m.rank, dtype=torch.float64), atol=2e-6)
     first = layout.q_of(q)[0][0].double()

@@ -47,7 +47,7 @@ def run(make: Callable[[], Reducer], inputs: Inputs, size: int, steps: int) -> l
             assert callable(reduced.sent)
             kept = [x.clone() for x in bucket.views(state["residual"])] if "residual" in state else []
             after = sum(r.bytes_sent for r in world.ledger.records)
-            found.append(([x.clone() for x in reduced.mean], reduced.sent(), kept, after - before))
+            found.append(([x.clone() for x in reduced.mean], reduced.sent_of([]), kept, after - before))
         return found
 
     return run_threads(work, size)

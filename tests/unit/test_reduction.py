@@ -95,8 +95,10 @@ def test_a_bucket_is_begun_before_the_one_ahead_of_it_is_finished() -> None:
         replica.close()
         return [(what, bucket) for what, _, bucket in log]
 
-    expected = [("begin", 0), ("begin", 1), ("end", 0), ("begin", 2), ("end", 1), ("end", 2)]
-    assert run_threads(work, 2) == [expected] * 2
+    together = [("begin", 0), ("begin", 1), ("end", 0), ("begin", 2), ("end", 1), ("end", 2)]
+    assert run_threads(work, 2, hosts=["a", "b"]) == [together] * 2
+    one_by_one = [(what, bucket) for bucket in range(3) for what in ("begin", "end")]
+    assert run_threads(work, 1) == [one_by_one], "where nothing travels, nothing is gained"
 
 
 def test_compression_goes_on_while_the_bucket_ahead_travels() -> None:

@@ -51,7 +51,7 @@ def run(
             assert callable(reduced.sent)
             copied = {k: [v.clone() for v in bucket.views(x)] if isinstance(x, Tensor) else x for k, x in state.items()}
             after = sum(r.bytes_sent for r in world.ledger.records)
-            found.append(Step([x.clone() for x in reduced.mean], reduced.sent(), copied, after - before))
+            found.append(Step([x.clone() for x in reduced.mean], reduced.sent_of([]), copied, after - before))
         return found
 
     return run_threads(work, size)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from unisono.buckets import Bucket
-from unisono.parts import FromInput
 from unisono.reducer import Codec, Reduced, Stages, State, all_reduce_bytes
 from unisono.world import World
 
@@ -34,7 +32,7 @@ def cast_stages(dtype: torch.dtype, bucket: Bucket, state: State, world: World) 
     def sent(given: list[Tensor]) -> list[Tensor]:
         return [x.to(dtype).to(x.dtype) for x in given]
 
-    return FromInput(bucket.tensors, cast(Any, sent)), state
+    return Reduced(bucket.tensors, sent), state
 
 
 def cast_bytes(dtype: torch.dtype, bucket: Bucket, size: int) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from importlib.util import find_spec
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
@@ -44,6 +43,8 @@ class Layout:
     def __init__(self, matrices: Sequence[Matrix], rest: Sequence[tuple[int, int]] = ()) -> None:
         self.matrices, self.rest = list(matrices), list(rest)
         self.rest_sizes = [length for _, length in rest]
+        self.tables: dict[Any, Any] = {}  # by device: what its kernels need to know of this layout
+        self.kernels: dict[Any, Any] = {}  # by dtype of the factors
         order = sorted(range(len(matrices)), key=lambda i: matrices[i][1:])
         self.groups = [list(same) for _, same in groupby(order, key=lambda i: matrices[i][1:])]
         self.p_at, self.p_size = _places(order, [m.rank * m.rows for m in matrices])
@@ -70,11 +71,6 @@ class Layout:
             first, at = self.matrices[group[0]], (self.p_at if p else self.q_at)[group[0]]
             shape = (len(group), first.rank, first.rows if p else first.columns)
             yield line[at : at + math.prod(shape)].view(shape)
-
-    @cached_property
-    def tables(self) -> dict[Any, Any]:
-        """What a device needs to know of this layout; filled by the Triton kernels."""
-        return {}
 
 
 def _places(order: list[int], sizes: list[int]) -> tuple[list[int], int]:
@@ -240,8 +236,13 @@ def _whole(g: Tensor, e: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 def _triton(layout: Layout, x: Tensor) -> Any:
     """The Triton kernels where they can be used: float32 factors on CUDA, of no more columns than they hold."""
-    if not x.is_cuda or x.dtype != torch.float32 or not layout.matrices or find_spec("triton") is None:
+    if not x.is_cuda:
         return None
-    from unisono.kernels import lowrank_triton
+    if x.dtype not in layout.kernels:
+        layout.kernels[x.dtype] = None
+        if x.dtype == torch.float32 and layout.matrices and find_spec("triton") is not None:
+            from unisono.kernels import lowrank_triton
 
-    return lowrank_triton if max(m.rank for m in layout.matrices) <= lowrank_triton.MOST else None
+            if max(m.rank for m in layout.matrices) <= lowrank_triton.MOST:
+                layout.kernels[x.dtype] = lowrank_triton
+    return layout.kernels[x.dtype]

@@ -83,10 +83,10 @@ def _columns(rank: int) -> int:
 def orthonormal(layout: Layout, x: Tensor, noise: Tensor | None, out: Tensor, *, p: bool) -> None:
     """See `lowrank.orthonormal` and, with noise, `lowrank.basis`."""
     tables = _tables(layout, x.device)
-    block = max(16, min(1024, 8192 // tables.rank**2))
+    block = max(16, min(1024, 4096 // tables.rank**2))
     tensors = (x, x if noise is None else noise, out, tables.rows)
     where = (1, 4) if p else (2, 5)
-    tables.run(_orthonormal, tables.count, tensors, *where, noise is not None, tables.rank, block, warps=8)
+    tables.run(_orthonormal, tables.count, tensors, *where, noise is not None, tables.rank, block)
 
 
 def left(layout: Layout, flat: Tensor, residual: Tensor | None, q: Tensor, out: Tensor, rest: Tensor) -> None:
@@ -105,8 +105,7 @@ def right(layout: Layout, flat: Tensor, residual: Tensor | None, p: Tensor, out:
     tensors = (flat, residual if residual is not None else flat, p, tables.partial, tables.rows, tables.right)
     columns = _columns(tables.rank)
     tables.run(_right, len(tables.right), tensors, tables.rank, _ROWS, _SPLIT, columns, apart)
-    tensors = (tables.partial, out, tables.rows, tables.gather)
-    tables.run(_gather, len(tables.gather), tensors, _SPLIT, 256, warps=2)
+    tables.run(_gather, len(tables.gather), (tables.partial, out, tables.rows, tables.gather), _SPLIT, 256, warps=2)
 
 
 def finish(

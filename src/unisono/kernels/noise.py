@@ -15,7 +15,7 @@ from torch import Tensor
 Words = npt.NDArray[Any]
 
 WEYL, MIX = 0x9E3779B9, 0x7FEB352D  # the golden ratio's odd fraction; a multiplier whose bits spread well
-CHUNK = 1 << 16  # numbers worked on at a time: a few such lines stay in a core's cache
+CHUNK = 1 << 17  # numbers worked on at a time: a few such lines stay in a core's cache
 _MASK = (1 << 64) - 1
 _WORD = 0xFFFFFFFF
 
@@ -65,6 +65,13 @@ def bits(source: Noise, n: int, device: torch.device | str = "cpu") -> Tensor:
             chunk = words[at : at + CHUNK]
             draw(source.after(at), chunk, spare[: len(chunk)])
         return out
+    if torch.device(device).type == "cuda":
+        try:
+            from unisono.kernels import noise_triton
+        except ImportError:
+            pass
+        else:
+            return noise_triton.bits(source, n, torch.device(device))
     x = torch.arange(source.start, source.start + n, dtype=torch.int64, device=device)
     x = (x * WEYL + source.shift) & _WORD
     x = ((x ^ (x >> 16)) * MIX) & _WORD

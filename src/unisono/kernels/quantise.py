@@ -18,6 +18,8 @@ from torch import Tensor
 
 from unisono.kernels.noise import CHUNK, Noise, draw
 
+Factors = list[Tensor]
+_MANY = 1 << 20  # numbers whose scales are worked out at a time
 _ONE = 1 << 23  # a float32 has 23 bits after the point: rounding up is a carry out of them
 
 
@@ -37,6 +39,13 @@ class Levels(NamedTuple):
         """The number of the highest level, 1."""
         return (1 << (self.bits - 1)) - 1
 
+    @property
+    def noise(self) -> float:
+        """A bound on E|Q(v) - v|^2 / |v|^2, of the papers: 1/8 + d 2^(-2s-2), and min(d/s^2, sqrt(d)/s)."""
+        if self.exponential:
+            return 1 / 8 + self.block * 2.0 ** (-2 * (self.top - 1) - 2)
+        return float(min(self.block / self.top**2, self.block**0.5 / self.top))
+
     def nbytes(self, n: int) -> int:
         """Bytes of a message of n numbers."""
         return 4 * -(-n // self.block) + -(-n * self.bits // 8)
@@ -51,13 +60,15 @@ def encode(x: Tensor, levels: Levels, noise: Noise, out: Tensor) -> None:
     if (triton := _triton(x)) is not None:
         triton.encode(x, levels, noise, norms, codes)
         return
-    scratch = torch.empty(
-        4, min(x.numel(), CHUNK) // 16 * 16 + 32, dtype=torch.int32
-    )  # more than the codes of all bytes
-    for a, b in chunks(x.numel(), levels.block):
-        part = norms[a // levels.block : -(-b // levels.block)]
-        first, last = a * levels.bits // 8, -(-b * levels.bits // 8)
-        _encode_chunk(x[a:b], levels, noise.after(a), part, codes[first:last], scratch)
+    scratch = torch.empty(4, min(x.numel(), CHUNK) // 16 * 16 + 32, dtype=torch.int32)  # room for whole last bytes
+    for first, last in chunks(x.numel(), levels.block, _MANY):
+        line, scales = x[first:last].float(), norms[first // levels.block : -(-last // levels.block)]
+        norm = torch.linalg.vector_norm(line.view(len(scales), -1), dim=1, dtype=torch.float64).float()
+        factors = _factors(torch.add(norm, norm - norm, out=scales))  # NaN where a number is not finite
+        for a, b in chunks(last - first, levels.block):
+            at = slice((first + a) * levels.bits // 8, -(-(first + b) * levels.bits // 8))
+            mine = [f[a // levels.block : -(-b // levels.block)] for f in factors]
+            _encode_chunk(line[a:b], levels, noise.after(first + a), mine, codes[at], scratch)
 
 
 def decode(code: Tensor, levels: Levels, out: Tensor, *, parts: int = 1, add: bool = False) -> None:
@@ -98,11 +109,11 @@ def level_values(levels: Levels) -> Tensor:
     return torch.cat([values, -values.flip(0)]).float()
 
 
-def _encode_chunk(x: Tensor, levels: Levels, noise: Noise, norms: Tensor, codes: Tensor, scratch: Tensor) -> None:
+def _encode_chunk(x: Tensor, levels: Levels, noise: Noise, factors: Factors, codes: Tensor, scratch: Tensor) -> None:
     n = x.numel()
     ratio, size, word, spare = scratch[:, :n].unbind()
     r, t = ratio.view(torch.float32), size.view(torch.float32)
-    _ratios(x, norms, r)
+    _multiply(x, factors, r)
     torch.abs(r, out=t)
     if levels.exponential:  # a float's own bits are log2, linear between powers; below the lowest level: linear to 0
         torch.add(t, 2.0 ** (1 - levels.top), out=word.view(torch.float32))
@@ -119,22 +130,20 @@ def _encode_chunk(x: Tensor, levels: Levels, noise: Noise, norms: Tensor, codes:
     _pack(scratch[1], scratch[3], n, levels.bits, codes)
 
 
-def _ratios(x: Tensor, norms: Tensor, out: Tensor) -> None:
-    """Norms of blocks, and numbers over their norms. Not finite: the norm is NaN."""
-    rows = (x if x.dtype == torch.float32 else out.copy_(x)).view(len(norms), -1)
-    norm = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).float()
-    torch.add(norm, norm - norm, out=norms)
-    _divide(rows, norms, out.view(len(norms), -1))
-
-
-def _divide(rows: Tensor, by: Tensor, out: Tensor) -> None:
-    """Rows over their scales (over 1 where that is 0), by reciprocals: scales near the ends of float32's range, which
-    have none, take a power of two with them."""
+def _factors(by: Tensor) -> Factors:
+    """What to multiply rows by to divide them by their scales (by 1 where that is 0): reciprocals, and a power of two
+    first where a scale is so near an end of float32's range that it has none."""
     power = torch.where(by < 2.0**-63, 2.0**64, torch.where(by > 2.0**63, 2.0**-64, 1.0))
     reciprocal = (torch.where(by == 0, 1.0, by) * power).reciprocal_()
-    if bool((power != 1).any()):
-        rows = torch.mul(rows, power[:, None], out=out)
-    torch.mul(rows, reciprocal[:, None], out=out)
+    return [power, reciprocal] if bool((power != 1).any()) else [reciprocal]
+
+
+def _multiply(x: Tensor, factors: Factors, out: Tensor) -> None:
+    """Every row times its factors, one after the other."""
+    rows = out.view(len(factors[0]), -1)
+    torch.mul(x.view(rows.shape), factors[0][:, None], out=rows)
+    for factor in factors[1:]:
+        rows.mul_(factor[:, None])
 
 
 def _random_23(noise: Noise, out: Tensor, spare: Tensor) -> None:
@@ -191,15 +200,18 @@ def encode_bytes(x: Tensor, block: int, out: Tensor) -> None:
         triton.encode_bytes(x, block, ends, codes)
         return
     scratch = torch.empty(min(x.numel(), CHUNK))
-    for a, b in chunks(x.numel(), block):
-        line = scratch[: b - a].copy_(x[a:b])
-        pair = ends.view(-1, 2)[a // block : -(-b // block)]
-        rows = line.view(len(pair), -1)
-        low, step = _low_and_step(rows.amin(1), rows.amax(1))
-        pair[:, 0], pair[:, 1] = low, step
-        _divide(rows.sub_(low[:, None]), step, rows)
-        line.clamp_(0, 255).add_(ROUND)  # its low bits are now the nearest whole number
-        codes[a:b].copy_(line.view(torch.int32))
+    for first, last in chunks(x.numel(), block, _MANY):
+        pairs, given = ends.view(-1, 2)[first // block : -(-last // block)], x[first:last].float()
+        rows = given.view(len(pairs), -1)
+        lows, steps = _low_and_step(rows.amin(1), rows.amax(1))
+        pairs[:, 0], pairs[:, 1] = lows, steps
+        factors = _factors(steps)
+        for a, b in chunks(last - first, block):
+            line, mine = scratch[: b - a], slice(a // block, -(-b // block))
+            torch.sub(rows[mine], lows[mine, None], out=line.view(-1, rows.shape[1]))
+            _multiply(line, [f[mine] for f in factors], line)
+            line.clamp_(0, 255).add_(ROUND)  # its low bits are now the nearest whole number
+            codes[first + a : first + b].copy_(line.view(torch.int32))
 
 
 def decode_bytes(code: Tensor, block: int, out: Tensor, *, parts: int = 1, add: bool = False) -> None:
@@ -242,11 +254,11 @@ def split(message: Tensor, n: int, block: int, *, floats: int = 1) -> tuple[Tens
     return message[:head].view(torch.float32), message[head:]
 
 
-def chunks(n: int, block: int) -> Iterator[tuple[int, int]]:
-    """Whole blocks at a time, CHUNK numbers of them (a multiple of every block); a last short block comes alone."""
+def chunks(n: int, block: int, size: int = CHUNK) -> Iterator[tuple[int, int]]:
+    """Whole blocks at a time, `size` numbers of them (a multiple of every block); a last short block comes alone."""
     whole = n // block * block
-    for a in range(0, whole, CHUNK):
-        yield a, min(a + CHUNK, whole)
+    for a in range(0, whole, size):
+        yield a, min(a + size, whole)
     if whole < n:
         yield whole, n
 

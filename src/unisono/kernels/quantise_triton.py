@@ -13,17 +13,17 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-from unisono.kernels.noise import MIX, WEYL, Noise
+from unisono.kernels.noise import Noise
+from unisono.kernels.noise_triton import arguments_of, words
 from unisono.kernels.quantise import FAR, ROUND, Levels
 
-_WEYL, _MIX = tl.constexpr(WEYL), tl.constexpr(MIX)
 _ROUND, _FAR = tl.constexpr(ROUND), tl.constexpr(FAR)
+_TILE = 4096  # numbers that a program decodes, of a block
 
 
 def encode(x: Tensor, levels: Levels, noise: Noise, norms: Tensor, codes: Tensor) -> None:
     """See `quantise.encode`."""
-    shift = _signed(noise.shift + noise.start * WEYL)
-    arguments = (x, norms, codes, x.numel(), shift, _signed(noise.factor))
+    arguments = (x, norms, codes, x.numel(), *arguments_of(noise))
     settings = {**_settings(levels), "LOWEST": 2.0 ** (1 - levels.top)}
     _by_blocks(_encode, x, levels.block, arguments, settings)
 
@@ -31,7 +31,9 @@ def encode(x: Tensor, levels: Levels, noise: Noise, norms: Tensor, codes: Tensor
 def decode(norms: Tensor, codes: Tensor, levels: Levels, out: Tensor, parts: int, add: bool) -> None:
     """See `quantise.decode`."""
     over = parts * (1 if levels.exponential else levels.top)
-    _by_blocks(_decode, out, levels.block, (out, norms, codes, out.numel(), over), {**_settings(levels), "ADD": add})
+    tile = min(levels.block, _TILE)
+    settings = {**_settings(levels), "ADD": add, "PER": levels.block // tile}
+    _by_blocks(_decode, out, tile, (out, norms, codes, out.numel(), over), settings)
 
 
 def encode_bytes(x: Tensor, block: int, ends: Tensor, codes: Tensor) -> None:
@@ -49,7 +51,7 @@ def _settings(levels: Levels) -> dict[str, Any]:
 
 
 def _by_blocks(kernel: Any, line: Tensor, block: int, arguments: tuple[Any, ...], settings: dict[str, Any]) -> None:
-    """A program for each whole block, without masks; then one for a last short block."""
+    """A program for each whole block, without masks; then one for a last short block. 1024 numbers a warp: measured."""
     whole, n = line.numel() // block, line.numel()
     warps = max(1, min(32, block // 1024))
     with torch.cuda.device_of(line):
@@ -60,22 +62,8 @@ def _by_blocks(kernel: Any, line: Tensor, block: int, arguments: tuple[Any, ...]
                 )
 
 
-def _signed(word: int) -> int:
-    """A word of 32 bits as an int32: an argument of one type, whatever its value."""
-    word &= 0xFFFFFFFF
-    return word - (1 << 32) if word >> 31 else word
-
-
 # fmt: off
 _loose = ["n", "shift", "factor", "first", "over"]  # arguments whose values ask for no compilation of their own
-
-
-@triton.jit
-def _words(index, shift, factor):
-    """Words of a `noise.Noise`, by index."""
-    x = index.to(tl.uint32) * _WEYL + shift.to(tl.uint32)
-    x = (x ^ (x >> 16)) * _MIX
-    return (x ^ (x >> 15)) * factor.to(tl.uint32)
 
 
 @triton.jit
@@ -128,7 +116,7 @@ def _encode(
     tl.store(norms + block, norm)
     r = _divided(v, norm)
     t = tl.abs(r)
-    word = (_words(start.to(tl.int32) + at, shift, factor) >> 9).to(tl.int32)
+    word = (words(start.to(tl.int32) + at, shift, factor) >> 9).to(tl.int32)
     if EXPONENTIAL:
         linear = (t + LOWEST).to(tl.int32, bitcast=True) - 8388608
         level = tl.maximum(t.to(tl.int32, bitcast=True), linear)
@@ -148,13 +136,13 @@ def _encode(
 @triton.jit(do_not_specialize=_loose)
 def _decode(
     out, norms, codes, n, over, first, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
-    BITS: tl.constexpr, TOP: tl.constexpr, EXPONENTIAL: tl.constexpr, ADD: tl.constexpr,
+    BITS: tl.constexpr, TOP: tl.constexpr, EXPONENTIAL: tl.constexpr, ADD: tl.constexpr, PER: tl.constexpr,
 ):
     block = (first + tl.program_id(0)).to(tl.int64)
     at = tl.arange(0, BLOCK)
     start = block * BLOCK
     kind: tl.constexpr = out.dtype.element_ty
-    norm = tl.load(norms + block).to(kind)
+    norm = tl.load(norms + block // PER).to(kind)
     over = over.to(kind)
     scale = tl.div_rn(norm, over) if kind == tl.float32 else norm / over
     size: tl.constexpr = BLOCK * BITS // 8

@@ -90,7 +90,8 @@ def top(plan: Plan, grad: Tensor, residual: Tensor | None, out: Tensor, values: 
     picked = out.index_select(0, indices)
     values.copy_(narrowed(picked, values.dtype))
     if residual is not None:
-        out.index_copy_(0, indices.long(), picked - values)
+        left = picked - values if values.dtype != out.dtype else torch.zeros_like(picked)
+        out.index_copy_(0, indices.long(), left)
 
 
 def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.buckets import Bucket
-from unisono.parts import FromInput, Part, finite, in_parts, keep_where
+from unisono.parts import Part, finite, in_parts, keep_where
 from unisono.reducer import Reduced, Reducer, Stages, State, residual_like, staged
 from unisono.world import World
 
@@ -232,4 +232,4 @@ def _with(reduced: Reduced, flushed: Flushed, bucket: Bucket) -> Reduced:
             line[there].add_(kept)
         return reduced.sent_of(bucket.views(line))
 
-    return FromInput(reduced.mean, cast(Any, sent))
+    return Reduced(reduced.mean, sent)

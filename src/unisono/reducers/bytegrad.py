@@ -22,7 +22,7 @@ def bytegrad(*, block: int = 2048) -> Reducer:
     again: 2(N-1) d/N bytes and 8 for each block, about 1/4 of dense float32. With 2 ranks every rank gathers the
     other's line, as many bytes, and rounds once. A block that holds an inf or NaN is NaN everywhere.
 
-    block: numbers that share a least and a greatest: a power of two from 64 to 32768.
+    block: numbers that share a least and a greatest: a power of two from 64 to 16384.
 
     >>> from unisono.spec import build
     >>> build("bytegrad", kind="reducer").codec.nbytes(2048)

@@ -6,15 +6,14 @@ Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from unisono.buckets import Bucket
-from unisono.parts import FromInput, finite
-from unisono.reducer import Reducer, Stages, State, rescale, residual_like, staged, stages_of
+from unisono.parts import finite
+from unisono.reducer import Reduced, Reducer, Stages, State, rescale, residual_like, staged, stages_of
 from unisono.world import World
 
 _CHUNK = 1 << 18  # numbers added at a time: what was written is still in the cache when it is copied
@@ -39,6 +38,12 @@ def error_feedback(inner: Reducer) -> Reducer:
         raise TypeError(f"error_feedback takes a reducer such as bf16(), got {inner!r}")
     if inner.memory:
         return inner
+    if inner.noise >= 1:
+        raise ValueError(
+            f"{inner.spec or 'this reducer'} rounds at random, without bias, with an error of up to {inner.noise:.3g} "
+            "times what it is given: fed back, that can grow without bound. Use it without error_feedback, or with "
+            "more bits, or with smaller blocks"
+        )
     spare: WeakKeyDictionary[Bucket, Tensor] = WeakKeyDictionary()
 
     def init(bucket: Bucket) -> State:
@@ -61,7 +66,7 @@ def error_feedback(inner: Reducer) -> Reducer:
         elif not ok:
             kept.copy_(before)
         state["residual"], spare[bucket] = kept, before  # the two lines change places
-        return FromInput(reduced.mean, cast(Any, partial(_sent, bucket, before, kept))), state
+        return Reduced(reduced.mean, partial(_sent, bucket, before, kept)), state
 
     return staged(init, stages, memory=True, exact=inner.exact, sends=inner.sends, check=inner.check)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.buckets import Bucket
-from unisono.parts import FromInput, finite, keep_where, lines_of, mean_in_place
+from unisono.parts import finite, keep_where, lines_of, mean_in_place
 from unisono.reducer import Reduced, Reducer, Stages, State, staged, stages_of
 from unisono.world import World
 
@@ -147,8 +147,8 @@ def _moved(state: State, levels: _Levels, world: World) -> Generator[None, None,
 
 def _put(bucket: Bucket, reduced: Reduced) -> Reduced:
     """Bring a result into the bucket, whose memory is free then: what was sent may have lain there."""
-    if reduced.sent is not None and not isinstance(reduced, FromInput):
-        reduced = reduced._replace(sent=[x.clone() for x in reduced.sent_of([])])
+    if isinstance(reduced.sent, list):
+        reduced = reduced._replace(sent=[x.clone() for x in reduced.sent])
     for view, x in zip(bucket.tensors, reduced.mean, strict=True):
         if view.data_ptr() != x.data_ptr():
             view.copy_(x)
@@ -164,4 +164,4 @@ def _result(bucket: Bucket, near: Reduced, lost: Callable[[], list[Tensor]] | No
         through = near.sent_of(given)
         return through if lost is None else [x - less for x, less in zip(through, lost(), strict=True)]
 
-    return FromInput(bucket.tensors, cast(Any, sent))
+    return Reduced(bucket.tensors, sent)

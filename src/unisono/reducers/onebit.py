@@ -52,13 +52,14 @@ def onebit(*, feedback: bool = True) -> Reducer:
         codes = handle.wait()
         if feedback:
             signs.decode(code, given, over=-1, add=True)  # p - sent
+            signs.zero_gaps(given)
             _keep(state["residual"], given, _finite(signs, codes))
         line = line_for(bucket)
         for i, message in enumerate(codes):
             signs.decode(message, line, over=world.size, add=i > 0)
         put(line, bucket)
 
-        def sent() -> list[Tensor]:
+        def sent(_: list[Tensor]) -> list[Tensor]:
             mine = torch.zeros_like(line)
             signs.decode(code, mine)
             return bucket.views(mine)

@@ -206,7 +206,7 @@ class _Plan:
             self.keep(line)
         return self._line
 
-    def sent(self, bucket: Bucket, mine: Tensor, given: Tensor) -> list[Tensor]:
+    def sent(self, bucket: Bucket, mine: Tensor, given: Tensor, _: list[Tensor]) -> list[Tensor]:
         """My part of the mean: P Q^T with my own Q, and all of what was not compressed."""
         line = torch.zeros_like(bucket.flat)
         lowrank.product(self.layout, self.room.unit, mine, given, line)

@@ -18,7 +18,7 @@ def qsgd(bits: int = 4, *, block: int = 8192, elias: bool = False, seed: int = 0
     less, 2(N-1) of an N-th each, and means are rounded again. A block that holds an inf or NaN is NaN everywhere.
 
     bits: 2, 4 or 8 for each number.
-    block: numbers that share a norm: a power of two from 64 to 32768. Smaller: less noise, more norms.
+    block: numbers that share a norm: a power of two from 64 to 16384. Smaller: less noise, more norms.
     elias: code gaps between nonzero numbers and levels by Elias's code, for fewer bytes where most are zero (with
         4 bits nearly all are). How many depends on the data; the coding runs on the CPU and waits for it on CUDA.
     seed: of the rounding. It differs from rank to rank, and from step to step.
@@ -28,4 +28,4 @@ def qsgd(bits: int = 4, *, block: int = 8192, elias: bool = False, seed: int = 0
     8196
     """
     levels = Levels(bits, block, exponential=False)
-    return quantised("qsgd", wire_of("qsgd", levels, elias), whole_number("qsgd", "seed", seed))
+    return quantised("qsgd", wire_of("qsgd", levels, elias), whole_number("qsgd", "seed", seed), levels.noise)

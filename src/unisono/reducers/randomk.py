@@ -69,7 +69,7 @@ def randomk(k: float = 0.01, *, feedback: bool = True, seed: int = 0) -> Reducer
             work.keep(state, line.mul(0).sum())
         work.put(bucket.flat, places, line)
         state["step"] += 1
-        return Reduced(bucket.tensors, lambda: work.sent(bucket, places, given)), state
+        return Reduced(bucket.tensors, lambda _: work.sent(bucket, places, given)), state
 
     def sends(bucket: Bucket, size: int) -> int:
         return all_reduce_bytes(_Work(bucket, k).numbers * bucket.flat.element_size(), size)

@@ -26,11 +26,12 @@ def signsgd(*, seed: int = 0) -> Reducer:
     A message of d numbers in T tensors takes d/8 + 4 T bytes. Every rank sends N - 1 of them; where it is less,
     an N-th of the bits to each rank, which counts them and sends the outcome on with 2 bits a number.
 
-    A tensor that is all zero on a rank abstains there. A zero among other numbers votes at random, ranks of even
-    and odd number against each other: in a world of even size, what is zero everywhere stays zero. A tensor that
+    A tensor that is all zero on a rank abstains there. A zero among other numbers votes one way in a step and the
+    other way in the next, ranks of even and odd number against each other: in a world of even size, what is zero
+    everywhere stays zero; in one of odd size it goes to and fro, and does not drift. A tensor that
     holds an inf or NaN on some rank is NaN everywhere.
 
-    seed: of the votes of zeros.
+    seed: of the zeros' first votes.
 
     >>> from unisono.spec import build
     >>> build("signsgd", kind="reducer").exact
@@ -42,18 +43,19 @@ def signsgd(*, seed: int = 0) -> Reducer:
         after, line = {"step": state["step"] + 1}, bucket.flat
         if not line.numel():
             return Reduced(bucket.tensors), after
-        signs, size, source = signs_of(bucket), world.size, noise(seed, state["step"], 0, bucket.index)
+        signs, size, source = signs_of(bucket), world.size, noise(seed, 0, 0, bucket.index)
+        turned = (world.rank + state["step"]) % 2 == 1
         means = signs.means(line)
         weights = torch.where(torch.isfinite(means), (means != 0).float(), torch.nan)
         tally = line_for(bucket)
         if not _in_parts(signs, line.numel(), size):
-            handle = world.all_gather(_votes(signs, line, weights, source, world), even=True, tag=bucket.tag)
+            handle = world.all_gather(_votes(signs, line, weights, source, turned), even=True, tag=bucket.tag)
             yield
             _count(signs, handle.wait(), tally)
         else:
             each = part_length(line.numel(), size)
             votes = [
-                _votes(signs, x, weights, source.after(r * each), world, each)
+                _votes(signs, x, weights, source.after(r * each), turned, each)
                 for r, x in enumerate(parts_of(line, size))
             ]
             scattering = world.all_to_all(votes, tag=bucket.tag)
@@ -82,12 +84,12 @@ def _in_parts(signs: Signs, n: int, size: int) -> bool:
     return signs.nbytes(each) + each // 4 < signs.nbytes(n)
 
 
-def _votes(signs: Signs, line: Tensor, weights: Tensor, source: Noise, world: World, room: int = 0) -> Tensor:
-    """My signs; zeros vote at random, alike on ranks of even number, the other way on the others."""
+def _votes(signs: Signs, line: Tensor, weights: Tensor, source: Noise, turned: bool, room: int = 0) -> Tensor:
+    """My signs; zeros vote as the noise says, or the other way."""
 
     def zeros(a: int, b: int) -> Tensor:
         drawn = bits(source.after(a), b - a, line.device) < 0
-        return ~drawn if world.rank % 2 else drawn
+        return ~drawn if turned else drawn
 
     return signs.encode(line, weights, zeros, room)
 

@@ -104,7 +104,7 @@ def topk(
             work.keep(state, dense, flag, options)
         work.put(bucket.flat, dense)
         state["step"] += 1
-        return Reduced(bucket.tensors, lambda: work.sent(bucket, line, given)), state
+        return Reduced(bucket.tensors, lambda _: work.sent(bucket, line, given)), state
 
     def sends(bucket: Bucket, size: int) -> int:
         work = _Work(bucket)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from unisono.buckets import BUCKET_BYTES, Counter, Exchange
+from unisono.buckets import BUCKET_BYTES, LARGE_BUCKET_BYTES, Counter, Exchange
 from unisono.normalization import move_batch_norm
 from unisono.reducer import Reducer
 from unisono.reducers.dense import dense
@@ -29,18 +29,20 @@ class allreduce(Strategy):
     buffers: "broadcast" rank 0's after every exchange, "average" them, or leave them "local".
     overlap: exchange a bucket as soon as it is full, or all after backward. None: as soon as it is full, but
         where workers share memory and leave no core free, an exchange would only take compute's place: after.
-    bucket_bytes: how much travels together.
+    bucket_bytes: how much travels together. None: 25 MiB, or 100 MiB where a GPU compresses.
     """
 
     reducer: Reducer | None = None
     accumulate: int = 1
     buffers: Literal["broadcast", "average", "local"] = "broadcast"
     overlap: bool | None = None
-    bucket_bytes: int = BUCKET_BYTES
+    bucket_bytes: int | None = None
 
     def bind(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         for name, meaning in (("accumulate", "backward passes a window"), ("bucket_bytes", "bytes a bucket")):
             value = getattr(self, name)
+            if name == "bucket_bytes" and value is None:
+                continue
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} counts {meaning}: expected a whole number of at least 1, got {value!r}")
         if self.buffers not in ("broadcast", "average", "local"):
@@ -86,13 +88,19 @@ class AllReduceReplica(Replica):
             sparse_ones,
             self.world,
             self._reduction,
-            bucket_bytes=self.strategy.bucket_bytes,
+            bucket_bytes=self._bucket_bytes(),
             overlap=pays if self.strategy.overlap is None else self.strategy.overlap,
             inline=self.reducer.stages is None or not pays,
             accumulate=self.strategy.accumulate,
             advance=self.advance,
         )
         self._reduction.warn_if_more_than_dense(self.world)
+
+    def _bucket_bytes(self) -> int:
+        if self.strategy.bucket_bytes is not None:
+            return self.strategy.bucket_bytes
+        on_gpu = any(p.is_cuda for p in self.model.parameters())
+        return LARGE_BUCKET_BYTES if on_gpu and not self.reducer.exact else BUCKET_BYTES
 
     def _share_buffers(self, world: World) -> None:
         buffers = [b.detach() for b in self.model.buffers()]
@@ -124,6 +132,8 @@ class AllReduceReplica(Replica):
 
     def load_state_dict(self, state: dict[str, Any], *, same_world: bool = True) -> None:
         self.step = state["shared"]["step"]
+        if "reducer" not in state["shared"]:  # another strategy's checkpoint
+            return
         parts = [state["local"]] if same_world else state["locals"]
         self._reduction.load_state_dict(state["shared"]["reducer"], [part["reducer"] for part in parts])
 

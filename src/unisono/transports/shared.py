@@ -197,6 +197,9 @@ class SharedTransport(Transport):
         self._segments[segment.address] = (self._made, segment)
         return segment.mine.view(dtype)
 
+    def shared(self, n: int, dtype: torch.dtype) -> Tensor:
+        return self._make(n * dtype.itemsize).ranks[0].view(dtype)
+
     def release(self, x: Tensor) -> None:
         self._segments.pop(x.untyped_storage().data_ptr(), None)
 

@@ -31,6 +31,7 @@ class _Hub:
         self.found: tuple[list[Any], float] = ([], 0.0)
         self.letters: dict[tuple[int, int], deque[Tensor]] = {}
         self.lost: str | None = None
+        self.left: set[int] = set()  # ranks that closed this world
         self.subs: dict[tuple[int, ...], list[_Hub]] = {}
 
     def lose(self, why: str) -> None:
@@ -41,12 +42,16 @@ class _Hub:
         for hub in inside:
             hub.lose(why)
 
-    def wait_for(self, ready: Callable[[], bool], what: str) -> None:
-        """With the lock held."""
-        if not self.changed.wait_for(lambda: ready() or self.lost is not None, self.timeout_s):
+    def wait_for(self, ready: Callable[[], bool], what: str, ranks: Sequence[int]) -> None:
+        """With the lock held; `ranks` are those that are waited for."""
+
+        def vain() -> bool:
+            return self.lost is not None or not self.left.isdisjoint(ranks)
+
+        if not self.changed.wait_for(lambda: ready() or vain(), self.timeout_s):
             raise PeerLost(f"{what}: no answer within {self.timeout_s:g} s")
         if not ready():
-            raise PeerLost(f"{what}: {self.lost}")
+            raise PeerLost(f"{what}: {self.lost or f'rank {min(self.left)} has closed this world'}")
 
 
 class ThreadTransport(Transport):
@@ -70,7 +75,7 @@ class ThreadTransport(Transport):
                 hub.found = (list(hub.items), max(hub.times))
                 hub.arrived, hub.round = 0, now + 1
                 hub.changed.notify_all()
-            hub.wait_for(lambda: hub.round > now, what)
+            hub.wait_for(lambda: hub.round > now, what, range(hub.size))
             found, last = hub.found
         if any(other[:2] != found[0][:2] for other in found):
             told = ", ".join(f"rank {r} has {other} {sign}" for r, (other, sign, _) in enumerate(found))
@@ -130,7 +135,7 @@ class ThreadTransport(Transport):
     def recv(self, x: Tensor, src: int) -> None:
         with self.hub.changed:
             box = self.hub.letters.setdefault((src, self.rank), deque())
-            self.hub.wait_for(lambda: bool(box), f"recv from rank {src}")
+            self.hub.wait_for(lambda: bool(box), f"recv from rank {src}", [src])
             letter = box.popleft()
         if letter.numel() != x.numel() or letter.dtype != x.dtype:
             raise Mismatch(
@@ -138,6 +143,16 @@ class ThreadTransport(Transport):
                 f"I receive into {x.dtype} of {x.numel()}"
             )
         x.copy_(letter)
+
+    def shared(self, n: int, dtype: torch.dtype) -> Tensor:
+        first: Tensor = self._meet("shared", f"{n} x {dtype}", torch.zeros(n, dtype=dtype))[0][0]
+        return first
+
+    def close(self) -> None:
+        """Others would wait for me in vain."""
+        with self.hub.changed:
+            self.hub.left.add(self.rank)
+            self.hub.changed.notify_all()
 
     def exchange(self, data: bytes) -> list[bytes]:
         return self._meet("exchange", "", data)[0]

@@ -1,0 +1,297 @@
+"""Asynchronous averaging: every rank trains alone, and threads behind the programs average the models.
+
+BAGUA (Gan et al. 2021, arXiv:2107.01499).
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.buckets import BUCKET_BYTES, Exchange
+from unisono.lanes import Lane
+from unisono.neighbours import ApartReplica, Lines, check_count
+from unisono.reducers.dense import dense
+from unisono.reduction import Reduction, overlap_pays
+from unisono.strategy import Replica, Strategy
+from unisono.world import World
+
+
+@dataclass(frozen=True)
+class async_average(Strategy):
+    """Train alone, and take in the mean of all models as it comes: x <- x + (mean - copy).
+
+    A thread of each rank copies its model, averages the copies with the other ranks' threads, and leaves mean - copy
+    for the program, which adds it between two windows. No window waits for another rank, however slow.
+
+    every_s: seconds from the end of one averaging to the beginning of the next.
+    warmup: windows at the start in which gradients are averaged, synchronously; then the threads begin.
+    accumulate: backward passes a window.
+
+    `replica.abort()` on any rank ends averaging on all, until `replica.resume()` is called there.
+
+    >>> from unisono.spec import build
+    >>> build("async_average(every_s=0.1, warmup=100)", kind="strategy").warmup
+    100
+    """
+
+    every_s: float = 0.5
+    warmup: int = 0
+    accumulate: int = 1
+
+    def bind(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
+        check_count("accumulate", self.accumulate, "backward passes a window")
+        check_count("warmup", self.warmup, "synchronous windows at the start", least=0)
+        every_s = self.every_s
+        if isinstance(every_s, bool) or not isinstance(every_s, int | float) or not 0 <= every_s < math.inf:
+            raise ValueError(f"every_s is seconds between averagings: expected a number of at least 0, got {every_s!r}")
+        return AsyncAverageReplica(model, optimizer, world, self)
+
+
+class Averager:
+    """The thread behind a rank: in each round, the ranks agree, copy their models, and average the copies.
+
+    `pending` is what the program has still to add. A copy is the model with what is pending: so a rank whose program
+    is in a long window takes part in many rounds meanwhile. The condition guards `pending`, and that a copy is not
+    made while the optimizer steps.
+    """
+
+    def __init__(self, lines: Lines, world: World, every_s: float) -> None:
+        self._lines, self._channel, self._every_s, self._ledger = lines, world.channel(), every_s, world.ledger
+        self._changed = threading.Condition()
+        self._lane = Lane("unisono async_average")
+        self._pending = [torch.zeros_like(line) for line in lines.new()]
+        self._fresh = False  # something is pending
+        self._stepping, self._closing, self._paused = False, False, False
+        self._generation = 0  # of the model: a round that began with another one does not count
+        self._started = False
+        self.steps, self.rounds = 0, 0
+        self.averaging = False  # what the ranks last agreed on
+        self.error: Exception | None = None
+        _averagers.add(self)
+
+    # From the program --------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin with the rounds; the first waits for all ranks to begin."""
+        if not self._started:
+            self._started = True
+            self._lane.submit(self._run)
+
+    def stepping(self, now: bool) -> None:
+        """The optimizer writes parameters from now on, or no more."""
+        with self._changed:
+            self.steps += self._stepping and not now
+            self._stepping = now
+            self._changed.notify_all()
+
+    def pause(self, now: bool) -> None:
+        """Take part in no averaging, or again."""
+        with self._changed:
+            self._paused = now
+
+    def apply(self) -> None:
+        """Add what is pending to the parameters."""
+        if self.error is not None:
+            raise self.error
+        with self._changed:
+            if self._fresh:
+                torch._foreach_add_([p.detach() for p in self._lines.params], self._lines.views(self._pending))
+                torch._foreach_zero_(self._pending)
+                self._fresh = False
+                _finish_on_device(self._pending)
+
+    def forget(self) -> None:
+        """The model is another one: what was averaged of the former does not count."""
+        with self._changed:
+            self._generation += 1
+            torch._foreach_zero_(self._pending)
+            self._fresh = False
+
+    def end(self) -> None:
+        """Tell the other ranks in the next round that there are no more."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the thread."""
+        self.end()
+        self._lane.close()
+        self._channel.close()
+
+    # In the thread -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        try:
+            while self._round():
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closing, self._every_s)
+        except Exception as error:
+            if not self._closing:  # else the world ended before all had heard of it
+                self.error = error
+        finally:
+            self.averaging = False
+            self._lane.close()  # this thread's own: it ends
+
+    def _round(self) -> bool:
+        """1. agree; 2. copy; 3. average; 4. leave the difference. False: a rank ends, so all do."""
+        with self._changed:
+            asked = [self._generation, -self._generation, int(self._paused), int(self._closing)]
+        agreed: list[int] = self._channel.all_reduce(torch.tensor(asked), "max", tag="agree").wait().tolist()
+        generation, paused, closing = agreed[0], agreed[2], agreed[3]
+        self.averaging = not paused and not closing
+        if closing:
+            self._ledger.event("async_average", round=self.rounds, ended=True)
+            return False
+        if paused or generation != -agreed[1]:
+            return True
+        copy, at = self._copy()
+        means = [line.cpu() if line.is_cuda else line.clone() for line in copy]
+        self._channel.all_reduce(means, "mean", tag="average").wait()
+        with self._changed:
+            if generation == self._generation:
+                for pending, mean, mine in zip(self._pending, means, copy, strict=True):
+                    pending.add_(mean.to(pending.device)).sub_(mine)
+                _finish_on_device(self._pending)
+                self._fresh = True
+                self.rounds += 1
+                self._ledger.event("async_average", round=self.rounds, staleness=self.steps - at)
+        return True
+
+    def _copy(self) -> tuple[list[Tensor], int]:
+        """The model with what is pending, and the number of steps made."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._stepping or self._closing)
+            copy = self._lines.filled()
+            torch._foreach_add_(copy, self._pending)
+            _finish_on_device(copy)
+            return copy, self.steps
+
+
+def _finish_on_device(lines: Sequence[Tensor]) -> None:
+    """The other thread may work on another stream."""
+    for device in dict.fromkeys(line.device for line in lines if line.is_cuda):
+        torch.cuda.synchronize(device)
+
+
+_averagers: weakref.WeakSet[Averager] = weakref.WeakSet()
+
+
+@atexit.register  # before the lanes end: theirs was registered first
+def _end_all() -> None:
+    for averager in list(_averagers):
+        averager.end()
+
+
+class AsyncAverageReplica(ApartReplica):
+    """A model that the program alone writes; the averager's part is added between windows."""
+
+    strategy: async_average
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: async_average) -> None:
+        self._averager: Averager | None = None
+        super().__init__(model, optimizer, world, strategy, accumulate=strategy.accumulate)
+        self.start()
+
+    def start(self) -> None:
+        self._warming = False
+        if self.world.size == 1:
+            return
+        self._averager = Averager(self.lines, self.world, self.strategy.every_s)
+        weakref.finalize(self, self._averager.end).atexit = False
+        self._warming = self.step < self.strategy.warmup
+        if self._warming:
+            self._counter.close()
+            self._counter = self._synchronous()  # type: ignore[assignment]
+
+    def _synchronous(self) -> Exchange:
+        """Counts windows as a Counter does, and leaves the mean gradients."""
+        embeddings = (m for m in self.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+        sparse = {m.weight for m in embeddings if m.sparse}
+        named = list(self.model.named_parameters())
+        pays = overlap_pays(self.world)
+        return Exchange(
+            [(name, p) for name, p in named if p not in sparse],
+            [(name, p) for name, p in named if p in sparse],
+            self.world,
+            Reduction(dense(), self.optimizer, lambda world: None),
+            bucket_bytes=BUCKET_BYTES,
+            overlap=pays,
+            inline=not pays,
+            accumulate=self.strategy.accumulate,
+            advance=self.advance,
+        )
+
+    def stop(self) -> None:
+        if self._averager is not None:
+            self._averager.close()
+            self._averager = None
+
+    @property
+    def rounds(self) -> int:
+        """Averagings that this rank took part in."""
+        return 0 if self._averager is None else self._averager.rounds
+
+    @property
+    def averaging(self) -> bool:
+        """Whether the ranks' threads average: they have begun, and no rank has aborted it or closed."""
+        return self._averager is not None and self._averager.averaging
+
+    def abort(self) -> None:
+        """Average no more, on any rank, from the next round on. Returns at once; what is under way is still added.
+        Any rank may call it: the ranks' threads agree in every round, and go on agreeing while they average nothing."""
+        if self._averager is not None:
+            self._averager.pause(True)
+
+    def resume(self) -> None:
+        """Average again: from the first round in which no rank has averaging aborted."""
+        if self._averager is not None:
+            self._averager.pause(False)
+
+    def _about_to_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+        if self._averager is not None:
+            self._averager.stepping(True)
+        if self._warming:  # with a closure, each call's gradients are averaged
+            return Replica._about_to_step(self, optimizer, args, kwargs)
+        return super()._about_to_step(optimizer, args, kwargs)
+
+    def after_step(self) -> None:
+        if self._averager is not None:
+            self._averager.stepping(False)
+        super().after_step()
+
+    def meet(self) -> None:
+        if self._averager is None:
+            return
+        self.check_parameters()
+        if self.met < self.strategy.warmup:
+            return
+        if self._warming and not self._ended:
+            self._warming = False
+            self._counter.close()
+            self._counter = self._new_counter(self.strategy.accumulate)
+        self._averager.start()
+        self._averager.apply()
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if self._averager is not None:
+            with torch.no_grad():
+                self._averager.apply()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any], *, same_world: bool = True) -> None:
+        super().load_state_dict(state, same_world=same_world)
+        if self._averager is not None:
+            self._averager.forget()

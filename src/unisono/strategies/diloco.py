@@ -1,0 +1,163 @@
+"""DiLoCo: local training, and an outer optimizer on what the workers have moved; at once or streamed in fragments.
+
+DiLoCo: Douillard et al., 2023 (arXiv:2311.08105). Streaming DiLoCo: Douillard et al., 2025 (arXiv:2501.18512).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from unisono.anchors import AnchoredReplica
+from unisono.buckets import BUCKET_BYTES
+from unisono.fragments import Buffers, Fragment, check_count, check_settings
+from unisono.reducer import Reducer
+from unisono.strategy import Replica, Strategy
+from unisono.world import World
+
+
+@dataclass(frozen=True)
+class diloco(Strategy):
+    """Local steps; every H windows an outer SGD step on the last agreed model x0: its gradient is mean(x0 - x_i).
+
+    Then x_i <- mix * x_i + (1 - mix) * x0. With fragments, each has its own place in the H windows, so that less
+    travels at a time; with a delay, the exchange runs behind the next windows and is applied after them.
+
+    every: windows from one exchange of a parameter to the next (H).
+    outer_lr, outer_momentum, nesterov: of the outer optimizer (nesterov counts where there is momentum).
+    fragments: parts of about equal bytes that the parameters are divided into.
+    delay: windows from the begin of an exchange to its use; less than `every`.
+    mix: how much of the worker's own parameters stays. None: 0 without a delay, else 0.5.
+    reducer: how the mean of the differences x0 - x_i is taken (None: exactly).
+    buffers: with every exchange of the first fragment, "average" them, "broadcast" rank 0's, or leave them "local".
+    accumulate: backward passes a window.
+    bucket_bytes: how much travels together.
+
+    >>> diloco(every=50, fragments=4, delay=2).outer_lr
+    0.7
+    """
+
+    every: int = 100
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    nesterov: bool = True
+    fragments: int = 1
+    delay: int = 0
+    mix: float | None = None
+    reducer: Reducer | None = None
+    buffers: Buffers = "average"
+    accumulate: int = 1
+    bucket_bytes: int = BUCKET_BYTES
+
+    def bind(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
+        check_settings(self)
+        check_count("fragments", self.fragments, "parts of the model")
+        check_count("delay", self.delay, "windows until an exchange is used", least=0)
+        if self.fragments > self.every:
+            raise ValueError(
+                f"fragments={self.fragments} in every={self.every} windows: each fragment has a window of its own, so "
+                "give at most `every` fragments"
+            )
+        if self.delay >= self.every:
+            raise ValueError(
+                f"delay={self.delay} with every={self.every}: an exchange must be used before the next one of its "
+                "fragment begins; give a delay below `every`"
+            )
+        _check_number("outer_lr", self.outer_lr, "above 0", lambda x: x > 0)
+        _check_number("outer_momentum", self.outer_momentum, "from 0 to below 1", lambda x: 0 <= x < 1)
+        if self.mix is not None:
+            _check_number(
+                "mix", self.mix, "from 0 to below 1 (the share that stays local), or None", lambda x: 0 <= x < 1
+            )
+        if not isinstance(self.nesterov, bool):
+            raise ValueError(f"nesterov must be True or False, got {self.nesterov!r}")
+        return DiLoCoReplica(model, optimizer, world, self)
+
+
+def _check_number(name: str, value: Any, expected: str, fits: Any) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or not fits(value):
+        raise ValueError(f"{name} must be a number {expected}, got {value!r}")
+
+
+class DiLoCoReplica(AnchoredReplica):
+    """Fragments, each begun and applied at windows that all ranks count alike."""
+
+    strategy: diloco
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: diloco) -> None:
+        self.mix = (0.5 if strategy.delay else 0.0) if strategy.mix is None else strategy.mix
+        self._outer: torch.optim.SGD | None = None
+        super().__init__(
+            model,
+            optimizer,
+            world,
+            strategy,
+            reducer=strategy.reducer,
+            buffers=strategy.buffers,
+            accumulate=strategy.accumulate,
+            bucket_bytes=strategy.bucket_bytes,
+            fragments=strategy.fragments,
+            streaming=strategy.delay > 0,
+        )
+
+    @property
+    def needed(self) -> bool:
+        return True  # the outer optimizer has its effect on one worker too
+
+    def meet(self) -> None:
+        """1. begin: the fragments whose window this is; 2. apply: those whose delay is over."""
+        self.note_rates()
+        every, count = self.strategy.every, len(self.fragments)
+        for f, fragment in enumerate(self.fragments):
+            if (self.met - (f + 1) * every // count) % every == 0:
+                self.begin(fragment, self.strategy.delay)
+        for fragment in self.fragments:
+            trip = self.trips.get(fragment.index)
+            if trip is not None and self.met >= trip.due:
+                self._apply(fragment)
+
+    def _apply(self, fragment: Fragment) -> None:
+        means, _ = self.arrive(fragment)
+        outer = self._outer_optimizer(fragment)
+        for name, mean in means.items():
+            fragment.anchors[name].grad = mean
+        outer.step()
+        for name in means:
+            fragment.anchors[name].grad = None
+        fragment.return_to_anchors(self.mix)
+
+    def _outer_optimizer(self, fragment: Fragment) -> torch.optim.SGD:
+        """One for all fragments: it steps where there is a gradient."""
+        strategy, anchors = self.strategy, list(fragment.anchors.values())
+        if self._outer is None:
+            nesterov = strategy.nesterov and strategy.outer_momentum > 0
+            self._outer = torch.optim.SGD(
+                anchors, lr=strategy.outer_lr, momentum=strategy.outer_momentum, nesterov=nesterov
+            )
+        [group] = self._outer.param_groups
+        known = set(group["params"])
+        group["params"] += [anchor for anchor in anchors if anchor not in known]
+        return self._outer
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        states = self._outer.state if self._outer is not None else {}
+        anchors = {name: a for fragment in self.fragments for name, a in fragment.anchors.items()}
+        state["shared"]["outer"] = {n: states[a].get("momentum_buffer") for n, a in anchors.items() if a in states}
+        return state
+
+    def _take_shared(self, shared: dict[str, Any]) -> None:
+        super()._take_shared(shared)
+        for fragment in self.fragments:
+            states = self._outer_optimizer(fragment).state
+            for name, anchor in fragment.anchors.items():
+                states.pop(anchor, None)
+                momentum = shared["outer"].get(name)
+                if momentum is not None:
+                    states[anchor] = {"momentum_buffer": torch.empty_like(anchor).copy_(momentum)}

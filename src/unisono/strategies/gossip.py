@@ -1,0 +1,250 @@
+"""Decentralised averaging: ranks mix their models with a few neighbours', while they compute.
+
+BAGUA (Gan et al. 2021, arXiv:2107.01499); D-PSGD (Lian et al. 2017, arXiv:1705.09056); compressed differences (Tang
+et al. 2018, arXiv:1803.06443); the exponential graph (Ying et al. 2021, arXiv:2110.13363).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.kernels.quantise import bytes_nbytes, decode_bytes, encode_bytes
+from unisono.neighbours import ApartReplica, Graph, Lines, Neighbours, Received, check_count, neighbours, swap
+from unisono.strategy import Replica, Strategy
+from unisono.world import World
+
+_GRAPHS = ("all", "shift_one", "ring", "exponential")
+_BLOCK = 2048  # numbers that share a least and a greatest
+
+
+@dataclass(frozen=True)
+class gossip(Strategy):
+    """Mix models with neighbours, and step with the gradient of one's own: x_i <- sum_j W_ij x_j - lr g(x_i).
+
+    The models of a window's beginning travel while it computes, and are mixed before the optimizer steps.
+
+    graph: who hears whom. "ring": both neighbours, 1/3 each (of 2 ranks: 1/2). "shift_one" (even worlds): rank
+        r < N/2 and rank ((t + r) mod N/2) + N/2, 1/2 each. "exponential": rank r hears r - 2^k, 1/2 each, k going
+        round through 0 .. ceil(log2 N) - 1; after that many exchanges of a power of two of ranks all have heard all.
+        "all": the mean of all ranks.
+    bits: 8 sends on the ring what a model differs from its neighbours' copies of it, a byte a number: with w, l and
+        r for my model and my neighbours' as they know them, z = x + (l + r)/3 - 5/3 w after the optimizer's step;
+        w, l and r each change by Q(own z, left's, right's), and x = w. None sends models as they are.
+    every: windows between two exchanges.
+    overlap: exchange while the next window computes, or stand still for it. The result is the same.
+    accumulate: backward passes a window.
+
+    >>> from unisono.spec import build
+    >>> build("gossip(shift_one, every=2)", kind="strategy").every
+    2
+    """
+
+    graph: Graph = "ring"
+    bits: int | None = None
+    every: int = 1
+    overlap: bool = True
+    accumulate: int = 1
+
+    def bind(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
+        check_count("accumulate", self.accumulate, "backward passes a window")
+        check_count("every", self.every, "windows between two exchanges")
+        if type(self.overlap) is not bool:
+            raise TypeError(f"overlap must be True or False, got {self.overlap!r}")
+        if self.graph not in _GRAPHS:
+            raise ValueError(f"graph must be one of {', '.join(_GRAPHS)}, got {self.graph!r}")
+        if self.bits is None:
+            self.check_world(world)
+            return GossipReplica(model, optimizer, world, self)
+        if type(self.bits) is not int or self.bits != 8:
+            raise ValueError(f"bits must be 8 (a byte a number) or None (models as they are), got {self.bits!r}")
+        if self.graph != "ring":
+            raise ValueError(
+                f"bits=8 keeps a copy of each neighbour's model, so neighbours must stay: use graph='ring', got "
+                f"{self.graph!r}"
+            )
+        for name, param in model.named_parameters():
+            if param.requires_grad and param.is_complex():
+                raise ValueError(f"bits=8 sends real numbers, but {name!r} is {param.dtype}: use bits=None")
+        return LowPrecisionReplica(model, optimizer, world, self)
+
+    def check_world(self, world: World) -> None:
+        """Refuse a world that the graph cannot pair."""
+        if self.graph == "shift_one" and world.size > 1 and world.size % 2:
+            raise ValueError(
+                f"graph='shift_one' pairs ranks, so it needs an even world, got {world.size} ranks: use 'ring' or "
+                "'exponential', or one rank more or fewer"
+            )
+
+
+class GossipReplica(ApartReplica):
+    """Models as they are."""
+
+    strategy: gossip
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: gossip) -> None:
+        super().__init__(model, optimizer, world, strategy, accumulate=strategy.accumulate)
+        self._unmixed = 0  # windows that have ended, whose exchange is not mixed in yet
+        self.start()
+
+    def start(self) -> None:
+        self._channel = self.world.channel(inline=False) if self.world.size > 1 else None
+        self._finish: Callable[[], Received] | None = None
+        self._mine = self.lines.new()
+        self._theirs: list[list[Tensor]] = []
+        self._unmixed = 0
+
+    def stop(self) -> None:
+        self._finish = None
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def _due(self, window: int) -> bool:
+        return self._channel is not None and window % self.strategy.every == 0
+
+    def _who(self, window: int) -> Neighbours:
+        return neighbours(self.strategy.graph, window // self.strategy.every, self.world.rank, self.world.size)
+
+    def _begin(self, window: int) -> None:
+        """Let my model as it is now travel, and the neighbours' come."""
+        if self._finish is not None or not self._due(window):
+            return
+        assert self._channel is not None
+        self.check_parameters()
+        self.lines.fill(self._mine)
+        if self.strategy.graph == "all":
+            handle = self._channel.all_reduce(self._mine, "mean", tag="gossip")
+            self._finish = lambda: [handle.wait()]
+            return
+        who = self._who(window)
+        self._theirs += [self.lines.new() for _ in range(len(who.heard) - len(self._theirs))]
+        self._finish = swap(self._channel, self._mine, who, self._theirs[: len(who.heard)], "gossip")
+
+    def _mix(self, window: int) -> None:
+        """Take the neighbours' models in."""
+        if not self._due(window):
+            return
+        self._begin(window)
+        assert self._finish is not None
+        finish, self._finish = self._finish, None
+        came = finish()
+        if self.strategy.graph == "all":
+            self.lines.put(came[0])
+            return
+        who, params = self._who(window), [p.detach() for p in self.lines.params]
+        torch._foreach_mul_(params, who.own)
+        for lines in came:
+            torch._foreach_add_(params, self.lines.views(lines), alpha=who.weight)
+
+    def _settle(self, later: int) -> None:
+        """Mix what was exchanged for windows that have ended, but for the last `later`."""
+        while self._unmixed > later:
+            self._unmixed -= 1
+            with torch.no_grad():
+                self._mix(self.step - self._unmixed)
+
+    def advance(self) -> None:
+        super().advance()
+        self._unmixed += 1
+
+    def before_step(self) -> None:
+        super().before_step()
+        self._settle(0)
+
+    def meet(self) -> None:
+        self._settle(self._ended)
+        if self.strategy.overlap:
+            self._begin(self.met + 1)
+
+    def load_state_dict(self, state: dict[str, Any], *, same_world: bool = True) -> None:
+        super().load_state_dict(state, same_world=same_world)
+        self._unmixed = 0
+        if self._finish is not None:  # of the model that was there before
+            self._finish()
+            self._finish = None
+
+    def rebind(self, world: World, *, source: int = 0) -> str:
+        self.strategy.check_world(world)
+        return super().rebind(world, source=source)
+
+
+class LowPrecisionReplica(ApartReplica):
+    """Differences from what the neighbours know, a byte a number.
+
+    My own copy and the neighbours' copies of it change by the same bytes, so they stay the same bit by bit. Only the
+    own bytes are needed to go on: the neighbours' may come until the next exchange.
+    """
+
+    strategy: gossip
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: gossip) -> None:
+        super().__init__(model, optimizer, world, strategy, accumulate=strategy.accumulate)
+        self.start()
+
+    def start(self) -> None:
+        self._channel = self.world.channel(inline=False) if self.world.size > 1 else None
+        self._finish: Callable[[], Received] | None = None
+        self._who = neighbours("ring", 0, self.world.rank, self.world.size)
+        self._copies_of_mine()
+
+    def _copies_of_mine(self) -> None:
+        """All ranks have one model: so it is what everyone knows of the others."""
+        self._wide = Lines(self.lines.params, wide=True)
+        self.own = self._wide.filled()
+        self.copies = [self._wide.filled() for _ in self._who.heard]
+
+    def stop(self) -> None:
+        self._finish = None
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def meet(self) -> None:
+        if self._channel is None or self.met % self.strategy.every:
+            return
+        self.check_parameters()
+        self._hear()
+        changes = self._wide.filled()  # x after the optimizer's step
+        torch._foreach_add_(changes, self.own, alpha=self._who.own - 2.0)
+        for copy in self.copies:
+            torch._foreach_add_(changes, copy, alpha=self._who.weight)
+        codes = []
+        for own, change in zip(self.own, changes, strict=True):
+            code = torch.empty(bytes_nbytes(change.numel(), _BLOCK), dtype=torch.uint8, device=change.device)
+            encode_bytes(change, _BLOCK, code)
+            decode_bytes(code, _BLOCK, own, add=True)
+            codes.append(code)
+        self._wide.put(self.own)
+        into = [[torch.empty_like(code) for code in codes] for _ in self._who.heard]
+        self._finish = swap(self._channel, codes, self._who, into, "gossip")
+        if not self.strategy.overlap:
+            self._hear()
+
+    def _hear(self) -> None:
+        """Bring my copies of the neighbours up to date."""
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            for copy, codes in zip(self.copies, finish(), strict=True):
+                for line, code in zip(copy, codes, strict=True):
+                    decode_bytes(code, _BLOCK, line, add=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        self._hear()
+        state["local"] = {"own": self.own, "copies": self.copies}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any], *, same_world: bool = True) -> None:
+        super().load_state_dict(state, same_world=same_world)
+        self._hear()
+        self._copies_of_mine()  # in another world all ranks have the mean of those that saved
+        if same_world:
+            torch._foreach_copy_(self.own, state["local"]["own"])
+            for copy, saved in zip(self.copies, state["local"]["copies"], strict=True):
+                torch._foreach_copy_(copy, saved)

@@ -1,0 +1,137 @@
+"""Local SGD and post-local SGD: workers train alone and average their models every `every` windows.
+
+Local SGD: Stich, 2019 (arXiv:1805.09767). Post-local SGD: Lin, Stich, Patel, Jaggi, 2020 (arXiv:1808.07217).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.anchors import AnchoredReplica
+from unisono.buckets import BUCKET_BYTES
+from unisono.fragments import Buffers, check_count, check_settings
+from unisono.reducer import Reducer
+from unisono.strategy import Replica, Strategy
+from unisono.world import World
+
+
+@dataclass(frozen=True)
+class local_sgd(Strategy):
+    """Local steps; then, with the last agreed model x0 and each worker's x_i: x0 <- x0 - mean(x0 - x_i), x_i <- x0.
+
+    every: windows from one exchange to the next, once the start is over (H).
+    start: windows at the start in which models are averaged after each, as in synchronous training; or "decay":
+        until a learning rate falls for the first time (post-local SGD).
+    reducer: how the mean of the differences x0 - x_i is taken (None: exactly).
+    momentum: optimizer states stay "local", or "average" those of a parameter's shape in every exchange.
+    buffers: in every exchange, "average" them, "broadcast" rank 0's, or leave them "local".
+    accumulate: backward passes a window.
+    bucket_bytes: how much travels together.
+
+    >>> local_sgd(every=8, start="decay").every
+    8
+    """
+
+    every: int = 16
+    start: int | Literal["decay"] = 100
+    reducer: Reducer | None = None
+    momentum: Literal["local", "average"] = "local"
+    buffers: Buffers = "average"
+    accumulate: int = 1
+    bucket_bytes: int = BUCKET_BYTES
+
+    def bind(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
+        check_settings(self)
+        if self.start != "decay":
+            check_count("start", self.start, "windows of synchronous training (or is 'decay')", least=0)
+        if self.momentum not in ("local", "average"):
+            raise ValueError(f"momentum must be 'local' or 'average', got {self.momentum!r}")
+        return LocalSGDReplica(model, optimizer, world, self)
+
+
+class LocalSGDReplica(AnchoredReplica):
+    """One fragment, exchanged between two windows while the program waits."""
+
+    strategy: local_sgd
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: local_sgd) -> None:
+        self._since: int | None = strategy.start if strategy.start != "decay" else None  # local from here on
+        super().__init__(
+            model,
+            optimizer,
+            world,
+            strategy,
+            reducer=strategy.reducer,
+            buffers=strategy.buffers,
+            accumulate=strategy.accumulate,
+            bucket_bytes=strategy.bucket_bytes,
+        )
+
+    @property
+    def hears_of_decay(self) -> bool:
+        return super().hears_of_decay or self._since is None
+
+    def meet(self) -> None:
+        self.note_rates()
+        if not self._due():
+            return
+        fell = self._fell[0]
+        if self.fragments:
+            fell = self._average()
+        if fell and self._since is None:
+            self._since = self.met
+            self.world.ledger.event("local phase", since=self.met, every=self.strategy.every)
+
+    def _due(self) -> bool:
+        since = self._since
+        return since is None or self.met <= since or (self.met - since) % self.strategy.every == 0
+
+    def _average(self) -> bool:
+        """Exchange, and go on from the mean; whether a learning rate fell on some rank."""
+        [fragment] = self.fragments
+        self.begin(fragment)
+        means, fell = self.arrive(fragment)
+        torch._foreach_sub_([fragment.anchors[name] for name in means], list(means.values()))
+        fragment.return_to_anchors()
+        if self.strategy.momentum == "average" and self.world.size > 1:
+            self.in_order(lambda channel: average_momentum(self.optimizer, channel))
+        return fell
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        state["shared"]["since"] = self._since
+        return state
+
+    def _take_shared(self, shared: dict[str, Any]) -> None:
+        super()._take_shared(shared)
+        if self.strategy.start == "decay":
+            self._since = shared["since"]
+
+
+def average_momentum(optimizer: Optimizer, world: World) -> None:
+    """The mean of every optimizer state that has its parameter's shape and that all ranks have.
+
+    A rank whose parameter never had a gradient has no state of it yet: then the others keep theirs.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    found = {
+        f"{i}/{key}": value
+        for i, param in enumerate(params)
+        for key, value in sorted(optimizer.state.get(param, {}).items())
+        if isinstance(value, Tensor) and value.is_floating_point() and value.shape == param.shape
+    }
+    mark = hashlib.blake2b("\n".join(found).encode(), digest_size=7).digest()
+    code = int.from_bytes(mark, "little")
+    marks = torch.tensor([code, -code])
+    world.all_reduce(marks, "max", tag="momentum").wait()
+    if marks[0] != -marks[1]:  # the ranks have not the same
+        everywhere = set.intersection(*map(set, world.gather_objects(list(found))))
+        found = {path: value for path, value in found.items() if path in everywhere}
+    for device in dict.fromkeys(x.device for x in found.values()):
+        world.all_reduce([x for x in found.values() if x.device == device], "mean", tag="momentum").wait()

@@ -1,0 +1,486 @@
+"""DiLoCo and its streaming form against plain PyTorch: N workers simulated in one process, in float64."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import unisono as un
+from unisono import state as packing
+from unisono.fragments import divided
+from unisono.lanes import Handle
+from unisono.transports.threads import ThreadTransport, run_threads
+from unisono.world import PeerLost, World
+
+TWO = [["0.weight"], ["0.bias", "2.weight", "2.bias"]]  # what two fragments of the model are
+
+
+def make(seed: int = 0) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) / 2)
+    return model
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(4, 4, generator=torch.Generator().manual_seed(1000 * step + rank), dtype=torch.float64)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
+    for t in steps:
+        optimizer.zero_grad()
+        model(batch(t, rank)).square().mean().backward()
+        optimizer.step()
+
+
+def params(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def close(a: Sequence[Tensor], b: Sequence[Tensor], tolerance: float = 1e-12) -> None:
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+
+
+class Outer:
+    """Nesterov's momentum as the paper has it, written out: v <- m v + d; x0 <- x0 - lr (d + m v)."""
+
+    def __init__(self, model: nn.Module, lr: float, momentum: float, nesterov: bool) -> None:
+        self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
+        self.x0 = {name: p.detach().clone() for name, p in model.named_parameters()}
+        self.v = {name: torch.zeros_like(x) for name, x in self.x0.items()}
+
+    def step(self, name: str, d: Tensor) -> None:
+        self.v[name] = self.momentum * self.v[name] + d
+        self.x0[name] -= self.lr * (d + self.momentum * self.v[name] if self.nesterov else self.v[name])
+
+
+@torch.no_grad()
+def reference(
+    size: int,
+    steps: int,
+    every: int,
+    *,
+    fragments: list[list[str]] | None = None,
+    delay: int = 0,
+    mix: float = 0.0,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+    nesterov: bool = True,
+) -> list[nn.Module]:
+    models = [make() for _ in range(size)]
+    optimizers = [adam(m) for m in models]
+    outer = Outer(models[0], lr, momentum, nesterov)
+    fragments = fragments or [[name for name, _ in models[0].named_parameters()]]
+    sent: dict[int, tuple[int, dict[str, Tensor]]] = {}
+    for t in range(1, steps + 1):
+        for rank, (m, o) in enumerate(zip(models, optimizers, strict=True)):
+            with torch.enable_grad():
+                train(m, o, rank, range(t - 1, t))
+        for f, names in enumerate(fragments):
+            if (t - (f + 1) * every // len(fragments)) % every == 0:
+                moved = {n: torch.stack([outer.x0[n] - m.get_parameter(n) for m in models]).mean(0) for n in names}
+                sent[f] = (t + delay, moved)
+            if f in sent and sent[f][0] == t:
+                for name, d in sent.pop(f)[1].items():
+                    outer.step(name, d)
+                    for m in models:
+                        p = m.get_parameter(name)
+                        p.copy_(mix * p + (1 - mix) * outer.x0[name])
+    return models
+
+
+def run(size: int, steps: int, spec: str, seed: int = 0) -> list[list[Tensor]]:
+    def work(world: World) -> list[Tensor]:
+        model = make(seed)
+        optimizer = adam(model)
+        replica = un.parallel(model, optimizer, spec, world=world)
+        train(model, optimizer, world.rank, range(steps))
+        assert replica.step == steps
+        replica.close()
+        return params(model)
+
+    return run_threads(work, size)
+
+
+# The method -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        ("every=3", {"every": 3}),
+        ("every=2, outer_lr=1.0, outer_momentum=0.0", {"every": 2, "lr": 1.0, "momentum": 0.0}),
+        ("every=3, nesterov=False, outer_lr=0.5", {"every": 3, "nesterov": False, "lr": 0.5}),
+        ("every=4, fragments=2", {"every": 4, "fragments": TWO}),
+        ("every=4, delay=2", {"every": 4, "delay": 2, "mix": 0.5}),
+        ("every=5, fragments=2, delay=3, mix=0.2", {"every": 5, "fragments": TWO, "delay": 3, "mix": 0.2}),
+        ("every=2, fragments=2, delay=1, mix=0", {"every": 2, "fragments": TWO, "delay": 1}),
+    ],
+)
+def test_it_is_what_the_papers_say(size: int, settings: str, options: dict[str, Any]) -> None:
+    got = run(size, 13, f"diloco({settings}, bucket_bytes=256)")
+    for mine, theirs in zip(got, reference(size, 13, **options), strict=True):
+        close(mine, params(theirs))
+
+
+def test_a_plain_outer_optimizer_is_local_sgd() -> None:
+    outer = run(3, 9, "diloco(every=3, outer_lr=1.0, outer_momentum=0.0)")
+    local = run(3, 9, "local_sgd(every=3, start=0)")
+    for a, b in zip(outer, local, strict=True):
+        close(a, b, 0.0)
+
+
+def test_its_trajectory_is_the_one_recorded() -> None:
+    """Golden numbers: they change if the maths does."""
+    ends = run(2, 12, "diloco(every=4, fragments=2, delay=1)")
+    sums = [sum(x.sum().item() for x in end) for end in ends]
+    assert sums == pytest.approx([-5.172473953401799, -5.074728661752545], abs=1e-10)
+
+
+def test_fragments_have_about_equal_bytes_and_hold_every_parameter_once() -> None:
+    model = nn.Sequential(*(nn.Linear(n, n) for n in (40, 40, 30, 30, 20, 50, 50, 10)))
+    named = list(model.named_parameters())
+    parts = divided(named, 3)
+    assert sorted(name for part in parts for name, _ in part) == sorted(name for name, _ in named)
+    loads = [sum(p.numel() for _, p in part) for part in parts]
+    assert max(loads) < 1.2 * min(loads)
+    order = [name for name, _ in named]
+    for part in parts:
+        assert [name for name, _ in part] == sorted((name for name, _ in part), key=order.index)
+
+
+def test_bytes_are_those_of_an_all_reduce_every_h_windows_also_in_fragments() -> None:
+    size, every, windows = 3, 4, 16
+
+    def work(world: World) -> tuple[int, list[int]]:
+        model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        replica = un.parallel(model, optimizer, f"diloco(every={every}, fragments=2)", world=world)
+        for _ in range(windows):
+            optimizer.zero_grad()
+            model(torch.ones(2, 32)).square().mean().backward()
+            optimizer.step()
+        replica.close()
+        sent = [r.bytes_sent for r in world.ledger.records if r.tag.startswith("differences")]
+        return sum(sent), sent
+
+    for total, sent in run_threads(work, size):
+        d = 2 * (32 * 32 + 32)
+        assert total == 2 * windows // every * math.ceil(2 * (size - 1) / size * 4 * d / 2)
+        assert len(sent) == 2 * windows // every
+
+
+def test_an_exchange_is_hidden_behind_compute_that_is_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An all-reduce that takes 30 ms, windows of 20 ms, three of them from begin to use."""
+    fast = ThreadTransport.all_reduce
+
+    def slow(self: ThreadTransport, parts: Any, op: Any) -> float:
+        last = fast(self, parts, op)
+        time.sleep(0.03)
+        return last
+
+    monkeypatch.setattr(ThreadTransport, "all_reduce", slow)
+
+    def work(world: World) -> tuple[float, float]:
+        model = make()
+        optimizer = adam(model)
+        replica = un.parallel(model, optimizer, "diloco(every=8, fragments=2, delay=3)", world=world)
+        for t in range(33):
+            time.sleep(0.02)
+            train(model, optimizer, world.rank, range(t, t + 1))
+        totals = world.ledger.totals()
+        replica.close()
+        return totals.hidden, totals.communication
+
+    for hidden, open_ in run_threads(work, 2):
+        assert hidden > 0.15  # eight exchanges of 30 ms
+        assert hidden / (hidden + open_) >= 0.8
+
+
+# Reducers, AMP, learning rates -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reducer", ["topk(k=0.2)", "qsgd(bits=8)", "powersgd(rank=1, min_saving=1.0)", "bf16"])
+def test_differences_of_fragments_go_through_any_reducer(reducer: str) -> None:
+    def work(world: World) -> list[Tensor]:
+        model = make()
+        optimizer = adam(model)
+        spec = f"diloco(every=4, fragments=2, delay=1, reducer={reducer})"
+        replica = un.parallel(model, optimizer, spec, world=world)
+        train(model, optimizer, world.rank, range(9))
+        assert not replica.trips
+        anchors = [a.clone() for fragment in replica.fragments for a in fragment.anchors.values()]
+        replica.close()
+        return anchors
+
+    results = run_threads(work, 3)
+    start = [p for _, p in make().named_parameters()]
+    for anchors in results:
+        close(anchors, results[0], 0.0)
+        assert all(torch.isfinite(x).all() for x in anchors)
+    assert not torch.equal(results[0][0], start[0])
+
+
+def test_overflow_on_one_rank_skips_its_step_alone() -> None:
+    def work(world: World) -> tuple[list[Tensor], float]:
+        model = make()
+        optimizer = adam(model)
+        replica = un.parallel(model, optimizer, "diloco(every=2)", world=world)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=100)
+        replica.watch(scaler)
+        for t in range(6):
+            optimizer.zero_grad()
+            loss = model(batch(t, world.rank)).square().mean()
+            scaler.scale(loss * (float("inf") if t == 3 and world.rank == 1 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        replica.close()
+        return params(model), scaler.get_scale()
+
+    results = run_threads(work, 3)
+    for rank, (mine, scale) in enumerate(results):
+        close(mine, results[0][0], 0.0)
+        assert scale == (32.0 if rank == 1 else 64.0)
+        assert all(torch.isfinite(x).all() for x in mine)
+
+
+# The model to evaluate, checkpoints, other worlds ---------------------------------------------------------------------
+
+
+def test_consolidate_gives_the_mean_also_while_an_exchange_is_under_way() -> None:
+    def work(world: World) -> tuple[list[Tensor], list[Tensor]]:
+        model = make()
+        optimizer = adam(model)
+        replica = un.parallel(model, optimizer, "diloco(every=4, delay=2)", world=world)
+        train(model, optimizer, world.rank, range(5))
+        assert replica.trips
+        own, agreed = params(model), params(replica.consolidate())
+        close(params(model), own, 0.0)
+        replica.close()
+        return own, agreed
+
+    results = run_threads(work, 3)
+    for _, agreed in results:
+        close(agreed, results[0][1], 0.0)
+        close(agreed, [torch.stack([r[0][k] for r in results]).mean(0) for k in range(4)])
+
+
+@pytest.mark.parametrize(
+    "settings", ["every=4", "every=4, fragments=2, delay=3", "every=4, delay=2, reducer=topk(k=0.3)"]
+)
+@pytest.mark.parametrize("at", [5, 8, 9])
+def test_a_checkpoint_at_any_window_goes_on_bit_by_bit(tmp_path: Path, at: int, settings: str) -> None:
+    def first(world: World) -> tuple[list[Tensor], bytes]:
+        model = make()
+        optimizer = adam(model)
+        replica = un.parallel(model, optimizer, f"diloco({settings})", world=world)
+        train(model, optimizer, world.rank, range(at))
+        un.save(tmp_path, replica)
+        train(model, optimizer, world.rank, range(at, 14))
+        ended = params(model), packing.to_bytes(replica.state_dict())
+        replica.close()
+        return ended
+
+    def second(world: World) -> tuple[list[Tensor], bytes]:
+        model = make(seed=3)
+        optimizer = adam(model)
+        replica = un.parallel(model, optimizer, f"diloco({settings})", world=world)
+        train(model, optimizer, world.rank, range(4))  # what it did before does not matter
+        un.load(tmp_path, replica)
+        assert replica.step == at
+        train(model, optimizer, world.rank, range(at, 14))
+        ended = params(model), packing.to_bytes(replica.state_dict())
+        replica.close()
+        return ended
+
+    for (a, a_state), (b, b_state) in zip(run_threads(first, 3), run_threads(second, 3), strict=True):
+        close(a, b, 0.0)
+        assert a_state == b_state
+
+
+@pytest.mark.parametrize("new_size", [1, 2, 4])
+@pytest.mark.filterwarnings("ignore:.*is of another world size")
+def test_a_checkpoint_goes_on_from_the_mean_in_a_world_of_another_size(tmp_path: Path, new_size: int) -> None:
+    """Nothing is lost of what the outer optimizer would have seen: with a learning rate of 0 it sees the same."""
+
+    def work(after: Callable[[un.Replica, nn.Module], None], world: World) -> list[Tensor]:
+        model = make()
+        optimizer = adam(model)
+        replica = un.parallel(model, optimizer, "diloco(every=4, fragments=2, delay=1)", world=world)
+        after(replica, model)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        train(model, optimizer, world.rank, range(7, 10))
+        ended = params(replica.consolidate())
+        replica.close()
+        return ended
+
+    def saves(replica: un.Replica, model: nn.Module) -> None:
+        train(model, replica.optimizer, replica.world.rank, range(7))
+        un.save(tmp_path, replica)
+
+    stayed = run_threads(lambda world: work(saves, world), 3)
+    moved = run_threads(lambda world: work(lambda replica, _: un.load(tmp_path, replica), world), new_size)
+    for other in (*stayed, *moved):
+        close(other, stayed[0])
+
+
+def test_another_number_of_fragments_than_the_checkpoint_has_is_refused(tmp_path: Path) -> None:
+    def work(spec: str, load: bool) -> None:
+        model = make()
+        optimizer = adam(model)
+        replica = un.parallel(model, optimizer, spec, world=World())
+        if load:
+            un.load(tmp_path, replica)
+        else:
+            train(model, optimizer, 0, range(3))
+            un.save(tmp_path, replica)
+        replica.close()
+
+    work("diloco(every=4, fragments=2)", False)
+    with pytest.raises(ValueError, match="2 fragment"):
+        work("diloco(every=4, fragments=3)", True)
+
+
+@pytest.mark.parametrize("comes_back", ["as it left", "as a new process"])
+@pytest.mark.parametrize("settings", ["every=4", "every=4, fragments=2, delay=2"])
+def test_worlds_that_shrink_and_grow(settings: str, comes_back: str) -> None:
+    def work(world: World) -> tuple[list[list[Tensor]], list[str], bytes]:
+        model = make()
+        optimizer = adam(model)
+        replica = un.parallel(model, optimizer, f"diloco({settings})", world=world)
+        train(model, optimizer, world.rank, range(7))
+        seen, told = [params(model)], []
+        smaller = world.split([[0, 1, 2], [3]])
+        if world.rank < 3:
+            told.append(replica.rebind(smaller))
+            seen.append(params(model))
+            train(model, optimizer, world.rank, range(7, 11))
+        elif comes_back == "as a new process":
+            replica.close()
+            model = make(seed=5)
+            optimizer = adam(model)
+            replica = un.parallel(model, optimizer, f"diloco({settings})", world=World())
+        told.append(replica.rebind(world.split([[0, 1, 2, 3]])))
+        train(model, optimizer, world.rank, range(11, 16))
+        assert replica.step == 16
+        ended = params(replica.consolidate())
+        shared = packing.to_bytes(replica.state_dict()["shared"])
+        replica.close()
+        return [*seen, ended], told, shared
+
+    results = run_threads(work, 4)
+    mean = [torch.stack([results[r][0][0][k] for r in range(3)]).mean(0) for k in range(4)]
+    for rank, (seen, told, shared) in enumerate(results):
+        close(seen[-1], results[0][0][-1], 0.0)
+        assert shared == results[0][2]
+        assert all("mean of 3 of the" in text for text in told)
+        if rank < 3:
+            close(seen[1], mean)
+
+
+@pytest.mark.parametrize("reducer", ["dense", "topk(k=0.3)"])
+def test_an_exchange_that_did_not_arrive_everywhere_is_dropped_everywhere(reducer: str) -> None:
+    def work(world: World) -> tuple[list[Tensor], str, dict[str, Any]]:
+        model = make()
+        optimizer = adam(model)
+        replica = un.parallel(model, optimizer, f"diloco(every=4, delay=2, reducer={reducer})", world=world)
+        train(model, optimizer, world.rank, range(5))
+        if world.rank == 1:
+            replica.trips[0].handle.wait()
+            replica.trips[0].handle = Handle(lost)
+        told = replica.rebind(world.split([[0, 1, 2]]))
+        assert not replica.trips
+        kept = replica.state_dict()["local"]["reducer"][0]
+        train(model, optimizer, world.rank, range(5, 11))
+        ended = params(replica.consolidate())
+        replica.close()
+        return ended, told, kept
+
+    def lost() -> bool:
+        raise PeerLost("gone")
+
+    results = run_threads(work, 3)
+    for ended, told, kept in results:
+        close(ended, results[0][0], 0.0)
+        assert "did not arrive" in told
+        assert not kept
+
+
+def test_switching_to_it_and_back_carries_the_model_on() -> None:
+    def work(world: World) -> list[Tensor]:
+        model = make()
+        optimizer = adam(model)
+        replica = un.parallel(model, optimizer, "allreduce", world=world)
+        train(model, optimizer, world.rank, range(3))
+        before = params(model)
+        replica = replica.switch("diloco(every=4, fragments=2, delay=1)")
+        close(params(replica.consolidate()), before, 0.0)
+        train(model, optimizer, world.rank, range(3, 10))
+        mean = params(replica.consolidate())
+        replica = replica.switch("local_sgd(every=3, start=0)")
+        close(params(model), mean, 0.0)
+        train(model, optimizer, world.rank, range(10, 14))
+        replica = replica.switch("allreduce")
+        train(model, optimizer, world.rank, range(14, 15))
+        assert replica.step == 15
+        replica.close()
+        return params(model)
+
+    results = run_threads(work, 2)
+    close(results[0], results[1], 0.0)
+
+
+def test_a_checkpoint_of_another_strategy_is_refused(tmp_path: Path) -> None:
+    model = make()
+    optimizer = adam(model)
+    replica = un.parallel(model, optimizer, "allreduce", world=World())
+    un.save(tmp_path, replica)
+    replica.close()
+    other = un.parallel(model, optimizer, "diloco(every=4)", world=World())
+    with pytest.raises(ValueError, match="switch"):
+        un.load(tmp_path, other)
+    other.close()
+
+
+# Settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "word"),
+    [
+        ("every=0", "every"),
+        ("outer_lr=0.0", "outer_lr"),
+        ("outer_lr=-1", "outer_lr"),
+        ("outer_momentum=1.0", "outer_momentum"),
+        ("fragments=0", "fragments"),
+        ("fragments=5", "4 trainable tensors"),
+        ("fragments=4, every=3", "at most `every`"),
+        ("delay=-1", "delay"),
+        ("delay=5, every=5", "below `every`"),
+        ("mix=1.0", "mix"),
+        ("nesterov=1", "nesterov"),
+        ("buffers=never", "buffers"),
+        ("bucket_bytes=-1", "bucket_bytes"),
+    ],
+)
+def test_impossible_settings_are_refused(setting: str, word: str) -> None:
+    model = make()
+    with pytest.raises((ValueError, TypeError), match=word):
+        un.parallel(model, adam(model), f"diloco({setting})", world=World())
+    un.parallel(model, adam(model), "diloco", world=World()).close()  # nothing was left behind

@@ -1,0 +1,170 @@
+"""Windows and meetings: one meeting for each window on every rank, whatever a rank skips."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from unisono.periodic import PeriodicReplica
+from unisono.strategy import Strategy
+from unisono.transports.threads import run_threads
+from unisono.world import World
+
+
+class Meets(Strategy):
+    def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> PeriodicReplica:
+        raise NotImplementedError
+
+
+class Recorder(PeriodicReplica):
+    """Writes down which windows it met after."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, world: World, accumulate: int = 1) -> None:
+        self.seen: list[int] = []
+        super().__init__(model, optimizer, world, Meets(), accumulate=accumulate)
+
+    def meet(self) -> None:
+        assert not torch.is_grad_enabled()
+        self.seen.append(self.met)
+
+
+def make(accumulate: int = 1) -> tuple[nn.Module, torch.optim.Optimizer, Recorder]:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, optimizer, Recorder(model, optimizer, World(), accumulate)
+
+
+def test_each_window_is_met_after_its_step() -> None:
+    model, optimizer, replica = make(accumulate=2)
+    for i in range(6):
+        model(torch.ones(1, 3)).sum().backward()
+        assert replica.seen == [n + 1 for n in range(i // 2)]
+        if i % 2:
+            optimizer.step()
+    assert replica.seen == [1, 2, 3]
+    assert replica.step == 3
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_step_that_amp_skips_is_met_too(watched: bool) -> None:
+    model, optimizer, replica = make()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    if watched:
+        replica.watch(scaler)
+    for i in range(4):
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 3)).sum() * (float("inf") if i == 1 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert replica.seen == list(range(1, i + 2 if watched or i != 1 else 2))
+    assert replica.seen == [1, 2, 3, 4]
+
+
+def test_windows_that_could_not_be_met_in_time_are_met_in_a_row() -> None:
+    """A part of the model is called by itself, so no forward pass of the whole tells that it is time to meet."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    replica = Recorder(model, optimizer, World())
+    for _ in range(2):
+        model[1](model[0](torch.ones(1, 3))).sum().backward()
+    assert replica.seen == []
+    optimizer.step()
+    assert replica.seen == [1, 2]
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+def test_a_step_with_a_closure_is_one_window(calls: int) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=calls, tolerance_grad=0.0, tolerance_change=0.0)
+    replica = Recorder(model, optimizer, World())
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (model(torch.ones(2, 3)) - 1.0).square().sum()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    assert replica.seen == [1, 2, 3]
+    assert replica.step == 3
+
+
+def test_a_closure_that_fails_leaves_the_counting_whole() -> None:
+    model, optimizer, replica = make()
+
+    def closure() -> float:
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        optimizer.step(closure)
+    for _ in range(2):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    assert replica.seen[-1] == replica.step
+
+
+def test_asking_for_the_state_or_the_model_meets_first() -> None:
+    for ask in ("state_dict", "consolidate"):
+        model, _, replica = make()
+        model(torch.ones(1, 3)).sum().backward()
+        getattr(replica, ask)()
+        assert replica.seen == [1]
+
+
+def test_a_closed_replica_meets_no_more() -> None:
+    model, optimizer, replica = make()
+    scaler = torch.amp.GradScaler("cpu")
+    replica.watch(scaler)
+    model(torch.ones(1, 3)).sum().backward()
+    replica.close()
+    scaler.scale(model(torch.ones(1, 3)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert replica.seen == []
+
+
+def test_a_scaler_does_not_keep_a_replica_alive() -> None:
+    _, _, replica = make()
+    scaler = torch.amp.GradScaler("cpu")
+    replica.watch(scaler)
+    replica.close()
+    gone = weakref.ref(replica)
+    del replica
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_copy_of_the_model_belongs_to_no_replica() -> None:
+    model, _, replica = make()
+    copied = replica.copied()
+    model(torch.ones(1, 3)).sum().backward()
+    copied(torch.ones(1, 3)).sum().backward()
+    assert replica.seen == []
+    assert not copied._forward_pre_hooks
+    assert model._forward_pre_hooks
+    assert replica.step == 1
+
+
+def test_a_stand_in_batch_has_no_gradient_in_the_new_world_either() -> None:
+    def work(world: World) -> None:
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = Recorder(model, optimizer, world)
+        again = world.split([[0, 1]])
+        model(torch.ones(1, 3)).sum().backward()
+        replica.move_to(again)
+        assert model.weight.grad is None
+        assert replica.world is again
+        again.weight = 0.0
+        model(torch.ones(1, 3)).sum().backward()
+        assert torch.equal(model.weight.grad, torch.zeros(1, 3))
+        again.weight = 1.0
+        replica.close()
+
+    run_threads(work, 2)

@@ -3,12 +3,14 @@
 Every method starts from the same weights and sees the same batches in the same order (the same seeds); the learning
 rate falls to a fifth at 60 % and at 85 % of the steps. Losses and accuracies are those on held-out data after the last
 step: the mean over the seeds, and half the distance between the best and the worst (±). Bytes are what one rank sent in
-the whole run, by the ledger; for `hierarchical`, on two hosts of two workers, what a host's leader sent to the other.
-The optimizer is SGD with momentum 0.9; where a method brings its own momentum or needs another learning rate, METHODS
-below says so.
+the whole run, by the ledger; for `hierarchical`, on two hosts of two workers, what a host's leader sent to the other;
+for strategies the mean over the ranks, as servers send more. Strategies are judged by `replica.consolidate()`.
+The optimizer is SGD with momentum 0.9; where a method brings its own momentum or needs another optimizer or learning
+rate, METHODS below says so. The asynchronous methods do not repeat bit by bit: their results depend on who was when.
 
 Keys: TASK_METHOD_loss, TASK_METHOD_accuracy, TASK_METHOD_bytes_over_dense (TASK is cnn or transformer).
---table and --plot write the results as Markdown and as a picture of loss against bytes.
+--only strategies runs these instead of the reducers. --table and --plot write the results as Markdown and as a picture
+of loss against bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +31,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 from measure import finish
-from reducers import why_not
 
 WORKERS = 4
 DECAYS = (0.6, 0.85)
@@ -42,9 +43,10 @@ class Method(NamedTuple):
     lr: tuple[float, float] = (1.0, 1.0)  # times the CNN's, times the transformer's
     momentum: float = 0.9  # of the optimizer
     hosts: int = 1  # that the workers count as being on
+    adam: bool = False  # Adam instead of SGD
 
 
-METHODS = {
+REDUCERS = {
     "dense": Method("dense"),
     "bf16": Method("bf16"),
     "fp16": Method("fp16"),
@@ -69,6 +71,27 @@ METHODS = {
     "randomk_10": Method("randomk(k=0.1)"),
     "randomk_1": Method("randomk(k=0.01)"),
 }
+ADAM = (0.02, 0.015)  # learning rates 0.001 and 0.003
+STRATEGIES = {
+    "dense": REDUCERS["dense"],  # under allreduce: what the others are measured against
+    "adam": Method("allreduce", lr=ADAM, adam=True),  # what qadam is measured against
+    "qadam": Method("qadam(warmup={tenth})", lr=ADAM, adam=True),
+    "local_sgd": Method("local_sgd(every=8, start={tenth})"),
+    "post_local_sgd": Method("local_sgd(every=8, start='decay')"),
+    "diloco": Method("diloco(every=12)"),
+    "diloco_streaming": Method("diloco(every=12, fragments=3, delay=2)"),
+    "crossbow": Method("crossbow"),
+    "crossbow_4": Method("crossbow(every=4)"),
+    "gossip_ring": Method("gossip(ring)"),
+    "gossip_exponential": Method("gossip(exponential)"),
+    "gossip_8bit": Method("gossip(ring, bits=8)"),
+    "async_average": Method("async_average(every_s=0.02)"),
+    "server_0": Method("parameter_server(staleness=0)"),
+    "server_4": Method("parameter_server(staleness=4)"),
+    "server_async": Method("parameter_server(staleness=None)"),
+    "hogwild": Method("hogwild", lr=(0.25, 0.25)),  # each worker's step has it in full
+}
+METHODS = {**REDUCERS, **STRATEGIES}
 FAMILIES = {
     "dense, casts": ("dense", "bf16", "fp16"),
     "quantised": ("bytegrad", "qsgd_4", "qsgd_8", "nuqsgd", "ef_nuqsgd", "signsgd", "onebit"),
@@ -85,8 +108,13 @@ FAMILIES = {
         "randomk_1",
     ),
     "Accordion": ("accordion_powersgd", "accordion_topk"),
+    "Adam": ("adam", "qadam"),
+    "now and then": ("local_sgd", "post_local_sgd", "diloco", "diloco_streaming", "crossbow", "crossbow_4"),
+    "with neighbours": ("gossip_ring", "gossip_exponential", "gossip_8bit"),
+    "parameter server": ("server_0", "server_4", "server_async"),
+    "without waiting": ("async_average", "hogwild"),
 }
-COLOURS = dict(zip(FAMILIES, ("black", "tab:orange", "tab:green", "tab:blue", "tab:red"), strict=True))
+COLOURS = dict(zip(FAMILIES, ("black", *("tab:orange", "tab:green", "tab:blue", "tab:red") * 3), strict=False))
 
 
 class Job(NamedTuple):
@@ -154,38 +182,45 @@ def train(job: Job, world: Any) -> dict[str, float]:
         hosts = [f"host{rank * method.hosts // world.size}" for rank in range(world.size)]
         world = un.World(world.transport, hosts=hosts, name=f"{method.hosts} hosts")
     lr = task.lr * method.lr[list(TASKS).index(job.task)]
-    optimizer = torch.optim.SGD(task.model.parameters(), lr=lr, momentum=method.momentum)
+    optimizer: Any
+    if method.adam:
+        optimizer = torch.optim.Adam(task.model.parameters(), lr=lr)
+    else:
+        optimizer = torch.optim.SGD(task.model.parameters(), lr=lr, momentum=method.momentum)
     falls = [round(job.steps * share) for share in DECAYS]
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, falls, 0.2)
-    replica = un.parallel(task.model, optimizer, f"allreduce(reducer={spec_of(job)})", world=world)
+    replica = un.parallel(task.model, optimizer, spec_of(job), world=world)
     name = f"{job.task}, {job.method}, {job.seed}"  # of its own: otherwise the next run would go on in this one's epoch
     shard = un.shard(task.train, batch_size=task.batch_size, seed=job.seed, name=name, world=world)
-    before, start = sent(world), time.perf_counter()
+    start = time.perf_counter()
     for x, y in islice(chain.from_iterable(repeat(shard)), job.steps):  # epoch after epoch
         optimizer.zero_grad()
         F.cross_entropy(task.model(x).flatten(0, -2), y.flatten()).backward()
         optimizer.step()
         schedule.step()
     seconds = time.perf_counter() - start
-    nbytes = sent(world) - before
-    replica.close()
-    task.model.eval()
+    nbytes = sent(world, start)
+    if job.method in STRATEGIES:
+        nbytes = statistics.mean(world.gather_objects(nbytes))
+    model = replica.consolidate().eval()
     with torch.no_grad():
-        scores, y = task.model(task.held_out[0]).flatten(0, -2), task.held_out[1].flatten()
+        scores, y = model(task.held_out[0]).flatten(0, -2), task.held_out[1].flatten()
+    replica.close()
     loss, right = F.cross_entropy(scores, y).item(), (scores.argmax(1) == y).double().mean().item()
     return {"loss": loss, "accuracy": right, "bytes": nbytes, "seconds": seconds}
 
 
-def sent(world: Any) -> int:
-    """Bytes this rank has sent in steps so far; with several hosts, only those of gradients from host to host."""
+def sent(world: Any, since: float) -> float:
+    """Bytes this rank has sent since then; with several hosts, only those of gradients from host to host."""
+    records = [r for r in list(world.ledger.records) if r.start >= since]
     if len(set(world.hosts)) == 1:
-        return int(world.ledger.totals().bytes_sent)
+        return float(sum(r.bytes_sent for r in records))
     total = 0
-    for record in world.ledger.records:  # of channels named as in world/1[0,1,2,3]/2[0,2]
+    for record in records:  # of channels named as in world/1[0,1,2,3]/2[0,2]
         ranks = record.channel.rpartition("[")[2].rstrip("]").split(",")
         if record.tag.startswith("gradients") and len({world.hosts[int(r)] for r in ranks}) > 1:
             total += record.bytes_sent
-    return total
+    return float(total)
 
 
 def work(jobs: list[Job], path: str, done: int) -> None:
@@ -272,10 +307,37 @@ def table(task: str, job: Job, seeds: int, lines: list[Line]) -> str:
     return "\n".join(rows)
 
 
+def why_not(spec: str) -> str:
+    """Why a spec cannot be built; nothing where it can."""
+    from unisono.spec import build
+
+    try:
+        build(spec, kind="strategy")
+    except Exception as error:  # whatever it is, the others can still be measured
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return ""
+
+
+def chosen_of(names: list[str]) -> list[str]:
+    """The methods that names and groups of them stand for."""
+    groups = {"reducers": list(REDUCERS), "strategies": list(STRATEGIES)}
+    wanted = {method for name in names for method in groups.get(name, [name])}
+    methods = [m for m in METHODS if m in wanted]
+    for method in list(methods):
+        if reason := why_not(spec_of(Job("cnn", method, 0, 240))):
+            print(f"{method}: left out ({reason})", flush=True)
+            methods.remove(method)
+    if not methods:
+        raise SystemExit("nothing to run")
+    return methods
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--only", nargs="+", choices=METHODS, metavar="METHOD", help=f"of {', '.join(METHODS)}")
+    told = f"reducers (the default), strategies, or some of {', '.join(METHODS)}"
+    names = ["reducers", "strategies", *METHODS]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="METHOD", default=["reducers"], help=told)
     parser.add_argument("--steps", type=int, help="optimizer steps of each run")
     parser.add_argument("--seeds", type=int, help="runs of each method (default: 3 of the CNN, 1 of the transformer)")
     parser.add_argument("--text", help="the text to learn (default: the standard library's sources)")
@@ -285,13 +347,7 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.quick:
         asked.tasks, asked.steps, asked.seeds = ["cnn"], asked.steps or 24, asked.seeds or 1
-    methods = [m for m in METHODS if not asked.only or m in asked.only]
-    for method in list(methods):
-        if reason := why_not(spec_of(Job("cnn", method, 0, 240))):
-            print(f"{method}: left out ({reason})", flush=True)
-            methods.remove(method)
-    if not methods:
-        raise SystemExit("nothing to run")
+    methods = chosen_of(asked.only)
     chosen = {t: (asked.steps or TASKS[t][1], asked.seeds or TASKS[t][2]) for t in asked.tasks}
     jobs = [
         Job(task, method, seed, steps, asked.text)
@@ -325,6 +381,8 @@ def plot(lines: dict[str, list[Line]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     lines = {task: [x for x in found if math.isfinite(x.loss)] for task, found in lines.items()}
+    least = min(x.megabytes for found in lines.values() for x in found if x.megabytes > 0.01)
+    lines = {task: [x._replace(megabytes=max(x.megabytes, least / 2)) for x in found] for task, found in lines.items()}
     figure, panels = plt.subplots(1, len(lines), figsize=(7.2 * len(lines), 6.0), squeeze=False)
     for axes, (task, points) in zip(panels[0], lines.items(), strict=True):
         for family, names in FAMILIES.items():

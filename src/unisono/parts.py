@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from unisono.buckets import Bucket
-from unisono.reducer import Reduced, Reducer, Stages, State, stages_of
+from unisono.reducer import Reduced, Reducer, Stages, State, rescale_inside, stages_of
 from unisono.world import World
 
 __all__ = ["Part", "finite", "in_parts", "lines_of", "mean_in_place", "narrow", "runs", "widen"]
@@ -79,7 +79,10 @@ def _begun(part: Bucket, whole: Bucket, which: Part, state: State, world: World)
 
 
 def _narrowed(part: Bucket, whole: Bucket, which: Part) -> State:
-    return {} if which.reducer is None else narrow(whole, which.which, part, which.state, _lines.get(part, {}))
+    if which.reducer is None:
+        return {}
+    rescale_inside(whole, which.state, which.which)  # what a part does with its lines may be dropped
+    return narrow(whole, which.which, part, which.state, _lines.get(part, {}))
 
 
 def mean_in_place(bucket: Bucket, which: Sequence[int], world: World) -> Stages:

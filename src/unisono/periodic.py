@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono.buckets import Counter
+from unisono.exchange import Counter
 from unisono.strategy import Replica, Strategy
 from unisono.world import World
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -139,15 +139,27 @@ def residual_like(bucket: Bucket) -> Tensor:
     return torch.zeros(bucket.flat.numel(), dtype=dtype, device=bucket.device)
 
 
-def rescale(bucket: Bucket, state: State) -> None:
+def rescale(bucket: Bucket, state: State, which: Sequence[int] | None = None) -> None:
     """Scale residuals when learning rates changed, so that what was kept counts at the rate it was met with:
-    e <- e * lr_old / lr_new. `state["lr"]` remembers the rates."""
-    factors = [1.0 if old is None or not (old > 0 and new > 0) else old / new for old, new in _rates(bucket, state)]
-    if any(factor != 1.0 for factor in factors):
-        for part, factor in zip(bucket.views(state["residual"]), factors, strict=True):
-            part.mul_(factor)
-    state["lr"] = [new if new > 0 else old for old, new in _rates(bucket, state)]
+    e <- e * lr_old / lr_new. `state["lr"]` remembers the rates. `which`: of these tensors only."""
+    rates: list[float | None] = state["lr"]
+    factors = {}
+    for i in range(len(rates)) if which is None else which:
+        old, new = rates[i], bucket.lr[i]
+        if new > 0:
+            factors[i] = old / new if old is not None and old > 0 else 1.0
+            rates[i] = new
+    if any(factor != 1.0 for factor in factors.values()):
+        views = bucket.views(state["residual"])
+        for i, factor in factors.items():
+            views[i].mul_(factor)
 
 
-def _rates(bucket: Bucket, state: State) -> list[tuple[float | None, float]]:
-    return list(zip(state["lr"], bucket.lr, strict=True))
+def rescale_inside(bucket: Bucket, state: State, which: Sequence[int] | None = None) -> None:
+    """`rescale` for a state and those inside it, ahead of the reducers they belong to: for those around them who
+    bring lines back after an overflow, and would bring them back as they were at other rates."""
+    for inside in state.values():
+        if isinstance(inside, dict):
+            rescale_inside(bucket, inside, which)
+    if "residual" in state and "lr" in state:
+        rescale(bucket, state, which)

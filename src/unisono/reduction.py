@@ -50,7 +50,7 @@ class Reduction:
         """Start on a bucket, and take those under way a stage further."""
         scale = self.scale()
         bucket.lr = [self._lr(param) / scale for param in bucket.params]
-        bucket.decayed = self._decayed
+        bucket.decayed, bucket.scale = self._decayed, scale
         if not self.reducer.exact:
             bucket.zero_gaps()
         work, older = self._work(bucket, world), self._under_way

@@ -124,15 +124,19 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, data: Any, batch_size: int) -> Logs:
-        """The loss and the metrics over all samples of `data`, each counted once, whatever the world's size."""
-        training, sums = self.model.training, self._zeros()
+        """The loss and the metrics over all samples of `data`, each counted once, whatever the world's size.
+
+        The model is the one that the ranks agree on (`replica.consolidate()`), where theirs differ.
+        """
+        model, sums = self.replica.consolidate(), self._zeros()
+        training = model.training
         batches = data if isinstance(data, Shard) else self._apart(data, batch_size)
-        self.model.eval()
+        model.eval()
         try:
             for batch in batches:
-                self._forward(batch, sums)
+                self._forward(model, batch, sums)
         finally:
-            self.model.train(training)
+            model.train(training)
         return self._means(self.world.all_reduce(sums, "sum", tag="metrics").wait())
 
     # Inside ----------------------------------------------------------------------------------------------
@@ -171,7 +175,7 @@ class Trainer:
             window = self.accumulate if total is None else min(self.accumulate, total - opened)
             ends, live = batches.batch == opened + window, None
             with nullcontext() if ends else self.replica.no_sync():
-                loss = self._forward(batch, sums)
+                loss = self._forward(self.model, batch, sums)
                 torch.autograd.backward(self.scaler.scale(loss / window))
             if ends:
                 self._step()
@@ -185,14 +189,14 @@ class Trainer:
             display.advance(len(self.history), batches.batch, live)
         return self._summary(sums, steps, counted, began)
 
-    def _forward(self, batch: Sequence[Tensor], sums: Tensor) -> Tensor:
+    def _forward(self, model: nn.Module, batch: Sequence[Tensor], sums: Tensor) -> Tensor:
         """The loss of my batch; adds it and the metrics to `sums`, times my samples."""
         if not isinstance(batch, Sequence) or len(batch) < 2:
             raise TypeError(f"got a {type(batch).__name__} as batch, expected a tuple or list: inputs, then the target")
         *inputs, target = batch
         dtype = DTYPES[self.precision]
         with torch.autocast(self.world.device.type, dtype, enabled=dtype is not None):
-            output = self.model(*inputs)
+            output = model(*inputs)
             loss = torch.as_tensor(self.loss(output, target))
         if self.world.weight:  # 0: this batch is a stand-in, its samples are other ranks'
             with torch.no_grad():

@@ -21,7 +21,9 @@ LAYERS = {
     **dict.fromkeys(
         ["world", "ledger", "report", "transports", "lanes", "schedule", "collectives", "rendezvous", "state"], 0
     ),
-    **dict.fromkeys(["buckets", "reducer", "reduction", "kernels", "parts", "quantised", "signs", "normalization"], 1),
+    **dict.fromkeys(
+        ["buckets", "exchange", "reducer", "reduction", "kernels", "parts", "quantised", "signs", "normalization"], 1
+    ),
     "reducers": 2,
     **dict.fromkeys(
         ["strategy", "switching", "periodic", "server", "pushpull", "party", "neighbours", "anchors", "fragments"], 3

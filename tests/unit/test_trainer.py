@@ -443,3 +443,26 @@ def test_rows_are_shown_for_people() -> None:
         "1,234 samples/s",
         "compute 90% · waiting 10%",
     ]
+
+
+def test_where_ranks_differ_the_model_they_agree_on_is_evaluated() -> None:
+    def work(world: World) -> tuple[list[Tensor], float, float]:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        strategy = "local_sgd(every=100, start=0)"
+        trainer = Trainer(model, optimizer, strategy, loss=nn.functional.mse_loss, progress=False, world=world)
+        x = torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
+        data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+        trainer.fit(data, epochs=1, batch_size=4)
+        parameters = [p.detach().clone() for p in model.parameters()]
+        logs = trainer.evaluate(data, batch_size=4)
+        agreed = trainer.replica.consolidate()
+        with torch.no_grad():
+            expected = torch.nn.functional.mse_loss(agreed(x), x.sum(1, keepdim=True))
+        assert all(map(torch.equal, parameters, model.parameters())), "evaluation leaves each rank's own as it is"
+        return parameters, logs["loss"], float(expected)
+
+    (first, loss, expected), (second, other, _) = run_threads(work, 2)
+    assert not torch.equal(first[0], second[0])
+    assert loss == pytest.approx(expected)
+    assert loss == other

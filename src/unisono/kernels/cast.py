@@ -11,7 +11,7 @@ from unisono.buckets import Bucket
 from unisono.reducer import Codec, Reduced, Stages, State, all_reduce_bytes
 from unisono.world import World
 
-_lines: weakref.WeakKeyDictionary[Bucket, dict[torch.dtype, tuple[weakref.ref[World], Tensor]]]
+_lines: weakref.WeakKeyDictionary[Bucket, weakref.WeakKeyDictionary[World, dict[torch.dtype, Tensor]]]
 _lines = weakref.WeakKeyDictionary()
 
 
@@ -51,9 +51,8 @@ def cast_codec(dtype: torch.dtype) -> Codec:
 
 def _line(bucket: Bucket, dtype: torch.dtype, world: World) -> Tensor:
     """Memory for the bucket in `dtype` that this world moves fastest; given back when the bucket is gone."""
-    lines = _lines.setdefault(bucket, {})
-    if dtype not in lines or lines[dtype][0]() is not world:
-        line = world.empty(bucket.flat.numel(), dtype)
-        lines[dtype] = (weakref.ref(world), line)
+    lines = _lines.setdefault(bucket, weakref.WeakKeyDictionary()).setdefault(world, {})
+    if dtype not in lines:
+        lines[dtype] = line = world.empty(bucket.flat.numel(), dtype)
         weakref.finalize(bucket, world.release, line).atexit = False
-    return lines[dtype][1]
+    return lines[dtype]

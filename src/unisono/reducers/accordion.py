@@ -71,7 +71,8 @@ def accordion(low: Reducer, high: Reducer, *, every: int = 1000, threshold: floa
         if bucket.decayed and not all(state["low"]):
             _set(state, [True] * len(bucket.names))
             _note(bucket, state, world, "a learning rate fell", {})
-        grown = torch.add(state["delta"], bucket.flat, out=spare.get(bucket, torch.empty_like(state["delta"])))
+        room = spare.get(bucket, torch.empty_like(state["delta"]))
+        grown = torch.add(state["delta"], bucket.flat, alpha=1 / bucket.scale, out=room)
         flushed = _flush(bucket, state)
         reduced = yield from _both_levels(bucket, state, (low, high), world)
         ok = finite(reduced.mean)
@@ -94,7 +95,14 @@ def accordion(low: Reducer, high: Reducer, *, every: int = 1000, threshold: floa
             if reducer.check is not None:
                 reducer.check(optimizer, world)
 
-    return staged(init, stages, exact=low.exact and high.exact, memory=low.memory or high.memory, check=check)
+    return staged(
+        init,
+        stages,
+        exact=low.exact and high.exact,
+        memory=low.memory or high.memory,
+        check=check,
+        noise=max(low.noise, high.noise),
+    )
 
 
 # Decisions -------------------------------------------------------------------------------------------------------

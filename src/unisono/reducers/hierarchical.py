@@ -92,6 +92,7 @@ def hierarchical(across: Reducer, *, inside: Reducer | None = None) -> Reducer:
         exact=across.exact and (inside is None or inside.exact),
         memory=across.memory or (inside is not None and inside.memory),
         check=check,
+        noise=max(across.noise, inside.noise if inside is not None else 0.0),
     )
 
 

@@ -83,6 +83,7 @@ def masked(
         memory=any(reducer.memory for reducer in given),
         sends=sends if known else None,
         check=check,
+        noise=max(reducer.noise for reducer in given),
     )
 
 

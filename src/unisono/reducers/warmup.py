@@ -38,4 +38,12 @@ def warmup(inner: Reducer, steps: int) -> Reducer:
         state["step"] += 1
         return reduced, state
 
-    return staged(init, stages, memory=inner.memory, exact=inner.exact, sends=inner.sends, check=inner.check)
+    return staged(
+        init,
+        stages,
+        memory=inner.memory,
+        exact=inner.exact,
+        sends=inner.sends,
+        check=inner.check,
+        noise=inner.noise,
+    )

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from unisono.buckets import BUCKET_BYTES, LARGE_BUCKET_BYTES, Counter, Exchange
+from unisono.buckets import BUCKET_BYTES, LARGE_BUCKET_BYTES
+from unisono.exchange import Counter, Exchange
 from unisono.normalization import move_batch_norm
 from unisono.reducer import Reducer
 from unisono.reducers.dense import dense

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.buckets import BUCKET_BYTES, Exchange
+from unisono.buckets import BUCKET_BYTES
+from unisono.exchange import Exchange
 from unisono.lanes import Lane
 from unisono.neighbours import ApartReplica, Lines, check_count
 from unisono.reducers.dense import dense

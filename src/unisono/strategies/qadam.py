@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from unisono.buckets import BUCKET_BYTES, Bucket, Counter, Exchange
+from unisono.buckets import BUCKET_BYTES, Bucket
+from unisono.exchange import Counter, Exchange
 from unisono.neighbours import check_count
 from unisono.normalization import move_batch_norm
 from unisono.reducer import Reduced, Reducer, Stages, State, staged, stages_of

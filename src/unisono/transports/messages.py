@@ -153,6 +153,9 @@ class MessageTransport(Transport):
         return UNKNOWN
 
     def _ring(self, x: Tensor, outs: Sequence[Tensor]) -> None:
+        if self.size == 2:  # nothing to pass on: as a whole it goes faster than in segments
+            self._swap([x, x], outs)
+            return
         outs[self.rank].copy_(x)
         room = max(1, SEGMENT // x.element_size())
         order = [(self.rank - s) % self.size for s in range(self.size)]  # order[s]: sent in step s; the last is kept

@@ -124,6 +124,7 @@ def train(name: str, slow: bool, plan: Plan, world: Any) -> dict[str, Any]:
     for _ in range(2):
         window()
     world.barrier()
+    world.ledger.restart()
     start, windows = time.perf_counter(), 0
     count = plan.windows // 2 if slow else plan.windows
     until = start + plan.windows * plan.compute * 1.25

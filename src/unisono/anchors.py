@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.fragments import Buffers, Courier, Fragment, check_real, divided, share_buffers
+from unisono.fragments import Courier, Fragment, divided
 from unisono.lanes import Handle
 from unisono.normalization import move_batch_norm
 from unisono.periodic import PeriodicReplica
 from unisono.reducer import Reducer
 from unisono.reducers.dense import dense
-from unisono.reduction import overlap_pays
-from unisono.strategy import Strategy, share
+from unisono.reduction import check_real, overlap_pays
+from unisono.strategy import Buffers, Strategy, share, share_buffers
 from unisono.world import World
 
 T = TypeVar("T")

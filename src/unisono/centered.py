@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.center import Center
-from unisono.fragments import Courier, share_buffers
+from unisono.fragments import Courier
 from unisono.lanes import Handle
 from unisono.learners import Learners
 from unisono.normalization import move_batch_norm
 from unisono.periodic import PeriodicReplica
-from unisono.strategy import Strategy, _taken, share
+from unisono.strategy import Strategy, _taken, share, share_buffers
 from unisono.world import World
 
 T = TypeVar("T")

@@ -83,6 +83,10 @@ class Counter(Windows):
 class Work(Protocol):
     """What is done with full buckets; the calls come in one order on every rank (see `Reduction`)."""
 
+    @property
+    def keeps(self) -> bool:
+        """Whether a parameter that no rank used may have a mean: what was kept of it before."""
+
     def laid_out(self, buckets: Sequence[Bucket]) -> None:
         """The buckets are these from now on."""
 
@@ -301,7 +305,7 @@ class Exchange(Windows):
         anywhere = iter(found)
         for bucket in self.buckets:
             for param, view in zip(bucket.params, bucket.tensors, strict=True):
-                if next(anywhere):
+                if next(anywhere) or (self._work.keeps and bool(view.any())):
                     param.grad = view
         self._reset()
         self._passes, self._kept_local, self._ended = 0, False, True

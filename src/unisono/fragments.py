@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from unisono.reduction import Reduction
 from unisono.world import World
 
 T = TypeVar("T")
-Buffers = Literal["average", "broadcast", "local"]
 
 
 class Fragment:
@@ -178,26 +177,6 @@ def divided(named: Sequence[tuple[str, Parameter]], count: int) -> list[list[tup
         loads[part] += weights[i]
         parts[part].append(i)
     return [[named[i] for i in sorted(part)] for part in parts]
-
-
-def share_buffers(buffers: Sequence[Tensor], how: Buffers, world: World) -> None:
-    """Make buffers the same on every rank: numbers with a fraction become their mean, the others are rank 0's."""
-    if how == "local" or not buffers:
-        return
-    floats = [b for b in buffers if how == "average" and (b.is_floating_point() or b.is_complex())]
-    others = [b for b in buffers if not any(b is x for x in floats)]
-    world.all_reduce(floats, "mean", tag="buffers").wait()
-    world.broadcast(others, tag="buffers").wait()
-
-
-def check_real(reducer: Reducer, named: Sequence[tuple[str, Parameter]]) -> None:
-    """Refuse complex parameters under a reducer that compresses."""
-    for name, param in named:
-        if param.is_complex() and not reducer.exact:
-            raise ValueError(
-                f"{reducer.spec or 'the reducer'} compresses real numbers, but {name!r} is {param.dtype}: use the "
-                "reducer 'dense', or keep real and imaginary parts as parameters of their own"
-            )
 
 
 def check_settings(strategy: Any) -> None:

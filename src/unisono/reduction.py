@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unisono.buckets import Bucket
@@ -43,6 +44,11 @@ class Reduction:
         self._rates: dict[str, float] = {}
         self.scale: Callable[[], float] = lambda: 1.0  # AMP's loss scale: gradients come multiplied by it
         self._groups: dict[Tensor, int] = {}
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what was not sent is kept, and sent later."""
+        return self.reducer.memory
 
     # Reducing ---------------------------------------------------------------------------------------------------
 
@@ -283,3 +289,13 @@ def overlap_pays(world: World) -> bool:
     one_host = len(set(world.hosts)) == 1
     busy = world.local_size * torch.get_num_threads() >= usable_cores()
     return not (one_host and busy) or world.has_nccl
+
+
+def check_real(reducer: Reducer, named: Sequence[tuple[str, Parameter]]) -> None:
+    """Refuse complex parameters under a reducer that compresses."""
+    for name, param in named:
+        if param.is_complex() and not reducer.exact:
+            raise ValueError(
+                f"{reducer.spec or 'the reducer'} compresses real numbers, but {name!r} is {param.dtype}: use the "
+                "reducer 'dense', or keep real and imaginary parts as parameters of their own"
+            )

@@ -11,7 +11,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from unisono.launchers import status
 from unisono.world import World, join
 
+Buffers = Literal["average", "broadcast", "local"]
 _replicas: weakref.WeakSet[Replica] = weakref.WeakSet()  # those that watch a model
 _replicas_lock = threading.Lock()
 
@@ -248,3 +249,13 @@ def share(model: nn.Module, world: World, src: int = 0) -> None:
     tensors: Sequence[Tensor] = [t.detach() for t in (*model.parameters(), *model.buffers())]
     with torch.no_grad():
         world.broadcast(tensors, src, tag="initial state").wait()
+
+
+def share_buffers(buffers: Sequence[Tensor], how: Buffers, world: World) -> None:
+    """Make buffers the same on every rank: numbers with a fraction become their mean, the others are rank 0's."""
+    if how == "local" or not buffers:
+        return
+    floats = [b for b in buffers if how == "average" and (b.is_floating_point() or b.is_complex())]
+    others = [b for b in buffers if not any(b is x for x in floats)]
+    world.all_reduce(floats, "mean", tag="buffers").wait()
+    world.broadcast(others, tag="buffers").wait()

@@ -39,6 +39,7 @@ def switch(replica: Replica, strategy: Strategy) -> Replica:
     if isinstance(old_reduction, Reduction) and isinstance(new_reduction, Reduction):
         kept = old_reduction.state_dict()
         new_reduction.load_state_dict(kept["shared"], [kept["local"]])
+        new_reduction.scale = old_reduction.scale  # what was kept is in its units
     replica.close()
     return new
 

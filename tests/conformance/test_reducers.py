@@ -372,6 +372,35 @@ def test_an_overflow_on_one_rank_is_seen_by_all_and_changes_no_memory(
 
 
 @reducers
+@sizes
+def test_an_overflow_while_rates_change_leaves_what_is_kept_at_its_weight(name: str, size: int) -> None:
+    """AMP halves its scale after each overflow, and the next step may overflow again."""
+
+    def weights(bucket: Bucket, state: State) -> list[Tensor]:
+        """All that is kept, times the learning rate that it is kept at."""
+        found = [x for inside in state.values() if isinstance(inside, dict) for x in weights(bucket, inside)]
+        if "lr" in state and "residual" in state:
+            pairs = zip(bucket.views(state["residual"]), state["lr"], strict=True)
+            found += [view * (1.0 if lr is None else lr) for view, lr in pairs]
+        return found
+
+    def work(world: World) -> None:
+        reducer, bucket = reducer_of(name), bucket_of(numbers(world.rank), world)
+        state = reducer.init(bucket)
+        for step, lr in enumerate((0.5, 0.5, 0.5, 1.0)):
+            given = numbers(world.rank, step)
+            if step == 3 and world.rank == size - 1:
+                given[6][0, 0] = math.inf
+            fill(bucket, given)
+            bucket.lr = [lr] * len(given)
+            before = weights(bucket, state)
+            _, state = reducer.reduce(bucket, state, world)
+        assert all(map(torch.equal, before, weights(bucket, state)))
+
+    run_threads(work, size)
+
+
+@reducers
 def test_fp16_does_not_overflow_in_the_sum(name: str) -> None:
     results = reduced(name, 3, lambda rank, step: [torch.full((4, 4), 60000.0, dtype=torch.float16)])
     assert torch.isfinite(results[0][0][0][0]).all()

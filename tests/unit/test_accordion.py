@@ -39,7 +39,7 @@ def keeps(share: float, rank: int = 1, *, name: str = "residual") -> Reducer:
         ok = torch.isfinite(torch.cat([x.reshape(-1) for x in bucket.tensors])).all()
         q = [None if x is None else torch.ones(x.shape[0], rank) * (x[0, 0] + 1) for x in state["q"]]
         after = torch.where(ok, p - share * p, before)
-        return Reduced(bucket.tensors, lambda: sent), {name: after, "q": q, "step": state["step"] + 1}
+        return Reduced(bucket.tensors, lambda _: sent), {name: after, "q": q, "step": state["step"] + 1}
 
     return staged(init, stages, memory=True, sends=lambda bucket, n: math.ceil(2 * (n - 1) * bucket.nbytes / n))
 
@@ -334,6 +334,18 @@ def test_steps_that_overflow_count_for_no_sum() -> None:
         _, state = reducer.reduce(bucket, state, world)
         assert torch.equal(state["delta"], before) == math.isnan(value)
     assert torch.equal(state["delta"][:4], torch.full((4,), 2.0, dtype=torch.float64))
+
+
+def test_amps_loss_scale_is_no_change_of_the_gradients() -> None:
+    world = World()
+    reducer, bucket = accordion(scaled(1.0), scaled(2.0), every=1), make(world, {"w": (4,)})
+    state = reducer.init(bucket)
+    for scale in (64.0, 128.0, 32.0):
+        bucket.scale = scale
+        fill(bucket, [torch.full((4,), scale, dtype=torch.float64)])
+        _, state = reducer.reduce(bucket, state, world)
+        assert state["norm"] == [2.0]
+    assert state["low"] == [False]
 
 
 # Bytes, state, settings ----------------------------------------------------------------------------------------

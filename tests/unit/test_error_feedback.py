@@ -29,7 +29,7 @@ def every_other(lazy: bool = False) -> Reducer:
         handle = world.all_reduce(bucket.flat, "mean", tag=bucket.tag)
         yield
         handle.wait()
-        return Reduced(bucket.tensors, (lambda: sent) if lazy else sent), {"step": state["step"] + 1}
+        return Reduced(bucket.tensors, (lambda _: sent) if lazy else sent), {"step": state["step"] + 1}
 
     return staged(lambda bucket: {"step": 0}, stages, sends=lambda bucket, size: 7)
 
@@ -158,3 +158,12 @@ def test_it_sends_what_the_inner_one_sends_and_refuses_what_is_no_reducer() -> N
     with pytest.raises(TypeError, match="takes a reducer"):
         error_feedback("bf16")  # type: ignore[arg-type]
     assert build("error_feedback(bf16)", kind="reducer").memory
+
+
+@pytest.mark.parametrize(
+    "inner",
+    ["qsgd", "warmup(qsgd, steps=3)", "masked(qsgd)", "hierarchical(qsgd)", "accordion(dense, qsgd)"],
+)
+def test_noise_that_would_grow_is_refused_inside_others_too(inner: str) -> None:
+    with pytest.raises(ValueError, match="grow without bound"):
+        build(f"error_feedback({inner})", kind="reducer")

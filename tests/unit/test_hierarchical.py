@@ -11,6 +11,7 @@ from torch import Tensor
 
 from unisono import World, run_threads
 from unisono.buckets import Bucket
+from unisono.kernels import cast
 from unisono.reducer import Reducer, Stages, State, finish, staged
 from unisono.reducers.bf16 import bf16
 from unisono.reducers.dense import dense
@@ -139,7 +140,7 @@ def thirds(stages_more: bool = False) -> Reducer:
         if stages_more and bucket.index % 2 == 0:
             yield
             yield
-        return Reduced(bucket.tensors, lambda: sent), {"step": state["step"] + 1}
+        return Reduced(bucket.tensors, lambda _: sent), {"step": state["step"] + 1}
 
     return staged(
         lambda bucket: {"step": 0}, stages, sends=lambda bucket, n: math.ceil(2 * (n - 1) * bucket.nbytes / n)
@@ -253,6 +254,86 @@ def test_in_another_world_every_leader_takes_over_the_mean_of_what_was_kept() ->
     after = torch.stack([results[r][1] for r in (0, 1, 3)]).mean(0)
     assert torch.allclose(results[0][0] + after, kept, rtol=0, atol=1e-14)
     assert not any(results[r][1].any() for r in (2, 4))
+
+
+def test_an_overflow_while_rates_change_leaves_what_is_kept_inside_at_its_weight() -> None:
+    reducer = hierarchical(dense(), inside=error_feedback(thirds()))
+
+    def work(world: World) -> None:
+        bucket = make(world)
+        state = reducer.init(bucket)
+        for t, lr in enumerate((0.5, 0.5, 1.0)):
+            given = gradients(world.rank, t)
+            if t == 2 and world.rank == 3:
+                given[0][0, 0] = math.inf
+            fill(bucket, given)
+            bucket.lr = [lr] * len(SHAPES)
+            before = state["inside"]["residual"].clone()
+            _, state = reducer.reduce(bucket, state, world)
+        assert before.any()
+        assert torch.equal(state["inside"]["residual"], before / 2)
+        assert state["inside"]["lr"] == [1.0] * len(SHAPES)
+
+    run_threads(work, 4, hosts=HOSTS["even"])
+
+
+def test_other_leaders_take_over_what_was_kept_and_where_it_stood() -> None:
+    """As many ranks on as many hosts as before, but placed otherwise."""
+    reducer = hierarchical(error_feedback(thirds()))
+
+    def first(world: World) -> State:
+        bucket = make(world)
+        state = reducer.init(bucket)
+        for t in range(2):
+            fill(bucket, gradients(world.rank, t))
+            _, state = reducer.reduce(bucket, state, world)
+        return state
+
+    states = run_threads(first, 4, hosts=["a", "a", "b", "b"])
+    kept = (states[0]["across"]["residual"] + states[2]["across"]["residual"]) / 2
+
+    def second(world: World) -> tuple[Tensor, State]:
+        bucket, state = make(world), states[world.rank]
+        fill(bucket, [torch.zeros(s, dtype=torch.float64) for s in SHAPES])
+        _, state = reducer.reduce(bucket, state, world)
+        return bucket.flat.clone(), state["across"]
+
+    results = run_threads(second, 4, hosts=["a", "b", "a", "b"])
+    after = (results[0][1]["residual"] + results[1][1]["residual"]) / 2
+    assert torch.allclose(results[0][0] + after, kept, rtol=0, atol=1e-14)
+    assert not results[2][1]["residual"].any()
+    assert [results[r][1]["inner"]["step"] for r in (0, 1)] == [3, 3]
+
+
+def test_what_another_reducer_kept_on_every_rank_goes_to_the_leaders() -> None:
+    reducer = hierarchical(error_feedback(thirds()))
+
+    def work(world: World) -> tuple[Tensor, Tensor, Tensor]:
+        bucket = make(world)
+        state = reducer.init(bucket)
+        fill(bucket, gradients(world.rank, 0))
+        state["across"]["residual"].copy_(bucket.flat)
+        given = bucket.flat.clone()
+        bucket.flat.zero_()
+        _, state = reducer.reduce(bucket, state, world)
+        return given, bucket.flat.clone(), state["across"]["residual"]
+
+    results = run_threads(work, 4, hosts=HOSTS["even"])
+    expected = torch.stack([given for given, _, _ in results]).mean(0)
+    assert torch.allclose(results[0][1] + (results[0][2] + results[2][2]) / 2, expected, rtol=0, atol=1e-14)
+
+
+def test_memory_for_casts_is_made_once_for_each_level() -> None:
+    reducer = hierarchical(bf16(), inside=bf16())
+
+    def work(world: World) -> int:
+        named = [("p", torch.zeros(40))]
+        bucket = Bucket(0, named, world.empty)
+        for _ in range(4):
+            reducer.reduce(bucket, reducer.init(bucket), world)
+        return sum(len(lines) for lines in cast._lines[bucket].values())
+
+    assert run_threads(work, 4, hosts=HOSTS["even"]) == [2, 1, 2, 1]
 
 
 def test_worlds_are_split_once() -> None:

@@ -44,7 +44,7 @@ def halves() -> Reducer:
         handle.wait()
         ok = torch.isfinite(torch.cat([x.reshape(-1) for x in bucket.tensors])).all()
         after = torch.where(ok, p / 2, before)
-        return Reduced(bucket.tensors, lambda: given), {**state, "residual": after, "step": state["step"] + 1}
+        return Reduced(bucket.tensors, lambda _: given), {**state, "residual": after, "step": state["step"] + 1}
 
     def init(bucket: Bucket) -> State:
         return {"residual": torch.zeros_like(bucket.flat), "sizes": [x.numel() for x in bucket.tensors], "step": 0}

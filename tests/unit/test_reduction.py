@@ -177,6 +177,29 @@ def test_freezing_and_unfreezing_keeps_every_parameters_residual() -> None:
     run_threads(work, 2)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_parameter_that_no_rank_used_still_gets_what_was_kept_of_it(size: int) -> None:
+    def work(world: World) -> tuple[Tensor, Tensor]:
+        model, optimizer, replica = started(world, halves(), [4, 4, 4])
+        for layer in model:
+            layer(x_of(world.rank, 0)).square().mean().backward()
+        before = residuals(replica)["1.weight"]
+        optimizer.zero_grad()
+        model[0](x_of(world.rank, 1)).square().mean().backward()
+        assert model[1].weight.grad is not None
+        found = model[1].weight.grad.clone()
+        for _ in range(80):  # until nothing is left
+            optimizer.zero_grad()
+            model[0](x_of(world.rank, 1)).square().mean().backward()
+            found += 0 if model[1].weight.grad is None else model[1].weight.grad
+        replica.close()
+        return before, found
+
+    results = run_threads(work, size)
+    expected = torch.stack([before for before, _ in results]).mean(0)
+    torch.testing.assert_close(results[0][1], expected, rtol=1e-12, atol=1e-12)
+
+
 def test_a_saved_state_fits_other_buckets() -> None:
     def work(world: World) -> None:
         model, optimizer, replica = started(world, halves(), [4, 4, 4, 4], bucket_bytes=1)

@@ -68,6 +68,28 @@ def test_what_was_still_to_be_sent_goes_over() -> None:
     run_threads(work, 2)
 
 
+def test_what_goes_over_stays_in_the_units_of_amps_loss_scale() -> None:
+    def work(world: World, switch: bool) -> list[Tensor]:
+        model, optimizer, replica = started(world, "topk(k=0.1)")
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+        replica.watch(scaler)
+        for t in range(4):
+            if switch and t == 2:
+                replica = replica.switch("topk(k=0.1)")
+            generator = torch.Generator().manual_seed(100 * t + world.rank)
+            optimizer.zero_grad()
+            loss = model(torch.randn(3, 4, generator=generator, dtype=torch.float64)).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        replica.close()
+        return values(model)
+
+    stayed, switched = (run_threads(lambda world, s=s: work(world, s), 2) for s in (False, True))
+    for a, b in zip(stayed, switched, strict=True):
+        assert all(map(torch.equal, a, b))
+
+
 def test_a_refused_strategy_leaves_the_run_as_it_was() -> None:
     def work(world: World) -> list[Tensor]:
         model, optimizer, replica = started(world, "allreduce")

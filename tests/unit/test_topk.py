@@ -357,6 +357,27 @@ def test_clipping_limits_each_tensor_to_its_share_of_the_norm() -> None:
     assert not zero[0][0].mean[0].any()
 
 
+def test_amps_loss_scale_changes_neither_velocity_nor_clipping() -> None:
+    """Gradients come multiplied by the scale; it may change from step to step."""
+    scales = [64.0, 64.0, 32.0, 128.0, 128.0]
+
+    def work(scaled: bool) -> list[list[Tensor]]:
+        reducer, found, world = topk(0.1, momentum=0.9, clip=2.0), [], World()
+        bucket = Bucket(0, [(f"p{i}", torch.zeros_like(x)) for i, x in enumerate(gradients(0, 0))], world.empty)
+        state = reducer.init(bucket)
+        for step, scale in enumerate(scales):
+            bucket.scale = scale if scaled else 1.0
+            bucket.lr = [0.1 / bucket.scale] * len(bucket.names)
+            for view, x in zip(bucket.tensors, gradients(0, step), strict=True):
+                view.copy_(x * bucket.scale)
+            reduced, state = reducer.reduce(bucket, state, world)
+            found.append([x / bucket.scale for x in reduced.mean])
+        return found
+
+    for plain, scaled in zip(work(False), work(True), strict=True):
+        assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-13) for a, b in zip(plain, scaled, strict=True))
+
+
 def test_sparsity_ramps_up_as_in_the_paper() -> None:
     """To 99.9 % over 75, 93.75, 98.4375 and 99.609375 %."""
     found = run(lambda: topk(0.001, ramp=8), lambda r, s: [torch.randn(64, 64)], 2, 10)[0]

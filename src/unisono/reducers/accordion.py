@@ -43,15 +43,7 @@ def accordion(low: Reducer, high: Reducer, *, every: int = 1000, threshold: floa
     >>> build("accordion(dense, bf16, every=100)", kind="reducer").spec
     'accordion(low=dense, high=bf16, every=100)'
     """
-    for name, value in (("low", low), ("high", high)):
-        if not isinstance(value, Reducer):
-            raise TypeError(f"accordion takes a reducer such as bf16() as {name}, got {value!r}")
-    if type(every) is not int or every < 1:
-        raise ValueError(f"every counts steps a window: expected a whole number of at least 1, got {every!r}")
-    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 < threshold < math.inf:
-        raise ValueError(
-            f"threshold is a share of a norm: expected a number above 0 (the paper: 0.5), got {threshold!r}"
-        )
+    _check(low, high, every, threshold)
     spare: WeakKeyDictionary[Bucket, Tensor] = WeakKeyDictionary()
 
     def init(bucket: Bucket) -> State:
@@ -103,6 +95,18 @@ def accordion(low: Reducer, high: Reducer, *, every: int = 1000, threshold: floa
         check=check,
         noise=max(low.noise, high.noise),
     )
+
+
+def _check(low: Reducer, high: Reducer, every: int, threshold: float) -> None:
+    for name, value in (("low", low), ("high", high)):
+        if not isinstance(value, Reducer):
+            raise TypeError(f"accordion takes a reducer such as bf16() as {name}, got {value!r}")
+    if type(every) is not int or every < 1:
+        raise ValueError(f"every counts steps a window: expected a whole number of at least 1, got {every!r}")
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 < threshold < math.inf:
+        raise ValueError(
+            f"threshold is a share of a norm: expected a number above 0 (the paper: 0.5), got {threshold!r}"
+        )
 
 
 # Decisions -------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
-"""ByteGrad: a byte a number, between the least and the greatest of its block (BAGUA: Gan et al. 2021,
-arXiv:2107.01499)."""
+"""ByteGrad: a byte a number, between the least and the greatest of its block.
+
+BAGUA: Gan et al. 2021, arXiv:2107.01499."""
 
 from __future__ import annotations
 

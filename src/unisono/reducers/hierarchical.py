@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from unisono.buckets import Bucket
 from unisono.parts import finite, keep_where, lines_of, mean_in_place
-from unisono.reducer import Reduced, Reducer, Stages, State, staged, stages_of
+from unisono.reducer import Reduced, Reducer, Stages, State, rescale_inside, staged, stages_of
 from unisono.world import World
 
 
@@ -23,6 +23,7 @@ class _Levels(NamedTuple):
     leaders: World
     hosts: int
     leads: bool
+    ranks: str  # who leads whom
 
 
 def hierarchical(across: Reducer, *, inside: Reducer | None = None) -> Reducer:
@@ -66,6 +67,7 @@ def hierarchical(across: Reducer, *, inside: Reducer | None = None) -> Reducer:
         levels = _levels(worlds, world)
         yield from _moved(state, levels, world)
         # 1. inside
+        rescale_inside(bucket, state["inside"])
         before = [line.clone() for line in lines_of(state["inside"])]
         near, state["inside"] = yield from first(bucket, state, levels.inside)
         near = _put(bucket, near)
@@ -107,6 +109,7 @@ def _levels(worlds: WeakKeyDictionary[World, _Levels], world: World) -> _Levels:
             leaders=world.split([leaders, *others]),
             hosts=len(hosts),
             leads=world.rank in leaders,
+            ranks=f"{world.size}: {' '.join(map(str, leaders))}",
         )
     return worlds[world]
 
@@ -134,16 +137,43 @@ def _across(
 
 
 def _moved(state: State, levels: _Levels, world: World) -> Generator[None, None, None]:
-    """In a world of other ranks or hosts than before: what leaders kept, in the mean over hosts, goes to every one."""
-    ranks = f"{world.size} on {levels.hosts}"
-    lines = lines_of(state["across"])
-    if state["ranks"] not in ("", ranks) and lines:
-        size, _, hosts = state["ranks"].partition(" on ")
-        handle = world.all_reduce(lines, "mean", tag="what leaders kept")
+    """In a world of other ranks or leaders than before: what leaders kept, in the mean over hosts, goes to every one,
+    and the rest of their state too. At first it is each rank's own what there is (of another reducer, say)."""
+    if state["ranks"] == levels.ranks:
+        return
+    lines, former = lines_of(state["across"]), state["ranks"]
+    if former:
+        rest = world.broadcast_object(_without_lines(state["across"]))  # rank 0 leads, and led
+        _take(state["across"], rest)
+    if lines:
+        found = torch.stack([line.any() for line in lines]).any().to(torch.uint8)
+        handle = world.all_reduce(found, "max", tag="what leaders kept")
         yield
         handle.wait()
-        torch._foreach_mul_(lines, int(size) / int(hosts) if levels.leads else 0.0)
-    state["ranks"] = ranks
+        if bool(found):
+            handle = world.all_reduce(lines, "mean", tag="what leaders kept")
+            yield
+            handle.wait()
+            size, _, leaders = former.partition(": ")
+            share = int(size) / len(leaders.split()) if former else 1.0
+            torch._foreach_mul_(lines, share if levels.leads else 0.0)
+    state["ranks"] = levels.ranks
+
+
+def _without_lines(state: State) -> State:
+    return {
+        key: _without_lines(value) if isinstance(value, dict) else value
+        for key, value in state.items()
+        if not isinstance(value, Tensor)
+    }
+
+
+def _take(state: State, rest: State) -> None:
+    for key, value in rest.items():
+        if isinstance(value, dict):
+            _take(state[key], value)
+        else:
+            state[key] = value
 
 
 def _put(bucket: Bucket, reduced: Reduced) -> Reduced:

@@ -1,5 +1,6 @@
-"""1-bit SGD: signs and one size a tensor, with error feedback (Seide et al. 2014; the size as in Karimireddy et al.
-2019, arXiv:1901.09847)."""
+"""1-bit SGD: signs and one size a tensor, with error feedback.
+
+Seide et al. 2014; the size as in Karimireddy et al. 2019, arXiv:1901.09847."""
 
 from __future__ import annotations
 

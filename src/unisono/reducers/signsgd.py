@@ -1,5 +1,6 @@
-"""SignSGD with majority vote: every rank votes with the signs of its gradient (Bernstein et al. 2018,
-arXiv:1802.04434)."""
+"""SignSGD with majority vote: every rank votes with the signs of its gradient.
+
+Bernstein et al. 2018, arXiv:1802.04434."""
 
 from __future__ import annotations
 

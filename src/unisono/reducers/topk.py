@@ -87,7 +87,7 @@ def topk(
         if options.feedback:
             rescale(bucket, state)
         if options.clip is not None:
-            _clip(bucket.tensors, options.clip / math.sqrt(world.size))
+            _clip(bucket.tensors, options.clip * bucket.scale / math.sqrt(world.size))
         plan = work.plan(_fraction_at(state["step"], options))
         dense = work.full(bucket, state)
         given = dense.clone()
@@ -101,7 +101,7 @@ def topk(
         lines = gathering.wait() if gathering is not None else []
         flag = work.spread(bucket, lines)
         if options.feedback:
-            work.keep(state, dense, flag, options)
+            work.keep(bucket, state, dense, flag, options)
         work.put(bucket.flat, dense)
         state["step"] += 1
         return Reduced(bucket.tensors, lambda _: work.sent(bucket, line, given)), state
@@ -155,12 +155,13 @@ class _Work:
             top(plan, bucket.flat, None, bucket.flat, values, indices)
             return line
         grad = bucket.flat
-        if options.momentum:  # in two roundings, so that every device has the same
-            grad = torch.mul(state["velocity"], options.momentum, out=self._beside("velocity", state))
-            grad.add_(bucket.flat)
+        if options.momentum:  # in two roundings, so that every device has the same; without AMP's loss scale
+            velocity = torch.mul(state["velocity"], options.momentum, out=self._beside("velocity", state))
+            velocity.add_(bucket.flat, alpha=1 / bucket.scale)
+            grad = velocity if bucket.scale == 1 else velocity * bucket.scale
         top(plan, grad, state["residual"], self._beside("residual", state), values, indices)
         if options.momentum and options.masking:
-            grad.index_fill_(0, indices.long(), 0)
+            velocity.index_fill_(0, indices.long(), 0)
         return line
 
     def _beside(self, name: str, state: State) -> Tensor:
@@ -169,22 +170,22 @@ class _Work:
             spare = self._spare[name] = torch.zeros_like(used)
         return spare
 
-    def keep(self, state: State, dense: Tensor, flag: Tensor, options: _Options) -> None:
+    def keep(self, bucket: Bucket, state: State, dense: Tensor, flag: Tensor, options: _Options) -> None:
         """Make what is in spare memory the state, unless a rank overflowed: then the flag or a full tensor shows it."""
         if self.dense:
             flag = flag + dense.mul(0).sum()
             if options.momentum:
-                self._add_momentum(state, dense, options.momentum)
+                self._add_momentum(state, dense, options.momentum, bucket.scale)
         for name in ("residual", "velocity"):
             if name in state:
                 restore(flag, state[name], self._spare[name])
                 state[name], self._spare[name] = self._spare[name], state[name]
 
-    def _add_momentum(self, state: State, dense: Tensor, momentum: float) -> None:
+    def _add_momentum(self, state: State, dense: Tensor, momentum: float, scale: float) -> None:
         """Where all is sent, momentum is that of the mean: u <- m u + g, and u is the mean that counts."""
-        wide = torch.cat(self._parts(state["velocity"])).mul_(momentum).add_(dense)
+        wide = torch.cat(self._parts(state["velocity"])).mul_(momentum).add_(dense, alpha=1 / scale)
         self.put(self._spare["velocity"], wide)
-        dense.copy_(wide)
+        dense.copy_(wide.mul_(scale))
 
     def spread(self, bucket: Bucket, lines: Sequence[Tensor]) -> Tensor:
         """Write the mean over all ranks into the bucket, which holds zeros; 16-bit numbers are added up in 32.

@@ -16,8 +16,8 @@ from unisono.exchange import Counter, Exchange
 from unisono.normalization import move_batch_norm
 from unisono.reducer import Reducer
 from unisono.reducers.dense import dense
-from unisono.reduction import Reduction, overlap_pays
-from unisono.strategy import Replica, Strategy, share
+from unisono.reduction import Reduction, check_real, overlap_pays
+from unisono.strategy import Replica, Strategy, share, share_buffers
 from unisono.world import World
 
 
@@ -82,7 +82,7 @@ class AllReduceReplica(Replica):
             self._exchange = Counter(last, accumulate=self.strategy.accumulate, advance=self.advance)
             return
         dense_ones, sparse_ones = _by_kind(self.model)
-        _check_real(self.reducer, dense_ones)
+        check_real(self.reducer, dense_ones)
         pays = overlap_pays(self.world)
         self._exchange = Exchange(
             dense_ones,
@@ -104,14 +104,7 @@ class AllReduceReplica(Replica):
         return LARGE_BUCKET_BYTES if on_gpu and not self.reducer.exact else BUCKET_BYTES
 
     def _share_buffers(self, world: World) -> None:
-        buffers = [b.detach() for b in self.model.buffers()]
-        if self.strategy.buffers == "local" or not buffers:
-            return
-        if self.strategy.buffers == "average":
-            floats = [b for b in buffers if b.is_floating_point() or b.is_complex()]
-            world.all_reduce(floats, "mean", tag="buffers").wait()
-            buffers = [b for b in buffers if not (b.is_floating_point() or b.is_complex())]
-        world.broadcast(buffers, tag="buffers").wait()
+        share_buffers([b.detach() for b in self.model.buffers()], self.strategy.buffers, world)
 
     def before_step(self) -> None:
         if self._exchange is not None:
@@ -184,15 +177,6 @@ class AllReduceReplica(Replica):
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None
-
-
-def _check_real(reducer: Reducer, named: list[tuple[str, Parameter]]) -> None:
-    for name, param in named:
-        if param.is_complex() and not reducer.exact:
-            raise ValueError(
-                f"{reducer.spec or 'the reducer'} compresses real numbers, but {name!r} is {param.dtype}: use the "
-                "reducer 'dense', or keep real and imaginary parts as parameters of their own"
-            )
 
 
 def _by_kind(model: nn.Module) -> tuple[list[tuple[str, Parameter]], list[tuple[str, Parameter]]]:

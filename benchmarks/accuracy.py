@@ -87,8 +87,8 @@ STRATEGIES = {
     "gossip_8bit": Method("gossip(ring, bits=8)"),
     "async_average": Method("async_average(every_s=0.02)"),
     "server_0": Method("parameter_server(staleness=0)"),
-    "server_4": Method("parameter_server(staleness=4)"),
-    "server_async": Method("parameter_server(staleness=None)"),
+    "server_4": Method("parameter_server(staleness=4)", lr=(1.0, 0.5)),  # at the transformer's own both diverge
+    "server_async": Method("parameter_server(staleness=None)", lr=(1.0, 0.5)),
     "hogwild": Method("hogwild", lr=(0.25, 0.25)),  # each worker's step has it in full
 }
 METHODS = {**REDUCERS, **STRATEGIES}
@@ -407,7 +407,7 @@ def plot(lines: dict[str, list[Line]], path: Path) -> None:
         named(axes, points)
     panels[0][0].legend(loc="best", frameon=False)
     figure.tight_layout()
-    figure.savefig(path, dpi=140)
+    figure.savefig(path, dpi=120)
     plt.close(figure)
 
 

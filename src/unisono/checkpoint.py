@@ -97,6 +97,7 @@ class _Saving:
             "optimizer": self.replica.optimizer.state_dict(),
             "optimizer_type": type(self.replica.optimizer).__name__,
             "strategy": state["shared"],
+            "strategy_type": type(self.replica.strategy).__name__,
             "shards": {name: shard.state_dict() for name, shard in self.world.shards.items()},
             "ledger": {"step_count": self.world.ledger.step_count},
             "extra": self.extra,
@@ -170,7 +171,8 @@ def load(path: str | os.PathLike[str], replica: Replica, *, strict: bool = True)
     Every rank calls it. All ranks load the same one; what is damaged is skipped, with a warning that says why.
     Parameters stay the same objects. In a world of the same size training goes on bit for bit as if it had
     not stopped; in another, ranks that are new draw their RNG from rank 0's, the strategy redistributes its
-    per-rank state, and tensors of model and optimizer that differed between the ranks become their mean.
+    per-rank state, and tensors of model and optimizer that differed between the ranks become their mean. So they
+    do where another strategy saved them: this one may need the same model on every rank.
     Shards that are made after this call find their position when they are made.
 
     Args:
@@ -184,15 +186,15 @@ def load(path: str | os.PathLike[str], replica: Replica, *, strict: bool = True)
     """
     _check_replica("load", replica)
     world, root = replica.world, Path(path)
-    found, folder, skipped = _newest(root, world)
+    found, folder, skipped = _newest(root, replica)
     if skipped and world.rank == 0:
         lines = "".join(f"\n  skipped {where}: {why}" for where, why in skipped)
         warnings.warn(f"loaded {folder}; others at {root} are damaged:{lines}", stacklevel=2)
     if found.averaged and world.rank == 0:
         some = ", ".join(found.averaged[:3]) + (", ..." if len(found.averaged) > 3 else "")
         warnings.warn(
-            f"{folder} is of another world size, and {len(found.averaged)} tensors differed between its ranks "
-            f"({some}): each became their mean",
+            f"{folder} is of another world size or strategy, and {len(found.averaged)} tensors differed between its "
+            f"ranks ({some}): each became their mean",
             stacklevel=2,
         )
     _together(world, f"{folder} could not be loaded", lambda: _apply(found, replica, strict=strict))
@@ -200,8 +202,9 @@ def load(path: str | os.PathLike[str], replica: Replica, *, strict: bool = True)
     return Loaded(found.step, positions[0] if positions else 0, str(folder), skipped, found.whole["extra"])
 
 
-def _newest(root: Path, world: World) -> tuple[folders.Contents, Path, list[tuple[str, str]]]:
+def _newest(root: Path, replica: Replica) -> tuple[folders.Contents, Path, list[tuple[str, str]]]:
     """The newest checkpoint that every rank could read whole, and those that are not."""
+    world = replica.world
 
     def list_them() -> list[list[str]]:
         found = folders.candidates(root) if world.rank == 0 else []
@@ -212,7 +215,7 @@ def _newest(root: Path, world: World) -> tuple[folders.Contents, Path, list[tupl
         raise FileNotFoundError(f"no checkpoint at {root}: expected a folder that un.save has written to")
     skipped: list[tuple[str, str]] = []
     for name, problem in names:
-        result: folders.Contents | str = problem or _try_to_read(root / name, world)
+        result: folders.Contents | str = problem or _try_to_read(root / name, replica)
         reasons = world.gather_objects(result if isinstance(result, str) else "")
         if isinstance(result, folders.Contents) and not any(reasons):
             return result, root / name, skipped
@@ -223,11 +226,12 @@ def _newest(root: Path, world: World) -> tuple[folders.Contents, Path, list[tupl
     raise CheckpointError(f"no whole checkpoint at {root}; restore one from a copy, or give another path:{lines}")
 
 
-def _try_to_read(folder: Path, world: World) -> folders.Contents | str:
+def _try_to_read(folder: Path, replica: Replica) -> folders.Contents | str:
+    world = replica.world
     if not folder.is_dir():
         return f"it cannot be seen from {world.host}; give a path on one disk that all hosts share"
     try:
-        return folders.read(folder, world.rank, world.size)
+        return folders.read(folder, world.rank, world.size, type(replica.strategy).__name__)
     except (OSError, ValueError, KeyError, TypeError) as error:
         return _short(error)
 

@@ -151,8 +151,9 @@ def candidates(root: Path) -> list[Candidate]:
     return sorted(map(_judge, folders), key=lambda c: (bool(c.problem), c.serial, c.path.name), reverse=True)
 
 
-def read(folder: Path, rank: int, world_size: int) -> Contents:
-    """Read and verify the shared part and mine; in a world of another size, those of all ranks.
+def read(folder: Path, rank: int, world_size: int, strategy: str = "") -> Contents:
+    """Read and verify the shared part and mine; in a world of another size, or for another strategy than that which
+    saved it, those of all ranks.
 
     Raises OSError or ValueError, with the reason, for what is not whole.
     """
@@ -168,6 +169,7 @@ def read(folder: Path, rank: int, world_size: int) -> Contents:
         if (got := (folder / name).stat().st_size) != size:
             raise ValueError(f"{name} has {got} bytes; {size} were written")
     tree, tensors = _read_pair(folder, "shared", files)
+    same_world &= tree.get("strategy_type", strategy) == strategy or not strategy
     owns, different = [], []
     for other in [rank] if same_world else range(manifest["world_size"]):
         entry, own_tensors = _read_pair(folder, _rank_name(other), files)

@@ -38,6 +38,9 @@ class Windows:
         """The next step needs a window of its own."""
         self._ended = False
 
+    def catch_up(self) -> None:
+        """Count a backward pass that has not been counted yet."""
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients of passes inside the block stay local and add up."""
@@ -51,23 +54,36 @@ class Windows:
 class Counter(Windows):
     """Counts the windows of a model that exchanges nothing, by a hook on one parameter.
 
-    Where that parameter takes no part in a backward pass, the optimizer's step counts instead.
+    Where that parameter takes no part in a backward pass, the optimizer's step counts instead. AMP may skip that: so
+    `others`, parameters too, take note of a pass, and `catch_up()` counts it.
     """
 
-    def __init__(self, param: Parameter, *, accumulate: int, advance: Callable[[], None]) -> None:
+    def __init__(
+        self, param: Parameter, *, accumulate: int, advance: Callable[[], None], others: Sequence[Parameter] = ()
+    ) -> None:
         super().__init__(accumulate, advance)
-        end = weakref.WeakMethod(self._end)
-        self._hook = param.register_post_accumulate_grad_hook(partial(_at_the_end, end))
+        self._noted = False  # a pass has reached some parameter, and is not counted
+        end, note = weakref.WeakMethod(self._end), weakref.WeakMethod(self._note)
+        self._hooks = [param.register_post_accumulate_grad_hook(partial(_at_the_end, end))]
+        self._hooks += [p.register_post_accumulate_grad_hook(partial(_if_alive, note, "")) for p in others]
+
+    def _note(self, _name: str, _param: Tensor) -> None:
+        self._noted |= not self._local
 
     def _end(self) -> None:
+        self._noted = False
         if not self._local:
             self._passes += 1
             self._ended = False
             if self._passes >= self.accumulate:
                 self._end_window()
 
+    def catch_up(self) -> None:
+        if self._noted:
+            self._end()
+
     def _end_window(self) -> None:
-        self._passes, self._ended = 0, True
+        self._passes, self._ended, self._noted = 0, True, False
         self._advance()
 
     def before_step(self) -> None:
@@ -76,8 +92,9 @@ class Counter(Windows):
             self._end_window()
 
     def close(self) -> None:
-        """Take the hook off."""
-        self._hook.remove()
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
 
 
 class Work(Protocol):
@@ -339,6 +356,7 @@ class Exchange(Windows):
 
     def close(self) -> None:
         """Take the hooks off; gradients stay where they are."""
+        self.world.off_weight(self)
         for hook in (*self._hooks, *self._weighting):
             hook.remove()
         self._lane.close()

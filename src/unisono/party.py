@@ -107,7 +107,7 @@ def arrange(
         if here is not None:
             desks += [Desk(here, pairs[w, me], w, part, coder(part, w, i)) for w in workers if w != me]
         if me in workers:
-            targets: list[Tensor] = [p.detach() for p in part]
+            targets: Sequence[Tensor] = part  # wherever their memory will be: another replica may move it
             mine = coder(part, me, i)
             if here is not None:
                 ways.append(Local(here, me, targets, mine))

@@ -40,8 +40,8 @@ class PeriodicReplica(Replica):
         self.weight_changed(world.weight)
 
     def _new_counter(self, accumulate: int) -> Counter:
-        last = [p for p in self.model.parameters() if p.requires_grad][-1]  # the first that backward reaches
-        return Counter(last, accumulate=accumulate, advance=self.advance)
+        *others, last = [p for p in self.model.parameters() if p.requires_grad]  # the last: backward reaches it first
+        return Counter(last, accumulate=accumulate, advance=self.advance, others=others)
 
     @property
     def met(self) -> int:
@@ -79,6 +79,7 @@ class PeriodicReplica(Replica):
 
     def meet_if_due(self) -> None:
         """Meet, if a window has ended since."""
+        self._counter.catch_up()
         while self._ended:
             self._ended -= 1
             with torch.no_grad():
@@ -86,6 +87,7 @@ class PeriodicReplica(Replica):
 
     def watch(self, scaler: torch.amp.GradScaler) -> None:
         """Meet after `scaler.update()` where the step was skipped."""
+        super().watch(scaler)
         update, me = scaler.update, weakref.ref(self)
 
         def update_and_meet(*args: Any, **kwargs: Any) -> None:
@@ -117,6 +119,7 @@ class PeriodicReplica(Replica):
 
     def move_to(self, world: World) -> None:
         """The first part of a rebind: windows are those of another world, and gradients not yet stepped are gone."""
+        self.world.off_weight(self)
         self.world = world
         self._ended = 0
         self._counter.close()
@@ -134,6 +137,7 @@ class PeriodicReplica(Replica):
 
     def close(self) -> None:
         super().close()
+        self.world.off_weight(self)
         self._counter.close()
         self._forward.remove()
         self._ended = 0

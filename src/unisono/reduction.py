@@ -43,6 +43,7 @@ class Reduction:
         self._decayed = False
         self._rates: dict[str, float] = {}
         self.scale: Callable[[], float] = lambda: 1.0  # AMP's loss scale: gradients come multiplied by it
+        self._scale: float | None = None
         self._groups: dict[Tensor, int] = {}
 
     @property
@@ -54,7 +55,9 @@ class Reduction:
 
     def begin(self, bucket: Bucket, world: World) -> None:
         """Start on a bucket, and take those under way a stage further."""
-        scale = self.scale()
+        if self._scale is None:  # once a window: on a GPU, asking for it holds the program up
+            self._scale = self.scale()
+        scale = self._scale
         bucket.lr = [self._lr(param) / scale for param in bucket.params]
         bucket.decayed, bucket.scale = self._decayed, scale
         if not self.reducer.exact:
@@ -70,6 +73,7 @@ class Reduction:
 
     def drain(self) -> None:
         """Finish what is under way: every bucket then holds its mean."""
+        self._scale = None
         while self._under_way:
             works, self._under_way = self._under_way, []
             self._under_way = [*filter(_goes_on, works)]

@@ -38,6 +38,7 @@ class Replica:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: Strategy) -> None:
         self.model, self.optimizer, self.world, self.strategy = model, optimizer, world, strategy
+        self.scaler: torch.amp.GradScaler | None = None  # the one that it was told to watch
         self.step = 0  # windows of backward passes so far (not optimizer steps: AMP may skip those)
         self._hooks: list[Any] = [
             optimizer.register_step_pre_hook(self._about_to_step),
@@ -78,6 +79,7 @@ class Replica:
     def watch(self, scaler: torch.amp.GradScaler) -> None:
         """Follow the loss scale of AMP: a method that keeps part of a gradient for later keeps it in the units of
         its step. Without it, that part counts twice or half once, after each change of the scale."""
+        self.scaler = scaler
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs beside model and optimizer: "shared" by all ranks, and "local" to this one."""
@@ -236,7 +238,8 @@ def _description(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
     """What must be the same on every rank, a line each."""
     for name, x in model.named_parameters():
         frozen = "" if x.requires_grad else ", frozen"
-        yield f"parameter {name}: {str(x.dtype).removeprefix('torch.')} {list(x.shape)}{frozen}"
+        order = "" if x.is_contiguous() else f", strides {list(x.stride())}"  # a bucket holds it in its memory order
+        yield f"parameter {name}: {str(x.dtype).removeprefix('torch.')} {list(x.shape)}{order}{frozen}"
     for name, buffer in model.named_buffers():
         yield f"buffer {name}: {str(buffer.dtype).removeprefix('torch.')} {list(buffer.shape)}"
     for i, group in enumerate(optimizer.param_groups):

@@ -26,8 +26,9 @@ def switch(replica: Replica, strategy: Strategy) -> Replica:
 
     world, model = replica.world, replica.model
     _agree(describe(strategy), replica.step, world)
+    consolidated = replica.consolidate()
     before = copy.deepcopy(model.state_dict())
-    _gather(model, replica.consolidate())
+    _gather(model, consolidated)
     try:
         new = strategy.bind(model, replica.optimizer, world)
     except BaseException:
@@ -40,6 +41,8 @@ def switch(replica: Replica, strategy: Strategy) -> Replica:
         kept = old_reduction.state_dict()
         new_reduction.load_state_dict(kept["shared"], [kept["local"]])
         new_reduction.scale = old_reduction.scale  # what was kept is in its units
+    if replica.scaler is not None:
+        new.watch(replica.scaler)
     replica.close()
     return new
 

@@ -75,7 +75,8 @@ class World:
         self.pending_shards: dict[str, Any] = {}
         self._schedule = Schedule(name, transport, accelerated, self.ledger, inline=inline)
         self._splits = 0
-        self._children: list[World] = []
+        self._children: dict[World, None] = {}
+        self._parent: weakref.ref[World] | None = None
         self._weight = 1.0
         self._weight_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -110,6 +111,10 @@ class World:
     def on_weight(self, listener: Any) -> None:
         """Call `listener.weight_changed(weight)` when the weight changes."""
         self._weight_listeners.add(listener)
+
+    def off_weight(self, listener: Any) -> None:
+        """Call it no more."""
+        self._weight_listeners.discard(listener)
 
     # Collectives -----------------------------------------------------------------------------------------
 
@@ -293,7 +298,8 @@ class World:
             name=name,
             inline=inline,
         )
-        self._children = [*(c for c in self._children if not c._schedule.closed), child]
+        child._parent = weakref.ref(self)
+        self._children[child] = None
         return child
 
     def channel(self, *, inline: bool = True) -> World:
@@ -342,10 +348,12 @@ class World:
 
     def close(self) -> None:
         """Let go of threads, sockets and shared memory, also of the worlds split from this one."""
-        for child in self._children:
+        for child in list(self._children):
             child.close()
-        self._children.clear()
         self._schedule.close()
+        parent = self._parent() if self._parent is not None else None
+        if parent is not None:  # it would hold my memory
+            parent._children.pop(self, None)
         if _process and _process[0] is self:
             _process.clear()
 

@@ -1,4 +1,4 @@
-"""Every strategy between real workers, one after the other in one program: it trains, saves and leaves nothing behind."""
+"""Every strategy between real workers, in one program: it trains, saves, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ PROGRAM = """
         assert all(x.isfinite().all() for x in replica.consolidate().parameters()), spec
         replica.close()
 
-    world.barrier()
+    tried("allreduce", "warm-up")  # the world has its threads from here on
     for spec in sys.argv[1:]:
         before = held()
         tried(spec, "checkpoint-" + spec.partition("(")[0])

@@ -225,6 +225,14 @@ def differing(rank: int, usual: Any, odd: Any) -> Any:
             ["rank 0 has parameter 1.weight: float32 [4, 4]; rank 1 has parameter 1.weight: float32 [4, 4], frozen"],
         ),
         (
+            lambda r: (
+                nn.Conv2d(3, 4, 3).to(memory_format=differing(r, torch.contiguous_format, torch.channels_last)),
+                {},
+                "allreduce",
+            ),
+            ["rank 0 has parameter weight: float32 [4, 3, 3, 3]; rank 1", "[4, 3, 3, 3], strides [27, 1, 9, 3]"],
+        ),
+        (
             lambda r: (nn.Linear(4, 4), {"lr": differing(r, 0.1, 0.2)}, "allreduce"),
             ["rank 0 has optimizer: SGD, group 0 of 2 tensors, lr=0.1", "rank 1 has optimizer", "lr=0.2"],
         ),
@@ -233,7 +241,16 @@ def differing(rank: int, usual: Any, odd: Any) -> Any:
             ["rank 0 has strategy: allreduce;", "rank 1 has strategy: allreduce(accumulate=2);"],
         ),
     ],
-    ids=["shape", "dtype", "missing parameter", "missing buffer", "frozen", "learning rate", "strategy"],
+    ids=[
+        "shape",
+        "dtype",
+        "missing parameter",
+        "missing buffer",
+        "frozen",
+        "memory order",
+        "learning rate",
+        "strategy",
+    ],
 )
 def test_ranks_that_differ_are_named_on_every_rank(make: Any, words: list[str]) -> None:
     errors = on_ranks(make)

@@ -25,7 +25,8 @@ def launch(
     output: Mode = "auto",
     timeout_s: float | None = None,
 ) -> list[T]:
-    """Run `fn(*args, **kwargs)` in `workers` new processes on this host and return their results in rank order.
+    """Run `fn(*args, **kwargs)` in `workers` new processes on this host and return their results in rank order
+    (None of one that ended with `sys.exit(0)`).
 
     For notebooks and programs: no `if __name__ == "__main__"` is needed, and with cloudpickle installed
     (`pip install unisono[notebook]`) `fn` may be a lambda or a function of a notebook. Inside `fn`, `unisono.join()`

@@ -139,7 +139,12 @@ def _run_function() -> None:
     pickler = importlib.import_module(header["pickler"])
     function, arguments, keywords = pickler.loads(payload[8 + length :])
     del payload
-    result = function(*arguments, **keywords)
+    try:
+        result = function(*arguments, **keywords)
+    except SystemExit as stop:  # as a parameter server that has a rank of its own ends
+        if stop.code:
+            raise
+        result = None
     try:
         data = pickler.dumps(result)
     except Exception as error:

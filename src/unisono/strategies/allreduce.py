@@ -118,6 +118,7 @@ class AllReduceReplica(Replica):
         return self._exchange.no_sync() if self._exchange is not None else super().no_sync()
 
     def watch(self, scaler: torch.amp.GradScaler) -> None:
+        super().watch(scaler)
         self._reduction.scale = scaler.get_scale
 
     def state_dict(self) -> dict[str, Any]:
@@ -126,7 +127,7 @@ class AllReduceReplica(Replica):
 
     def load_state_dict(self, state: dict[str, Any], *, same_world: bool = True) -> None:
         self.step = state["shared"]["step"]
-        if "reducer" not in state["shared"]:  # another strategy's checkpoint
+        if "each" not in state["shared"].get("reducer", ()):  # another strategy's checkpoint
             return
         parts = [state["local"]] if same_world else state["locals"]
         self._reduction.load_state_dict(state["shared"]["reducer"], [part["reducer"] for part in parts])

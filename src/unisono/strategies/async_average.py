@@ -26,6 +26,8 @@ from unisono.reduction import Reduction, overlap_pays
 from unisono.strategy import Replica, Strategy
 from unisono.world import World
 
+_ROUND_S = 2.0  # a round, when the program ends
+
 
 @dataclass(frozen=True)
 class async_average(Strategy):
@@ -124,6 +126,10 @@ class Averager:
             self._closing = True
             self._changed.notify_all()
 
+    def see_off(self) -> None:
+        """Stay until the others have had their next round: they would take me for dead."""
+        self._lane.close(self._every_s + _ROUND_S)
+
     def close(self) -> None:
         """End the thread."""
         self.end()
@@ -193,6 +199,8 @@ _averagers: weakref.WeakSet[Averager] = weakref.WeakSet()
 def _end_all() -> None:
     for averager in list(_averagers):
         averager.end()
+    for averager in list(_averagers):
+        averager.see_off()
 
 
 class AsyncAverageReplica(ApartReplica):

@@ -158,6 +158,6 @@ class DiLoCoReplica(AnchoredReplica):
             states = self._outer_optimizer(fragment).state
             for name, anchor in fragment.anchors.items():
                 states.pop(anchor, None)
-                momentum = shared["outer"].get(name)
+                momentum = shared.get("outer", {}).get(name)
                 if momentum is not None:
                     states[anchor] = {"momentum_buffer": torch.empty_like(anchor).copy_(momentum)}

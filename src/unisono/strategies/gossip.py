@@ -96,6 +96,7 @@ class GossipReplica(ApartReplica):
         self._channel = self.world.channel(inline=False) if self.world.size > 1 else None
         self._finish: Callable[[], Received] | None = None
         self._mine = self.lines.new()
+        self._before: list[Tensor] | None = None  # my model when a step with a closure began
         self._theirs: list[list[Tensor]] = []
         self._unmixed = 0
 
@@ -127,20 +128,29 @@ class GossipReplica(ApartReplica):
         self._finish = swap(self._channel, self._mine, who, self._theirs[: len(who.heard)], "gossip")
 
     def _mix(self, window: int) -> None:
-        """Take the neighbours' models in."""
+        """Take the neighbours' models in; what the optimizer did since mine was sent (with a closure) stays."""
         if not self._due(window):
             return
         self._begin(window)
         assert self._finish is not None
         finish, self._finish = self._finish, None
+        stepped = None
+        if self._before is not None:
+            stepped = self.lines.filled()
+            torch._foreach_sub_(stepped, self._before)
+            self.lines.put(self._before)
+            self._before = None
         came = finish()
+        params = [p.detach() for p in self.lines.params]
         if self.strategy.graph == "all":
             self.lines.put(came[0])
-            return
-        who, params = self._who(window), [p.detach() for p in self.lines.params]
-        torch._foreach_mul_(params, who.own)
-        for lines in came:
-            torch._foreach_add_(params, self.lines.views(lines), alpha=who.weight)
+        else:
+            who = self._who(window)
+            torch._foreach_mul_(params, who.own)
+            for lines in came:
+                torch._foreach_add_(params, self.lines.views(lines), alpha=who.weight)
+        if stepped is not None:
+            torch._foreach_add_(params, self.lines.views(stepped))
 
     def _settle(self, later: int) -> None:
         """Mix what was exchanged for windows that have ended, but for the last `later`."""
@@ -152,6 +162,15 @@ class GossipReplica(ApartReplica):
     def advance(self) -> None:
         super().advance()
         self._unmixed += 1
+
+    def _about_to_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+        changed = super()._about_to_step(optimizer, args, kwargs)
+        if self._closure is not None and self._due(self.step + 1):  # backward comes inside the step: mix after it
+            self._settle(0)
+            with torch.no_grad():
+                self._begin(self.step + 1)
+                self._before = self.lines.filled()
+        return changed
 
     def before_step(self) -> None:
         super().before_step()
@@ -245,6 +264,11 @@ class LowPrecisionReplica(ApartReplica):
         self._hear()
         self._copies_of_mine()  # in another world all ranks have the mean of those that saved
         if same_world:
+            if "own" not in state["local"]:
+                raise ValueError(
+                    "the checkpoint is of gossip without bits=8, whose ranks know nothing of each other's models: load "
+                    f"it as it was saved, then call replica.switch({'gossip(bits=8)'!r})"
+                )
             torch._foreach_copy_(self.own, state["local"]["own"])
             for copy, saved in zip(self.copies, state["local"]["copies"], strict=True):
                 torch._foreach_copy_(copy, saved)

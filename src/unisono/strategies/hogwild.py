@@ -66,6 +66,7 @@ class HogwildReplica(PeriodicReplica):
 
     def _place(self, shared: list[Tensor]) -> None:
         """Let the parameters lie in the memory of all; rank 0's values become everyone's."""
+        self._lent = shared
         with torch.no_grad():
             for param, view in zip(self.model.parameters(), shared, strict=True):
                 if self.world.rank == 0:
@@ -110,9 +111,11 @@ class HogwildReplica(PeriodicReplica):
         return f"model, optimizer and step {self.step} from rank {source} of {world.size}, in memory that these share"
 
     def _own(self) -> None:
-        """Bring the parameters back into memory of this worker's own."""
-        for param in self.model.parameters():
-            param.data = param.data.clone()
+        """Bring the parameters back into memory of this worker's own, unless another replica has moved them since."""
+        for param, view in zip(self.model.parameters(), self._lent, strict=True):
+            if param.data_ptr() == view.data_ptr():
+                param.data = param.data.clone()
+        self._lent = []
 
     def close(self) -> None:
         super().close()

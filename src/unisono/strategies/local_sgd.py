@@ -111,7 +111,7 @@ class LocalSGDReplica(AnchoredReplica):
     def _take_shared(self, shared: dict[str, Any]) -> None:
         super()._take_shared(shared)
         if self.strategy.start == "decay":
-            self._since = shared["since"]
+            self._since = shared.get("since")
 
 
 def average_momentum(optimizer: Optimizer, world: World) -> None:

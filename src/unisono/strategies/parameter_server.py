@@ -142,6 +142,8 @@ class ServedReplica(PeriodicReplica):
         if me not in workers:
             self._party.finish()
             raise SystemExit(0)
+        if own:
+            move_batch_norm(model, world)
         when_forgotten(self, self._party)
 
     @property

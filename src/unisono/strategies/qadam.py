@@ -234,6 +234,7 @@ class QAdamReplica(Replica):
         return self._exchange.no_sync() if self._exchange is not None else super().no_sync()
 
     def watch(self, scaler: torch.amp.GradScaler) -> None:
+        super().watch(scaler)
         self._reduction.scale = scaler.get_scale
 
     def state_dict(self) -> dict[str, Any]:
@@ -244,10 +245,13 @@ class QAdamReplica(Replica):
         return {"step": self.step, "frozen": dict(self._frozen), "switched": self._switched}
 
     def _take(self, shared: dict[str, Any]) -> None:
-        self.step, self._frozen, self._switched = shared["step"], dict(shared["frozen"]), shared["switched"]
+        self.step, self._frozen = shared["step"], dict(shared.get("frozen", {}))
+        self._switched = shared.get("switched", False)
 
     def load_state_dict(self, state: dict[str, Any], *, same_world: bool = True) -> None:
         self._take(state["shared"])
+        if "frozen" not in state["shared"]:  # another strategy's checkpoint
+            return
         parts = [state["local"]] if same_world else state["locals"]
         self._reduction.load_state_dict(state["shared"]["reducer"], [part["reducer"] for part in parts])
 

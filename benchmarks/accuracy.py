@@ -75,7 +75,7 @@ ADAM = (0.02, 0.015)  # learning rates 0.001 and 0.003
 STRATEGIES = {
     "dense": REDUCERS["dense"],  # under allreduce: what the others are measured against
     "adam": Method("allreduce", lr=ADAM, adam=True),  # what qadam is measured against
-    "qadam": Method("qadam(warmup=100)", lr=ADAM, adam=True),  # after a tenth of the steps the CNN's v is too small
+    "qadam": Method("qadam(warmup=100)", lr=ADAM, adam=True),  # with {tenth} it diverged on one seed of the CNN
     "local_sgd": Method("local_sgd(every=8, start={tenth})"),
     "post_local_sgd": Method("local_sgd(every=8, start='decay')"),
     "diloco": Method("diloco(every=12)"),

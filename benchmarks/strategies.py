@@ -66,7 +66,7 @@ class Plan(NamedTuple):
 
     rounds: int = 3
     compute: float = 0.09
-    windows: int = 16
+    windows: int = 14
 
 
 class Found(NamedTuple):
@@ -131,6 +131,8 @@ def train(name: str, slow: bool, plan: Plan, world: Any) -> dict[str, Any]:
     while windows < count if case.together else time.perf_counter() < until:
         window()
         windows += 1
+    if case.together:
+        world.barrier()  # windows after the last exchange would not be waited for: in a long run they are
     seconds = time.perf_counter() - start
     totals = world.ledger.totals(last=windows)
     ahead = replica.staleness()["ahead"] if hasattr(replica, "staleness") else {}

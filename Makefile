@@ -5,7 +5,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-TESTS  := $(wildcard tests/unit tests/conformance tests/processes tests/network)
+FAST   := tests/unit tests/conformance
+SLOW   := tests/processes tests/network
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
@@ -16,7 +17,8 @@ demo: $(STAMP)
 
 test: check network-tools
 	$(BIN)/python -m pytest -q --doctest-modules --ignore-glob='*_triton.py' src
-	$(BIN)/python -m pytest --durations=15 $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal $(FAST)
+	$(BIN)/python -m pytest --durations=15 $(SLOW)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

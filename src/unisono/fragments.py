@@ -15,6 +15,7 @@ from unisono.buckets import Bucket, layout
 from unisono.lanes import Handle, Lane
 from unisono.reducer import Reducer
 from unisono.reduction import Reduction
+from unisono.strategy import check_count
 from unisono.world import World
 
 T = TypeVar("T")
@@ -196,12 +197,6 @@ def check_settings(strategy: Any) -> None:
             f"reducer must be a Reducer such as unisono.reducers.dense.dense(), got {strategy.reducer!r}; for a text, "
             f"write it into the spec: '{name}(reducer={strategy.reducer})'"
         )
-
-
-def check_count(name: str, value: object, meaning: str, least: int = 1) -> None:
-    """Refuse all but whole numbers of at least `least`."""
-    if type(value) is not int or value < least:
-        raise ValueError(f"{name} counts {meaning}: expected a whole number of at least {least}, got {value!r}")
 
 
 def wide(param: Tensor) -> Tensor:

@@ -6,12 +6,14 @@ import ast
 import dataclasses
 import math
 import re
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 __all__ = ["NUMBERS", "Spec", "SpecError", "parse", "write"]
 
 NUMBERS = {"inf": math.inf, "nan": math.nan}  # words that are numbers
+_PARSING = threading.Lock()  # in CPython 3.11 two threads that parse at once may end in a SystemError
 _MAX_CHARACTERS = 4096
 
 
@@ -72,7 +74,8 @@ def parse(text: str) -> Spec:
     if len(text) > _MAX_CHARACTERS:
         raise ValueError(f"the spec has {len(text)} characters; at most {_MAX_CHARACTERS} are read")
     try:
-        node = ast.parse(text, mode="eval").body
+        with _PARSING:
+            node = ast.parse(text, mode="eval").body
         value = _Reader(text).value(node)
     except SyntaxError as error:
         position = min(max((error.offset or 1) - 1, 0), len(text))

@@ -209,9 +209,3 @@ def _become_mean(model: nn.Module, world: World, ranks: Sequence[int] | None = N
             t.mul_(1.0 / len(ranks)) if world.rank in ranks else t.zero_()
     world.all_reduce(means, "mean" if ranks is None else "sum", tag="consolidate").wait()
     world.broadcast([t for t in tensors if not (t.is_floating_point() or t.is_complex())], source).wait()
-
-
-def check_count(name: str, value: object, meaning: str, *, least: int = 1) -> None:
-    """Refuse a setting that is not a whole number of at least `least`."""
-    if type(value) is not int or value < least:
-        raise ValueError(f"{name} is {meaning}: expected a whole number of at least {least}, got {value!r}")

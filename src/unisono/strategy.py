@@ -201,18 +201,19 @@ def check(model: nn.Module, optimizer: Optimizer) -> None:
 
 def _check_free(names: dict[nn.Parameter, str]) -> None:
     """Refuse parameters that another replica watches: their gradients would be exchanged twice."""
-    if not _taken(names):
+    if not taken(names):
         return
     gc.collect()  # one that nobody holds any more, but its own hooks, watches nothing
-    taken = _taken(names)
-    if taken:
+    held = taken(names)
+    if held:
         raise ValueError(
-            f"{len(taken)} parameter(s) of the model, the first {taken[0]!r}, are already trained by another "
+            f"{len(held)} parameter(s) of the model, the first {held[0]!r}, are already trained by another "
             "replica: call close() on that one first, or give un.parallel one module that holds both"
         )
 
 
-def _taken(names: dict[nn.Parameter, str]) -> list[str]:
+def taken(names: dict[nn.Parameter, str]) -> list[str]:
+    """Which of these parameters a replica watches, by name."""
     with _replicas_lock:
         return [names[p] for replica in _replicas for p in replica.model.parameters() if p in names]
 
@@ -262,3 +263,9 @@ def share_buffers(buffers: Sequence[Tensor], how: Buffers, world: World) -> None
     others = [b for b in buffers if not any(b is x for x in floats)]
     world.all_reduce(floats, "mean", tag="buffers").wait()
     world.broadcast(others, tag="buffers").wait()
+
+
+def check_count(name: str, value: object, meaning: str, *, least: int = 1) -> None:
+    """Refuse a setting that is not a whole number of at least `least`."""
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name} counts {meaning}: expected a whole number of at least {least}, got {value!r}")

@@ -25,10 +25,8 @@ LAYERS = {
         ["buckets", "exchange", "reducer", "reduction", "kernels", "parts", "quantised", "signs", "normalization"], 1
     ),
     "reducers": 2,
-    **dict.fromkeys(
-        ["strategy", "switching", "periodic", "server", "pushpull", "party", "neighbours", "anchors", "fragments"], 3
-    ),
-    **dict.fromkeys(["learners", "center", "centered", "tuning"], 3),
+    **dict.fromkeys(["strategy", "switching", "periodic", "serving", "neighbours", "anchors", "fragments"], 3),
+    **dict.fromkeys(["learners", "center", "rounds", "tuning"], 3),
     "strategies": 4,
     **dict.fromkeys(["trainer", "callbacks", "planner", "lab", "watch"], 5),
     **dict.fromkeys(["cli", "demo", "__main__"], 6),

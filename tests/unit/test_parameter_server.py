@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import unisono as un
-from unisono.server import Server, optimizer_over
+from unisono.serving.server import Server, optimizer_over
 from unisono.transports.threads import run_threads
 from unisono.world import World
 
@@ -415,9 +415,9 @@ def test_compressed_pushes_converge_and_send_less(spec: str, size: int) -> None:
 
 def test_feedback_sends_in_time_what_did_not_get_through() -> None:
     from unisono.kernels.noise import Noise
-    from unisono.pushpull import Coder
     from unisono.reducer import Codec
-    from unisono.server import Layout
+    from unisono.serving.messages import Coder
+    from unisono.serving.server import Layout
 
     def half(x: Tensor, _: Noise) -> Tensor:
         return x.round().view(torch.uint8)
@@ -673,7 +673,7 @@ def test_bytes_sent_are_a_gradient_a_push_and_the_parameters_a_pull() -> None:
         replica.close()
         return sums
 
-    from unisono.server import Layout
+    from unisono.serving.server import Layout
 
     nbytes = Layout(make().parameters()).nbytes
     server_side, *workers = run_threads(work, 3)

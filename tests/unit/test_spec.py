@@ -204,7 +204,7 @@ def test_an_object_comes_back_as_it_is():
         ("localsh(8)", "localsh", "unknown strategy 'localsh'; did you mean 'localish'?"),
         ("powerlik", "powerlik", "did you mean 'powerlike'?"),
         ("LOCALISH(8)", "LOCALISH", "did you mean 'localish'?"),
-        ("zzzzzzzz", "zzzz", "known: allreduce,"),
+        ("zzzzzzzz", "zzzz", "known: accordion, allreduce,"),
         (
             "localish(8, reducer=powerlike(rnak=2))",
             "rnak",

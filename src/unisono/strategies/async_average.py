@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 from unisono.buckets import BUCKET_BYTES
 from unisono.exchange import Exchange
 from unisono.lanes import Lane
-from unisono.neighbours import ApartReplica, Lines, check_count
+from unisono.neighbours import ApartReplica, Lines
 from unisono.reducers.dense import dense
 from unisono.reduction import Reduction, overlap_pays
-from unisono.strategy import Replica, Strategy
+from unisono.strategy import Replica, Strategy, check_count
 from unisono.world import World
 
 _ROUND_S = 2.0  # a round, when the program ends

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.buckets import BUCKET_BYTES
-from unisono.centered import CenteredReplica
-from unisono.fragments import check_count
 from unisono.learners import Batches
 from unisono.normalization import SyncBatchNorm
-from unisono.strategy import Replica, Strategy
+from unisono.rounds import CenteredReplica
+from unisono.strategy import Replica, Strategy, check_count
 from unisono.tuning import Tuning
 from unisono.world import World
 

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from unisono.anchors import AnchoredReplica
 from unisono.buckets import BUCKET_BYTES
-from unisono.fragments import Fragment, check_count, check_settings
+from unisono.fragments import Fragment, check_settings
 from unisono.reducer import Reducer
-from unisono.strategy import Buffers, Replica, Strategy
+from unisono.strategy import Buffers, Replica, Strategy, check_count
 from unisono.world import World
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.kernels.quantise import bytes_nbytes, decode_bytes, encode_bytes
-from unisono.neighbours import ApartReplica, Graph, Lines, Neighbours, Received, check_count, neighbours, swap
-from unisono.strategy import Replica, Strategy
+from unisono.neighbours import ApartReplica, Graph, Lines, Neighbours, Received, neighbours, swap
+from unisono.strategy import Replica, Strategy, check_count
 from unisono.world import World
 
 _GRAPHS = ("all", "shift_one", "ring", "exponential")

@@ -19,11 +19,11 @@ from torch.optim import LBFGS, Optimizer
 
 from unisono import state as packing
 from unisono.normalization import move_batch_norm
-from unisono.party import Party, arrange, parted, when_forgotten
 from unisono.periodic import PeriodicReplica
-from unisono.pushpull import Coder, Local, Remote
 from unisono.reducer import Reducer
-from unisono.server import Grads, Layout, Server, Settings, options_of
+from unisono.serving.arrangement import Party, arrange, parted, when_forgotten
+from unisono.serving.messages import Coder, Local, Remote
+from unisono.serving.server import Grads, Layout, Server, Settings, options_of
 from unisono.strategy import Replica, Strategy, share
 from unisono.world import World
 

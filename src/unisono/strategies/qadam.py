@@ -15,11 +15,10 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from unisono.buckets import BUCKET_BYTES, Bucket
 from unisono.exchange import Counter, Exchange
-from unisono.neighbours import check_count
 from unisono.normalization import move_batch_norm
 from unisono.reducer import Reduced, Reducer, Stages, State, staged, stages_of
 from unisono.reduction import Reduction, overlap_pays
-from unisono.strategy import Replica, Strategy, share
+from unisono.strategy import Replica, Strategy, check_count, share
 from unisono.world import World
 
 

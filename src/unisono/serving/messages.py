@@ -19,7 +19,7 @@ from unisono.kernels.noise import noise
 from unisono.lanes import Handle, Lane
 from unisono.ledger import Record
 from unisono.reducer import Codec
-from unisono.server import Answer, Grads, Layout, Server, Settings
+from unisono.serving.server import Answer, Grads, Layout, Server, Settings
 from unisono.world import PeerLost, World
 
 PUSH, TICK, SETTLE, FETCH, PUT, BYE = range(1, 7)

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 from torch.nn import Parameter
 
-from unisono.pushpull import Coder, Desk, Local, Remote, Settled
-from unisono.server import Server
+from unisono.serving.messages import Coder, Desk, Local, Remote, Settled
+from unisono.serving.server import Server
 from unisono.world import World
 
 

@@ -19,14 +19,14 @@ from unisono.lanes import Handle
 from unisono.learners import Learners
 from unisono.normalization import move_batch_norm
 from unisono.periodic import PeriodicReplica
-from unisono.strategy import Strategy, _taken, share, share_buffers
+from unisono.strategy import Strategy, share, share_buffers, taken
 from unisono.world import World
 
 T = TypeVar("T")
 
 
 @dataclass
-class Exchange:
+class Sum:
     """The sum of w_j - z over all learners, on its way; `heard`: a learning rate dropped on some rank."""
 
     heard: Handle[bool]
@@ -68,8 +68,8 @@ class CenteredReplica(PeriodicReplica):
         self.center = Center(self.learners.named)
         self.rounds, self._alone = 0, 0  # rounds so far; those since the last that synchronised
         self._looked = False  # the learner at work was looked at before its step
-        self._exchange: Exchange | None = None
-        self._stale: Exchange | None = None  # begun on every rank, and no longer wanted
+        self._exchange: Sum | None = None
+        self._stale: Sum | None = None  # begun on every rank, and no longer wanted
         self._high, self._dropped = self._rates(), False
         self._courier: Courier | None = None
         self.learners.resize(learners)
@@ -133,7 +133,7 @@ class CenteredReplica(PeriodicReplica):
             channel.all_reduce(dropped, "max", tag="drop").wait()
             return bool(dropped.item())
 
-        self._exchange = Exchange(self.start_job(exchange), self.center.sums)
+        self._exchange = Sum(self.start_job(exchange), self.center.sums)
 
     def _about_to_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         self._take()
@@ -174,7 +174,7 @@ class CenteredReplica(PeriodicReplica):
         self.rounds += 1
         self.after_round()
 
-    def _awaited(self, exchange: Exchange) -> bool:
+    def _awaited(self, exchange: Sum) -> bool:
         ledger = self.world.ledger
         start = ledger.clock()
         heard = exchange.heard.wait()
@@ -272,7 +272,7 @@ class CenteredReplica(PeriodicReplica):
             self.learners.load_state_dict(state["local"]["others"], shared["turn"])
             if shared["under way"] is not None:
                 sums = {name: x.to(self.center.z[name]) for name, x in shared["under way"]["sums"].items()}
-                self._exchange = Exchange(Handle.of(shared["under way"]["heard"]), partial(dict, sums))
+                self._exchange = Sum(Handle.of(shared["under way"]["heard"]), partial(dict, sums))
         else:
             self._all_at_center()
 
@@ -333,7 +333,7 @@ class CenteredReplica(PeriodicReplica):
         super().close()
         self._ahead.remove()
         self._stop()
-        if not _taken({param: name for name, param in self.learners.named}):
+        if not taken({param: name for name, param in self.learners.named}):
             with torch.no_grad():
                 self.center.copy_to(self.learners.params(self.learners.turn))
         self.learners.leave()

@@ -1,0 +1,1 @@
+"""Parameter servers: the server itself, what is said to it, and who serves whom."""

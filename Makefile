@@ -5,8 +5,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-FAST   := tests/unit tests/conformance
-SLOW   := tests/processes tests/network
+FAST   := tests/unit tests/conformance --ignore=tests/unit/test_world.py
+SLOW   := tests/unit/test_world.py tests/processes tests/network
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 

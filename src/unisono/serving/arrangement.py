@@ -72,12 +72,19 @@ _parties: set[Party] = set()
 
 @atexit.register
 def _see_off() -> None:
-    """At the end of the program: serve those that still train, unless this program has failed."""
-    for party in list(_parties):
-        if getattr(sys, "last_value", None) is None:
-            party.finish()
-        else:
+    """At the end of the program: serve those that still train, unless this program has failed.
+
+    All servers are told first: a rank that waits for the others of one may be what they wait for at another.
+    """
+    parties, failed = list(_parties), getattr(sys, "last_value", None) is not None
+    for party in parties:
+        if not failed:
+            party.leave()
+    for party in parties:
+        if failed:
             party.abandon()
+        else:
+            party.finish()
 
 
 def when_forgotten(owner: object, party: Party) -> None:

@@ -22,7 +22,7 @@ def nuqsgd(bits: int = 4, *, block: int = 8192, elias: bool = False, seed: int =
 
     bits: 2, 4 or 8 for each number.
     block: numbers that share a norm: a power of two from 64 to 16384. Smaller: less noise, more norms.
-    elias: code gaps between nonzero numbers and levels by Elias's code, for fewer bytes: about 2.6 bits a number
+    elias: code gaps between nonzero numbers and levels by Elias's code, for fewer bytes: about 2.3 bits a number
         of a Gaussian block. How many depends on the data; the coding runs on the CPU and waits for it on CUDA.
     seed: of the rounding. It differs from rank to rank, and from step to step.
 

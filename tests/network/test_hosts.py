@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -159,4 +160,20 @@ def test_nothing_is_left_of_emulated_hosts() -> None:
     with EmulatedHosts(2) as hosts:
         assert hosts.namespace(0) in os.listdir("/run/netns")
     assert hosts.namespace(0) not in os.listdir("/run/netns")
-    assert f"un{os.getpid() % 1_000_000}" not in subprocess.run(["ip", "link"], capture_output=True, text=True).stdout
+    assert f"un{os.getpid()}" not in subprocess.run(["ip", "link"], capture_output=True, text=True).stdout
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next() -> None:
+    from unisono.lab.hosts import EmulatedHosts
+
+    program = (
+        "import os; from unisono.lab.hosts import EmulatedHosts; EmulatedHosts(2).__enter__(); os.kill(os.getpid(), 9)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", program], env=environment) as killed:
+        killed.wait(60)
+    left = f"un{killed.pid}"
+    assert f"{left}-0" in os.listdir("/run/netns")
+    with EmulatedHosts(1):
+        assert f"{left}-0" not in os.listdir("/run/netns")
+        assert left not in subprocess.run(["ip", "link"], capture_output=True, text=True).stdout

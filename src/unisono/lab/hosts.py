@@ -1,12 +1,13 @@
 """Hosts that are network namespaces of this machine, joined by a bridge with links of a given speed.
 
 Needs Linux, root and iproute2. Everything is removed when the context ends; the kernel's own names carry the
-process id, so that several runs do not meet.
+process id, so that several runs do not meet, and what a killed run left is removed by the next.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,7 @@ class EmulatedHosts:
         if reason := why_not():
             raise RuntimeError(reason)
         self.count, self.bits_per_s = count, bits_per_s
-        self._mark = f"un{os.getpid() % 1_000_000}"
+        self._mark = f"un{os.getpid()}"
         self._network = f"10.{200 + os.getpid() % 50}.{os.getpid() // 50 % 250}"
 
     def address(self, host: int) -> str:
@@ -54,6 +55,7 @@ class EmulatedHosts:
         return subprocess.Popen(["ip", "netns", "exec", self.namespace(host), *command], env=dict(env), **options)
 
     def __enter__(self) -> EmulatedHosts:
+        _sweep()
         try:
             _run("ip", "link", "add", f"{self._mark}br", "type", "bridge")
             _run("ip", "link", "set", f"{self._mark}br", "up")
@@ -89,6 +91,18 @@ class EmulatedHosts:
             subprocess.run(["ip", "netns", "del", self.namespace(host)], capture_output=True)
             subprocess.run(["ip", "link", "del", f"{self._mark}v{host}"], capture_output=True)
         subprocess.run(["ip", "link", "del", f"{self._mark}br"], capture_output=True)
+
+
+def _sweep() -> None:
+    """Remove what runs left that were killed: the names carry the ids of processes that are no more."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True).stdout
+    for space, pid in re.findall(r"^(un(\d+)-\d+)\b", listed, flags=re.MULTILINE):
+        if not os.path.exists(f"/proc/{pid}"):
+            subprocess.run(["ip", "netns", "del", space], capture_output=True)
+    for link, pid in re.findall(r"^\d+: (un(\d+)(?:br|v\d+))[@:]", links, flags=re.MULTILINE):
+        if not os.path.exists(f"/proc/{pid}"):
+            subprocess.run(["ip", "link", "del", link], capture_output=True)
 
 
 def _run(*command: str) -> None:

@@ -638,3 +638,28 @@ def test_not_a_number_is_passed_on() -> None:
 
     for result in run_threads(work, 3):
         assert all(math.isnan(x) for x in result)
+
+
+# Connecting --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failures", [1, 2, 3])
+def test_ranks_try_again_together_when_one_could_not_connect(failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, tried = dist.ProcessGroupGloo, []
+
+    def flaky(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        group = real(store, rank, size, timeout)
+        if rank == 1:
+            tried.append(rank)
+            if len(tried) <= failures:
+                raise RuntimeError("Connection closed by peer")
+        return group
+
+    monkeypatch.setattr(dist, "ProcessGroupGloo", flaky)
+    if failures < 3:
+        sums = run_messages(lambda world: world.all_reduce(torch.ones(2), "sum").wait().tolist(), 3)
+        assert sums == [[3.0, 3.0]] * 3
+    else:
+        with pytest.raises(PeerLost, match="could not connect in 3 attempts: .*(closed by peer|could, 1 other)"):
+            run_messages(lambda world: None, 3)
+    assert len(tried) == min(failures + 1, 3)

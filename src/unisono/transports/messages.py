@@ -35,7 +35,34 @@ _NATIVE = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, t
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _LETTER = 1 << 30  # the tag of `send` and `recv`, apart from those of the rings
 _SIGN = 128  # bytes that a rank tells its neighbour before an operation
+_ATTEMPTS = 3  # to connect
+_PATIENCE_S = 30.0  # for the others to fail as well
 _INLINE = 512 - 8  # bytes of an object that travel with its size
+
+
+def _connected(store: Store, rank: int, size: int, timeout_s: float) -> Any:
+    """A gloo group of all ranks. Its connections fail now and then for no reason that lasts (about one group in a
+    thousand on a busy machine): the ranks tell each other in the store, and all try again."""
+    problem = ""
+    for attempt in range(_ATTEMPTS):
+        fresh = dist.PrefixStore(f"mesh/{attempt}", store)
+        try:
+            group, mine = dist.ProcessGroupGloo(fresh, rank, size, timedelta(seconds=timeout_s)), 0
+        except RuntimeError as error:
+            group, mine, problem = None, 1, str(error)
+            traceback.clear_frames(error.__traceback__)
+        fresh.add("failed", mine)
+        if fresh.add("tried", 1) == size:
+            fresh.set("outcome", str(fresh.add("failed", 0)))
+        try:
+            fresh.wait(["outcome"], timedelta(seconds=min(timeout_s, _PATIENCE_S) if mine else timeout_s))
+        except RuntimeError as error:
+            raise PeerLost(f"not all of the {size} ranks came to connect: {problem or error}") from None
+        failed = int(fresh.get("outcome"))
+        if not failed:
+            return group
+        problem = problem or f"rank {rank} could, {failed} other(s) could not"
+    raise PeerLost(f"the {size} ranks could not connect in {_ATTEMPTS} attempts: {problem}")
 
 
 def _talking(method: F) -> F:
@@ -70,7 +97,7 @@ class MessageTransport(Transport):
         self.rank, self.size = rank, size
         self._store, self._timeout_s = store, timeout_s
         self._rolls = RollCall(store, rank, size)
-        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+        self._gloo: Any = _connected(store, rank, size, timeout_s)
         self._splits = 0
         self._rounds = 0
 

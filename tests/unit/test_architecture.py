@@ -34,7 +34,7 @@ LAYERS = {
 # These stand beside the layers: they know the world, and each other.
 BESIDE = {
     *("data", "partition", "sources", "arrays", "shard_settings"),
-    *("checkpoint", "checkpoint_folder", "tensorfile", "rng"),
+    *("checkpoint", "checkpoint_folder", "pieces", "tensorfile", "rng"),
     *("spec", "grammar"),
 }
 LAUNCHERS_MAY_IMPORT = {"launchers", "world", "state"}

@@ -660,6 +660,6 @@ def test_ranks_try_again_together_when_one_could_not_connect(failures: int, monk
         sums = run_messages(lambda world: world.all_reduce(torch.ones(2), "sum").wait().tolist(), 3)
         assert sums == [[3.0, 3.0]] * 3
     else:
-        with pytest.raises(PeerLost, match="could not connect in 3 attempts: .*(closed by peer|could, 1 other)"):
+        with pytest.raises(PeerLost, match=r"could not connect in 3 attempts: .*(closed by peer|could, 1 other)"):
             run_messages(lambda world: None, 3)
     assert len(tried) == min(failures + 1, 3)

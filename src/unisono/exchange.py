@@ -65,7 +65,7 @@ class Counter(Windows):
         self._noted = False  # a pass has reached some parameter, and is not counted
         end, note = weakref.WeakMethod(self._end), weakref.WeakMethod(self._note)
         self._hooks = [param.register_post_accumulate_grad_hook(partial(_at_the_end, end))]
-        self._hooks += [p.register_post_accumulate_grad_hook(partial(_if_alive, note, "")) for p in others]
+        self._hooks += [p.register_post_accumulate_grad_hook(partial(if_alive, note, "")) for p in others]
 
     def _note(self, _name: str, _param: Tensor) -> None:
         self._noted |= not self._local
@@ -152,7 +152,7 @@ class Exchange(Windows):
         self._cuda = next((p.device for _, p in (*self.named, *self.sparse) if p.is_cuda), None)
         self._stream = torch.cuda.Stream() if self._on_stream() else None
         ready = weakref.WeakMethod(self._ready)
-        self._hooks = [p.register_post_accumulate_grad_hook(partial(_if_alive, ready, name)) for name, p in self._all()]
+        self._hooks = [p.register_post_accumulate_grad_hook(partial(if_alive, ready, name)) for name, p in self._all()]
         self._weighting: list[Any] = []
         self._kept_local = False  # gradients of a no_sync pass are waiting
         self._task = -1
@@ -352,7 +352,7 @@ class Exchange(Windows):
             hook.remove()
         self._weighting = []
         if weight != 1.0:
-            self._weighting = [p.register_hook(partial(_scaled, weight)) for _, p in self._all()]
+            self._weighting = [p.register_hook(partial(scaled, weight)) for _, p in self._all()]
 
     def close(self) -> None:
         """Take the hooks off; gradients stay where they are."""
@@ -369,7 +369,8 @@ class Exchange(Windows):
 # A hook on a parameter is kept where Python's collector does not look: it must not hold what holds the parameter.
 
 
-def _if_alive(ready: weakref.WeakMethod[Any], name: str, param: Tensor) -> None:
+def if_alive(ready: weakref.WeakMethod[Any], name: Any, param: Tensor) -> None:
+    """A hook that keeps nothing alive: calls `ready(name, param)` while its object is there."""
     call = ready()
     if call is not None:
         call(name, param)
@@ -381,7 +382,7 @@ def _at_the_end(end: weakref.WeakMethod[Any], _: Tensor) -> None:
         Variable._execution_engine.queue_callback(call)
 
 
-def _scaled(weight: float, grad: Tensor) -> Tensor:
+def scaled(weight: float, grad: Tensor) -> Tensor:
     """A weight of zero is a batch that does not count: its gradient is zero, also where it is not finite."""
     return torch.zeros_like(grad) if weight == 0.0 else grad * weight
 

@@ -108,6 +108,15 @@ class Replica:
 
         return switch(self, build(strategy, kind="strategy"))
 
+    def restore(self) -> None:
+        """Give model and optimizer back whole where they are split over the ranks; every rank calls it.
+
+        `close()` follows, or `resume()`.
+        """
+
+    def resume(self) -> None:
+        """Take them back after `restore()`."""
+
     def close(self) -> None:
         """Stop watching; the model is an ordinary one again."""
         for hook in self._hooks:
@@ -250,7 +259,7 @@ def _description(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
 
 def share(model: nn.Module, world: World, src: int = 0) -> None:
     """Give every rank rank `src`'s parameters and buffers."""
-    tensors: Sequence[Tensor] = [t.detach() for t in (*model.parameters(), *model.buffers())]
+    tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
     with torch.no_grad():
         world.broadcast(tensors, src, tag="initial state").wait()
 

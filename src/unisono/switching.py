@@ -27,15 +27,18 @@ def switch(replica: Replica, strategy: Strategy) -> Replica:
     world, model = replica.world, replica.model
     _agree(describe(strategy), replica.step, world)
     consolidated = replica.consolidate()
-    before = copy.deepcopy(model.state_dict())
+    replica.restore()
+    before = copy.deepcopy([model.state_dict(), replica.optimizer.state_dict()])
     _gather(model, consolidated)
+    _same_optimizer(replica.optimizer, world)
     try:
         new = strategy.bind(model, replica.optimizer, world)
     except BaseException:
-        model.load_state_dict(before)
+        model.load_state_dict(before[0])
+        replica.optimizer.load_state_dict(before[1])
+        replica.resume()
         raise
     new.step = replica.step
-    _same_optimizer(replica.optimizer, world)
     old_reduction, new_reduction = (getattr(r, "_reduction", None) for r in (replica, new))
     if isinstance(old_reduction, Reduction) and isinstance(new_reduction, Reduction):
         kept = old_reduction.state_dict()

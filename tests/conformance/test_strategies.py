@@ -23,7 +23,7 @@ SPECS: dict[str, str] = {  # name: a spec to test it with, where the bare name w
     "diloco": "diloco(every=3)",
     "qadam": "qadam(warmup=2)",
 }
-EXACT = {"allreduce"}  # equal to one process on the joined batch, to rounding
+EXACT = {"allreduce", "zero", "zero(stage=1)", "zero(stage=3)", "zero(stage=2, unit_bytes=64, overlap=True)"}  # equal to one process on the joined batch, to rounding
 LOCAL = {
     "local_sgd",
     "diloco",
@@ -38,6 +38,7 @@ VARYING = {
     "hogwild",
     "parameter_server(staleness=2)",
 }  # what meets what depends on time: two runs differ
+SPLIT = {"zero"}  # a rank that is lost takes its part of the state along
 ADAM = {"qadam"}  # needs an Adam
 REFUSED: dict[str, dict[str, str]] = {  # name: settings that must be refused, and a word of the reason
     "allreduce": {
@@ -93,6 +94,14 @@ REFUSED: dict[str, dict[str, str]] = {  # name: settings that must be refused, a
         "reducer=powersgd": "codec",
     },
     "hogwild": {"accumulate=0": "accumulate", "accumulate=-1": "accumulate"},
+    "zero": {
+        "stage=0": "stage",
+        "stage=4": "stage",
+        "precision=fp8": "precision",
+        "accumulate=0": "accumulate",
+        "unit_bytes=0": "unit_bytes",
+        "buffers=sometimes": "buffers",
+    },
     "qadam": {"accumulate=0": "accumulate", "warmup=0": "warmup", "bucket_bytes=0": "bucket_bytes"},
 }
 
@@ -120,6 +129,9 @@ COMPOSED = [  # every reducer under the strategy that exchanges gradients, and o
     "crossbow(learners=auto, every=auto, tune_every=2)",
     "parameter_server(staleness=2)",
     "parameter_server(reducer=nuqsgd)",
+    "zero(stage=1)",
+    "zero(stage=2, unit_bytes=64, overlap=True)",
+    "zero(stage=3)",
 ]
 strategies = pytest.mark.parametrize("name", [*names("strategy"), *COMPOSED])
 sizes = pytest.mark.parametrize("size", [1, 2, 3])
@@ -307,7 +319,7 @@ def test_parameters_unused_on_some_ranks_or_all(name: str, size: int) -> None:
         with MODELS:
             torch.manual_seed(0)
             model = Branches().double()
-        before = model.never.weight.detach().clone()
+        before = model.state_dict()["never.weight"].detach().clone()
         optimizer = optimizer_of(name, model)
         replica = un.parallel(model, optimizer, spec_of(name), world=world)
         for t in range(4):
@@ -315,7 +327,7 @@ def test_parameters_unused_on_some_ranks_or_all(name: str, size: int) -> None:
             model(batch(t, world.rank), (world.rank + t) % 3).square().mean().backward()
             optimizer.step()
         assert model.never.weight.grad is None
-        assert_same([model.never.weight.detach()], [before], tolerance=1e-6 if "bits" in name else 0.0)
+        assert_same([model.state_dict()["never.weight"]], [before], tolerance=1e-6 if "bits" in name else 0.0)
         ended = values(replica.consolidate())
         replica.close()
         return ended
@@ -363,6 +375,8 @@ def test_a_saved_run_goes_on_bit_by_bit(name: str, size: int) -> None:
 @pytest.mark.parametrize("comes_back", ["as it left", "as a new process"])
 def test_a_world_that_shrinks_and_grows(name: str, comes_back: str) -> None:
     """4 ranks for 2 steps, 3 for 2, 4 again for 3; rank 3 leaves, and is brought up to date when it is back."""
+    if plain(name) in SPLIT:
+        pytest.skip("a rank that leaves takes its part along: see tests/unit/test_zero.py")
 
     def work(world: World) -> tuple[list[Tensor], list[Any], list[str], int, int]:
         model, optimizer, replica = started(name, world)
@@ -405,6 +419,9 @@ def test_a_world_that_shrinks_and_grows(name: str, comes_back: str) -> None:
 
 @strategies
 def test_a_world_that_shrinks_to_one(name: str) -> None:
+    if plain(name) in SPLIT:
+        pytest.skip("a rank that leaves takes its part along: see tests/unit/test_zero.py")
+
     def work(world: World) -> list[Tensor] | None:
         model, optimizer, replica = started(name, world)
         train(model, optimizer, world.rank, range(2))
@@ -476,6 +493,7 @@ def test_after_close_the_model_is_an_ordinary_one(name: str) -> None:
     def work(world: World) -> None:
         model, optimizer, replica = started(name, world)
         train(model, optimizer, world.rank, range(2))
+        replica.restore()
         replica.close()
         twin = copy.deepcopy(model)
         optimizer.zero_grad()

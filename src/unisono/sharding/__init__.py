@@ -1,0 +1,1 @@
+"""Parameters, gradients and optimizer state split over the ranks: what `zero` is made of."""

@@ -1,0 +1,364 @@
+"""Gradients of units, reduced to one shard a rank while backward goes on.
+
+Three phases, in one backward:
+1. waiting: a unit is complete when every parameter of it has its gradient;
+2. reducing: its gradients are copied into one line, which is reduced; each rank keeps its part, and the rest of the
+   gradients is let go. Units are reduced from the last to the first, on every rank alike;
+3. finishing: at the end of backward what is missing counts as zero. At the end of a window the ranks agree on which
+   parameters had a gradient at all, and every `p.grad` is a `ShardedGradient`.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from unisono.exchange import Windows, if_alive, scaled
+from unisono.lanes import Handle, Lane
+from unisono.sharding.gradient import ShardedGradient, power_sum
+from unisono.sharding.units import Unit
+from unisono.world import World
+
+_LINES = 3  # in flight, where reducing overlaps with backward
+
+
+class Backward(Windows):
+    """Watches the backward passes of the trainable units.
+
+    stage: 1 keeps the gradients of a window's passes whole and reduces with the last one, 2 and 3 reduce with every
+        pass and add up shards.
+    complete(unit): all gradients of a unit have been taken; its values are not needed any more in this pass.
+    reduced(unit): the gradient of my shard is that of the whole window.
+    finished(world): all units are; with the world to talk in.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        world: World,
+        *,
+        stage: int,
+        accumulate: int,
+        overlap: bool,
+        advance: Callable[[], None],
+        complete: Callable[[Unit], None],
+        reduced: Callable[[Unit], None],
+        finished: Callable[[World], None],
+    ) -> None:
+        super().__init__(accumulate, advance)
+        self.units, self.world, self.stage = list(units), world, stage
+        self.channel = world.channel(inline=True)
+        self._complete, self._reduced, self._finished = complete, reduced, finished
+        self._lane = Lane("unisono reduce") if overlap and world.size > 1 else None
+        self._lines = [self._line() for _ in range(_LINES if self._lane else 1)]
+        self._running: deque[tuple[Handle[None], Tensor]] = deque()
+        self._position = {unit: i for i, unit in enumerate(self.units)}
+        self._places = [(unit, slot) for unit in self.units for slot in range(len(unit.params))]
+        self._first = {unit: number for number, (unit, slot) in reversed(list(enumerate(self._places))) if slot == 0}
+        self._wrapped = [self._wrapper(number) for number in range(len(self._places))]
+        ready = weakref.WeakMethod(self._ready)
+        self._hooks = [
+            unit.params[slot].register_post_accumulate_grad_hook(partial(if_alive, ready, number))
+            for number, (unit, slot) in enumerate(self._places)
+        ]
+        self._weighting: list[Any] = []
+        self._task = -1
+        self._reducing = False
+        self._opened()
+        self._reset()
+        world.on_weight(self)
+        self.weight_changed(world.weight)
+
+    def _line(self) -> Tensor:
+        nbytes = max(unit.numel * unit.dtype.itemsize for unit in self.units)
+        on = self.units[0].params[0].device
+        return self.channel.empty(nbytes, torch.uint8) if on.type == "cpu" else torch.empty(
+            nbytes, dtype=torch.uint8, device=on
+        )  # fmt: skip
+
+    def _wrapper(self, number: int) -> ShardedGradient:
+        unit, slot = self._places[number]
+        return ShardedGradient(unit.shapes[slot], unit.dtype, unit.params[slot].device, self, number)
+
+    def _opened(self) -> None:
+        """A new window."""
+        self._used = [False] * len(self._places)
+        self._passes_reduced = 0
+        self._norms: dict[float, list[Tensor]] = {}
+
+    def _reset(self) -> None:
+        """A new pass."""
+        self._missing = {unit: len(unit.params) for unit in self.units}
+        self._next = len(self.units) - 1
+        self._fired: set[int] = set()
+
+    # During backward -------------------------------------------------------------------------------------
+
+    def _ready(self, number: int, _param: Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._begin(task)
+        if not self._reducing:
+            return
+        unit, slot = self._places[number]
+        if number in self._fired:
+            if self._position[unit] > self._next:
+                raise RuntimeError(
+                    f"the gradient of {unit.names[slot]!r} was accumulated twice in one backward pass, after it was "
+                    "reduced (re-entrant checkpointing of a shared parameter does this): use torch.utils.checkpoint "
+                    "with use_reentrant=False"
+                )
+            return
+        self._fired.add(number)
+        self._missing[unit] -= 1
+        while self._next >= 0 and not self._missing[self.units[self._next]]:
+            self._launch()
+
+    def _begin(self, task: int) -> None:
+        if self._ended:
+            self._opened()
+            self._ended = False
+        self._reset()
+        self._task = task
+        self._last = not self._local and self._passes + 1 >= self.accumulate
+        self._reducing = self.stage > 1 or self._last
+        Variable._execution_engine.queue_callback(self._end)
+
+    def _launch(self) -> None:
+        """Phase 2 of the next unit."""
+        unit, last = self.units[self._next], self._last
+        self._next -= 1
+        line = self._free()
+        flat = line[: unit.nbytes].view(unit.dtype)
+        fresh = self._fill(unit, flat)
+        self._complete(unit)
+
+        def job() -> None:
+            self._reduce(unit, flat, fresh)
+            if last:
+                self._reduced(unit)
+
+        if self._lane is None:
+            job()
+            self._lines.append(line)
+        else:
+            self._running.append((self._lane.submit(job), line))
+
+    def _free(self) -> Tensor:
+        if not self._lines:
+            handle, line = self._running.popleft()
+            handle.wait()
+            return line
+        return self._lines.pop()
+
+    def _fill(self, unit: Unit, flat: Tensor) -> list[bool]:
+        """Take the gradients of this pass; says which parameters had none from before (or had been cleared)."""
+        fresh, targets, grads = [], [], []
+        first = self._first[unit]
+        for slot, (param, view) in enumerate(zip(unit.params, unit.views(flat), strict=True)):
+            wrapped, grad = self._wrapped[first + slot], param.grad
+            fresh.append(grad is not wrapped or self._cleared(unit, slot))
+            local = wrapped.local if grad is wrapped else grad
+            wrapped.local = None
+            if local is None:
+                view.zero_()
+            else:
+                if local.is_sparse:
+                    raise TypeError(
+                        f"the gradient of {unit.names[slot]!r} is sparse, which zero cannot split: make its module "
+                        "with sparse=False, or use the allreduce strategy"
+                    )
+                targets.append(view)
+                grads.append(local.detach())
+            self._used[first + slot] |= local is not None or not fresh[-1]
+            param.grad = None
+        if targets:
+            torch._foreach_copy_(targets, grads)
+        unit.zero_gaps(flat)
+        return fresh
+
+    def _cleared(self, unit: Unit, slot: int) -> bool:
+        """Whether `optimizer.zero_grad()` let go of my part of a gradient."""
+        mine = [leaf for part, leaf in zip(unit.held, unit.leaves, strict=True) if part.slot == slot]
+        return unit.steps_here and (not mine or mine[0].grad is None)
+
+    def _show(self, unit: Unit, used: Sequence[Any]) -> None:
+        """Let the optimizer see the gradients of my parts."""
+        if unit.steps_here:
+            assert unit.gradient is not None
+            for part, leaf in zip(unit.held, unit.leaves, strict=True):
+                leaf.grad = unit.gradient[part.at : part.at + part.length] if used[part.slot] else None
+
+    @torch.no_grad()
+    def _reduce(self, unit: Unit, flat: Tensor, fresh: list[bool]) -> None:
+        old, exact = unit.gradient, unit.dtype == unit.master_dtype
+        if old is None:
+            unit.gradient = old = torch.empty(unit.each, dtype=unit.master_dtype, device=flat.device)
+            fresh = [True] * len(fresh)
+        direct = all(fresh) and exact
+        mean = old if direct else torch.empty(unit.each, dtype=unit.dtype, device=flat.device)
+        self.channel.reduce_scatter(flat, "mean", out=mean, tag=unit.tag).wait()
+        if direct:
+            return
+        if all(fresh):
+            old.copy_(mean)
+            return
+        for part in unit.held:
+            if fresh[part.slot]:
+                old[part.at : part.at + part.length].zero_()
+        old.add_(mean)
+
+    def _end(self) -> None:
+        self._task = -1
+        if self._reducing:
+            self._launch_all()
+            self._passes_reduced += 1
+        if self._local:
+            return
+        self._passes += 1
+        if self._passes >= self.accumulate:
+            self._finish()
+
+    def _launch_all(self) -> None:
+        while self._next >= 0:
+            self._launch()
+        start = self.world.ledger.clock()
+        while self._running:
+            handle, line = self._running.popleft()
+            handle.wait()
+            self._lines.append(line)
+        self.world.ledger.close_span("blocked", start, self.world.ledger.clock())
+        for number, (unit, slot) in enumerate(self._places):  # also where only others had one: their part is here
+            unit.params[slot].grad = self._wrapped[number]
+        for unit in self.units:
+            self._show(unit, [True] * len(unit.params))
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Phase 3: who used what; every rank hears of a value that is not finite, so that AMP skips everywhere."""
+        odd = self.world.size > 1 and not all(
+            math.isfinite(torch.linalg.vector_norm(u.gradient, math.inf).item())
+            for u in self.units
+            if u.gradient is not None and u.each
+        )
+        flags = torch.tensor([*self._used, odd], dtype=torch.uint8)
+        self.channel.all_reduce(flags, "max", tag="used").wait()
+        *found, odd = flags.tolist()
+        for number, used in enumerate(found):
+            unit, slot = self._places[number]
+            unit.params[slot].grad = self._wrapped[number] if used else None
+            self._used[number] = bool(used)
+        for unit in self.units:
+            assert unit.gradient is not None
+            if odd:
+                for part in unit.held:
+                    unit.gradient[part.at] = math.inf
+            first = self._first[unit]
+            self._show(unit, found[first : first + len(unit.params)])
+        self._finished(self.channel)
+        self._passes, self._ended = 0, True
+        self._advance()
+
+    # Outside backward ------------------------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        """Close the window: a rank whose backward touched nothing, or a last short window, still takes part."""
+        if self._ended or self._local:
+            return
+        if self.stage == 1 or not self._passes_reduced:
+            self._reset()
+            self._last = True
+            self._launch_all()
+        else:
+            for unit in reversed(self.units):
+                self._reduced(unit)
+        self._finish()
+
+    def after_step(self) -> None:
+        """The next step needs a window of its own."""
+        if self._ended:
+            self._opened()
+        super().after_step()
+
+    def absent(self, unit: Unit) -> list[tuple[int, int]]:
+        """The elements of my shard whose parameters had no gradient in this window, on any rank."""
+        first = self._first[unit]
+        return [(p.at, p.at + p.length) for p in unit.held if not self._used[first + p.slot]]
+
+    def weight_changed(self, weight: float) -> None:
+        """Scale the gradients of the batch now at work (uneven ends; see `World.weight`)."""
+        for hook in self._weighting:
+            hook.remove()
+        self._weighting = []
+        if weight != 1.0:
+            self._weighting = [unit.params[slot].register_hook(partial(scaled, weight)) for unit, slot in self._places]
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        self.world.off_weight(self)
+        for hook in (*self._hooks, *self._weighting):
+            hook.remove()
+        for unit, slot in self._places:
+            unit.params[slot].grad = None
+        if self._lane is not None:
+            self._lane.close()
+        self.channel.close()
+
+    # For ShardedGradient ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def norms(self, order: float) -> list[Tensor]:
+        """The norm of every parameter's gradient, over all ranks: one collective, kept until the gradients change."""
+        if order not in self._norms:
+            sums = self._power_sums(order)
+            inf = math.isinf(order)
+            self.world.all_reduce(sums, "max" if inf else "sum", tag="norms").wait()
+            roots = sums if inf else sums ** (1.0 / order)
+            self._norms[order] = [
+                root.to(unit.dtype) for root, (unit, _) in zip(roots.unbind(), self._places, strict=True)
+            ]
+        return self._norms[order]
+
+    def _power_sums(self, order: float) -> Tensor:
+        device = self.units[0].params[0].device
+        wide = any(unit.dtype == torch.float64 for unit in self.units)
+        sums = torch.zeros(len(self._places), dtype=torch.float64 if wide else torch.float32, device=device)
+        for unit in self.units:
+            first = self._first[unit]
+            for part in unit.held:
+                if self._used[first + part.slot] and unit.gradient is not None:
+                    sums[first + part.slot] = power_sum(unit.gradient[part.at : part.at + part.length], order)
+        return sums
+
+    @torch.no_grad()
+    def scale(self, numbers: Sequence[int], factor: Any) -> None:
+        """Multiply my parts of some gradients."""
+        self._norms = {}
+        chosen = set(numbers)
+        for unit in self.units:
+            first = self._first[unit]
+            mine = [slot for slot in range(len(unit.params)) if first + slot in chosen]
+            if unit.gradient is None or not mine:
+                continue
+            if len(mine) == len(unit.params):
+                unit.gradient.mul_(factor)
+            else:
+                for part in unit.held:
+                    if part.slot in mine:
+                        unit.gradient[part.at : part.at + part.length].mul_(factor)
+
+    def full(self, number: int) -> Tensor:
+        """A parameter's whole gradient, gathered."""
+        unit, slot = self._places[number]
+        if unit.gradient is None:
+            raise RuntimeError(f"{unit.names[slot]!r} has no gradient yet")
+        parts = self.world.all_gather(unit.gradient, even=True, tag="full gradient").wait()
+        return unit.views(torch.cat(parts))[slot].clone()

@@ -1,0 +1,210 @@
+"""Values of units where no rank keeps all of them: gathered when a module needs them, let go when it does not.
+
+1. forward: before a module runs, its units are gathered, and the next one's begin to; after it, they are let go;
+2. backward: when a gradient reaches the module's output, they are gathered again, in the reverse order; a trainable
+   unit is let go when all its gradients are there, a frozen one when the gradient has left the module;
+3. the model's own unit stays from the beginning of forward to the end of backward.
+
+Memory is the unit's own: what autograd keeps of a parameter is a view into it, so it is emptied and filled, never
+given to another. A parameter that is not there shows NaN in its own shape.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
+
+from unisono.lanes import Handle, Lane
+from unisono.sharding.units import Unit
+from unisono.world import World
+
+Fetch = Callable[[Unit], Tensor]
+
+
+class Gathering:
+    """Hooks on the modules of some units. `fetch(unit)` gives my shard of it, on the device that computes."""
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], world: World, fetch: Fetch, *, ahead: bool) -> None:
+        self.model, self.units = model, list(units)
+        self.channel, self._fetch = world.channel(inline=True), fetch
+        self._lane = Lane("unisono gather") if ahead and world.size > 1 else None
+        self._coming: dict[Unit, Handle[None]] = {}
+        self._there: set[Unit] = set()
+        self._uses: dict[nn.Module, int] = {}  # how many calls of a module are under way
+        self._order: list[nn.Module] = []  # in which forward needed the modules, first time
+        self._task = -1
+        self._of: dict[nn.Module, list[Unit]] = {}
+        for unit in self.units:
+            self._of.setdefault(unit.owner or model, []).append(unit)
+        self._of.setdefault(model, [])
+        me = weakref.ref(self)
+        self._hooks: list[Any] = []
+        for module in self._of:
+            self._hooks += [
+                module.register_forward_pre_hook(_before(me), prepend=True, with_kwargs=True),
+                module.register_forward_hook(_after(me), with_kwargs=False, always_call=True),
+            ]
+        for unit in self.units:
+            self.let_go(unit)
+
+    # Values ----------------------------------------------------------------------------------------------
+
+    def gather(self, unit: Unit) -> None:
+        """Have the values of a unit here."""
+        if unit in self._there:
+            return
+        self._there.add(unit)
+        if (coming := self._coming.pop(unit, None)) is not None:
+            coming.wait()
+        else:
+            self._get(unit)
+        for param, view in zip(unit.params, unit.views(unit.full), strict=True):
+            param.data = view
+
+    @torch.no_grad()
+    def _get(self, unit: Unit) -> None:
+        unit.full.untyped_storage().resize_(unit.nbytes)
+        self.channel.all_gather(self._fetch(unit), even=True, out=unit.parts(unit.full), tag=unit.tag).wait()
+
+    def _begin(self, unit: Unit) -> None:
+        """Start to gather a unit that will be needed."""
+        if self._lane is not None and unit not in self._there and unit not in self._coming:
+            self._coming[unit] = self._lane.submit(lambda: self._get(unit))
+
+    def let_go(self, unit: Unit) -> None:
+        """Empty a unit's memory."""
+        if (coming := self._coming.pop(unit, None)) is not None:
+            coming.wait()
+        self._there.discard(unit)
+        for param, shape in zip(unit.params, unit.shapes, strict=True):
+            nothing = torch.nan if unit.dtype.is_floating_point else 0
+            param.data = torch.full((), nothing, dtype=unit.dtype, device=unit.full.device).expand(shape)
+        unit.full.untyped_storage().resize_(0)
+
+    def let_go_all(self) -> None:
+        """What is here is out of date, or not needed."""
+        for unit in [*self._there, *self._coming]:
+            self.let_go(unit)
+
+    # Forward ---------------------------------------------------------------------------------------------
+
+    def before(self, module: nn.Module, inputs: Any) -> None:
+        """A module is about to run."""
+        self._uses[module] = self._uses.get(module, 0) + 1
+        for unit in self._of[module]:
+            self.gather(unit)
+        in_backward = torch._C._current_graph_task_id() != -1  # computed again, by activation checkpointing
+        if module not in self._order:
+            self._order.append(module)
+        elif not in_backward:
+            self._look_ahead(module, +1)
+        if torch.is_grad_enabled() and not in_backward and any(not unit.trainable for unit in self._of[module]):
+            given = [x for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.requires_grad]
+            if given and module is not self.model:
+                me = weakref.ref(self)
+                torch.autograd.graph.register_multi_grad_hook(given, _left(me, module), mode="all")
+
+    def _look_ahead(self, module: nn.Module, step: int) -> None:
+        at = self._order.index(module) + step
+        if 0 <= at < len(self._order):
+            for unit in self._of[self._order[at]]:
+                self._begin(unit)
+
+    def after(self, module: nn.Module, output: Any) -> None:
+        """A module has run, or failed."""
+        self._uses[module] -= 1
+        made = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if made and torch.is_grad_enabled():
+            me = weakref.ref(self)
+            for x in made:
+                x.register_hook(_reached(me, module))
+        kept = bool(made) and (module is self.model or (bool(self._order) and module is self._order[-1]))
+        if not kept and not self._uses[module]:
+            for unit in self._of[module]:
+                self.let_go(unit)
+
+    # Backward --------------------------------------------------------------------------------------------
+
+    def reached(self, module: nn.Module) -> None:
+        """A gradient has reached what the module gave."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            Variable._execution_engine.queue_callback(self._end)
+        for unit in self._of[module]:
+            self.gather(unit)
+        if module in self._order:
+            self._look_ahead(module, -1)
+
+    def left(self, module: nn.Module) -> None:
+        """The gradient has left the module: what does not learn is done."""
+        if not self._uses[module]:
+            for unit in self._of[module]:
+                if not unit.trainable:
+                    self.let_go(unit)
+
+    def complete(self, unit: Unit) -> None:
+        """All gradients of a unit are there."""
+        if unit.owner is not None and not self._uses.get(unit.owner, 0):
+            self.let_go(unit)
+
+    def _end(self) -> None:
+        self._task = -1
+        self.let_go_all()
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._lane is not None:
+            self._lane.close()
+        self.channel.close()
+
+
+# Hooks that keep nothing alive, and that torch.compile does not look into --------------------------------------
+
+
+def _before(me: weakref.ref[Gathering]) -> Any:
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        gathering = me()
+        if gathering is not None:
+            gathering.before(module, (args, kwargs))
+
+    return hook
+
+
+def _after(me: weakref.ref[Gathering]) -> Any:
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        gathering = me()
+        if gathering is not None:
+            gathering.after(module, output)
+
+    return hook
+
+
+def _reached(me: weakref.ref[Gathering], module: nn.Module) -> Any:
+    def hook(gradient: Tensor) -> None:
+        gathering = me()
+        if gathering is not None:
+            gathering.reached(module)
+
+    return hook
+
+
+def _left(me: weakref.ref[Gathering], module: nn.Module) -> Any:
+    def hook(gradients: Any) -> None:
+        gathering = me()
+        if gathering is not None:
+            gathering.left(module)
+
+    return hook

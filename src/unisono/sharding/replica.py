@@ -1,0 +1,334 @@
+"""The replica of `zero`: splits model and optimizer over the ranks, and brings them together again."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.exchange import Counter
+from unisono.normalization import move_batch_norm
+from unisono.reduction import overlap_pays
+from unisono.sharding import optimizers, saving
+from unisono.sharding.backward import Backward
+from unisono.sharding.gathering import Gathering
+from unisono.sharding.making import Swapped, adopt, materialise, swap
+from unisono.sharding.units import Unit, unit_bytes_for, units_by_module, units_by_size
+from unisono.strategy import Replica, share, share_buffers
+from unisono.world import World
+
+if TYPE_CHECKING:
+    from unisono.strategies.zero import zero
+
+DTYPES = {"bf16": torch.bfloat16}
+
+
+class ZeroReplica(Replica):
+    """Units of parameters, each with one shard a rank; in a world of one with nothing to move, only counting."""
+
+    strategy: zero
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: zero) -> None:
+        super().__init__(model, optimizer, world, strategy)
+        self.units: list[Unit] = []
+        self._backward: Backward | Counter | None = None
+        self._gathering: Gathering | None = None
+        self._model_hooks: list[Any] = []
+        self._quiet = False  # the model's own hooks do nothing now
+        self._original = [list(group["params"]) for group in optimizer.param_groups]
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def splits(self) -> bool:
+        """Whether there is anything to split, or to keep in another precision or place."""
+        s = self.strategy
+        return self.world.size > 1 or s.precision is not None or (s.optimizer_on, s.params_on) != ("device", "device")
+
+    # Splitting -------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        swapped: Swapped = {}
+        if not self.splits:
+            self._settle(swapped)
+            last = [p for p in self.model.parameters() if p.requires_grad][-1]
+            self._backward = Counter(last, accumulate=self.strategy.accumulate, advance=self.advance)
+            return
+        s, world = self.strategy, self.world
+        self.units = self._made(world.size, world.rank)
+        self._memory = world.channel(inline=True)
+        for unit in self.units:  # one after the other: a model may be larger than this rank's memory
+            materialise(self.model, world, swapped, unit.params)
+            unit.params = [swapped.get(p, p) for p in unit.params]
+            adopt(unit, self._memory, whole=s.stage < 3)
+        self._settle(swapped)
+        optimizers.split(self.optimizer, self._trainable)
+        overlap = overlap_pays(world) if s.overlap is None else s.overlap
+        if s.stage == 3:
+            self._gathering = Gathering(self.model, self.units, world, lambda unit: unit.shard, ahead=overlap)
+        self._backward = Backward(
+            self._trainable,
+            world,
+            stage=s.stage,
+            accumulate=s.accumulate,
+            overlap=overlap,
+            advance=self.advance,
+            complete=self._gathering.complete if self._gathering is not None else lambda unit: None,
+            reduced=lambda unit: None,
+            finished=self._share_buffers,
+        )
+        self._watch_model()
+
+    def _made(self, size: int, rank: int) -> list[Unit]:
+        """The units of the model for a world of this size; without memory."""
+        s = self.strategy
+        dtype = None if s.precision is None else DTYPES[s.precision]
+        by = units_by_module if s.stage == 3 else units_by_size
+        return by(self.model, unit_bytes_for(self.model, s.unit_bytes), dtype=dtype, size=size, rank=rank)
+
+    def _settle(self, swapped: Swapped) -> None:
+        """What is still on the meta device gets values; the optimizer holds what has them."""
+        materialise(self.model, self.world, swapped)
+        swap(self.optimizer, swapped)
+        self._original = [list(group["params"]) for group in self.optimizer.param_groups]
+
+    @property
+    def _trainable(self) -> list[Unit]:
+        return [unit for unit in self.units if unit.trainable]
+
+    def _share_buffers(self, world: World) -> None:
+        share_buffers([b.detach() for b in self.model.buffers()], self.strategy.buffers, world)
+
+    def _watch_model(self) -> None:
+        """Inputs take the dtype that computes; `state_dict()` and `load_state_dict()` see whole values."""
+        model = self.model
+        if self.strategy.precision is not None:
+            cast = _to(DTYPES[self.strategy.precision])
+            self._model_hooks.append(
+                model.register_forward_pre_hook(
+                    lambda _, args, kwargs: torch.utils._pytree.tree_map(cast, (args, kwargs)), with_kwargs=True
+                )
+            )
+        if self._gathering is not None:
+            self._model_hooks += [
+                model.register_state_dict_pre_hook(lambda *_: self._gather_all()),
+                model.register_state_dict_post_hook(lambda *given: self._take_out(*given)),
+            ]
+        self._model_hooks += [
+            model.register_load_state_dict_pre_hook(lambda *_: self._gather_all()),
+            model.register_load_state_dict_post_hook(lambda *_: self._values_changed()),
+        ]
+
+    def _gather_all(self) -> None:
+        if self._gathering is not None and not self._quiet:
+            for unit in self.units:
+                self._gathering.gather(unit)
+
+    def _take_out(self, _module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        """What `state_dict()` gives stays, when the values are let go."""
+        if self._gathering is None or self._quiet:
+            return
+        copies: dict[tuple[int, torch.Size], Tensor] = {}
+        for name, _ in self.model.named_parameters(remove_duplicate=False):
+            if prefix + name in state:
+                value = state[prefix + name]
+                state[prefix + name] = copies.setdefault((value.data_ptr(), value.shape), value.detach().clone())
+        self._gathering.let_go_all()
+
+    @torch.no_grad()
+    def _values_changed(self) -> None:
+        """Someone wrote into the whole values: my shards follow."""
+        if self._quiet:
+            return
+        for unit in self.units:
+            if unit.shard.data_ptr() != unit.mine(unit.full).data_ptr():
+                unit.shard.copy_(unit.mine(unit.full))
+            if unit.trainable and unit.master is not unit.shard:
+                unit.master.copy_(unit.shard)
+        if self._gathering is not None:
+            self._gathering.let_go_all()
+
+    # The loop --------------------------------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        if self._backward is not None:
+            self._backward.before_step()
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        if self._backward is not None:
+            self._backward.after_step()
+        self._spread()
+
+    def _spread(self) -> None:
+        """The new values of my shards go to everyone: at once, or when a module needs them."""
+        for unit in self._trainable:
+            if unit.master is not unit.shard:
+                unit.shard.copy_(unit.master)
+            if self._gathering is None:
+                self._memory.all_gather(unit.shard, even=True, out=unit.parts(unit.full), tag=unit.tag).wait()
+        if self._gathering is not None:
+            self._gathering.let_go_all()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """The window does not end with passes inside the block. Stage 1 keeps their gradients whole; stages 2 and 3,
+        which are there to avoid that, reduce them at once and add up shards: the sum is the same."""
+        return self._backward.no_sync() if self._backward is not None else super().no_sync()
+
+    # Checkpoints -----------------------------------------------------------------------------------------
+
+    def sharded_state(self) -> dict[str, Any] | None:
+        """Model and optimizer as far as this rank has them, with a Piece in place of each tensor that is split."""
+        if not self.units:
+            return None
+        self._quiet = True
+        try:
+            model = saving.model_pieces(bare(self.model), self.units)
+        finally:
+            self._quiet = False
+        return {"model": model, "optimizer": optimizers.pieces(self.optimizer, self._trainable, self._original)}
+
+    def load_sharded_state(self, whole: dict[str, Any], *, same_world: bool) -> None:
+        """Take my part of any checkpoint's model and optimizer (see `unisono.pieces.Stored`)."""
+        self._quiet = True
+        try:
+            saving.load_model(bare(self.model), self.units, whole["model"], whole=self._gathering is None)
+        finally:
+            self._quiet = False
+        if self._gathering is not None:
+            self._gathering.let_go_all()
+        if whole["optimizer"] is not None:
+            saving.load_optimizer(self.optimizer, self._trainable, self._original, whole["optimizer"])
+
+    # Together again --------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give model and optimizer back whole, as ordinary ones; every rank calls it. Then `close()`."""
+        if self.units:
+            self._join(self.units, self.world, list(range(self.world.size)))
+
+    def resume(self) -> None:
+        """Split them again."""
+        self._start()
+
+    def _join(self, units: list[Unit], world: World, order: list[int]) -> None:
+        """Put whole parameters and state together, from the ranks of `world` that hold parts, in this order.
+
+        A rank that is not among them has `units` of the same layout, and nothing in them.
+        """
+        holds = world.rank in order
+
+        def join(line: Tensor) -> Tensor:
+            parts = world.all_gather(line if holds else line[:0], tag="restore").wait()
+            return torch.cat([parts[r] for r in order])
+
+        learning = [unit for unit in units if unit.trainable]
+        states = optimizers.whole(self.optimizer, learning, join, optimizers.kinds(self.optimizer, learning, world))
+        values: dict[Tensor, Tensor] = {}
+        for unit in units:
+            dtype = unit.master_dtype if unit.trainable else unit.dtype
+            empty = torch.empty(0, dtype=dtype, device=unit.params[0].device)
+            full = join((unit.master if unit.trainable else unit.shard) if holds else empty)
+            values |= {p: view.clone() for p, view in zip(unit.params, unit.views(full), strict=True)}
+        self._put_back()
+        self._take_off()
+        for param, value in values.items():
+            param.grad = None
+            param.data = value
+        self.optimizer.state.update(states)
+
+    def rebind(self, world: World, *, source: int = 0) -> str:
+        every = world.gather_objects([self.world.size, self.world.rank, self.step, bool(self.units)])
+        former, _, step, split = every[source]
+        holders = {other[1]: r for r, other in enumerate(every) if (other[0], *other[2:]) == (former, step, split)}
+        lost = [r for r in range(former) if r not in holders] if split else []
+        if lost:
+            raise ValueError(
+                f"rank(s) {', '.join(map(str, lost))} of the former {former} took their parts of the optimizer's state"
+                + (" and of the parameters" if self.strategy.stage == 3 else "")
+                + " with them: make the replica anew in the new world and un.load the last checkpoint"
+            )
+        self.model.zero_grad()
+        if split:
+            order = [holders[r] for r in range(former)]
+            mine = self.units if world.rank in order else self._made(former, 0)
+            self._join(mine, world, order)
+        elif self.units:
+            self._forget()
+        else:
+            self._take_off()
+        self.world = world
+        self._follow(source)
+        move_batch_norm(self.model, world)
+        self._start()
+        return (
+            f"model, optimizer and step {self.step} from rank {source} of {world.size}, split over {world.size} ranks "
+            f"instead of {former}; gradients that were not stepped are dropped"
+        )
+
+    def _forget(self) -> None:
+        """What I hold is out of date: room for what comes."""
+        units = self.units
+        self._put_back()
+        self._take_off()
+        for unit in units:
+            for param, shape in zip(unit.params, unit.shapes, strict=True):
+                param.data = torch.empty(shape, dtype=unit.master_dtype, device=param.device)
+
+    def _follow(self, source: int) -> None:
+        """Take over model, optimizer and step from a rank that has all of them."""
+        world = self.world
+        if world.size == 1:
+            return
+        share(self.model, world, source)
+        mine = {"optimizer": self.optimizer.state_dict(), "step": self.step, "steps": world.ledger.step_count}
+        packed = world.broadcast_object(mine, source)
+        if world.rank != source:
+            self.optimizer.load_state_dict(packed["optimizer"])
+            self.step = packed["step"]
+            world.ledger.resume(packed["steps"])
+
+    def _put_back(self) -> None:
+        for group, params in zip(self.optimizer.param_groups, self._original, strict=True):
+            group["params"] = params
+        self.optimizer.state.clear()
+
+    def _take_off(self) -> None:
+        """No more hooks, no more units."""
+        for hook in self._model_hooks:
+            hook.remove()
+        self._model_hooks = []
+        for part in (self._backward, self._gathering):
+            if part is not None:
+                part.close()
+        if self.units:
+            self._memory.close()
+        self._backward = self._gathering = None
+        self.units = []
+
+    def close(self) -> None:
+        """Stop watching. The model keeps what this rank has of it: `restore()` first, on every rank, for all."""
+        super().close()
+        if self.units:
+            self._put_back()
+        self._take_off()
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The module itself, where torch.compile has put another around it."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def _to(dtype: torch.dtype) -> Any:
+    def cast(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    return cast

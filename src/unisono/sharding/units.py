@@ -1,0 +1,201 @@
+"""Units: parameters that are gathered and reduced together, in one flat line that is cut into one shard a rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from unisono.buckets import layout
+
+_ALIGN = 64  # bytes: a parameter starts on a cache line, and so does a shard
+_SMALL = 64  # a module this many times smaller than a unit may be stays with its parent
+
+
+class Part(NamedTuple):
+    """The elements of one parameter that lie in my shard."""
+
+    slot: int  # which parameter of the unit
+    at: int  # where in my shard
+    start: int  # from this element of the parameter, row by row
+    length: int
+
+
+@dataclass(eq=False)
+class Unit:
+    """Some parameters of one dtype, and the memory of their values and gradients.
+
+    full: the values of all of them, one behind the other, padded to a multiple of the ranks.
+    shard: my part of `full`, the only one that stays where parameters are split.
+    master: what the optimizer steps: `shard` itself, or a line of higher precision.
+    gradient: the mean gradient of my part, once there is one, in the dtype of `master`.
+    """
+
+    index: int
+    names: list[str]
+    params: list[Parameter]
+    owner: nn.Module | None  # whose forward needs them; None: the model's
+    dtype: torch.dtype  # of the values that compute
+    size: int  # ranks
+    rank: int
+    trainable: bool
+    master_dtype: torch.dtype  # what the optimizer steps in
+    steps_here: bool = True  # the optimizer steps `leaves`; else someone else does (see offload)
+    shapes: list[torch.Size] = field(init=False)
+    starts: list[int] = field(init=False)
+    full: Tensor = field(init=False)
+    shard: Tensor = field(init=False)
+    master: Tensor = field(init=False)
+    gradient: Tensor | None = field(init=False, default=None)
+    leaves: list[Parameter] = field(init=False, default_factory=list)  # what the optimizer holds, for `held`
+
+    def __post_init__(self) -> None:
+        step = max(1, _ALIGN // self.dtype.itemsize)
+        self.shapes = [p.shape for p in self.params]
+        self.starts, at = [], 0
+        for shape in self.shapes:
+            self.starts.append(at)
+            at += -(-math.prod(shape) // step) * step
+        self.used = at
+        self.each = -(-at // (self.size * step)) * step  # elements a rank
+        self.numel = self.each * self.size
+        self.held = list(self.held_by(self.rank))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values in the dtype that computes."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def tag(self) -> str:
+        """For the ledger."""
+        return f"unit/{self.index}"
+
+    def held_by(self, rank: int) -> Iterator[Part]:
+        """What lies in a rank's shard."""
+        low, high = rank * self.each, (rank + 1) * self.each
+        for slot, (start, shape) in enumerate(zip(self.starts, self.shapes, strict=True)):
+            first, last = max(low, start), min(high, start + math.prod(shape))
+            if first < last:
+                yield Part(slot, first - low, first - start, last - first)
+
+    def views(self, line: Tensor) -> list[Tensor]:
+        """The parameters' shapes in a line of this layout."""
+        lengths = [math.prod(shape) for shape in self.shapes]
+        return [
+            line[start : start + n].view(shape)
+            for start, n, shape in zip(self.starts, lengths, self.shapes, strict=True)
+        ]
+
+    def parts(self, line: Tensor) -> list[Tensor]:
+        """Every rank's part of a line."""
+        return list(line.split(self.each))
+
+    def mine(self, line: Tensor) -> Tensor:
+        """My part of a line."""
+        return line[self.rank * self.each : (self.rank + 1) * self.each]
+
+    def zero_gaps(self, line: Tensor) -> None:
+        """Make what lies between the parameters, and behind them, zero."""
+        ends = [s + math.prod(shape) for s, shape in zip(self.starts, self.shapes, strict=True)]
+        for low, high in zip(ends, [*self.starts[1:], self.numel], strict=True):
+            if high > low:
+                line[low:high].zero_()
+
+
+# Which parameters make a unit --------------------------------------------------------------------------------
+
+Named = list[tuple[str, Parameter]]
+Make = Callable[[Named, "nn.Module | None"], None]
+
+
+def units_by_size(model: nn.Module, unit_bytes: int, *, dtype: torch.dtype | None, size: int, rank: int) -> list[Unit]:
+    """Trainable parameters in the order of the model, `unit_bytes` at a time; frozen ones stay as they are."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups = reversed([list(reversed(group)) for group in layout(named, unit_bytes)])
+    return [_unit(i, group, None, dtype, size, rank) for i, group in enumerate(groups)]
+
+
+def units_by_module(
+    model: nn.Module, unit_bytes: int, *, dtype: torch.dtype | None, size: int, rank: int
+) -> list[Unit]:
+    """All parameters, by the module whose forward needs them: the largest modules of at most `unit_bytes`.
+
+    Small modules, and parameters that several such modules share, belong to the next module around them; what is left
+    belongs to the model. Parameters of another dtype, and frozen ones, are units of their own.
+    """
+    chosen = choose(model, unit_bytes)
+    holders: dict[Parameter, nn.Module | None] = {}
+    names: dict[Parameter, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        path = [m for m in _path(model, name) if m in chosen]
+        if param not in names:
+            names[param], holders[param] = name, (path[-1] if path else None)
+        else:  # shared: the deepest module around all of its uses
+            before = holders[param]
+            around = path if before is None else [m for m in path if before in set(m.modules())]
+            holders[param] = around[-1] if around and before is not None else None
+    groups: dict[tuple[nn.Module | None, torch.dtype, bool], Named] = {}
+    for param, name in names.items():
+        groups.setdefault((holders[param], param.dtype, param.requires_grad), []).append((name, param))
+    order = {None: -1} | {module: i for i, module in enumerate(model.modules())}
+    keys = sorted(groups, key=lambda key: order[key[0]])
+    return [_unit(i, groups[key], key[0], dtype, size, rank) for i, key in enumerate(keys)]
+
+
+def choose(model: nn.Module, unit_bytes: int) -> set[nn.Module]:
+    """The modules that are units: those of at most `unit_bytes` whose parent is larger."""
+    chosen: set[nn.Module] = set()
+
+    def walk(module: nn.Module) -> None:
+        for child in module.children():
+            nbytes = sum(p.numel() * p.element_size() for p in child.parameters())
+            if nbytes * _SMALL < unit_bytes or child in chosen:
+                continue
+            grandchildren = any(next(c.parameters(), None) is not None for c in child.children())
+            called = not isinstance(child, (nn.ModuleList, nn.ModuleDict))  # these have no forward
+            if called and (nbytes <= unit_bytes or not grandchildren):
+                chosen.add(child)
+            else:
+                walk(child)
+
+    walk(model)
+    return chosen
+
+
+def unit_bytes_for(model: nn.Module, asked: int | None) -> int:
+    """How large a unit may be: as asked, or a sixteenth of the model, from 1 to 128 MiB."""
+    if asked is not None:
+        return asked
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    return min(max(total // 16, 1 << 20), 128 << 20)
+
+
+def _path(model: nn.Module, name: str) -> list[nn.Module]:
+    """The modules around a parameter, the model itself left out, from the outside in."""
+    path, module = [], model
+    for part in name.split(".")[:-1]:
+        module = getattr(module, part)
+        path.append(module)
+    return path
+
+
+def _unit(
+    index: int, named: Sequence[tuple[str, Parameter]], owner: nn.Module | None, dtype: torch.dtype | None,
+    size: int, rank: int,
+) -> Unit:  # fmt: skip
+    first = named[0][1]
+    compute = dtype if dtype is not None and first.is_floating_point() else first.dtype
+    names, params = [n for n, _ in named], [p for _, p in named]
+    master = first.dtype if first.requires_grad else compute
+    return Unit(index, names, params, owner, compute, size, rank, first.requires_grad, _wide(master))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The optimizer steps 16-bit parameters in fp32."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

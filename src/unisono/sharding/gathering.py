@@ -60,10 +60,8 @@ class Gathering:
         if unit in self._there:
             return
         self._there.add(unit)
-        if (coming := self._coming.pop(unit, None)) is not None:
-            coming.wait()
-        else:
-            self._get(unit)
+        self._start(unit).wait()
+        self._coming.pop(unit, None)
         for param, view in zip(unit.params, unit.views(unit.full), strict=True):
             param.data = view
 
@@ -72,10 +70,13 @@ class Gathering:
         unit.full.untyped_storage().resize_(unit.nbytes)
         self.channel.all_gather(self._fetch(unit), even=True, out=unit.parts(unit.full), tag=unit.tag).wait()
 
-    def _begin(self, unit: Unit) -> None:
-        """Start to gather a unit that will be needed."""
-        if self._lane is not None and unit not in self._there and unit not in self._coming:
+    def _start(self, unit: Unit) -> Handle[None]:
+        """Begin to gather a unit: in the order of the calls, which is the same on every rank."""
+        if unit not in self._coming:
+            if self._lane is None:
+                return Handle.of(self._get(unit))
             self._coming[unit] = self._lane.submit(lambda: self._get(unit))
+        return self._coming[unit]
 
     def let_go(self, unit: Unit) -> None:
         """Empty a unit's memory."""
@@ -114,7 +115,8 @@ class Gathering:
         at = self._order.index(module) + step
         if 0 <= at < len(self._order):
             for unit in self._of[self._order[at]]:
-                self._begin(unit)
+                if self._lane is not None and unit not in self._there:
+                    self._start(unit)
 
     def after(self, module: nn.Module, output: Any) -> None:
         """A module has run, or failed."""

@@ -31,6 +31,7 @@ def adopt(unit: Unit, world: World, *, whole: bool) -> None:
     if wide:
         unit.full.copy_(before)
     for view, param in zip(unit.views(unit.full), unit.params, strict=True):
+        param.grad = None  # of before: the optimizer, which clears gradients, will not see it
         param.data = view
     if whole:
         unit.shard = unit.mine(unit.full)

@@ -19,23 +19,24 @@ MODULES = {".".join(f.relative_to(SRC.parent).with_suffix("").parts).removesuffi
 # Imports point from a higher layer to a lower or the same one, never up.
 LAYERS = {
     **dict.fromkeys(
-        ["world", "ledger", "report", "transports", "lanes", "schedule", "collectives", "rendezvous", "state"], 0
+        ["world", "ledger", "report", "transports", "lanes", "schedule", "collectives", "rendezvous", "meeting", "state"], 0
     ),
     **dict.fromkeys(
         ["buckets", "exchange", "reducer", "reduction", "kernels", "parts", "quantised", "signs", "normalization"], 1
     ),
     "reducers": 2,
+    "offload": 2,
     **dict.fromkeys(["strategy", "switching", "periodic", "serving", "neighbours", "anchors", "fragments"], 3),
-    **dict.fromkeys(["learners", "center", "rounds", "tuning"], 3),
+    **dict.fromkeys(["learners", "center", "rounds", "tuning", "sharding"], 3),
     "strategies": 4,
-    **dict.fromkeys(["trainer", "callbacks", "planner", "lab", "watch"], 5),
+    **dict.fromkeys(["trainer", "callbacks", "planner", "lab", "watch", "footprint", "map_reduce", "estimators"], 5),
     **dict.fromkeys(["cli", "demo", "__main__"], 6),
 }
 # These stand beside the layers: they know the world, and each other.
 BESIDE = {
     *("data", "partition", "sources", "arrays", "shard_settings"),
-    *("checkpoint", "checkpoint_folder", "pieces", "tensorfile", "rng"),
-    *("spec", "grammar"),
+    *("checkpoint", "checkpoint_folder", "checkpoint_pieces", "checkpoint_plain", "pieces", "tensorfile", "rng"),
+    *("spec", "grammar", "sizes"),
 }
 LAUNCHERS_MAY_IMPORT = {"launchers", "world", "state"}
 LINES, FUNCTION_LINES = 480, 52  # "about 400" and "about 40", with room for one that is better left whole

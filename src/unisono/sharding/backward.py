@@ -70,6 +70,7 @@ class Backward(Windows):
             for number, (unit, slot) in enumerate(self._places)
         ]
         self._weighting: list[Any] = []
+        self._last_factor: tuple[Any, float] = (None, 1.0)
         self._task = -1
         self._reducing = False
         self._opened()
@@ -93,6 +94,8 @@ class Backward(Windows):
         self._used = [False] * len(self._places)
         self._passes_reduced = 0
         self._norms: dict[float, list[Tensor]] = {}
+        self._squares: dict[Unit, list[Tensor]] = {}  # of gradients that have left
+        self._factors = [1.0] * len(self._places)
 
     def _reset(self) -> None:
         """A new pass."""
@@ -144,13 +147,19 @@ class Backward(Windows):
         def job() -> None:
             self._reduce(unit, flat, fresh)
             if last:
-                self._reduced(unit)
+                self._is_reduced(unit)
 
         if self._lane is None:
             job()
             self._lines.append(line)
         else:
             self._running.append((self._lane.submit(job), line))
+
+    def _is_reduced(self, unit: Unit) -> None:
+        if not unit.steps_here and unit.held:  # it leaves: its norms are needed if gradients are to be clipped
+            views = [unit.gradient[part.at : part.at + part.length] for part in unit.held]  # type: ignore[index]
+            self._squares[unit] = [x.to(_wide(x)).square() for x in torch._foreach_norm(views)]
+        self._reduced(unit)
 
     def _free(self) -> Tensor:
         if not self._lines:
@@ -192,25 +201,23 @@ class Backward(Windows):
 
     def _show(self, unit: Unit, used: Sequence[Any]) -> None:
         """Let the optimizer see the gradients of my parts."""
-        if unit.steps_here:
-            assert unit.gradient is not None
+        if unit.steps_here and unit.gradient is not None:
             for part, leaf in zip(unit.held, unit.leaves, strict=True):
                 leaf.grad = unit.gradient[part.at : part.at + part.length] if used[part.slot] else None
 
     @torch.no_grad()
     def _reduce(self, unit: Unit, flat: Tensor, fresh: list[bool]) -> None:
-        old, exact = unit.gradient, unit.dtype == unit.master_dtype
-        if old is None:
-            unit.gradient = old = torch.empty(unit.each, dtype=unit.master_dtype, device=flat.device)
-            fresh = [True] * len(fresh)
-        direct = all(fresh) and exact
-        mean = old if direct else torch.empty(unit.each, dtype=unit.dtype, device=flat.device)
+        old = unit.gradient
+        first = old is None or all(fresh)
+        direct = first and old is not None and old.dtype == unit.dtype
+        mean = old if direct and old is not None else torch.empty(unit.each, dtype=unit.dtype, device=flat.device)
         self.channel.reduce_scatter(flat, "mean", out=mean, tag=unit.tag).wait()
-        if direct:
+        if first:
+            kept = unit.master_dtype if unit.steps_here else unit.dtype  # what leaves may leave as it is
+            unit.gradient = mean.to(kept) if old is None or direct else old.copy_(mean)
             return
-        if all(fresh):
-            old.copy_(mean)
-            return
+        assert old is not None
+        unit.gradient = old = old.to(unit.master_dtype)
         for part in unit.held:
             if fresh[part.slot]:
                 old[part.at : part.at + part.length].zero_()
@@ -257,8 +264,7 @@ class Backward(Windows):
             unit.params[slot].grad = self._wrapped[number] if used else None
             self._used[number] = bool(used)
         for unit in self.units:
-            assert unit.gradient is not None
-            if odd:
+            if odd and unit.gradient is not None:
                 for part in unit.held:
                     unit.gradient[part.at] = math.inf
             first = self._first[unit]
@@ -279,7 +285,7 @@ class Backward(Windows):
             self._launch_all()
         else:
             for unit in reversed(self.units):
-                self._reduced(unit)
+                self._is_reduced(unit)
         self._finish()
 
     def after_step(self) -> None:
@@ -333,9 +339,16 @@ class Backward(Windows):
         sums = torch.zeros(len(self._places), dtype=torch.float64 if wide else torch.float32, device=device)
         for unit in self.units:
             first = self._first[unit]
-            for part in unit.held:
-                if self._used[first + part.slot] and unit.gradient is not None:
-                    sums[first + part.slot] = power_sum(unit.gradient[part.at : part.at + part.length], order)
+            if not unit.steps_here and order != 2:
+                raise NotImplementedError(
+                    f"the norm of order {order} of gradients that have left for the host: only the 2-norm is known"
+                )
+            for i, part in enumerate(unit.held):
+                number = first + part.slot
+                if not unit.steps_here:
+                    sums[number] = self._squares[unit][i] * self._factors[number] ** 2
+                elif self._used[number] and unit.gradient is not None:
+                    sums[number] = power_sum(unit.gradient[part.at : part.at + part.length], order)
         return sums
 
     @torch.no_grad()
@@ -343,6 +356,8 @@ class Backward(Windows):
         """Multiply my parts of some gradients."""
         self._norms = {}
         chosen = set(numbers)
+        for number in chosen:
+            self._factors[number] *= self._number(factor)
         for unit in self.units:
             first = self._first[unit]
             mine = [slot for slot in range(len(unit.params)) if first + slot in chosen]
@@ -355,10 +370,32 @@ class Backward(Windows):
                     if part.slot in mine:
                         unit.gradient[part.at : part.at + part.length].mul_(factor)
 
+    def _number(self, factor: Any) -> float:
+        """A factor as a number; clipping gives the same tensor for each gradient."""
+        if all(unit.steps_here for unit in self.units):
+            return 1.0
+        if factor is not self._last_factor[0]:
+            self._last_factor = (factor, float(factor))
+        return self._last_factor[1]
+
+    def factor(self) -> float:
+        """What the gradients that left are to be multiplied by."""
+        found = {factor for factor, used in zip(self._factors, self._used, strict=True) if used}
+        if len(found) > 1:
+            raise ValueError(
+                "the gradients of this window were multiplied by different numbers after they had left for the host: "
+                "multiply all by the same, as clipping does, or use optimizer_on='device'"
+            )
+        return found.pop() if found else 1.0
+
     def full(self, number: int) -> Tensor:
         """A parameter's whole gradient, gathered."""
         unit, slot = self._places[number]
         if unit.gradient is None:
-            raise RuntimeError(f"{unit.names[slot]!r} has no gradient yet")
+            raise RuntimeError(f"{unit.names[slot]!r} has no gradient here: none yet, or it has left for the host")
         parts = self.world.all_gather(unit.gradient, even=True, tag="full gradient").wait()
         return unit.views(torch.cat(parts))[slot].clone()
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

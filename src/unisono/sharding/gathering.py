@@ -171,7 +171,33 @@ class Gathering:
         self.channel.close()
 
 
+class Arrival:
+    """Before a module runs, `arrive(unit)` for every unit that one of its own parameters lies in."""
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], arrive: Callable[[Unit], None]) -> None:
+        where = {param: unit for unit in units for param in unit.params}
+        self._hooks = []
+        for module in model.modules():
+            own = dict.fromkeys(where[p] for p in module.parameters(recurse=False) if p in where)
+            if own:
+                self._hooks.append(module.register_forward_pre_hook(_arriving(list(own), arrive), prepend=True))
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+
+
 # Hooks that keep nothing alive, and that torch.compile does not look into --------------------------------------
+
+
+def _arriving(units: list[Unit], arrive: Callable[[Unit], None]) -> Any:
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def hook(module: nn.Module, args: Any) -> None:
+        for unit in units:
+            arrive(unit)
+
+    return hook
 
 
 def _before(me: weakref.ref[Gathering]) -> Any:

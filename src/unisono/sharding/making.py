@@ -13,9 +13,10 @@ from unisono.world import World
 
 
 @torch.no_grad()
-def adopt(unit: Unit, world: World, *, whole: bool) -> None:
-    """Move a unit's parameters into a line of its own. `whole`: all of it stays; else only my shard."""
-    device = unit.params[0].device
+def adopt(
+    unit: Unit, world: World, *, whole: bool, device: torch.device, shard_on: torch.device, master_on: torch.device
+) -> None:
+    """Move a unit's parameters into a line of its own. `whole`: all of it stays on the device; else only my shard."""
 
     def line(n: int, dtype: torch.dtype, *, shared: bool) -> Tensor:
         if shared and device.type == "cpu":
@@ -36,11 +37,15 @@ def adopt(unit: Unit, world: World, *, whole: bool) -> None:
     if whole:
         unit.shard = unit.mine(unit.full)
     else:
-        unit.shard = line(unit.each, unit.dtype, shared=True)
+        unit.shard = line(unit.each, unit.dtype, shared=True) if shard_on == device else _host(unit)
         unit.shard.copy_(unit.mine(unit.full))
-    unit.master = unit.mine(before).clone() if wide else unit.shard
+    unit.master = unit.mine(before).to(master_on, copy=True) if wide else unit.shard
     if not whole:
         unit.full.untyped_storage().resize_(0)
+
+
+def _host(unit: Unit) -> Tensor:
+    return torch.empty(unit.each, dtype=unit.dtype, pin_memory=torch.cuda.is_available())
 
 
 Swapped = dict[nn.Parameter, nn.Parameter]  # parameters on the meta device, and what took their places

@@ -44,9 +44,14 @@ def check(optimizer: Optimizer) -> None:
         )
 
 
-def split(optimizer: Optimizer, units: Sequence[Unit]) -> None:
-    """Let the optimizer hold leaves, with their part of the state that the parameters had."""
+def split(optimizer: Optimizer, units: Sequence[Unit]) -> dict[int, dict[str, Any]]:
+    """Let the optimizer hold leaves, with their part of the state that the parameters had.
+
+    Returns the state of whole parameters, by their number, for units that are stepped elsewhere.
+    """
     leaves: dict[Tensor, list[Parameter]] = {}
+    numbers = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    before = {}
     for unit in units:
         unit.leaves = []
         for part in unit.held:
@@ -54,13 +59,17 @@ def split(optimizer: Optimizer, units: Sequence[Unit]) -> None:
             param = unit.params[part.slot]
             unit.leaves.append(leaf)
             leaves.setdefault(param, []).append(leaf)
-            for key, value in optimizer.state.get(param, {}).items():
-                optimizer.state[leaf][key] = _cut(value, key, unit, part)
+            if unit.steps_here:
+                for key, value in optimizer.state.get(param, {}).items():
+                    optimizer.state[leaf][key] = _cut(value, key, unit, part)
         for param in unit.params:
-            optimizer.state.pop(param, None)
+            state = optimizer.state.pop(param, None)
             leaves.setdefault(param, [])
+            if state and not unit.steps_here:
+                before[numbers[param]] = dict(state)
     for group in optimizer.param_groups:
         group["params"] = [leaf for p in group["params"] for leaf in leaves.get(p, [p])]
+    return before
 
 
 def _leaf_memory(unit: Unit, part: Part) -> Tensor:

@@ -14,8 +14,9 @@ from unisono.normalization import move_batch_norm
 from unisono.reduction import overlap_pays
 from unisono.sharding import optimizers, saving
 from unisono.sharding.backward import Backward
-from unisono.sharding.gathering import Gathering
+from unisono.sharding.gathering import Arrival, Gathering
 from unisono.sharding.making import Swapped, adopt, materialise, swap
+from unisono.sharding.offloading import Offloading
 from unisono.sharding.units import Unit, unit_bytes_for, units_by_module, units_by_size
 from unisono.strategy import Replica, share, share_buffers
 from unisono.world import World
@@ -36,6 +37,9 @@ class ZeroReplica(Replica):
         self.units: list[Unit] = []
         self._backward: Backward | Counter | None = None
         self._gathering: Gathering | None = None
+        self._arrival: Arrival | None = None
+        self._offload: Offloading | None = None
+        self._late: set[Unit] = set()  # units whose new values no module has asked for yet
         self._model_hooks: list[Any] = []
         self._quiet = False  # the model's own hooks do nothing now
         self._original = [list(group["params"]) for group in optimizer.param_groups]
@@ -63,15 +67,34 @@ class ZeroReplica(Replica):
         s, world = self.strategy, self.world
         self.units = self._made(world.size, world.rank)
         self._memory = world.channel(inline=True)
+        on = world.device if s.params_on != "device" else next(self.model.parameters()).device
+        on = world.device if on.type == "meta" else on
+        host, away = torch.device("cpu"), s.optimizer_on != "device"
+        if s.params_on != "device":
+            for buffer in self.model.buffers():
+                buffer.data = buffer.data.to(on)
         for unit in self.units:  # one after the other: a model may be larger than this rank's memory
             materialise(self.model, world, swapped, unit.params)
             unit.params = [swapped.get(p, p) for p in unit.params]
-            adopt(unit, self._memory, whole=s.stage < 3)
+            unit.steps_here = not away
+            adopt(
+                unit,
+                self._memory,
+                whole=s.stage < 3,
+                device=on,
+                shard_on=on if s.params_on == "device" else host,
+                master_on=host if away else on,
+            )
         self._settle(swapped)
-        optimizers.split(self.optimizer, self._trainable)
+        before = optimizers.split(self.optimizer, self._trainable)
+        if away:
+            self._offload = Offloading(self.optimizer, self._trainable, self._original, s, on)
+            self._offload.load_states(before)
         overlap = overlap_pays(world) if s.overlap is None else s.overlap
         if s.stage == 3:
-            self._gathering = Gathering(self.model, self.units, world, lambda unit: unit.shard, ahead=overlap)
+            self._gathering = Gathering(self.model, self.units, world, self._values, ahead=overlap)
+        elif away:
+            self._arrival = Arrival(self.model, self._trainable, self._arrive)
         self._backward = Backward(
             self._trainable,
             world,
@@ -80,7 +103,7 @@ class ZeroReplica(Replica):
             overlap=overlap,
             advance=self.advance,
             complete=self._gathering.complete if self._gathering is not None else lambda unit: None,
-            reduced=lambda unit: None,
+            reduced=self._offload.offer if self._offload is not None else lambda unit: None,
             finished=self._share_buffers,
         )
         self._watch_model()
@@ -102,6 +125,22 @@ class ZeroReplica(Replica):
     def _trainable(self) -> list[Unit]:
         return [unit for unit in self.units if unit.trainable]
 
+    def _values(self, unit: Unit) -> Tensor:
+        """My shard of a unit, up to date, where it computes."""
+        if self._offload is None or not unit.trainable:
+            return unit.shard if self.world.size == 1 else unit.shard.to(unit.full.device)
+        found = self._offload.values(unit)
+        return found if self.world.size == 1 else found.to(unit.full.device)
+
+    def _arrive(self, unit: Unit) -> None:
+        """A module needs a unit whose new values may still be on their way."""
+        if unit in self._late:
+            assert self._offload is not None
+            self._late.discard(unit)
+            self._offload.wait(unit)
+            if self.world.size > 1:
+                self._memory.all_gather(unit.shard, even=True, out=unit.parts(unit.full), tag=unit.tag).wait()
+
     def _share_buffers(self, world: World) -> None:
         share_buffers([b.detach() for b in self.model.buffers()], self.strategy.buffers, world)
 
@@ -115,7 +154,7 @@ class ZeroReplica(Replica):
                     lambda _, args, kwargs: torch.utils._pytree.tree_map(cast, (args, kwargs)), with_kwargs=True
                 )
             )
-        if self._gathering is not None:
+        if self._gathering is not None or self._offload is not None:
             self._model_hooks += [
                 model.register_state_dict_pre_hook(lambda *_: self._gather_all()),
                 model.register_state_dict_post_hook(lambda *given: self._take_out(*given)),
@@ -126,6 +165,8 @@ class ZeroReplica(Replica):
         ]
 
     def _gather_all(self) -> None:
+        for unit in sorted(self._late, key=lambda unit: unit.index):
+            self._arrive(unit)
         if self._gathering is not None and not self._quiet:
             for unit in self.units:
                 self._gathering.gather(unit)
@@ -149,7 +190,9 @@ class ZeroReplica(Replica):
         for unit in self.units:
             if unit.shard.data_ptr() != unit.mine(unit.full).data_ptr():
                 unit.shard.copy_(unit.mine(unit.full))
-            if unit.trainable and unit.master is not unit.shard:
+            if unit.trainable and self._offload is not None:
+                self._offload.set_master(unit, unit.mine(unit.full))
+            elif unit.trainable and unit.master is not unit.shard:
                 unit.master.copy_(unit.shard)
         if self._gathering is not None:
             self._gathering.let_go_all()
@@ -162,12 +205,20 @@ class ZeroReplica(Replica):
 
     @torch.no_grad()
     def after_step(self) -> None:
+        self._spread()
         if self._backward is not None:
             self._backward.after_step()
-        self._spread()
 
     def _spread(self) -> None:
         """The new values of my shards go to everyone: at once, or when a module needs them."""
+        if self._offload is not None:
+            assert isinstance(self._backward, Backward)
+            self._offload.step(self._backward.factor(), {unit: self._backward.absent(unit) for unit in self._trainable})
+            if self._gathering is None:
+                self._late = set(self._trainable)
+            else:
+                self._gathering.let_go_all()
+            return
         for unit in self._trainable:
             if unit.master is not unit.shard:
                 unit.shard.copy_(unit.master)
@@ -175,6 +226,14 @@ class ZeroReplica(Replica):
                 self._memory.all_gather(unit.shard, even=True, out=unit.parts(unit.full), tag=unit.tag).wait()
         if self._gathering is not None:
             self._gathering.let_go_all()
+
+    def watch(self, scaler: torch.amp.GradScaler) -> None:
+        if self._offload is not None:
+            raise ValueError(
+                "a GradScaler looks at gradients that the optimizer holds, and here they leave for the host: compute "
+                "in bf16, which needs none (precision='bf16'), or keep optimizer_on='device'"
+            )
+        super().watch(scaler)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """The window does not end with passes inside the block. Stage 1 keeps their gradients whole; stages 2 and 3,
@@ -189,22 +248,29 @@ class ZeroReplica(Replica):
             return None
         self._quiet = True
         try:
-            model = saving.model_pieces(bare(self.model), self.units)
+            model = saving.model_pieces(bare(self.model), self.units, self._offload)
         finally:
             self._quiet = False
-        return {"model": model, "optimizer": optimizers.pieces(self.optimizer, self._trainable, self._original)}
+        state = optimizers.pieces(self.optimizer, self._trainable, self._original)
+        if self._offload is not None:
+            state["state"] = dict(sorted(self._offload.state_pieces().items()))
+        return {"model": model, "optimizer": state}
 
     def load_sharded_state(self, whole: dict[str, Any], *, same_world: bool) -> None:
         """Take my part of any checkpoint's model and optimizer (see `unisono.pieces.Stored`)."""
         self._quiet = True
         try:
-            saving.load_model(bare(self.model), self.units, whole["model"], whole=self._gathering is None)
+            whole_units = self._gathering is None
+            saving.load_model(bare(self.model), self.units, whole["model"], whole=whole_units, offload=self._offload)
         finally:
             self._quiet = False
         if self._gathering is not None:
             self._gathering.let_go_all()
         if whole["optimizer"] is not None:
             saving.load_optimizer(self.optimizer, self._trainable, self._original, whole["optimizer"])
+            if self._offload is not None:
+                self._offload.load_states(whole["optimizer"]["state"])
+                self.optimizer.state.clear()
 
     # Together again --------------------------------------------------------------------------------------
 
@@ -212,7 +278,20 @@ class ZeroReplica(Replica):
     def restore(self) -> None:
         """Give model and optimizer back whole, as ordinary ones; every rank calls it. Then `close()`."""
         if self.units:
+            self._bring_back()
             self._join(self.units, self.world, list(range(self.world.size)))
+
+    def _bring_back(self) -> None:
+        """Have the state that is away where the optimizer would keep it."""
+        if self._offload is None:
+            return
+        self._gather_all()
+        for unit in self._trainable:
+            unit.master = self._offload.master(unit).to(unit.params[0].device)
+        for (unit, i), state in self._offload.states().items():
+            self.optimizer.state[unit.leaves[i]] = {
+                key: x.to(unit.master.device) if isinstance(x, Tensor) and x.dim() else x for key, x in state.items()
+            }
 
     def resume(self) -> None:
         """Split them again."""
@@ -258,6 +337,7 @@ class ZeroReplica(Replica):
         self.model.zero_grad()
         if split:
             order = [holders[r] for r in range(former)]
+            self._bring_back()
             mine = self.units if world.rank in order else self._made(former, 0)
             self._join(mine, world, order)
         elif self.units:
@@ -305,12 +385,13 @@ class ZeroReplica(Replica):
         for hook in self._model_hooks:
             hook.remove()
         self._model_hooks = []
-        for part in (self._backward, self._gathering):
+        for part in (self._backward, self._gathering, self._arrival, self._offload):
             if part is not None:
                 part.close()
         if self.units:
             self._memory.close()
-        self._backward = self._gathering = None
+        self._backward = self._gathering = self._arrival = self._offload = None
+        self._late = set()
         self.units = []
 
     def close(self) -> None:

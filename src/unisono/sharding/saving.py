@@ -11,10 +11,11 @@ from torch.optim import Optimizer
 
 from unisono.pieces import Piece, Stored
 from unisono.sharding import optimizers
+from unisono.sharding.offloading import Offloading
 from unisono.sharding.units import Unit
 
 
-def model_pieces(model: nn.Module, units: Sequence[Unit]) -> dict[str, Any]:
+def model_pieces(model: nn.Module, units: Sequence[Unit], offload: Offloading | None) -> dict[str, Any]:
     """The model's state: a Piece for each parameter that is split, in the precision that the optimizer steps.
 
     `model.state_dict()` must leave the values where they are while this runs.
@@ -23,6 +24,9 @@ def model_pieces(model: nn.Module, units: Sequence[Unit]) -> dict[str, Any]:
     made: dict[Tensor, Piece] = {}
     for unit in units:
         for slot, param in enumerate(unit.params):
+            if offload is not None and unit.trainable:
+                made[param] = offload.master_piece(unit, slot)
+                continue
             line = unit.master if unit.trainable else unit.shard
             held = [part for part in unit.held if part.slot == slot]
             if held:
@@ -37,7 +41,9 @@ def model_pieces(model: nn.Module, units: Sequence[Unit]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load_model(model: nn.Module, units: Sequence[Unit], saved: Mapping[str, Any], *, whole: bool) -> None:
+def load_model(
+    model: nn.Module, units: Sequence[Unit], saved: Mapping[str, Any], *, whole: bool, offload: Offloading | None
+) -> None:
     """Take up saved values: my elements of them, or all of them where a rank keeps `whole` units."""
     places = {param: (unit, slot) for unit in units for slot, param in enumerate(unit.params)}
     done: set[Tensor] = set()
@@ -51,7 +57,9 @@ def load_model(model: nn.Module, units: Sequence[Unit], saved: Mapping[str, Any]
             start = unit.starts[slot]
             stored.read(0, stored.numel(), out=unit.full[start : start + stored.numel()])
         for part in unit.held:
-            if part.slot == slot:
+            if part.slot == slot and offload is not None and unit.trainable:
+                offload.load_values(unit, part, stored)
+            elif part.slot == slot:
                 for line in dict.fromkeys((unit.shard, unit.master) if unit.trainable else (unit.shard,)):
                     stored.read(part.start, part.start + part.length, out=line[part.at : part.at + part.length])
     rest = {name: plain(value) for name, value in saved.items() if not _is_placed(model, name, places)}

@@ -1,0 +1,1 @@
+"""Optimizer state outside the device: on the host or on disk, and stepped there block by block."""

@@ -1,0 +1,268 @@
+"""A scratch file for blocks of bytes: direct I/O from a few threads, nothing left behind whatever ends the process.
+
+The disk tier of ZeRO-Infinity (Rajbhandari et al., 2021, arXiv:2104.07857). Requests of a few MiB, several in flight,
+pass around the page cache (O_DIRECT): memory stays bounded and the disk is used at its own speed. A file system that
+refuses direct I/O is used through the page cache.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import tempfile
+import threading
+import time
+import warnings
+import weakref
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from unisono.lanes import Handle
+from unisono.offload.requests import ALIGNMENT, FULL, DiskError, Kind, Requests, aligned, buffer, memory_of
+
+__all__ = ["ALIGNMENT", "Bandwidth", "Disk", "DiskError", "Slot", "aligned", "bandwidth", "buffer", "free_bytes"]
+_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
+
+
+class Slot(NamedTuple):
+    """A region of the scratch file: `nbytes` from byte `start`."""
+
+    start: int
+    nbytes: int
+
+    def part(self, start: int, nbytes: int) -> Slot:
+        """`nbytes` of this slot, from its byte `start`; fastest where both are multiples of `ALIGNMENT`.
+
+        >>> Slot(8192, 100).part(10, 20)
+        Slot(start=8202, nbytes=20)
+        """
+        if start < 0 or nbytes < 0 or start + nbytes > self.nbytes:
+            raise ValueError(f"a slot of {self.nbytes} bytes has no part of {nbytes} bytes at {start}")
+        return Slot(self.start + start, nbytes)
+
+
+class Bandwidth(NamedTuple):
+    """Bytes per second."""
+
+    read: float
+    write: float
+
+
+def free_bytes(folder: str | os.PathLike[str]) -> int:
+    """The bytes that may still be written to the file system of `folder`.
+
+    >>> free_bytes(".") > 0
+    True
+    """
+    found = os.statvfs(_existing(folder))
+    return found.f_bavail * found.f_frsize
+
+
+class Disk:
+    """Room for blocks of bytes in an unnamed file in `folder`; its space is taken at once and is given back at the end.
+
+    `nbytes` is the sum of `aligned(n)` over the slots that will be placed. Reads and writes run in the background, in
+    no order among each other: wait for a write before its slot is read or its buffer is filled anew.
+
+    >>> disk = Disk(".", 1 << 20)
+    >>> slot, line = disk.place(10_000), disk.buffer(10_000)
+    >>> _ = disk.write(slot, line.fill_(7)).wait()
+    >>> disk.read(slot, line.zero_()).wait().unique().tolist()
+    [7]
+    >>> disk.close()
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], nbytes: int, *, threads: int = 8, request_bytes: int = 4 << 20
+    ) -> None:
+        if nbytes < 0 or threads < 1 or request_bytes < ALIGNMENT:
+            raise ValueError(
+                f"got nbytes={nbytes}, threads={threads}, request_bytes={request_bytes}: expected at least 0, 1 and "
+                f"{ALIGNMENT}"
+            )
+        self.folder = _existing(folder)
+        self.nbytes = aligned(nbytes)
+        fd = _create(self.folder, self.nbytes)
+        self.direct = _go_direct(fd, self.nbytes)
+        if not self.direct:
+            _say_buffered(self.folder)
+        self._placed = 0
+        self._lock = threading.Lock()
+        request_bytes -= request_bytes % ALIGNMENT
+        self._requests = Requests(fd, self.folder, direct=self.direct, threads=threads, request_bytes=request_bytes)
+        self._close = weakref.finalize(self, self._requests.close)
+
+    def place(self, nbytes: int) -> Slot:
+        """A region of `nbytes` bytes for one block, on a border of `ALIGNMENT` bytes."""
+        if nbytes < 0:
+            raise ValueError(f"got nbytes={nbytes}: expected a size of 0 or more")
+        with self._lock:
+            if self._placed + aligned(nbytes) > self.nbytes:
+                raise ValueError(
+                    f"no room for {nbytes} bytes: {self._placed} of the {self.nbytes} bytes of this scratch file are "
+                    f"taken; create the Disk with the sum of aligned(n) over all its slots"
+                )
+            slot = Slot(self._placed, nbytes)
+            self._placed += aligned(nbytes)
+        return slot
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """Memory to read into and to write from: see `buffer`."""
+        return buffer(nbytes)
+
+    def read(self, slot: Slot, into: Tensor) -> Handle[Tensor]:
+        """Begin to fill `into` from the start of the slot; `wait()` gives it back filled, or raises `DiskError`."""
+        return self._begin("read", slot, into)
+
+    def write(self, slot: Slot, source: Tensor) -> Handle[Tensor]:
+        """Begin to write `source` to the start of the slot; it must stay as it is until `wait()` has returned."""
+        return self._begin("write", slot, source)
+
+    def _begin(self, kind: Kind, slot: Slot, tensor: Tensor) -> Handle[Tensor]:
+        if tensor.nbytes > slot.nbytes:
+            raise ValueError(f"a tensor of {tensor.nbytes} bytes was given for a slot of {slot.nbytes} bytes")
+        if slot.start < 0 or slot.start + slot.nbytes > self.nbytes:
+            raise ValueError(f"{slot} lies outside this scratch file of {self.nbytes} bytes: place() gives slots")
+        return self._requests.begin(kind, slot.start, tensor)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read so far."""
+        return self._requests.moved["read"]
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes written so far."""
+        return self._requests.moved["write"]
+
+    @property
+    def seconds(self) -> float:
+        """Time in which at least one read or write was under way."""
+        return self._requests.seconds()
+
+    def close(self) -> None:
+        """End the threads and give the space back. What was begun and not waited for may not be done."""
+        self._close()
+
+
+def bandwidth(folder: str | os.PathLike[str], nbytes: int = 1 << 30) -> Bandwidth:
+    """What the disk under `folder` reads and writes in a second, measured on a scratch file of `nbytes`.
+
+    >>> read, write = bandwidth(".", 1 << 20)
+    >>> read > 0 and write > 0
+    True
+    """
+    block = min(32 << 20, max(ALIGNMENT, aligned(nbytes // 4)))
+    count = max(1, nbytes // block)
+    disk = Disk(folder, count * block)
+    slots = [disk.place(block) for _ in range(count)]
+    buffers = [disk.buffer(block) for _ in range(min(4, count))]
+    try:
+        for line in buffers:
+            line.random_(256)  # a disk may compress
+        _seconds(disk, "write", slots, buffers)  # the first write of a block also takes it up in the file system
+        write_s = _seconds(disk, "write", slots, buffers)
+        if not disk.direct:
+            os.posix_fadvise(disk._requests.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        read_s = _seconds(disk, "read", slots, buffers)
+    finally:
+        disk.close()
+    return Bandwidth(count * block / read_s, count * block / write_s)
+
+
+def _seconds(disk: Disk, kind: Kind, slots: list[Slot], buffers: list[Tensor]) -> float:
+    """Read or write all slots, as many at a time as there are buffers."""
+    start = time.perf_counter()
+    move = disk.read if kind == "read" else disk.write
+    handles: list[Handle[Tensor]] = []
+    for i, slot in enumerate(slots):
+        if i >= len(buffers):
+            handles[i - len(buffers)].wait()
+        handles.append(move(slot, buffers[i % len(buffers)]))
+    for handle in handles:
+        handle.wait()
+    return time.perf_counter() - start
+
+
+def _existing(folder: str | os.PathLike[str]) -> str:
+    path = Path(folder).absolute()
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a folder: give a folder that exists, on the disk to be used")
+    return str(path)
+
+
+def _create(folder: str, nbytes: int) -> int:
+    """An open file without a name, `nbytes` long, its space taken."""
+    try:
+        fd = _unnamed(folder)
+    except OSError as error:
+        what = f"no scratch file can be created in {folder}: {error.strerror}; use a folder that may be written to"
+        raise DiskError(error.errno or errno.EIO, what) from error
+    try:
+        _reserve(fd, folder, nbytes)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _unnamed(folder: str) -> int:
+    try:
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
+    except OSError as error:
+        if error.errno not in _NO_TMPFILE:
+            raise
+    fd, name = tempfile.mkstemp(prefix="unisono-", suffix=".scratch", dir=folder)
+    os.unlink(name)
+    return fd
+
+
+def _reserve(fd: int, folder: str, nbytes: int) -> None:
+    """Take up the space now, so that a full disk is found before the training starts."""
+    if nbytes == 0:
+        return
+    try:
+        if nbytes > free_bytes(folder):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        os.ftruncate(fd, 0)  # what it did take counts as free
+        what = f"a scratch file of {_gib(nbytes)} in {folder} is refused: {error.strerror}"
+        if error.errno in FULL:
+            what += (
+                f"; {_gib(free_bytes(folder))} are free there. Use a folder with more space, keep more of the state in "
+                f"memory, or store the optimizer's moments in 16 bits"
+            )
+        raise DiskError(error.errno or errno.EIO, what) from error
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB ({nbytes} bytes)"
+
+
+def _go_direct(fd: int, nbytes: int) -> bool:
+    """Switch the file to direct I/O and try it; False where that is refused."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+        if nbytes:
+            os.preadv(fd, [memory_of(buffer(ALIGNMENT))], 0)
+    except (OSError, AttributeError):
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+        return False
+    return True
+
+
+_told: set[str] = set()
+
+
+def _say_buffered(folder: str) -> None:
+    if folder not in _told:
+        _told.add(folder)
+        warnings.warn(
+            f"{folder} refuses direct I/O: its scratch file passes through the page cache, which is slower",
+            stacklevel=3,
+        )

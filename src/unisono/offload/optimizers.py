@@ -1,0 +1,281 @@
+"""The user's optimizer as a rule for pieces of a flat line: which state it keeps, and one step on any part of it.
+
+Adam, AdamW, SGD and Adagrad go through torch's fused kernels. Every other elementwise optimizer runs its own `step` on
+a copy of itself that holds the pieces as its parameters.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from unisono.offload.strips import ADAGRAD, ADAM, ADAMW, SGD
+
+Settings = Mapping[str, Any]  # one param group without its parameters
+Scalars = Mapping[str, Any]  # what the optimizer keeps once for a parameter, such as "step"
+Lines = Mapping[str, list[Tensor]]  # by name, a tensor for each piece
+
+_REFUSED = {
+    "LBFGS": "it calls a closure several times and looks at all parameters together",
+    "SparseAdam": "it needs sparse gradients",
+    "Muon": "it orthogonalises whole matrices",
+    "Adafactor": "it keeps the means of rows and columns of whole matrices",
+}
+
+
+class Kept(NamedTuple):
+    """What an optimizer keeps for a parameter: lines of its shape with their first value, and single values."""
+
+    lines: Mapping[str, float]
+    scalars: tuple[str, ...]
+
+
+class Rule:
+    """What an optimizer keeps, and how its scalars change. `Fused` and `Own` are how a step is made."""
+
+    def kept(self, group: Settings) -> Kept:
+        """What is kept for the parameters of a group."""
+        raise NotImplementedError
+
+    def advance(self, scalars: Scalars | None) -> Scalars:
+        """The scalars that every call of one step gets; `scalars` are those so far, None before the first step."""
+        return scalars or {}
+
+    def scalars(self, given: Mapping[str, Any]) -> Scalars:
+        """Scalars from a checkpoint, in the form that the optimizer keeps them in."""
+        return dict(given)
+
+
+class Call(NamedTuple):
+    """A fused kernel and its settings, as `unisono.offload.strips.strip` takes them."""
+
+    kind: int
+    numbers: list[float]
+    flags: list[bool]
+
+
+class Fused(Rule):
+    """An optimizer that has a fused kernel."""
+
+    def call(self, group: Settings) -> Call:
+        """The kernel for a group."""
+        raise NotImplementedError
+
+
+class _Counted(Fused):
+    def advance(self, scalars: Scalars | None) -> Scalars:
+        return {"step": torch.tensor(0.0 if scalars is None else float(scalars["step"])).add_(1)}
+
+    def scalars(self, given: Mapping[str, Any]) -> Scalars:
+        return {"step": torch.tensor(float(given["step"]))}
+
+
+class FusedAdam(_Counted):
+    """Adam and AdamW."""
+
+    def kept(self, group: Settings) -> Kept:
+        names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+        return Kept(dict.fromkeys(names, 0.0), ("step",))
+
+    def call(self, group: Settings) -> Call:
+        kind = ADAMW if group.get("decoupled_weight_decay") else ADAM
+        numbers = _floats(group["lr"], group["weight_decay"], *group["betas"], group["eps"])
+        return Call(kind, numbers, [group["maximize"], group["amsgrad"]])
+
+
+class FusedSGD(Fused):
+    """SGD; its momentum begins as the first gradient."""
+
+    def kept(self, group: Settings) -> Kept:
+        return Kept({"momentum_buffer": 0.0} if group["momentum"] else {}, ())
+
+    def call(self, group: Settings) -> Call:
+        numbers = _floats(group["lr"], group["weight_decay"], group["momentum"], group["dampening"])
+        return Call(SGD, numbers, [group["maximize"], group["nesterov"]])
+
+
+class FusedAdagrad(_Counted):
+    """Adagrad."""
+
+    def kept(self, group: Settings) -> Kept:
+        return Kept({"sum": float(group["initial_accumulator_value"])}, ("step",))
+
+    def call(self, group: Settings) -> Call:
+        numbers = _floats(group["lr"], group["weight_decay"], group["lr_decay"], group["eps"])
+        return Call(ADAGRAD, numbers, [group["maximize"]])
+
+
+def _floats(*values: float | Tensor) -> list[float]:
+    return [float(value) for value in values]
+
+
+class Own(Rule):
+    """Any elementwise optimizer, by its own `step`. What it keeps is found by trying it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        step = type(optimizer).step
+        # Without the wrapper that runs the user's hooks: they are for whole steps.
+        self._step: Any = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+        self._class = type(optimizer)
+        self._attributes = {k: v for k, v in vars(optimizer).items() if k not in ("state", "param_groups", "step")}
+        self._found: dict[tuple[Any, ...], Kept] = {}
+
+    def kept(self, group: Settings) -> Kept:
+        key = tuple((k, repr(v)) for k, v in sorted(group.items()) if isinstance(v, (bool, str)) or not v)
+        if key not in self._found:
+            self._found[key] = _tried(self, group)
+        return self._found[key]
+
+    def apply(
+        self, group: Settings, scalars: Scalars, fresh: bool, params: list[Tensor], grads: list[Tensor], lines: Lines
+    ) -> Scalars:
+        """Step pieces in place; returns the scalars after it. `fresh` pieces have no state yet."""
+        leaves = [torch.nn.Parameter(p, requires_grad=False) for p in params]
+        states: list[dict[str, Any]] = []
+        for i, (leaf, grad) in enumerate(zip(leaves, grads, strict=True)):
+            leaf.grad = grad
+            opening = self.opening(group, leaf) if fresh else _copied(scalars)
+            states.append(opening if fresh else {**opening, **{name: line[i] for name, line in lines.items()}})
+        self.step(group, leaves, states)
+        for i, (param, leaf, state) in enumerate(zip(params, leaves, states, strict=True)):
+            if leaf.data_ptr() != param.data_ptr():  # it replaced the values instead of changing them
+                param.copy_(leaf.detach())
+            for name, line in lines.items():
+                value = state.get(name)
+                if value is not None and value is not line[i]:
+                    line[i].copy_(value)
+        return {k: v for k, v in states[0].items() if k not in lines}
+
+    def opening(self, group: Settings, leaf: Tensor) -> dict[str, Any]:
+        """The state that the optimizer gives a parameter as it is constructed: mostly none."""
+        try:
+            new = self._class([{**group, "params": [leaf]}], **self._attributes["defaults"])
+        except Exception:  # whatever a constructor wants that is not among its defaults
+            return {}
+        return dict(new.state.get(leaf, {}))
+
+    def step(self, group: Settings, leaves: list[torch.nn.Parameter], states: list[dict[str, Any]]) -> dict[str, Any]:
+        """One step of a copy of the optimizer that holds these parameters; returns the copy's attributes."""
+        twin = object.__new__(self._class)
+        vars(twin).update(self._attributes)
+        twin.param_groups = [{**group, "params": leaves}]
+        twin.state = defaultdict(dict, zip(leaves, states, strict=True))
+        twin._optimizer_step_pre_hooks = OrderedDict()
+        twin._optimizer_step_post_hooks = OrderedDict()
+        self._step(twin)
+        for leaf, state in zip(leaves, states, strict=True):
+            if twin.state[leaf] is not state:
+                state.clear()
+                state.update(twin.state[leaf])
+        return vars(twin)
+
+
+_FUSED: dict[type[torch.optim.Optimizer], tuple[type[Fused], tuple[str, ...]]] = {
+    torch.optim.Adam: (FusedAdam, ("_fused_adam_", "_fused_adamw_")),
+    torch.optim.AdamW: (FusedAdam, ("_fused_adam_", "_fused_adamw_")),
+    torch.optim.SGD: (FusedSGD, ("_fused_sgd_",)),
+    torch.optim.Adagrad: (FusedAdagrad, ("_fused_adagrad_",)),
+}
+
+
+def rule_for(optimizer: torch.optim.Optimizer) -> Rule:
+    """How to step pieces of the parameters of `optimizer`.
+
+    >>> adam = torch.optim.AdamW([torch.zeros(3)])
+    >>> list(rule_for(adam).kept(adam.param_groups[0]).lines)
+    ['exp_avg', 'exp_avg_sq']
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"got {type(optimizer).__name__}: expected a torch.optim.Optimizer")
+    name = type(optimizer).__name__
+    for base in type(optimizer).__mro__:
+        if base.__name__ in _REFUSED and base.__module__.startswith("torch."):
+            raise _not_elementwise(name, _REFUSED[base.__name__])
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ValueError(f"{name}(differentiable=True) keeps a graph of its steps: set differentiable=False")
+    rule, kernels = _FUSED.get(type(optimizer), (None, ()))
+    if rule is not None and all(hasattr(torch, kernel) for kernel in kernels):
+        return rule()
+    own = Own(optimizer)
+    for group in optimizer.param_groups:
+        own.kept(settings_of(group))
+    return own
+
+
+def settings_of(group: Mapping[str, Any]) -> Settings:
+    """A param group's settings as they are now."""
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+
+
+def _copied(scalars: Scalars) -> dict[str, Any]:
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in scalars.items()}
+
+
+def _not_elementwise(name: str, reason: str) -> ValueError:
+    return ValueError(
+        f"{name} cannot be stepped in pieces on the host: {reason}. Use an optimizer that treats every element alone "
+        f"(AdamW, SGD, ...), or keep the optimizer on the device and whole"
+    )
+
+
+_SHAPE, _CUT = (4, 6), 7  # a small matrix, and where its line is cut in two
+
+
+def _tried(rule: Own, group: Settings) -> Kept:
+    """Step a small matrix, and the same numbers as two lines: the results must agree. Returns what was kept."""
+    name = rule._class.__name__
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(_SHAPE, generator=generator, dtype=torch.float64)
+    grads = [torch.randn(_SHAPE, generator=generator, dtype=torch.float64) * size for size in (1.0, 100.0, 0.01)]
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        try:
+            whole, kept = _trajectory(rule, group, start, grads)
+            line = start.flatten()
+            lines = [g.flatten() for g in grads]
+            first, _ = _trajectory(rule, group, line[:_CUT], [g[:_CUT] for g in lines])
+            second, _ = _trajectory(rule, group, line[_CUT:], [g[_CUT:] for g in lines])
+        except ValueError:
+            raise
+        except Exception as error:
+            raise _not_elementwise(
+                name, f"a try on a small matrix failed with {type(error).__name__}: {error}"
+            ) from error
+    if not torch.allclose(whole.flatten(), torch.cat([first, second]), rtol=1e-9, atol=1e-12):
+        raise _not_elementwise(name, "a small matrix stepped whole and in two pieces came out differently")
+    return kept
+
+
+def _trajectory(rule: Own, group: Settings, start: Tensor, grads: Sequence[Tensor]) -> tuple[Tensor, Kept]:
+    leaf = torch.nn.Parameter(start.clone(), requires_grad=False)
+    state = rule.opening(group, leaf)
+    opening = _copied(state)
+    before = _numbers(rule._attributes)
+    for grad in grads:
+        leaf.grad = grad.clone()
+        given = dict(group)
+        after = rule.step(given, [leaf], [state])
+        if _numbers(after) != before or _numbers(after["param_groups"][0]) != _numbers(group):
+            raise _not_elementwise(rule._class.__name__, "it changes its own settings as it steps")
+    lines = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == leaf.shape}
+    return leaf.detach(), Kept(
+        {k: _first_value(opening.get(k)) for k in lines}, tuple(k for k in state if k not in lines)
+    )
+
+
+def _first_value(line: Tensor | None) -> float:
+    return 0.0 if line is None else float(line.flatten()[0])
+
+
+def _numbers(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers among some attributes, to see whether they change."""
+    found = {}
+    for key, value in attributes.items():
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            found[key] = value
+        elif isinstance(value, Tensor) and value.numel() == 1:
+            found[key] = float(value)
+    return found

@@ -1,0 +1,100 @@
+"""Values that rest on the host or on disk, and come to the device when a module needs them: ZeRO-Infinity.
+
+The optimizer steps them where they rest; on disk, the master values are the only ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.offload.disk import Disk
+from unisono.offload.lines import Line, master_dtype
+from unisono.offload.stepper import Block, Stepper
+
+
+class Resting:
+    """Steps the optimizer over lines none of which is on the device.
+
+    keep: `line.compute`, on the host, holds the values that compute; otherwise they are made from the master values at
+    each use, and `line.compute` is let go.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        lines: Sequence[Line],
+        *,
+        moments: torch.dtype = torch.float32,
+        disk: Disk | None = None,
+        keep: bool,
+        threads: int | None = None,
+    ) -> None:
+        self._stepper = Stepper(optimizer, moments=moments, disk=disk, threads=threads)
+        self._computes = [line.compute for line in lines] if keep else None
+        self._dtypes, self._lengths = [line.compute.dtype for line in lines], [line.compute.numel() for line in lines]
+        self._gradients: dict[int, Tensor] = {}
+        for line in lines:
+            values = (line.compute if line.master is None else line.master).detach()
+            own = values.to("cpu", master_dtype(line), copy=True) if line.home == "cpu" else values
+            self._stepper.add(Block(own.to("cpu", master_dtype(line)).contiguous(), line.runs, line.home))
+
+    def offer(self, u: int, gradient: Tensor) -> None:
+        """Take the gradient of unit `u` for the next step."""
+        self._gradients[u] = gradient.detach().to("cpu")
+
+    def step(self, scale: float = 1.0, absent: Mapping[int, Any] | None = None, *, delay: bool | None = None) -> None:
+        """Step everything, in order; the disk reads ahead and writes behind."""
+        if delay:
+            raise ValueError("a delayed update needs parameters on the device")
+        settings = self._stepper.begin()
+        order = sorted(self._gradients)
+        for u, following in zip(order, [*order[1:], None], strict=True):
+            if following is not None:
+                self._stepper.prefetch(following)
+            out = None if self._computes is None else self._computes[u]
+            ranges = (absent or {}).get(u, ())
+            self._stepper.step(u, self._gradients.pop(u), out, scale=scale, absent=ranges, settings=settings)
+        self._stepper.flush()
+
+    def wait(self, u: int) -> None:
+        """Nothing is ever under way."""
+
+    def values(self, u: int) -> Tensor:
+        """The values of unit `u`, on the host, in the dtype that computes."""
+        if self._computes is not None:
+            return self._computes[u]
+        return self._stepper.state(u, "master").to(self._dtypes[u])
+
+    def finish(self) -> None:
+        """Wait for the disk."""
+        self._stepper.flush()
+
+    def names(self, u: int) -> list[str]:
+        """Lines of state."""
+        return self._stepper.names(u)
+
+    def state(self, u: int, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """A copy of part of a line."""
+        return self._stepper.state(u, name, start, stop)
+
+    def scalars(self, u: int, at: int = 0) -> dict[str, Any] | None:
+        """What is kept once for the parameter at this element."""
+        return self._stepper.scalars(u, at)
+
+    def load(self, u: int, values: Mapping[str, Any], *, start: int = 0, stop: int | None = None) -> None:
+        """Set lines and scalars of elements [start, stop)."""
+        self._stepper.load(u, values, start=start, stop=stop)
+        if self._computes is not None and "master" in values:
+            self._computes[u].detach()[start:stop].copy_(values["master"].flatten())
+
+    def reset(self, u: int, *, start: int = 0, stop: int | None = None) -> None:
+        """Forget the optimizer's state of elements [start, stop)."""
+        self._stepper.reset(u, start=start, stop=stop)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._stepper.close()

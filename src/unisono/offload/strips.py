@@ -1,0 +1,157 @@
+"""The inner loop of a fused step, tile by tile: cast the gradient, step, round the moments, cast the new values out.
+
+The function is plain Python that TorchScript can also compile: then it runs without Python's lock, so that several
+threads step at once and the program's own thread is not held up. Where TorchScript is missing it runs as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+ADAM, ADAMW, SGD, ADAGRAD = 0, 1, 2, 3
+
+
+def strip(
+    kind: int,
+    numbers: list[float],
+    flags: list[bool],
+    step: Tensor,
+    fresh: bool,
+    first: list[float],
+    master: Tensor,
+    gradient: Tensor,
+    scale: float,
+    lines: list[Tensor],
+    out: Tensor | None,
+    scratch: list[Tensor],
+    bits: list[Tensor],
+    table: Tensor,
+    places: list[int],
+    tile: int,
+    held: list[Tensor],
+) -> int:
+    """Step the elements of `master`, of `gradient` and of the state `lines`, all of one length, in place.
+
+    numbers: learning rate, weight decay, then those of the kind (see `update`). flags: maximize, then the kind's.
+    first: what lines hold before the first step (`fresh`). scratch: memory of `tile` elements in the precision of
+    master, for the gradient and for each line; `bits`: that of the lines as int32. Lines in bfloat16 are computed with
+    there and rounded back; `places`: where each begins in `table`. held: a list of one tensor; TorchScript takes a call
+    that changes only lists made in the function itself for one without effect, and drops it.
+    """
+    n = master.numel()
+    at = 0
+    while at < n:
+        size = min(tile, n - at)
+        p = master[at : at + size]
+        g = gradient[at : at + size]
+        if g.dtype != p.dtype or scale != 1.0:
+            g = scratch[0][:size]
+            g.copy_(gradient[at : at + size])
+            if scale != 1.0:
+                g.mul_(scale)
+        state: list[Tensor] = []
+        for i in range(len(lines)):
+            line = lines[i][at : at + size]
+            if line.dtype != p.dtype:
+                line = scratch[i + 1][:size]
+                line.copy_(lines[i][at : at + size])
+            if fresh:
+                line.fill_(first[i])
+            state.append(line)
+        held[0] = p
+        update(kind, numbers, flags, step, fresh, held, g, state)
+        for i in range(len(lines)):
+            if lines[i].dtype != p.dtype:
+                round_bits(bits[i][:size], table, places[i] + at)
+                lines[i][at : at + size].copy_(state[i])
+        if out is not None:
+            out[at : at + size].copy_(p)
+        at += size
+    return n
+
+
+def update(
+    kind: int,
+    numbers: list[float],
+    flags: list[bool],
+    step: Tensor,
+    fresh: bool,
+    held: list[Tensor],
+    g: Tensor,
+    state: list[Tensor],
+) -> None:
+    """One call of a fused kernel on the values in `held`; the other arguments are those of `strip`."""
+    lr, decay, maximize = numbers[0], numbers[1], flags[0]
+    if kind == 0:  # beta1, beta2, eps; amsgrad
+        torch._fused_adam_(
+            held, [g], state[0:1], state[1:2], state[2:3], [step], lr=lr, beta1=numbers[2], beta2=numbers[3],
+            weight_decay=decay, eps=numbers[4], amsgrad=flags[1], maximize=maximize,
+        )  # fmt: skip
+    elif kind == 1:
+        torch._fused_adamw_(
+            held, [g], state[0:1], state[1:2], state[2:3], [step], lr=lr, beta1=numbers[2], beta2=numbers[3],
+            weight_decay=decay, eps=numbers[4], amsgrad=flags[1], maximize=maximize,
+        )  # fmt: skip
+    elif kind == 2:  # momentum, dampening; nesterov
+        torch._fused_sgd_(
+            held, [g], state, weight_decay=decay, momentum=numbers[2], lr=lr, dampening=numbers[3], nesterov=flags[1],
+            maximize=maximize, is_first_step=fresh and len(state) > 0,
+        )  # fmt: skip
+    else:  # decay of the learning rate, eps
+        torch._fused_adagrad_(
+            held, [g], state, [step], lr=lr, lr_decay=numbers[2], weight_decay=decay, eps=numbers[3], maximize=maximize
+        )  # fmt: skip
+
+
+def round_bits(bits: Tensor, table: Tensor, place: int) -> None:
+    """Round float32 numbers, given as their bits, to numbers that fit in bfloat16.
+
+    A random number under 2^16 is added to the bits and the lower half is cut off: so a number is rounded up with the
+    probability that is right on average. `table` holds the random numbers, twice in a row.
+    """
+    period = table.numel() // 2
+    place = place % period
+    noise = table[place : place + period]
+    n = bits.numel()
+    rows = n // period * period
+    if rows > 0:
+        bits[:rows].view(-1, period).add_(noise)
+    if rows < n:
+        bits[rows:].add_(noise[: n - rows])
+    bits.bitwise_and_(-65536)
+
+
+@functools.cache
+def compiled() -> Callable[..., int]:
+    """`strip` by TorchScript; as it is where that fails or gives other results, in PyTorch's versions to come."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            script: Callable[..., int] = torch.jit.script(strip)
+        same = all(agrees(script, kind) for kind in (ADAM, ADAMW, SGD, ADAGRAD) for _ in range(3))
+    except Exception:
+        return strip
+    return script if same else strip
+
+
+def agrees(other: Callable[..., int], kind: int) -> bool:
+    """Whether another form of `strip` steps a few numbers exactly as it does."""
+    results = []
+    for form in (strip, other):
+        values = torch.linspace(-1.0, 1.0, 40)
+        out = torch.zeros(40, dtype=torch.bfloat16)
+        lines = [values.abs().to(torch.bfloat16) for _ in range(1 if kind >= SGD else 2)]
+        scratch = [torch.empty(16) for _ in range(3)]
+        bits = [line.view(torch.int32) for line in scratch[1:]]
+        numbers, flags = [0.1, 0.1, 0.5, 0.5, 0.1], [False, False]
+        arguments = (kind, numbers, flags, torch.tensor(3.0), False, [0.0, 0.0], values, values.to(torch.bfloat16), 0.5)
+        table = torch.arange(64, dtype=torch.int32) * 1000
+        with torch.no_grad():
+            form(*arguments, lines, out, scratch, bits, table, [3, 5], 16, [values])
+        results.append([values, out, *lines])
+    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))

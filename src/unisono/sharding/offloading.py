@@ -1,0 +1,311 @@
+"""Optimizer state (and parameters) off the device: on the host or on disk, stepped there, unit by unit.
+
+ZeRO-Offload: Ren et al., 2021, arXiv:2101.06840. ZeRO-Infinity: Rajbhandari et al., 2021, arXiv:2104.07857.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from unisono.offload.disk import Disk
+from unisono.offload.host import available_bytes
+from unisono.offload.lines import Line
+from unisono.offload.pipeline import Pipeline
+from unisono.offload.plan import resident_units, staged_share
+from unisono.offload.resting import Resting
+from unisono.offload.segments import Run
+from unisono.offload.stepper import Block, disk_bytes
+from unisono.pieces import Piece, Stored
+from unisono.sharding.units import Part, Unit
+from unisono.sizes import parse_size, show_size
+
+if TYPE_CHECKING:
+    from unisono.strategies.zero import zero
+
+Home = Literal["cpu", "disk"]
+MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_SLOTS = 6  # parts that pass through the device at a time
+
+
+class Engine(Protocol):
+    """Who steps: `Pipeline` where values are on the device, `Resting` where they rest elsewhere."""
+
+    def offer(self, u: int, gradient: Tensor) -> Any:
+        """Take a unit's gradient."""
+
+    def step(self, scale: float = ..., absent: Any = ..., *, delay: bool | None = ...) -> None:
+        """Begin the update."""
+
+    def wait(self, u: int) -> None:
+        """Until a unit has its new values."""
+
+    def finish(self) -> None:
+        """Until all have."""
+
+    def names(self, u: int) -> list[str]:
+        """Lines of state."""
+
+    def state(self, u: int, name: str, start: int = ..., stop: int | None = ...) -> Tensor:
+        """Part of one."""
+
+    def scalars(self, u: int, at: int = ...) -> dict[str, Any] | None:
+        """What is kept once a parameter."""
+
+    def load(self, u: int, values: Mapping[str, Any], *, start: int = ..., stop: int | None = ...) -> None:
+        """Set state."""
+
+    def reset(self, u: int, *, start: int = ..., stop: int | None = ...) -> None:
+        """Forget state."""
+
+    def close(self) -> None:
+        """End."""
+
+
+class Offloading:
+    """The trainable units of a replica whose state is off the device. Built when it is first needed: by then it is
+    known how much of the device's memory a step takes."""
+
+    def __init__(
+        self, optimizer: Optimizer, units: Sequence[Unit], groups: Sequence[Sequence[Tensor]], strategy: zero,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.optimizer, self.units, self.strategy, self.device = optimizer, list(units), strategy, device
+        self._group = {p: g for g, params in enumerate(groups) for p in params}
+        self._numbers = {p: i for i, p in enumerate(p for params in groups for p in params)}
+        self._at = {unit: u for u, unit in enumerate(self.units)}
+        self._moments = MOMENTS[strategy.moments]
+        self._engine: Engine | None = None
+        self._disk: Disk | None = None
+        self._steps = 0
+        self.homes = self._choose_homes()
+        self._check_room()
+        if strategy.device_memory is None or device.type != "cuda":
+            self.engine  # noqa: B018 - built now
+
+    # Where the state lives -------------------------------------------------------------------------------
+
+    def _blocks(self, homes: Sequence[Home]) -> list[Block]:
+        """What lies where, without values."""
+        return [
+            Block(None, self._runs(unit), "disk", unit.each, unit.master_dtype)
+            for unit, home in zip(self.units, homes, strict=True)
+            if home == "disk"
+        ]
+
+    def _state_bytes(self, unit: Unit) -> int:
+        """Bytes of a unit's state: master and moments."""
+        return disk_bytes(self.optimizer, self._blocks_of(unit), moments=self._moments)
+
+    def _blocks_of(self, unit: Unit) -> list[Block]:
+        return [Block(None, self._runs(unit), "disk", unit.each, unit.master_dtype)]
+
+    def _choose_homes(self) -> list[Home]:
+        """On disk: as much as asked for, or what does not fit into the host memory allowed. The last units go first:
+        the next forward needs them last."""
+        s = self.strategy
+        if s.optimizer_on != "disk":
+            return ["cpu"] * len(self.units)
+        sizes = [self._state_bytes(unit) for unit in self.units]
+        if s.spill is not None:
+            room = (1 - s.spill) * sum(sizes)
+        elif s.host_memory is not None:
+            room = parse_size(s.host_memory)
+        else:
+            room = 0.0
+        homes: list[Home] = []
+        for size in sizes:
+            room -= size
+            homes.append("cpu" if room >= 0 else "disk")
+        return homes
+
+    def _check_room(self) -> None:
+        """Say what is missing before training starts."""
+        sizes = [self._state_bytes(unit) for unit in self.units]
+        needed = sum(size for size, home in zip(sizes, self.homes, strict=True) if home == "cpu")
+        free = available_bytes()
+        if self.strategy.host_memory is not None:
+            free = min(free, parse_size(self.strategy.host_memory))
+        if needed > free:
+            spill = min(1.0, round(1 - 0.8 * free / max(1, sum(sizes)) + 0.005, 2))
+            raise ValueError(
+                f"the optimizer's state of {show_size(needed)} does not fit into the {show_size(free)} of host memory "
+                f"that this worker has: use more workers, moments='bf16', or optimizer_on='disk', spill={spill}"
+            )
+
+    def _runs(self, unit: Unit) -> list[Run]:
+        places = [(part, self._group.get(unit.params[part.slot])) for part in unit.held]
+        return [Run(part.at, part.at + part.length, group) for part, group in places if group is not None]
+
+    @property
+    def engine(self) -> Engine:
+        """Built at the first use."""
+        if self._engine is None:
+            s = self.strategy
+            blocks = self._blocks(self.homes)
+            if blocks:
+                nbytes = disk_bytes(self.optimizer, blocks, moments=self._moments)
+                self._disk = Disk(s.disk or os.environ.get("UNISONO_DISK") or tempfile.gettempdir(), nbytes)
+            lines = [
+                Line(unit.shard, self._runs(unit), None if unit.master is unit.shard else unit.master, home)
+                for unit, home in zip(self.units, self.homes, strict=True)
+            ]
+            if s.params_on == "device" or (s.params_on == "cpu" and self.device.type == "cpu"):
+                self._engine = Pipeline(
+                    self.optimizer,
+                    lines,
+                    device=self.device,
+                    moments=self._moments,
+                    gradients=None if s.accumulate == 1 else self.units[0].master_dtype,
+                    disk=self._disk,
+                    delayed=s.delayed_update,
+                    resident=self._resident(),
+                )
+            else:
+                self._engine = Resting(
+                    self.optimizer, lines, moments=self._moments, disk=self._disk, keep=s.params_on == "cpu"
+                )
+            for unit in self.units:
+                unit.master = unit.shard  # what the engine has taken over
+        return self._engine
+
+    def _resident(self) -> frozenset[int]:
+        """The units whose state fits on the device, beside what a step has taken so far at its peak."""
+        if self.strategy.device_memory is None or self.device.type != "cuda":
+            return frozenset()
+        peak = torch.cuda.max_memory_allocated(self.device)
+        room = 0.97 * parse_size(self.strategy.device_memory) - peak
+        share = staged_share(max(1, torch.get_num_threads() - 1))
+        return resident_units([unit.each for unit in self.units], room, share=share, slots=_SLOTS)
+
+    # A step ----------------------------------------------------------------------------------------------
+
+    def offer(self, unit: Unit) -> None:
+        """Take the gradient of a unit, and let it go here."""
+        assert unit.gradient is not None
+        self.engine.offer(self._at[unit], unit.gradient)
+        unit.gradient = None
+
+    def step(self, scale: float, absent: Mapping[Unit, list[tuple[int, int]]]) -> None:
+        """Begin the update."""
+        self._steps += 1
+        delay = self.strategy.delayed_update and self._steps > self.strategy.delay_after
+        ranges = {self._at[unit]: found for unit, found in absent.items() if found}
+        self.engine.step(scale, ranges, delay=delay)
+
+    def wait(self, unit: Unit) -> None:
+        """Until a unit has its new values."""
+        if self._engine is not None:
+            self._engine.wait(self._at[unit])
+
+    def values(self, unit: Unit) -> Tensor:
+        """My shard of a unit, with its new values; on the host where they rest there."""
+        self.wait(unit)
+        if isinstance(self._engine, Resting):
+            return self._engine.values(self._at[unit])
+        return unit.shard
+
+    def finish(self) -> None:
+        """Until all have."""
+        if self._engine is not None:
+            self._engine.finish()
+
+    def close(self) -> None:
+        """End threads, give memory and disk back."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+        if self._disk is not None:
+            self._disk.close()
+            self._disk = None
+
+    # State -----------------------------------------------------------------------------------------------
+
+    def master(self, unit: Unit) -> Tensor:
+        """The values of my shard in the optimizer's precision."""
+        return self.engine.state(self._at[unit], "master")
+
+    def master_piece(self, unit: Unit, slot: int) -> Piece:
+        """Those of one parameter, read when they are asked for."""
+        return self._piece(unit, slot, "master")
+
+    def _piece(self, unit: Unit, slot: int, name: str) -> Piece:
+        engine, u = self.engine, self._at[unit]
+
+        def reader(part: Part) -> Any:
+            return lambda a, b: engine.state(u, name, part.at + a - part.start, part.at + b - part.start)
+
+        spans = [(p.start, p.start + p.length, reader(p)) for p in unit.held if p.slot == slot]
+        return Piece(unit.shapes[slot], unit.master_dtype, spans)
+
+    def state_pieces(self) -> dict[int, dict[str, Any]]:
+        """The optimizer's state by the parameter's number, as far as this rank has it."""
+        found: dict[int, dict[str, Any]] = {}
+        for unit in self.units:
+            u = self._at[unit]
+            lines = [name for name in self.engine.names(u) if name != "master"]
+            for part in unit.held:
+                param = unit.params[part.slot]
+                scalars = self.engine.scalars(u, part.at) if param in self._numbers else None
+                if scalars is not None:
+                    pieces = {name: self._piece(unit, part.slot, name) for name in lines}
+                    found[self._numbers[param]] = {**pieces, **scalars}
+        return found
+
+    def states(self) -> dict[tuple[Unit, int], dict[str, Any]]:
+        """The same in memory: by unit and place in `unit.held`."""
+        found = {}
+        for unit in self.units:
+            u = self._at[unit]
+            lines = [name for name in self.engine.names(u) if name != "master"]
+            for i, part in enumerate(unit.held):
+                scalars = self.engine.scalars(u, part.at) if unit.params[part.slot] in self._numbers else None
+                if scalars is not None:
+                    stop = part.at + part.length
+                    read = {name: self.engine.state(u, name, part.at, stop) for name in lines}
+                    found[unit, i] = {**read, **scalars}
+        return found
+
+    def set_master(self, unit: Unit, values: Tensor) -> None:
+        """Someone else has set the values of my shard."""
+        u = self._at[unit]
+        for part in unit.held:
+            stop = part.at + part.length
+            mine = values[part.at : stop].detach().to("cpu", unit.master_dtype)
+            self.engine.load(u, {"master": mine}, start=part.at, stop=stop)
+
+    def load_values(self, unit: Unit, part: Part, stored: Stored) -> None:
+        """Set the values of one parameter's elements here."""
+        out = torch.empty(part.length, dtype=unit.master_dtype)
+        values = stored.read(part.start, part.start + part.length, out=out)
+        self.engine.load(self._at[unit], {"master": values}, start=part.at, stop=part.at + part.length)
+
+    def load_states(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
+        """Set the optimizer's state, by the parameter's number; what is missing has not been stepped."""
+        for unit in self.units:
+            u = self._at[unit]
+            for part in unit.held:
+                stop = part.at + part.length
+                state = saved.get(self._numbers.get(unit.params[part.slot], -1))
+                if not state:
+                    if unit.params[part.slot] in self._numbers:
+                        self.engine.reset(u, start=part.at, stop=stop)
+                    continue
+                lines = self.engine.names(u)
+                values = {key: self._taken(value, key in lines, unit, part) for key, value in state.items()}
+                self.engine.load(u, values, start=part.at, stop=stop)
+
+    def _taken(self, value: Any, line: bool, unit: Unit, part: Part) -> Any:
+        if not isinstance(value, (Stored, Tensor)):
+            return value
+        stored = value if isinstance(value, Stored) else Stored.of(value)
+        if not line:
+            return stored.full()
+        out = torch.empty(part.length, dtype=unit.master_dtype)
+        return stored.read(part.start, part.start + part.length, out=out)

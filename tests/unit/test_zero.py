@@ -102,7 +102,9 @@ def reference(size: int, steps: int, clip: float = 0.0, **options: Any) -> dict[
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-11) -> None:
     assert list(found) == list(expected)
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            found[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -243,7 +245,9 @@ def test_bf16_computes_in_16_bits_and_steps_in_fp32(stage: int, size: int) -> No
     def work(world: World) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         model = text().float()
         optimizer = adam(model)
-        replica: Any = un.parallel(model, optimizer, f"zero(stage={stage}, precision=bf16)", unit_bytes=2500, world=world)
+        replica: Any = un.parallel(
+            model, optimizer, f"zero(stage={stage}, precision=bf16)", unit_bytes=2500, world=world
+        )
         train(model, optimizer, lambda t: words(t, world.rank), range(5))
         computed = dict(model.state_dict())
         replica.restore()

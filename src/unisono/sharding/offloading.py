@@ -255,7 +255,7 @@ class Offloading:
                 scalars = self.engine.scalars(u, part.at) if param in self._numbers else None
                 if scalars is not None:
                     pieces = {name: self._piece(unit, part.slot, name) for name in lines}
-                    found[self._numbers[param]] = {**pieces, **scalars}
+                    found[self._numbers[param]] = {**pieces, **_own(scalars)}
         return found
 
     def states(self) -> dict[tuple[Unit, int], dict[str, Any]]:
@@ -269,7 +269,7 @@ class Offloading:
                 if scalars is not None:
                     stop = part.at + part.length
                     read = {name: self.engine.state(u, name, part.at, stop) for name in lines}
-                    found[unit, i] = {**read, **scalars}
+                    found[unit, i] = {**read, **_own(scalars)}
         return found
 
     def set_master(self, unit: Unit, values: Tensor) -> None:
@@ -309,3 +309,8 @@ class Offloading:
             return stored.full()
         out = torch.empty(part.length, dtype=unit.master_dtype)
         return stored.read(part.start, part.start + part.length, out=out)
+
+
+def _own(scalars: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies: an optimizer counts in place, for each parameter by itself."""
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in scalars.items()}

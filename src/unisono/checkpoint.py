@@ -8,7 +8,8 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,13 +17,15 @@ import torch
 
 from unisono import checkpoint_folder as folders
 from unisono import rng
+from unisono.checkpoint_pieces import SPLIT, merged
+from unisono.pieces import Held, Piece, uncovered
 from unisono.state import pack
 from unisono.world import World
 
 if TYPE_CHECKING:
     from unisono.strategy import Replica
 
-__all__ = ["CheckpointError", "Loaded", "load", "save"]
+__all__ = ["CheckpointError", "Loaded", "load", "newest", "save", "warn_of"]
 
 _VISIBLE_WITHIN_S = 5.0  # a network disk may show a new folder late
 
@@ -65,7 +68,7 @@ def save(path: str | os.PathLike[str], replica: Replica, *, keep: int | None = 3
     world, what = replica.world, f"no checkpoint was written to {path}, the former ones are as they were"
     try:
         reports = _together(world, what, saving.prepare)
-        files = _together(world, what, lambda: saving.write(**reports[0]))
+        files = _together(world, what, lambda: saving.write(reports))
         name = _together(world, what, lambda: saving.publish(files))[0]
     except BaseException:
         if world.rank == 0 and saving.writing is not None:
@@ -87,14 +90,14 @@ class _Saving:
         self.world = replica.world
         self.writing: Path | None = None
 
-    def prepare(self) -> dict[str, Any] | None:
+    def prepare(self) -> dict[str, Any]:
         """1. Take the state apart; rank 0 makes the hidden folder and says what its tensors are."""
-        state = self.replica.state_dict()
-        model = _bare(self.replica.model).state_dict()
+        state, parts = self.replica.state_dict(), _split_state(self.replica)
+        model = _bare(self.replica.model)
         whole = {
-            "model": model,
-            "versions": getattr(model, "_metadata", {}),
-            "optimizer": self.replica.optimizer.state_dict(),
+            "model": model.state_dict() if parts is None else parts["model"],
+            "versions": {name: {"version": x._version} for name, x in model.named_modules(remove_duplicate=False)},
+            "optimizer": self.replica.optimizer.state_dict() if parts is None else parts["optimizer"],
             "optimizer_type": type(self.replica.optimizer).__name__,
             "strategy": state["shared"],
             "strategy_type": type(self.replica.strategy).__name__,
@@ -102,25 +105,59 @@ class _Saving:
             "ledger": {"step_count": self.world.ledger.step_count},
             "extra": self.extra,
         }
-        self.tree, self.tensors = pack(whole)
+        self.tree, found = pack(whole, leaves=() if parts is None else Piece)
+        pieces = {name: x for name, x in found.items() if isinstance(x, Piece)}
+        self.pieces = None if parts is None else pieces
+        self.tensors = {name: x for name, x in found.items() if name not in pieces}
         self.own = pack({"local": state["local"], "rng": rng.capture(self.world.device)})
-        if self.world.rank:
-            return None
-        self.writing = folders.begin(self.root, self.replica.step)
-        alone = self.world.size == 1
-        return {"name": self.writing.name, "digests": {} if alone else _digests(self.tree, self.tensors)}
+        report: dict[str, Any] = {"split": None}
+        if parts is not None:
+            held = {name: piece.held() for name, piece in pieces.items()}
+            report["split"] = [{key: self.tree[key] for key in SPLIT}, held]
+        if self.world.rank == 0:
+            self.writing = folders.begin(self.root, self.replica.step)
+            alone = self.world.size == 1
+            report |= {"name": self.writing.name, "digests": {} if alone else self._digests()}
+        return report
 
-    def write(self, name: str, digests: Mapping[str, bytes]) -> folders.Files:
+    def write(self, reports: Sequence[Mapping[str, Any]]) -> folders.Files:
         """2. Rank 0 writes what it has; every rank writes where it differs from that, and what is its own."""
-        rank, self.writing = self.world.rank, self.root / name
+        rank, self.writing = self.world.rank, self.root / reports[0]["name"]
+        wholes = self._merge([report["split"] for report in reports])
         _wait_until_visible(self.writing, self.world.host)
         if rank == 0:
-            files = folders.write_shared(self.writing, self.tree, self.tensors)
-            return files | folders.write_rank(self.writing, rank, self.own)
-        mine = _digests(self.tree, self.tensors)
+            tree = self.tree if self.pieces is None else self.tree | {"pieces": wholes}
+            files = folders.write_shared(self.writing, tree, self.tensors)
+            return files | folders.write_rank(self.writing, rank, self.own, pieces=self.pieces)
+        mine, digests = self._digests(), reports[0]["digests"]
         differs = {key: tensor for key, tensor in self.tensors.items() if mine[key] != digests.get(key)}
-        tree = self.tree if mine[""] != digests[""] else None
-        return folders.write_rank(self.writing, rank, self.own, tree=tree, differs=differs)
+        tree = self._compared() if mine[""] != digests[""] else None
+        return folders.write_rank(self.writing, rank, self.own, tree=tree, differs=differs, pieces=self.pieces)
+
+    def _merge(self, parts: Sequence[tuple[Any, dict[str, Held]] | None]) -> dict[str, list[Any]]:
+        """Where the state is split: make the tree of all ranks' parts; dtype and shape of the whole of each piece."""
+        split = [part for part in parts if part is not None]
+        if not split:
+            return {}
+        if len(split) < len(parts):
+            raise CheckpointError(
+                f"{len(split)} of {len(parts)} ranks have split their state; give every rank the same strategy"
+            )
+        problems = uncovered([held for _, held in split])
+        wholes = {name: [dtype, shape] for _, held in split for name, (dtype, shape, _) in held.items()}
+        problems += [f"{name} is split elsewhere, and whole here" for name in self.tensors if name in wholes]
+        if problems:
+            more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
+            raise CheckpointError(f"the ranks' parts do not make up the whole: {'; '.join(problems[:4])}{more}")
+        self.tree |= merged([tree for tree, _ in split])
+        return wholes
+
+    def _compared(self) -> dict[str, Any]:
+        """The tree in which ranks may differ: where the state is split, all have one tree of it."""
+        return {key: part for key, part in self.tree.items() if self.pieces is None or key not in SPLIT}
+
+    def _digests(self) -> dict[str, bytes]:
+        return _digests(self._compared(), self.tensors)
 
     def publish(self, files: list[folders.Files]) -> str | None:
         """3. Rank 0 gives the folder its name, and removes the oldest."""
@@ -129,7 +166,8 @@ class _Saving:
         assert self.writing is not None
         joined = {name: entry for part in files for name, entry in part.items()}
         step = self.replica.step
-        made = folders.publish(self.writing, joined, step=step, world_size=self.world.size)
+        is_split = self.pieces is not None
+        made = folders.publish(self.writing, joined, step=step, world_size=self.world.size, is_split=is_split)
         self.writing = None
         folders.remove(made, step=step, keep=self.keep)
         return made.name
@@ -186,25 +224,21 @@ def load(path: str | os.PathLike[str], replica: Replica, *, strict: bool = True)
     """
     _check_replica("load", replica)
     world, root = replica.world, Path(path)
-    found, folder, skipped = _newest(root, replica)
-    if skipped and world.rank == 0:
-        lines = "".join(f"\n  skipped {where}: {why}" for where, why in skipped)
-        warnings.warn(f"loaded {folder}; others at {root} are damaged:{lines}", stacklevel=2)
-    if found.averaged and world.rank == 0:
-        some = ", ".join(found.averaged[:3]) + (", ..." if len(found.averaged) > 3 else "")
-        warnings.warn(
-            f"{folder} is of another world size or strategy, and {len(found.averaged)} tensors differed between its "
-            f"ranks ({some}): each became their mean",
-            stacklevel=2,
-        )
+    strategy, lazy = type(replica.strategy).__name__, hasattr(replica, "load_sharded_state")
+    found, folder, skipped = newest(
+        root, world, lambda folder: folders.read(folder, world.rank, world.size, strategy, lazy=lazy)
+    )
+    if world.rank == 0:
+        warn_of(found, folder, skipped, stacklevel=3)
     _together(world, f"{folder} could not be loaded", lambda: _apply(found, replica, strict=strict))
     positions = [state["epoch"] for state in found.whole["shards"].values() if "epoch" in state]
     return Loaded(found.step, positions[0] if positions else 0, str(folder), skipped, found.whole["extra"])
 
 
-def _newest(root: Path, replica: Replica) -> tuple[folders.Contents, Path, list[tuple[str, str]]]:
-    """The newest checkpoint that every rank could read whole, and those that are not."""
-    world = replica.world
+def newest(
+    root: Path, world: World, read: Callable[[Path], folders.Contents]
+) -> tuple[folders.Contents, Path, list[tuple[str, str]]]:
+    """The newest checkpoint that every rank could `read` whole, and those that are not, with the reasons."""
 
     def list_them() -> list[list[str]]:
         found = folders.candidates(root) if world.rank == 0 else []
@@ -215,7 +249,7 @@ def _newest(root: Path, replica: Replica) -> tuple[folders.Contents, Path, list[
         raise FileNotFoundError(f"no checkpoint at {root}: expected a folder that un.save has written to")
     skipped: list[tuple[str, str]] = []
     for name, problem in names:
-        result: folders.Contents | str = problem or _try_to_read(root / name, replica)
+        result: folders.Contents | str = problem or _try_to_read(root / name, world, read)
         reasons = world.gather_objects(result if isinstance(result, str) else "")
         if isinstance(result, folders.Contents) and not any(reasons):
             return result, root / name, skipped
@@ -226,26 +260,33 @@ def _newest(root: Path, replica: Replica) -> tuple[folders.Contents, Path, list[
     raise CheckpointError(f"no whole checkpoint at {root}; restore one from a copy, or give another path:{lines}")
 
 
-def _try_to_read(folder: Path, replica: Replica) -> folders.Contents | str:
-    world = replica.world
+def _try_to_read(folder: Path, world: World, read: Callable[[Path], folders.Contents]) -> folders.Contents | str:
     if not folder.is_dir():
         return f"it cannot be seen from {world.host}; give a path on one disk that all hosts share"
     try:
-        return folders.read(folder, world.rank, world.size, type(replica.strategy).__name__)
+        return read(folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
         return _short(error)
+
+
+def warn_of(found: folders.Contents, folder: Path, skipped: list[tuple[str, str]], *, stacklevel: int) -> None:
+    """Say which checkpoints were damaged, and what became the mean of several ranks'."""
+    if skipped:
+        lines = "".join(f"\n  skipped {where}: {why}" for where, why in skipped)
+        warnings.warn(f"loaded {folder}; others beside it are damaged:{lines}", stacklevel=stacklevel)
+    if found.averaged:
+        some = ", ".join(found.averaged[:3]) + (", ..." if len(found.averaged) > 3 else "")
+        warnings.warn(
+            f"{folder} is of another world size or strategy, and {len(found.averaged)} tensors differed between its "
+            f"ranks ({some}): each became their mean",
+            stacklevel=stacklevel,
+        )
 
 
 def _apply(found: folders.Contents, replica: Replica, *, strict: bool) -> None:
     """Put everything in its place; what can be checked is checked before anything is touched."""
     world, whole = replica.world, found.whole
-    model, saved = _bare(replica.model), whole["model"]
-    saved._metadata = whole["versions"]
-    _check_model(model, saved, strict=strict)
-    optimizer_fits = _check_optimizer(replica.optimizer, whole["optimizer"], whole["optimizer_type"], strict=strict)
-    model.load_state_dict(saved, strict=strict)
-    if optimizer_fits:
-        replica.optimizer.load_state_dict(whole["optimizer"])
+    _apply_model_and_optimizer(found, replica, strict=strict)
     locals_ = [own["local"] for own in found.owns]
     own_part = {"local": locals_[0]} if found.same_world else {"locals": locals_}
     replica.load_state_dict({"shared": whole["strategy"], **own_part}, same_world=found.same_world)
@@ -262,15 +303,33 @@ def _apply(found: folders.Contents, replica: Replica, *, strict: bool) -> None:
         rng.derive(states[0], world.rank)
 
 
-def _check_model(model: torch.nn.Module, saved: Mapping[str, Any], *, strict: bool) -> None:
-    mine = model.state_dict()
+def _apply_model_and_optimizer(found: folders.Contents, replica: Replica, *, strict: bool) -> None:
+    model, saved, optimizer = _bare(replica.model), OrderedDict(found.whole["model"]), found.whole["optimizer"]
+    parts = _split_state(replica)
+    mine = model.state_dict() if parts is None else parts["model"]
+    groups = replica.optimizer.param_groups if parts is None else parts["optimizer"]["param_groups"]
+    _check_model(mine, saved, strict=strict)
+    kinds = (type(replica.optimizer).__name__, found.whole["optimizer_type"])
+    fits = _check_optimizer(groups, optimizer["param_groups"], kinds, strict=strict)
+    load_split = getattr(replica, "load_sharded_state", None)
+    if load_split is not None:
+        fitting = {name: value for name, value in saved.items() if name in mine}
+        load_split({"model": fitting, "optimizer": optimizer if fits else None}, same_world=found.same_world)
+        return
+    saved._metadata = found.whole["versions"]  # type: ignore[attr-defined]
+    model.load_state_dict(saved, strict=strict)
+    if fits:
+        replica.optimizer.load_state_dict(optimizer)
+
+
+def _check_model(mine: Mapping[str, Any], saved: Mapping[str, Any], *, strict: bool) -> None:
     problems = []
     if strict:
         problems += [f"it has no {name!r}" for name in mine if name not in saved]
         problems += [f"the model has no {name!r}" for name in saved if name not in mine]
     for name, value in mine.items():
-        other = saved.get(name)
-        if not isinstance(value, torch.Tensor) or other is None or torch.nn.parameter.is_lazy(value):
+        other: Any = saved.get(name)
+        if not hasattr(value, "shape") or not hasattr(other, "shape") or torch.nn.parameter.is_lazy(value):
             continue
         if value.shape != other.shape:
             problems.append(f"{name!r} has shape {tuple(other.shape)} there, {tuple(value.shape)} in the model")
@@ -282,12 +341,10 @@ def _check_model(model: torch.nn.Module, saved: Mapping[str, Any], *, strict: bo
         )
 
 
-def _check_optimizer(
-    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], saved_type: str, *, strict: bool
-) -> bool:
-    there = [len(group["params"]) for group in saved["param_groups"]]
-    here = [len(group["params"]) for group in optimizer.param_groups]
-    kind = type(optimizer).__name__
+def _check_optimizer(mine: Sequence[Any], saved: Sequence[Any], kinds: tuple[str, str], *, strict: bool) -> bool:
+    """Whether the groups of parameters fit, and the classes (mine, saved)."""
+    here, there = [len(group["params"]) for group in mine], [len(group["params"]) for group in saved]
+    kind, saved_type = kinds
     if (there, saved_type) == (here, kind):
         return True
     problem = (
@@ -317,8 +374,15 @@ def _together(world: World, what: str, do: Callable[[], Any]) -> list[Any]:
     if isinstance(error, TypeError | ValueError):
         raise error
     if failed:
-        raise CheckpointError(f"{what}: {'; '.join(failed)}") from error
+        same = len(failed) == len(answers) > 1 and len({problem for _, problem in answers}) == 1
+        raise CheckpointError(f"{what}: {f'every rank: {answers[0][1]}' if same else '; '.join(failed)}") from error
     return [answer[0] for answer in answers]
+
+
+def _split_state(replica: Replica) -> dict[str, Any] | None:
+    """Model and optimizer of a replica that holds its part of them only, with a Piece in place of split tensors."""
+    split = getattr(replica, "sharded_state", None)
+    return None if split is None else split()
 
 
 def _bare(model: torch.nn.Module) -> torch.nn.Module:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 __all__ = ["CHUNK_BYTES", "Held", "Piece", "Span", "Stored", "uncovered"]
 
-CHUNK_BYTES = 16 << 20  # the most that is read at a time
+CHUNK_BYTES = 8 << 20  # the most that is read at a time
 
 Read = Callable[[int, int], Tensor]
 Held = tuple[str, list[int], list[list[int]]]  # dtype, shape, and the spans that a rank holds
@@ -121,6 +121,8 @@ class Stored:
         if not 0 <= start <= stop <= self.numel():
             raise ValueError(f"elements {start} to {stop} of {self!r}: expected 0 <= start <= stop <= {self.numel()}")
         if out is None:
+            if (single := self._single(start, stop)) is not None:
+                return single
             out = torch.empty(stop - start, dtype=self.dtype)
         if out.shape != (stop - start,):
             raise ValueError(f"out has shape {tuple(out.shape)}; expected ({stop - start},) for the elements asked for")
@@ -145,6 +147,13 @@ class Stored:
         if span.stop * size != self.nbytes:
             raise ValueError(f"{self!r} has {self.nbytes} bytes, a {dtype} of shape {list(shape)} takes others")
         return Stored(shape, dtype, [span], self.name)
+
+    def _single(self, start: int, stop: int) -> Tensor | None:
+        """What one reading gives, without a copy; memory of the caller's own in any case."""
+        if self._memory is not None or not 0 < (stop - start) * self.dtype.itemsize <= CHUNK_BYTES:
+            return None
+        span = self._spans[bisect_right(self._starts, start) - 1]
+        return _checked(span.read, start, stop, self.dtype) if stop <= span.stop else None
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         step = max(1, CHUNK_BYTES // self.dtype.itemsize)

@@ -32,14 +32,15 @@ _LONG_INT_BITS = 8192  # Python refuses to read longer ints from decimal text
 _LENGTH = struct.Struct("<Q")
 
 
-def pack(obj: Any) -> tuple[Any, Tensors]:
+def pack(obj: Any, *, leaves: type | tuple[type, ...] = ()) -> tuple[Any, Tensors]:
     """Split `obj` into a tree that JSON holds and the tensors it mentions by name.
 
     Accepts None, bool, int, float (inf and nan too), str, bytes, list, tuple, dict, OrderedDict and Counter
     with keys of str or int, torch tensors of every dtype, numpy arrays and scalars, torch.Size, torch.dtype
     and torch.device; `unpack` gives each back with its own type and value. A tensor that occurs twice is kept
     once, and is one object again after `unpack`. Tensors are referred to, not copied, where they already lie
-    contiguous on the CPU; after `unpack` they lie there, detached.
+    contiguous on the CPU; after `unpack` they lie there, detached. What stands for a tensor, of a class among
+    `leaves`, is kept in its place.
 
     Returns the tree and the tensors by the path at which each was found.
 
@@ -51,7 +52,7 @@ def pack(obj: Any) -> tuple[Any, Tensors]:
         >>> tree, list(tensors)
         ({'lr': 0.1, 'momentum': {'!tensor': 'momentum'}}, ['momentum'])
     """
-    packer = _Packer()
+    packer = _Packer(leaves)
     try:
         return packer.tree(obj, ()), packer.tensors
     except RecursionError:
@@ -114,8 +115,9 @@ def _read_tensors(layout: Any, body: memoryview) -> Tensors:
 class _Packer:
     """One walk over a nested state; collects tensors by the path at which they were first met."""
 
-    def __init__(self) -> None:
+    def __init__(self, leaves: type | tuple[type, ...] = ()) -> None:
         self.tensors: Tensors = {}
+        self._leaves = leaves
         self._names: dict[Any, str] = {}  # where a tensor's values lie -> its name, to keep aliases once
         self._kept: list[Any] = []  # holds what the identities in _names refer to
 
@@ -152,6 +154,10 @@ class _Packer:
 
     def _rare(self, obj: Any, path: Path) -> Any:
         kind = type(obj)
+        if isinstance(obj, self._leaves):
+            if (name := self._names.get(id(obj))) is None:
+                name = self._names[id(obj)] = self._store(obj, path)
+            return {"!tensor": name}
         if kind is bytes:
             if len(obj) <= _INLINE_BYTES:
                 return {"!bytes": base64.b64encode(obj).decode()}
@@ -210,7 +216,7 @@ class _Packer:
         name = self._store(_tensor_of(memoryview(raw), torch.uint8, [len(raw)]), path)
         return {"!array": name, "dtype": dtype.str, "shape": list(obj.shape)}
 
-    def _store(self, tensor: torch.Tensor, path: Path) -> str:
+    def _store(self, tensor: Any, path: Path) -> str:
         base = name = _join(path) or "value"
         number = 1
         while name in self.tensors or name == "__metadata__":  # safetensors keeps that name for itself

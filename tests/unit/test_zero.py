@@ -383,3 +383,27 @@ def test_load_state_dict_of_the_model_reaches_what_the_optimizer_steps(stage: in
     train(model, adam(model), lambda t: torch.cat([words(t, r) for r in range(2)]), range(2))
     for found in run_threads(work, 2):
         assert_same(found, dict(model.state_dict()))
+
+
+@stages
+def test_a_parameter_that_is_unfrozen_later_is_refused_by_name(stage: int) -> None:
+    def work(world: World) -> None:
+        model = text(frozen="head")
+        un.parallel(model, adam(model), f"zero(stage={stage})", world=world)
+        model.head.weight.requires_grad_(True)  # type: ignore[union-attr]
+        with pytest.raises(RuntimeError, match="'head.weight' was frozen"):
+            loss_of(model, words(0, world.rank)).backward()
+
+    run_threads(work, 2)
+
+
+def test_a_model_that_is_compiled_trains_as_one_that_is_not() -> None:
+    model = text()
+    optimizer = adam(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    un.parallel(model, optimizer, "zero(stage=3, optimizer_on=cpu, unit_bytes=2500)", world=World())
+    for t in range(3):
+        optimizer.zero_grad()
+        loss_of(compiled, words(t, 0)).backward()
+        optimizer.step()
+    assert_same(dict(model.state_dict()), reference(1, 3))

@@ -53,7 +53,7 @@ class Task(NamedTuple):
     rule: Rule
     moments: Moments
     groups: Sequence[Settings]
-    kept: Mapping[int, Kept]  # of each group
+    kept: Sequence[Kept]  # of each group
     batches: Sequence[Batch]
     gradient: Tensor
     out: Tensor | None

@@ -295,20 +295,22 @@ class DiskHome(Home):
         self._pool.check()
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        found = torch.empty(stop - start, dtype=self._all[0].fields[name].dtype if self._all else torch.float32)
+        dtype = self._all[0].fields[name].dtype if self._all else torch.float32
+        found = self._pool.disk.buffer((stop - start) * dtype.itemsize).view(dtype)  # direct I/O needs no copy there
+        handles = []
         for number, low, high in self._overlaps(start, stop):
-            self._read_part(self._all[number], name, low - number * self._size, found[low - start : high - start])
+            part, at, into = self._all[number], low - number * self._size, found[low - start : high - start]
+            buffer = self._pool.find(part)
+            if part.empty:
+                into.fill_(part.first.get(name, 0.0))
+            elif buffer is not None and buffer.reading is None:
+                into.copy_(part.lines(buffer.memory)[name][at : at + high - low])
+            else:
+                slot = part.slot.part(part.fields[name].offset + at * dtype.itemsize, into.nbytes)
+                handles.append(self._pool.disk.read(slot, into))
+        for handle in handles:
+            handle.wait()
         return found
-
-    def _read_part(self, part: Part, name: str, at: int, into: Tensor) -> None:
-        buffer, width = self._pool.find(part), into.element_size()
-        if part.empty:
-            into.fill_(part.first.get(name, 0.0))
-        elif buffer is not None and buffer.reading is None:
-            into.copy_(part.lines(buffer.memory)[name][at : at + into.numel()])
-        else:
-            slot = part.slot.part(part.fields[name].offset + at * width, into.numel() * width)
-            self._pool.disk.read(slot, into).wait()
 
     def write(self, name: str, start: int, values: Tensor) -> None:
         for number, low, high in self._overlaps(start, start + values.numel()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 from pathlib import Path
@@ -36,3 +37,18 @@ def _free() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def give_back_freed_memory() -> None:
+    """Let the C library return large blocks to the system when they are freed, where it is glibc.
+
+    It keeps them otherwise, and cannot always use them again for aligned memory: a process that frees as much as it
+    takes still grows. Costs page faults, so it is only for runs that must fit into little memory.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, 1 << 20)
+        mallopt(_TRIM_THRESHOLD, 16 << 20)
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h

@@ -125,7 +125,7 @@ class Own(Rule):
         self._found: dict[tuple[Any, ...], Kept] = {}
 
     def kept(self, group: Settings) -> Kept:
-        key = tuple((k, repr(v)) for k, v in sorted(group.items()) if isinstance(v, (bool, str)) or not v)
+        key = tuple((k, v) for k, v in sorted(group.items()) if isinstance(v, (bool, str)) or v is None or v == 0)
         if key not in self._found:
             self._found[key] = _tried(self, group)
         return self._found[key]

@@ -98,6 +98,8 @@ class Pipeline:
         cuda = device.type == "cuda"
         threads = threads or max(1, torch.get_num_threads() - cuda)  # one core launches the GPU's kernels
         share = gpu_lane if not isinstance(gpu_lane, bool) else staged_share(threads) if gpu_lane and cuda else 0.0
+        if not 0 <= share <= 1:
+            raise ValueError(f"gpu_lane is True, False or a share from 0 to 1, got {gpu_lane!r}")
         disks = {u for u, line in enumerate(lines) if line.home == "disk"}
         parts = cut([line.compute.numel() for line in lines], share=share, resident=resident, disk=disks, part=part)
         self.parts = parts

@@ -15,6 +15,7 @@ from unisono.offload.segments import Run as Run
 Lane = Literal["host", "disk", "staged", "resident"]
 PART = 8 << 20  # elements: 100 MB of Adam's state, 2 ms of a fast link
 _BORDER = 1 << 12  # parts begin on such a multiple
+_HOST_PARTS = 4  # the CPU's are as many times larger: they wait for no slot, and starting its threads takes time
 _LEAST = 1 << 18  # a smaller part than this is not worth a lane of its own
 
 _LINK_GBS = 55.0  # GB/s each way: PCI express 5.0 x16, measured on an H200
@@ -79,7 +80,7 @@ def cut(
             seen += length
             border = _border(length, share * seen - given)
             given += length - border
-            parts += _pieces(unit, 0, border, "host", part)
+            parts += _pieces(unit, 0, border, "host", _HOST_PARTS * part)
             parts += _pieces(unit, border, length, "staged", part)
     return parts
 
@@ -141,15 +142,20 @@ def resident_units(
     gradient_bytes: int = 2,
     slots: int,
     part: int = PART,
+    delayed: bool = False,
+    compute_bytes: int = 2,
 ) -> frozenset[int]:
     """The units whose state fits on the device: as many of the first as possible.
 
     The first, because the next forward needs them first. `budget_bytes` is what the optimizer may have there, gradients
-    included: the slots and gradients of what passes through are counted too.
+    included: the slots and gradients of what passes through are counted too. A delayed update keeps the gradients of
+    two steps and a second copy of the values (`compute_bytes` an element).
 
     >>> sorted(resident_units([1 << 20] * 4, 40 << 20, share=0.0, slots=6))
     [0, 1]
     """
+    gradient_bytes *= 1 + delayed
+    budget_bytes -= sum(lengths) * compute_bytes * delayed
     for count in range(len(lengths), -1, -1):
         here, rest = sum(lengths[:count]), sum(lengths[count:])
         most = min(part, max(lengths, default=0))

@@ -5,7 +5,7 @@ The optimizer steps them where they rest; on disk, the master values are the onl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ class Resting:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        lines: Sequence[Line],
         *,
         moments: torch.dtype = torch.float32,
         disk: Disk | None = None,
@@ -34,13 +33,18 @@ class Resting:
         threads: int | None = None,
     ) -> None:
         self._stepper = Stepper(optimizer, moments=moments, disk=disk, threads=threads)
-        self._computes = [line.compute for line in lines] if keep else None
-        self._dtypes, self._lengths = [line.compute.dtype for line in lines], [line.compute.numel() for line in lines]
+        self._computes: list[Tensor] | None = [] if keep else None
+        self._dtypes: list[torch.dtype] = []
         self._gradients: dict[int, Tensor] = {}
-        for line in lines:
-            values = (line.compute if line.master is None else line.master).detach()
-            own = values.to("cpu", master_dtype(line), copy=True) if line.home == "cpu" else values
-            self._stepper.add(Block(own.to("cpu", master_dtype(line)).contiguous(), line.runs, line.home))
+
+    def add(self, line: Line) -> None:
+        """Take one more unit."""
+        values = (line.compute if line.master is None else line.master).detach()
+        own = values.to("cpu", master_dtype(line), copy=line.home == "cpu").contiguous()
+        self._stepper.add(Block(own, line.runs, line.home))
+        self._dtypes.append(line.compute.dtype)
+        if self._computes is not None:
+            self._computes.append(line.compute)
 
     def offer(self, u: int, gradient: Tensor) -> None:
         """Take the gradient of unit `u` for the next step."""
@@ -52,6 +56,8 @@ class Resting:
             raise ValueError("a delayed update needs parameters on the device")
         settings = self._stepper.begin()
         order = sorted(self._gradients)
+        if order:
+            self._stepper.prefetch(order[0])
         for u, following in zip(order, [*order[1:], None], strict=True):
             if following is not None:
                 self._stepper.prefetch(following)
@@ -94,6 +100,15 @@ class Resting:
     def reset(self, u: int, *, start: int = 0, stop: int | None = None) -> None:
         """Forget the optimizer's state of elements [start, stop)."""
         self._stepper.reset(u, start=start, stop=stop)
+
+    @property
+    def steps(self) -> int:
+        """Steps so far."""
+        return self._stepper.steps
+
+    @steps.setter
+    def steps(self, count: int) -> None:
+        self._stepper.steps = count
 
     def close(self) -> None:
         """End the threads."""

@@ -19,7 +19,7 @@ from unisono.offload.cells import Engine, Moments, Task
 from unisono.offload.disk import Disk
 from unisono.offload.homes import DiskHome, Home, MemoryHome, Parts
 from unisono.offload.optimizers import Kept, Rule, Settings, rule_for, settings_of
-from unisono.offload.segments import Batch, Run, Segments
+from unisono.offload.segments import Run, Segments
 
 __all__ = ["Block", "Run", "StepSettings", "Stepper", "disk_bytes"]
 
@@ -55,13 +55,14 @@ class Block:
             raise ValueError(f"got a block of {self.dtype}: expected floating point numbers")
 
 
-PART_ELEMENTS = 8 << 20  # of a block on disk that are in memory together: 96 MB for Adam
+PART_ELEMENTS = 4 << 20  # of a block on disk that are in memory together: 48 MB for Adam
 
 
 class StepSettings(NamedTuple):
-    """The settings of all param groups for one step, and its number."""
+    """The settings of all param groups for one step, what each keeps under them, and the step's number."""
 
     groups: list[Settings]
+    kept: list[Kept]
     step: int
 
 
@@ -144,10 +145,9 @@ class Stepper:
     def begin(self) -> StepSettings:
         """Begin a step: the groups' settings as they are now hold for it, whatever a scheduler changes meanwhile."""
         groups = [settings_of(group) for group in self.optimizer.param_groups]
-        with self._lock:
-            self.steps += 1
-            self._settings = StepSettings(groups, self.steps)
-            return self._settings
+        self.steps += 1
+        self._settings = settings = StepSettings(groups, [self._rule.kept(group) for group in groups], self.steps)
+        return settings
 
     def step(
         self,
@@ -174,16 +174,26 @@ class Stepper:
             if out is not None:
                 _check_line("out", out, held.length)
             batches = held.segments.batches(absent, self._rule)
-            kept = self._kept_now(held, batches, settings)
+            self._check_kept(held, settings)
             held.home.check()
             places = {k: self._moments.place(settings.step, index, i) for i, k in enumerate(held.names)}
-            common = (self._rule, self._moments, settings.groups, kept, batches, gradient, out, float(scale), places)
+            common = (
+                self._rule,
+                self._moments,
+                settings.groups,
+                settings.kept,
+                batches,
+                gradient,
+                out,
+                float(scale),
+                places,
+            )
             for part in range(self._half.get(index, 0), held.home.parts):
-                self._half[index] = part
                 start, stop = held.home.span(part)
                 lines = held.home.open(part)
                 cells = held.segments.cells(batches, start, stop, self._engine.cell(stop - start, self._rule))
                 self._engine.run(Task(*common, lines, start), cells)
+                self._half[index] = part + 1
                 held.home.release(part)
             self._half.pop(index, None)
             held.segments.advance(batches)
@@ -274,17 +284,15 @@ class Stepper:
         groups = [self.optimizer.param_groups[group] for group in held.segments.groups(start, stop)]
         return {name for group in groups for name in self._rule.kept(settings_of(group)).scalars}
 
-    def _kept_now(self, held: _Held, batches: Sequence[Batch], settings: StepSettings) -> dict[int, Kept]:
-        """What each group keeps under its settings of now; refuses what the blocks have no lines for."""
-        kept = {group: self._rule.kept(settings.groups[group]) for group in {batch.group for batch in batches}}
-        for group, one in kept.items():
-            missing = set(one.lines) - set(held.names)
+    def _check_kept(self, held: _Held, settings: StepSettings) -> None:
+        """Refuse settings that need state which the block has no lines for."""
+        for group in held.segments.groups(0, held.length):
+            missing = set(settings.kept[group].lines) - set(held.names)
             if missing:
                 raise ValueError(
                     f"group {group} of {type(self.optimizer).__name__} now needs {sorted(missing)}, which it did not "
                     f"as this run began: set amsgrad, momentum and the like before training"
                 )
-        return kept
 
 
 def disk_bytes(

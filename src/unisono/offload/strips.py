@@ -131,7 +131,7 @@ def compiled() -> Callable[..., int]:
     """`strip` by TorchScript; as it is where that fails or gives other results, in PyTorch's versions to come."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("ignore")  # TorchScript is on its way out of PyTorch
             script: Callable[..., int] = torch.jit.script(strip)
         same = all(agrees(script, kind) for kind in (ADAM, ADAMW, SGD, ADAGRAD) for _ in range(3))
     except Exception:

@@ -38,6 +38,7 @@ class Backward(Windows):
     complete(unit): all gradients of a unit have been taken; its values are not needed any more in this pass.
     reduced(unit): the gradient of my shard is that of the whole window.
     finished(world): all units are; with the world to talk in.
+    check(): a pass begins; raises what must not be.
     """
 
     def __init__(
@@ -52,11 +53,12 @@ class Backward(Windows):
         complete: Callable[[Unit], None],
         reduced: Callable[[Unit], None],
         finished: Callable[[World], None],
+        check: Callable[[], None],
     ) -> None:
         super().__init__(accumulate, advance)
         self.units, self.world, self.stage = list(units), world, stage
         self.channel = world.channel(inline=True)
-        self._complete, self._reduced, self._finished = complete, reduced, finished
+        self._complete, self._reduced, self._finished, self._check = complete, reduced, finished, check
         self._lane = Lane("unisono reduce") if overlap and world.size > 1 else None
         self._lines = [self._line() for _ in range(_LINES if self._lane else 1)]
         self._running: deque[tuple[Handle[None], Tensor]] = deque()
@@ -126,6 +128,7 @@ class Backward(Windows):
             self._launch()
 
     def _begin(self, task: int) -> None:
+        self._check()
         if self._ended:
             self._opened()
             self._ended = False

@@ -5,17 +5,19 @@ ZeRO-Offload: Ren et al., 2021, arXiv:2101.06840. ZeRO-Infinity: Rajbhandari et 
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from unisono.offload.device import SLOTS
 from unisono.offload.disk import Disk
-from unisono.offload.host import available_bytes
+from unisono.offload.host import available_bytes, give_back_freed_memory
 from unisono.offload.lines import Line
 from unisono.offload.pipeline import Pipeline
 from unisono.offload.plan import resident_units, staged_share
@@ -31,11 +33,22 @@ if TYPE_CHECKING:
 
 Home = Literal["cpu", "disk"]
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_SLOTS = 6  # parts that pass through the device at a time
+
+
+class Place(NamedTuple):
+    """Where a parameter stands in the optimizer."""
+
+    group: int
+    number: int
+
+
+Numbers = dict[str, Place]  # by the parameter's name
 
 
 class Engine(Protocol):
     """Who steps: `Pipeline` where values are on the device, `Resting` where they rest elsewhere."""
+
+    steps: int
 
     def offer(self, u: int, gradient: Tensor) -> Any:
         """Take a unit's gradient."""
@@ -73,12 +86,10 @@ class Offloading:
     known how much of the device's memory a step takes."""
 
     def __init__(
-        self, optimizer: Optimizer, units: Sequence[Unit], groups: Sequence[Sequence[Tensor]], strategy: zero,
-        device: torch.device,
-    ) -> None:  # fmt: skip
+        self, optimizer: Optimizer, units: Sequence[Unit], numbers: Numbers, strategy: zero, device: torch.device
+    ) -> None:
         self.optimizer, self.units, self.strategy, self.device = optimizer, list(units), strategy, device
-        self._group = {p: g for g, params in enumerate(groups) for p in params}
-        self._numbers = {p: i for i, p in enumerate(p for params in groups for p in params)}
+        self._numbers = numbers
         self._at = {unit: u for u, unit in enumerate(self.units)}
         self._moments = MOMENTS[strategy.moments]
         self._engine: Engine | None = None
@@ -86,18 +97,31 @@ class Offloading:
         self._steps = 0
         self.homes = self._choose_homes()
         self._check_room()
-        if strategy.device_memory is None or device.type != "cuda":
+        if "disk" in self.homes:
+            give_back_freed_memory()
+
+    def start(self) -> None:
+        """All units have values: the engine is built, or, where a budget of the device's memory must be kept, with the
+        first gradient."""
+        if self.strategy.device_memory is None or self.device.type != "cuda":
             self.engine  # noqa: B018 - built now
 
-    # Where the state lives -------------------------------------------------------------------------------
+    @property
+    def rests(self) -> bool:
+        """Whether the values are not on the device that computes."""
+        on = self.strategy.params_on
+        return on == "disk" or (on == "cpu" and self.device.type != "cpu")
 
-    def _blocks(self, homes: Sequence[Home]) -> list[Block]:
-        """What lies where, without values."""
-        return [
-            Block(None, self._runs(unit), "disk", unit.each, unit.master_dtype)
-            for unit, home in zip(self.units, homes, strict=True)
-            if home == "disk"
-        ]
+    def take(self, unit: Unit) -> None:
+        """Where values rest on disk: take a unit's at once, so that memory for all of them is never needed."""
+        if self.strategy.params_on == "disk":
+            if self._engine is None:
+                self._engine = self._resting()
+            assert isinstance(self._engine, Resting)
+            self._engine.add(self._line(unit))
+            unit.shard = unit.master = torch.empty(0, dtype=unit.dtype)
+
+    # Where the state lives -------------------------------------------------------------------------------
 
     def _state_bytes(self, unit: Unit) -> int:
         """Bytes of a unit's state: master and moments."""
@@ -140,49 +164,68 @@ class Offloading:
             )
 
     def _runs(self, unit: Unit) -> list[Run]:
-        places = [(part, self._group.get(unit.params[part.slot])) for part in unit.held]
-        return [Run(part.at, part.at + part.length, group) for part, group in places if group is not None]
+        places = [(part, self._numbers.get(unit.names[part.slot])) for part in unit.held]
+        return [Run(part.at, part.at + part.length, place.group) for part, place in places if place is not None]
 
     @property
     def engine(self) -> Engine:
         """Built at the first use."""
         if self._engine is None:
             s = self.strategy
-            blocks = self._blocks(self.homes)
-            if blocks:
-                nbytes = disk_bytes(self.optimizer, blocks, moments=self._moments)
-                self._disk = Disk(s.disk or os.environ.get("UNISONO_DISK") or tempfile.gettempdir(), nbytes)
-            lines = [
-                Line(unit.shard, self._runs(unit), None if unit.master is unit.shard else unit.master, home)
-                for unit, home in zip(self.units, self.homes, strict=True)
-            ]
-            if s.params_on == "device" or (s.params_on == "cpu" and self.device.type == "cpu"):
+            if self.rests:
+                resting = self._engine = self._resting()
+                for unit in self.units:
+                    resting.add(self._line(unit))
+            else:
                 self._engine = Pipeline(
                     self.optimizer,
-                    lines,
+                    [self._line(unit) for unit in self.units],
                     device=self.device,
                     moments=self._moments,
                     gradients=None if s.accumulate == 1 else self.units[0].master_dtype,
-                    disk=self._disk,
+                    disk=self._scratch(),
                     delayed=s.delayed_update,
                     resident=self._resident(),
                 )
-            else:
-                self._engine = Resting(
-                    self.optimizer, lines, moments=self._moments, disk=self._disk, keep=s.params_on == "cpu"
-                )
             for unit in self.units:
                 unit.master = unit.shard  # what the engine has taken over
+            self._engine.steps = self._steps
         return self._engine
+
+    def _resting(self) -> Resting:
+        keep = self.strategy.params_on == "cpu"
+        return Resting(self.optimizer, moments=self._moments, disk=self._scratch(), keep=keep)
+
+    def _scratch(self) -> Disk | None:
+        """The file for what goes to disk."""
+        homes = zip(self.units, self.homes, strict=True)
+        blocks = [block for unit, home in homes if home == "disk" for block in self._blocks_of(unit)]
+        if blocks:
+            nbytes = disk_bytes(self.optimizer, blocks, moments=self._moments)
+            folder = self.strategy.disk or os.environ.get("UNISONO_DISK") or tempfile.gettempdir()
+            self._disk = Disk(folder, nbytes)
+        return self._disk
+
+    def _line(self, unit: Unit) -> Line:
+        master = None if unit.master is unit.shard else unit.master
+        return Line(unit.shard, self._runs(unit), master, self.homes[self._at[unit]])
 
     def _resident(self) -> frozenset[int]:
         """The units whose state fits on the device, beside what a step has taken so far at its peak."""
         if self.strategy.device_memory is None or self.device.type != "cuda":
             return frozenset()
-        peak = torch.cuda.max_memory_allocated(self.device)
-        room = 0.97 * parse_size(self.strategy.device_memory) - peak
-        share = staged_share(max(1, torch.get_num_threads() - 1))
-        return resident_units([unit.each for unit in self.units], room, share=share, slots=_SLOTS)
+        s, peak = self.strategy, torch.cuda.max_memory_allocated(self.device)
+        lengths = [unit.each for unit in self.units]
+        state = sum(self._state_bytes(unit) for unit in self.units) / max(1, sum(lengths))
+        return resident_units(
+            lengths,
+            0.97 * parse_size(self.strategy.device_memory) - peak,
+            share=staged_share(max(1, torch.get_num_threads() - 1)),
+            state_bytes=math.ceil(state),
+            gradient_bytes=self.units[0].dtype.itemsize if s.accumulate == 1 else self.units[0].master_dtype.itemsize,
+            delayed=s.delayed_update,
+            slots=SLOTS,
+        )
 
     # A step ----------------------------------------------------------------------------------------------
 
@@ -194,7 +237,7 @@ class Offloading:
 
     def step(self, scale: float, absent: Mapping[Unit, list[tuple[int, int]]]) -> None:
         """Begin the update."""
-        self._steps += 1
+        self._steps += 1  # as the engine does
         delay = self.strategy.delayed_update and self._steps > self.strategy.delay_after
         ranges = {self._at[unit]: found for unit, found in absent.items() if found}
         self.engine.step(scale, ranges, delay=delay)
@@ -225,6 +268,17 @@ class Offloading:
             self._disk.close()
             self._disk = None
 
+    @property
+    def steps(self) -> int:
+        """Updates so far: when a delay begins, and how 16-bit moments are rounded, depend on it."""
+        return self._steps
+
+    @steps.setter
+    def steps(self, count: int) -> None:
+        self._steps = count
+        if self._engine is not None:
+            self._engine.steps = count
+
     # State -----------------------------------------------------------------------------------------------
 
     def master(self, unit: Unit) -> Tensor:
@@ -251,11 +305,11 @@ class Offloading:
             u = self._at[unit]
             lines = [name for name in self.engine.names(u) if name != "master"]
             for part in unit.held:
-                param = unit.params[part.slot]
-                scalars = self.engine.scalars(u, part.at) if param in self._numbers else None
-                if scalars is not None:
+                place = self._numbers.get(unit.names[part.slot])
+                scalars = self.engine.scalars(u, part.at) if place is not None else None
+                if place is not None and scalars is not None:
                     pieces = {name: self._piece(unit, part.slot, name) for name in lines}
-                    found[self._numbers[param]] = {**pieces, **_own(scalars)}
+                    found[place.number] = {**pieces, **_own(scalars)}
         return found
 
     def states(self) -> dict[tuple[Unit, int], dict[str, Any]]:
@@ -265,7 +319,7 @@ class Offloading:
             u = self._at[unit]
             lines = [name for name in self.engine.names(u) if name != "master"]
             for i, part in enumerate(unit.held):
-                scalars = self.engine.scalars(u, part.at) if unit.params[part.slot] in self._numbers else None
+                scalars = self.engine.scalars(u, part.at) if unit.names[part.slot] in self._numbers else None
                 if scalars is not None:
                     stop = part.at + part.length
                     read = {name: self.engine.state(u, name, part.at, stop) for name in lines}
@@ -292,9 +346,10 @@ class Offloading:
             u = self._at[unit]
             for part in unit.held:
                 stop = part.at + part.length
-                state = saved.get(self._numbers.get(unit.params[part.slot], -1))
+                place = self._numbers.get(unit.names[part.slot])
+                state = None if place is None else saved.get(place.number)
                 if not state:
-                    if unit.params[part.slot] in self._numbers:
+                    if place is not None:
                         self.engine.reset(u, start=part.at, stop=stop)
                     continue
                 lines = self.engine.names(u)

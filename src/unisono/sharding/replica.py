@@ -16,7 +16,7 @@ from unisono.sharding import optimizers, saving
 from unisono.sharding.backward import Backward
 from unisono.sharding.gathering import Arrival, Gathering
 from unisono.sharding.making import Swapped, adopt, materialise, swap
-from unisono.sharding.offloading import Offloading
+from unisono.sharding.offloading import Numbers, Offloading, Place
 from unisono.sharding.units import Unit, unit_bytes_for, units_by_module, units_by_size
 from unisono.strategy import Replica, share, share_buffers
 from unisono.world import World
@@ -73,6 +73,8 @@ class ZeroReplica(Replica):
         if s.params_on != "device":
             for buffer in self.model.buffers():
                 buffer.data = buffer.data.to(on)
+        if away:
+            self._offload = Offloading(self.optimizer, self._trainable, self._numbers(), s, on)
         for unit in self.units:  # one after the other: a model may be larger than this rank's memory
             materialise(self.model, world, swapped, unit.params)
             unit.params = [swapped.get(p, p) for p in unit.params]
@@ -85,11 +87,14 @@ class ZeroReplica(Replica):
                 shard_on=on if s.params_on == "device" else host,
                 master_on=host if away else on,
             )
+            if self._offload is not None and unit.trainable:
+                self._offload.take(unit)
         self._settle(swapped)
         before = optimizers.split(self.optimizer, self._trainable)
-        if away:
-            self._offload = Offloading(self.optimizer, self._trainable, self._original, s, on)
-            self._offload.load_states(before)
+        if self._offload is not None:
+            self._offload.start()
+            if before:
+                self._offload.load_states(before)
         overlap = overlap_pays(world) if s.overlap is None else s.overlap
         if s.stage == 3:
             self._gathering = Gathering(self.model, self.units, world, self._values, ahead=overlap)
@@ -105,7 +110,9 @@ class ZeroReplica(Replica):
             complete=self._gathering.complete if self._gathering is not None else lambda unit: None,
             reduced=self._offload.offer if self._offload is not None else lambda unit: None,
             finished=self._share_buffers,
+            check=self._check_frozen,
         )
+        self._frozen = [(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
         self._watch_model()
 
     def _made(self, size: int, rank: int) -> list[Unit]:
@@ -114,6 +121,11 @@ class ZeroReplica(Replica):
         dtype = None if s.precision is None else DTYPES[s.precision]
         by = units_by_module if s.stage == 3 else units_by_size
         return by(self.model, unit_bytes_for(self.model, s.unit_bytes), dtype=dtype, size=size, rank=rank)
+
+    def _numbers(self) -> Numbers:
+        names = {p: name for name, p in self.model.named_parameters()}
+        every = [(names[p], g) for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]]
+        return {name: Place(g, number) for number, (name, g) in enumerate(every)}
 
     def _settle(self, swapped: Swapped) -> None:
         """What is still on the meta device gets values; the optimizer holds what has them."""
@@ -124,6 +136,15 @@ class ZeroReplica(Replica):
     @property
     def _trainable(self) -> list[Unit]:
         return [unit for unit in self.units if unit.trainable]
+
+    def _check_frozen(self) -> None:
+        """A parameter that learns from now on belongs to no unit: its gradient would stay on its own rank."""
+        for name, param in self._frozen:
+            if param.requires_grad:
+                raise RuntimeError(
+                    f"{name!r} was frozen when the parameters were split, and is not now: call replica.restore() and "
+                    "replica.close() on every rank, and un.parallel again"
+                )
 
     def _values(self, unit: Unit) -> Tensor:
         """My shard of a unit, up to date, where it computes."""
@@ -188,11 +209,12 @@ class ZeroReplica(Replica):
         if self._quiet:
             return
         for unit in self.units:
-            if unit.shard.data_ptr() != unit.mine(unit.full).data_ptr():
-                unit.shard.copy_(unit.mine(unit.full))
             if unit.trainable and self._offload is not None:
                 self._offload.set_master(unit, unit.mine(unit.full))
-            elif unit.trainable and unit.master is not unit.shard:
+                continue
+            if unit.shard.data_ptr() != unit.mine(unit.full).data_ptr():
+                unit.shard.copy_(unit.mine(unit.full))
+            if unit.trainable and unit.master is not unit.shard:
                 unit.master.copy_(unit.shard)
         if self._gathering is not None:
             self._gathering.let_go_all()
@@ -239,6 +261,15 @@ class ZeroReplica(Replica):
         """The window does not end with passes inside the block. Stage 1 keeps their gradients whole; stages 2 and 3,
         which are there to avoid that, reduce them at once and add up shards: the sum is the same."""
         return self._backward.no_sync() if self._backward is not None else super().no_sync()
+
+    def state_dict(self) -> dict[str, Any]:
+        updates = 0 if self._offload is None else self._offload.steps
+        return {"shared": {"step": self.step, "updates": updates}, "local": {}}
+
+    def load_state_dict(self, state: dict[str, Any], *, same_world: bool = True) -> None:
+        super().load_state_dict(state, same_world=same_world)
+        if self._offload is not None:
+            self._offload.steps = state["shared"].get("updates", self.step)
 
     # Checkpoints -----------------------------------------------------------------------------------------
 

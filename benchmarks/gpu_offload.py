@@ -1,0 +1,416 @@
+"""ZeRO-Offload on one GPU against FSDP2's CPUOffloadPolicy: a GPT of 1.41 B parameters, fp32 values and moments of
+AdamW on the host, computing in bf16.
+
+Both sides run in one process and take turns. A cycle is backward, optimizer step and the next forward, measured from
+the end of one forward to the end of another, several cycles later: work still under way at the end of a step counts.
+
+Parts (--parts, all by default):
+  floors    what the machine does: the host's fused AdamW, locked memory, the link, both lanes of the update
+  speed     4,096 and 16,384 tokens a step: exact and delayed update against FSDP2
+  budget    device_memory = 14, 18, 22 GiB at 4,096 tokens: each in a process of its own, for its peak of memory
+  largest   the largest model of width 4,096 that trains (each try in a process of its own)
+
+Keys:
+  offload_over_fsdp2_T, delayed_over_fsdp2_T      tokens a second over FSDP2's, at T tokens a step
+  fsdp2_T_s, offload_T_s, delayed_T_s             seconds a cycle
+  no_offload_T_s, gpu_busy_share_T, ..._delayed_T a cycle with all on the GPU; share of a cycle in which kernels run
+  budget_Ggib_tokens_s, budget_Ggib_peak_gib      at a budget of G GiB
+  largest_parameters, largest_s                   and seconds a cycle at 4,096 tokens
+  host_adamw_gparams_s (host_adamw_omp_...), device_lane_gparams_s, both_lanes_gparams_s, pin_gb_s, h2d_gb_s, d2h_gb_s,
+  duplex_gb_s                                     the floors
+Without CUDA it prints {"skipped": ...} and ends well; --tiny runs all but `floors` small, on the CPU, to try it out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from measure import finish
+
+OFFLOAD = "zero(stage=2, precision=bf16, optimizer_on=cpu)"
+SPECS = {
+    "offload": OFFLOAD,
+    "delayed": OFFLOAD[:-1] + ", delayed_update=True, delay_after=0)",
+    "no_offload": "zero(stage=2, precision=bf16)",
+}
+BUDGETS_GIB = (14, 18, 22)
+GIB = 2**30
+
+
+class Shape(NamedTuple):
+    """A GPT."""
+
+    layers: int = 24
+    width: int = 2048
+    length: int = 1024
+    vocabulary: int = 50304
+
+
+TINY = Shape(2, 64, 32, 256)
+
+
+def gpt(shape: Shape) -> Any:
+    """Blocks after norms, each added; embedding and head are not tied."""
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    width = shape.width
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+            self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+        def forward(self, x: Any) -> Any:  # (batch, time, width)
+            heads = width // min(128, width)
+            q, k, v = (part.unflatten(2, (heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, 2))
+            seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out(seen.transpose(1, 2).flatten(2))
+            return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+    class GPT(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.places = nn.Embedding(shape.vocabulary, width), nn.Embedding(shape.length, width)
+            self.blocks = nn.ModuleList(Block() for _ in range(shape.layers))
+            self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, shape.vocabulary, bias=False)
+
+        def forward(self, tokens: Any) -> Any:  # (batch, time)
+            x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+            for block in self.blocks:
+                x = block(x)
+            return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1)[:-1], tokens.flatten()[1:])
+
+    return GPT()
+
+
+def adamw(model: Any) -> Any:
+    import torch
+
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+# Sides -------------------------------------------------------------------------------------------------------
+
+
+class Side(NamedTuple):
+    """Something that trains."""
+
+    forward: Callable[[], Any]
+    step: Callable[[], None]
+    close: Callable[[], None]
+
+    def cycles(self, count: int) -> float:
+        """Seconds a cycle."""
+        loss = self.forward()
+        loss.item()
+        start = time.perf_counter()
+        for _ in range(count):
+            loss.backward()
+            self.step()
+            loss = self.forward()
+        loss.item()
+        return (time.perf_counter() - start) / count
+
+
+def ours(spec: str, shape: Shape, tokens: Any, *, meta: bool = False) -> Side:
+    """The loop that anybody writes, with `un.parallel`."""
+    import torch
+
+    import unisono as un
+
+    with torch.device("meta" if meta else tokens.device):
+        model = gpt(shape)
+    optimizer = adamw(model)
+    replica = un.parallel(model, optimizer, spec, world=un.join(device=tokens.device))
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Side(lambda: model(tokens), step, replica.close)
+
+
+def fsdp2(shape: Shape, tokens: Any) -> Side:
+    """FSDP2 with CPUOffloadPolicy and MixedPrecisionPolicy, a fused AdamW on the host."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    cuda = tokens.device.type == "cuda"
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    model = gpt(shape)
+    settings: dict[str, Any] = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        "offload_policy": CPUOffloadPolicy(pin_memory=cuda),
+        "mesh": dist.init_device_mesh(tokens.device.type, (1,)),
+    }
+    for block in model.blocks:
+        fully_shard(block, **settings)
+    fully_shard(model, **settings)
+    optimizer = adamw(model)
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Side(lambda: model(tokens), step, lambda: None)
+
+
+def batch(count: int, shape: Shape, device: str) -> Any:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(shape.vocabulary, (count // shape.length, shape.length), generator=generator).to(device)
+
+
+def busy_s(side: Side) -> float:
+    """Seconds of a cycle in which some kernel runs; copies are none. Two cycles more, halved."""
+    return (kernels_s(side, 3) - kernels_s(side, 1)) / 2
+
+
+def kernels_s(side: Side, cycles: int) -> float:
+    """Seconds in which some kernel runs, in so many cycles and the forward before them."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        side.cycles(cycles)
+    kernels = [e for e in seen.events() if e.device_type == DeviceType.CUDA and not e.name.startswith("Mem")]
+    total = end = 0.0  # microseconds; kernels of several streams may run at once
+    for start, stop in sorted((e.time_range.start, e.time_range.end) for e in kernels):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total / 1e6
+
+
+# Parts -------------------------------------------------------------------------------------------------------
+
+
+def speed(shape: Shape, sizes: list[int], device: str, *, repeats: int, cycles: int) -> dict[str, Any]:
+    """Both sides in turn."""
+    found: dict[str, Any] = {}
+    for size in sizes:
+        tokens = batch(size, shape, device)
+        sides = {"fsdp2": fsdp2(shape, tokens)}
+        sides |= {name: ours(spec, shape, tokens) for name, spec in SPECS.items()}
+        times: dict[str, list[float]] = {name: [] for name in sides}
+        for turn in range(repeats + 1):
+            for name, side in sides.items():
+                taken = side.cycles(cycles if turn else 2)
+                times[name] += [taken] if turn else []
+        medians = {name: statistics.median(taken) for name, taken in times.items()}
+        found |= {f"{name}_{size}_s": taken for name, taken in medians.items()}
+        for name in ("offload", "delayed"):
+            found[f"{name}_over_fsdp2_{size}"] = medians["fsdp2"] / medians[name]
+        if device == "cuda":
+            found[f"gpu_busy_share_{size}"] = busy_s(sides["offload"]) / medians["offload"]
+            found[f"gpu_busy_share_delayed_{size}"] = busy_s(sides["delayed"]) / medians["delayed"]
+        for side in sides.values():
+            side.close()
+        del sides
+        gc.collect()
+        print(json.dumps(found), flush=True)
+    return found
+
+
+def one(spec: str, shape: Shape, size: int, device: str, *, meta: bool) -> dict[str, Any]:
+    """One side alone: seconds a cycle, peak of device memory."""
+    import torch
+
+    side = ours(spec, shape, batch(size, shape, device), meta=meta)
+    side.cycles(3)  # a budget is filled when the first step has shown what it needs
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    taken = side.cycles(5)
+    peak = torch.cuda.max_memory_allocated() / GIB if device == "cuda" else 0.0
+    side.close()
+    return {"s": taken, "peak_gib": peak}
+
+
+def alone(asked: argparse.Namespace, arguments: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    """`one` in a process of its own."""
+    command = [sys.executable, __file__, "--one", json.dumps(arguments), *(["--tiny"] if asked.tiny else [])]
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return {"error": f"took longer than {timeout_s:.0f} s"}
+    lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
+    if ran.returncode or not lines:
+        said = (ran.stderr.strip() or "nothing was printed").splitlines()[-1]
+        return {"error": said[:300]}
+    result: dict[str, Any] = json.loads(lines[-1])
+    return result
+
+
+def budget(asked: argparse.Namespace, shape: Shape, size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for gib in BUDGETS_GIB:
+        spec = OFFLOAD[:-1] + f', device_memory="{gib}GiB")'
+        result = alone(asked, {"spec": spec, "shape": shape, "tokens": size}, 240)
+        if "error" in result:
+            found[f"budget_{gib}gib_error"] = result["error"]
+            continue
+        found[f"budget_{gib}gib_tokens_s"] = size / result["s"]
+        found[f"budget_{gib}gib_peak_gib"] = result["peak_gib"]
+        print(json.dumps(found), flush=True)
+    return found
+
+
+def largest(asked: argparse.Namespace, shape: Shape, layers: list[int], size: int, room: str) -> dict[str, Any]:
+    """From large to small until one trains."""
+    for count in layers:
+        tried = shape._replace(layers=count)
+        spec = OFFLOAD[:-1] + f', device_memory="{room}")'
+        result = alone(asked, {"spec": spec, "shape": tried, "tokens": size, "meta": True}, 420)
+        print(json.dumps({"layers": count, **result}), flush=True)
+        if "error" not in result:
+            return {"largest_parameters": parameters(tried), "largest_s": result["s"]}
+    return {"largest_parameters": 0}
+
+
+def parameters(shape: Shape) -> int:
+    import torch
+
+    with torch.device("meta"):
+        return sum(p.numel() for p in gpt(shape).parameters())
+
+
+# Floors ------------------------------------------------------------------------------------------------------
+
+
+def rate(work: Callable[[], Any], amount: float, repeats: int = 5) -> float:
+    """`amount` a second, of the median of some runs after one."""
+    import torch
+
+    times = []
+    for _ in range(repeats + 1):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return amount / statistics.median(times[1:])
+
+
+def link(nbytes: int = 4 << 30) -> dict[str, float]:
+    """Locking memory, and copying it."""
+    import torch
+
+    from unisono.offload.streams import Slab
+
+    start = time.perf_counter()
+    slab = Slab(2 * nbytes, pinned=True)
+    found = {"pin_gb_s": 2 * nbytes / 1e9 / (time.perf_counter() - start)}
+    host = [slab.line(nbytes, torch.uint8) for _ in range(2)]
+    there = [torch.zeros(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    side = torch.cuda.Stream()
+
+    def duplex() -> None:
+        there[0].copy_(host[0], non_blocking=True)
+        with torch.cuda.stream(side):
+            host[1].copy_(there[1], non_blocking=True)
+
+    found["h2d_gb_s"] = rate(lambda: there[0].copy_(host[0], non_blocking=True), nbytes / 1e9)
+    found["d2h_gb_s"] = rate(lambda: host[1].copy_(there[1], non_blocking=True), nbytes / 1e9)
+    found["duplex_gb_s"] = rate(duplex, nbytes / 1e9)  # each way
+    slab.close()
+    return found
+
+
+LANES: dict[str, dict[str, Any]] = {
+    "host_adamw_gparams_s": {"gpu_lane": False},
+    "host_adamw_omp_gparams_s": {"gpu_lane": False, "engine": "omp"},
+    "device_lane_gparams_s": {"gpu_lane": 1.0},
+    "both_lanes_gparams_s": {"gpu_lane": True},
+}
+
+
+def floors(elements: int = 400_000_000) -> dict[str, float]:
+    """What the machine does, at most."""
+    found = link()
+    for name, options in LANES.items():
+        gc.collect()
+        found[name] = update_rate(elements, options)
+        print(json.dumps(found), flush=True)
+    return found
+
+
+def update_rate(elements: int, options: dict[str, Any]) -> float:
+    """Gparam/s of an update alone: from the gradients' arrival to the last new value."""
+    import torch
+
+    from unisono.offload.pipeline import Line, Pipeline, Run
+
+    each = elements // 8
+    lines = [Line(torch.zeros(each, dtype=torch.bfloat16, device="cuda"), [Run(0, each, 0)]) for _ in range(8)]
+    optimizer = torch.optim.AdamW([torch.zeros(1)], lr=1e-4)
+    pipeline = Pipeline(optimizer, lines, device=torch.device("cuda"), **options)
+    gradient = torch.randn(each, dtype=torch.bfloat16, device="cuda")
+    times = []
+    for _ in range(5):
+        for u in range(8):
+            pipeline.offer(u, gradient)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        pipeline.step()
+        pipeline.finish()
+        times.append(time.perf_counter() - start)
+    pipeline.close()
+    return each * 8 / 1e9 / statistics.median(times[1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default="floors,speed,budget,largest")
+    parser.add_argument("--repeats", type=int, default=3, help="turns of each side")
+    parser.add_argument("--cycles", type=int, default=4, help="cycles in a turn")
+    parser.add_argument("--layers", default="72,64,56,48,40", help="tries of `largest`, of 201 M parameters each")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    import torch
+
+    if not torch.cuda.is_available() and not asked.tiny:
+        finish({"skipped": "needs a CUDA device"})
+        return
+    device = "cpu" if asked.tiny else "cuda"
+    shape, sizes = (TINY, [64]) if asked.tiny else (Shape(), [4096, 16_384])
+    if asked.one:
+        given = json.loads(asked.one)
+        made = Shape(*given["shape"])
+        print(json.dumps(one(given["spec"], made, given["tokens"], device, meta=given.get("meta", False))))
+        return
+    found: dict[str, Any] = {"tiny": True} if asked.tiny else {"device": torch.cuda.get_device_name()}
+    parts = asked.parts.split(",")
+    if "floors" in parts and not asked.tiny:
+        found |= floors()
+    if "budget" in parts:
+        found |= budget(asked, shape, sizes[0])
+    if "largest" in parts:
+        wide = TINY if asked.tiny else Shape(width=4096)
+        layers = [2] if asked.tiny else [int(n) for n in asked.layers.split(",")]
+        found |= largest(asked, wide, layers, sizes[0], "120GiB")
+    if "speed" in parts:
+        found |= speed(shape, sizes, device, repeats=asked.repeats, cycles=asked.cycles)
+    finish(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -85,6 +85,50 @@ def compare(name: str, repeats: int) -> dict[str, float]:
     return seconds
 
 
+def proportional_bytes() -> int:
+    """Memory of this process; what it shares with others counts in part."""
+    with open("/proc/self/smaps_rollup", encoding="ascii") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("Pss:"))
+
+
+def peak(stage: int) -> tuple[int, int]:
+    """In a process of its own: the peak that training causes, seen every few milliseconds, and the prediction."""
+    import threading
+
+    import torch
+
+    import unisono as un
+    from unisono.offload.host import give_back_freed_memory
+
+    world = un.join(device="cpu")
+    warm = torch.nn.Linear(64, 64)  # libraries that come with the first use
+    warm(torch.randn(2, 64)).sum().backward()
+    torch.optim.AdamW(warm.parameters()).step()
+    give_back_freed_memory()
+    before, most, ended = proportional_bytes(), [0], threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.003):
+            most[0] = max(most[0], proportional_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    step = trainer(mlp, f"ours_{stage}")
+    for _ in range(4):
+        step()
+    ended.set()
+    watcher.join()
+    model, x, y, _ = mlp()
+    report = un.memory(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        batch=(x, y),
+        loss=torch.nn.functional.mse_loss,
+        workers=world.size,
+    )
+    return most[0] - before, report.need(f"zero(stage={stage})").device
+
+
 def main() -> None:
     import unisono as un
 
@@ -106,6 +150,11 @@ def main() -> None:
                 ours = seconds[f"ours_{stage}"]
                 results[f"fsdp2_over_ours_{stage}{tail}"] = seconds[f"fsdp2_{stage}"] / ours
                 results[f"ddp_over_ours_{stage}{tail}"] = seconds["ddp"] / ours
+        for stage in STAGES:
+            found = un.launch(peak, workers=workers, args=(stage,), threads=1)
+            measured, predicted = max(m for m, _ in found), found[0][1]
+            print(f"{workers} workers stage {stage}: peak {measured / 1e6:.1f} MB, predicted {predicted / 1e6:.1f} MB")
+            results[f"peak_over_formula_{stage}_{workers}"] = measured / predicted
     finish(results)
 
 

@@ -23,6 +23,7 @@ from unisono.world import World, join
 Buffers = Literal["average", "broadcast", "local"]
 _replicas: weakref.WeakSet[Replica] = weakref.WeakSet()  # those that watch a model
 _replicas_lock = threading.Lock()
+observer: Callable[[nn.Module, Optimizer, Strategy, World], Replica] | None = None  # binds instead (`unisono memory`)
 
 
 class Strategy(ABC):
@@ -164,6 +165,8 @@ def parallel(
     world = world if world is not None else join()
     if not isinstance(world, World):
         raise TypeError(f"world must be a World such as un.join() gives, got {world!r}")
+    if observer is not None:
+        return observer(model, optimizer, built, world)
     if world.size > 1:
         agree(model, optimizer, describe(built), world)
         share(model, world)

@@ -391,12 +391,13 @@ def test_a_parameter_that_is_unfrozen_later_is_refused_by_name(stage: int) -> No
         model = text(frozen="head")
         un.parallel(model, adam(model), f"zero(stage={stage})", world=world)
         model.head.weight.requires_grad_(True)  # type: ignore[union-attr]
-        with pytest.raises(RuntimeError, match="'head.weight' was frozen"):
+        with pytest.raises(RuntimeError, match=r"'head\.weight' was frozen"):
             loss_of(model, words(0, world.rank)).backward()
 
     run_threads(work, 2)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at gradients of what it traces
 def test_a_model_that_is_compiled_trains_as_one_that_is_not() -> None:
     model = text()
     optimizer = adam(model)
@@ -407,3 +408,25 @@ def test_a_model_that_is_compiled_trains_as_one_that_is_not() -> None:
         loss_of(compiled, words(t, 0)).backward()
         optimizer.step()
     assert_same(dict(model.state_dict()), reference(1, 3))
+
+
+@stages
+def test_batch_normalisation_computes_in_fp32_beside_bf16(stage: int) -> None:
+    def work(world: World) -> None:
+        with MODELS:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        replica = un.parallel(model, optimizer, f"zero(stage={stage}, precision=bf16)", world=world)
+        for t in range(3):
+            optimizer.zero_grad()
+            x = torch.randn(5, 1, 6, 6, generator=torch.Generator().manual_seed(t))
+            model(x).float().square().mean().backward()
+            optimizer.step()
+        state = model.state_dict()
+        assert {state[name].dtype for name in ("1.weight", "1.running_mean")} == {torch.float32}
+        assert {state[name].dtype for name in ("0.weight", "4.weight")} == {torch.bfloat16}
+        assert all(torch.isfinite(x).all() for x in state.values())
+        replica.close()
+
+    run_threads(work, 2)

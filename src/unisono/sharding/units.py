@@ -117,8 +117,14 @@ Make = Callable[[Named, "nn.Module | None"], None]
 def units_by_size(model: nn.Module, unit_bytes: int, *, dtype: torch.dtype | None, size: int, rank: int) -> list[Unit]:
     """Trainable parameters in the order of the model, `unit_bytes` at a time; frozen ones stay as they are."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    groups = reversed([list(reversed(group)) for group in layout(named, unit_bytes)])
-    return [_unit(i, group, None, dtype, size, rank) for i, group in enumerate(groups)]
+    order = {p: i for i, (_, p) in enumerate(named)}
+    wide = keeps_its_dtype(model) if dtype is not None else set()
+    found = []
+    for own in (False, True):
+        some = [(name, p) for name, p in named if (p in wide) == own]
+        found += [(list(reversed(group)), None if own else dtype) for group in layout(some, unit_bytes)]
+    found.sort(key=lambda one: order[one[0][0][1]])
+    return [_unit(i, group, None, compute, size, rank) for i, (group, compute) in enumerate(found)]
 
 
 def units_by_module(
@@ -140,12 +146,19 @@ def units_by_module(
             before = holders[param]
             around = path if before is None else [m for m in path if before in set(m.modules())]
             holders[param] = around[-1] if around and before is not None else None
-    groups: dict[tuple[nn.Module | None, torch.dtype, bool], Named] = {}
+    wide = keeps_its_dtype(model) if dtype is not None else set()
+    groups: dict[tuple[nn.Module | None, torch.dtype, bool, bool], Named] = {}
     for param, name in names.items():
-        groups.setdefault((holders[param], param.dtype, param.requires_grad), []).append((name, param))
+        groups.setdefault((holders[param], param.dtype, param.requires_grad, param in wide), []).append((name, param))
     order = {None: -1} | {module: i for i, module in enumerate(model.modules())}
     keys = sorted(groups, key=lambda key: order[key[0]])
-    return [_unit(i, groups[key], key[0], dtype, size, rank) for i, key in enumerate(keys)]
+    return [_unit(i, groups[key], key[0], None if key[3] else dtype, size, rank) for i, key in enumerate(keys)]
+
+
+def keeps_its_dtype(model: nn.Module) -> set[Parameter]:
+    """Parameters of batch normalisation: it wants them in the precision of its running statistics."""
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    return {p for m in norms for p in m.parameters(recurse=False)}
 
 
 def choose(model: nn.Module, unit_bytes: int) -> set[nn.Module]:

@@ -1,0 +1,260 @@
+"""What a worker needs under each setting, in bytes: all formulas are here, and nothing else.
+
+ZeRO: Rajbhandari et al., 2020, arXiv:1910.02054; Offload: Ren et al., 2021, arXiv:2101.06840; Infinity: Rajbhandari
+et al., 2021, arXiv:2104.07857.
+
+T trainable elements, N workers, c bytes of an element that computes, m of its master, o of its optimizer state, g of
+its reduced gradient (m = 0 where the master is the computing copy itself):
+
+    allreduce, N = 1   c T + c T + o T                   gradients come while activations go: the joint peak counts
+    allreduce          c T + c T + o T                   gradients lie in buckets from the beginning to the end
+    stage 1, 2         c T + (m + o + g) T/N             + gradients on their way; stage 1 that accumulates: + c T
+    stage 3            (c + m + o + g) T/N               + units gathered + gradients on their way
+    optimizer_on=cpu   m + o, and c for gradients: host  half of it passes through a GPU, which keeps those gradients
+    optimizer_on=disk  m + o: disk                       host: c for gradients, and bounded buffers
+    params_on=cpu      c T/N of stage 3: host            and gradients: c (g where several passes add up)
+    params_on=disk     the master is read: nothing more  host: gradients as above, and bounded buffers
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal, NamedTuple
+
+Place = Literal["device", "cpu", "disk"]
+Precision = Literal["bf16"]
+Moments = Literal["fp32", "bf16"]
+
+BUCKET_BYTES = 25 << 20  # allreduce on a GPU copies gradients into a bucket when all of its gradients are there
+LINES_IN_FLIGHT = 3  # units of gradients that are being reduced, where that overlaps with backward
+UNITS_GATHERED = 2  # stage 3: the one at work and the one that comes next, beside the model's own
+STAGED = 0.5  # of the state on the host, the share that passes through the GPU to be stepped there (0.48 with 16 cores)
+SLOTS, SLOT_ELEMENTS = 6, 8 << 20  # parts of it that are on the GPU at a time
+DISK_BUFFERS, DISK_PART_ELEMENTS = 5, 4 << 20  # parts of the state on disk that are in host memory at a time
+HALF = 2  # bytes of bf16
+SINGLE = 4  # bytes of fp32
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One line of the table: a strategy and where it keeps what."""
+
+    strategy: Literal["allreduce", "zero"] = "allreduce"
+    stage: int = 0
+    precision: Precision | None = None
+    optimizer_on: Place = "device"
+    params_on: Place = "device"
+    moments: Moments = "fp32"
+    accumulate: int = 1
+    delayed_update: bool = False
+
+    @property
+    def spec(self) -> str:
+        """The text to give to `un.parallel`."""
+        words = [] if self.strategy == "allreduce" else [f"stage={self.stage}"]
+        words += [f'precision="{self.precision}"'] if self.precision else []
+        words += [f'optimizer_on="{self.optimizer_on}"'] if self.optimizer_on != "device" else []
+        words += [f'params_on="{self.params_on}"'] if self.params_on != "device" else []
+        words += [f'moments="{self.moments}"'] if self.moments != "fp32" else []
+        words += [f"accumulate={self.accumulate}"] if self.accumulate != 1 else []
+        words += ["delayed_update=True"] if self.delayed_update else []
+        return f"{self.strategy}({', '.join(words)})" if words else self.strategy
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What a step holds beside parameters, state and complete gradients, at its worst moments, in bytes."""
+
+    alone: int = 0  # activations and temporaries
+    with_gradients: int = 0  # the same together with the gradients that are there at that moment
+    alone_bf16: int = 0  # as above, where the model computes in bf16
+    with_gradients_bf16: int = 0
+    rest: int = 0  # what is left of it when the optimizer steps: the batch, above all
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Elements of the parameters that are gathered and reduced together."""
+
+    root: int  # those that the model itself needs
+    others: tuple[int, ...]  # those of its modules, the largest first
+    waiting: int  # the most that can wait for the last gradient of such a group
+
+    @property
+    def largest(self) -> int:
+        """The most elements that are reduced at a time."""
+        return max(self.root, *self.others[:1], 0)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the formulas know of a model, its optimizer and one step of one worker."""
+
+    trainable: int  # elements
+    trainable_bytes: int
+    frozen: int
+    frozen_bytes: int
+    buffer_bytes: int
+    state_elements: int  # optimizer state in the shape of parameters
+    state_bytes: int
+    state_other_bytes: int
+    step_bytes: int  # temporaries of the optimizer's step
+    lines: Lines  # stages 1 and 2: what is reduced together
+    units: Lines  # stage 3: what is gathered and reduced together
+    flow: Flow | None  # None: not known
+    device: str = "cpu"
+    backwards: int = 1  # backward passes a step
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of one worker: on its device by kind, on its host, on disk."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    buffers: int
+    host: int = 0
+    disk: int = 0
+
+    @property
+    def device(self) -> int:
+        """All that is on the device, at the worst moment."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
+
+
+def need(facts: Facts, setting: Setting, workers: int, *, overlap: bool = True, apart: bool = True) -> Need:
+    """What one of `workers` workers needs.
+
+    overlap: they exchange while they compute. apart: the device has memory of its own.
+    """
+    if setting.strategy == "allreduce":
+        return _allreduce(facts, setting, workers)
+    return _zero(facts, setting, workers, overlap=overlap and workers > 1, apart=apart)
+
+
+def _allreduce(facts: Facts, setting: Setting, workers: int) -> Need:
+    gradients = facts.trainable_bytes
+    flow = facts.flow or Flow()
+    passes = max(setting.accumulate, facts.backwards)
+    if workers == 1 and passes == 1:  # no buckets: a gradient's memory is taken when it comes
+        beside = max(flow.with_gradients, gradients + facts.step_bytes + flow.rest) - gradients
+    else:
+        beside = max(flow.alone, facts.step_bytes + flow.rest)
+    return Need(
+        parameters=facts.trainable_bytes + facts.frozen_bytes,
+        gradients=gradients,
+        optimizer=facts.state_bytes + facts.state_other_bytes,
+        activations=beside,
+        buffers=facts.buffer_bytes + (min(BUCKET_BYTES, gradients) if workers > 1 and facts.device != "cpu" else 0),
+    )
+
+
+def _zero(facts: Facts, setting: Setting, workers: int, *, overlap: bool, apart: bool) -> Need:
+    sizes = _sizes(facts, setting, workers)
+    compute, away = sizes.compute, setting.optimizer_on != "device"
+    units = facts.units if setting.stage == 3 else facts.lines
+    flow = facts.flow or Flow()
+
+    # device: parameters, and the units that are gathered
+    here = setting.params_on == "device"
+    values = compute * (sizes.shard if setting.stage == 3 else facts.trainable) if here else 0
+    frozen = sizes.frozen if here else 0
+    gathered = compute * (units.root + sum(units.others[: UNITS_GATHERED if overlap else 1]))
+    gathered = gathered if setting.stage == 3 else 0
+    # device: gradients that stay, those that wait until their unit is complete, and those being reduced
+    passes = max(setting.accumulate, facts.backwards)
+    whole = compute * facts.trainable if setting.stage == 1 and passes > 1 else 0
+    waiting = 0 if whole else compute * units.waiting
+    reducing = compute * units.largest * (LINES_IN_FLIGHT if overlap else 1)
+    reducing += compute * units.largest / workers if sizes.wide else 0  # my part, before it is added up in fp32
+    kept = compute * units.largest / workers if away and passes == 1 else sizes.step * sizes.shard
+    # device: what the optimizer needs there; the others are gone when it steps
+    temporary = 0 if away else facts.step_bytes * sizes.step / sizes.own / workers
+    stepping = temporary + flow.rest - waiting - gathered
+    staged = STAGED if away and here and apart and setting.optimizer_on == "cpu" else 0.0
+    passing = min(SLOTS * min(SLOT_ELEMENTS, staged * units.largest / workers), staged * sizes.shard)
+    slots = passing * sizes.state / max(1, sizes.shard)
+    shadow = compute * sizes.shard if setting.delayed_update else 0
+
+    host, disk = _elsewhere(setting, sizes, -(-units.largest // workers), staged=staged, passes=passes)
+    return Need(
+        parameters=round(values + frozen + gathered + shadow),
+        gradients=round(whole + kept + waiting + reducing + staged * compute * sizes.shard),
+        optimizer=round(slots if away else sizes.state) + (0 if away else facts.state_other_bytes),
+        activations=round(max(flow.alone_bf16 if setting.precision else flow.alone, stepping)),
+        buffers=facts.buffer_bytes,
+        host=round(host + (0 if setting.params_on != "cpu" else sizes.frozen)),
+        disk=round(disk + (0 if setting.params_on != "disk" else sizes.frozen)),
+    )
+
+
+class _Sizes(NamedTuple):
+    """Bytes of an element, and of what one worker has."""
+
+    own: float  # of a trainable element, as the model has it
+    compute: float  # as it computes
+    step: float  # as it is stepped
+    wide: bool  # these two differ
+    shard: int  # elements
+    state: float  # master, where that is another, and optimizer state: bytes
+    frozen: int  # bytes
+
+
+def _sizes(facts: Facts, setting: Setting, workers: int) -> _Sizes:
+    own = facts.trainable_bytes / max(1, facts.trainable)
+    compute = HALF if setting.precision else own
+    step = max(SINGLE, compute)
+    wide, away = step != compute, setting.optimizer_on != "device"
+    shard = -(-facts.trainable // workers)
+    moment = HALF if setting.moments == "bf16" else step
+    state = (step * shard if wide or away else 0) + moment * facts.state_elements / workers
+    frozen = HALF * facts.frozen if setting.precision else facts.frozen_bytes
+    return _Sizes(own, compute, step, wide, shard, state, -(-frozen // (workers if setting.stage == 3 else 1)))
+
+
+def _elsewhere(setting: Setting, sizes: _Sizes, largest: int, *, staged: float, passes: int) -> tuple[float, float]:
+    """Host and disk bytes of an optimizer that is not on the device; `largest`: elements of my largest shard."""
+    if setting.optimizer_on == "device":
+        return 0, 0
+    gradient = sizes.compute if passes == 1 else sizes.step
+    if setting.params_on == "device":  # gradients as they come, in whose place the new values go back
+        sides = 2 if setting.delayed_update else 1
+        slab = gradient + (sizes.compute if gradient != sizes.compute else 0)
+        lines = sides * slab * sizes.shard * (1 - staged)
+    else:  # gradients, and on the host the values that compute
+        lines = (gradient + (sizes.compute if setting.params_on == "cpu" else 0)) * sizes.shard
+    if setting.optimizer_on == "cpu":
+        return lines + sizes.state, 0
+    buffers = DISK_BUFFERS * min(DISK_PART_ELEMENTS, largest) * sizes.state / max(1, sizes.shard)
+    buffers += (sizes.step + sizes.compute) * largest if setting.params_on == "disk" else 0  # read, to be gathered
+    return lines + min(buffers, sizes.state), sizes.state
+
+
+def settings(workers: int, *, device_is_host: bool, half: bool = True, accumulate: int = 1) -> list[Setting]:
+    """Every stage and placement, the fastest first.
+
+    What stays on the device comes before what goes to the host, and that before what goes to disk; in each of these
+    fp32 moments before 16-bit ones, the model's own precision before bf16, and less traffic between workers (stages 1
+    and 2 as much as allreduce, stage 3 half as much again) before more. `half` leaves bf16 in; where the device's
+    memory is the host's own, moving things to the host gains nothing and is left out.
+    """
+    found = [Setting(accumulate=accumulate)]
+    places: list[tuple[Place, Place]] = [
+        ("device", "device"), ("cpu", "device"), ("cpu", "cpu"), ("disk", "device"), ("disk", "cpu"), ("disk", "disk")
+    ]  # fmt: skip
+    every_moments: list[Moments] = ["fp32", "bf16"]
+    precisions: list[Precision | None] = [None, "bf16"] if half else [None]
+    for optimizer_on, params_on in places:
+        if device_is_host and "cpu" in (optimizer_on, params_on):
+            continue
+        for moments, precision in product(every_moments, precisions):
+            if optimizer_on == "device" and (moments == "bf16" or (workers == 1 and precision is None)):
+                continue  # alone and with everything here there is nothing to divide: allreduce needs as much or less
+            found += [
+                Setting("zero", stage, precision, optimizer_on, params_on, moments, accumulate)
+                for stage in ((1, 2, 3) if params_on == "device" else (3,))
+            ]
+    return found

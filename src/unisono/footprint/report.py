@@ -1,0 +1,242 @@
+"""The answer of `un.memory`: a table of all settings, those that fit, and predicted against measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from unisono.footprint.formula import Facts, Need, Setting, need, settings
+from unisono.footprint.machine import Machine
+from unisono.grammar import parse
+from unisono.sizes import show_size
+
+_BEST = 5  # of the settings that fit, so many are spelled out
+
+
+class Row(NamedTuple):
+    """A setting, and what a worker needs under it."""
+
+    spec: str  # to give to un.parallel
+    need: Need
+    lacking: str  # what there is too little of, in words; empty where it fits
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Predicted against measured bytes, by place: {"device": (predicted, measured), ...}."""
+
+    spec: str
+    places: dict[str, tuple[int, int]]
+
+    def ratio(self, place: str = "device") -> float:
+        """Measured over predicted."""
+        predicted, measured = self.places[place]
+        return measured / max(1, predicted)
+
+    def __str__(self) -> str:
+        told = [
+            f"{place}: predicted {show_size(p)}, measured {show_size(m)} ({m / max(1, p) - 1:+.1%})"
+            for place, (p, m) in self.places.items()
+        ]
+        return f"{self.spec}: {'; '.join(told)}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What each of `workers` workers needs under every setting. `print(report)` shows all of it.
+
+    facts: what was found of the model, the optimizer and a step.
+    machine: what there is.
+    left_out: what could not be found, in words: it is missing from the numbers.
+    """
+
+    facts: Facts
+    machine: Machine
+    workers: int
+    left_out: tuple[str, ...] = ()
+    title: str = ""
+
+    @property
+    def rows(self) -> list[Row]:
+        """Every stage and placement, the fastest first."""
+        return [self._row(setting) for setting in self._settings()]
+
+    def _settings(self) -> list[Setting]:
+        half = self.facts.trainable_bytes > 2 * self.facts.trainable
+        return settings(self.workers, device_is_host=self.machine.device is None, half=half)
+
+    def fits(self) -> list[str]:
+        """The settings that fit, the fastest first: texts to give to `un.parallel`."""
+        return [row.spec for row in self.rows if not row.lacking]
+
+    def need(self, spec: str) -> Need:
+        """What a worker needs under `spec`; settings that change nothing here may be in it."""
+        return self._need(_setting(spec))
+
+    def _need(self, setting: Setting) -> Need:
+        # On one host all cores compute: what is exchanged waits (see `overlap_pays`).
+        apart = self.machine.device is not None
+        overlap = apart or self.workers > self.machine.workers
+        return need(self.facts, setting, self.workers, overlap=overlap, apart=apart)
+
+    def compare(self, spec: str, **measured: int | None) -> Comparison:
+        """Predicted against measured: `compare("zero(stage=2)", device=peak_bytes, host=..., disk=...)`."""
+        wanted, places = self.need(spec), ("device", "host", "disk")
+        odd = [name for name in measured if name not in places]
+        if odd:
+            raise TypeError(f"compare got {odd[0]!r}; expected bytes of {', '.join(places)}")
+        return Comparison(spec, {k: (getattr(wanted, k), v) for k, v in measured.items() if v is not None})
+
+    def _row(self, setting: Setting) -> Row:
+        needed = self._need(setting)
+        return Row(setting.spec, needed, lacking(needed, self.machine))
+
+    # Words -----------------------------------------------------------------------------------------------
+
+    def table(self) -> str:
+        """All settings, a line each, in bytes of one worker; 16-bit moments only where nothing else fits."""
+        kinds = ("parameters", "gradients", "optimizer", "activations", "buffers")
+        with_host = self.machine.device is not None
+        head = ["setting", *kinds, "device", *(["host"] if with_host else []), "disk", "fits"]
+        if not with_host:
+            head[head.index("device")] = "memory"
+        lines: list[list[str]] = [head]
+        rows = self.rows
+        plain = [row for row in rows if "moments" not in row.spec]
+        only_these = any(not row.lacking for row in rows) and all(row.lacking for row in plain)
+        for row in rows if only_these else plain:
+            n = row.need
+            total = [n.device, n.host] if with_host else [n.device + n.host]
+            numbers = [*(getattr(n, kind) for kind in kinds), *total, n.disk]
+            lines.append([row.spec, *(show_size(x) for x in numbers), "no" if row.lacking else "yes"])
+        return _columns(lines)
+
+    def __str__(self) -> str:
+        parts = [self._head(), self.table(), self._advice()]
+        if self.left_out:
+            parts.append("not in these numbers:\n" + "\n".join(f"  - {what}" for what in self.left_out))
+        return "\n\n".join(parts)
+
+    def _head(self) -> str:
+        f = self.facts
+        frozen = f", {f.frozen:,} frozen" if f.frozen else ""
+        many = f"{self.workers} workers" if self.workers > 1 else "1 worker"
+        return (
+            f"{self.title or 'model'}: {f.trainable:,} trainable parameters{frozen}, {many}; bytes of one worker\n"
+            f"there is: {self.machine.words()}"
+        )
+
+    def _advice(self) -> str:
+        rows = self.rows
+        fitting = [row for row in rows if not row.lacking]
+        if not fitting:
+            return self._nothing_fits(rows)
+        lines = ["fits, the fastest first:"]
+        width = max(len(row.spec) for row in fitting[:_BEST])
+        lines += [f"  {row.spec:<{width}}  {self._total(row.need)}" for row in fitting[:_BEST]]
+        if len(fitting) > _BEST:
+            lines.append(f"  and {len(fitting) - _BEST} more: report.fits() has all of them")
+        return "\n".join([*lines, *self._further(fitting[0].spec)])
+
+    def _further(self, best: str) -> list[str]:
+        """What may be added to the best one."""
+        if "params_on" in best or self.machine.device is None:
+            return []
+        if 'optimizer_on="cpu"' in best:
+            there = show_size(self.machine.device)
+            return [f'add device_memory="{there}" to it, and as much of the state as fits stays on the device']
+        if 'optimizer_on="disk"' in best:
+            return ['add host_memory="..." to it, and as much of the state stays in the host\'s memory']
+        return []
+
+    def _total(self, n: Need) -> str:
+        if self.machine.device is None:
+            return f"{show_size(n.device + n.host)}" + (f", {show_size(n.disk)} of disk" if n.disk else "")
+        told = [(n.device, "on the device"), (n.host, "of the host"), (n.disk, "of disk")]
+        return ", ".join(f"{show_size(x)} {where}" for x, where in told if x)
+
+    def _nothing_fits(self, rows: Sequence[Row]) -> str:
+        least = min(rows, key=lambda row: excess(row.need, self.machine))
+        lines = [f"nothing fits. Closest: {least.spec}, which lacks {least.lacking}."]
+        f = self.facts
+        if least.need.activations > least.need.device / 2:
+            lines.append(
+                f"Activations take {show_size(least.need.activations)} of it: a smaller batch a worker, or activation "
+                "checkpointing (torch.utils.checkpoint), needs less."
+            )
+        if f.trainable:
+            more = next((n for n in _doublings(self.workers) if self._fits_with(n)), None)
+            if more:
+                lines.append(
+                    f"With {more} workers, {self._fits_with(more)} fits, as many on a host and as large a batch each."
+                )
+        return "\n".join(lines)
+
+    def _fits_with(self, workers: int) -> str:
+        """The first setting that fits with so many workers, on hosts that have as many as this one."""
+        found = dataclasses.replace(self, workers=workers).fits()
+        return found[0] if found else ""
+
+
+def lacking(needed: Need, there: Machine) -> str:
+    """What there is too little of, in words; empty where it fits."""
+    told = []
+    for name, wanted, has, many in _demands(needed, there):
+        if wanted > has:
+            each = f" for {many} workers" if many > 1 else ""
+            told.append(f"{show_size(wanted - has)} of {name} (needs {show_size(wanted)}{each}, has {show_size(has)})")
+    return " and ".join(told)
+
+
+def excess(needed: Need, there: Machine) -> float:
+    """By what factor the scarcest resource is exceeded."""
+    return max(wanted / max(1, has) for _, wanted, has, _ in _demands(needed, there))
+
+
+def _demands(needed: Need, there: Machine) -> list[tuple[str, int, int, int]]:
+    many = there.workers
+    if there.device is None:
+        host = [("memory", (needed.device + needed.host) * many, there.host, many)]
+    else:
+        host = [
+            ("device memory", needed.device, there.device, 1),
+            ("host memory", needed.host * many, there.host, many),
+        ]
+    return [*host, ("disk", needed.disk * many, there.disk, many)]
+
+
+def _doublings(workers: int) -> list[int]:
+    return [workers * 2**i for i in range(1, 11)]
+
+
+def _setting(spec: str) -> Setting:
+    """The setting that a spec means here."""
+    told = parse(spec)
+    if told.name not in ("allreduce", "zero"):
+        raise ValueError(f"memory is known for allreduce and zero, got {spec!r}")
+    names = ["stage"] if told.name == "zero" else []
+    given: dict[str, Any] = {**dict(zip(names, told.args, strict=False)), **told.kwargs}
+    known = {field.name for field in dataclasses.fields(Setting)} - {"strategy"}
+    kept = {k: _word(v) for k, v in given.items() if k in known}
+    if told.name == "zero":
+        kept.setdefault("stage", 1)
+        if kept["stage"] not in (1, 2, 3):
+            raise ValueError(f"zero has stages 1, 2 and 3, got stage={kept['stage']!r}")
+    return Setting(told.name, **kept)  # type: ignore[arg-type]
+
+
+def _word(value: Any) -> Any:
+    """A bare word in a spec is a text."""
+    return getattr(value, "name", value)
+
+
+def _columns(lines: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )

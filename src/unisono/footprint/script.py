@@ -1,0 +1,261 @@
+"""Runs a user's script until its first optimizer step, on parameters that hold no memory.
+
+The script is given a world of N workers of which only one exists, so that its batches are one worker's. Its data is
+real; every parameter becomes a fake as soon as a module has it, and whatever is computed from one is fake too.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from unisono import strategy as strategies
+from unisono.footprint.facts import estimate, find, short
+from unisono.footprint.machine import machine
+from unisono.footprint.report import Report
+from unisono.footprint.trace import fake, fake_mode
+from unisono.footprint.watch import Watch
+from unisono.transports.simulated import simulate
+from unisono.world import World, enter
+
+__all__ = ["ScriptError", "of_script"]
+
+
+class ScriptError(RuntimeError):
+    """A script from which nothing could be learned; the message says why and what to do."""
+
+
+class _Enough(BaseException):
+    """Ends the script: all is known. No Exception, so that the script does not catch it."""
+
+
+@dataclass
+class _Seen:
+    """What the script showed."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    stepped: bool = False
+
+
+def of_script(
+    program: str,
+    arguments: Sequence[str] = (),
+    *,
+    workers: int = 1,
+    module: bool = False,
+    workers_per_host: int | None = None,
+    device_memory: str | int | None = None,
+    host_memory: str | int | None = None,
+    disk: str | int | Path | None = None,
+) -> Report:
+    """`un.memory` for the model, optimizer and batches of a script that calls `un.parallel`.
+
+    The script runs in this process, with `arguments` as its own, up to its first optimizer step. Where it does not
+    run on fake tensors that far, activations are left out of the numbers, and the report says so.
+    """
+    there = machine(device_memory, host_memory, disk, workers=min(workers, workers_per_host or workers))
+    left_out: list[str] = []
+    run = _Run(workers)
+    error = run.go(program, arguments, module=module, mode=fake_mode())
+    if run.seen is None and error is not None and not isinstance(error, SystemExit):
+        first = error
+        run = _Run(workers, stop_at_parallel=True)  # with memory, but no further than the model
+        error = run.go(program, arguments, module=module, mode=None)
+        left_out.append(f"activations: on fake tensors the script failed before un.parallel ({short(first)})")
+    if run.seen is None:
+        raise ScriptError(_no_model(program, error)) from error
+    flow = None
+    if run.seen.stepped:
+        flow = estimate(run.watch.peaks)
+    elif not left_out:
+        why = f"the script failed before its first optimizer step ({short(error)})" if error is not None else ""
+        left_out.append(f"activations: {why or 'the script ended without an optimizer step'}")
+    backwards = max(run.watch.backwards.values(), default=1)
+    facts, more = find(run.seen.model, run.seen.optimizer, flow=flow, backwards=backwards)
+    title = f"{program}, {type(run.seen.model).__name__}"
+    return Report(facts, there, workers, (*left_out, *more), title=title)
+
+
+class _Run:
+    """One run of a script, and what it showed."""
+
+    def __init__(self, workers: int, *, stop_at_parallel: bool = False) -> None:
+        self.workers, self.stop_at_parallel = workers, stop_at_parallel
+        self.seen: _Seen | None = None
+        self.watch = Watch("cpu", counting=False)
+
+    def go(
+        self, program: str, arguments: Sequence[str], *, module: bool, mode: FakeTensorMode | None
+    ) -> BaseException | None:
+        """Run it; returns the error with which it ended, if that was one."""
+        world = simulate(self.workers, per_host=self.workers)
+        if torch.cuda.is_available():
+            world.device = torch.device("cuda")
+        with ExitStack() as stack:
+            stack.enter_context(_as_program(program, arguments, module=module))
+            stack.enter_context(redirect_stdout(sys.stderr))
+            stack.enter_context(_world(world))
+            stack.enter_context(_observed(self._parallel))
+            if mode is not None:
+                stack.enter_context(_fake_parameters(mode))
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+                stack.enter_context(self.watch)
+            try:
+                if module:
+                    runpy.run_module(program, run_name="__main__", alter_sys=True)
+                else:
+                    runpy.run_path(program, run_name="__main__")
+            except _Enough:
+                return None
+            except (Exception, SystemExit) as error:
+                return error
+        return None
+
+    def _parallel(
+        self, model: nn.Module, optimizer: Optimizer, strategy: strategies.Strategy, world: World
+    ) -> strategies.Replica:
+        """Stands in for the binding of a strategy."""
+        if self.seen is not None:  # a second model: only the first counts
+            return strategies.Replica(model, optimizer, world, strategy)
+        self.seen = _Seen(model, optimizer)
+        if self.stop_at_parallel:
+            raise _Enough
+        self.watch.device = next(model.parameters()).device.type
+        self.watch.counting = True
+        self.watch.follow(model.parameters())
+        return _Observer(model, optimizer, world, strategy, self._step)
+
+    def _step(self) -> None:
+        assert self.seen is not None
+        self.seen.stepped = bool(self.watch.backwards)
+        self.watch.finish()
+        raise _Enough
+
+
+class _Observer(strategies.Replica):
+    """A replica that exchanges nothing, and ends the run when the optimizer is about to step."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        world: World,
+        strategy: strategies.Strategy,
+        step: Callable[[], None],
+    ) -> None:
+        super().__init__(model, optimizer, world, strategy)
+        self._step = step
+
+    def before_step(self) -> None:
+        self._step()
+
+    def sync(self) -> None:
+        """The gradients are as they should be; the step is still to come."""
+
+
+def _no_model(program: str, error: BaseException | None) -> str:
+    if isinstance(error, SystemExit) and error.code not in (None, 0):
+        return f"{program} ended with status {error.code} before it called un.parallel; see its own message above"
+    if error is not None and not isinstance(error, SystemExit):
+        return f"{program} failed before it called un.parallel: {short(error)}"
+    return (
+        f"{program} ended without calling un.parallel(model, optimizer, ...), from which model and optimizer are "
+        "learned. Add the call (un.Trainer makes it too), or use un.memory(model, optimizer, ...) in a program"
+    )
+
+
+@contextmanager
+def _as_program(program: str, arguments: Sequence[str], *, module: bool) -> Iterator[None]:
+    """As Python does it for a program: its arguments, and where it imports from."""
+    argv, path = sys.argv, list(sys.path)
+    sys.argv = [program, *arguments]
+    sys.path.insert(0, os.getcwd() if module else str(Path(program).resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, path
+
+
+@contextmanager
+def _world(world: World) -> Iterator[None]:
+    """Inside, `un.join()` gives `world`."""
+    enter(world)
+    try:
+        yield
+    finally:
+        enter(None)
+        world.close()
+
+
+@contextmanager
+def _observed(observer: Callable[..., strategies.Replica]) -> Iterator[None]:
+    """Inside, `un.parallel` hands what it was given to `observer`."""
+    strategies.observer = observer
+    try:
+        yield
+    finally:
+        strategies.observer = None
+
+
+@contextmanager
+def _fake_parameters(mode: FakeTensorMode) -> Iterator[None]:
+    """Inside, a module's parameters lose their memory as soon as it has them."""
+    register, apply = nn.Module.register_parameter, nn.Module._apply
+
+    def register_fake(self: nn.Module, name: str, param: Any) -> None:
+        if isinstance(param, nn.Parameter) and not isinstance(param, FakeTensor) and not is_lazy(param):
+            twin = getattr(param, "_fake", None)  # a parameter of two modules stays one
+            if twin is None:
+                twin = nn.Parameter(fake(param, mode), requires_grad=param.requires_grad)
+                param._fake = twin  # type: ignore[attr-defined]
+            param = twin
+        register(self, name, param)
+
+    nn.Module.register_parameter = register_fake  # type: ignore[method-assign]
+    nn.Module._apply = _apply_to_fakes  # type: ignore[method-assign]
+    FakeTensor.__deepcopy__ = _copy_fake  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        nn.Module._apply = apply  # type: ignore[method-assign]
+        del FakeTensor.__deepcopy__
+
+
+def _apply_to_fakes(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    """`model.to(...)` and the like: torch's own cannot exchange a fake that something refers to weakly."""
+    for child in self.children() if recurse else ():
+        child._apply(fn)
+    for param in self._parameters.values():
+        if param is not None:
+            with torch.no_grad():
+                moved = fn(param)
+            if moved is not param:
+                param.data = moved
+            if isinstance(param, FakeTensor) and isinstance(moved, FakeTensor):
+                param.fake_device = moved.fake_device
+    for name, buffer in self._buffers.items():
+        if buffer is not None:
+            self._buffers[name] = fn(buffer)
+    return self
+
+
+def _copy_fake(self: FakeTensor, memo: dict[int, Any]) -> Any:
+    """`copy.deepcopy` of a module: torch's own asks for the address of a tensor, and a fake has none."""
+    if id(self) not in memo:
+        twin: torch.Tensor = self.detach().clone()
+        memo[id(self)] = nn.Parameter(twin, self.requires_grad) if isinstance(self, nn.Parameter) else twin
+    return memo[id(self)]

@@ -1,0 +1,380 @@
+"""`un.memory`: predictions against a step that is really run, the formulas, and what fits."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+import unisono as un
+from unisono.exchange import Exchange
+from unisono.footprint.formula import Facts, Flow, Lines, Moments, Setting, need, settings
+from unisono.footprint.report import Report
+from unisono.strategies.allreduce import AllReduceReplica
+
+Case = tuple[nn.Module, Any, Callable[..., Tensor]]
+ROOMY: dict[str, Any] = {"device_memory": "1TiB", "host_memory": "10TiB", "disk": "100TiB"}
+
+
+class Blocks(nn.Module):
+    """A small language model with tied weights; its blocks are computed again in backward where asked."""
+
+    def __init__(self, *, again: bool = False) -> None:
+        super().__init__()
+        self.again = again
+        self.embed = nn.Embedding(500, 128)
+        layer = nn.TransformerEncoderLayer(128, 4, 512, 0.1, batch_first=True, norm_first=True)
+        self.blocks = nn.ModuleList(copy.deepcopy(layer) for _ in range(3))
+        self.head = nn.Linear(128, 500, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, text: Tensor) -> Tensor:
+        x = self.embed(text)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
+        scores: Tensor = self.head(x)
+        return scores.flatten(0, 1)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(64, 128, 2, batch_first=True)
+        self.head = nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.lstm(x)[0][:, -1])
+        return scores
+
+
+def mlp() -> Case:
+    model = nn.Sequential(nn.Linear(500, 1000), nn.ReLU(), nn.Linear(1000, 1000), nn.GELU(), nn.Linear(1000, 10))
+    return model, (torch.randn(256, 500), torch.zeros(256, dtype=torch.long)), F.cross_entropy
+
+
+def cnn() -> Case:
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()),
+        *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64 * 64, 10)),
+    )
+    return model, (torch.randn(64, 3, 16, 16), torch.zeros(64, dtype=torch.long)), F.cross_entropy
+
+
+def transformer(*, again: bool = False) -> Case:
+    text = torch.zeros(16, 64, dtype=torch.long)
+    return Blocks(again=again), (text, text.flatten()), F.cross_entropy
+
+
+def recurrent() -> Case:
+    return Recurrent(), (torch.randn(32, 20, 64), torch.zeros(32, dtype=torch.long)), F.cross_entropy
+
+
+def checkpointed() -> Case:
+    return transformer(again=True)
+
+
+CASES = [mlp, cnn, transformer, checkpointed, recurrent]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+
+def adamw_foreach(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+
+
+def allocated_peak(run: Callable[[], Any]) -> int:
+    """The most bytes that torch's own allocator has given out during `run`, above what there was before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    results = profiler.profiler.kineto_results
+    events = sorted((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]")
+    assert events
+    now = peak = 0
+    for _, nbytes in events:
+        now += nbytes
+        peak = max(peak, now)
+    return peak
+
+
+def held(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, ...]) -> int:
+    """Bytes that are there between two steps."""
+    state = [v for per in optimizer.state.values() for v in per.values() if isinstance(v, Tensor)]
+    return sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *state, *batch))
+
+
+def measured(case: Case, optimizer: torch.optim.Optimizer) -> int:
+    """Peak of the second step, all included."""
+    model, batch, loss = case
+
+    def step() -> None:
+        loss(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    step()
+    optimizer.zero_grad()
+    return held(model, optimizer, batch) + allocated_peak(step)
+
+
+@pytest.mark.parametrize("make", CASES)
+@pytest.mark.parametrize("choose", [adamw, adamw_foreach, momentum])
+def test_one_worker_needs_what_was_predicted(
+    make: Callable[[], Case], choose: Callable[[nn.Module], torch.optim.Optimizer]
+) -> None:
+    case = make()
+    optimizer = choose(case[0])
+    report = un.memory(case[0], optimizer, batch=case[1], loss=case[2], **ROOMY)
+    assert not report.left_out
+    found = report.compare("allreduce", device=measured(case, optimizer))
+    assert 0.9 < found.ratio() < 1.1, str(found)
+
+
+@pytest.mark.parametrize("make", CASES)
+def test_one_of_two_workers_needs_what_was_predicted(make: Callable[[], Case]) -> None:
+    case = make()
+    model, batch, loss = case
+    optimizer = adamw(model)
+    report = un.memory(model, optimizer, batch=batch, loss=loss, workers=2, **ROOMY)
+    replica = un.parallel(model, optimizer, "allreduce(overlap=False)", world=un.simulate(2))
+    assert isinstance(replica, AllReduceReplica)
+    exchange = replica._exchange
+    assert isinstance(exchange, Exchange)
+    peak = measured(case, optimizer) + sum(bucket.nbytes for bucket in exchange.buckets)
+    replica.close()
+    found = report.compare("allreduce", device=peak)
+    assert 0.9 < found.ratio() < 1.1, str(found)
+
+
+def test_recomputing_activations_needs_less() -> None:
+    plain, again = (transformer(again=x) for x in (False, True))
+    needs = [un.memory(c[0], batch=c[1], loss=c[2], **ROOMY).need("allreduce").activations for c in (plain, again)]
+    assert needs[1] < 0.6 * needs[0]
+
+
+def test_the_model_and_its_optimizer_are_left_as_they_were() -> None:
+    model, batch, loss = recurrent()
+    optimizer = adamw(model)
+    params = dict(model.named_parameters())
+    values = {name: p.detach().clone() for name, p in params.items()}
+    state = torch.get_rng_state()
+    un.memory(model, optimizer, batch=batch, loss=loss, workers=2, **ROOMY)
+    assert all(p is params[name] and p.grad is None for name, p in model.named_parameters())
+    assert all(torch.equal(p, values[name]) for name, p in params.items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not optimizer.state
+    loss(model(batch[0]), batch[1]).backward()
+    assert all(p.grad is not None for p in params.values())
+
+
+def test_a_model_that_is_larger_than_any_machine_can_be_asked_for() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(100_000, 100_000) for _ in range(100)))
+    report = un.memory(model, adamw(model), batch=torch.empty(2, 100_000, device="meta"), workers=8, **ROOMY)
+    assert report.facts.trainable == 100 * (10**10 + 10**5)
+    assert report.need("allreduce").optimizer == pytest.approx(8 * 10**12, rel=1e-4)
+    assert report.fits()[0] == 'zero(stage=3, optimizer_on="cpu", moments="bf16")'
+
+
+def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
+    model = nn.Sequential(nn.Linear(100, 100, bias=False), nn.Linear(100, 100, bias=False))
+    model[0].requires_grad_(False)
+    needs = un.memory(model, torch.optim.Adam(model.parameters()), **ROOMY).need("allreduce")
+    assert (needs.parameters, needs.gradients) == (80_000, 40_000)
+    assert 80_000 <= needs.optimizer < 80_100
+
+
+# The formulas ------------------------------------------------------------------------------------------------
+
+T, UNIT = 1_000_000, 1000
+MOMENTS: list[Moments] = ["fp32", "bf16"]
+FACTS = Facts(
+    trainable=T,
+    trainable_bytes=4 * T,
+    frozen=0,
+    frozen_bytes=0,
+    buffer_bytes=0,
+    state_elements=2 * T,
+    state_bytes=8 * T,
+    state_other_bytes=0,
+    step_bytes=0,
+    lines=Lines(0, (UNIT,) * (T // UNIT), UNIT // 2),
+    units=Lines(0, (UNIT,) * (T // UNIT), UNIT // 2),
+    flow=Flow(5000, 5000, 2500, 2500),
+)
+
+
+@pytest.mark.parametrize(("stage", "whole", "divided"), [(1, 2, 16), (2, 2, 16), (3, 0, 18)])
+@pytest.mark.parametrize("workers", [2, 8])
+def test_adam_in_bf16_needs_what_the_paper_says(stage: int, whole: int, divided: int, workers: int) -> None:
+    """Bytes a parameter; the reduced gradient is fp32 here, the paper's 16-bit one would be 2 less."""
+    found = need(FACTS, Setting("zero", stage, "bf16"), workers)
+    assert found.device == pytest.approx(T * (whole + divided / workers), rel=0.02)
+    assert (found.host, found.disk) == (0, 0)
+
+
+def test_stage_1_that_accumulates_keeps_whole_gradients() -> None:
+    once, twice = (need(FACTS, Setting("zero", 1, "bf16", accumulate=n), 4) for n in (1, 2))
+    assert twice.gradients - once.gradients == pytest.approx(2 * T, rel=0.01)
+
+
+def test_what_leaves_the_device_is_on_the_host_or_on_disk() -> None:
+    here = need(FACTS, Setting("zero", 2, "bf16"), 4)
+    host = need(FACTS, Setting("zero", 2, "bf16", "cpu"), 4)
+    disk = need(FACTS, Setting("zero", 2, "bf16", "disk"), 4)
+    assert here.optimizer == 12 * T // 4
+    assert host.disk == 0
+    assert host.optimizer < here.optimizer  # what passes through the device
+    assert host.host == 12 * T // 4 + T // 4  # and gradients as they come: 2 bytes, of the half that the CPU steps
+    assert host.gradients < here.gradients
+    assert disk.disk == 12 * T // 4
+    assert disk.device < host.device < here.device
+
+
+def test_parameters_on_disk_leave_only_units_on_the_device() -> None:
+    found = need(FACTS, Setting("zero", 3, "bf16", "disk", "disk"), 4)
+    assert found.parameters == 2 * 2 * UNIT
+    assert found.disk == 12 * T // 4  # what computes is made from the master
+
+
+def test_16_bit_moments_halve_the_moments() -> None:
+    full, half = (need(FACTS, Setting("zero", 2, "bf16", "disk", moments=m), 4).disk for m in MOMENTS)
+    assert full - half == 2 * 2 * T // 4
+
+
+def test_every_stage_and_placement_is_there_once_and_reads_back() -> None:
+    every = settings(4, device_is_host=False)
+    report = un.memory(nn.Linear(4, 4), workers=4, **ROOMY)
+    assert len({s.spec for s in every}) == len(every)
+    assert {(s.stage, s.optimizer_on) for s in every if s.stage} == {
+        (stage, place) for stage in (1, 2, 3) for place in ("device", "cpu", "disk")
+    }
+    for setting in every:
+        assert report.need(setting.spec) == need(report.facts, setting, 4)
+
+
+def test_where_the_device_is_the_host_nothing_is_moved_to_the_host() -> None:
+    assert not any("cpu" in s.spec for s in settings(2, device_is_host=True))
+
+
+# What fits ---------------------------------------------------------------------------------------------------
+
+
+def report_for(**sizes: Any) -> Report:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(64)))  # 1 GiB of fp32
+    return un.memory(model, adamw(model), batch=torch.empty(8, 2048, device="meta"), workers=4, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "best"),  # of those that keep fp32
+    [
+        ("8GiB", "100GiB", "allreduce"),
+        ("3.5GiB", "100GiB", "zero(stage=1)"),
+        ("1.4GiB", "100GiB", "zero(stage=3)"),
+        ("0.6GiB", "100GiB", 'zero(stage=3, optimizer_on="cpu")'),
+        ("0.2GiB", "100GiB", 'zero(stage=3, optimizer_on="cpu", params_on="cpu")'),
+    ],
+)
+def test_the_first_that_fits_moves_as_little_as_can_be(device: str, host: str, best: str) -> None:
+    report = report_for(device_memory=device, host_memory=host, disk="100GiB")
+    assert next(spec for spec in report.fits() if "bf16" not in spec) == best
+
+
+def test_what_fits_is_within_what_there_is() -> None:
+    report = report_for(device_memory="1GiB", host_memory="6GiB", disk="4GiB")
+    assert 0 < len(report.fits()) < len(report.rows)
+    for row in report.rows:
+        n = row.need
+        inside = n.device <= 1 << 30 and 4 * n.host <= 6 << 30 and 4 * n.disk <= 4 << 30
+        assert inside == (row.spec in report.fits())
+
+
+def test_where_nothing_fits_the_report_says_what_lacks_and_what_would_do() -> None:
+    report = report_for(device_memory="40MiB", host_memory="100GiB", disk="100GiB")
+    assert report.fits() == []
+    told = str(report)
+    assert "nothing fits. Closest: zero(stage=3" in told
+    assert "of device memory (needs" in told
+    few = report_for(device_memory="1GiB", host_memory="100MiB", disk="100MiB")
+    assert "With 8 workers, zero(" in str(few)
+
+
+def test_the_table_shows_every_kind_in_a_line_a_setting() -> None:
+    lines = report_for(device_memory="8GiB", host_memory="100GiB", disk="100GiB").table().splitlines()
+    assert lines[0].split() == [
+        *("setting", "parameters", "gradients", "optimizer", "activations", "buffers"),
+        *("device", "host", "disk", "fits"),
+    ]
+    assert lines[1].split()[:9] == ["allreduce", "1.00", "GiB", "1.00", "GiB", "2.00", "GiB", *lines[1].split()[7:9]]
+    assert len(lines) == 26
+
+
+def test_predicted_and_measured_stand_side_by_side() -> None:
+    report = report_for(device_memory="8GiB", host_memory="100GiB", disk="100GiB")
+    predicted = report.need("zero(stage=2)").device
+    found = report.compare("zero(2, accumulate=1)", device=predicted * 2, host=None)
+    assert found.ratio() == pytest.approx(2)
+    assert "(+100.0%)" in str(found)
+    with pytest.raises(ValueError, match="known for allreduce and zero, got 'powersgd'"):
+        report.need("powersgd")
+    with pytest.raises(ValueError, match=r"stages 1, 2 and 3, got stage=4"):
+        report.need("zero(stage=4)")
+    with pytest.raises(TypeError, match="expected bytes of device, host, disk"):
+        report.compare("allreduce", gpu=3)
+
+
+# What cannot be ----------------------------------------------------------------------------------------------
+
+
+class Peeks(nn.Module):
+    """Its output depends on a value, which a fake tensor does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y[y > 0]
+
+
+def test_a_model_that_does_not_run_on_fakes_is_answered_without_activations() -> None:
+    model = Peeks()
+    report = un.memory(model, batch=torch.randn(2, 4), **ROOMY)
+    assert report.need("allreduce").parameters == 80
+    assert any(what.startswith("activations: the model does not run on fake tensors") for what in report.left_out)
+    assert "not in these numbers" in str(report)
+    assert isinstance(model.inner.weight, nn.Parameter)
+    assert model.inner.weight.untyped_storage().nbytes() == 64
+
+
+def test_an_optimizer_that_does_not_step_on_fakes_is_named() -> None:
+    model = nn.Linear(4, 4)
+    report = un.memory(model, torch.optim.LBFGS(model.parameters()), **ROOMY)
+    assert any("the state of LBFGS" in what for what in report.left_out)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got str"):
+        un.memory("model")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, got float"):
+        un.memory(model, 0.1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="workers must be a whole number of at least 1, got 0"):
+        un.memory(model, workers=0)
+    with pytest.raises(ValueError, match="host_memory must be"):
+        un.memory(model, host_memory="much")
+    with pytest.raises(ValueError, match="no trainable parameters"):
+        un.memory(model.requires_grad_(False))

@@ -119,13 +119,8 @@ def peak(stage: int) -> tuple[int, int]:
     ended.set()
     watcher.join()
     model, x, y, _ = mlp()
-    report = un.memory(
-        model,
-        torch.optim.AdamW(model.parameters()),
-        batch=(x, y),
-        loss=torch.nn.functional.mse_loss,
-        workers=world.size,
-    )
+    optimizer, loss = torch.optim.AdamW(model.parameters()), torch.nn.functional.mse_loss
+    report = un.memory(model, optimizer, batch=(x, y), loss=loss, workers=world.size)
     return most[0] - before, report.need(f"zero(stage={stage})").device
 
 

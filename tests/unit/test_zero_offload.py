@@ -236,3 +236,20 @@ def test_placements_that_make_no_sense_are_refused(settings: str, word: str) -> 
     model = nn.Linear(3, 3)
     with pytest.raises(ValueError, match=word):
         un.parallel(model, torch.optim.AdamW(model.parameters()), f"zero({settings})", world=World())
+
+
+@pytest.mark.parametrize("place", ["optimizer_on=cpu", "optimizer_on=disk, params_on=disk, stage=3"])
+def test_a_window_may_be_dropped_but_not_added_to_when_its_gradients_have_left(place: str) -> None:
+    model = text()
+    optimizer = adam(model)
+    un.parallel(model, optimizer, f"zero({place})", world=World())
+    loss_of(model, words(7, 0)).backward()
+    optimizer.zero_grad()  # a batch that is skipped
+    loss_of(model, words(0, 0)).backward()
+    optimizer.step()
+    plain = text()
+    train(plain, adam(plain), lambda t: words(t, 0), range(1))
+    assert_same(dict(model.state_dict()), dict(plain.state_dict()))
+    loss_of(model, words(1, 0)).backward()
+    with pytest.raises(RuntimeError, match=r"accumulate=2"):
+        loss_of(model, words(2, 0)).backward()

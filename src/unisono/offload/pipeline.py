@@ -180,8 +180,8 @@ class Pipeline:
 
     # Steps ------------------------------------------------------------------------------------------------
 
-    def offer(self, u: int, gradient: Tensor) -> Mark:
-        """Take the gradient of unit `u` for the next step, once.
+    def offer(self, u: int, gradient: Tensor, *, replace: bool = False) -> Mark:
+        """Take the gradient of unit `u` for the next step, once; `replace`: instead of one that it may have.
 
         It is copied away: it may be freed at once, but hold the mark that is returned before writing into it.
         """
@@ -190,9 +190,11 @@ class Pipeline:
             raise ValueError(
                 f"unit {u} has {unit.compute.numel()} elements here, its gradient has the shape {tuple(gradient.shape)}"
             )
-        if u in self._arrived:
+        if u in self._arrived and not replace:
             raise RuntimeError(f"unit {u} has a gradient already: call step() before it gets the next one")
         self.wait(u)  # its memory is free again
+        if (former := self._arrived.pop(u, None)) is not None:
+            former.wait()
         with torch.no_grad():
             wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
             self._square += torch.linalg.vector_norm(gradient, dtype=wide).double().square_()

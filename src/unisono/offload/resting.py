@@ -46,8 +46,10 @@ class Resting:
         if self._computes is not None:
             self._computes.append(line.compute)
 
-    def offer(self, u: int, gradient: Tensor) -> None:
-        """Take the gradient of unit `u` for the next step."""
+    def offer(self, u: int, gradient: Tensor, *, replace: bool = False) -> None:
+        """Take the gradient of unit `u` for the next step; `replace`: instead of one that it may have."""
+        if u in self._gradients and not replace:
+            raise RuntimeError(f"unit {u} has a gradient already: call step() before it gets the next one")
         self._gradients[u] = gradient.detach().to("cpu")
 
     def step(self, scale: float = 1.0, absent: Mapping[int, Any] | None = None, *, delay: bool | None = None) -> None:

@@ -35,8 +35,10 @@ class Backward(Windows):
 
     stage: 1 keeps the gradients of a window's passes whole and reduces with the last one, 2 and 3 reduce with every
         pass and add up shards.
+    arrived(unit, slot): a parameter has its gradient.
     complete(unit): all gradients of a unit have been taken; its values are not needed any more in this pass.
-    reduced(unit): the gradient of my shard is that of the whole window.
+    reduced(unit, fresh): the gradient of my shard is that of the whole window; `fresh`, if gradients were cleared
+        before it.
     finished(world): all units are; with the world to talk in.
     check(): a pass begins; raises what must not be.
     """
@@ -50,14 +52,16 @@ class Backward(Windows):
         accumulate: int,
         overlap: bool,
         advance: Callable[[], None],
+        arrived: Callable[[Unit, int], None],
         complete: Callable[[Unit], None],
-        reduced: Callable[[Unit], None],
+        reduced: Callable[[Unit, bool], None],
         finished: Callable[[World], None],
         check: Callable[[], None],
     ) -> None:
         super().__init__(accumulate, advance)
         self.units, self.world, self.stage = list(units), world, stage
         self.channel = world.channel(inline=True)
+        self._arrived = arrived
         self._complete, self._reduced, self._finished, self._check = complete, reduced, finished, check
         self._lane = Lane("unisono reduce") if overlap and world.size > 1 else None
         self._lines = [self._line() for _ in range(_LINES if self._lane else 1)]
@@ -114,6 +118,7 @@ class Backward(Windows):
         if not self._reducing:
             return
         unit, slot = self._places[number]
+        self._arrived(unit, slot)
         if number in self._fired:
             if self._position[unit] > self._next:
                 raise RuntimeError(
@@ -150,7 +155,7 @@ class Backward(Windows):
         def job() -> None:
             self._reduce(unit, flat, fresh)
             if last:
-                self._is_reduced(unit)
+                self._is_reduced(unit, all(fresh) or self._passes_reduced > 0)
 
         if self._lane is None:
             job()
@@ -158,11 +163,11 @@ class Backward(Windows):
         else:
             self._running.append((self._lane.submit(job), line))
 
-    def _is_reduced(self, unit: Unit) -> None:
+    def _is_reduced(self, unit: Unit, fresh: bool) -> None:
         if not unit.steps_here and unit.held:  # it leaves: its norms are needed if gradients are to be clipped
             views = [unit.gradient[part.at : part.at + part.length] for part in unit.held]  # type: ignore[index]
             self._squares[unit] = [x.to(_wide(x)).square() for x in torch._foreach_norm(views)]
-        self._reduced(unit)
+        self._reduced(unit, fresh)
 
     def _free(self) -> Tensor:
         if not self._lines:
@@ -200,13 +205,17 @@ class Backward(Windows):
     def _cleared(self, unit: Unit, slot: int) -> bool:
         """Whether `optimizer.zero_grad()` let go of my part of a gradient."""
         mine = [leaf for part, leaf in zip(unit.held, unit.leaves, strict=True) if part.slot == slot]
-        return unit.steps_here and (not mine or mine[0].grad is None)
+        return not mine or mine[0].grad is None
 
     def _show(self, unit: Unit, used: Sequence[Any]) -> None:
         """Let the optimizer see the gradients of my parts."""
-        if unit.steps_here and unit.gradient is not None:
-            for part, leaf in zip(unit.held, unit.leaves, strict=True):
-                leaf.grad = unit.gradient[part.at : part.at + part.length] if used[part.slot] else None
+        for part, leaf in zip(unit.held, unit.leaves, strict=True):
+            if not used[part.slot]:
+                leaf.grad = None
+            elif not unit.steps_here:  # a sign that it is there, which zero_grad() takes away
+                leaf.grad = ShardedGradient(leaf.shape, leaf.dtype, leaf.device, self, self._first[unit] + part.slot)
+            elif unit.gradient is not None:
+                leaf.grad = unit.gradient[part.at : part.at + part.length]
 
     @torch.no_grad()
     def _reduce(self, unit: Unit, flat: Tensor, fresh: list[bool]) -> None:
@@ -288,7 +297,7 @@ class Backward(Windows):
             self._launch_all()
         else:
             for unit in reversed(self.units):
-                self._is_reduced(unit)
+                self._is_reduced(unit, True)
         self._finish()
 
     def after_step(self) -> None:

@@ -38,6 +38,7 @@ class Gathering:
         self._there: set[Unit] = set()
         self._uses: dict[nn.Module, int] = {}  # how many calls of a module are under way
         self._order: list[nn.Module] = []  # in which forward needed the modules, first time
+        self._known = False  # the model has run once: `_order` is complete
         self._task = -1
         self._of: dict[nn.Module, list[Unit]] = {}
         for unit in self.units:
@@ -128,7 +129,8 @@ class Gathering:
             me = weakref.ref(self)
             for x in made:
                 x.register_hook(_reached(me, module))
-        kept = bool(made) and (module is self.model or (bool(self._order) and module is self._order[-1]))
+        kept = bool(made) and (module is self.model or (self._known and module is self._order[-1]))
+        self._known |= module is self.model
         if not kept and not self._uses[module]:
             for unit in self._of[module]:
                 self.let_go(unit)
@@ -152,6 +154,15 @@ class Gathering:
             for unit in self._of[module]:
                 if not unit.trainable:
                     self.let_go(unit)
+
+    def arrived(self, unit: Unit, slot: int) -> None:
+        """A gradient has come for a parameter: refuse one whose values were not there."""
+        if unit not in self._there:
+            raise RuntimeError(
+                f"{unit.names[slot]!r} was used outside the forward of its module, where it is not gathered (it is NaN "
+                "there): call the module itself, or use zero(stage=2), or a larger unit_bytes, so that it belongs to a "
+                "module around"
+            )
 
     def complete(self, unit: Unit) -> None:
         """All gradients of a unit are there."""

@@ -132,6 +132,11 @@ def _zero_(x: ShardedGradient) -> ShardedGradient:
     return x
 
 
+def _foreach_zero_(xs: Sequence[ShardedGradient]) -> None:
+    for x in xs:
+        _zero_(x)
+
+
 _aten = torch.ops.aten
 _HANDLERS: dict[Any, Any] = {
     _aten.detach: _detach,
@@ -143,6 +148,7 @@ _HANDLERS: dict[Any, Any] = {
     _aten.div_: _div_,
     _aten._foreach_mul_: _foreach_mul_,
     _aten.zero_: _zero_,
+    _aten._foreach_zero_: _foreach_zero_,
 }
 
 

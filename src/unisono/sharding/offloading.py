@@ -50,7 +50,7 @@ class Engine(Protocol):
 
     steps: int
 
-    def offer(self, u: int, gradient: Tensor) -> Any:
+    def offer(self, u: int, gradient: Tensor, *, replace: bool = ...) -> Any:
         """Take a unit's gradient."""
 
     def step(self, scale: float = ..., absent: Any = ..., *, delay: bool | None = ...) -> None:
@@ -95,6 +95,7 @@ class Offloading:
         self._engine: Engine | None = None
         self._disk: Disk | None = None
         self._steps = 0
+        self._offered: set[Unit] = set()  # units whose gradient waits for the step
         self.homes = self._choose_homes()
         self._check_room()
         if "disk" in self.homes:
@@ -229,15 +230,23 @@ class Offloading:
 
     # A step ----------------------------------------------------------------------------------------------
 
-    def offer(self, unit: Unit) -> None:
-        """Take the gradient of a unit, and let it go here."""
+    def offer(self, unit: Unit, fresh: bool) -> None:
+        """Take the gradient of a unit, and let it go here. `fresh`: instead of one that was cleared without a step."""
         assert unit.gradient is not None
-        self.engine.offer(self._at[unit], unit.gradient)
+        if unit in self._offered and not fresh:
+            raise RuntimeError(
+                "another backward pass before optimizer.step(), and the gradients of the former have left for the "
+                "host: give the strategy accumulate=2 (passes a step), or run all but the last in replica.no_sync(); "
+                "with activation checkpointing use use_reentrant=False"
+            )
+        self.engine.offer(self._at[unit], unit.gradient, replace=True)
+        self._offered.add(unit)
         unit.gradient = None
 
     def step(self, scale: float, absent: Mapping[Unit, list[tuple[int, int]]]) -> None:
         """Begin the update."""
         self._steps += 1  # as the engine does
+        self._offered = set()
         delay = self.strategy.delayed_update and self._steps > self.strategy.delay_after
         ranges = {self._at[unit]: found for unit, found in absent.items() if found}
         self.engine.step(scale, ranges, delay=delay)

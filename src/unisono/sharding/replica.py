@@ -17,7 +17,7 @@ from unisono.sharding.backward import Backward
 from unisono.sharding.gathering import Arrival, Gathering
 from unisono.sharding.making import Swapped, adopt, materialise, swap
 from unisono.sharding.offloading import Numbers, Offloading, Place
-from unisono.sharding.units import Unit, unit_bytes_for, units_by_module, units_by_size
+from unisono.sharding.units import Unit, keeps_its_dtype, unit_bytes_for, units_by_module, units_by_size
 from unisono.strategy import Replica, share, share_buffers
 from unisono.world import World
 
@@ -41,6 +41,7 @@ class ZeroReplica(Replica):
         self._offload: Offloading | None = None
         self._late: set[Unit] = set()  # units whose new values no module has asked for yet
         self._model_hooks: list[Any] = []
+        self._narrowed: list[tuple[Tensor, torch.dtype]] = []
         self._quiet = False  # the model's own hooks do nothing now
         self._original = [list(group["params"]) for group in optimizer.param_groups]
         try:
@@ -69,6 +70,7 @@ class ZeroReplica(Replica):
         self._memory = world.channel(inline=True)
         on = world.device if s.params_on != "device" else next(self.model.parameters()).device
         on = world.device if on.type == "meta" else on
+        self._narrow_frozen()
         host, away = torch.device("cpu"), s.optimizer_on != "device"
         if s.params_on != "device":
             for buffer in self.model.buffers():
@@ -107,8 +109,9 @@ class ZeroReplica(Replica):
             accumulate=s.accumulate,
             overlap=overlap,
             advance=self.advance,
+            arrived=self._gathering.arrived if self._gathering is not None else lambda unit, slot: None,
             complete=self._gathering.complete if self._gathering is not None else lambda unit: None,
-            reduced=self._offload.offer if self._offload is not None else lambda unit: None,
+            reduced=self._offload.offer if self._offload is not None else lambda unit, fresh: None,
             finished=self._share_buffers,
             check=self._check_frozen,
         )
@@ -132,6 +135,17 @@ class ZeroReplica(Replica):
         materialise(self.model, self.world, swapped)
         swap(self.optimizer, swapped)
         self._original = [list(group["params"]) for group in self.optimizer.param_groups]
+
+    def _narrow_frozen(self) -> None:
+        """In stages 1 and 2 frozen parameters belong to no unit: they compute in the precision of the others."""
+        self._narrowed = []
+        if self.strategy.precision is None or self.strategy.stage == 3:
+            return
+        wide, dtype = keeps_its_dtype(self.model), DTYPES[self.strategy.precision]
+        for param in self.model.parameters():
+            if not param.requires_grad and param not in wide and param.is_floating_point():
+                self._narrowed.append((param, param.dtype))
+                param.data = param.data.to(dtype)
 
     @property
     def _trainable(self) -> list[Unit]:
@@ -224,6 +238,10 @@ class ZeroReplica(Replica):
     def before_step(self) -> None:
         if self._backward is not None:
             self._backward.before_step()
+        if self._offload is not None:  # the optimizer itself finds nothing to step
+            for unit in self._trainable:
+                for leaf in unit.leaves:
+                    leaf.grad = None
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -346,12 +364,15 @@ class ZeroReplica(Replica):
             dtype = unit.master_dtype if unit.trainable else unit.dtype
             empty = torch.empty(0, dtype=dtype, device=unit.params[0].device)
             full = join((unit.master if unit.trainable else unit.shard) if holds else empty)
-            values |= {p: view.clone() for p, view in zip(unit.params, unit.views(full), strict=True)}
+            values |= {p: view.to(unit.given, copy=True) for p, view in zip(unit.params, unit.views(full), strict=True)}
         self._put_back()
         self._take_off()
         for param, value in values.items():
             param.grad = None
             param.data = value
+        for param, dtype in self._narrowed:
+            param.data = param.data.to(dtype)
+        self._narrowed = []
         self.optimizer.state.update(states)
 
     def rebind(self, world: World, *, source: int = 0) -> str:
@@ -391,7 +412,7 @@ class ZeroReplica(Replica):
         self._take_off()
         for unit in units:
             for param, shape in zip(unit.params, unit.shapes, strict=True):
-                param.data = torch.empty(shape, dtype=unit.master_dtype, device=param.device)
+                param.data = torch.empty(shape, dtype=unit.given, device=param.device)
 
     def _follow(self, source: int) -> None:
         """Take over model, optimizer and step from a rank that has all of them."""

@@ -15,6 +15,8 @@ from unisono.buckets import layout
 
 _ALIGN = 64  # bytes: a parameter starts on a cache line, and so does a shard
 _SMALL = 64  # a module this many times smaller than a unit may be stays with its parent
+_WHOLE = (nn.MultiheadAttention,)  # their forward reads parameters of modules inside that it does not call
+_SHARED = (nn.Embedding, nn.EmbeddingBag)  # whose parameters others like to use: they stay with the parent
 
 
 class Part(NamedTuple):
@@ -45,6 +47,7 @@ class Unit:
     rank: int
     trainable: bool
     master_dtype: torch.dtype  # what the optimizer steps in
+    given: torch.dtype  # that the parameters came in
     steps_here: bool = True  # the optimizer steps `leaves`; else someone else does (see offload)
     shapes: list[torch.Size] = field(init=False)
     starts: list[int] = field(init=False)
@@ -132,8 +135,8 @@ def units_by_module(
 ) -> list[Unit]:
     """All parameters, by the module whose forward needs them: the largest modules of at most `unit_bytes`.
 
-    Small modules, and parameters that several such modules share, belong to the next module around them; what is left
-    belongs to the model. Parameters of another dtype, and frozen ones, are units of their own.
+    Small modules, embeddings, and parameters that several such modules share, belong to the next module around them;
+    what is left belongs to the model. Parameters of another dtype, and frozen ones, are units of their own.
     """
     chosen = choose(model, unit_bytes)
     holders: dict[Parameter, nn.Module | None] = {}
@@ -168,11 +171,11 @@ def choose(model: nn.Module, unit_bytes: int) -> set[nn.Module]:
     def walk(module: nn.Module) -> None:
         for child in module.children():
             nbytes = sum(p.numel() * p.element_size() for p in child.parameters())
-            if nbytes * _SMALL < unit_bytes or child in chosen:
+            if nbytes * _SMALL < unit_bytes or child in chosen or isinstance(child, _SHARED):
                 continue
             grandchildren = any(next(c.parameters(), None) is not None for c in child.children())
             called = not isinstance(child, (nn.ModuleList, nn.ModuleDict))  # these have no forward
-            if called and (nbytes <= unit_bytes or not grandchildren):
+            if called and (nbytes <= unit_bytes or not grandchildren or isinstance(child, _WHOLE)):
                 chosen.add(child)
             else:
                 walk(child)
@@ -206,7 +209,7 @@ def _unit(
     compute = dtype if dtype is not None and first.is_floating_point() else first.dtype
     names, params = [n for n, _ in named], [p for _, p in named]
     master = first.dtype if first.requires_grad else compute
-    return Unit(index, names, params, owner, compute, size, rank, first.requires_grad, _wide(master))
+    return Unit(index, names, params, owner, compute, size, rank, first.requires_grad, _wide(master), first.dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

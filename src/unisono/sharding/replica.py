@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.exchange import Counter
-from unisono.normalization import move_batch_norm
 from unisono.reduction import overlap_pays
 from unisono.sharding import optimizers, saving
 from unisono.sharding.backward import Backward
 from unisono.sharding.gathering import Arrival, Gathering
 from unisono.sharding.making import Swapped, adopt, materialise, swap
+from unisono.sharding.moving import Movable
 from unisono.sharding.offloading import Numbers, Offloading, Place
 from unisono.sharding.units import Unit, keeps_its_dtype, unit_bytes_for, units_by_module, units_by_size
-from unisono.strategy import Replica, share, share_buffers
+from unisono.strategy import share_buffers
 from unisono.world import World
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 DTYPES = {"bf16": torch.bfloat16}
 
 
-class ZeroReplica(Replica):
+class ZeroReplica(Movable):
     """Units of parameters, each with one shard a rank; in a world of one with nothing to move, only counting."""
 
     strategy: zero
@@ -65,43 +65,59 @@ class ZeroReplica(Replica):
             last = [p for p in self.model.parameters() if p.requires_grad][-1]
             self._backward = Counter(last, accumulate=self.strategy.accumulate, advance=self.advance)
             return
-        s, world = self.strategy, self.world
-        self.units = self._made(world.size, world.rank)
-        self._memory = world.channel(inline=True)
-        on = world.device if s.params_on != "device" else next(self.model.parameters()).device
-        on = world.device if on.type == "meta" else on
+        self.units = self._made(self.world.size, self.world.rank)
+        self._memory = self.world.channel(inline=True)
         self._narrow_frozen()
-        host, away = torch.device("cpu"), s.optimizer_on != "device"
-        if s.params_on != "device":
-            for buffer in self.model.buffers():
-                buffer.data = buffer.data.to(on)
-        if away:
-            self._offload = Offloading(self.optimizer, self._trainable, self._numbers(), s, on)
-        for unit in self.units:  # one after the other: a model may be larger than this rank's memory
-            materialise(self.model, world, swapped, unit.params)
-            unit.params = [swapped.get(p, p) for p in unit.params]
-            unit.steps_here = not away
-            adopt(
-                unit,
-                self._memory,
-                whole=s.stage < 3,
-                device=on,
-                shard_on=on if s.params_on == "device" else host,
-                master_on=host if away else on,
-            )
-            if self._offload is not None and unit.trainable:
-                self._offload.take(unit)
+        device = self._device()
+        if self.strategy.optimizer_on != "device":
+            self._offload = Offloading(self.optimizer, self._trainable, self._numbers(), self.strategy, device)
+        self._adopt_units(swapped, device)
         self._settle(swapped)
         before = optimizers.split(self.optimizer, self._trainable)
         if self._offload is not None:
             self._offload.start()
             if before:
                 self._offload.load_states(before)
+        self._watch_passes()
+        self._watch_model()
+
+    def _device(self) -> torch.device:
+        """Where the model computes; its buffers are there."""
+        on = next(self.model.parameters()).device
+        if self.strategy.params_on == "device" and on.type != "meta":
+            return on
+        on = self.world.device
+        for buffer in self.model.buffers():
+            if not buffer.is_meta:
+                buffer.data = buffer.data.to(on)
+        return on
+
+    def _adopt_units(self, swapped: Swapped, device: torch.device) -> None:
+        """One unit after the other: a model may be larger than this rank's memory."""
+        s, host = self.strategy, torch.device("cpu")
+        for unit in self.units:
+            materialise(self.model, self.world, swapped, unit.params)
+            unit.params = [swapped.get(p, p) for p in unit.params]
+            unit.steps_here = self._offload is None
+            adopt(
+                unit,
+                self._memory,
+                whole=s.stage < 3,
+                device=device,
+                shard_on=device if s.params_on == "device" else host,
+                master_on=device if self._offload is None else host,
+            )
+            if self._offload is not None and unit.trainable:
+                self._offload.take(unit)
+
+    def _watch_passes(self) -> None:
+        s, world = self.strategy, self.world
         overlap = overlap_pays(world) if s.overlap is None else s.overlap
         if s.stage == 3:
             self._gathering = Gathering(self.model, self.units, world, self._values, ahead=overlap)
-        elif away:
+        elif self._offload is not None:
             self._arrival = Arrival(self.model, self._trainable, self._arrive)
+        self._frozen = [(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
         self._backward = Backward(
             self._trainable,
             world,
@@ -115,8 +131,6 @@ class ZeroReplica(Replica):
             finished=self._share_buffers,
             check=self._check_frozen,
         )
-        self._frozen = [(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
-        self._watch_model()
 
     def _made(self, size: int, rank: int) -> list[Unit]:
         """The units of the model for a world of this size; without memory."""
@@ -146,10 +160,6 @@ class ZeroReplica(Replica):
             if not param.requires_grad and param not in wide and param.is_floating_point():
                 self._narrowed.append((param, param.dtype))
                 param.data = param.data.to(dtype)
-
-    @property
-    def _trainable(self) -> list[Unit]:
-        return [unit for unit in self.units if unit.trainable]
 
     def _check_frozen(self) -> None:
         """A parameter that learns from now on belongs to no unit: its gradient would stay on its own rank."""
@@ -321,116 +331,7 @@ class ZeroReplica(Replica):
                 self._offload.load_states(whole["optimizer"]["state"])
                 self.optimizer.state.clear()
 
-    # Together again --------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Give model and optimizer back whole, as ordinary ones; every rank calls it. Then `close()`."""
-        if self.units:
-            self._bring_back()
-            self._join(self.units, self.world, list(range(self.world.size)))
-
-    def _bring_back(self) -> None:
-        """Have the state that is away where the optimizer would keep it."""
-        if self._offload is None:
-            return
-        self._gather_all()
-        for unit in self._trainable:
-            unit.master = self._offload.master(unit).to(unit.params[0].device)
-        for (unit, i), state in self._offload.states().items():
-            self.optimizer.state[unit.leaves[i]] = {
-                key: x.to(unit.master.device) if isinstance(x, Tensor) and x.dim() else x for key, x in state.items()
-            }
-
-    def resume(self) -> None:
-        """Split them again."""
-        self._start()
-
-    def _join(self, units: list[Unit], world: World, order: list[int]) -> None:
-        """Put whole parameters and state together, from the ranks of `world` that hold parts, in this order.
-
-        A rank that is not among them has `units` of the same layout, and nothing in them.
-        """
-        holds = world.rank in order
-
-        def join(line: Tensor) -> Tensor:
-            parts = world.all_gather(line if holds else line[:0], tag="restore").wait()
-            return torch.cat([parts[r] for r in order])
-
-        learning = [unit for unit in units if unit.trainable]
-        states = optimizers.whole(self.optimizer, learning, join, optimizers.kinds(self.optimizer, learning, world))
-        values: dict[Tensor, Tensor] = {}
-        for unit in units:
-            dtype = unit.master_dtype if unit.trainable else unit.dtype
-            empty = torch.empty(0, dtype=dtype, device=unit.params[0].device)
-            full = join((unit.master if unit.trainable else unit.shard) if holds else empty)
-            values |= {p: view.to(unit.given, copy=True) for p, view in zip(unit.params, unit.views(full), strict=True)}
-        self._put_back()
-        self._take_off()
-        for param, value in values.items():
-            param.grad = None
-            param.data = value
-        for param, dtype in self._narrowed:
-            param.data = param.data.to(dtype)
-        self._narrowed = []
-        self.optimizer.state.update(states)
-
-    def rebind(self, world: World, *, source: int = 0) -> str:
-        every = world.gather_objects([self.world.size, self.world.rank, self.step, bool(self.units)])
-        former, _, step, split = every[source]
-        holders = {other[1]: r for r, other in enumerate(every) if (other[0], *other[2:]) == (former, step, split)}
-        lost = [r for r in range(former) if r not in holders] if split else []
-        if lost:
-            raise ValueError(
-                f"rank(s) {', '.join(map(str, lost))} of the former {former} took their parts of the optimizer's state"
-                + (" and of the parameters" if self.strategy.stage == 3 else "")
-                + " with them: make the replica anew in the new world and un.load the last checkpoint"
-            )
-        self.model.zero_grad()
-        if split:
-            order = [holders[r] for r in range(former)]
-            self._bring_back()
-            mine = self.units if world.rank in order else self._made(former, 0)
-            self._join(mine, world, order)
-        elif self.units:
-            self._forget()
-        else:
-            self._take_off()
-        self.world = world
-        self._follow(source)
-        move_batch_norm(self.model, world)
-        self._start()
-        return (
-            f"model, optimizer and step {self.step} from rank {source} of {world.size}, split over {world.size} ranks "
-            f"instead of {former}; gradients that were not stepped are dropped"
-        )
-
-    def _forget(self) -> None:
-        """What I hold is out of date: room for what comes."""
-        units = self.units
-        self._put_back()
-        self._take_off()
-        for unit in units:
-            for param, shape in zip(unit.params, unit.shapes, strict=True):
-                param.data = torch.empty(shape, dtype=unit.given, device=param.device)
-
-    def _follow(self, source: int) -> None:
-        """Take over model, optimizer and step from a rank that has all of them."""
-        world = self.world
-        if world.size == 1:
-            return
-        share(self.model, world, source)
-        mine = {"optimizer": self.optimizer.state_dict(), "step": self.step, "steps": world.ledger.step_count}
-        packed = world.broadcast_object(mine, source)
-        if world.rank != source:
-            self.optimizer.load_state_dict(packed["optimizer"])
-            self.step = packed["step"]
-            world.ledger.resume(packed["steps"])
-
-    def _put_back(self) -> None:
-        for group, params in zip(self.optimizer.param_groups, self._original, strict=True):
-            group["params"] = params
-        self.optimizer.state.clear()
+    # The end ---------------------------------------------------------------------------------------------
 
     def _take_off(self) -> None:
         """No more hooks, no more units."""

@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from unisono.callbacks import Callback, EarlyStopping
     from unisono.checkpoint import CheckpointError, Loaded, load, save
+    from unisono.checkpoint_plain import read_checkpoint
     from unisono.data import Shard, shard
-    from unisono.launchers import WorkerError, launch
+    from unisono.footprint import memory
+    from unisono.launchers import EngineError, WorkerError, launch, on
+    from unisono.map_reduce import mapreduce
     from unisono.normalization import sync_batch_norm
     from unisono.strategy import Replica, Strategy, parallel
     from unisono.trainer import Trainer
@@ -22,6 +25,7 @@ _LAZY = {
     "Callback": "unisono.callbacks",
     "CheckpointError": "unisono.checkpoint",
     "EarlyStopping": "unisono.callbacks",
+    "EngineError": "unisono.launchers",
     "Handle": "unisono.world",
     "Loaded": "unisono.checkpoint",
     "Mismatch": "unisono.world",
@@ -35,7 +39,11 @@ _LAZY = {
     "join": "unisono.world",
     "launch": "unisono.launchers",
     "load": "unisono.checkpoint",
+    "mapreduce": "unisono.map_reduce",
+    "memory": "unisono.footprint",
+    "on": "unisono.launchers",
     "parallel": "unisono.strategy",
+    "read_checkpoint": "unisono.checkpoint_plain",
     "run_threads": "unisono.transports.threads",
     "save": "unisono.checkpoint",
     "shard": "unisono.data",
@@ -47,6 +55,7 @@ __all__ = [
     "Callback",
     "CheckpointError",
     "EarlyStopping",
+    "EngineError",
     "Handle",
     "Loaded",
     "Mismatch",
@@ -60,7 +69,11 @@ __all__ = [
     "join",
     "launch",
     "load",
+    "mapreduce",
+    "memory",
+    "on",
     "parallel",
+    "read_checkpoint",
     "run_threads",
     "save",
     "shard",

@@ -10,6 +10,7 @@ from itertools import count, islice
 from typing import TYPE_CHECKING, Any, Literal
 
 from unisono.partition import Indices, Partition, balanced_parts, global_order, part_of
+from unisono.placed import batches as placed_batches
 from unisono.shard_settings import (
     Settings,
     check_choices,
@@ -55,8 +56,9 @@ def shard(
 
     Args:
         data: Tensors or arrays (one, or a tuple, list or dict of them); a map-style dataset; an iterable one,
-            which every rank reads whole, keeping its own samples; a list of files; or a DataLoader, with its
-            batch size as the global one, and its sampler. Random samplers of torch's are seeded here; one of
+            which every rank reads whole, keeping its own samples; a list of files; a worker's part of a Spark
+            DataFrame or RDD or a Ray Dataset, of which each batch takes every rank's share; or a DataLoader, with
+            its batch size as the global one, and its sampler. Random samplers of torch's are seeded here; one of
             your own must give the same on every rank.
         batch_size: Samples in a global batch, at least one a worker. A DataLoader brings its own.
         shuffle: Another order every epoch. By default yes; as a DataLoader has it; no for an iterable dataset.
@@ -122,6 +124,9 @@ class Shard:
             data, collate_fn=asked.collate_fn, read=asked.read, options=loader_options(asked)
         )
         self.samples, self.seed = source.samples, int(asked.seed)
+        self._counts: list[int] = []  # the samples that lie with each rank, where all see different ones
+        if source.placed:
+            self._count(world)
         self.batch_size = source.batch_size if asked.batch_size is None else int(asked.batch_size)
         self.drop_last = bool(source.drop_last if asked.drop_last is None else asked.drop_last)
         self.shuffle = shuffle_or_not(asked.shuffle, source)
@@ -147,10 +152,10 @@ class Shard:
         source = self.source
         if source.batch_sampler is not None:
             return len(source.batch_sampler)
-        if source.samples is None:
+        if self.samples is None:
             raise TypeError(f"{self.name} reads an iterable dataset: its length is not known beforehand.")
         assert self.batch_size is not None
-        total = source.samples if source.sampler is None else len(source.sampler)
+        total = self.samples if source.sampler is None else len(source.sampler)
         return total // self.batch_size if self.drop_last else -(-total // self.batch_size)
 
     # Iterating ------------------------------------------------------------------------------------------
@@ -201,13 +206,31 @@ class Shard:
         first = self.batch
 
         def parts() -> Iterator[tuple[Indices, int]]:
-            for number, indices in enumerate(self._global_batches(first), first):
-                mine, weight = self._deal(len(indices), world, indices)
+            for number, (mine, weight) in enumerate(self._mine(world, first), first):
                 weights.append(weight)
-                yield indices[mine], self._seed_of(number, world)
+                yield mine, self._seed_of(number, world)
 
         for batch in self.source.read(parts(), seed=self._seed_of(first, world)):
             yield batch, weights.popleft()
+
+    def _mine(self, world: World, first: int) -> Iterator[tuple[Indices, float]]:
+        """My samples of each global batch from `first` on, and their weight."""
+        if not self._counts:
+            for indices in self._global_batches(first):
+                mine, weight = self._deal(len(indices), world, indices)
+                yield indices[mine], weight
+            return
+        assert self.batch_size is not None
+        yield from placed_batches(
+            self._counts,
+            rank=world.rank,
+            batch_size=self.batch_size,
+            first=first,
+            stop=len(self),
+            seed=self.seed,
+            epoch=self.epoch,
+            shuffle=self.shuffle,
+        )
 
     def _seed_of(self, batch: int, world: World) -> int:
         place = f"{self.seed} {self.epoch} {batch} {world.rank}".encode()
@@ -272,6 +295,8 @@ class Shard:
 
     def rebind(self, world: World) -> None:
         """Share the data among the ranks of another world; a pass that is under way goes on there."""
+        if self._counts:
+            self._count(world)
         self._check_sizes(world)
         self.world.shards.pop(self.name, None)
         self.world, world.shards[self.name] = world, self
@@ -285,6 +310,7 @@ class Shard:
             "seed": self.seed,
             "samples": self.samples,
             "settings": self.order_settings(),
+            **({"counts": self._counts} if self._counts else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -297,6 +323,12 @@ class Shard:
                     "Give the data and settings it was saved with, or start anew under another name=."
                 )
         epoch, batch = whole_number(state["epoch"], "epoch"), whole_number(state["batch"], "batch")
+        if batch and self._counts != (counts := list(state.get("counts", []))):
+            raise ValueError(
+                f"{self.name} was saved in mid-epoch with {counts} samples on the ranks, which now have "
+                f"{self._counts}: which of them were read is not known. Divide the table as it was, or resume from "
+                "the end of an epoch."
+            )
         self.epoch, self.batch, self._first_batch = epoch, batch, batch
         self.seed = int(state["seed"])
         self._moves += 1
@@ -321,6 +353,17 @@ class Shard:
         self.data, self.asked, self.source = data, asked, other.source
         self._classes, self._costs, self._partition = other._classes, other._costs, other._partition
         self._moves += 1
+
+    def _count(self, world: World) -> None:
+        """Ask every rank how many samples lie with it."""
+        self._counts = [int(n) for n in world.gather_objects(len(self.source.dataset))]
+        self.samples = sum(self._counts)
+        empty = [rank for rank, n in enumerate(self._counts) if not n]
+        if empty and self.samples:
+            raise ValueError(
+                f"un.shard got a table of which no row lies with rank {', '.join(map(str, empty))}: the ranks have "
+                f"{self._counts}. Expected rows with each: divide it anew (repartition), or use fewer workers."
+            )
 
     def _check_sizes(self, world: World) -> None:
         size, n = self.batch_size, self.samples

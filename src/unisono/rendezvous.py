@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 
+from unisono.launchers.place import Place, number, read_place
+from unisono.meeting import attempt_of, engine_store
 from unisono.transports import Transport
 from unisono.world import World
 
@@ -22,10 +25,10 @@ _meetings = itertools.count()
 
 def meet(device: str | torch.device | None = None) -> World:
     """The world that the environment describes."""
-    rank, size = _place()
-    local_rank = _number("LOCAL_RANK", 0)
-    local_size = _number("LOCAL_WORLD_SIZE", 1 if size == 1 else 0)
-    chosen = _device(device, local_rank, local_size or 1)
+    place = _place()
+    rank, size = place.rank, place.size
+    local_size = place.local_size or (1 if size == 1 else 0)
+    chosen = _device(device, place.local_rank, local_size or 1)
     if size == 1:
         return World(None, device=chosen, hosts=[socket.gethostname()])
     timeout_s = float(os.environ.get("UNISONO_TIMEOUT_S", TIMEOUT_S))
@@ -38,7 +41,7 @@ def meet(device: str | torch.device | None = None) -> World:
     else:
         from unisono.transports.hosts import connect
 
-        transport, hosts = connect(_store(), rank, size, timeout_s=timeout_s)
+        transport, hosts = connect(_store(place), rank, size, timeout_s=timeout_s)
     accelerated = _nccl(transport, chosen, timeout_s) if _wants_nccl(transport, chosen) else None
     return World(transport, device=chosen, hosts=hosts, accelerated=accelerated)
 
@@ -52,31 +55,31 @@ def _inherited_board() -> int | None:
         return None
 
 
-def _place() -> tuple[int, int]:
-    """My rank and the size of the world."""
+def _place() -> Place:
+    """My rank, the size of the world, and the same on this host."""
     import torch.distributed as dist
 
+    place = read_place() or _mpi_place() or Place("", 0, 1)
     if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    if "WORLD_SIZE" not in os.environ:
-        return 0, 1
-    size = _number("WORLD_SIZE", 1)
-    rank = _number("RANK", 0 if size == 1 else -1)
-    if size < 1 or not 0 <= rank < size:
-        raise ValueError(
-            f"the environment says RANK={os.environ.get('RANK')} and WORLD_SIZE={os.environ['WORLD_SIZE']}: "
-            "expected 0 <= RANK < WORLD_SIZE; start the program with `unisono run -n N` or torchrun, "
-            "or unset WORLD_SIZE to run alone"
-        )
-    return rank, size
+        same = (place.rank, place.size) == (dist.get_rank(), dist.get_world_size())
+        near = (place.local_rank, place.local_size) if same else (0, 0)
+        return Place("torch.distributed", dist.get_rank(), dist.get_world_size(), *near)
+    return place
 
 
-def _number(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"the environment variable {name} must be a whole number, got {text!r}") from None
+def _mpi_place() -> Place | None:
+    """The world of mpi4py, where the program uses it and the engine left no variables that we know."""
+    if "mpi4py.MPI" not in sys.modules:
+        return None
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    if not MPI.Is_initialized() or world.size == 1:
+        return None
+    near = world.Split_type(MPI.COMM_TYPE_SHARED)
+    place = Place("MPI", world.rank, world.size, near.rank, near.size)
+    near.Free()
+    return place
 
 
 def _device(asked: str | torch.device | None, local_rank: int, local_size: int) -> torch.device:
@@ -99,34 +102,39 @@ def _device(asked: str | torch.device | None, local_rank: int, local_size: int) 
     return device
 
 
-def _store() -> Store:
+def _store(place: Place) -> Store:
     """The store that the launcher hosts; with a prefix of this attempt, so a restart meets only itself.
 
     A world that is joined after another was closed is a meeting of its own.
     """
     import torch.distributed as dist
 
-    attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_meetings)}"
+    meeting = next(_meetings)
+    attempt = os.environ.get("UNISONO_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if dist.is_initialized():
         from torch.distributed.distributed_c10d import _get_default_store
 
-        return dist.PrefixStore(f"unisono/{attempt}", _get_default_store())
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if name not in os.environ:
-            raise ValueError(
-                f"WORLD_SIZE={os.environ.get('WORLD_SIZE')} but {name} is not set, so the other ranks cannot be "
-                "found: start the program with `unisono run -n N` or torchrun"
-            )
+        return dist.PrefixStore(f"unisono/{attempt}/{meeting}", _get_default_store())
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing and place.engine == "torchrun":
+        raise ValueError(
+            f"WORLD_SIZE={os.environ.get('WORLD_SIZE')} but {missing[0]} is not set, so the other ranks cannot be "
+            "found: start the program with `unisono run -n N` or torchrun"
+        )
+    if missing:
+        return dist.PrefixStore(f"unisono/{meeting}", engine_store(place, meeting))
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
-        _number("MASTER_PORT", 0),
-        is_master=not hosted and _number("RANK", 0) == 0,
+        number("MASTER_PORT"),
+        is_master=not hosted and place.rank == 0,
         timeout=timedelta(seconds=300),
         wait_for_workers=False,
         multi_tenant=True,  # a later init_process_group of the program may use the same address
     )
-    return dist.PrefixStore(f"unisono/{attempt}", store)
+    if hosted and "UNISONO_ATTEMPT" not in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's own store
+        attempt = attempt_of(dist.PrefixStore(f"unisono/{meeting}", store), place.rank, place.size)
+    return dist.PrefixStore(f"unisono/{attempt}/{meeting}", store)
 
 
 def _wants_nccl(transport: Transport, device: torch.device) -> bool:

@@ -91,6 +91,11 @@ def check_choices(asked: Settings, source: Source) -> None:
             f"un.shard got {deciding[0]}= for an iterable dataset, whose samples are not known before they "
             "are read. Expected a map-style dataset, tensors or a list of files with it."
         )
+    if source.placed and deciding:
+        raise ValueError(
+            f"un.shard got {deciding[0]}= for a table that is divided among the workers already: where a row lies "
+            "decides which rank gets it. Leave it out, or divide the table accordingly before (repartition)."
+        )
     if asked.stratify is not None and (source.sampler is not None or source.batch_sampler is not None):
         raise ValueError("un.shard got stratify= with a DataLoader whose own sampler decides the order. Leave one out.")
 

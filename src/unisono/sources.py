@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from unisono import rng
 from unisono.arrays import Arrays, is_arrays, leaves, pinned, same_array
 from unisono.partition import Indices, index_dtype
+from unisono.placed import Part
 
 
 @dataclass
@@ -30,6 +31,7 @@ class Source:
         sampler: A DataLoader's own sampler, where it decides the order; None where `un.shard` does.
         batch_sampler: A DataLoader's own batch sampler, where it decides the global batches.
         batch_size, shuffle, drop_last: What a DataLoader was set to; None where nothing was said.
+        placed: Whether the samples are this rank's own, and other ranks have others.
     """
 
     dataset: Any
@@ -41,6 +43,7 @@ class Source:
     batch_size: int | None = None
     shuffle: bool | None = None
     drop_last: bool | None = None
+    placed: bool = False
 
     def __post_init__(self) -> None:
         self._lists = _IndexLists()
@@ -194,6 +197,8 @@ def open_source(
         raise TypeError(f"un.shard got read= for {_kind(data)}. Expected a list of files (str or Path) with it.")
     if isinstance(data, DataLoader):
         return _from_loader(data, collate_fn, options)
+    if isinstance(data, Part):
+        return _from_part(data, collate_fn, options)
     if is_files(data):
         files = Files(data, read)
         return Source(files, len(data), collate if read or collate_fn else identity, options)
@@ -216,6 +221,16 @@ def open_source(
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return Source(data, len(data), collate, options)
     raise TypeError(f"un.shard got {_kind(data)}. Expected a dataset: __getitem__ and __len__, or __iter__.")
+
+
+def _from_part(part: Part, collate_fn: Callable[[list[Any]], Any] | None, options: dict[str, Any]) -> Source:
+    """The rows that lie with this worker: whole columns where all are arrays, else row by row."""
+    from torch.utils.data import default_collate
+
+    columns = part.arrays
+    if columns is None:
+        return Source(part, len(part), collate_fn or default_collate, options, placed=True)
+    return Source(Arrays(columns, whole=collate_fn is None), len(part), collate_fn or identity, options, placed=True)
 
 
 def _from_loader(loader: Any, collate_fn: Callable[[list[Any]], Any] | None, options: dict[str, Any]) -> Source:
@@ -325,6 +340,8 @@ def same_data(a: Any, b: Any) -> bool:
         )
     if is_files(a):
         return bool(a == b)
+    if isinstance(a, Part):
+        return bool(a.number == b.number)
     if type(a) is TensorDataset:
         return same_data(a.tensors, b.tensors)
     if isinstance(a, DataLoader):

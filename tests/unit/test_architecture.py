@@ -18,9 +18,8 @@ MODULES = {".".join(f.relative_to(SRC.parent).with_suffix("").parts).removesuffi
 
 # Imports point from a higher layer to a lower or the same one, never up.
 LAYERS = {
-    **dict.fromkeys(
-        ["world", "ledger", "report", "transports", "lanes", "schedule", "collectives", "rendezvous", "meeting", "state"], 0
-    ),
+    **dict.fromkeys(["world", "ledger", "report", "transports", "lanes", "schedule", "collectives", "state"], 0),
+    **dict.fromkeys(["rendezvous", "meeting"], 0),
     **dict.fromkeys(
         ["buckets", "exchange", "reducer", "reduction", "kernels", "parts", "quantised", "signs", "normalization"], 1
     ),
@@ -34,11 +33,11 @@ LAYERS = {
 }
 # These stand beside the layers: they know the world, and each other.
 BESIDE = {
-    *("data", "partition", "sources", "arrays", "shard_settings"),
+    *("data", "partition", "sources", "arrays", "shard_settings", "placed"),
     *("checkpoint", "checkpoint_folder", "checkpoint_pieces", "checkpoint_plain", "pieces", "tensorfile", "rng"),
     *("spec", "grammar", "sizes"),
 }
-LAUNCHERS_MAY_IMPORT = {"launchers", "world", "state"}
+LAUNCHERS_MAY_IMPORT = {"launchers", "world", "state", "placed"}
 LINES, FUNCTION_LINES = 480, 52  # "about 400" and "about 40", with room for one that is better left whole
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from unisono.launchers.report import WorkerError
+from unisono.launchers.report import EngineError, WorkerError
 
 if TYPE_CHECKING:
+    from unisono.launchers import on
+    from unisono.launchers.engine import Engine
     from unisono.launchers.output import Mode
 
-__all__ = ["WorkerError", "launch"]
+__all__ = ["EngineError", "WorkerError", "launch", "on"]
 
 T = TypeVar("T")
 
@@ -21,12 +23,13 @@ def launch(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
+    on: Engine | None = None,
     threads: int | None = None,
     output: Mode = "auto",
     timeout_s: float | None = None,
 ) -> list[T]:
-    """Run `fn(*args, **kwargs)` in `workers` new processes on this host and return their results in rank order
-    (None of one that ended with `sys.exit(0)`).
+    """Run `fn(*args, **kwargs)` in `workers` new processes, on this host or on an engine, and return their results in
+    rank order (None of one that ended with `sys.exit(0)`).
 
     For notebooks and programs: no `if __name__ == "__main__"` is needed, and with cloudpickle installed
     (`pip install unisono[notebook]`) `fn` may be a lambda or a function of a notebook. Inside `fn`, `unisono.join()`
@@ -36,13 +39,14 @@ def launch(
         fn: called in every worker, with the same arguments.
         workers: how many processes.
         args, kwargs: what `fn` is called with; copied to the workers.
+        on: the engine that starts the workers, such as `un.on.mpi()`; None for this host.
         threads: computing threads a worker; default: the usable cores divided among the workers.
         output: "auto" and "prefix" show the workers' lines with the rank in front, "rank0" only rank 0's lines,
             "files" writes unisono-output/rank-0.out and so on.
         timeout_s: stop the workers and raise TimeoutError after so many seconds.
 
     Raises WorkerError with one report when a worker fails; the others are stopped. When it returns or raises, no
-    process is left.
+    process is left. An engine that is not installed, not reachable or too small raises EngineError.
 
     >>> launch(pow, workers=2, args=(2, 10))
     [1024, 1024]
@@ -52,6 +56,21 @@ def launch(
     if not isinstance(args, Sequence) or isinstance(args, str) or not isinstance(kwargs, Mapping | None):
         raise TypeError(f"launch: got args={args!r}, kwargs={kwargs!r}; expected a tuple and a dict, as in args=(0.1,)")
 
+    if on is not None:
+        from unisono.launchers.engine import Engine
+
+        if not isinstance(on, Engine):
+            raise TypeError(f"launch: got on={on!r}; expected an engine of un.on, such as un.on.mpi()")
+        return on.call(fn, workers, tuple(args), kwargs, threads=threads, output=output, timeout_s=timeout_s)
     return run_function(
         fn, workers, tuple(args), dict(kwargs or {}), threads=threads, output=output, timeout_s=timeout_s
     )
+
+
+def __getattr__(name: str) -> Any:
+    """The engines, imported when they are first asked for: every worker imports this package."""
+    if name == "on":
+        import importlib
+
+        return importlib.import_module("unisono.launchers.on")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

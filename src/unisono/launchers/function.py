@@ -1,7 +1,7 @@
 """Runs a function in worker processes: the function travels in an inherited file, each result in another.
 
 Pickle is used here and nowhere else: between the launcher and its own children, through descriptors that no other
-process can open.
+process can open; and on other hosts through the authenticated channel of the run (channel.py).
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ import os
 import pickle
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from unisono.launchers.anonymous import anonymous_file
 from unisono.launchers.local import Job, LocalRun, TimedOut
 from unisono.launchers.output import MODES, Mode
 from unisono.launchers.report import WorkerError
 
-__all__ = ["run_function"]
+if TYPE_CHECKING:
+    from unisono.launchers.engine import Engine
+    from unisono.launchers.remote import RemoteRun
+
+__all__ = ["call_on", "run_function"]
 
 T = TypeVar("T")
 
@@ -53,11 +57,33 @@ def run_function(
             payload_fd=descriptors[0],
             result_fds=descriptors[1:],
         )
-        _supervise(job)
+        _supervise(job, LocalRun(job))
         return [_result(rank, fd) for rank, fd in enumerate(job.result_fds)]
     finally:
         for fd in descriptors:
             os.close(fd)
+
+
+def call_on(
+    engine: Engine,
+    fn: Callable[..., T],
+    workers: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    threads: int | None,
+    output: Mode,
+    timeout_s: float | None,
+) -> list[T]:
+    """The same on an engine."""
+    from unisono.launchers.remote import RemoteRun
+
+    _check(fn, workers, threads, output, timeout_s)
+    engine.check(workers)
+    job = Job(["--function"], workers, threads=threads, output=output, inherit=False, timeout_s=timeout_s)
+    run = RemoteRun(job, engine, _pack(fn, args, kwargs))
+    _supervise(job, run)
+    return [_unpack(rank, data) for rank, data in enumerate(run.results)]
 
 
 def _check(fn: object, workers: object, threads: object, output: object, timeout_s: float | None) -> None:
@@ -97,9 +123,9 @@ def _pack(fn: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, An
     return len(header).to_bytes(8, "little") + header + call
 
 
-def _supervise(job: Job) -> None:
+def _supervise(job: Job, run: LocalRun | RemoteRun) -> None:
     try:
-        outcome = LocalRun(job).supervise()
+        outcome = run.supervise()
     except TimedOut as stop:
         raise TimeoutError(f"launch: not finished after {job.timeout_s} s; the workers were stopped.\n{stop}") from None
     if outcome.failure is not None:
@@ -113,18 +139,22 @@ def _supervise(job: Job) -> None:
 
 
 def _result(rank: int, fd: int) -> Any:
-    data = os.pread(fd, 1, 0)
-    if not data:
-        raise WorkerError(
-            f"unisono: worker {rank} ended with exit status 0 before the function returned (os._exit in it?)",
-            rank=rank,
-            exit_status=0,
-            step=None,
-            traceback="",
-        )
+    if not os.pread(fd, 1, 0):
+        raise _no_result(rank)
     with open(fd, "rb", closefd=False) as file:
         file.seek(1)
         return pickle.load(file)  # noqa: S301  # written by our own child into a file that only the two of us hold
+
+
+def _unpack(rank: int, data: bytes) -> Any:
+    if not data:
+        raise _no_result(rank)
+    return pickle.loads(memoryview(data)[1:])  # noqa: S301  # came over the run's own authenticated channel
+
+
+def _no_result(rank: int) -> WorkerError:
+    text = f"unisono: worker {rank} ended with exit status 0 before the function returned (os._exit in it?)"
+    return WorkerError(text, rank=rank, exit_status=0, step=None, traceback="")
 
 
 def _write(fd: int, data: bytes) -> None:

@@ -15,15 +15,40 @@ import os
 import re
 import select
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection
 
-__all__ = ["members", "sweep"]
+__all__ = ["Guard", "members", "sweep"]
 
 _DONE = b"done\n"
 _VARIABLE = b"UNISONO_RUN="
 _MANAGER = "torch_shm_manag"  # the kernel cuts names to 15 characters
+
+
+class Guard:
+    """The launcher's handle on a guard process of its own."""
+
+    def __init__(self, run_id: str, sessions: Collection[int]) -> None:
+        command = [sys.executable, "-I", "-S", os.path.abspath(__file__), run_id, str(os.getpid())]
+        quiet = subprocess.DEVNULL
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True, bufsize=0
+        )
+        self._tell(" ".join(map(str, sessions)).encode() + b"\n")
+
+    def done(self) -> None:
+        """Nothing is left to guard."""
+        assert self._process.stdin is not None
+        self._tell(_DONE)
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _tell(self, text: bytes) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # someone killed it; the workers still die with this process
+            self._process.stdin.write(text)
 
 
 def members(run_id: str, sessions: Collection[int]) -> dict[int, str]:

@@ -30,8 +30,9 @@ from unisono.launchers.anonymous import anonymous_file
 from unisono.launchers.child import Child, exit_status, pid_fd
 from unisono.launchers.environment import worker_environment
 from unisono.launchers.output import Mode, Output, OutputClosed
-from unisono.launchers.report import SETTLE_S, Failure, first_failure, format_report, from_exit, from_message
+from unisono.launchers.report import SETTLE_S, Described, Failure, Outcome, from_exit, from_message, outcome_of
 from unisono.launchers.status import StatusPage
+from unisono.launchers.store import HostedStore
 
 __all__ = ["Job", "LocalRun", "Outcome", "TimedOut"]
 
@@ -62,20 +63,6 @@ class Job:
     result_fds: Sequence[int] = ()
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How the run ended: `failure` is None when every worker ended well."""
-
-    failure: Failure | None = None
-    report: str = ""
-    step: int | None = None
-
-    @property
-    def exit_status(self) -> int:
-        """The status of the worker that failed first; 0 without a failure."""
-        return self.failure.code if self.failure else 0
-
-
 class LocalRun:
     """One run of one job. `supervise()` does it all; a BaseException raised into it (Ctrl-C) stops the run."""
 
@@ -87,10 +74,8 @@ class LocalRun:
         self._selector = selectors.DefaultSelector()
         self._page = StatusPage.create(job.workers)
         self._board = anonymous_file("unisono-board")
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, 2 * job.workers))
-        self._address = self._listener.getsockname()[:2]
-        self._store: subprocess.Popen[bytes] | None = None
-        self._guard: subprocess.Popen[bytes] | None = None
+        self._store = HostedStore(backlog=max(128, 2 * job.workers))
+        self._guard: guard.Guard | None = None
         self._stop_time: float | None = None
         self._interrupted_members: dict[int, str] | None = None  # the run's processes when it was interrupted
         self.interruptible = False  # whether a signal handler may raise into `supervise` now
@@ -135,21 +120,17 @@ class LocalRun:
     # -- 1. start ------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        self._selector.register(self._listener, selectors.EVENT_READ, self._start_store)
+        self._selector.register(self._store.listener, selectors.EVENT_READ, self._start_store)
         for rank in range(self.job.workers):
             self._start_worker(rank)
-        command = [sys.executable, "-I", "-S", str(_FOLDER / "guard.py"), self.run_id, str(os.getpid())]
-        quiet = subprocess.DEVNULL
-        self._guard = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True, bufsize=0
-        )
-        self._tell_guard(" ".join(str(worker.process.pid) for worker in self._workers) + "\n")
+        self._start_guard()
+
+    def _start_guard(self) -> None:
+        self._guard = guard.Guard(self.run_id, self._sessions())
 
     def _start_worker(self, rank: int) -> None:
         report_fd, report_end = os.pipe()
-        descriptors = {"SHM": self._board, "STATUS": self._page.fd, "REPORT": report_end}
-        if self.job.payload_fd is not None:
-            descriptors.update(PAYLOAD=self.job.payload_fd, RESULT=self.job.result_fds[rank])
+        descriptors = {**self._descriptors(rank), "REPORT": report_end}
         streams = self.output.open(rank)
         try:
             process = subprocess.Popen(
@@ -174,29 +155,26 @@ class LocalRun:
         if worker.pid_fd is not None:
             self._selector.register(worker.pid_fd, selectors.EVENT_READ, partial(self._on_exit, worker))
 
+    def _descriptors(self, rank: int) -> dict[str, int]:
+        """The open files that `rank` inherits, by the name that its environment gives them."""
+        found = {"SHM": self._board, "STATUS": self._page.fd}
+        if self.job.payload_fd is not None:
+            found.update(PAYLOAD=self.job.payload_fd, RESULT=self.job.result_fds[rank])
+        return found
+
     def _environment(self, rank: int, descriptors: dict[str, int]) -> dict[str, str]:
         return worker_environment(
             rank,
             self.job.workers,
-            address=self._address,
+            address=self._store.address,
             run_id=self.run_id,
             descriptors=descriptors,
             threads=self.job.threads,
         )
 
     def _start_store(self) -> None:
-        """Serve torch's store on the listening socket: in a process of its own, so the launcher stays small."""
-        self._selector.unregister(self._listener)
-        descriptor = self._listener.fileno()
-        self._store = subprocess.Popen(
-            [sys.executable, str(_FOLDER / "worker.py"), "--store", str(descriptor), str(self._address[1])],
-            env=self._environment(0, {}),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            pass_fds=(descriptor,),
-            start_new_session=True,
-        )
-        self._listener.close()
+        self._selector.unregister(self._store.listener)
+        self._store.start(self._environment(0, {}))
 
     # -- 2. watch ------------------------------------------------------------------------------------------------------
 
@@ -309,12 +287,7 @@ class LocalRun:
 
     def _clean_up(self, patience_s: float) -> None:
         self.kill()
-        self._listener.close()
-        if self._store is not None:
-            self._store.kill()
-            self._store.wait()
-            assert self._store.stdin is not None
-            self._store.stdin.close()
+        self._store.close()
         guard.sweep(
             self.run_id,
             self._sessions(),
@@ -325,10 +298,7 @@ class LocalRun:
         for worker in self._workers:
             self._forget(worker)
         if self._guard is not None:
-            assert self._guard.stdin is not None
-            self._tell_guard("done\n")
-            self._guard.stdin.close()
-            self._guard.wait()
+            self._guard.done()
         self._selector.close()
         os.close(self._board)
 
@@ -344,40 +314,22 @@ class LocalRun:
             self.output.flush(worker.rank)
         worker.close()
 
-    def _tell_guard(self, text: str) -> None:
-        assert self._guard is not None
-        assert self._guard.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # someone killed it; the workers still die with this process
-            self._guard.stdin.write(text.encode())
-
     # -- the report ----------------------------------------------------------------------------------------------------
 
     def _outcome(self) -> Outcome:
-        """Tell failures from workers that we stopped, and put the first into words."""
         failures = [worker.failure for worker in self._workers if worker.failure]
-        if self._stop_time is not None:
-            stop_time = self._stop_time
-            failures = [failure for failure in failures if failure.time <= stop_time]
-        if not failures:
-            return Outcome()
-        first = first_failure(failures)
-        failed = {failure.rank for failure in failures}
-        others = sorted((failure for failure in failures if failure is not first), key=lambda failure: failure.time)
-        stopped = [worker.rank for worker in self._workers if worker.failure and worker.rank not in failed]
-        worker = self._workers[first.rank]
-        ran_s = first.time - worker.started
-        status = self._page.read(first.rank)
-        report = format_report(
-            first,
-            others,
-            workers=self.job.workers,
-            identity=f"rank {first.rank}, host {socket.gethostname()}, pid {worker.process.pid}, after {ran_s:.1f} s",
-            status=self._activity(first.rank, first.time),
-            stopped=stopped,
-            unseen=self.output.unseen(first.rank),
-            colour=self.output.colour,
+        workers, colour = self.job.workers, self.output.colour
+        return outcome_of(failures, self._stop_time, workers=workers, describe=self._describe, colour=colour)
+
+    def _describe(self, failure: Failure) -> Described:
+        rank, worker = failure.rank, self._workers[failure.rank]
+        ran_s = failure.time - worker.started
+        return Described(
+            f"rank {rank}, host {socket.gethostname()}, pid {worker.process.pid}, after {ran_s:.1f} s",
+            self._activity(rank, failure.time),
+            self._page.read(rank).step,
+            self.output.unseen(rank),
         )
-        return Outcome(first, report, status.step)
 
     def _activities(self, now: float) -> str:
         running = [worker.rank for worker in self._workers if worker.exited is None]

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
-__all__ = ["Failure", "WorkerError", "first_failure", "format_report", "from_exit", "from_message"]
+__all__ = [
+    "Described",
+    "EngineError",
+    "Failure",
+    "Outcome",
+    "WorkerError",
+    "first_failure",
+    "format_report",
+    "from_exit",
+    "from_message",
+    "outcome_of",
+]
 
 SETTLE_S = 1.0  # a failure that looks like a consequence waits this long for its cause
 
@@ -33,7 +44,7 @@ class Failure:
 
     rank: int
     time: float  # time.monotonic(), when it failed
-    kind: Literal["exception", "exit", "signal", "interrupt"]
+    kind: Literal["exception", "exit", "signal", "interrupt", "lost"]  # lost: by the engine that started it
     code: int
     types: Sequence[str] = field(default=())  # of the exception: its class and the base classes, by name
     message: str = ""
@@ -57,7 +68,13 @@ class Failure:
             return f"killed by {self.message}"
         if self.kind == "interrupt":
             return "interrupted by SIGINT"
+        if self.kind == "lost":
+            return "connection lost"
         return f"exit status {self.code}"
+
+
+class EngineError(RuntimeError):
+    """The engine is not installed, not reachable, or too small: nothing was run."""
 
 
 class WorkerError(RuntimeError):
@@ -109,6 +126,56 @@ def first_failure(failures: Iterable[Failure]) -> Failure:
     return first
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """How the run ended: `failure` is None when every worker ended well."""
+
+    failure: Failure | None = None
+    report: str = ""
+    step: int | None = None
+
+    @property
+    def exit_status(self) -> int:
+        """The status of the worker that failed first; 0 without a failure."""
+        return self.failure.code if self.failure else 0
+
+
+class Described(NamedTuple):
+    """What a launcher knows of the worker that failed first; see `format_report`."""
+
+    identity: str
+    status: str
+    step: int | None
+    unseen: Sequence[str]
+
+
+def outcome_of(
+    failures: Sequence[Failure],
+    stopped_at: float | None,
+    *,
+    workers: int,
+    describe: Callable[[Failure], Described],
+    colour: bool,
+) -> Outcome:
+    """Tell failures from workers that the launcher stopped (at `stopped_at`), and put the first into words."""
+    own = [failure for failure in failures if stopped_at is None or failure.time <= stopped_at]
+    if not own:
+        return Outcome()
+    first = first_failure(own)
+    worker = describe(first)
+    report = format_report(
+        first,
+        sorted((failure for failure in own if failure is not first), key=lambda failure: failure.time),
+        workers=workers,
+        identity=worker.identity,
+        status=worker.status,
+        stopped=[failure.rank for failure in failures if failure not in own],
+        unseen=worker.unseen,
+        colour=colour,
+    )
+    return Outcome(first, report, worker.step)
+
+
 def format_report(
     first: Failure,
     others: Sequence[Failure],
@@ -129,7 +196,7 @@ def format_report(
         lines.append(f"  {_HINTS[first.message]}")
     if first.kind == "exit" and not first.message:
         lines.append("  The program ended itself (sys.exit, os._exit or native code), without a Python error.")
-    if first.kind == "exit" and first.message:
+    if first.kind in ("exit", "lost") and first.message:
         lines.append(f"  {first.message}")
     if first.traceback:
         lines += ["", first.traceback.rstrip("\n")]

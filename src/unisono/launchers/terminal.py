@@ -6,23 +6,39 @@ import os
 import signal
 import time
 from types import FrameType
+from typing import Protocol
 
 from unisono.launchers.local import Job, LocalRun
-from unisono.launchers.output import OutputClosed
+from unisono.launchers.output import Output, OutputClosed
+from unisono.launchers.report import Outcome
 
 __all__ = ["run_in_terminal"]
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+class Run(Protocol):
+    """A run that is about to begin, here or on an engine."""
+
+    output: Output
+    interruptible: bool
+
+    def supervise(self) -> Outcome: ...
+
+    def kill(self) -> None: ...
+
+    def signal_groups(self, signum: signal.Signals) -> None: ...
+
+
 class _Interrupted(BaseException):
     """A signal asked the launcher to end."""
 
 
-def run_in_terminal(job: Job) -> int:
-    """Run the job and return the exit status: of the worker that failed first, 128 + signal when interrupted, or 0."""
+def run_in_terminal(job: Job, run: Run | None = None) -> int:
+    """Run the job (by default on this host) and return the exit status: of the worker that failed first, 128 + signal
+    when interrupted, or 0."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    run = LocalRun(job)
+    run = run if run is not None else LocalRun(job)
     received: list[tuple[int, float]] = []
 
     def end(signum: int, _: FrameType | None) -> None:
@@ -51,7 +67,7 @@ def run_in_terminal(job: Job) -> int:
     return outcome.exit_status
 
 
-def _follow_job_control(run: LocalRun) -> None:
+def _follow_job_control(run: Run) -> None:
     """Ctrl-Z stops the workers too, and `fg` or `bg` lets them go on: they are in sessions of their own."""
 
     def pause(signum: int, _: FrameType | None) -> None:

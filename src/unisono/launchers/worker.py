@@ -24,7 +24,7 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-__all__: list[str] = []
+__all__ = ["die_with"]
 
 _HERE = os.path.abspath(__file__)
 _PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))
@@ -49,7 +49,7 @@ class _Reports:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the program that `arguments` name, and return this process's exit status."""
-    _die_with_launcher(int(os.environ.pop("UNISONO_LAUNCHER_PID")))
+    die_with(int(os.environ.pop("UNISONO_LAUNCHER_PID")))
     _fix_import_path()
     if arguments[0] == "--store":
         _serve_store(int(arguments[1]), int(arguments[2]))
@@ -67,8 +67,8 @@ def main(arguments: Sequence[str]) -> int:
 # -- 1. this process and the launcher ------------------------------------------------------------------------------
 
 
-def _die_with_launcher(launcher: int) -> None:
-    """Have the kernel kill this process when the launcher ends, however it ends."""
+def die_with(launcher: int) -> None:
+    """Have the kernel kill this process when its parent, the launcher, ends, however it ends."""
     if sys.platform == "linux":
         import ctypes
 

@@ -1,0 +1,30 @@
+"""Estimators with scikit-learn's interface, fitted by all workers of a world: one pass over each worker's rows, one
+small exchange, round after round. `pip install 'unisono[sklearn]'`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unisono.estimators.files import Files
+    from unisono.estimators.least_squares import LeastSquares
+    from unisono.estimators.logistic import LogisticRegression
+    from unisono.estimators.report import Report
+
+_LAZY = {
+    "Files": "unisono.estimators.files",
+    "LeastSquares": "unisono.estimators.least_squares",
+    "LogisticRegression": "unisono.estimators.logistic",
+    "Report": "unisono.estimators.report",
+}
+
+__all__ = ["Files", "LeastSquares", "LogisticRegression", "Report"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: what runs in workers needs no scikit-learn, and starts faster without."""
+    if name in _LAZY:
+        import importlib
+
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'unisono.estimators' has no attribute {name!r}")

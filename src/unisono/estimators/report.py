@@ -1,0 +1,203 @@
+"""What a fit cost: the quantities of parallel computing, measured on the run itself.
+
+words sent; latency; communication time = words / bandwidth + latency; synchronisation cost = waiting for the slowest
+worker; speed-up ratio = seconds with one worker / seconds with m.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from unisono.map_reduce.rounds import Ask, Round
+from unisono.world import World
+
+__all__ = ["Counted", "Report", "costs", "measured_link", "measured_speedup"]
+
+WORD_BYTES = 8
+_BANDWIDTH_BYTES = 4 << 20
+
+
+@dataclass
+class Report:
+    """The costs of one fit.
+
+    workers: m. rounds: broadcast, map, reduce. words_sent: by all workers together, 8 bytes each.
+    latency_s: a message of one word; on an engine's own MapReduce, what the quickest round took beyond its slowest
+    worker. bandwidth_words_per_s: what a worker sends, in large messages; 0 where it was not measured.
+    communication_s: words a worker / bandwidth + latency of its messages.
+    synchronisation_s: what the average worker waited for the slowest in each round.
+    compute_s: of the average worker. wall_s: of all rounds. speedup: by number of workers, of a round.
+    """
+
+    workers: int
+    rounds: int
+    wall_s: float
+    compute_s: float
+    synchronisation_s: float
+    words_sent: float = 0.0
+    messages: int = 0
+    latency_s: float = 0.0
+    bandwidth_words_per_s: float = 0.0
+    speedup: dict[int, float] = field(default_factory=dict)
+    solver: str = ""
+
+    @property
+    def communication_s(self) -> float:
+        """words / bandwidth + latency, for one worker's share of words and messages."""
+        each = self.words_sent / self.workers
+        moving = each / self.bandwidth_words_per_s if self.bandwidth_words_per_s else 0.0
+        return moving + self.messages * self.latency_s
+
+    def as_dict(self) -> dict[str, Any]:
+        """All quantities by name."""
+        return {**asdict(self), "communication_s": self.communication_s}
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.workers} worker{'s' * (self.workers != 1)}, {self.rounds} rounds, solver {self.solver}",
+            f"{'wall':<22}{self.wall_s:>12.6f} s",
+            f"{'compute':<22}{self.compute_s:>12.6f} s",
+            f"{'synchronisation':<22}{self.synchronisation_s:>12.6f} s",
+            f"{'communication':<22}{self.communication_s:>12.6f} s = words / bandwidth + latency",
+            f"{'words sent':<22}{self.words_sent:>12.0f} in {self.messages} messages a worker",
+            f"{'latency':<22}{self.latency_s * 1e6:>12.1f} µs",
+            f"{'bandwidth':<22}{self.bandwidth_words_per_s / 1e6:>12.1f} million words/s",
+        ]
+        if self.speedup:
+            lines.append(f"{'speed-up':<22}" + ", ".join(f"{m}: {ratio:.2f}" for m, ratio in self.speedup.items()))
+        return "\n".join(lines)
+
+
+def costs(rounds: list[Round], workers: int) -> Report:
+    """What the rounds themselves tell: wall time, compute, waiting for the slowest."""
+    known = [r.compute_s for r in rounds if r.compute_s]
+    return Report(
+        workers=workers,
+        rounds=len(rounds),
+        wall_s=sum(r.wall_s for r in rounds),
+        compute_s=sum(statistics.fmean(each) for each in known),
+        synchronisation_s=sum(max(each) - statistics.fmean(each) for each in known),
+    )
+
+
+class Counted:
+    """An engine's `Ask` that counts words: the state to every worker, and a value back from each."""
+
+    def __init__(self, ask: Ask) -> None:
+        self.ask, self.workers, self.log, self.words = ask, ask.workers, ask.log, 0
+
+    def __call__(self, state: Any, *, reduce: Literal["sum"] | None = None) -> Any:
+        value = self.ask(state, reduce=reduce)
+        self.words += self.workers * (words_in(state) + words_in(value))
+        return value
+
+    def report(self) -> Report:
+        """What the rounds cost, as far as it shows from the server."""
+        found = costs(self.log, self.workers)
+        beyond = [r.wall_s - max(r.compute_s) for r in self.log if r.compute_s]
+        found.words_sent, found.messages = float(self.words), len(self.log)
+        found.latency_s = max(0.0, min(beyond, default=0.0))
+        return found
+
+
+def words_in(value: Any) -> int:
+    """Numbers, in arrays and out of them; text counts by its bytes.
+
+    >>> words_in({"do": "gradient", "coef": torch.zeros(3, 2), "b": [1.0, 2.0]})
+    9
+    """
+    if isinstance(value, dict):
+        return sum(words_in(item) for item in value.values())
+    if isinstance(value, list | tuple):
+        return sum(words_in(item) for item in value)
+    if isinstance(value, str | bytes):
+        return -(-len(value) // WORD_BYTES)
+    return int(value.numel()) if isinstance(value, torch.Tensor) else int(getattr(value, "size", value is not None))
+
+
+def sent_since(world: World, since: float) -> tuple[float, int]:
+    """Words that all ranks have sent since a moment of the ledger's clock, and messages of one rank (a collective)."""
+    mine = [r for r in list(world.ledger.records) if r.start >= since]
+    sums = torch.tensor([float(sum(r.bytes_sent for r in mine)), float(len(mine))], dtype=torch.float64)
+    total, messages = world.all_reduce(sums, "sum", tag="report").wait().tolist()
+    return total / WORD_BYTES, round(messages / world.size)
+
+
+def measured_link(world: World) -> tuple[float, float]:
+    """Latency in seconds and bandwidth in words a second and worker: medians of a few all-reduces."""
+    if world.size == 1:
+        return 0.0, 0.0
+    one, many = torch.zeros(1, dtype=torch.float64), torch.zeros(_BANDWIDTH_BYTES // 8, dtype=torch.float64)
+    latency_s = _median_s(lambda: world.all_reduce(one, "sum", tag="latency").wait(), 15)
+    moved_s = _median_s(lambda: world.all_reduce(many, "sum", tag="bandwidth").wait(), 5)
+    sent = 2 * (world.size - 1) / world.size * many.numel()
+    found = torch.tensor([latency_s, sent / max(moved_s - latency_s, 1e-9)], dtype=torch.float64)
+    latency_s, bandwidth = world.all_reduce(found, "mean", tag="report").wait().tolist()
+    return latency_s, bandwidth
+
+
+def _median_s(run: Callable[[], Any], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def measured_speedup(
+    work: Callable[[float], torch.Tensor], world: World, *, budget_s: float = 0.5, repeats: int = 3
+) -> dict[int, float]:
+    """Seconds of a round with one worker over those with 1, 2, ..., m workers that share the same rows.
+
+    `work(fraction)` maps so much of my rows. With k of m workers each has m/k as many rows: my own stand in for those
+    of the workers that rest. Where all this would take longer than `budget_s`, fewer rows are mapped and the seconds
+    scaled up; the exchange is never scaled.
+    """
+    m = world.size
+    if m == 1:
+        return {1: 1.0}
+    start = time.perf_counter()
+    vector = work(1.0)
+    once_s = _slowest(world, time.perf_counter() - start)
+    passes = sum(m / k for k in range(1, m + 1)) * repeats
+    fraction = min(1.0, budget_s / max(once_s * passes, 1e-9))
+    seconds = {k: _round_s(work, vector.clone(), world, k, fraction, repeats) for k in range(1, m + 1)}
+    return {k: seconds[1] / s for k, s in seconds.items()}
+
+
+def _round_s(
+    work: Callable[[float], torch.Tensor], vector: torch.Tensor, world: World, k: int, fraction: float, repeats: int
+) -> float:
+    """Seconds of a round that k workers share, the slowest one's; the others rest."""
+    groups = [list(range(k)), *([list(range(k, world.size))] if k < world.size else [])]
+    group = world.split(groups)
+    times = []
+    for _ in range(repeats):
+        world.barrier()
+        computed_s = exchanged_s = 0.0
+        if world.rank < k:
+            start = time.perf_counter()
+            left = world.size / k
+            while left > 1e-9:
+                work(fraction * min(left, 1.0))
+                left -= 1.0
+            computed_s = time.perf_counter() - start
+            group.barrier()
+            start = time.perf_counter()
+            group.all_reduce(vector, "sum", tag="speedup").wait()
+            exchanged_s = time.perf_counter() - start
+        times.append(_slowest(world, computed_s) / fraction + _slowest(world, exchanged_s))
+    group.close()
+    return min(times)
+
+
+def _slowest(world: World, seconds: float) -> float:
+    x = torch.tensor([seconds], dtype=torch.float64)
+    return float(world.all_reduce(x, "max", tag="report").wait())

@@ -1,0 +1,70 @@
+"""A worker on an engine as the launcher sees it: what its agent has said."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from unisono.launchers.channel import Channel
+from unisono.launchers.report import Failure, from_exit, from_message
+
+__all__ = ["Member"]
+
+
+@dataclass
+class Member:
+    """One worker of one attempt."""
+
+    rank: int
+    channel: Channel
+    host: str
+    identity: str  # of the host, see agent.py
+    pid: int = 0
+    started: float = 0.0
+    ready: bool = False  # whether it has begun its program, and handles SIGINT
+    text: bytes = b""  # of its reports: an unfinished line, and faulthandler's dump
+    failure: Failure | None = None
+    ended: float | None = None
+    step: int | None = None
+    doing: str = ""
+    since_s: float = 0.0
+    result: list[bytes] = field(default_factory=list)
+
+    def take_report(self, data: bytes, now: float) -> None:
+        """A piece of what the worker wrote to its report pipe; times are this host's."""
+        *lines, self.text = (self.text + data).split(b"\n")
+        unknown = b""
+        for line in lines:
+            try:
+                message = json.loads(line)
+            except ValueError:
+                unknown += line + b"\n"  # faulthandler's
+                continue
+            if isinstance(message, dict):
+                self.ready = True
+                message["time"] = now
+                self.failure = self.failure or from_message(self.rank, message, now)
+        self.text = unknown + self.text
+
+    def take_status(self, message: dict[str, Any], now: float) -> None:
+        """Where the worker stands: its process, its last step, what it is doing."""
+        if isinstance(message.get("pid"), int):
+            self.pid = message["pid"]
+        step, doing, since_s = message.get("step"), message.get("doing"), message.get("since_s")
+        self.step = step if isinstance(step, int) else self.step
+        self.doing = str(doing or "")
+        self.since_s = float(since_s or 0.0)
+
+    def take_end(self, status: int, now: float) -> None:
+        """The worker has ended; `status` is negative for a signal, as in subprocess."""
+        self.ended = now
+        if status != 0 and self.failure is None:
+            self.failure = from_exit(self.rank, status, now, self.text.decode("utf-8", "replace"))
+
+    def activity(self) -> str:
+        """What it last noted, in words; "" when it noted nothing."""
+        parts = [] if self.step is None else [f"last step {self.step}"]
+        if self.doing:
+            parts.append(f"doing: {self.doing} (since {max(0.0, self.since_s):.1f} s)")
+        return ", ".join(parts)

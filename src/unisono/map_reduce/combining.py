@@ -1,0 +1,93 @@
+"""Reducing the values of parts that arrive in any order: sums at once, other functions only between neighbours."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+__all__ = ["Found", "answered", "in_order", "merged", "opened"]
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+@dataclass
+class Found:
+    """What some parts answered.
+
+    `values` are (first part, last part, value), neighbours combined; `seconds` in `map` by part; `missing` parts whose
+    worker did not have them; `errors` are (part, type names, text, traceback).
+    """
+
+    values: list[tuple[int, int, Any]] = field(default_factory=list)
+    seconds: dict[int, float] = field(default_factory=dict)
+    missing: list[int] = field(default_factory=list)
+    errors: list[tuple[int, list[str], str, str]] = field(default_factory=list)
+
+
+def answered(part: int, map_: Callable[[Any, Any], Any], block: Any, state: Any) -> Found:
+    """One part's answer, its error caught."""
+    start = time.perf_counter()
+    try:
+        value = map_(block, state)
+    except Exception as error:
+        names = [kind.__name__ for kind in type(error).__mro__]
+        frames = error.__traceback__
+        while frames is not None and os.path.dirname(frames.tb_frame.f_code.co_filename) == _HERE:
+            frames = frames.tb_next
+        trace = "".join(traceback.format_exception(type(error), error, frames))
+        return Found(errors=[(part, names, str(error), trace)])
+    return Found([(part, part, value)], {part: time.perf_counter() - start})
+
+
+def merged(a: Found, b: Found, reduce: Literal["sum"] | Callable[[Any, Any], Any]) -> Found:
+    """Both together. A function combines neighbours only, so the order of the parts is kept."""
+    values = sorted([*a.values, *b.values], key=lambda item: item[0])
+    joined: list[tuple[int, int, Any]] = []
+    for first, last, value in values:
+        if joined and (reduce == "sum" or joined[-1][1] + 1 == first):
+            before = joined.pop()
+            value = _sum(before[2], value) if reduce == "sum" else reduce(before[2], value)
+            first = before[0]
+        joined.append((first, last, value))
+    return Found(joined, a.seconds | b.seconds, a.missing + b.missing, a.errors + b.errors)
+
+
+def opened(found: Found, parts: int) -> Any:
+    """The one value that is left; raises what went wrong: the user's ValueError as such, others as one report."""
+    if found.errors:
+        part, names, text, trace = min(found.errors)
+        if "ValueError" in names:
+            raise ValueError(text)
+        from unisono.launchers import WorkerError
+
+        report = f"unisono: worker {part} of {parts} failed: {names[0]}\n\n{trace.rstrip()}"
+        raise WorkerError(report, rank=part, exit_status=1, step=None, traceback=trace)
+    assert len(found.values) == 1, [item[:2] for item in found.values]
+    return found.values[0][2]
+
+
+def _sum(a: Any, b: Any) -> Any:
+    """Numbers, arrays and tensors added, also in tuples, lists and dicts of one structure."""
+    if isinstance(a, tuple | list):
+        if len(a) != len(b):
+            raise TypeError(f'reduce="sum" got values of {len(a)} and {len(b)} items: expected one structure')
+        return type(a)(_sum(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, dict):
+        return {key: _sum(a[key], b[key]) for key in a}
+    if isinstance(a, bool | np.bool_) or not (hasattr(a, "__add__") and not isinstance(a, str | bytes)):
+        raise TypeError(f'reduce="sum" adds numbers, arrays and tensors, got {type(a).__name__}: give a function')
+    return a + b
+
+
+def in_order(founds: Sequence[Found], reduce: Literal["sum"] | Callable[[Any, Any], Any]) -> Found:
+    """All of them merged."""
+    result = Found()
+    for found in founds:
+        result = merged(result, found, reduce)
+    return result

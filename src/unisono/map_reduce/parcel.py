@@ -1,0 +1,209 @@
+"""Data on its way to the workers: how it is split by rows, and how large arrays reach local workers without a copy
+for each: in memory that the launching process keeps open and every worker maps."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from unisono.placed import Part
+
+__all__ = ["bounds", "handed_over", "opened", "split"]
+
+MAPPED_BYTES = 1 << 20  # smaller arrays travel with the function
+_ALIGN = 4096
+_COPY_BYTES = 1 << 24
+
+
+def bounds(rows: int, rank: int, size: int) -> tuple[int, int]:
+    """The rows of part `rank` of `size` contiguous parts, which differ by one row at most.
+
+    >>> [bounds(10, rank, 3) for rank in range(3)]
+    [(0, 3), (3, 6), (6, 10)]
+    """
+    return rows * rank // size, rows * (rank + 1) // size
+
+
+def split(data: Any, rank: int, size: int) -> Any:
+    """Part `rank` of `size`: rows of an array, a tensor, a sparse matrix, a frame or a list; of a tuple, the same rows
+    of each; of what has a method `part(rank, size)`, what that gives; what an engine has divided already, as it is.
+
+    >>> split(([1, 2, 3, 4], None), 1, 2)
+    ([3, 4], None)
+    """
+    if data is None or isinstance(data, Part):
+        return data
+    if hasattr(data, "part") and callable(data.part):
+        return data.part(rank, size)
+    if isinstance(data, tuple):
+        lengths = {len_rows(item) for item in data if item is not None}
+        if len(lengths) > 1:
+            raise ValueError(f"a tuple of tables is split by rows: expected equal lengths, got {sorted(lengths)}")
+        return _like(data, [split(item, rank, size) for item in data])
+    first, last = bounds(len_rows(data), rank, size)
+    return data.iloc[first:last] if hasattr(data, "iloc") else data[first:last]
+
+
+def len_rows(data: Any) -> int:
+    """Rows of a table, items of a list."""
+    if hasattr(data, "shape") and len(data.shape):
+        return int(data.shape[0])
+    if isinstance(data, Sequence) and not isinstance(data, str | bytes):
+        return len(data)
+    raise TypeError(
+        f"got {type(data).__name__} as data: expected arrays, sparse matrices, tensors, lists, a tuple of them, "
+        "or files"
+    )
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """An array in memory that process `pid` holds open, or in a file."""
+
+    path: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+    order: str
+
+    def open(self) -> np.ndarray[Any, Any]:
+        """The array, read-only, without copying it."""
+        fd = os.open(self.path, os.O_RDONLY)
+        try:
+            size = int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
+            start = self.offset // _ALIGN * _ALIGN
+            memory = mmap.mmap(fd, size + self.offset - start, prot=mmap.PROT_READ, offset=start)
+        finally:
+            os.close(fd)
+        line = np.frombuffer(memory, dtype=self.dtype, offset=self.offset - start, count=int(np.prod(self.shape)))
+        return line.reshape(self.shape, order="F" if self.order == "F" else "C")
+
+
+@dataclass(frozen=True)
+class MappedSparse:
+    """A compressed sparse matrix (scipy's) whose arrays travel as `Mapped` or as they are."""
+
+    form: str
+    shape: tuple[int, int]
+    arrays: tuple[Any, Any, Any]
+
+    def open(self) -> Any:
+        """The matrix."""
+        import scipy.sparse
+
+        kind = getattr(scipy.sparse, self.form)
+        return kind(tuple(opened(a) for a in self.arrays), shape=self.shape, copy=False)
+
+
+@contextlib.contextmanager
+def handed_over(data: Any) -> Iterator[Any]:
+    """`data` with large arrays replaced by where they lie; valid while the block runs, and only on this host.
+
+    Nothing is left behind, however this process ends: the memory has no name in a file system.
+    """
+    arrays: list[np.ndarray[Any, Any]] = []
+    _collect(data, arrays)
+    offsets, total = [], 0
+    for array in arrays:
+        offsets.append(total)
+        total += -(-array.nbytes // _ALIGN) * _ALIGN
+    if not arrays or sys.platform != "linux":
+        yield _replaced(data, {})
+        return
+    fd = os.memfd_create("unisono-data")
+    try:
+        os.ftruncate(fd, total)
+        _fill(fd, arrays, offsets)
+        path = f"/proc/{os.getpid()}/fd/{fd}"
+        places = {
+            id(a): Mapped(path, offset, a.shape, a.dtype.str, _order(a))
+            for a, offset in zip(arrays, offsets, strict=True)
+        }
+        yield _replaced(data, places)
+    finally:
+        os.close(fd)
+
+
+def opened(data: Any) -> Any:
+    """What `handed_over` replaced, mapped again; anything else as it is."""
+    if isinstance(data, Mapped | MappedSparse):
+        return data.open()
+    return _like(data, [opened(item) for item in data]) if isinstance(data, tuple) else data
+
+
+def _like(data: tuple[Any, ...], items: Sequence[Any]) -> tuple[Any, ...]:
+    """A tuple of the same kind, named or not."""
+    return type(data)(*items) if hasattr(data, "_fields") else tuple(items)
+
+
+def _order(array: np.ndarray[Any, Any]) -> str:
+    return "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
+
+
+def _collect(data: Any, found: list[np.ndarray[Any, Any]]) -> None:
+    if isinstance(data, tuple):
+        for item in data:
+            _collect(item, found)
+    elif isinstance(data, np.ndarray) and data.nbytes >= MAPPED_BYTES and not data.dtype.hasobject:
+        if _in_file(data) is None:
+            found.append(data)
+    elif _is_compressed(data):
+        for item in (data.data, data.indices, data.indptr):
+            _collect(item, found)
+
+
+def _replaced(data: Any, places: dict[int, Mapped]) -> Any:
+    if isinstance(data, tuple):
+        return _like(data, [_replaced(item, places) for item in data])
+    if id(data) in places:
+        return places[id(data)]
+    if isinstance(data, np.ndarray) and (place := _in_file(data)) is not None:
+        return place
+    if _is_compressed(data):
+        arrays = tuple(_replaced(item, places) for item in (data.data, data.indices, data.indptr))
+        return MappedSparse(type(data).__name__, tuple(data.shape), arrays)
+    return data
+
+
+def _is_compressed(data: Any) -> bool:
+    return type(data).__name__ in ("csr_matrix", "csr_array")
+
+
+def _in_file(data: np.ndarray[Any, Any]) -> Mapped | None:
+    """Where an array of `numpy.load(..., mmap_mode="r")` lies, or contiguous rows of it."""
+    whole = data if isinstance(data, np.memmap) else data.base
+    memory = getattr(whole, "_mmap", None)
+    if not (isinstance(whole, np.memmap) and isinstance(memory, mmap.mmap) and whole.filename is not None):
+        return None
+    if whole.mode != "r" or not (data.flags.c_contiguous or data.flags.f_contiguous):
+        return None
+    begin = whole.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY  # where the mapping starts
+    offset = data.ctypes.data - np.frombuffer(memory, dtype=np.uint8).ctypes.data + begin
+    return Mapped(os.path.abspath(whole.filename), offset, data.shape, data.dtype.str, _order(data))
+
+
+def _fill(fd: int, arrays: Sequence[np.ndarray[Any, Any]], offsets: Sequence[int]) -> None:
+    """Copy the arrays' bytes, on every core: first touch of fresh memory is most of the time."""
+    jobs: list[tuple[npt.NDArray[np.uint8], int]] = []
+    for array, offset in zip(arrays, offsets, strict=True):
+        line = array.reshape(-1, order="F" if _order(array) == "F" else "C").view(np.uint8)
+        starts = range(0, line.size, _COPY_BYTES)
+        jobs += [(line[start : start + _COPY_BYTES], offset + start) for start in starts]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(lambda job: _write(fd, *job), jobs))
+
+
+def _write(fd: int, line: npt.NDArray[np.uint8], offset: int) -> None:
+    view = memoryview(line.data)
+    while view:
+        done = os.pwrite(fd, view, offset)
+        view, offset = view[done:], offset + done

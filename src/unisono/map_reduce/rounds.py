@@ -1,0 +1,197 @@
+"""MapReduce in a World: rank 0 is the server, every rank a worker.
+
+One round, bulk synchronous:
+
+1. Broadcast: the server sends its state to every worker.
+2. Map: every worker computes on its own part, which never moves.
+3. Reduce: the values are summed (one all-reduce) or combined in pairs up a tree, and reach the server.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unisono import state as packing
+from unisono.world import PeerLost, World
+
+__all__ = ["Ask", "Job", "Round", "run_in_world"]
+
+Reduce = Literal["sum"] | Callable[[Any, Any], Any]
+
+
+@dataclass
+class Round:
+    """One round as the server saw it; `compute_s` has every worker's seconds in `map`, where they are known."""
+
+    wall_s: float
+    compute_s: list[float] = field(default_factory=list)
+
+
+class Ask(Protocol):
+    """What the server's program calls: a round. `reduce="sum"` adds arrays; None is the job's own reduction."""
+
+    workers: int
+    log: list[Round]
+
+    def __call__(self, state: Any, *, reduce: Literal["sum"] | None = None) -> Any:
+        """Broadcast `state`, map it on every part, return the reduced value."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A MapReduce program.
+
+    `drive(ask)` is the server's program and returns the result; `prepare(part)` runs once on each worker, and what it
+    returns stays there and is given to every `map(prepared, state)`.
+    """
+
+    map: Callable[[Any, Any], Any]
+    reduce: Reduce
+    drive: Callable[[Ask], Any]
+    prepare: Callable[[Any], Any] | None = None
+
+
+def run_in_world(job: Job, part: Any, world: World) -> tuple[Any, list[Round]]:
+    """Run `job` with every rank's own `part`; returns the result and the rounds, on every rank."""
+    prepared = job.prepare(part) if job.prepare is not None else part
+    link = _Link(job, prepared, world)
+    if world.rank != 0:
+        result = link.serve()
+    else:
+        try:
+            result = job.drive(link)
+        except PeerLost:
+            raise
+        except Exception as error:
+            link.tell(("failed", isinstance(error, ValueError), str(error)))
+            raise
+        link.tell(("ended", result, None))
+    return result, link.rounds()
+
+
+class _Link:
+    """The server's connection to all workers, and each worker's to the server."""
+
+    def __init__(self, job: Job, part: Any, world: World) -> None:
+        self.job, self.part, self.world = job, part, world
+        self.workers = world.size
+        self.log: list[Round] = []
+        self._compute_s: list[float] = []
+        self._usual_bytes = 0  # as long as the last message: one collective then carries length and message
+
+    def __call__(self, state: Any, *, reduce: Literal["sum"] | None = None) -> Any:
+        start = time.perf_counter()
+        self.tell(("map", state, reduce))
+        value = self._round(state, reduce)
+        self.log.append(Round(time.perf_counter() - start))
+        return value
+
+    def serve(self) -> Any:
+        """Answer rank 0 until it has its result, and return that."""
+        while True:
+            what, first, second = self.hear()
+            if what == "ended":
+                return first
+            if what == "failed":
+                raise (ValueError if first else RuntimeError)(second)
+            self._round(first, second)
+
+    def _round(self, state: Any, reduce: Literal["sum"] | None) -> Any:
+        start = time.perf_counter()
+        value = self.job.map(self.part, state)
+        self._compute_s.append(time.perf_counter() - start)
+        how = reduce or self.job.reduce
+        return summed(value, self.world) if how == "sum" else _up_the_tree(value, how, self.world)
+
+    def rounds(self) -> list[Round]:
+        """The server's rounds with every worker's seconds, on every rank."""
+        walls = self.world.broadcast_object([r.wall_s for r in self.log])
+        seconds = self.world.gather_objects(self._compute_s)
+        return [Round(wall, list(each)) for wall, *each in zip(walls, *seconds, strict=True)]
+
+    # Messages from rank 0 to all -------------------------------------------------------------------------------
+
+    def tell(self, message: tuple[Any, Any, Any]) -> None:
+        if self.world.size == 1:
+            return
+        data = np.frombuffer(packing.to_bytes(message), dtype=np.uint8)
+        head = np.zeros(8 + self._usual_bytes, dtype=np.uint8)
+        head[:8] = np.frombuffer(len(data).to_bytes(8, "little"), dtype=np.uint8)
+        fits = len(data) == self._usual_bytes
+        if fits:
+            head[8:] = data
+        self.world.broadcast(torch.from_numpy(head), tag="state").wait()
+        if not fits:
+            self.world.broadcast(torch.from_numpy(data.copy()), tag="state").wait()
+        self._usual_bytes = len(data)
+
+    def hear(self) -> Any:
+        head = torch.empty(8 + self._usual_bytes, dtype=torch.uint8)
+        self.world.broadcast(head, tag="state").wait()
+        length = int.from_bytes(head[:8].numpy().tobytes(), "little")
+        data = head[8:]
+        if length != self._usual_bytes:
+            data = torch.empty(length, dtype=torch.uint8)
+            self.world.broadcast(data, tag="state").wait()
+        self._usual_bytes = length
+        return packing.from_bytes(data.numpy().tobytes())
+
+
+def summed(value: Any, world: World) -> Any:
+    """The sum over all ranks of numbers, arrays or tensors, also in tuples, lists and dicts of one structure."""
+    leaves: list[Tensor] = []
+    rebuild = _taken_apart(value, leaves)
+    if world.size > 1:
+        world.all_reduce(leaves, "sum", tag="reduce").wait()
+    return rebuild()
+
+
+def _taken_apart(value: Any, leaves: list[Tensor]) -> Callable[[], Any]:
+    """Put copies of the numbers into `leaves`; returns what builds the value again from them."""
+    if isinstance(value, tuple | list):
+        parts = [_taken_apart(item, leaves) for item in value]
+        return lambda: type(value)(part() for part in parts)
+    if isinstance(value, dict):
+        named = {key: _taken_apart(value[key], leaves) for key in value}
+        return lambda: {key: part() for key, part in named.items()}
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.generic | np.ndarray | Tensor):
+        raise TypeError(f'reduce="sum" adds numbers, arrays and tensors, got {type(value).__name__}: give a function')
+    array = value.detach().clone() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+    leaves.append(array)
+    if isinstance(value, Tensor):
+        return lambda: array
+    return array.numpy if isinstance(value, np.ndarray) else array.item
+
+
+def _up_the_tree(value: Any, reduce: Callable[[Any, Any], Any], world: World) -> Any:
+    """All values combined in rank order, on rank 0: each rank sends once, log2(N) sends one after the other."""
+    step = 1
+    while step < world.size:
+        if world.rank % (2 * step):
+            _send(value, world.rank - step, world)
+            return None
+        if world.rank + step < world.size:
+            value = reduce(value, _receive(world.rank + step, world))
+        step *= 2
+    return value
+
+
+def _send(value: Any, dst: int, world: World) -> None:
+    data = torch.from_numpy(np.frombuffer(packing.to_bytes(value), dtype=np.uint8).copy())
+    world.send(torch.tensor([len(data)]), dst, tag="reduce").wait()
+    world.send(data, dst, tag="reduce").wait()
+
+
+def _receive(src: int, world: World) -> Any:
+    length = torch.empty(1, dtype=torch.int64)
+    world.recv(length, src, tag="reduce").wait()
+    data = torch.empty(int(length), dtype=torch.uint8)
+    world.recv(data, src, tag="reduce").wait()
+    return packing.from_bytes(data.numpy().tobytes())

@@ -1,0 +1,96 @@
+"""What every engine must run unchanged: one training loop with a known answer, and every strategy for a few steps."""
+
+from __future__ import annotations
+
+import torch
+
+from unisono.spec import names
+
+STRATEGIES = {
+    "allreduce": "allreduce",
+    "local_sgd": "local_sgd(every=2, start=1)",
+    "diloco": "diloco(every=2)",
+    "gossip": "gossip(bits=8)",
+    "async_average": "async_average(every_s=0.01, warmup=1)",
+    "qadam": "qadam(warmup=2)",
+    "crossbow": "crossbow(learners=2, every=2)",
+    "parameter_server": "parameter_server(staleness=1)",
+    "hogwild": "hogwild",
+}
+
+COMMON = """
+import json, os, signal, sys, torch, unisono as un
+
+def train(spec="allreduce", *, dtype=torch.float64, make=torch.optim.SGD, steps=8, at_step=None):
+    world = un.join(device="cpu")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)).to(dtype)
+    optimizer = make(model.parameters(), lr=0.05)
+    replica = un.parallel(model, optimizer, spec)
+    x = torch.randn(64, 8, dtype=dtype)
+    y = x.sum(1, keepdim=True)
+    step = 0
+    while step < steps:
+        for a, b in un.shard((x, y), batch_size=16, shuffle=False):
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(a), b).backward()
+            optimizer.step()
+            if at_step is not None:
+                at_step(world, step)
+            step += 1
+    with torch.no_grad():
+        loss = float(torch.nn.functional.mse_loss(replica.consolidate()(x), y))
+    replica.close()
+    return loss
+"""
+
+# The whole catalog in one job; rank 0 prints {"loss": ..., "strategies": {name: loss}, ...}.
+EVERYTHING = (
+    COMMON
+    + """
+world = un.join(device="cpu")
+found = {"loss": train(), "size": world.size, "how": world.transport.name}
+specs = json.loads(sys.argv[1])
+found["strategies"] = {
+    name: train(spec, dtype=torch.float32, make=torch.optim.Adam, steps=4) for name, spec in specs.items()
+}
+every = world.gather_objects(found["loss"])
+assert len(set(every)) == 1, every
+if world.rank == 0:
+    print(json.dumps(found))
+"""
+)
+
+# Rank 1 is killed at its sixth step, in the first attempt.
+KILLED = (
+    COMMON
+    + """
+def strike(world, step):
+    if world.rank == 1 and step == 5 and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+loss = train(at_step=strike)
+print(json.dumps({"loss": loss, "attempt": os.environ.get("TORCHELASTIC_RESTART_COUNT")}))
+"""
+)
+
+
+def right_loss(steps: int = 8) -> float:
+    """The same training in one process on whole batches, in plain PyTorch."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    x = torch.randn(64, 8, dtype=torch.float64)
+    y = x.sum(1, keepdim=True)
+    for step in range(steps):
+        batch = slice(16 * (step % 4), 16 * (step % 4) + 16)
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x[batch]), y[batch]).backward()
+        optimizer.step()
+    with torch.no_grad():
+        return float(torch.nn.functional.mse_loss(model(x), y))
+
+
+def specs() -> dict[str, str]:
+    """A spec for every strategy of the catalog."""
+    return {name: STRATEGIES.get(name, name) for name in names("strategy")}

@@ -1,0 +1,95 @@
+"""Hosts that are network namespaces of this machine, each with an sshd of our own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+from unisono.lab.hosts import EmulatedHosts
+from unisono.lab.hosts import why_not as why_no_hosts
+
+CONFIG = """\
+Port {port}
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/user_key.pub
+PidFile none
+PermitRootLogin prohibit-password
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+UsePAM no
+StrictModes no
+"""
+PORT = 2222
+
+
+def why_not() -> str:
+    """Empty where such hosts can be made, else the reason."""
+    missing = [name for name in ("ssh", "ssh-keygen") if shutil.which(name) is None]
+    if missing or not os.path.exists("/usr/sbin/sshd"):
+        return f"{', '.join([*missing, 'sshd'])} not installed: apt-get install openssh-client openssh-server"
+    return why_no_hosts()
+
+
+def _key(file: Path) -> None:
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(file)], check=True)
+
+
+class SshHosts(EmulatedHosts):
+    """Two hosts, and a third that the launcher runs on (the last)."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(3)
+        self.folder = folder
+        self._daemons: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> SshHosts:
+        super().__enter__()
+        try:
+            for name in ("host_key", "user_key"):
+                subprocess.run(
+                    ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name)], check=True
+                )
+            (self.folder / "sshd_config").write_text(CONFIG.format(port=PORT, folder=self.folder))
+            os.makedirs("/run/sshd", mode=0o755, exist_ok=True)
+            command = ["/usr/sbin/sshd", "-D", "-e", "-f", str(self.folder / "sshd_config")]
+            quiet = subprocess.DEVNULL
+            self._daemons = [self.start(host, command, dict(os.environ), stderr=quiet) for host in range(2)]
+            for host in range(2):
+                self._wait_for(host)
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def options(self) -> list[str]:
+        """What ssh needs to be told."""
+        return [
+            *("-p", str(PORT), "-i", str(self.folder / "user_key")),
+            *("-o", f"UserKnownHostsFile={self.folder}/known", "-o", "StrictHostKeyChecking=accept-new"),
+        ]
+
+    def here(self, *words: str) -> list[str]:
+        """The command, run on the launcher's host."""
+        return ["ip", "netns", "exec", self.namespace(2), *words]
+
+    def _wait_for(self, host: int) -> None:
+        probe = f"import socket; socket.create_connection(('{self.address(host)}', {PORT}), 1).close()"
+        deadline = time.monotonic() + 20
+        while subprocess.run(self.here(sys.executable, "-c", probe), capture_output=True).returncode:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"sshd of host {host} did not come up")
+            time.sleep(0.1)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for daemon in self._daemons:
+            daemon.terminate()
+        for daemon in self._daemons:
+            daemon.wait()
+        super().__exit__(kind, error, trace)

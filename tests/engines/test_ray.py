@@ -1,0 +1,161 @@
+"""Real Ray: the same program as local, its data where it lies, losses, and MapReduce on actors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_cases import EVERYTHING, right_loss, specs
+from engine_commands import Command, only, unisono_run
+from engine_functions import (
+    ROWS,
+    dies_once,
+    fail_on_rank_1,
+    gradient,
+    kill_the_engines_process,
+    pids,
+    shares,
+    two_tables,
+)
+
+import unisono as un
+from unisono.map_reduce import mapreduce
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'unisono[ray]'")
+pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]  # Ray's own warnings are not ours
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[str]:
+    """A Ray on this host with room for three workers; its address."""
+    ray.init(address="local", num_cpus=3, include_dashboard=False, logging_level="error", log_to_driver=False)
+    yield ray.get_runtime_context().gcs_address
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def dataset() -> Any:
+    """y = 0, 1, ... in three blocks of different sizes, with a vector and a text beside."""
+    import ray.data
+
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    rows = [{"y": float(i), "x": np.full(2, i, dtype=np.float32)} for i in range(ROWS)]
+    return ray.data.from_items(rows, override_num_blocks=3)
+
+
+def test_the_same_program_has_the_same_loss_and_every_strategy_runs(command: Command, cluster: str) -> None:
+    wanted = specs()
+    options = ("--on", "ray", "--address", cluster, "-n", "2", "script.py", json.dumps(wanted))
+    found = only(command(*unisono_run(*options), script=EVERYTHING, timeout_s=280))
+    assert found["loss"] == pytest.approx(right_loss(), rel=1e-12)
+    assert found["size"] == 2
+    assert set(found["strategies"]) == set(wanted)
+    assert all(0 < loss < 20 for loss in found["strategies"].values())
+
+
+def test_an_error_arrives_as_one_report() -> None:
+    with pytest.raises(un.WorkerError, match=r"worker 1 of 2 failed: KeyError") as caught:
+        un.launch(fail_on_rank_1, workers=2, on=un.on.ray())
+    assert (caught.value.rank, caught.value.exit_status) == (1, 1)
+    assert "KeyError: 'no such column'" in str(caught.value)
+    assert str(caught.value).count("Traceback") == 1
+
+
+def test_a_lost_actor_ends_in_one_report(tmp_path: Path) -> None:
+    with pytest.raises(un.WorkerError, match=r"worker 1 of 2 failed: connection lost") as caught:
+        un.launch(kill_the_engines_process, workers=2, args=(str(tmp_path / "flag"),), on=un.on.ray())
+    assert caught.value.rank == 1
+
+
+def test_a_lost_actor_is_replaced_and_all_meet_anew(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    found = un.launch(kill_the_engines_process, workers=2, args=(str(tmp_path / "flag"),), on=un.on.ray(max_restarts=1))
+    assert [rank for rank, _ in found] == [0, 1]
+    assert len({attempt for _, attempt in found}) == 1
+    assert "all workers start again (restart 1 of 1)" in capfd.readouterr().err
+
+
+def test_too_few_slots_are_named_at_once() -> None:
+    with pytest.raises(un.EngineError, match=r"too few slots for 4 workers: CPU: 4 needed \(1 a worker\), 3 there"):
+        un.launch(fail_on_rank_1, workers=4, on=un.on.ray(wait_s=0.1))
+
+
+def test_slots_in_use_are_told_from_slots_that_are_missing() -> None:
+    from ray.util import placement_group, remove_placement_group
+
+    taken = placement_group([{"CPU": 2}])
+    assert taken.wait(30)
+    with pytest.raises(un.EngineError, match=r"no room for 3 workers within 0.1 s: CPU: 3 needed .* 1 there"):
+        un.launch(fail_on_rank_1, workers=3, on=un.on.ray(wait_s=0.1))
+    remove_placement_group(taken)
+
+
+def test_a_dataset_is_read_where_it_lies(dataset: Any) -> None:
+    found = un.launch(shares, workers=2, args=(dataset,), on=un.on.ray())
+    seen = [y for worker in found for values, weight in worker["batches"] if weight for y in values]
+    assert sorted(seen) == [float(i) for i in range(ROWS)]  # each row once
+    assert sum(worker["rows"] for worker in found) == ROWS
+    assert all(0 < worker["rows"] < ROWS for worker in found)
+    sizes = [sum(len(worker["batches"][i][0]) for worker in found) for i in range(len(found[0]["batches"]))]
+    assert sizes == [4, 4, 4, 4, 4, 2]
+    assert [sum(worker["batches"][i][1] for worker in found) for i in range(6)] == pytest.approx([2.0] * 6)
+    # Unequal parts train as the whole table would.
+    assert found[0]["rows"] != found[1]["rows"]
+    assert [worker["mean"] for worker in found] == pytest.approx([np.mean(range(ROWS))] * 2, rel=1e-12)
+
+
+def test_two_datasets_reach_the_workers_by_name(dataset: Any) -> None:
+    import ray.data
+
+    check = ray.data.from_items([{"t": f"text {i}"} for i in range(3)])
+    found = un.launch(two_tables, workers=2, args=(dataset, {"check": check}), on=un.on.ray())
+    rows = sorted((row["y"], row["x"].tolist()) for train, _ in found for row in train)
+    assert rows == [(float(i), [float(i)] * 2) for i in range(ROWS)]
+    assert sorted(row["t"] for _, others in found for row in others) == ["text 0", "text 1", "text 2"]
+
+
+def test_mapreduce_is_gradient_descent_on_actors_that_keep_their_part() -> None:
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(1000, 3)), np.array([1.0, -2.0, 3.0])
+    where: list[Any] = []
+    found = mapreduce(
+        gradient, "sum", (x, x @ w), state=np.zeros(3), update=lambda w, g: w - g / 1000, rounds=12, workers=2,
+        on=un.on.ray(),
+    )  # fmt: skip
+    assert np.abs(found - w).max() < 1e-6
+    mapreduce(
+        pids, lambda a, b: a + b, list(range(10)), state=0,
+        update=lambda state, seen: where.append(seen) or state + 1, rounds=3, workers=2, on=un.on.ray(),
+    )  # fmt: skip
+    assert where[0] == where[1] == where[2]
+    assert len({pid for pid, _ in where[0]}) == 2
+
+
+def test_mapreduce_makes_a_lost_part_again(tmp_path: Path) -> None:
+    flag = str(tmp_path / "flag")
+    found = mapreduce(
+        dies_once, "sum", list(range(10)), state=(flag, 0), update=lambda state, total: (flag, state[1] + total // 10),
+        rounds=4, workers=2, on=un.on.ray(),
+    )  # fmt: skip
+    assert found == (flag, 4)
+    assert Path(flag).exists()
+
+
+def test_an_address_where_nothing_listens_is_named(command: Command) -> None:
+    ended = command(*unisono_run("--on", "ray", "--address", "127.0.0.1:9", "-n", "2", "script.py"), script="")
+    assert ended.status == 1
+    assert ended.err.startswith(
+        "unisono run: Ray is not reachable at 127.0.0.1:9: a connection was tried for up to 3 s"
+    )
+
+
+def test_a_wrong_setting_is_refused() -> None:
+    with pytest.raises(ValueError, match="placement='NEAR'; expected one of PACK"):
+        un.launch(fail_on_rank_1, workers=2, on=un.on.ray(placement="NEAR"))
+    with pytest.raises(ValueError, match=r"address='10.0.0.1:1', but this program is connected to Ray at"):
+        un.launch(fail_on_rank_1, workers=2, on=un.on.ray(address="10.0.0.1:1"))
+    with pytest.raises(ValueError, match="cpus=-1"):
+        un.launch(fail_on_rank_1, workers=2, on=un.on.ray(cpus=-1))

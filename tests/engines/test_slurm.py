@@ -1,0 +1,113 @@
+"""Real Slurm, two nodes on this host: srun, sbatch, one report for a killed worker, and what is missing is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from engine_cases import COMMON, EVERYTHING, KILLED, right_loss, specs
+from engine_commands import Command, only, unisono_run
+from slurm_cluster import SlurmCluster, why_not
+
+import unisono as un
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Mapping[str, str]]:
+    """The variables with which Slurm's commands find the cluster."""
+    if reason := why_not():
+        pytest.skip(reason)
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # short: the path of a socket has at most 107 characters
+    found = SlurmCluster(folder)
+    try:
+        found.start()
+        yield {"SLURM_CONF": str(found.conf)}
+    finally:
+        found.stop()
+        shutil.rmtree(folder)
+
+
+def test_the_same_program_has_the_same_loss_and_every_strategy_runs(
+    command: Command, cluster: Mapping[str, str]
+) -> None:
+    wanted = specs()
+    words = unisono_run("--on", "slurm", "-n", "2", "script.py", json.dumps(wanted))
+    ended = command(*words, script=EVERYTHING, env=cluster)
+    found = only(ended)
+    assert ended.err == ""
+    assert found["loss"] == pytest.approx(right_loss(), rel=1e-12)
+    assert found["size"] == 2
+    assert set(found["strategies"]) == set(wanted)
+    assert all(0 < loss < 20 for loss in found["strategies"].values())
+
+
+def test_a_killed_worker_ends_in_one_report_and_the_nodes_are_free_again(
+    command: Command, cluster: Mapping[str, str]
+) -> None:
+    ended = command(*unisono_run("--on", "slurm", "-n", "2", "script.py"), script=KILLED, env=cluster)
+    assert ended.status == 137
+    assert ended.err.startswith("unisono: worker 1 of 2 failed: killed by SIGKILL\n")
+    assert ended.err.count("unisono:") == 1
+    assert "srun" not in ended.err
+    env = {**os.environ, **cluster}
+    assert subprocess.run(["squeue", "-h"], env=env, capture_output=True, text=True, check=True).stdout == ""
+
+
+def test_a_job_script_is_written_and_runs(command: Command, cluster: Mapping[str, str], tmp_path: Path) -> None:
+    script = COMMON + "print(json.dumps([un.join().rank, os.environ['SLURM_JOB_NAME'], train()]))"
+    write = unisono_run("--on", "slurm", "-n", "2", "--script", "job.sh", "--options=--time=5", "script.py")
+    written = command(*write, script=script, env=cluster)
+    assert written.status == 0, written
+    assert "sbatch job.sh" in written.out
+    assert "#SBATCH --ntasks=2\n" in (tmp_path / "job.sh").read_text()
+    assert "#SBATCH --time=5\n" in (tmp_path / "job.sh").read_text()
+    ended = command("sbatch", "--wait", "job.sh", script=script, env=cluster)
+    assert ended.status == 0, ended
+    (output,) = tmp_path.glob("script-*.out")
+    found = sorted(json.loads(line.partition("] ")[2]) for line in output.read_text().splitlines())
+    assert found == [[rank, "script", pytest.approx(right_loss(), rel=1e-12)] for rank in range(2)]
+
+
+def test_a_program_that_srun_started_itself_finds_its_world(command: Command, cluster: Mapping[str, str]) -> None:
+    script = COMMON + "print(json.dumps([un.join().rank, train()]))"
+    ended = command("srun", "-n", "2", sys.executable, "script.py", script=script, env=cluster)
+    assert ended.status == 0, ended
+    assert sorted(ended.json()) == [[rank, pytest.approx(right_loss(), rel=1e-12)] for rank in range(2)]
+
+
+def test_too_small_a_cluster_or_allocation_is_said_at_once(command: Command, cluster: Mapping[str, str]) -> None:
+    words = unisono_run("--on", "slurm", "-n", "3", "script.py")
+    ended = command(*words, env=cluster)
+    assert (ended.status, ended.out) == (1, "")
+    assert ended.err.startswith("unisono run: the cluster has 2 CPUs in all, too few for 3 workers")
+    ended = command("salloc", "-Q", "-n", "1", *unisono_run("--on", "slurm", "-n", "2", "script.py"), env=cluster)
+    assert ended.status == 1
+    assert "is for 1 tasks, not 2 workers" in ended.err
+
+
+def test_a_controller_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    conf = tmp_path / "slurm.conf"
+    conf.write_text(
+        "ClusterName=none\nSlurmctldHost=localhost(127.0.0.1)\nSlurmctldPort=1\nAuthType=auth/munge\n"
+        "MessageTimeout=2\nNodeName=n1 NodeAddr=127.0.0.1\nPartitionName=all Nodes=n1\n"
+    )
+    monkeypatch.setenv("SLURM_CONF", str(conf))
+    with pytest.raises(un.EngineError, match=rf"controller does not answer .*{conf}.*SlurmctldHost=localhost"):
+        un.launch(pow, workers=1, args=(2, 3), on=un.on.slurm())
+
+
+def test_a_missing_srun_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(un.EngineError, match=r"`srun` is not installed here .*PATH=/nowhere"):
+        un.launch(pow, workers=2, args=(2, 3), on=un.on.slurm())

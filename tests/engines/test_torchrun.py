@@ -1,0 +1,60 @@
+"""Real torchrun: the same program as local, and a clean restart after a killed worker, on gloo too."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from engine_cases import EVERYTHING, KILLED, right_loss, specs
+from engine_commands import Command, only, unisono_run
+
+pytestmark = pytest.mark.timeout(120)
+
+# A program that makes gloo groups itself. Rank 1 dies in the first attempt, after the group was used.
+PLAIN_GLOO = """
+import json, os, signal, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+x = torch.ones(3)
+dist.all_reduce(x)
+if dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.all_reduce(x)
+print(json.dumps({"sum": x.tolist(), "attempt": os.environ["TORCHELASTIC_RESTART_COUNT"]}))
+dist.destroy_process_group()
+"""
+# The same through messages (gloo), not shared memory, in a world of ours.
+MESSAGES = KILLED + "assert un.join().transport.name == 'messages', un.join().transport.name"
+
+
+def test_the_same_program_has_the_same_loss_and_every_strategy_runs(command: Command) -> None:
+    wanted = specs()
+    ended = command(*unisono_run("--on", "torchrun", "-n", "2", "script.py", json.dumps(wanted)), script=EVERYTHING)
+    found = only(ended)
+    assert found["loss"] == pytest.approx(right_loss(), rel=1e-12)
+    assert found["size"] == 2
+    assert set(found["strategies"]) == set(wanted)
+    assert all(0 < loss < 20 for loss in found["strategies"].values())
+
+
+def test_after_a_kill_all_start_again_and_finish(command: Command) -> None:
+    options = ("--on", "torchrun", "--max-restarts", "1", "-n", "2")
+    env = {"UNISONO_SHARED_MEMORY": "0"}
+    ended = command(*unisono_run(*options, "script.py"), script=MESSAGES, env=env)
+    assert ended.status == 0, ended
+    assert ended.json() == [{"loss": pytest.approx(right_loss(), rel=1e-12), "attempt": "1"}] * 2
+    assert ended.err == "unisono: worker 1 failed: killed by SIGKILL; all workers start again (restart 1 of 1)\n"
+
+
+def test_a_gloo_group_of_the_programs_own_survives_a_restart(command: Command) -> None:
+    options = ("--on", "torchrun", "--max-restarts", "1", "-n", "2")
+    ended = command(*unisono_run(*options, "script.py"), script=PLAIN_GLOO)
+    assert ended.status == 0, ended
+    assert ended.json() == [{"sum": [4.0] * 3, "attempt": "1"}] * 2
+
+
+def test_plain_torchrun_restarts_a_world_of_ours(command: Command) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1", "--nproc-per-node=2"]
+    ended = command(*torchrun, "script.py", script=MESSAGES, env={"UNISONO_SHARED_MEMORY": "0"})
+    assert ended.status == 0, ended
+    assert ended.json() == [{"loss": pytest.approx(right_loss(), rel=1e-12), "attempt": "1"}] * 2

@@ -1,0 +1,165 @@
+"""What the launcher does on any engine, shown on one that only starts processes here and then misbehaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pytest
+
+import unisono as un
+from unisono.launchers.engine import Engine, Work
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Agents:
+    """See unisono.launchers.engine.Started."""
+
+    def __init__(self, processes: list[subprocess.Popen[bytes]]) -> None:
+        self.processes = processes
+        self.status: int | None = None
+
+    def poll(self) -> int | None:
+        if self.status is not None:
+            return self.status
+        found = [process.poll() for process in self.processes]
+        return None if None in found else max(abs(status or 0) for status in found)
+
+    def stop(self, signum: signal.Signals) -> None:
+        for process in self.processes:
+            process.send_signal(signum)
+
+    def words(self) -> str:
+        return "the engine's own words"
+
+    def sessions(self) -> Sequence[int]:
+        return [process.pid for process in self.processes]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+@dataclass(frozen=True)
+class Here(Engine):
+    """Starts `more` agents more than asked for, then does `then(agents, work)`."""
+
+    name: ClassVar[str] = "here"
+    more: int = 0
+    then: Callable[[Agents, Work], object] = field(default=lambda agents, work: None)
+    patience_s: float = 60.0
+
+    @property
+    def local(self) -> bool:
+        return True
+
+    @property
+    def start_s(self) -> float:
+        return self.patience_s
+
+    def environment(self) -> str:
+        return "torchrun"
+
+    def start(self, work: Work) -> Agents:
+        size = work.workers + self.more
+        agents = Agents([])
+        for rank in range(size):
+            env = {**os.environ, **work.env, "RANK": str(rank), "WORLD_SIZE": str(size)}
+            agents.processes.append(subprocess.Popen(list(work.agent), env=env, start_new_session=True))
+        self.then(agents, work)
+        return agents
+
+
+def ranks() -> list[Any]:
+    """In every worker."""
+    world = un.join(device="cpu")
+    return world.gather_objects(world.rank)
+
+
+def waits(ready: Callable[[], object] | None = None) -> None:
+    """In every worker: rank 1 does something, and all wait."""
+    if os.environ["RANK"] == "1" and ready is not None:
+        ready()
+    time.sleep(600)
+
+
+def test_strangers_at_the_launchers_port_change_nothing() -> None:
+    held: list[socket.socket] = []
+
+    def strangers(_: Agents, work: Work) -> None:
+        for text in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(64), os.urandom(100_000)):
+            held.append(socket.create_connection(work.addresses[0]))
+            held[-1].sendall(text)
+
+    assert un.launch(ranks, workers=2, on=Here(then=strangers)) == [[0, 1], [0, 1]]
+    for sock in held:
+        sock.close()
+
+
+def test_an_engine_that_starts_another_number_is_refused() -> None:
+    with pytest.raises(un.EngineError, match=r"here started 3 workers, not the 2 that were asked for"):
+        un.launch(ranks, workers=2, on=Here(more=1))
+
+
+def test_workers_that_never_report_are_an_error_with_numbers() -> None:
+    def end_one(agents: Agents, _: Work) -> None:
+        agents.processes[1].send_signal(signal.SIGSTOP)
+
+    with pytest.raises(
+        un.EngineError, match=r"1 of 2 workers had reported to this host after 5 s \(at 127.0.0.1, port"
+    ):
+        un.launch(ranks, workers=2, on=Here(then=end_one, patience_s=5))
+
+
+def test_an_engine_that_ends_before_its_workers_run_is_quoted() -> None:
+    with pytest.raises(
+        un.EngineError, match=r"(?s)here ended \(exit status 9\) before 2 workers.*the engine's own words"
+    ):
+        un.launch(ranks, workers=2, on=Here(then=lambda agents, _: agents.close()))
+
+
+def test_an_engine_that_ends_under_its_workers_is_one_report_and_nothing_is_left() -> None:
+    found: list[Agents] = []
+
+    def keep(agents: Agents, _: Work) -> None:
+        found.append(agents)
+
+    class Ending:
+        """Lets the engine say that it has ended, once a worker runs."""
+
+        def write(self, text: str) -> int:
+            if "running" in text:
+                found[0].status = 3
+            return len(text)
+
+        def flush(self) -> None: ...
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stdout", Ending())
+        with pytest.raises(
+            un.WorkerError, match=r"(?s)connection lost.*ended with exit status 3. the engine's own words"
+        ):
+            un.launch(waits, workers=2, kwargs={"ready": _running}, on=Here(then=keep))
+    assert all(process.poll() is not None for process in found[0].processes)
+
+
+def _running() -> None:
+    print("running", flush=True)
+
+
+def test_an_agent_that_is_killed_is_one_report() -> None:
+    with pytest.raises(un.WorkerError, match=r"worker 1 of 2 failed: connection lost") as caught:
+        un.launch(waits, workers=2, kwargs={"ready": _kill_agent}, on=Here())
+    assert caught.value.rank == 1
+
+
+def _kill_agent() -> None:
+    os.kill(os.getppid(), signal.SIGKILL)

@@ -35,6 +35,13 @@ class Part:
         self._open()
 
     @classmethod
+    def to_come(cls, number: int) -> Part:
+        """What stands for table `number` on its way to the workers."""
+        made = cls.of({}, name=f"table {number}")
+        made.number = number
+        return made
+
+    @classmethod
     def of(cls, columns: dict[str, Any], *, name: str = "table") -> Part:
         """Columns that this process has in memory."""
         made = cls.__new__(cls)
@@ -66,10 +73,10 @@ class Part:
         return tuple(columns.values()) if self.form == "tuple" else columns
 
     def _open(self) -> None:
-        """Map the files that the agent keeps open; nothing in the driver, where there are none."""
+        """Map the files that the agent keeps open."""
         listing = os.environ.get("UNISONO_PARTS")
         if listing is None:
-            return
+            raise RuntimeError(f"{self.name} can be opened only in a worker that the engine of the table started")
         with open(listing, encoding="utf-8") as file:
             told = json.load(file)[self.number]
         self.name, self.rows, self.form, files = told["name"], told["rows"], told["form"], told["files"]

@@ -216,15 +216,14 @@ class Ray(Engine):
             time.sleep(0.2)
         from ray.util import placement_group, remove_placement_group
 
+        # Looked at before: afterwards what the group has taken counts as in use.
+        busy = self._short_of(ray.available_resources(), workers) if wait_s else ""
         group = placement_group([bundle] * workers, strategy=self.placement)
-        while not group.wait(0.5):
-            short, late_s = self._short_of(ray.available_resources(), workers), time.monotonic() - deadline
-            if late_s < (0 if short else _PLACING_S):  # what is free is given within moments
-                continue
+        if not group.wait(max(wait_s, 0.5 if busy else _PLACING_S)):  # what is free is given within moments
             remove_placement_group(group)
             raise EngineError(
                 f"Ray had no room for {workers} workers within {wait_s:g} s: "
-                f"{short or f'no placement {self.placement} fits'} (the rest is in use). "
+                f"{busy or f'no placement {self.placement} fits'} (the rest is in use). "
                 f"{self._advice()} Or wait longer: wait_s=600."
             )
         return group

@@ -58,7 +58,7 @@ def lift_tables(
             number = next((i for i, table in enumerate(tables) if table is value), len(tables))
             if number == len(tables):
                 tables.append(value)
-            return Part(number)
+            return Part.to_come(number)
         if type(value) in (list, tuple):
             return type(value)(lift(item) for item in value)
         if type(value) is dict:

@@ -379,8 +379,12 @@ class Pipeline:
 
     def close(self) -> None:
         """Wait for what is under way, end the threads and give the memory back."""
+        marks = list(self._arrived.values())
         if self._update is not None:
             self._update.ended.wait(_CLOSE_S)
+            marks += [mark for some in self._update.marks.values() for mark in some]
+        for mark in marks:  # copies between this memory and the device
+            mark.wait()
         self._lane.close()
         self._stepper.close()
         self._device.close()

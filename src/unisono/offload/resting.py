@@ -6,14 +6,23 @@ The optimizer steps them where they rest; on disk, the master values are the onl
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from unisono.offload.disk import Disk
 from unisono.offload.lines import Line, master_dtype
-from unisono.offload.stepper import Block, Stepper
+from unisono.offload.stepper import Block, Stepper, StepSettings
+
+
+class _Update(NamedTuple):
+    """One step, and what of it is still to be done."""
+
+    settings: StepSettings
+    gradients: dict[int, Tensor]
+    scale: float
+    absent: Mapping[int, Any]
 
 
 class Resting:
@@ -36,6 +45,7 @@ class Resting:
         self._computes: list[Tensor] | None = [] if keep else None
         self._dtypes: list[torch.dtype] = []
         self._gradients: dict[int, Tensor] = {}
+        self._update: _Update | None = None  # one that an error broke off
 
     def add(self, line: Line) -> None:
         """Take one more unit."""
@@ -56,17 +66,35 @@ class Resting:
         """Step everything, in order; the disk reads ahead and writes behind."""
         if delay:
             raise ValueError("a delayed update needs parameters on the device")
-        settings = self._stepper.begin()
-        order = sorted(self._gradients)
+        self.retry()
+        self._update = _Update(self._stepper.begin(), self._gradients, scale, absent or {})
+        self._gradients = {}
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Step what is left; where it fails, what was done is kept, and the rest stays to be done."""
+        update = self._update
+        if update is None:
+            return
+        order = sorted(update.gradients)
         if order:
             self._stepper.prefetch(order[0])
         for u, following in zip(order, [*order[1:], None], strict=True):
             if following is not None:
                 self._stepper.prefetch(following)
             out = None if self._computes is None else self._computes[u]
-            ranges = (absent or {}).get(u, ())
-            self._stepper.step(u, self._gradients.pop(u), out, scale=scale, absent=ranges, settings=settings)
+            ranges = update.absent.get(u, ())
+            gradient = update.gradients[u]
+            self._stepper.step(u, gradient, out, scale=update.scale, absent=ranges, settings=update.settings)
+            del update.gradients[u]
         self._stepper.flush()
+        self._update = None
+
+    def retry(self) -> None:
+        """After an error of the disk: go on with the step where it broke off. Nothing was lost."""
+        if self._update is not None:
+            self._stepper.flush()
+            self._go_on()
 
     def wait(self, u: int) -> None:
         """Nothing is ever under way."""

@@ -11,6 +11,7 @@ Three phases, in one backward:
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.utils.checkpoint import CheckpointFunction
 
 from unisono.exchange import Windows, if_alive, scaled
 from unisono.lanes import Handle, Lane
@@ -63,7 +65,8 @@ class Backward(Windows):
         self.channel = world.channel(inline=True)
         self._arrived = arrived
         self._complete, self._reduced, self._finished, self._check = complete, reduced, finished, check
-        self._lane = Lane("unisono reduce") if overlap and world.size > 1 else None
+        on_cpu = units[0].params[0].device.type == "cpu"  # on a GPU, work is in the background anyway
+        self._lane = Lane("unisono reduce") if overlap and world.size > 1 and on_cpu else None
         self._lines = [self._line() for _ in range(_LINES if self._lane else 1)]
         self._running: deque[tuple[Handle[None], Tensor]] = deque()
         self._position = {unit: i for i, unit in enumerate(self.units)}
@@ -77,6 +80,7 @@ class Backward(Windows):
         ]
         self._weighting: list[Any] = []
         self._last_factor: tuple[Any, float] = (None, 1.0)
+        self.stand_in: Tensor | None = None  # what the optimizer holds where no element is mine: a scaler looks at it
         self._task = -1
         self._reducing = False
         self._opened()
@@ -99,7 +103,9 @@ class Backward(Windows):
         """A new window."""
         self._used = [False] * len(self._places)
         self._passes_reduced = 0
+        self._stale = False  # this window has ended
         self._norms: dict[float, list[Tensor]] = {}
+        self._versions: list[int] = []  # of the gradients that the norms are of
         self._squares: dict[Unit, list[Tensor]] = {}  # of gradients that have left
         self._factors = [1.0] * len(self._places)
 
@@ -134,9 +140,15 @@ class Backward(Windows):
 
     def _begin(self, task: int) -> None:
         self._check()
-        if self._ended:
+        if self.stage > 1 and _in_checkpoint():
+            raise RuntimeError(
+                "re-entrant activation checkpointing runs a backward inside a backward, and stages 2 and 3 reduce "
+                "gradients as they come: use torch.utils.checkpoint with use_reentrant=False, or zero(stage=1)"
+            )
+        if self._stale:
             self._opened()
-            self._ended = False
+        self._ended = False
+        self._norms = {}
         self._reset()
         self._task = task
         self._last = not self._local and self._passes + 1 >= self.accumulate
@@ -195,8 +207,8 @@ class Backward(Windows):
                     )
                 targets.append(view)
                 grads.append(local.detach())
-            self._used[first + slot] |= local is not None or not fresh[-1]
-            param.grad = None
+            self._used[first + slot] |= local is not None or (not fresh[-1] and not self._passes_reduced)
+            param.grad = wrapped  # also within a backward in a backward, it is not cleared
         if targets:
             torch._foreach_copy_(targets, grads)
         unit.zero_gaps(flat)
@@ -263,11 +275,8 @@ class Backward(Windows):
     @torch.no_grad()
     def _finish(self) -> None:
         """Phase 3: who used what; every rank hears of a value that is not finite, so that AMP skips everywhere."""
-        odd = self.world.size > 1 and not all(
-            math.isfinite(torch.linalg.vector_norm(u.gradient, math.inf).item())
-            for u in self.units
-            if u.gradient is not None and u.each
-        )
+        odd = self.world.size > 1 and self._has_odd()
+        saw = odd
         flags = torch.tensor([*self._used, odd], dtype=torch.uint8)
         self.channel.all_reduce(flags, "max", tag="used").wait()
         *found, odd = flags.tolist()
@@ -275,22 +284,38 @@ class Backward(Windows):
             unit, slot = self._places[number]
             unit.params[slot].grad = self._wrapped[number] if used else None
             self._used[number] = bool(used)
+        if odd and not saw:  # one element will do
+            self._spoil()
         for unit in self.units:
-            if odd and unit.gradient is not None:
-                for part in unit.held:
-                    unit.gradient[part.at] = math.inf
             first = self._first[unit]
             self._show(unit, found[first : first + len(unit.params)])
+        if self.stand_in is not None:
+            self.stand_in.grad = torch.full_like(self.stand_in, math.inf if odd else 0.0)
         self._finished(self.channel)
-        self._passes, self._ended = 0, True
+        self._passes, self._ended, self._stale = 0, True, True
         self._advance()
+
+    def _has_odd(self) -> bool:
+        """Whether my shards hold a value that is not finite."""
+        shards = [u.gradient for u in self.units if u.gradient is not None and u.each]
+        found = [torch.linalg.vector_norm(x, math.inf) for x in shards]
+        return bool(found) and not math.isfinite(torch.stack([x.double() for x in found]).sum().item())
+
+    def _spoil(self) -> None:
+        for unit in self.units:
+            if unit.gradient is not None and unit.held:
+                unit.gradient[unit.held[0].at] = math.inf
+                return
 
     # Outside backward ------------------------------------------------------------------------------------
 
     def before_step(self) -> None:
         """Close the window: a rank whose backward touched nothing, or a last short window, still takes part."""
         if self._ended or self._local:
+            self._drop_cleared()
             return
+        if self._stale:
+            self._opened()
         if self.stage == 1 or not self._passes_reduced:
             self._reset()
             self._last = True
@@ -300,11 +325,27 @@ class Backward(Windows):
                 self._is_reduced(unit, True)
         self._finish()
 
-    def after_step(self) -> None:
-        """The next step needs a window of its own."""
-        if self._ended:
-            self._opened()
-        super().after_step()
+    def _drop_cleared(self) -> None:
+        """A parameter whose `p.grad` was taken away after backward is not stepped."""
+        for number, (unit, slot) in enumerate(self._places):
+            grad = unit.params[slot].grad
+            if not self._used[number] or grad is self._wrapped[number]:
+                continue
+            if grad is not None:
+                raise ValueError(
+                    f"the gradient of {unit.names[slot]!r} was replaced after backward, and the optimizer holds parts "
+                    "of the former one: change it in place (clipping, mul_), or clear it"
+                )
+            self._used[number] = False
+            for part, leaf in zip(unit.held, unit.leaves, strict=True):
+                if part.slot == slot:
+                    leaf.grad = None
+
+    def mark(self) -> None:
+        """Let what was stepped elsewhere look as if its gradient were still there, until it is cleared."""
+        for unit in self.units:
+            first = self._first[unit]
+            self._show(unit, self._used[first : first + len(unit.params)])
 
     def absent(self, unit: Unit) -> list[tuple[int, int]]:
         """The elements of my shard whose parameters had no gradient in this window, on any rank."""
@@ -335,7 +376,9 @@ class Backward(Windows):
     @torch.no_grad()
     def norms(self, order: float) -> list[Tensor]:
         """The norm of every parameter's gradient, over all ranks: one collective, kept until the gradients change."""
-        if order not in self._norms:
+        versions = [u.gradient._version for u in self.units if u.gradient is not None]
+        if order not in self._norms or versions != self._versions:
+            self._versions = versions
             sums = self._power_sums(order)
             inf = math.isinf(order)
             self.world.all_reduce(sums, "max" if inf else "sum", tag="norms").wait()
@@ -368,6 +411,8 @@ class Backward(Windows):
         """Multiply my parts of some gradients."""
         self._norms = {}
         chosen = set(numbers)
+        if self._stale and not self._ended:  # of a step that is done
+            return
         for number in chosen:
             self._factors[number] *= self._number(factor)
         for unit in self.units:
@@ -381,6 +426,17 @@ class Backward(Windows):
                 for part in unit.held:
                     if part.slot in mine:
                         unit.gradient[part.at : part.at + part.length].mul_(factor)
+
+    @torch.no_grad()
+    def clamp(self, number: int, low: Any, high: Any) -> None:
+        """Limit the elements of a gradient."""
+        unit, slot = self._places[number]
+        self._norms = {}
+        if unit.gradient is None:
+            raise NotImplementedError("limits of the elements of gradients that have left for the host: clip the norm")
+        for part in unit.held:
+            if part.slot == slot:
+                unit.gradient[part.at : part.at + part.length].clamp_(low, high)
 
     def _number(self, factor: Any) -> float:
         """A factor as a number; clipping gives the same tensor for each gradient."""
@@ -407,6 +463,16 @@ class Backward(Windows):
             raise RuntimeError(f"{unit.names[slot]!r} has no gradient here: none yet, or it has left for the host")
         parts = self.world.all_gather(unit.gradient, even=True, tag="full gradient").wait()
         return unit.views(torch.cat(parts))[slot].clone()
+
+
+def _in_checkpoint() -> bool:
+    """Whether this backward pass was started by re-entrant activation checkpointing, inside another."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.backward.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _wide(x: Tensor) -> torch.dtype:

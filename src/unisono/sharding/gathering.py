@@ -5,8 +5,9 @@
    unit is let go when all its gradients are there, a frozen one when the gradient has left the module;
 3. the model's own unit stays from the beginning of forward to the end of backward.
 
-Memory is the unit's own: what autograd keeps of a parameter is a view into it, so it is emptied and filled, never
-given to another. A parameter that is not there shows NaN in its own shape.
+What autograd keeps of a parameter is kept as a place in its unit, and gathered when it is needed. (Inside activation
+checkpointing it is a view, so memory is the unit's own: emptied and filled, never given to another.) A parameter that
+is not there shows NaN in its own shape.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from unisono.lanes import Handle, Lane
-from unisono.sharding.units import Unit
+from unisono.sharding.units import UNCALLED, WHOLE, Unit
 from unisono.world import World
 
 Fetch = Callable[[Unit], Tensor]
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # others' are left alone
 
 
 class Gathering:
@@ -33,11 +35,13 @@ class Gathering:
     def __init__(self, model: nn.Module, units: Sequence[Unit], world: World, fetch: Fetch, *, ahead: bool) -> None:
         self.model, self.units = model, list(units)
         self.channel, self._fetch = world.channel(inline=True), fetch
-        self._lane = Lane("unisono gather") if ahead and world.size > 1 else None
+        on_cpu = self.units[0].full.device.type == "cpu"
+        self._lane = Lane("unisono gather") if ahead and world.size > 1 and on_cpu else None
         self._coming: dict[Unit, Handle[None]] = {}
         self._there: set[Unit] = set()
         self._uses: dict[nn.Module, int] = {}  # how many calls of a module are under way
         self._order: list[nn.Module] = []  # in which forward needed the modules, first time
+        self._pushed: list[bool] = []  # for each call under way, whether `pack` and `unpack` came with it
         self._known = False  # the model has run once: `_order` is complete
         self._task = -1
         self._of: dict[nn.Module, list[Unit]] = {}
@@ -98,6 +102,12 @@ class Gathering:
 
     def before(self, module: nn.Module, inputs: Any) -> None:
         """A module is about to run."""
+        if module not in self._of:
+            raise RuntimeError(
+                f"this {type(module).__name__} is a copy of one whose parameters are split over the ranks: copy the "
+                "model before un.parallel, or load its state_dict() into another"
+            )
+        self._pushed.append(False)
         self._uses[module] = self._uses.get(module, 0) + 1
         for unit in self._of[module]:
             self.gather(unit)
@@ -107,10 +117,13 @@ class Gathering:
         elif not in_backward:
             self._look_ahead(module, +1)
         if torch.is_grad_enabled() and not in_backward and any(not unit.trainable for unit in self._of[module]):
-            given = [x for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.requires_grad]
+            given = [x for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.requires_grad and not x.is_leaf]
             if given and module is not self.model:
                 me = weakref.ref(self)
                 torch.autograd.graph.register_multi_grad_hook(given, _left(me, module), mode="all")
+        if torch.is_grad_enabled() and _top_hooks is not None and _top_hooks(True) is None:
+            torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+            self._pushed[-1] = True
 
     def _look_ahead(self, module: nn.Module, step: int) -> None:
         at = self._order.index(module) + step
@@ -122,7 +135,12 @@ class Gathering:
     def after(self, module: nn.Module, output: Any) -> None:
         """A module has run, or failed."""
         self._uses[module] -= 1
-        made = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+        if module not in self._of:
+            return
+        if self._pushed.pop():
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        every = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+        made = [x for x in every if x.requires_grad and not x.is_leaf]
         if torch._C._current_graph_task_id() != -1:
             return
         if made and torch.is_grad_enabled():
@@ -133,20 +151,43 @@ class Gathering:
         self._known |= module is self.model
         if not kept and not self._uses[module]:
             for unit in self._of[module]:
-                self.let_go(unit)
+                if not any(_inside(x, unit) for x in every):
+                    self.let_go(unit)
+
+    # What autograd keeps: a view of a unit is kept as its place, and is found again when backward needs it ---------
+
+    def pack(self, x: Tensor) -> Any:
+        """Called for each tensor that a module's forward keeps for backward."""
+        for unit in self._there:
+            if _inside(x, unit) and x.dtype == unit.dtype:
+                return unit, x.shape, x.stride(), x.storage_offset()
+        return x
+
+    def unpack(self, kept: Any) -> Tensor:
+        """The tensor again."""
+        if isinstance(kept, Tensor):
+            return kept
+        unit, shape, stride, offset = kept
+        self._in_backward()
+        self.gather(unit)
+        return torch.as_strided(unit.full, shape, stride, offset)
 
     # Backward --------------------------------------------------------------------------------------------
 
     def reached(self, module: nn.Module) -> None:
         """A gradient has reached what the module gave."""
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._task = task
-            Variable._execution_engine.queue_callback(self._end)
+        self._in_backward()
         for unit in self._of[module]:
             self.gather(unit)
         if module in self._order:
             self._look_ahead(module, -1)
+
+    def _in_backward(self) -> None:
+        """At the end of this backward everything is let go."""
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._task):
+            self._task = task
+            Variable._execution_engine.queue_callback(self._end)
 
     def left(self, module: nn.Module) -> None:
         """The gradient has left the module: what does not learn is done."""
@@ -189,7 +230,10 @@ class Arrival:
         where = {param: unit for unit in units for param in unit.params}
         self._hooks = []
         for module in model.modules():
-            own = dict.fromkeys(where[p] for p in module.parameters(recurse=False) if p in where)
+            needed = list(module.parameters(recurse=isinstance(module, WHOLE)))
+            for child in module.children():
+                needed += child.parameters(recurse=False) if isinstance(child, UNCALLED) else ()
+            own = dict.fromkeys(where[p] for p in needed if p in where)
             if own:
                 self._hooks.append(module.register_forward_pre_hook(_arriving(list(own), arrive), prepend=True))
 
@@ -197,6 +241,12 @@ class Arrival:
         """Take the hooks off."""
         for hook in self._hooks:
             hook.remove()
+
+
+def _inside(x: Tensor, unit: Unit) -> bool:
+    """Whether a tensor lies in a unit's memory."""
+    storage = x.untyped_storage() if x.layout == torch.strided else None
+    return storage is not None and storage.nbytes() > 0 and storage.data_ptr() == unit.full.untyped_storage().data_ptr()
 
 
 # Hooks that keep nothing alive, and that torch.compile does not look into --------------------------------------

@@ -20,6 +20,9 @@ class Keeper(Protocol):
     def scale(self, numbers: Sequence[int], factor: Any) -> None:
         """Multiply the gradients of some parameters by a number."""
 
+    def clamp(self, number: int, low: Any, high: Any) -> None:
+        """Limit the elements of a gradient."""
+
     def full(self, number: int) -> Tensor:
         """A parameter's whole gradient."""
 
@@ -132,6 +135,11 @@ def _zero_(x: ShardedGradient) -> ShardedGradient:
     return x
 
 
+def _clamp_(x: ShardedGradient, min: Any = None, max: Any = None) -> ShardedGradient:  # noqa: A002 - torch's names
+    _keeper(x).clamp(x.number, min, max)
+    return x
+
+
 def _foreach_zero_(xs: Sequence[ShardedGradient]) -> None:
     for x in xs:
         _zero_(x)
@@ -149,6 +157,7 @@ _HANDLERS: dict[Any, Any] = {
     _aten._foreach_mul_: _foreach_mul_,
     _aten.zero_: _zero_,
     _aten._foreach_zero_: _foreach_zero_,
+    _aten.clamp_: _clamp_,
 }
 
 
@@ -157,6 +166,7 @@ def power_sum(x: Tensor, order: float) -> Tensor:
     fp64 too; else in fp32."""
     if not x.numel():
         return torch.zeros((), dtype=x.dtype if x.dtype == torch.float64 else torch.float32, device=x.device)
+    x = x.abs() if x.is_complex() else x
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     found: Tensor = torch.linalg.vector_norm(x, order, dtype=dtype)
     return found if math.isinf(order) else found**order

@@ -62,6 +62,9 @@ class Engine(Protocol):
     def finish(self) -> None:
         """Until all have."""
 
+    def retry(self) -> None:
+        """Go on with a step that an error broke off."""
+
     def names(self, u: int) -> list[str]:
         """Lines of state."""
 
@@ -90,11 +93,18 @@ class Offloading:
     ) -> None:
         self.optimizer, self.units, self.strategy, self.device = optimizer, list(units), strategy, device
         self._numbers = numbers
+        lost = [name for unit in units for name in unit.names if name not in numbers]
+        if lost:
+            raise ValueError(
+                f"{len(lost)} parameter(s) learn but are not in the optimizer, the first {lost[0]!r}, and what is "
+                "stepped off the device must be: give them to the optimizer, or freeze them with requires_grad_(False)"
+            )
         self._at = {unit: u for u, unit in enumerate(self.units)}
         self._moments = MOMENTS[strategy.moments]
         self._engine: Engine | None = None
         self._disk: Disk | None = None
         self._steps = 0
+        self._in_step = False
         self._offered: set[Unit] = set()  # units whose gradient waits for the step
         self.homes = self._choose_homes()
         self._check_room()
@@ -213,7 +223,7 @@ class Offloading:
 
     def _resident(self) -> frozenset[int]:
         """The units whose state fits on the device, beside what a step has taken so far at its peak."""
-        if self.strategy.device_memory is None or self.device.type != "cuda":
+        if self.strategy.device_memory is None or self.device.type != "cuda" or not self._in_step:
             return frozenset()
         s, peak = self.strategy, torch.cuda.max_memory_allocated(self.device)
         lengths = [unit.each for unit in self.units]
@@ -233,18 +243,25 @@ class Offloading:
     def offer(self, unit: Unit, fresh: bool) -> None:
         """Take the gradient of a unit, and let it go here. `fresh`: instead of one that was cleared without a step."""
         assert unit.gradient is not None
-        if unit in self._offered and not fresh:
+        if not fresh and unit not in self._offered:
+            raise RuntimeError(
+                "the gradients of the former step have not been cleared, and were used up by it: call "
+                "optimizer.zero_grad() before backward"
+            )
+        if not fresh:
             raise RuntimeError(
                 "another backward pass before optimizer.step(), and the gradients of the former have left for the "
                 "host: give the strategy accumulate=2 (passes a step), or run all but the last in replica.no_sync(); "
                 "with activation checkpointing use use_reentrant=False"
             )
+        self._in_step = True  # by now it is known what memory a step takes
         self.engine.offer(self._at[unit], unit.gradient, replace=True)
         self._offered.add(unit)
         unit.gradient = None
 
     def step(self, scale: float, absent: Mapping[Unit, list[tuple[int, int]]]) -> None:
         """Begin the update."""
+        self.engine.retry()
         self._steps += 1  # as the engine does
         self._offered = set()
         delay = self.strategy.delayed_update and self._steps > self.strategy.delay_after
@@ -264,8 +281,9 @@ class Offloading:
         return unit.shard
 
     def finish(self) -> None:
-        """Until all have."""
+        """Until all have; what an error of the disk broke off goes on."""
         if self._engine is not None:
+            self._engine.retry()
             self._engine.finish()
 
     def close(self) -> None:
@@ -300,6 +318,7 @@ class Offloading:
 
     def _piece(self, unit: Unit, slot: int, name: str) -> Piece:
         engine, u = self.engine, self._at[unit]
+        engine.retry()
 
         def reader(part: Part) -> Any:
             return lambda a, b: engine.state(u, name, part.at + a - part.start, part.at + b - part.start)

@@ -83,7 +83,8 @@ def _cut(value: Any, key: str, unit: Unit, part: Part) -> Any:
         return value
     if not is_line(value.shape, key, unit.shapes[part.slot]):
         return value.clone()
-    return value.reshape(-1)[part.start : part.start + part.length].to(unit.master.device, copy=True)
+    dtype = unit.master_dtype if value.is_floating_point() else value.dtype
+    return value.reshape(-1)[part.start : part.start + part.length].to(unit.master.device, dtype, copy=True)
 
 
 def is_line(shape: torch.Size, key: str, of: torch.Size) -> bool:

@@ -74,12 +74,23 @@ class ZeroReplica(Movable):
         self._adopt_units(swapped, device)
         self._settle(swapped)
         before = optimizers.split(self.optimizer, self._trainable)
+        stand_in = self._stand_in()
         if self._offload is not None:
             self._offload.start()
             if before:
                 self._offload.load_states(before)
         self._watch_passes()
+        assert isinstance(self._backward, Backward)
+        self._backward.stand_in = stand_in
         self._watch_model()
+
+    def _stand_in(self) -> Tensor | None:
+        """Something for the optimizer to hold where no element of any parameter is mine: a GradScaler asks for it."""
+        if self._offload is not None or any(unit.held for unit in self._trainable):
+            return None
+        made = nn.Parameter(torch.zeros(1, device=self._trainable[0].params[0].device))
+        self.optimizer.param_groups[0]["params"] = [made]
+        return made
 
     def _device(self) -> torch.device:
         """Where the model computes; its buffers are there."""
@@ -163,6 +174,7 @@ class ZeroReplica(Movable):
 
     def _check_frozen(self) -> None:
         """A parameter that learns from now on belongs to no unit: its gradient would stay on its own rank."""
+        self._arrive_until()  # what no module asked for
         for name, param in self._frozen:
             if param.requires_grad:
                 raise RuntimeError(
@@ -180,11 +192,31 @@ class ZeroReplica(Movable):
     def _arrive(self, unit: Unit) -> None:
         """A module needs a unit whose new values may still be on their way."""
         if unit in self._late:
+            self._arrive_until(unit.index)
+
+    def _arrive_until(self, index: int | None = None) -> None:
+        """In the order of the units, whichever a rank needs first: gathering them is a matter of all ranks."""
+        for unit in sorted(self._late, key=lambda unit: unit.index):
+            if index is not None and unit.index > index:
+                return
             assert self._offload is not None
             self._late.discard(unit)
             self._offload.wait(unit)
             if self.world.size > 1:
                 self._memory.all_gather(unit.shard, even=True, out=unit.parts(unit.full), tag=unit.tag).wait()
+
+    def _new_values(self) -> None:
+        """My shards have new values, which modules will ask for."""
+        if self._gathering is None:
+            self._late = set(self._trainable)
+        else:
+            self._gathering.let_go_all()
+
+    def _take_over(self) -> None:
+        """Values whose update was delayed, too: what is saved is the latest, and the run goes on from it."""
+        if self._offload is not None and self.strategy.delayed_update:
+            self._offload.finish()
+            self._new_values()
 
     def _share_buffers(self, world: World) -> None:
         share_buffers([b.detach() for b in self.model.buffers()], self.strategy.buffers, world)
@@ -210,8 +242,7 @@ class ZeroReplica(Movable):
         ]
 
     def _gather_all(self) -> None:
-        for unit in sorted(self._late, key=lambda unit: unit.index):
-            self._arrive(unit)
+        self._arrive_until()
         if self._gathering is not None and not self._quiet:
             for unit in self.units:
                 self._gathering.gather(unit)
@@ -258,16 +289,15 @@ class ZeroReplica(Movable):
         self._spread()
         if self._backward is not None:
             self._backward.after_step()
+        if self._offload is not None and isinstance(self._backward, Backward):
+            self._backward.mark()
 
     def _spread(self) -> None:
         """The new values of my shards go to everyone: at once, or when a module needs them."""
         if self._offload is not None:
             assert isinstance(self._backward, Backward)
             self._offload.step(self._backward.factor(), {unit: self._backward.absent(unit) for unit in self._trainable})
-            if self._gathering is None:
-                self._late = set(self._trainable)
-            else:
-                self._gathering.let_go_all()
+            self._new_values()
             return
         for unit in self._trainable:
             if unit.master is not unit.shard:
@@ -305,6 +335,7 @@ class ZeroReplica(Movable):
         """Model and optimizer as far as this rank has them, with a Piece in place of each tensor that is split."""
         if not self.units:
             return None
+        self._take_over()
         self._quiet = True
         try:
             model = saving.model_pieces(bare(self.model), self.units, self._offload)

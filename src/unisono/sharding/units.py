@@ -15,7 +15,8 @@ from unisono.buckets import layout
 
 _ALIGN = 64  # bytes: a parameter starts on a cache line, and so does a shard
 _SMALL = 64  # a module this many times smaller than a unit may be stays with its parent
-_WHOLE = (nn.MultiheadAttention,)  # their forward reads parameters of modules inside that it does not call
+UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # these have no forward
+WHOLE = (nn.MultiheadAttention,)  # their forward reads parameters of modules inside that it does not call
 _SHARED = (nn.Embedding, nn.EmbeddingBag)  # whose parameters others like to use: they stay with the parent
 
 
@@ -28,7 +29,7 @@ class Part(NamedTuple):
     length: int
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Unit:
     """Some parameters of one dtype, and the memory of their values and gradients.
 
@@ -174,8 +175,8 @@ def choose(model: nn.Module, unit_bytes: int) -> set[nn.Module]:
             if nbytes * _SMALL < unit_bytes or child in chosen or isinstance(child, _SHARED):
                 continue
             grandchildren = any(next(c.parameters(), None) is not None for c in child.children())
-            called = not isinstance(child, (nn.ModuleList, nn.ModuleDict))  # these have no forward
-            if called and (nbytes <= unit_bytes or not grandchildren or isinstance(child, _WHOLE)):
+            called = not isinstance(child, UNCALLED)
+            if called and (nbytes <= unit_bytes or not grandchildren or isinstance(child, WHOLE)):
                 chosen.add(child)
             else:
                 walk(child)

@@ -103,6 +103,13 @@ class zero(Strategy):
                 parse_size(value, name)
             elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
                 raise ValueError(f"spill is the share of the state that goes to disk, from 0 to 1, got {value!r}")
+        for name in ("device_memory", "host_memory"):
+            if getattr(self, name) is not None and parse_size(getattr(self, name), name) <= 0:
+                raise ValueError(f"{name} must be more than nothing, got {getattr(self, name)!r}")
+        if self.disk is not None and self.optimizer_on != "disk":
+            raise ValueError(f"disk={self.disk!r} says nothing with optimizer_on={self.optimizer_on!r}")
+        if self.spill is not None and self.host_memory is not None:
+            raise ValueError("give spill (a share) or host_memory (a size), not both")
         if self.moments != "fp32" and self.optimizer_on == "device":
             raise ValueError("moments='bf16' needs optimizer_on='cpu' or 'disk'")
         if self.delayed_update and (self.optimizer_on == "device" or self.params_on != "device"):

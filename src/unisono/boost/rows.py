@@ -1,0 +1,126 @@
+"""The rows that a rank boosts on: gathered in memory, checked, and with labels numbered alike on every rank.
+
+A missing value (NaN) in a feature is not an error here: both libraries learn which way to send it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from unisono.estimators.table import Rows, Table, as_table, column_name, is_sparse
+from unisono.world import World
+
+__all__ = ["Shard", "agreed", "shard_of"]
+
+Array = npt.NDArray[Any]
+
+
+@dataclass
+class Shard:
+    """x: rows × columns, dense or CSR; y: rows."""
+
+    x: Any
+    y: Array
+    weight: Array | None
+    names: Sequence[str] | None
+    where: Callable[[int], str]  # names the place of a row, for errors
+
+    @property
+    def rows(self) -> int:
+        return int(self.x.shape[0])
+
+
+def shard_of(part: Any, target: str | None) -> Shard:
+    """The rows of a part of arrays, of files, or of an engine's table."""
+    if isinstance(part, Rows):
+        return Shard(part.x, part.y[:, 0], part.weight, part.names, lambda row: f"row {part.first + row}")
+    return _collected(as_table(part, target))
+
+
+def _collected(table: Table) -> Shard:
+    xs, ys, weights, places, ends = [], [], [], [], [0]
+    for block in table.blocks():
+        xs.append(np.array(block.x))
+        ys.append(np.array(block.y[:, 0]))
+        if block.weight is not None:
+            weights.append(np.array(block.weight))
+        places.append(block.where)
+        ends.append(ends[-1] + len(ys[-1]))
+
+    def where(row: int) -> str:
+        block = int(np.searchsorted(ends, row, side="right")) - 1
+        return places[block](row - ends[block])
+
+    x = np.concatenate(xs) if xs else np.empty((0, table.columns))
+    y = np.concatenate(ys) if ys else np.empty(0)
+    return Shard(x, y, np.concatenate(weights) if weights else None, table.names, where)
+
+
+def problem_in(shard: Shard) -> str:
+    """The first value that neither library can learn from, named by column and place; empty where there is none."""
+    values = shard.x.data if is_sparse(shard.x) else shard.x
+    if values.dtype.kind == "f" and np.isinf(values).any():
+        row, column = _first(np.isinf(shard.x.toarray() if is_sparse(shard.x) else shard.x))
+        return f"Input X contains infinity (inf) in {column_name(shard.names, column)} ({shard.where(row)})"
+    for name, line in (("Input y", shard.y), ("sample_weight", shard.weight)):
+        if line is not None and line.dtype.kind == "f" and not np.isfinite(line).all():
+            row = int(np.flatnonzero(~np.isfinite(line))[0])
+            called = "NaN (a missing value)" if np.isnan(line[row]) else "infinity (inf)"
+            return f"{name} contains {called} ({shard.where(row)})"
+    if shard.weight is not None and (shard.weight < 0).any():
+        row = int(np.flatnonzero(shard.weight < 0)[0])
+        return f"sample_weight is negative: {shard.weight[row]} ({shard.where(row)})"
+    return ""
+
+
+def _first(bad: Array) -> tuple[int, int]:
+    row, column = np.argwhere(bad)[0]
+    return int(row), int(column)
+
+
+def agreed(shard: Shard, world: World, *, labels: bool, classes: int | None = None) -> tuple[Shard, list[float] | None]:
+    """The same shard when all ranks can go on, and the labels of all ranks in order, where there are some.
+
+    `classes`: y is already numbered from 0 to so many; None: labels as they are in files. ValueError on every rank
+    where one of them has data that cannot be learned from.
+    """
+    mine: dict[str, Any] = {"problem": problem_in(shard), "shape": list(shard.x.shape)}
+    mine["weighted"] = shard.weight is not None
+    if labels and classes is None and not mine["problem"]:
+        mine["labels"] = np.unique(shard.y).tolist()
+    every = world.gather_objects(mine)
+    problem = next((each["problem"] for each in every if each["problem"]), "") or _disagreement(every)
+    if problem:
+        raise ValueError(problem)
+    if not labels or classes is not None:
+        return shard, None
+    found = sorted({label for each in every for label in each["labels"]})
+    if len(found) < 2:
+        raise ValueError(f"the target has one class only ({found[0]:g}): expected 2 or more")
+    if len(found) > MOST_CLASSES:
+        raise ValueError(
+            f'the target has {len(found)} different values: is it a class? task="regression" is for numbers'
+        )
+    shard.y = np.searchsorted(np.array(found), shard.y).astype(np.float64)
+    return shard, found
+
+
+MOST_CLASSES = 10_000
+
+
+def _disagreement(every: Sequence[dict[str, Any]]) -> str:
+    shapes = [tuple(each["shape"]) for each in every]
+    if len({columns for _, columns in shapes}) > 1:
+        return f"the ranks have different numbers of columns: {[columns for _, columns in shapes]}"
+    empty = [rank for rank, (rows, _) in enumerate(shapes) if not rows]
+    if empty:
+        total = sum(rows for rows, _ in shapes)
+        return f"rank {empty[0]} of {len(shapes)} has no rows, of {total} in all: use fewer workers, or more files"
+    if len({each["weighted"] for each in every}) > 1:
+        return "some ranks have weights and others have none: give sample_weight on every rank, or on none"
+    return ""

@@ -1,0 +1,113 @@
+"""Runs a library's distributed training in a thread of its own while the ranks tell each other that all is well.
+
+The libraries' own collectives wait for ever, or for minutes, for a rank that has died or failed. Here the ranks meet
+every quarter of a second beside them: a rank that died, failed or does not answer is an error on all the others. The
+libraries keep their network by thread, so a thread that is left waiting disturbs no later fit.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+
+from unisono.world import World
+
+__all__ = ["BoostingFailed", "watched"]
+
+T = TypeVar("T")
+BEAT_S = 0.25
+GRACE_S = 2.0  # for a thread to end after a rank failed, before it is left alone
+_RUNNING, _DONE, _FAILED = 0, 1, 2
+
+
+class BoostingFailed(RuntimeError):
+    """Another rank failed, or does not answer."""
+
+
+class _Call(threading.Thread):
+    """One call of the library."""
+
+    def __init__(self, fn: Callable[[], Any]) -> None:
+        super().__init__(name="boosting", daemon=True)
+        self._fn = fn
+        self.ended = threading.Event()
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.ended_at = 0.0
+
+    def run(self) -> None:
+        try:
+            self.value = self._fn()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.ended_at = time.time()
+            self.ended.set()
+
+
+def watched(fn: Callable[[], T], world: World, *, timeout_s: float) -> T:
+    """`fn()` on every rank; raises on every rank where one of them fails, dies, or is silent for `timeout_s`."""
+    if world.size == 1:
+        return fn()
+    call = _Call(fn)
+    call.start()
+    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    beat = threading.Thread(target=_beat, args=(call, world, told), name="boosting-beat", daemon=True)
+    beat.start()
+    while True:
+        try:
+            news = told.get(timeout=timeout_s + BEAT_S)
+        except queue.Empty:
+            raise BoostingFailed(
+                f"rank {world.rank} has heard nothing from some other rank for {timeout_s:g} s, so that boosting "
+                "cannot go on: is a worker stopped, or its host overloaded? timeout_s= is how long to wait"
+            ) from None
+        if news is None:
+            continue
+        beat.join(GRACE_S)  # a thread of the program's last moments must not be inside native code
+        call.join(GRACE_S)
+        if isinstance(news, BaseException):
+            raise news
+        return cast(T, _outcome(call, world, news))
+
+
+def _beat(call: _Call, world: World, told: queue.SimpleQueue[Any]) -> None:
+    """Tells None at each beat; at the end every rank's [when, what went wrong, whether a user's mistake], which is
+    empty for those that did not fail; or what broke the world."""
+    try:
+        while True:
+            call.ended.wait(BEAT_S)
+            mine = _RUNNING if not call.ended.is_set() else _DONE if call.error is None else _FAILED
+            worst, least = torch.tensor([mine]), torch.tensor([mine])
+            handles = [world.all_reduce(worst, "max", tag="boost"), world.all_reduce(least, "min", tag="boost")]
+            for handle in handles:
+                handle.wait()
+            if worst.item() == _FAILED or least.item() == _DONE:
+                failed = call.ended.is_set() and call.error is not None
+                news = [call.ended_at, _first_line(call.error), isinstance(call.error, ValueError)] if failed else []
+                told.put(world.gather_objects(news))
+                return
+            told.put(None)
+    except BaseException as error:
+        told.put(error)
+
+
+def _outcome(call: _Call, world: World, every: list[list[Any]]) -> Any:
+    failed = {rank: news for rank, news in enumerate(every) if news}
+    if not failed:
+        return call.value
+    first = min(failed, key=lambda rank: failed[rank][0])  # the others fail because of it
+    if first == world.rank and call.error is not None:
+        raise call.error
+    kind = ValueError if failed[first][2] else BoostingFailed
+    raise kind(f"boosting failed on rank {first}: {failed[first][1]}")
+
+
+def _first_line(error: BaseException | None) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"

@@ -1,0 +1,277 @@
+"""XGBoost: histograms summed by its own collective, whose tracker rank 0 hosts. Chen and Guestrin, 2016,
+arXiv:1603.02754."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import re
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from unisono.boost.address import own_address
+from unisono.boost.rows import Shard
+from unisono.boost.task import Boosted, Evals, Later, Task
+from unisono.boost.watch import watched
+from unisono.world import World
+
+__all__ = ["check", "importances", "load", "member_trainer", "merged", "predict", "saved_endings", "train"]
+
+xgboost: Any = Later("xgboost")
+saved_endings = (".json", ".ubj")
+_OURS = ("early_stopping_rounds", "missing", "enable_categorical", "feature_types", "importance_type")
+_WAIT_S = 1800  # of its collective: who is alive is watched beside it
+
+
+# Settings -------------------------------------------------------------------------------------------------------------
+
+
+def params_of(task: Task) -> dict[str, Any]:
+    """The settings in XGBoost's own names."""
+    params = {k: v for k, v in task.params.items() if v is not None and k not in _OURS}
+    if task.classification:
+        several = (task.classes or 2) > 2
+        objective = params.setdefault("objective", "multi:softprob" if several else "binary:logistic")
+        if objective == "multi:softmax":  # its model is the same; its output is too little for predict_proba
+            params["objective"] = "multi:softprob"
+        if several:
+            params["num_class"] = task.classes
+    else:
+        params.setdefault("objective", "reg:squarederror")
+    return params
+
+
+def check(task: Task, x: Any, y: Any) -> None:
+    """ValueError for settings that XGBoost does not know or take, from a few rows."""
+    if task.params.get("callbacks") is not None or callable(task.params.get("objective")):
+        raise ValueError("XGBoost: callbacks and objectives that are functions cannot be sent; name an objective")
+    if task.params.get("tree_method") == "exact" or task.params.get("booster", "gbtree") == "gblinear":
+        raise ValueError(
+            'XGBoost: tree_method="exact" and booster="gblinear" sum no histograms: use tree_method="hist"'
+        )
+    params = params_of(task)
+
+    def configure() -> None:
+        rows = xgboost.DMatrix(x, y, **_matrix_options(task, None))
+        xgboost.Booster(params, [rows]).save_config()
+
+    try:
+        _, said = _listening(configure)
+    except (xgboost.core.XGBoostError, TypeError) as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        raise ValueError(f"XGBoost refuses its settings: {lines[0]}") from error
+    unknown = [name for text in said for name in re.findall(r"Parameters: \{ (.*?) \} are not used", text)]
+    if unknown:
+        raise ValueError(f"XGBoost does not know, or here does not use, {', '.join(unknown)}: is it spelled right?")
+
+
+def _listening(fn: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """Run `fn` in a thread whose messages from XGBoost are kept: its messages go by thread."""
+    found: list[Any] = []
+    said: list[str] = []
+
+    def run() -> None:
+        try:
+            with _Messages(said):
+                found.append((fn(), None))
+        except BaseException as error:
+            found.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join()
+    value, error = found[0]
+    if error is not None:
+        raise error
+    return value, said
+
+
+class _Messages:
+    """Keeps what XGBoost says in this thread, which would else go to standard error."""
+
+    def __init__(self, said: list[str]) -> None:
+        kind = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+        self._keep = kind(lambda text: said.append(text.decode("utf-8", "replace")))
+
+    def __enter__(self) -> None:
+        xgboost.core._LIB.XGBRegisterLogCallback(self._keep)
+
+    def __exit__(self, *_: object) -> None:
+        _kept.append(self._keep)  # it may be called for as long as the thread lives
+
+
+_kept: list[Any] = []
+
+
+# Training -------------------------------------------------------------------------------------------------------------
+
+
+def train(task: Task, shard: Shard, world: World, evals: Evals) -> Boosted:
+    """One model of all ranks' rows, the same on every rank."""
+    if world.size == 1:
+        return _train(task, shard, evals)
+    tracker, address = None, {}
+    if world.rank == 0:
+        options = {"host_ip": own_address(world), "sortby": "task", "timeout": max(1, round(task.timeout_s))}
+        tracker = xgboost.tracker.RabitTracker(n_workers=world.size, **options)
+        tracker.start()
+        address = tracker.worker_args()
+    address = world.broadcast_object(address)
+    said: list[str] = []
+
+    def run() -> Boosted:
+        # Ranks are given by the order of the task's names.
+        mine = {"dmlc_task_id": f"{world.rank:08d}", "dmlc_timeout": max(_WAIT_S, round(task.timeout_s))}
+        with _Messages(said), xgboost.collective.CommunicatorContext(**address, **mine):
+            if xgboost.collective.get_rank() != world.rank:
+                raise RuntimeError(f"rank {world.rank} is rank {xgboost.collective.get_rank()} for XGBoost")
+            return _train(task, shard, evals)
+
+    try:
+        found = watched(run, world, timeout_s=task.timeout_s)
+    except BaseException:
+        if tracker is not None:
+            threading.Thread(target=_freed, args=(tracker,), daemon=True).start()
+        raise
+    if tracker is not None:
+        tracker.wait_for(max(1, round(task.timeout_s)))
+    return found
+
+
+def _freed(tracker: Any) -> None:
+    """Let go of a tracker after a failure: it waits for its workers, of which one may be gone, and then complains."""
+    with contextlib.suppress(ValueError):
+        tracker.free()
+
+
+def _train(task: Task, shard: Shard, evals: Evals) -> Boosted:
+    params, history = params_of(task), dict[str, dict[str, list[float]]]()
+    rows = _matrix(task, shard, params)
+    if isinstance(rows, xgboost.QuantileDMatrix):
+        others = [xgboost.QuantileDMatrix(x, y, ref=rows, **_matrix_options(task, shard.names)) for x, y in evals]
+    else:
+        others = [xgboost.DMatrix(x, y, **_matrix_options(task, shard.names)) for x, y in evals]
+    model = xgboost.train(
+        params,
+        rows,
+        task.rounds,
+        evals=[(each, f"validation_{i}") for i, each in enumerate(others)],
+        evals_result=history,
+        early_stopping_rounds=task.params.get("early_stopping_rounds"),
+        verbose_eval=False,
+    )
+    return Boosted(
+        bytes(model.save_raw("ubj")), {k: {m: list(v) for m, v in each.items()} for k, each in history.items()}
+    )
+
+
+def _matrix(task: Task, shard: Shard, params: dict[str, Any]) -> Any:
+    options = _matrix_options(task, shard.names)
+    weight = None if shard.weight is None else np.asarray(shard.weight, dtype=np.float32)
+    if params.get("tree_method", "hist") in ("hist", "auto"):
+        return xgboost.QuantileDMatrix(shard.x, shard.y, weight=weight, max_bin=params.get("max_bin"), **options)
+    return xgboost.DMatrix(shard.x, shard.y, weight=weight, **options)
+
+
+def _matrix_options(task: Task, names: Sequence[str] | None) -> dict[str, Any]:
+    return {
+        "missing": task.params.get("missing", np.nan),
+        "feature_names": None if names is None else list(names),
+        "feature_types": task.params.get("feature_types"),
+        "enable_categorical": bool(task.params.get("enable_categorical", False)),
+        "nthread": task.params.get("n_jobs", task.params.get("nthread")),
+    }
+
+
+# The model ------------------------------------------------------------------------------------------------------------
+
+
+def load(model: bytes) -> Any:
+    """XGBoost's own booster."""
+    return xgboost.Booster(model_file=bytearray(model))
+
+
+def predict(booster: Any, x: Any, params: dict[str, Any]) -> Any:
+    """Numbers, or probabilities: rows, or rows × classes. After early stopping, of the best round."""
+    rows = xgboost.DMatrix(
+        x,
+        missing=params.get("missing", np.nan),
+        feature_names=booster.feature_names,
+        feature_types=booster.feature_types,
+        enable_categorical=bool(params.get("enable_categorical", False)),
+    )
+    best = booster.attr("best_iteration")
+    return booster.predict(rows, iteration_range=(0, int(best) + 1) if best is not None else (0, 0))
+
+
+def importances(booster: Any, columns: int) -> Any:
+    """The gain of each column."""
+    names = booster.feature_names or [f"f{i}" for i in range(columns)]
+    gains = booster.get_score(importance_type="gain")
+    return np.array([gains.get(name, 0.0) for name in names], dtype=np.float64)
+
+
+# Models that are grown apart ------------------------------------------------------------------------------------------
+
+
+def member_trainer(task: Task, shard: Shard, mean: float) -> Callable[[int, Any], bytes]:
+    """A function of a member's number and its rows' counts that trains it; the rows are cut into bins once."""
+    params = params_of(task)
+    # All members start from the same value: their sum counts it once.
+    params.setdefault("base_score", 0.5 if (task.classes or 0) > 2 else mean)
+    plain = Shard(shard.x, shard.y, None, shard.names, shard.where)
+    rows = _matrix(task, plain, params)
+
+    def grow(number: int, counts: Any) -> bytes:
+        weight = counts if shard.weight is None else counts * shard.weight
+        rows.set_weight(np.asarray(weight, dtype=np.float32))
+        model = xgboost.train({**params, "seed": task.seed + number}, rows, task.rounds, verbose_eval=False)
+        return bytes(model.save_raw("json"))
+
+    return grow
+
+
+def merged(models: Sequence[bytes]) -> bytes:
+    """One model that predicts the mean of the models' margins: their trees side by side, leaves divided by how many."""
+    whole, *others = [json.loads(model) for model in models]
+    parts = [_trees(each) for each in (whole, *others)]
+    rounds = {len(part["iteration_indptr"]) for part in parts}
+    starts = {json.dumps(each["learner"]["learner_model_param"]) for each in (whole, *others)}
+    if len(rounds) > 1 or len(starts) > 1:
+        raise ValueError("the models to merge differ in rounds, classes or base score")
+    trees: list[Any] = []
+    groups: list[int] = []
+    borders = [0]
+    for first in range(rounds.pop() - 1):
+        for part in parts:
+            begin, end = part["iteration_indptr"][first : first + 2]
+            trees += [_scaled(tree, 1.0 / len(parts)) for tree in part["trees"][begin:end]]
+            groups += part["tree_info"][begin:end]
+        borders.append(len(trees))
+    for number, tree in enumerate(trees):
+        tree["id"] = number
+    together = _trees(whole)
+    one = int(together["gbtree_model_param"].get("num_parallel_tree", "1"))
+    together["gbtree_model_param"] |= {"num_trees": str(len(trees)), "num_parallel_tree": str(one * len(parts))}
+    together |= {"trees": trees, "tree_info": groups, "iteration_indptr": borders}
+    return json.dumps(whole).encode()
+
+
+def _trees(model: dict[str, Any]) -> dict[str, Any]:
+    booster = model["learner"]["gradient_booster"]
+    if booster["name"] != "gbtree":
+        raise ValueError(f'models of booster={booster["name"]!r} cannot be merged: use booster="gbtree"')
+    found: dict[str, Any] = booster["model"]
+    return found
+
+
+def _scaled(tree: dict[str, Any], factor: float) -> dict[str, Any]:
+    leaf = np.array(tree["left_children"]) == -1
+    values = np.array(tree["split_conditions"], dtype=np.float64)
+    tree["split_conditions"] = np.where(leaf, values * factor, values).tolist()
+    tree["base_weights"] = (np.array(tree["base_weights"], dtype=np.float64) * factor).tolist()
+    return tree

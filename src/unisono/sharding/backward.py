@@ -25,14 +25,15 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from unisono.exchange import Windows, if_alive, scaled
 from unisono.lanes import Handle, Lane
-from unisono.sharding.gradient import ShardedGradient, power_sum
+from unisono.sharding.gradient import ShardedGradient
+from unisono.sharding.keeping import Keeping
 from unisono.sharding.units import Unit
 from unisono.world import World
 
 _LINES = 3  # in flight, where reducing overlaps with backward
 
 
-class Backward(Windows):
+class Backward(Windows, Keeping):
     """Watches the backward passes of the trainable units.
 
     stage: 1 keeps the gradients of a window's passes whole and reduces with the last one, 2 and 3 reduce with every
@@ -79,7 +80,6 @@ class Backward(Windows):
             for number, (unit, slot) in enumerate(self._places)
         ]
         self._weighting: list[Any] = []
-        self._last_factor: tuple[Any, float] = (None, 1.0)
         self.stand_in: Tensor | None = None  # what the optimizer holds where no element is mine: a scaler looks at it
         self._task = -1
         self._reducing = False
@@ -104,10 +104,7 @@ class Backward(Windows):
         self._used = [False] * len(self._places)
         self._passes_reduced = 0
         self._stale = False  # this window has ended
-        self._norms: dict[float, list[Tensor]] = {}
-        self._versions: list[int] = []  # of the gradients that the norms are of
-        self._squares: dict[Unit, list[Tensor]] = {}  # of gradients that have left
-        self._factors = [1.0] * len(self._places)
+        self._forget_norms()
 
     def _reset(self) -> None:
         """A new pass."""
@@ -161,7 +158,11 @@ class Backward(Windows):
         self._next -= 1
         line = self._free()
         flat = line[: unit.nbytes].view(unit.dtype)
-        fresh = self._fill(unit, flat)
+        try:
+            fresh = self._fill(unit, flat)
+        except TypeError:
+            self._lines.append(line)
+            raise
         self._complete(unit)
 
         def job() -> None:
@@ -170,8 +171,10 @@ class Backward(Windows):
                 self._is_reduced(unit, all(fresh) or self._passes_reduced > 0)
 
         if self._lane is None:
-            job()
-            self._lines.append(line)
+            try:
+                job()
+            finally:
+                self._lines.append(line)
         else:
             self._running.append((self._lane.submit(job), line))
 
@@ -183,10 +186,13 @@ class Backward(Windows):
 
     def _free(self) -> Tensor:
         if not self._lines:
-            handle, line = self._running.popleft()
-            handle.wait()
-            return line
+            self._end_of_oldest()
         return self._lines.pop()
+
+    def _end_of_oldest(self) -> None:
+        handle, line = self._running.popleft()
+        self._lines.append(line)
+        handle.wait()
 
     def _fill(self, unit: Unit, flat: Tensor) -> list[bool]:
         """Take the gradients of this pass; says which parameters had none from before (or had been cleared)."""
@@ -194,7 +200,8 @@ class Backward(Windows):
         first = self._first[unit]
         for slot, (param, view) in enumerate(zip(unit.params, unit.views(flat), strict=True)):
             wrapped, grad = self._wrapped[first + slot], param.grad
-            fresh.append(grad is not wrapped or self._cleared(unit, slot))
+            fresh.append(grad is not wrapped or wrapped.cleared or self._cleared(unit, slot))
+            wrapped.cleared = False
             local = wrapped.local if grad is wrapped else grad
             wrapped.local = None
             if local is None:
@@ -217,7 +224,7 @@ class Backward(Windows):
     def _cleared(self, unit: Unit, slot: int) -> bool:
         """Whether `optimizer.zero_grad()` let go of my part of a gradient."""
         mine = [leaf for part, leaf in zip(unit.held, unit.leaves, strict=True) if part.slot == slot]
-        return not mine or mine[0].grad is None
+        return not mine or mine[0].grad is None or getattr(mine[0].grad, "cleared", False)
 
     def _show(self, unit: Unit, used: Sequence[Any]) -> None:
         """Let the optimizer see the gradients of my parts."""
@@ -263,9 +270,7 @@ class Backward(Windows):
             self._launch()
         start = self.world.ledger.clock()
         while self._running:
-            handle, line = self._running.popleft()
-            handle.wait()
-            self._lines.append(line)
+            self._end_of_oldest()
         self.world.ledger.close_span("blocked", start, self.world.ledger.clock())
         for number, (unit, slot) in enumerate(self._places):  # also where only others had one: their part is here
             unit.params[slot].grad = self._wrapped[number]
@@ -370,99 +375,6 @@ class Backward(Windows):
         if self._lane is not None:
             self._lane.close()
         self.channel.close()
-
-    # For ShardedGradient ---------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def norms(self, order: float) -> list[Tensor]:
-        """The norm of every parameter's gradient, over all ranks: one collective, kept until the gradients change."""
-        versions = [u.gradient._version for u in self.units if u.gradient is not None]
-        if order not in self._norms or versions != self._versions:
-            self._versions = versions
-            sums = self._power_sums(order)
-            inf = math.isinf(order)
-            self.world.all_reduce(sums, "max" if inf else "sum", tag="norms").wait()
-            roots = sums if inf else sums ** (1.0 / order)
-            self._norms[order] = [
-                root.to(unit.dtype) for root, (unit, _) in zip(roots.unbind(), self._places, strict=True)
-            ]
-        return self._norms[order]
-
-    def _power_sums(self, order: float) -> Tensor:
-        device = self.units[0].params[0].device
-        wide = any(unit.dtype == torch.float64 for unit in self.units)
-        sums = torch.zeros(len(self._places), dtype=torch.float64 if wide else torch.float32, device=device)
-        for unit in self.units:
-            first = self._first[unit]
-            if not unit.steps_here and order != 2:
-                raise NotImplementedError(
-                    f"the norm of order {order} of gradients that have left for the host: only the 2-norm is known"
-                )
-            for i, part in enumerate(unit.held):
-                number = first + part.slot
-                if not unit.steps_here:
-                    sums[number] = self._squares[unit][i] * self._factors[number] ** 2
-                elif self._used[number] and unit.gradient is not None:
-                    sums[number] = power_sum(unit.gradient[part.at : part.at + part.length], order)
-        return sums
-
-    @torch.no_grad()
-    def scale(self, numbers: Sequence[int], factor: Any) -> None:
-        """Multiply my parts of some gradients."""
-        self._norms = {}
-        chosen = set(numbers)
-        if self._stale and not self._ended:  # of a step that is done
-            return
-        for number in chosen:
-            self._factors[number] *= self._number(factor)
-        for unit in self.units:
-            first = self._first[unit]
-            mine = [slot for slot in range(len(unit.params)) if first + slot in chosen]
-            if unit.gradient is None or not mine:
-                continue
-            if len(mine) == len(unit.params):
-                unit.gradient.mul_(factor)
-            else:
-                for part in unit.held:
-                    if part.slot in mine:
-                        unit.gradient[part.at : part.at + part.length].mul_(factor)
-
-    @torch.no_grad()
-    def clamp(self, number: int, low: Any, high: Any) -> None:
-        """Limit the elements of a gradient."""
-        unit, slot = self._places[number]
-        self._norms = {}
-        if unit.gradient is None:
-            raise NotImplementedError("limits of the elements of gradients that have left for the host: clip the norm")
-        for part in unit.held:
-            if part.slot == slot:
-                unit.gradient[part.at : part.at + part.length].clamp_(low, high)
-
-    def _number(self, factor: Any) -> float:
-        """A factor as a number; clipping gives the same tensor for each gradient."""
-        if all(unit.steps_here for unit in self.units):
-            return 1.0
-        if factor is not self._last_factor[0]:
-            self._last_factor = (factor, float(factor))
-        return self._last_factor[1]
-
-    def factor(self) -> float:
-        """What the gradients that left are to be multiplied by."""
-        found = {factor for factor, used in zip(self._factors, self._used, strict=True) if used}
-        if len(found) > 1:
-            raise ValueError(
-                "the gradients of this window were multiplied by different numbers after they had left for the host: "
-                "multiply all by the same, as clipping does, or use optimizer_on='device'"
-            )
-        return found.pop() if found else 1.0
-
-    def full(self, number: int) -> Tensor:
-        """A parameter's whole gradient, gathered."""
-        unit, slot = self._places[number]
-        if unit.gradient is None:
-            raise RuntimeError(f"{unit.names[slot]!r} has no gradient here: none yet, or it has left for the host")
-        parts = self.world.all_gather(unit.gradient, even=True, tag="full gradient").wait()
-        return unit.views(torch.cat(parts))[slot].clone()
 
 
 def _in_checkpoint() -> bool:

@@ -14,8 +14,8 @@ from torch import Tensor
 class Keeper(Protocol):
     """Who holds the parts (see `Backward`)."""
 
-    def norms(self, order: float) -> list[Tensor]:
-        """The norm of every parameter's gradient, over all ranks; in the order of `ShardedGradient.number`."""
+    def norm(self, number: int, order: float) -> Tensor:
+        """The norm of a parameter's gradient, over all ranks."""
 
     def scale(self, numbers: Sequence[int], factor: Any) -> None:
         """Multiply the gradients of some parameters by a number."""
@@ -37,6 +37,7 @@ class ShardedGradient(Tensor):
     keeper: weakref.ref[Keeper]
     number: int
     local: Tensor | None
+    cleared: bool
 
     @staticmethod
     def __new__(
@@ -49,6 +50,7 @@ class ShardedGradient(Tensor):
         self, shape: torch.Size, dtype: torch.dtype, device: torch.device, keeper: Keeper, number: int
     ) -> None:
         self.keeper, self.number = weakref.ref(keeper), number
+        self.cleared = False  # by zero_()
         self.local = None  # what backward passes have added since, on this rank alone
 
     def full(self) -> Tensor:
@@ -93,7 +95,7 @@ def _add_(x: ShardedGradient, other: Tensor, alpha: float = 1) -> ShardedGradien
 def _norm(x: ShardedGradient, order: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     if dim is not None or keepdim:
         raise NotImplementedError("the norm of a split gradient along a dimension: take grad.full(), on every rank")
-    found = _keeper(x).norms(float(order))[x.number]
+    found = _keeper(x).norm(x.number, float(order))
     return found if dtype is None else found.to(dtype)
 
 
@@ -130,7 +132,7 @@ def _foreach_mul_(xs: Sequence[ShardedGradient], factor: Any) -> Sequence[Sharde
 
 
 def _zero_(x: ShardedGradient) -> ShardedGradient:
-    x.local = None
+    x.local, x.cleared = None, True
     _keeper(x).scale([x.number], 0.0)
     return x
 

@@ -23,7 +23,9 @@ SPECS: dict[str, str] = {  # name: a spec to test it with, where the bare name w
     "diloco": "diloco(every=3)",
     "qadam": "qadam(warmup=2)",
 }
-EXACT = {"allreduce", "zero", "zero(stage=1)", "zero(stage=3)", "zero(stage=2, unit_bytes=64, overlap=True)"}  # equal to one process on the joined batch, to rounding
+EXACT = {  # equal to one process on the joined batch, to rounding
+    *("allreduce", "zero", "zero(stage=1)", "zero(stage=3)", "zero(stage=2, unit_bytes=64, overlap=True)"),
+}
 LOCAL = {
     "local_sgd",
     "diloco",

@@ -28,7 +28,8 @@ LAYERS = {
     **dict.fromkeys(["strategy", "switching", "periodic", "serving", "neighbours", "anchors", "fragments"], 3),
     **dict.fromkeys(["learners", "center", "rounds", "tuning", "sharding"], 3),
     "strategies": 4,
-    **dict.fromkeys(["trainer", "callbacks", "planner", "lab", "watch", "footprint", "map_reduce", "estimators"], 5),
+    **dict.fromkeys(["trainer", "callbacks", "planner", "lab", "watch", "footprint"], 5),
+    **dict.fromkeys(["map_reduce", "estimators", "boost"], 5),
     **dict.fromkeys(["cli", "demo", "__main__"], 6),
 }
 # These stand beside the layers: they know the world, and each other.

@@ -92,6 +92,10 @@ def __getattr__(name: str) -> Any:
         return value
     import sys
 
+    if name in ("boost", "estimators"):  # these need extras: `un.boost.XGBoost`
+        import importlib
+
+        return importlib.import_module(f"unisono.{name}")
     raise AttributeError(f"module 'unisono' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
 
 

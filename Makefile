@@ -7,7 +7,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # Several at a time: what does not depend on how long things take. The others one after the other.
-STEADY := $(addprefix tests/processes/test_,ddp_parity.py collectives.py zero_processes.py estimator_processes.py)
+STEADY := $(addprefix tests/processes/test_,ddp_parity.py zero_processes.py estimator_processes.py)
 FAST   := tests/unit tests/conformance $(STEADY)
 SLOW   := tests/processes tests/network $(addprefix --ignore=,$(STEADY))
 

@@ -14,6 +14,7 @@ from unisono.transports import Mismatch, PeerLost
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+DYING_S = 0.5  # a process that was killed may outlive its connections by a moment
 PATIENCE_S = 2.0  # for ranks of other machines to answer; those of this one are looked up
 
 
@@ -51,11 +52,13 @@ class RollCall:
             who = [json.loads(self._store.get(f"who/{r}")) for r in range(self._size)]
             near = [r for r in range(self._size) if who[r][1] == machine()]
             far = [r for r in range(self._size) if r not in near]
-            deadline = time.monotonic() + PATIENCE_S
+            began = time.monotonic()
+            deadline = began + PATIENCE_S
             while True:
                 gone = [f"rank {r} (process {who[r][2]} on {who[r][0]}) has died" for r in near if _died(who[r][2])]
                 silent = [r for r in far if not self._store.check([f"alive/{r}"])]
-                if gone or not silent or time.monotonic() > deadline:
+                now = time.monotonic()
+                if gone or (not silent and now > began + DYING_S) or now > deadline:
                     break
                 time.sleep(0.05)
         except RuntimeError:

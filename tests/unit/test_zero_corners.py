@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_zero import MODELS, adam, assert_same, text, train, words
+from test_zero import MODELS, adam, assert_same, loss_of, text, train, words
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -241,6 +241,8 @@ def test_saving_takes_a_delayed_update_over_on_every_rank(tmp_path: Path) -> Non
         optimizer = adam(model)
         replica = un.parallel(model, optimizer, spec, world=world)
         train(model, optimizer, lambda t: words(t, world.rank), range(3))
+        with torch.no_grad():
+            loss_of(model, words(9, 0))  # by now all values have arrived, but for those that are delayed
         un.save(tmp_path, replica)
         now = {name: value.clone() for name, value in model.state_dict().items()}
         train(model, optimizer, lambda t: words(t, world.rank), range(3, 5))

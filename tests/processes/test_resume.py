@@ -96,10 +96,9 @@ train({folder!r}, 10_000, False, every=1)
 """
 
 
-def test_a_run_killed_at_any_moment_resumes_from_a_whole_checkpoint(tmp_path: Path) -> None:
-    folder, script = tmp_path / "run", tmp_path / "script.py"
-    script.write_text(SCRIPT.format(here=str(Path(__file__).parent), folder=str(folder)))
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+def run_until_killed(script: Path, folder: Path, **variables: str) -> int:
+    """Run a script in two workers, kill the launcher when there are three checkpoints; the newest one's step."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **variables}
     command = [sys.executable, "-m", "unisono", "run", "-n", "2", str(script)]
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 60
@@ -110,7 +109,13 @@ def test_a_run_killed_at_any_moment_resumes_from_a_whole_checkpoint(tmp_path: Pa
     process.send_signal(signal.SIGKILL)
     process.communicate()
     time.sleep(1.0)  # the workers go with the launcher
-    newest = max(int(path.name.split("-")[1]) for path in folder.glob("step-*"))
+    return max(int(path.name.split("-")[1]) for path in folder.glob("step-*"))
+
+
+def test_a_run_killed_at_any_moment_resumes_from_a_whole_checkpoint(tmp_path: Path) -> None:
+    folder, script = tmp_path / "run", tmp_path / "script.py"
+    script.write_text(SCRIPT.format(here=str(Path(__file__).parent), folder=str(folder)))
+    newest = run_until_killed(script, folder)
     (step, _, _), _ = un.launch(train, workers=2, args=(str(folder), newest + 3, True))
     assert step == newest + 3
     assert len(list(folder.glob("step-*"))) <= 3

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from test_resume import run_until_killed
 from torch import Tensor, nn
 
 import unisono as un
@@ -171,20 +170,8 @@ def test_a_run_killed_in_the_middle_of_its_steps_goes_on_to_the_same_weights(tmp
     script.write_text(SCRIPT.format(here=str(Path(__file__).parent), folder=str(folder)))
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    env["UNISONO_DISK"] = str(scratch)
-    command = [sys.executable, "-m", "unisono", "run", "-n", "2", str(script)]
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 60
-    while len(list(folder.glob("step-*"))) < 3:
-        assert time.monotonic() < deadline, process.communicate()
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    time.sleep(1.0)  # the workers go with the launcher
+    newest = run_until_killed(script, folder, UNISONO_DISK=str(scratch))
     assert list(scratch.iterdir()) == [], "a scratch file has no name"
-    newest = max(int(path.name.split("-")[1]) for path in folder.glob("step-*"))
     resumed: list[Any] = un.launch(train, workers=2, args=(str(folder), newest + 3, True), threads=1)
     whole: list[Any] = un.launch(train, workers=2, args=(str(tmp_path / "whole"), newest + 3, False), threads=1)
     for (step, found), (_, right) in zip(resumed, whole, strict=True):

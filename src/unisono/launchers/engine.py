@@ -7,6 +7,7 @@ An engine is a frozen dataclass whose fields are its settings; `run` is for prog
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import shutil
 import signal
@@ -133,10 +134,22 @@ class Engine:
         output: Mode = "auto",
         timeout_s: float | None = None,
     ) -> list[T]:
-        """Run a function in every worker and return their results in rank order. See `unisono.launch`."""
-        from unisono.launchers.function import call_on
+        """Run a function in every worker and return their results in rank order. See `unisono.launch`.
 
-        return call_on(self, fn, workers, args, dict(kwargs or {}), threads=threads, output=output, timeout_s=timeout_s)
+        Tables of the engine among the arguments become parts of them: an engine that has tables has a field `tables`.
+        """
+        from unisono.launchers.function import call_on
+        from unisono.launchers.task import lift_tables
+
+        lifted, keywords, tables = lift_tables(args, kwargs or {}, self.is_table)
+        engine = copy.copy(self)
+        if tables:
+            object.__setattr__(engine, "tables", tuple(tables))
+        return call_on(engine, fn, workers, lifted, keywords, threads=threads, output=output, timeout_s=timeout_s)
+
+    def is_table(self, value: Any) -> bool:
+        """Whether a value is data that lies in this engine, and is to be trained on there."""
+        return False
 
 
 class ProcessStarted:

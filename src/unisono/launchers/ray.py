@@ -9,27 +9,25 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from unisono.launchers.engine import Engine, EngineError, Work
 from unisono.launchers.parts import PartFiles
-from unisono.launchers.task import FAILED, lift_tables, run_agent
+from unisono.launchers.task import FAILED, run_agent
 
 if TYPE_CHECKING:
-    from unisono.launchers.output import Mode
+    pass
 
 __all__ = ["Ray", "is_dataset", "split_dataset"]
 
-T = TypeVar("T")
 _PROBE_S = 3.0
 _PLACING_S = 20.0
 _PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
@@ -115,23 +113,8 @@ class Ray(Engine):
             return "Install unisono in the Python of the Ray workers, or name it in runtime_env={'pip': ['unisono']}"
         return ""
 
-    def call(
-        self,
-        fn: Callable[..., T],
-        workers: int,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        *,
-        threads: int | None = None,
-        output: Mode = "auto",
-        timeout_s: float | None = None,
-    ) -> list[T]:
-        lifted, keywords, tables = lift_tables(args, kwargs or {}, is_dataset)
-        engine = copy.copy(self)
-        object.__setattr__(engine, "tables", tuple(tables))
-        return super(Ray, engine).call(
-            fn, workers, lifted, keywords, threads=threads, output=output, timeout_s=timeout_s
-        )
+    def is_table(self, value: Any) -> bool:
+        return is_dataset(value)
 
     def open_group(self, workers: int) -> tuple[Any, Any, bool]:
         """Ray, connected; a placement group with a slot for each worker; and whether Ray was started for this."""

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import secrets
 import signal
@@ -21,18 +20,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from unisono.launchers.engine import Engine, EngineError, Work
 from unisono.launchers.parts import PartFiles, arrow_columns
-from unisono.launchers.task import FAILED, lift_tables, run_agent
+from unisono.launchers.task import FAILED, run_agent
 
 if TYPE_CHECKING:
-    from unisono.launchers.output import Mode
+    pass
 
 __all__ = ["Spark", "is_frame", "is_rdd"]
 
-T = TypeVar("T")
 _PROBE_S = 3.0
 _JAVA = (
     "Spark needs Java 17 or newer, found by PATH or JAVA_HOME (Debian and Ubuntu: apt-get install "
@@ -115,23 +113,8 @@ class Spark(Engine):
             return "Install unisono in the Python of the executors (PYSPARK_PYTHON names it)"
         return ""
 
-    def call(
-        self,
-        fn: Callable[..., T],
-        workers: int,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        *,
-        threads: int | None = None,
-        output: Mode = "auto",
-        timeout_s: float | None = None,
-    ) -> list[T]:
-        lifted, keywords, tables = lift_tables(args, kwargs or {}, lambda value: is_frame(value) or is_rdd(value))
-        engine = copy.copy(self)
-        object.__setattr__(engine, "tables", tuple(tables))
-        return super(Spark, engine).call(
-            fn, workers, lifted, keywords, threads=threads, output=output, timeout_s=timeout_s
-        )
+    def is_table(self, value: Any) -> bool:
+        return is_frame(value) or is_rdd(value)
 
     # -- 1. session --------------------------------------------------------------------------------------------------
 

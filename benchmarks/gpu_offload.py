@@ -9,6 +9,7 @@ Parts (--parts, all by default):
   speed     4,096 and 16,384 tokens a step: exact and delayed update against FSDP2
   budget    device_memory = 14, 18, 22 GiB at 4,096 tokens: each in a process of its own, for its peak of memory
   largest   the largest model of width 4,096 that trains (each try in a process of its own)
+  disk      a model whose state is larger than the device memory and the host memory it is given, together
 
 Keys:
   offload_over_fsdp2_T, delayed_over_fsdp2_T      tokens a second over FSDP2's, at T tokens a step
@@ -16,6 +17,9 @@ Keys:
   no_offload_T_s, gpu_busy_share_T, ..._delayed_T a cycle with all on the GPU; share of a cycle in which kernels run
   budget_Ggib_tokens_s, budget_Ggib_peak_gib      at a budget of G GiB
   largest_parameters, largest_s                   and seconds a cycle at 4,096 tokens
+  disk_parameters, disk_state_gib, disk_s         parameters; their values, master values and moments; seconds a cycle
+  disk_device_peak_gib, disk_host_peak_gib        the most that was used: of the device, by a real limit, and the
+                                                  process's resident memory, CUDA's libraries included
   host_adamw_gparams_s (host_adamw_omp_...), device_lane_gparams_s, both_lanes_gparams_s, pin_gb_s, h2d_gb_s, d2h_gb_s,
   duplex_gb_s                                     the floors
 Without CUDA it prints {"skipped": ...} and ends well; --tiny runs all but `floors` small, on the CPU, to try it out.
@@ -26,6 +30,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import resource
 import statistics
 import subprocess
 import sys
@@ -45,6 +50,7 @@ SPECS = {
     "no_offload": "zero(stage=2, precision=bf16)",
 }
 BUDGETS_GIB = (14, 18, 22)
+DISK_DEVICE_GIB, DISK_HOST_GIB = 12, 6
 GIB = 2**30
 
 
@@ -230,18 +236,22 @@ def speed(shape: Shape, sizes: list[int], device: str, *, repeats: int, cycles: 
     return found
 
 
-def one(spec: str, shape: Shape, size: int, device: str, *, meta: bool) -> dict[str, Any]:
-    """One side alone: seconds a cycle, peak of device memory."""
+def one(given: dict[str, Any], device: str) -> dict[str, Any]:
+    """One side alone: seconds a cycle, peak of device memory and of the process's."""
     import torch
 
-    side = ours(spec, shape, batch(size, shape, device), meta=meta)
-    side.cycles(3)  # a budget is filled when the first step has shown what it needs
-    if device == "cuda":
+    cuda, shape, cycles = device == "cuda", Shape(*given["shape"]), given.get("cycles", 5)
+    if cuda and "device_gib" in given:
+        free = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(1.05 * given["device_gib"] * GIB / free)
+    side = ours(given["spec"], shape, batch(given["tokens"], shape, device), meta=given.get("meta", False))
+    side.cycles(min(3, cycles))  # a budget is filled when the first step has shown what it needs
+    if cuda:
         torch.cuda.reset_peak_memory_stats()
-    taken = side.cycles(5)
-    peak = torch.cuda.max_memory_allocated() / GIB if device == "cuda" else 0.0
+    taken = side.cycles(cycles)
+    peak = torch.cuda.max_memory_allocated() / GIB if cuda else 0.0
     side.close()
-    return {"s": taken, "peak_gib": peak}
+    return {"s": taken, "peak_gib": peak, "host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
 
 
 def alone(asked: argparse.Namespace, arguments: dict[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -283,6 +293,22 @@ def largest(asked: argparse.Namespace, shape: Shape, layers: list[int], size: in
         if "error" not in result:
             return {"largest_parameters": parameters(tried), "largest_s": result["s"]}
     return {"largest_parameters": 0}
+
+
+def beyond(asked: argparse.Namespace, shape: Shape, size: int) -> dict[str, Any]:
+    """State on the device, on the host and on disk."""
+    rooms = f'host_memory="{DISK_HOST_GIB}GiB", device_memory="{DISK_DEVICE_GIB}GiB"'
+    spec = f"zero(stage=2, precision=bf16, optimizer_on=disk, {rooms})"
+    arguments = {"spec": spec, "shape": shape, "tokens": size, "meta": True, "cycles": 2, "device_gib": DISK_DEVICE_GIB}
+    result = alone(asked, arguments, 300)
+    if "error" in result:
+        return {"disk_error": result["error"]}
+    found = {
+        "disk_parameters": parameters(shape),
+        "disk_state_gib": parameters(shape) * 14 / GIB,
+        "disk_s": result["s"],
+    }
+    return found | {"disk_device_peak_gib": result["peak_gib"], "disk_host_peak_gib": result["host_peak_gib"]}
 
 
 def parameters(shape: Shape) -> int:
@@ -378,7 +404,7 @@ def update_rate(elements: int, options: dict[str, Any]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="floors,speed,budget,largest")
+    parser.add_argument("--parts", default="floors,speed,budget,largest,disk")
     parser.add_argument("--repeats", type=int, default=3, help="turns of each side")
     parser.add_argument("--cycles", type=int, default=4, help="cycles in a turn")
     parser.add_argument("--layers", default="72,64,56,48,40", help="tries of `largest`, of 201 M parameters each")
@@ -394,8 +420,7 @@ def main() -> None:
     shape, sizes = (TINY, [64]) if asked.tiny else (Shape(), [4096, 16_384])
     if asked.one:
         given = json.loads(asked.one)
-        made = Shape(*given["shape"])
-        print(json.dumps(one(given["spec"], made, given["tokens"], device, meta=given.get("meta", False))))
+        print(json.dumps(one(given, device)))
         return
     found: dict[str, Any] = {"tiny": True} if asked.tiny else {"device": torch.cuda.get_device_name()}
     parts = asked.parts.split(",")
@@ -407,6 +432,8 @@ def main() -> None:
         wide = TINY if asked.tiny else Shape(width=4096)
         layers = [2] if asked.tiny else [int(n) for n in asked.layers.split(",")]
         found |= largest(asked, wide, layers, sizes[0], "120GiB")
+    if "disk" in parts:
+        found |= beyond(asked, TINY if asked.tiny else Shape(layers=48), 64 if asked.tiny else 1024)
     if "speed" in parts:
         found |= speed(shape, sizes, device, repeats=asked.repeats, cycles=asked.cycles)
     finish(found)

@@ -426,16 +426,16 @@ def test_an_error_in_the_background_is_raised_and_the_update_can_go_on(monkeypat
     pipeline, compute = built(adamw)
     train(pipeline, gradients[:1])
     pipeline.finish()
-    real, calls = Stepper.step, 0
+    real, calls = Stepper.start, 0
 
-    def failing(self: Any, index: int, *args: Any, **options: Any) -> None:
+    def failing(self: Any, index: int, *args: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 3:
             raise DiskError("the disk is full")
-        real(self, index, *args, **options)
+        return real(self, index, *args, **options)
 
-    monkeypatch.setattr(Stepper, "step", failing)
+    monkeypatch.setattr(Stepper, "start", failing)
     for u, gradient in gradients[1].items():
         pipeline.offer(u, gradient)
     pipeline.step()

@@ -410,7 +410,7 @@ def test_a_form_of_the_inner_loop_that_drops_or_changes_a_step_is_found_out(kind
 
     def rough(*arguments: Any) -> int:
         done = strips.strip(*arguments)
-        arguments[9][-1].mul_(1.01)  # the last of the lines
+        arguments[10][-1].mul_(1.01)  # the last of the lines
         return done
 
     assert strips.agrees(strips.strip, kind)
@@ -438,7 +438,7 @@ def test_the_plain_inner_loop_steps_bitwise_like_the_compiled_one(
 ) -> None:
     lines = [Line(), Line()]
     steppers = [pair(FUSED["adamw_amsgrad"], line, moments=moments, threads=2)[0] for line in lines]
-    for worker in steppers[1]._engine._workers:
+    for worker in steppers[1]._engine._idle:
         monkeypatch.setattr(worker, "_strip", strips.strip)
     for _ in range(3):
         gradient = lines[0].gradient(torch.bfloat16)

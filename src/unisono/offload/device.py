@@ -26,7 +26,7 @@ from unisono.offload.segments import Batch, Run, Segments
 from unisono.offload.stepper import StepSettings
 from unisono.offload.streams import Mark, Slab, Streams
 
-SLOTS = 6
+SLOTS = 3  # one is loaded, one stepped, one stored
 _TABLE = 1 << 14  # random numbers for rounding, used by all elements in turn from a place that changes with every step
 _SEED = 1
 Ranges = Sequence[tuple[int, int]]
@@ -123,7 +123,7 @@ class Kernel:
 
     def _batch(self, batch: Batch, lines: Mapping[str, Tensor], gradient: Tensor, now: StepSettings) -> None:
         group = now.groups[batch.group]
-        spans = [(s.start, s.stop) for s in batch.segments]
+        spans = batch.spans()
         first = self._rule.kept(group).lines
         mine = {name: [lines[name][a:b] for a, b in spans] for name in first}
         if batch.fresh:

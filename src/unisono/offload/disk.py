@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import tempfile
 import threading
@@ -18,12 +19,24 @@ import weakref
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from unisono.lanes import Handle
 from unisono.offload.requests import ALIGNMENT, FULL, DiskError, Kind, Requests, aligned, buffer, memory_of
 
-__all__ = ["ALIGNMENT", "Bandwidth", "Disk", "DiskError", "Slot", "aligned", "bandwidth", "buffer", "free_bytes"]
+__all__ = [
+    "ALIGNMENT",
+    "Bandwidth",
+    "Disk",
+    "DiskError",
+    "Slot",
+    "aligned",
+    "bandwidth",
+    "buffer",
+    "free_bytes",
+    "mapped",
+]
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 
 
@@ -171,6 +184,21 @@ def bandwidth(folder: str | os.PathLike[str], nbytes: int = 1 << 30) -> Bandwidt
     finally:
         disk.close()
     return Bandwidth(count * block / read_s, count * block / write_s)
+
+
+def mapped(folder: str | os.PathLike[str], n: int, dtype: torch.dtype) -> Tensor:
+    """A line of `n` elements in an unnamed file of its own: the system keeps in memory what it has room for.
+
+    >>> mapped("/tmp", 3, torch.float32)
+    tensor([0., 0., 0.])
+    """
+    if n == 0:
+        return torch.empty(0, dtype=dtype)
+    fd = _create(_existing(folder), n * dtype.itemsize)
+    try:
+        return torch.frombuffer(mmap.mmap(fd, n * dtype.itemsize), dtype=dtype)
+    finally:
+        os.close(fd)
 
 
 def _seconds(disk: Disk, kind: Kind, slots: list[Slot], buffers: list[Tensor]) -> float:

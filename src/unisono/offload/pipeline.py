@@ -13,7 +13,8 @@ With a delayed update (the paper's one-step delay) a step's gradients are applie
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -28,9 +29,10 @@ from unisono.offload.lines import Access, HostPart, Line, Unit, master_dtype
 from unisono.offload.plan import PART, clip, clip_ranges, cut, gaps, staged_share
 from unisono.offload.segments import Run
 from unisono.offload.stepper import Block, Stepper, StepSettings
-from unisono.offload.streams import Immediate, Mark, Slab, Streams, streams_of
+from unisono.offload.streams import Immediate, Mark, Slab, Streams, copied, streams_of
 
 _CLOSE_S = 60.0
+_AT_ONCE = 2  # parts that the CPU works on: threads that are done with one go on with the next
 
 __all__ = ["Line", "Pipeline", "Run"]
 
@@ -60,6 +62,7 @@ class Pipeline:
     `resident`: units whose state is on the device. `gpu_lane`: whether the GPU helps to step what is on the host (a
     number: its share of it). The same settings step every element in the same place, so a resumed run repeats itself.
     `gradients`: the dtype in which gradients are kept until they are used, that of `compute` by default.
+    `lines`: those of a list lose their `master` as it is taken over, so that both need not be in memory at once.
     `delayed`: `step` may delay. An error of the background thread is raised by the next call of any kind.
 
     >>> compute = torch.zeros(4, dtype=torch.bfloat16)
@@ -143,11 +146,15 @@ class Pipeline:
             else:
                 home: Literal["cpu", "disk"] = "cpu" if part.lane == "host" else "disk"
                 runs = clip(line.runs, part.start, part.stop)
-                master = values.to("cpu", master_dtype(line), copy=home == "cpu").contiguous()
+                dtype, cpu = master_dtype(line), torch.device("cpu")
+                master = copied(values, cpu, dtype) if home == "cpu" else values.to(cpu, dtype).contiguous()
                 index = self._stepper.add(Block(master, runs, home))
                 self._host.append(HostPart(index, part, gaps(runs, part.length)))
                 unit.host.append(self._host[-1])
                 unit.border = part.stop
+            del values
+            if part.stop == line.compute.numel() and isinstance(lines, list):
+                lines[part.unit] = line._replace(master=None)
 
     def _take_memory(self, gradients: torch.dtype | None) -> None:
         """All host memory that the device copies, in one piece, at the start."""
@@ -287,41 +294,56 @@ class Pipeline:
 
     def _step_host(self, update: _Update) -> None:
         """The background thread: the CPU's parts in order; a failed update goes on at `update.at`."""
+        begun: deque[tuple[HostPart, Callable[[], None]]] = deque()
         try:
             update.scale_read.wait()
             scale = float(self._scale)
             mine = [one for one in self._host if one.part.unit in update.arrived]
-            while update.at < len(mine):
-                one = mine[update.at]
-                u = one.part.unit
-                if update.at + 1 < len(mine):
-                    self._stepper.prefetch(mine[update.at + 1].index)
-                update.arrived[u].wait()
-                self._step_part(one, update, scale)
-                update.at += 1
-                if one is self._units[u].host[-1]:
-                    update.ready[u].set()
+            for number in range(update.at, len(mine)):
+                one = mine[number]
+                if number + 1 < len(mine):
+                    self._stepper.prefetch(mine[number + 1].index)
+                update.arrived[one.part.unit].wait()
+                begun.append((one, self._start_part(one, update, scale)))
+                if len(begun) == _AT_ONCE:
+                    self._end_part(*begun.popleft(), update)
+            self._settle(begun, update)
             self._stepper.flush()
         except BaseException as error:  # told by the next call
             update.error = error
+            self._settle(begun, update)
         finally:
             update.ended.set()
             for event in update.ready.values():  # also of units that the CPU has no part in
                 event.set()
 
-    def _step_part(self, one: HostPart, update: _Update, scale: float) -> None:
+    def _start_part(self, one: HostPart, update: _Update, scale: float) -> Callable[[], None]:
+        part = one.part
+        unit, at = self._units[part.unit], slice(part.start, part.stop)
+        out = self._target(unit, update)[at] if self._direct else unit.values[update.side][at]
+        absent = clip_ranges(update.absent.get(part.unit, ()), part.start, part.stop)
+        gradient = unit.sent[update.side][at]
+        return self._stepper.start(one.index, gradient, out, scale=scale, absent=absent, settings=update.settings)
+
+    def _end_part(self, one: HostPart, end: Callable[[], None], update: _Update) -> None:
+        """Wait for a part and send its new values."""
+        end()
         part = one.part
         unit, at = self._units[part.unit], slice(part.start, part.stop)
         target = self._target(unit, update)[at]
         out = target if self._direct else unit.values[update.side][at]
-        absent = clip_ranges(update.absent.get(part.unit, ()), part.start, part.stop)
-        gradient = unit.sent[update.side][at]
-        self._stepper.step(one.index, gradient, out, scale=scale, absent=absent, settings=update.settings)
         for low, high in one.padding:
             out[low:high].zero_()
         if not self._direct:
             mark = self._up.run(lambda: target.copy_(out, non_blocking=True), after=[update.start])
             update.marks[part.unit].append(mark)
+        update.at += 1
+        if one is unit.host[-1]:
+            update.ready[part.unit].set()
+
+    def _settle(self, begun: deque[tuple[HostPart, Callable[[], None]]], update: _Update) -> None:
+        while begun:
+            self._end_part(*begun.popleft(), update)
 
     # Waiting ----------------------------------------------------------------------------------------------
 

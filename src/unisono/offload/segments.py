@@ -43,6 +43,16 @@ class Batch:
     after: Scalars  # as they are when the step is done
     segments: list[Segment]
 
+    def spans(self) -> list[tuple[int, int]]:
+        """The elements of the segments, neighbours as one."""
+        found: list[tuple[int, int]] = []
+        for segment in self.segments:
+            if found and found[-1][1] == segment.start:
+                found[-1] = (found[-1][0], segment.stop)
+            else:
+                found.append((segment.start, segment.stop))
+        return found
+
 
 IDLE = -1
 
@@ -73,10 +83,13 @@ class Segments:
             self._cut(start)
             self._cut(stop)
         found: dict[object, Batch] = {}
+        keys: dict[int, object] = {}  # most segments share their scalars
         for segment in self._segments:
             if any(start <= segment.start and segment.stop <= stop for start, stop in holes):
                 continue
-            key = (segment.group, _key(segment.scalars))
+            if id(segment.scalars) not in keys:
+                keys[id(segment.scalars)] = _key(segment.scalars)
+            key = (segment.group, keys[id(segment.scalars)])
             if key not in found:
                 scalars = rule.advance(segment.scalars)
                 found[key] = Batch(segment.group, segment.scalars is None, scalars, scalars, [])
@@ -159,13 +172,13 @@ def _checked(runs: Sequence[Run], length: int, groups: int) -> list[Run]:
 
 
 def _planned(shape: list[Portion], start: int, stop: int, size: int) -> list[Cell]:
-    """Elements [start, stop) cut at multiples of `size`."""
+    """Elements [start, stop) cut after every `size` of them."""
     cells: dict[int, Cell] = {}
     for batch, first, last in shape:
         low, high = max(first, start), min(last, stop)
         while low < high:
-            at = low // size
-            end = min(high, (at + 1) * size)
+            at = (low - start) // size
+            end = min(high, start + (at + 1) * size)
             cells.setdefault(at, []).append(Portion(batch, low, end))
             low = end
     return list(cells.values())

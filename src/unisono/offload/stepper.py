@@ -6,8 +6,9 @@ block is walked in cells that fit in the cache: the gradient is cast, the optimi
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -15,11 +16,11 @@ import torch
 from torch import Tensor
 
 from unisono.offload import homes
-from unisono.offload.cells import Engine, Moments, Task
+from unisono.offload.cells import Engine, Moments, Running, Task
 from unisono.offload.disk import Disk
 from unisono.offload.homes import DiskHome, Home, MemoryHome, Parts
 from unisono.offload.optimizers import Kept, Rule, Settings, rule_for, settings_of
-from unisono.offload.segments import Run, Segments
+from unisono.offload.segments import Batch, Run, Segments
 
 __all__ = ["Block", "Run", "StepSettings", "Stepper", "disk_bytes"]
 
@@ -165,6 +166,22 @@ class Stepper:
         `begin` returned for this step, the latest by default. Padding between the runs is never stepped.
         If the disk fails, `DiskError` is raised; after a `flush` that succeeds, the same call goes on where it ended.
         """
+        self.start(index, gradient, out, scale=scale, absent=absent, settings=settings)()
+
+    def start(
+        self,
+        index: int,
+        gradient: Tensor,
+        out: Tensor | None = None,
+        *,
+        scale: float = 1.0,
+        absent: Iterable[tuple[int, int]] = (),
+        settings: StepSettings | None = None,
+    ) -> Callable[[], None]:
+        """Begin what `step` does; call what is returned to wait for its end, before the block is used again.
+
+        A block in memory is stepped in the background: another may be begun meanwhile. One on disk is done at once.
+        """
         with self._lock:
             settings = settings or self._settings
             if settings is None:
@@ -177,25 +194,28 @@ class Stepper:
             self._check_kept(held, settings)
             held.home.check()
             places = {k: self._moments.place(settings.step, index, i) for i, k in enumerate(held.names)}
-            common = (
-                self._rule,
-                self._moments,
-                settings.groups,
-                settings.kept,
-                batches,
-                gradient,
-                out,
-                float(scale),
-                places,
-            )
-            for part in range(self._half.get(index, 0), held.home.parts):
+
+            def begun(part: int) -> Running:
                 start, stop = held.home.span(part)
-                lines = held.home.open(part)
                 cells = held.segments.cells(batches, start, stop, self._engine.cell(stop - start, self._rule))
-                self._engine.run(Task(*common, lines, start), cells)
+                mine, into = gradient[start:stop], None if out is None else out[start:stop]
+                common = (self._rule, self._moments, settings.groups, settings.kept, batches)
+                task = Task(*common, mine, into, float(scale), places, held.home.open(part), start)
+                return self._engine.start(task, cells)
+
+            if isinstance(held.home, MemoryHome):
+                return functools.partial(self._finish, held, batches, begun(0))
+            for part in range(self._half.get(index, 0), held.home.parts):
+                begun(part).wait()
                 self._half[index] = part + 1
                 held.home.release(part)
             self._half.pop(index, None)
+            held.segments.advance(batches)
+            return lambda: None
+
+    def _finish(self, held: _Held, batches: Sequence[Batch], running: Running) -> None:
+        running.wait()
+        with self._lock:
             held.segments.advance(batches)
 
     def prefetch(self, index: int) -> None:

@@ -23,6 +23,7 @@ def strip(
     step: Tensor,
     fresh: bool,
     first: list[float],
+    spans: list[int],
     master: Tensor,
     gradient: Tensor,
     scale: float,
@@ -35,44 +36,48 @@ def strip(
     tile: int,
     held: list[Tensor],
 ) -> int:
-    """Step the elements of `master`, of `gradient` and of the state `lines`, all of one length, in place.
+    """Step elements of `master` and of the state `lines` in place, with those of `gradient`; all are of one length.
 
+    spans: which elements, as start, stop, start, stop, ...
     numbers: learning rate, weight decay, then those of the kind (see `update`). flags: maximize, then the kind's.
     first: what lines hold before the first step (`fresh`). scratch: memory of `tile` elements in the precision of
     master, for the gradient and for each line; `bits`: that of the lines as int32. Lines in bfloat16 are computed with
     there and rounded back; `places`: where each begins in `table`. held: a list of one tensor; TorchScript takes a call
     that changes only lists made in the function itself for one without effect, and drops it.
     """
-    n = master.numel()
-    at = 0
-    while at < n:
-        size = min(tile, n - at)
-        p = master[at : at + size]
-        g = gradient[at : at + size]
-        if g.dtype != p.dtype or scale != 1.0:
-            g = scratch[0][:size]
-            g.copy_(gradient[at : at + size])
-            if scale != 1.0:
-                g.mul_(scale)
-        state: list[Tensor] = []
-        for i in range(len(lines)):
-            line = lines[i][at : at + size]
-            if line.dtype != p.dtype:
-                line = scratch[i + 1][:size]
-                line.copy_(lines[i][at : at + size])
-            if fresh:
-                line.fill_(first[i])
-            state.append(line)
-        held[0] = p
-        update(kind, numbers, flags, step, fresh, held, g, state)
-        for i in range(len(lines)):
-            if lines[i].dtype != p.dtype:
-                round_bits(bits[i][:size], table, places[i] + at)
-                lines[i][at : at + size].copy_(state[i])
-        if out is not None:
-            out[at : at + size].copy_(p)
-        at += size
-    return n
+    done = 0
+    for k in range(len(spans) // 2):
+        at = spans[2 * k]
+        while at < spans[2 * k + 1]:
+            end = min(at + tile, spans[2 * k + 1])
+            size = end - at
+            p = master[at:end]
+            g = gradient[at:end]
+            if g.dtype != p.dtype or scale != 1.0:
+                g = scratch[0][:size]
+                g.copy_(gradient[at:end])
+                if scale != 1.0:
+                    g.mul_(scale)
+            state: list[Tensor] = []
+            for i in range(len(lines)):
+                line = lines[i][at:end]
+                if line.dtype != p.dtype:
+                    line = scratch[i + 1][:size]
+                    line.copy_(lines[i][at:end])
+                if fresh:
+                    line.fill_(first[i])
+                state.append(line)
+            held[0] = p
+            update(kind, numbers, flags, step, fresh, held, g, state)
+            for i in range(len(lines)):
+                if lines[i].dtype != p.dtype:
+                    round_bits(bits[i][:size], table, places[i] + at)
+                    lines[i][at:end].copy_(state[i])
+            if out is not None:
+                out[at:end].copy_(p)
+            done += size
+            at = end
+    return done
 
 
 def update(
@@ -149,9 +154,10 @@ def agrees(other: Callable[..., int], kind: int) -> bool:
         scratch = [torch.empty(16) for _ in range(3)]
         bits = [line.view(torch.int32) for line in scratch[1:]]
         numbers, flags = [0.1, 0.1, 0.5, 0.5, 0.1], [False, False]
-        arguments = (kind, numbers, flags, torch.tensor(3.0), False, [0.0, 0.0], values, values.to(torch.bfloat16), 0.5)
+        arguments = (kind, numbers, flags, torch.tensor(3.0), False, [0.0, 0.0])
         table = torch.arange(64, dtype=torch.int32) * 1000
+        given = ([0, 20, 24, 40], values, values.to(torch.bfloat16), 0.5, lines, out)
         with torch.no_grad():
-            form(*arguments, lines, out, scratch, bits, table, [3, 5], 16, [values])
+            form(*arguments, *given, scratch, bits, table, [3, 5], 16, [values])
         results.append([values, out, *lines])
     return all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -8,15 +8,26 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unisono.offload.streams import copied
 from unisono.sharding.units import Unit
 from unisono.world import World
 
 
 @torch.no_grad()
 def adopt(
-    unit: Unit, world: World, *, whole: bool, device: torch.device, shard_on: torch.device, master_on: torch.device
+    unit: Unit,
+    world: World,
+    *,
+    whole: bool,
+    device: torch.device,
+    shard_on: torch.device,
+    master_on: torch.device,
+    master_in: Tensor | None = None,
 ) -> None:
-    """Move a unit's parameters into a line of its own. `whole`: all of it stays on the device; else only my shard."""
+    """Move a unit's parameters into a line of its own. `whole`: all of it stays on the device; else only my shard.
+
+    master_in: memory for values of higher precision, instead of new memory on `master_on`.
+    """
 
     def line(n: int, dtype: torch.dtype, *, shared: bool) -> Tensor:
         if shared and device.type == "cpu":
@@ -39,7 +50,12 @@ def adopt(
     else:
         unit.shard = line(unit.each, unit.dtype, shared=True) if shard_on == device else _host(unit)
         unit.shard.copy_(unit.mine(unit.full))
-    unit.master = unit.mine(before).to(master_on, copy=True) if wide else unit.shard
+    if not wide:
+        unit.master = unit.shard
+    elif master_in is not None:
+        unit.master = master_in.copy_(unit.mine(before))
+    else:
+        unit.master = copied(unit.mine(before), master_on)
     if not whole:
         unit.full.untyped_storage().resize_(0)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.offload.device import SLOTS
-from unisono.offload.disk import Disk
+from unisono.offload.disk import Disk, DiskError, mapped
 from unisono.offload.host import available_bytes, give_back_freed_memory
 from unisono.offload.lines import Line
 from unisono.offload.pipeline import Pipeline
@@ -107,7 +107,7 @@ class Offloading:
         self._in_step = False
         self._offered: set[Unit] = set()  # units whose gradient waits for the step
         self.homes = self._choose_homes()
-        self._check_room()
+        self._check_room(self._most_on_device())
         if "disk" in self.homes:
             give_back_freed_memory()
 
@@ -122,6 +122,16 @@ class Offloading:
         """Whether the values are not on the device that computes."""
         on = self.strategy.params_on
         return on == "disk" or (on == "cpu" and self.device.type != "cpu")
+
+    def waiting_room(self, unit: Unit) -> Tensor | None:
+        """Where the master values of a unit wait that will go to disk, while its values compute on the device."""
+        on_disk = unit.trainable and self.homes[self._at[unit]] == "disk"
+        if not on_disk or self.strategy.params_on == "disk" or unit.master_dtype == unit.dtype:
+            return None
+        try:
+            return mapped(self._folder(), unit.each, unit.master_dtype)
+        except DiskError:  # the state alone may still fit there; these values then wait in memory
+            return None
 
     def take(self, unit: Unit) -> None:
         """Where values rest on disk: take a unit's at once, so that memory for all of them is never needed."""
@@ -141,13 +151,13 @@ class Offloading:
     def _blocks_of(self, unit: Unit) -> list[Block]:
         return [Block(None, self._runs(unit), "disk", unit.each, unit.master_dtype)]
 
-    def _choose_homes(self) -> list[Home]:
+    def _choose_homes(self, resident: Set[int] = frozenset()) -> list[Home]:
         """On disk: as much as asked for, or what does not fit into the host memory allowed. The last units go first:
-        the next forward needs them last."""
+        the next forward needs them last. Those whose state is on the device need neither."""
         s = self.strategy
         if s.optimizer_on != "disk":
             return ["cpu"] * len(self.units)
-        sizes = [self._state_bytes(unit) for unit in self.units]
+        sizes = [0 if u in resident else self._state_bytes(unit) for u, unit in enumerate(self.units)]
         if s.spill is not None:
             room = (1 - s.spill) * sum(sizes)
         elif s.host_memory is not None:
@@ -160,11 +170,15 @@ class Offloading:
             homes.append("cpu" if room >= 0 else "disk")
         return homes
 
-    def _check_room(self) -> None:
-        """Say what is missing before training starts."""
+    def _check_room(self, on_device_bytes: float = 0.0, waiting_bytes: int = 0) -> None:
+        """Say what is missing before training starts.
+
+        on_device_bytes: of the state that is to be on the device. waiting_bytes: of its master values that are in
+        memory already.
+        """
         sizes = [self._state_bytes(unit) for unit in self.units]
-        needed = sum(size for size, home in zip(sizes, self.homes, strict=True) if home == "cpu")
-        free = available_bytes()
+        needed = sum(size for size, home in zip(sizes, self.homes, strict=True) if home == "cpu") - on_device_bytes
+        free = available_bytes() + waiting_bytes
         if self.strategy.host_memory is not None:
             free = min(free, parse_size(self.strategy.host_memory))
         if needed > free:
@@ -173,6 +187,13 @@ class Offloading:
                 f"the optimizer's state of {show_size(needed)} does not fit into the {show_size(free)} of host memory "
                 f"that this worker has: use more workers, moments='bf16', or optimizer_on='disk', spill={spill}"
             )
+
+    def _most_on_device(self) -> float:
+        """Bytes of state that may be on the device at most: what a step takes is not known yet."""
+        if self.strategy.device_memory is None or self.device.type != "cuda":
+            return 0.0
+        values = sum(unit.each * unit.dtype.itemsize for unit in self.units)
+        return max(0.0, parse_size(self.strategy.device_memory) - values)
 
     def _runs(self, unit: Unit) -> list[Run]:
         places = [(part, self._numbers.get(unit.names[part.slot])) for part in unit.held]
@@ -187,19 +208,26 @@ class Offloading:
                 resting = self._engine = self._resting()
                 for unit in self.units:
                     resting.add(self._line(unit))
+                    unit.master = unit.shard  # what the engine has taken over
             else:
+                resident = self._resident()
+                self.homes = self._choose_homes(resident)
+                if s.device_memory is not None:  # now it is known how much of it is on the device
+                    waiting = sum(unit.master.nbytes for unit in self.units if unit.master is not unit.shard)
+                    self._check_room(sum(self._state_bytes(self.units[u]) for u in resident), waiting)
+                lines = [self._line(unit) for unit in self.units]
+                for unit in self.units:
+                    unit.master = unit.shard  # the engine takes them over, one after the other
                 self._engine = Pipeline(
                     self.optimizer,
-                    [self._line(unit) for unit in self.units],
+                    lines,
                     device=self.device,
                     moments=self._moments,
                     gradients=None if s.accumulate == 1 else self.units[0].master_dtype,
                     disk=self._scratch(),
                     delayed=s.delayed_update,
-                    resident=self._resident(),
+                    resident=resident,
                 )
-            for unit in self.units:
-                unit.master = unit.shard  # what the engine has taken over
             self._engine.steps = self._steps
         return self._engine
 
@@ -213,9 +241,11 @@ class Offloading:
         blocks = [block for unit, home in homes if home == "disk" for block in self._blocks_of(unit)]
         if blocks:
             nbytes = disk_bytes(self.optimizer, blocks, moments=self._moments)
-            folder = self.strategy.disk or os.environ.get("UNISONO_DISK") or tempfile.gettempdir()
-            self._disk = Disk(folder, nbytes)
+            self._disk = Disk(self._folder(), nbytes)
         return self._disk
+
+    def _folder(self) -> str:
+        return str(self.strategy.disk or os.environ.get("UNISONO_DISK") or tempfile.gettempdir())
 
     def _line(self, unit: Unit) -> Line:
         master = None if unit.master is unit.shard else unit.master

@@ -117,6 +117,7 @@ class ZeroReplica(Movable):
                 device=device,
                 shard_on=device if s.params_on == "device" else host,
                 master_on=device if self._offload is None else host,
+                master_in=None if self._offload is None else self._offload.waiting_room(unit),
             )
             if self._offload is not None and unit.trainable:
                 self._offload.take(unit)

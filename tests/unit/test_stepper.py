@@ -330,6 +330,51 @@ def test_many_blocks_are_stepped_one_by_one() -> None:
     assert stepper.scalars(2) == {"step": 1.0}
 
 
+def begun_pair(threads: int) -> tuple[Stepper, list[Tensor], list[torch.nn.Parameter], torch.optim.Optimizer]:
+    values = [torch.linspace(-1.0, 1.0, 300_000), torch.linspace(0.0, 2.0, 500_000)]
+    whole = [torch.nn.Parameter(line.clone()) for line in values]
+    blocks = [Block(line, [Run(0, line.numel(), 0)]) for line in values]
+    stepper = Stepper(torch.optim.AdamW([torch.zeros(1)], lr=0.01), blocks, threads=threads)
+    return stepper, values, whole, torch.optim.AdamW(whole, lr=0.01, fused=True)
+
+
+def test_blocks_may_be_begun_together() -> None:
+    stepper, values, whole, reference = begun_pair(threads=3)
+    for step in range(3):
+        for p in whole:
+            p.grad = torch.cos(p.detach() + step)
+        stepper.begin()
+        ends = [stepper.start(i, torch.cos(line + step)) for i, line in enumerate(values)]
+        reference.step()
+        for end in reversed(ends):
+            end()
+    for line, p in zip(values, whole, strict=True):
+        assert torch.equal(line, p.detach())
+
+
+def test_an_error_of_a_block_is_raised_by_its_end_and_the_other_is_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
+    stepper, values, whole, reference = begun_pair(threads=2)
+    for worker in stepper._engine._idle:
+        real = worker._strip
+
+        def failing(*arguments: Any, real: Any = real) -> int:
+            if any(isinstance(a, Tensor) and a.numel() == 300_000 for a in arguments):
+                raise RuntimeError("out of luck")
+            done: int = real(*arguments)
+            return done
+
+        monkeypatch.setattr(worker, "_strip", failing)
+    stepper.begin()
+    ends = [stepper.start(i, torch.cos(line)) for i, line in enumerate(values)]
+    with pytest.raises(RuntimeError, match="out of luck"):
+        ends[0]()
+    ends[1]()
+    whole[1].grad = torch.cos(whole[1].detach())
+    reference.step()
+    assert torch.equal(values[1], whole[1].detach())
+    assert stepper.scalars(0) is None
+
+
 def test_a_block_may_be_empty_or_all_padding() -> None:
     values = torch.ones(40)
     optimizer = torch.optim.AdamW([values])

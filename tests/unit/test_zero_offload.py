@@ -13,7 +13,10 @@ from test_zero import adam, assert_same, loss_of, text, train, words
 from torch import Tensor, nn
 
 import unisono as un
+from unisono.offload import disk
+from unisono.offload.disk import DiskError
 from unisono.offload.host import available_bytes
+from unisono.sharding import offloading
 from unisono.transports.threads import run_threads
 from unisono.world import World
 
@@ -157,6 +160,41 @@ def test_bf16_with_fp32_values_away_equals_bf16_with_them_here(place: str) -> No
     away = run_threads(lambda world: work(world, f"{base}, {place})"), 2)[0]
     here = run_threads(lambda world: work(world, f"{base})"), 2)[0]
     assert_same(away, here, 1e-6)
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_master_values_wait_on_disk_if_there_is_room_for_them(room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[int] = []
+
+    def mapped(folder: str, n: int, dtype: torch.dtype) -> Tensor:
+        if not room:
+            raise DiskError(28, "No space left on device")
+        waited.append(n)
+        return disk.mapped(folder, n, dtype)
+
+    monkeypatch.setattr(offloading, "mapped", mapped)
+    found = {}
+    for place in ("device", "disk"):
+        model = text().float()
+        optimizer = adam(model)
+        spec = f"zero(stage=2, precision=bf16, optimizer_on={place}, unit_bytes=1500)"
+        replica = un.parallel(model, optimizer, spec, world=World())
+        train(model, optimizer, lambda t: words(t, 0), range(5))
+        replica.restore()
+        found[place] = dict(model.state_dict())
+    assert_same(found["disk"], found["device"], 1e-6)
+    assert sum(waited) >= room * sum(p.numel() for p in text().parameters())
+    assert bool(waited) == room
+
+
+def test_units_on_the_device_leave_the_hosts_memory_to_others() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    state = 12 * 64 * 64
+    spec = f"zero(stage=2, optimizer_on=disk, host_memory={2 * state}, unit_bytes=16384)"
+    replica: Any = un.parallel(model, torch.optim.AdamW(model.parameters()), spec, world=World())
+    assert replica._offload.homes == ["cpu", "cpu", "disk", "disk"]
+    assert replica._offload._choose_homes({0}) == ["cpu", "cpu", "cpu", "disk"]
+    replica.close()
 
 
 def test_moments_in_16_bits_train_nearly_as_well() -> None:

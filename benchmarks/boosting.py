@@ -1,13 +1,18 @@
 """Boosting on 2 workers of one thread against one process with 2 threads of the same library: data to model.
 
-Both sides run in turn in the same two standing workers, rows in memory: for the library alone, worker 0 has 2 threads
-and worker 1 sleeps. Continuous features, 256 bins, binary classification.
+All sides run in turn in the same two standing workers, rows in memory: for the library alone, worker 0 has 2 threads
+and worker 1 sleeps; its own ranks are the two workers with plain calls of the library, as its manual has them, and
+nothing of ours. Continuous features, 256 bins, binary classification, 100 rounds (trees of the forest): the default.
 
 Keys:
   xgboost_one_process_over_ours     seconds of XGBoost alone over those of un.boost.XGBoost
   lightgbm_one_process_over_ours    the same of LightGBM
+  xgboost_own_ranks_over_ours, lightgbm_own_ranks_over_ours
+                                    seconds of the library's own 2 ranks over ours: what its network leaves to win
   xgboost_forest_one_process_over_ours
                                     un.boost.Forest in one process with 2 threads over the same in 2 workers
+  xgboost_forest_bins_s             of its seconds, those in which a worker cuts all rows into bins: XGBoost gives no
+                                    way to take them over from another process, so that all workers do the same here
   xgboost_quality, lightgbm_quality area under the curve of ours less that of the library alone, on rows held out
   xgboost_busy_cores, lightgbm_busy_cores
                                     CPU seconds of the library alone over its wall seconds, of 2 at most. Two threads
@@ -34,6 +39,7 @@ from measure import finish, interleaved
 
 import unisono as un
 from unisono.boost import Forest, LightGBM, XGBoost
+from unisono.boost.address import reserved_port
 from unisono.map_reduce.parcel import handed_over, opened, split
 
 Rows = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
@@ -61,6 +67,33 @@ def alone(kind: Any, rows: Rows, rounds: int) -> Any:
     return lightgbm.train(params, lightgbm.Dataset(x, y, params=params), rounds)
 
 
+def ranked(kind: Any, rows: Rows, rounds: int, world: Any) -> None:
+    """The library by itself, as 2 ranks of one thread."""
+    x, y = rows
+    if kind is XGBoost:
+        import xgboost
+
+        tracker = xgboost.tracker.RabitTracker(2, "127.0.0.1", sortby="task") if world.rank == 0 else None
+        if tracker is not None:
+            tracker.start()
+        address = world.broadcast_object({} if tracker is None else tracker.worker_args())
+        quiet = xgboost.config_context(verbosity=0)
+        with quiet, xgboost.collective.CommunicatorContext(**address, dmlc_task_id=str(world.rank)):
+            matrix = xgboost.QuantileDMatrix(x, y, nthread=1)
+            xgboost.train({"objective": "binary:logistic", "nthread": 1}, matrix, rounds)
+        if tracker is not None:
+            tracker.wait_for(60)
+        return
+    import lightgbm
+
+    with reserved_port() as (port, held):
+        machines = world.gather_objects(f"127.0.0.1:{port}")
+        held.close()
+        params = {"objective": "binary", "num_threads": 1, "verbosity": -1, "tree_learner": "data", "num_machines": 2}
+        params |= {"machines": ",".join(machines), "local_listen_port": port}
+        lightgbm.train(params, lightgbm.Dataset(x, y, params=params), rounds).free_network()
+
+
 def area(scores: Any, y: Any) -> float:
     """Under the ROC curve."""
     from sklearn.metrics import roc_auc_score
@@ -74,71 +107,85 @@ def in_workers(sent: Any, rounds: int, repeats: int, kinds: list[str]) -> dict[s
     whole: Rows = opened(sent)
     held = len(whole[0]) // 10
     train, test = (whole[0][held:], whole[1][held:]), (whole[0][:held], whole[1][:held])
-    x, y = split(train, world.rank, world.size)
     results: dict[str, float] = {}
-
-    def first_alone(run: Callable[[], Any]) -> Callable[[], Any]:
-        def side() -> Any:
-            found = run() if world.rank == 0 else None
-            world.barrier()
-            return found
-
-        return side
-
     for kind in (XGBoost, LightGBM):
-        name = kind.__name__.lower()
-        if name not in kinds:
-            continue
-        kept: dict[str, Any] = {}
-
-        def ours(kind: Any = kind, kept: dict[str, Any] = kept) -> None:
-            model = kind(task="classification", n_estimators=rounds, own_rows=True, n_jobs=1)
-            wall, cpu = time.perf_counter(), time.process_time()
-            kept["ours"] = model.fit(x, y)
-            taken = time.perf_counter() - wall
-            kept.setdefault("ours_times", []).append((taken, (time.process_time() - cpu) / taken))
-
-        def library(kind: Any = kind, kept: dict[str, Any] = kept) -> None:
-            wall, cpu = time.perf_counter(), time.process_time()
-            kept["alone"] = alone(kind, train, rounds)
-            taken = time.perf_counter() - wall
-            kept.setdefault("times", []).append((taken, (time.process_time() - cpu) / taken))
-
-        sides = {"ours": ours, "alone": first_alone(library)}
-        seconds = interleaved(sides, repeats=repeats, warmup=1, before=world.barrier)
-        results[f"{name}_one_process_over_ours"] = seconds["alone"] / seconds["ours"]
-        results[f"{name}_s"] = seconds["ours"]
-        if world.rank == 0:
-            theirs = kept["alone"].predict(_rows(kind, test[0]))
-            gain = area(kept["ours"].predict_proba(test[0])[:, 1], test[1]) - area(theirs, test[1])
-            results[f"{name}_quality"] = gain
-            results[f"{name}_busy_cores"] = statistics.median(cores for _, cores in kept["times"][1:])
-            for side, key in (("alone", "times"), ("a worker of ours", "ours_times")):
-                told = ", ".join(f"{taken:.2f} s on {cores:.2f} cores" for taken, cores in kept[key])
-                print(f"{name}, {side}: {told}")
+        if kind.__name__.lower() in kinds:
+            results |= boosted(kind, world, train, test, rounds, repeats)
     if "forest" in kinds:
-        results |= forests(world, train, first_alone, repeats)
+        results |= forests(world, train, rounds, repeats)
     return results
 
 
-def forests(world: Any, train: Rows, first_alone: Callable[..., Any], repeats: int) -> dict[str, float]:
-    """A forest of 16 trees: by 2 workers, and in one process with 2 threads."""
+def by_first(world: Any, run: Callable[[], Any]) -> Callable[[], Any]:
+    """A side that worker 0 runs while worker 1 sleeps."""
+
+    def side() -> Any:
+        found = run() if world.rank == 0 else None
+        world.barrier()
+        return found
+
+    return side
+
+
+def boosted(kind: Any, world: Any, train: Rows, test: Rows, rounds: int, repeats: int) -> dict[str, float]:
+    """The ratios of one library."""
+    name = kind.__name__.lower()
+    x, y = split(train, world.rank, world.size)
+    kept: dict[str, Any] = {}
+    times: dict[str, list[tuple[float, float]]] = {"alone": [], "a worker of ours": []}
+
+    def timed(side: str, run: Callable[[], Any]) -> Any:
+        wall, cpu = time.perf_counter(), time.process_time()
+        found = run()
+        taken = time.perf_counter() - wall
+        times[side].append((taken, (time.process_time() - cpu) / taken))
+        return found
+
+    def ours() -> None:
+        model = kind(task="classification", n_estimators=rounds, own_rows=True, n_jobs=1)
+        kept["ours"] = timed("a worker of ours", lambda: model.fit(x, y))
+
+    def library() -> None:
+        kept["alone"] = timed("alone", lambda: alone(kind, train, rounds))
+
+    sides = {"ours": ours, "alone": by_first(world, library), "ranks": lambda: ranked(kind, (x, y), rounds, world)}
+    seconds = interleaved(sides, repeats=repeats, warmup=1, before=world.barrier)
+    results = {f"{name}_one_process_over_ours": seconds["alone"] / seconds["ours"]}
+    results[f"{name}_own_ranks_over_ours"] = seconds["ranks"] / seconds["ours"]
+    results[f"{name}_s"] = seconds["ours"]
+    if world.rank == 0:
+        theirs = area(kept["alone"].predict(_rows(kind, test[0])), test[1])
+        results[f"{name}_quality"] = area(kept["ours"].predict_proba(test[0])[:, 1], test[1]) - theirs
+        results[f"{name}_busy_cores"] = statistics.median(cores for _, cores in times["alone"][1:])
+        for side, told in times.items():
+            print(f"{name}, {side}: " + ", ".join(f"{taken:.2f} s on {cores:.2f} cores" for taken, cores in told))
+    return results
+
+
+def forests(world: Any, train: Rows, trees: int, repeats: int) -> dict[str, float]:
+    """A forest: by 2 workers, and in one process with 2 threads."""
     from dataclasses import replace
+
+    import xgboost
 
     from unisono.boost.working import fit_in_world
     from unisono.estimators.table import Rows as Table
     from unisono.world import World
 
-    model = Forest(task="classification", n_estimators=16)
+    model = Forest(task="classification", n_estimators=trees)
     table = Table(train[0], train[1].reshape(-1, 1), None)
 
     def grown(threads: int, where: Any) -> Any:
         task = model.set_params(n_jobs=threads)._settings()
         return fit_in_world(replace(task, classes=2), table, where)
 
-    sides = {"ours": lambda: grown(1, world), "alone": first_alone(lambda: grown(2, World()))}
+    def bins() -> None:
+        xgboost.QuantileDMatrix(*train, nthread=1)
+
+    sides = {"ours": lambda: grown(1, world), "alone": by_first(world, lambda: grown(2, World())), "bins": bins}
     seconds = interleaved(sides, repeats=repeats, warmup=1, before=world.barrier)
-    return {"xgboost_forest_one_process_over_ours": seconds["alone"] / seconds["ours"]}
+    ratio = {"xgboost_forest_one_process_over_ours": seconds["alone"] / seconds["ours"]}
+    return {**ratio, "xgboost_forest_s": seconds["ours"], "xgboost_forest_bins_s": seconds["bins"]}
 
 
 def _rows(kind: Any, x: Any) -> Any:
@@ -151,9 +198,9 @@ def _rows(kind: Any, x: Any) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=500_000)
+    parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--columns", type=int, default=28)
-    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kinds", default="xgboost,lightgbm,forest")
     asked = parser.parse_args()

@@ -1,34 +1,29 @@
 """LightGBM: histograms summed by its own network (tree_learner="data"), on ports that the ranks agree on beforehand.
-Ke et al., 2017.
-
-Every rank cuts features into the same bins, found from a sample of all ranks' rows as one process would take it; the
-library by itself takes a feature's bins from one rank's rows, which is wrong where rows are sorted.
-"""
+Ke et al., 2017."""
 
 from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from unisono.boost.address import own_address, reserved_port
+from unisono.boost.lgbm_bins import SAMPLE_ROWS, Columns, bins_of, connected, sampled
 from unisono.boost.rows import Shard
 from unisono.boost.task import Boosted, Evals, Later, Task
 from unisono.boost.watch import watched
-from unisono.estimators.table import is_sparse
 from unisono.world import World
 
 __all__ = ["check", "importances", "load", "member_trainer", "merged", "predict", "saved_endings", "train"]
 
 lightgbm: Any = Later("lightgbm")
 saved_endings = (".txt",)
-SAMPLE_ROWS = 200_000  # LightGBM's own bin_construct_sample_cnt
-SAMPLE_BYTES = 256 << 20
 _WAIT_MINUTES = 30  # of its network: who is alive is watched beside it
+_AFTER_S = 0.005
 _OURS = ("early_stopping_rounds", "early_stopping_round", "categorical_feature", "importance_type")
 
 
@@ -81,28 +76,40 @@ def train(task: Task, shard: Shard, world: World, evals: Evals) -> Boosted:
     if world.size == 1:
         params.pop("tree_learner", None)
         return _train(task, params, lightgbm.Dataset(shard.x, **_rows(task, shard, params)), evals)
-    sample = _sample(task, shard, world)
+    wanted = int(task.params.get("bin_construct_sample_cnt", SAMPLE_ROWS))
+    sample = sampled(shard, wanted, world)
     start = _mean(shard, world) if _starts_from_mean(params) else None
     return _together(task, params, shard, sample, start, world, evals)
 
 
 def _together(
-    task: Task, params: dict[str, Any], shard: Shard, sample: Any, start: float | None, world: World, evals: Evals
+    task: Task,
+    params: dict[str, Any],
+    shard: Shard,
+    sample: tuple[Columns, int, int],
+    start: float | None,
+    world: World,
+    evals: Evals,
 ) -> Boosted:
+    params = {"tree_learner": "data", **params, "num_machines": world.size}
+    wait_minutes = max(_WAIT_MINUTES, math.ceil(task.timeout_s / 60))
+    categories = _categories(task, shard.names)
     with reserved_port() as (port, held):
         machines = world.gather_objects(f"{own_address(world)}:{port}")
-        network = {"machines": ",".join(machines), "num_machines": world.size, "local_listen_port": port}
-        network |= {"time_out": max(_WAIT_MINUTES, math.ceil(task.timeout_s / 60))}
-        network |= {"tree_learner": params.get("tree_learner", "data")}
 
         def run() -> Boosted:
-            bins = lightgbm.Dataset(sample, params=params, **_dataset_options(task, shard.names)).construct()
-            rows = lightgbm.Dataset(
-                shard.x, reference=bins, **_rows(task, shard, params), init_score=_init(start, shard.y)
-            )
-            rows.construct()
+            # In a network, LightGBM 4.7 gives a feature another one's forced bins.
+            apart = bins_of(*sample, params, categories) if "forcedbins_filename" in params else None
             held.close()
-            return _train(task, params | network, rows, evals, start)
+            # A rank connects to those above it, and tries again only after 0.2 s where they do not listen yet.
+            time.sleep(_AFTER_S * min(world.size - 1 - world.rank, 10))
+            with connected(machines, port, wait_minutes=wait_minutes, params=params):
+                bins = bins_of(*sample, params, categories) if apart is None else apart
+                sample[0].clear()
+                rows = lightgbm.Dataset(
+                    shard.x, reference=bins, **_rows(task, shard, params), init_score=_init(start, shard.y)
+                )
+                return _train(task, params, rows, evals, start)
 
         return watched(run, world, timeout_s=task.timeout_s)
 
@@ -122,8 +129,6 @@ def _train(task: Task, params: dict[str, Any], rows: Any, evals: Evals, start: f
         callbacks=callbacks,
     )
     text = model.model_to_string()
-    if "machines" in params:
-        model.free_network()
     kept = {k: {m: list(v) for m, v in each.items()} for k, each in history.items()}
     return Boosted(
         (_without_network(text) if start is None else _shifted(_without_network(text), start)).encode(), kept
@@ -171,30 +176,16 @@ def _dataset_options(task: Task, names: Sequence[str] | None) -> dict[str, Any]:
     return {"feature_name": "auto" if names is None else list(names), "categorical_feature": categories}
 
 
-def _sample(task: Task, shard: Shard, world: World) -> Any:
-    """Rows of all ranks, in their order, as many as one process would look at."""
-    wanted = int(task.params.get("bin_construct_sample_cnt", SAMPLE_ROWS))
-    total = sum(world.gather_objects(shard.rows))
-    bytes_a_row = max(1, (shard.x.data.nbytes if is_sparse(shard.x) else shard.x.nbytes) // shard.rows)
-    bytes_a_row = max(world.gather_objects(bytes_a_row))
-    wanted = min(wanted, max(10_000, SAMPLE_BYTES // bytes_a_row))
-    mine = shard.x
-    if total > wanted:
-        count = max(1, wanted * shard.rows // total)
-        chosen = np.random.default_rng([1, world.rank]).choice(shard.rows, count, replace=False)
-        mine = shard.x[np.sort(chosen)]
-    if not is_sparse(mine):
-        dense = np.ascontiguousarray(mine)  # a mapped array may not be written, which torch would warn of
-        dense = dense if dense.flags.writeable else dense.copy()
-        return np.concatenate([part.numpy() for part in world.all_gather(torch.from_numpy(dense)).wait()])
-    import scipy.sparse
-
-    columns = mine.shape[1]
-    arrays = [torch.from_numpy(np.array(line)) for line in (mine.data, mine.indices, mine.indptr)]
-    parts = [[line.numpy() for line in part] for part in world.gather_objects(arrays)]
-    return scipy.sparse.vstack(
-        [scipy.sparse.csr_matrix(tuple(p), shape=(len(p[2]) - 1, columns)) for p in parts], "csr"
-    )
+def _categories(task: Task, names: Sequence[str] | None) -> list[int]:
+    """The numbers of the columns whose values are categories."""
+    asked = task.params.get("categorical_feature", "auto")
+    if isinstance(asked, str):
+        return []
+    places = {name: number for number, name in enumerate(names or ())}
+    unknown = [each for each in asked if isinstance(each, str) and each not in places]
+    if unknown:
+        raise ValueError(f"LightGBM: categorical_feature names {unknown[0]!r}, which is no column")
+    return sorted(places[each] if isinstance(each, str) else int(each) for each in asked)
 
 
 # The model ------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import ctypes
 import json
 import re
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ __all__ = ["check", "importances", "load", "member_trainer", "merged", "predict"
 xgboost: Any = Later("xgboost")
 saved_endings = (".json", ".ubj")
 _OURS = ("early_stopping_rounds", "missing", "enable_categorical", "feature_types", "importance_type")
+_TRACKER_S = 0.005  # it is ready by then, and looks whether it is only every 0.1 s
 _WAIT_S = 1800  # of its collective: who is alive is watched beside it
 
 
@@ -119,6 +121,7 @@ def train(task: Task, shard: Shard, world: World, evals: Evals) -> Boosted:
         options = {"host_ip": own_address(world), "sortby": "task", "timeout": max(1, round(task.timeout_s))}
         tracker = xgboost.tracker.RabitTracker(n_workers=world.size, **options)
         tracker.start()
+        time.sleep(_TRACKER_S)
         address = tracker.worker_args()
     address = world.broadcast_object(address)
     said: list[str] = []

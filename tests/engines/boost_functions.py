@@ -1,0 +1,33 @@
+"""What the tests of boosting run in workers: by name, so that workers import this file and no test."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import unisono as un
+
+Array = npt.NDArray[Any]
+
+
+def table(rows: int = 2001) -> tuple[Array, Array]:
+    """Few distinct values, so that the bins of one process and of several workers are the same."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 32, (rows, 4)).astype(float)
+    return x, x @ [3.0, -2.0, 1.0, 0.5] + rng.standard_normal(rows)
+
+
+def killed_while_boosting() -> None:
+    """Rank 1 is killed in the middle of a fit that would take hours."""
+    from unisono.boost import LightGBM
+
+    world = un.join("cpu")
+    x, y = table(500)
+    LightGBM(n_estimators=2, n_jobs=1).fit(x, y)
+    if world.rank == 1:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+    LightGBM(n_estimators=10**7, n_jobs=1).fit(x, y)

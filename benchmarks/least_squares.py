@@ -8,6 +8,10 @@ Keys:
   sklearn_cholesky_over_ours
                        against Ridge(solver="cholesky"), scikit-learn's own normal equations.
   speedup_2_workers    of a gradient round: one worker with all rows over two with half of them each.
+  speedup_2_ceiling    the same two products in plain NumPy, without any exchange: what the machine itself allows two
+                       processes (they share its memory, and maybe a core). The median of rounds in turn with ours.
+  speedup_2_ceiling_in_cache
+                       the same with rows that stay in the cache: what the cores allow, memory apart.
   gradient_round_s     a round of L-BFGS: broadcast, map, all-reduce.
   mllib_over_ours      Spark MLlib's LinearRegression on cached rows, local[2], over ours. Where PySpark is installed.
   spark_mapreduce_s    an iteration of our MapReduce on Spark, n = 1e6, d = 20. Where PySpark is installed.
@@ -37,6 +41,7 @@ from measure import finish, interleaved
 
 import unisono as un
 from unisono.estimators import LeastSquares
+from unisono.estimators.table import BLOCK_BYTES
 from unisono.map_reduce import mapreduce
 from unisono.map_reduce.parcel import handed_over, opened, split
 
@@ -79,7 +84,11 @@ def in_workers(sent: Any, repeats: int) -> dict[str, Any]:
 
         return torch.from_numpy(value_and_gradient(table, "squares", np.zeros((x.shape[1], 1)), np.zeros(1), fraction))
 
-    speedup = measured_speedup(work, world, budget_s=1e9, repeats=2 * repeats + 1)
+    speedups: dict[str, list[float]] = {"ours": [], "ceiling": [], "in_cache": []}
+    for _ in range(2 * repeats + 1):
+        speedups["ours"].append(measured_speedup(work, world, budget_s=1e9)[2])
+        speedups["ceiling"].append(ceiling(partial(products, x, y), world))
+        speedups["in_cache"].append(ceiling(partial(products, x, y, same=True), world))
     report = descended.report_
     return {
         "normal_s": seconds["normal"],
@@ -87,9 +96,38 @@ def in_workers(sent: Any, repeats: int) -> dict[str, Any]:
         "coef": model.coef_,
         "lbfgs_coef": descended.coef_,
         "round_s": report.wall_s / report.rounds,
-        "speedup": speedup,
+        **{f"speedup_{name}": statistics.median(found) for name, found in speedups.items()},
         "report": str(report),
     }
+
+
+def products(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], *, same: bool = False) -> None:
+    """The two products of a gradient, block by block (the `same` block again and again) and nothing else."""
+    w = np.zeros(x.shape[1])
+    rows = BLOCK_BYTES // (8 * x.shape[1])
+    if same:
+        rows //= 2  # well inside a core's own cache
+    for start in range(0, len(x), rows):
+        at = slice(0, rows) if same else slice(start, start + rows)
+        (x[at] @ w - y[at]) @ x[at]
+
+
+def ceiling(work: Any, world: Any, repeats: int = 3) -> float:
+    """Seconds of a worker that does the work twice, alone, over those of two that do it once each at the same time.
+
+    The best of a few, as in `measured_speedup`.
+    """
+
+    def slowest_s(times: int) -> float:
+        world.barrier()
+        start = time.perf_counter()
+        for _ in range(times):
+            work()
+        return float(max(world.gather_objects(time.perf_counter() - start)))
+
+    seconds = [(slowest_s(2 if world.rank == 0 else 0), slowest_s(1)) for _ in range(repeats)]
+    alone, both = zip(*seconds, strict=True)
+    return min(alone) / min(both)
 
 
 # Spark ----------------------------------------------------------------------------------------------------------------
@@ -207,7 +245,9 @@ def main() -> None:
         "sklearn_over_launched_ours": seconds["sklearn"] / seconds["launched"],
         "sklearn_cholesky_over_ours": seconds["cholesky"] / inside["normal_s"],
         "sklearn_over_lbfgs": seconds["sklearn"] / inside["lbfgs_s"],
-        "speedup_2_workers": inside["speedup"][2],
+        "speedup_2_workers": inside["speedup_ours"],
+        "speedup_2_ceiling": inside["speedup_ceiling"],
+        "speedup_2_ceiling_in_cache": inside["speedup_in_cache"],
         "gradient_round_s": inside["round_s"],
     }
     if has_spark():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import operator
 import os
+import weakref
 
 import numpy as np
 import pytest
@@ -12,7 +14,8 @@ import scipy.sparse
 import torch
 
 import unisono as un
-from unisono.map_reduce import Job, mapreduce, run
+from unisono.launchers.packed import Packed
+from unisono.map_reduce import Job, mapreduce, run, spark
 from unisono.map_reduce.parcel import Mapped, handed_over, opened, split
 
 SIZES = [1, 2, 3, 5]
@@ -200,3 +203,24 @@ def test_an_array_that_is_mapped_from_a_file_is_not_copied(tmp_path):
         assert sent[1].path != str(tmp_path / "x.npy") != sent[2].path
         for got, given in zip(opened(sent), (x[5:], x[:, 5:], x), strict=True):
             np.testing.assert_array_equal(got, given)
+
+
+def test_blocks_in_a_spark_process_are_left_out_of_its_garbage_collection_while_they_are_there():
+    class Circle:
+        def __init__(self):
+            self.me = self
+
+    program = Packed((None, None, lambda rows: [Circle() for _ in rows]))
+    try:
+        spark._keep("run", program, 0, [1, 2, 3])
+        block = spark._blocks["run", 0]
+        assert len(block) == 3
+        assert gc.get_freeze_count() > 0
+        assert not any(item is block for item in gc.get_objects())  # frozen: not looked through after every task
+        seen = weakref.ref(block[0])
+        del block
+    finally:
+        assert list(spark._forget("run", iter(["marker"]))) == [0]
+    assert gc.get_freeze_count() == 0
+    gc.collect()
+    assert seen() is None  # and collected afterwards

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from unisono.launchers.packed import Packed
-from unisono.launchers.ray import is_dataset, split_dataset
+from unisono.launchers.ray import is_dataset, read_dataset, split_dataset
 from unisono.map_reduce.combining import Found, answered, in_order, merged, opened
 from unisono.map_reduce.parcel import split
 from unisono.map_reduce.rounds import Job, Round
@@ -30,6 +30,8 @@ def run(job: Job, data: Any, workers: int | None, on: Any) -> Any:
     """Run the job on the Ray that `on` names, with `workers` parts (default: 2)."""
     parts = workers or 2
     on.check(parts)
+    if is_dataset(data):
+        data = read_dataset(data, parts)  # before the actors take the slots
     ray, group, ours = on.open_group(parts)
     try:
         link = _Link(job, data, ray, parts, lambda part: on.actor_options(group, part))

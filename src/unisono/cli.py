@@ -24,7 +24,7 @@ examples:
   unisono demo                             train a small network with 1 and 2 workers, and see where the time goes
 """
 _RUN_DESCRIPTION = """\
-Run a program in N workers, on this machine or on an engine (--on): mpirun, Slurm, torchrun, ssh to hosts.
+Run a program in N workers, on this machine or on an engine (--on): MPI, Slurm, Ray, Spark, torchrun, ssh to hosts.
 
 Options for unisono come before the program; everything after it is the program's own. When a worker fails, the others
 are stopped, one report says which and why, and the exit status is that worker's (128 + number after a signal). Ctrl-C
@@ -45,6 +45,9 @@ examples:
   unisono run --on mpi -n 8 --hosts a:4,b:4 train.py
   unisono run --on slurm -n 8 --script job.sh --options=--time=1:00:00 train.py
   unisono run --on torchrun -n 4 --max-restarts 2 train.py
+  unisono run --on ssh -n 8 --hosts a:4,b:4 train.py
+  unisono run --on ray -n 4 --address auto train.py
+  unisono run --on spark -n 4 --master spark://host:7077 train.py
 """
 _EXPORT_DESCRIPTION = """\
 Write the model of the newest whole checkpoint as one safetensors file, names as in the model's state_dict.

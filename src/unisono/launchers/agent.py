@@ -27,6 +27,7 @@ from typing import Any
 
 from unisono.launchers import guard
 from unisono.launchers.anonymous import anonymous_file
+from unisono.launchers.board import open_offered
 from unisono.launchers.channel import Channel, Frame, Unreachable, connect
 from unisono.launchers.child import exit_status, pid_fd
 from unisono.launchers.environment import threads_per_worker, worker_environment
@@ -52,6 +53,7 @@ class Agent:
         self._schedule: list[tuple[float, int]] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._payload, self._result = -1, -1
+        self._board = open_offered(os.environ.pop("UNISONO_BOARD", ""))
         self._pieces: list[bytes] = []
         self._start: dict[str, Any] | None = None
         self._status: int | None = None  # of the worker, as subprocess counts it
@@ -75,6 +77,7 @@ class Agent:
             size=place.size,
             host=os.environ.get("UNISONO_HOST", socket.gethostname()),
             identity=identity(),
+            board=os.fstat(self._board).st_ino if self._board >= 0 else None,
             pid=os.getpid(),
         )
         self._selector.register(self.channel, selectors.EVENT_READ, self._on_launcher)
@@ -130,6 +133,8 @@ class Agent:
         self._page = StatusPage.create(self.place.size)
         report_fd, report_end = os.pipe()
         descriptors = {"STATUS": self._page.fd, "REPORT": report_end}
+        if start["board"]:
+            descriptors["SHM"] = self._board
         if start["function"]:
             self._payload, self._result = anonymous_file("unisono-function"), anonymous_file("unisono-result")
             with open(self._payload, "wb", closefd=False) as file:

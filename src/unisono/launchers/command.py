@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 __all__ = ["add_engine_options", "run_on_engine"]
 
 
+class _NotWritten(Exception):
+    """The file that was asked for cannot be written."""
+
+
 def _names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
 
@@ -75,7 +79,7 @@ def run_on_engine(options: argparse.Namespace, parser: argparse.ArgumentParser, 
         if options.script or options.submit:
             return _write_script(engine, options, job)
         return engine.run(job.program, job.workers, job=job)
-    except (EngineError, ImportError) as error:
+    except (EngineError, ImportError, _NotWritten) as error:
         print(f"unisono run: {error}", file=sys.stderr)
         return 1
     except ValueError as error:
@@ -92,8 +96,11 @@ def _write_script(engine: Engine, options: argparse.Namespace, job: Job) -> int:
     text = job_script(engine, job.program, job.workers, run_options=run_options)
     if options.script:
         path = Path(options.script)
-        path.write_text(text)
-        path.chmod(0o755)
+        try:
+            path.write_text(text)
+            path.chmod(0o755)
+        except OSError as error:
+            raise _NotWritten(f"the job script could not be written to {path}: {error.strerror}") from None
     if options.submit:
         print(submit(text))
     else:

@@ -36,16 +36,16 @@ def serve_host() -> int:
     here, there = channel.sock.getsockname()[0], channel.sock.getpeername()[0]
     run_id = secrets.token_hex(12)
     runs = ":".join(filter(None, [setup["env"].get("UNISONO_RUN"), run_id]))
-    command = [
-        *setup["torchrun"],
+    meeting = [
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={there}:{setup['store_port']}",
         f"--rdzv-id={runs.partition(':')[0]}",
         "--rdzv-conf=is_host=0,join_timeout=60,close_timeout=5",
         f"--local-addr={here}",
-        "--no-python",
-        *setup["agent"],
     ]
+    if setup["store_port"] is None:  # this is the only host
+        meeting = ["--standalone"]
+    command = [*setup["torchrun"], *meeting, "--no-python", *setup["agent"]]
     env = {**os.environ, **setup["env"], "UNISONO_RUN": runs, "UNISONO_LAUNCHER": f"{there}:{_port(channel)}"}
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a closed session: what it means is read from standard input
     process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)

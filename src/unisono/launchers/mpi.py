@@ -60,6 +60,11 @@ class Mpi(Engine):
                 f"There are fewer than {workers} slots: ask for fewer workers, name hosts with more "
                 "(--hosts a:4,b:4), or allow more workers than cores (--options=--oversubscribe)"
             )
+        if self.hosts and ("unable to reliably start" in words or "resolve hostname" in words):
+            return (
+                f"It could not start its daemon on each of {','.join(self.hosts)}: `ssh HOST mpirun --version` must "
+                "work there without a password"
+            )
         return ""
 
     def _kind(self) -> str:

@@ -26,7 +26,7 @@ from unisono.launchers.task import FAILED, run_agent
 if TYPE_CHECKING:
     pass
 
-__all__ = ["Ray", "is_dataset", "split_dataset"]
+__all__ = ["Ray", "is_dataset", "read_dataset", "split_dataset"]
 
 _PROBE_S = 3.0
 _PLACING_S = 20.0
@@ -101,9 +101,10 @@ class Ray(Engine):
                 )
 
     def start(self, work: Work) -> _Actors:
+        ready = [read_dataset(table, work.workers) for table in self.tables]  # before the workers take the slots
         ray, group, ours = self.open_group(work.workers)
         try:
-            return _Actors(self, work, ray, group, ours)
+            return _Actors(self, work, ray, group, ours, ready)
         except BaseException:
             self.close_group(ray, group, ours)
             raise
@@ -220,14 +221,15 @@ class Ray(Engine):
         return "; ".join(short)
 
     def _advice(self) -> str:
-        return "Use fewer workers, give each less (cpus=0.5), or a larger cluster."
+        return "Use fewer workers, give each less (cpus=0.5, --cpus 0.5), or a larger cluster."
 
 
 class _Actors:
     """The actors of a run; see engine.Started. One thread waits for them, and starts them again where that is due."""
 
-    def __init__(self, engine: Ray, work: Work, ray: Any, group: Any, ours: bool) -> None:
+    def __init__(self, engine: Ray, work: Work, ray: Any, group: Any, ours: bool, tables: Sequence[Any]) -> None:
         self._engine, self._work, self._ray, self._group, self._ours = engine, work, ray, group, ours
+        self._tables = tables
         self._left = engine.max_restarts
         self._words: list[str] = []
         self._status: int | None = None
@@ -246,7 +248,7 @@ class _Actors:
         self._actors = [
             kind.options(**engine.actor_options(self._group, rank)).remote() for rank in range(work.workers)
         ]
-        parts = [split_dataset(table, number, self._actors) for number, table in enumerate(engine.tables)]
+        parts = [split_dataset(table, number, self._actors) for number, table in enumerate(self._tables)]
         self._pending = {
             actor.run.remote(dict(work.env), rank, work.workers, [part[rank] for part in parts]): rank
             for rank, actor in enumerate(self._actors)
@@ -329,11 +331,15 @@ class _Actor:
         return run_agent(env, rank, workers, parts)
 
 
+def read_dataset(table: Any, workers: int) -> Any:
+    """The dataset with its blocks in the object store, a block a worker or more. It takes slots while it is read."""
+    whole = table.materialize()
+    return whole if whole.num_blocks() >= workers else whole.repartition(workers).materialize()
+
+
 def split_dataset(table: Any, number: int, actors: Sequence[Any]) -> list[tuple[str, Any]]:
     """The dataset's blocks dealt to the actors, near ones first; nothing comes to this process."""
-    whole = table.materialize()
-    if whole.num_blocks() < len(actors):
-        whole = whole.repartition(len(actors)).materialize()
+    whole = read_dataset(table, len(actors))
     return [(f"Ray Dataset {number}", part) for part in whole.split(len(actors), locality_hints=list(actors))]
 
 

@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any
 
 from unisono.launchers import guard
+from unisono.launchers.board import OfferedBoard
 from unisono.launchers.channel import GREETING_S, Channel, Frame, keep_alive
 from unisono.launchers.engine import Engine, EngineError, Started, Work, agent_command
 from unisono.launchers.environment import worker_environment
@@ -59,6 +60,7 @@ class RemoteRun:
         self._bind, self._backlog = bind, backlog
         self._store = HostedStore(bind, backlog=backlog)  # of the engine and the first attempt
         self._later_store: HostedStore | None = None
+        self._board = OfferedBoard()
         self._listener = socket.create_server((bind, 0), backlog=backlog)
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -108,7 +110,7 @@ class RemoteRun:
         env = self._environment()
         port = self._listener.getsockname()[1]
         addresses = [(address, port) for address in self._addresses()]
-        if self.job.workers > 1 or self.engine.needs_store:
+        if self.engine.needs_store:
             self._store.start(env)
         self._started = self.engine.start(
             Work(
@@ -119,6 +121,7 @@ class RemoteRun:
                     "UNISONO_TOKEN": self._token.hex(),
                     "UNISONO_ENGINE": self.engine.environment(),
                     "UNISONO_RUN": env["UNISONO_RUN"],
+                    "UNISONO_BOARD": self._board.offer(),
                 },
                 addresses=addresses,
                 store_port=self._store.address[1],
@@ -132,15 +135,30 @@ class RemoteRun:
         address = self._store.address
         return worker_environment(0, self.job.workers, address=address, run_id=self.run_id, descriptors={}, threads=1)
 
-    def _fresh_store(self) -> HostedStore:
-        """The store of an attempt: torch's own groups take addresses of an earlier attempt for this one's."""
-        if self._attempt == 0:
-            return self._store
+    def _fresh_store(self, wanted: bool) -> HostedStore:
+        """The store of an attempt: torch's own groups take addresses of an earlier attempt for this one's.
+
+        It serves at once where it is wanted, else when a worker connects to it.
+        """
+        store = self._store
+        if self._attempt > 0:
+            self._close_later_store()
+            store = self._later_store = HostedStore(self._bind, backlog=self._backlog)
+        if wanted and not store.serving:
+            store.start(self._environment())
+        elif not store.serving:
+            self._selector.register(store.listener, selectors.EVENT_READ, partial(self._serve, store))
+        return store
+
+    def _serve(self, store: HostedStore) -> None:
+        self._selector.unregister(store.listener)
+        store.start(self._environment())
+
+    def _close_later_store(self) -> None:
         if self._later_store is not None:
+            if not self._later_store.serving:
+                self._selector.unregister(self._later_store.listener)
             self._later_store.close()
-        self._later_store = HostedStore(self._bind, backlog=self._backlog)
-        self._later_store.start(self._environment())
-        return self._later_store
 
     def _addresses(self) -> list[str]:
         """Where other hosts may reach this one: the addresses from which it would speak to them."""
@@ -194,7 +212,7 @@ class RemoteRun:
         if size != self.job.workers:
             self._wrong = f"{self.engine.name} started {size} workers, not the {self.job.workers} that were asked for"
             return
-        member = Member(rank, channel, host=str(hello["host"]), identity=str(hello["identity"]))
+        member = Member(rank, channel, str(hello["host"]), str(hello["identity"]), hello.get("board"))
         self._channels[channel] = member
         self._waiting[rank] = member
 
@@ -205,7 +223,9 @@ class RemoteRun:
         hosts = list(dict.fromkeys(member.identity for member in self._members))
         attempt_id = secrets.token_hex(8)
         env = self._forwarded()
-        store_port = self._fresh_store().address[1]
+        boards = {member.board for member in self._members} if len(hosts) == 1 else set()
+        on_board = boards == {self._board.number} and len({member.host for member in self._members}) == 1
+        store_port = self._fresh_store(wanted=self.job.workers > 1 and not on_board).address[1]
         now = time.monotonic()
         for member in self._members:
             near = [other.rank for other in self._members if other.identity == member.identity]
@@ -225,6 +245,7 @@ class RemoteRun:
                 host_number=hosts.index(member.identity),
                 hosts=len(hosts),
                 store_port=store_port,
+                board=on_board,
                 attempt=self._attempt,
                 attempt_id=attempt_id,
             )
@@ -265,6 +286,7 @@ class RemoteRun:
         first = first_failure(failures)
         told = " ".join(first.message.split()) if first.kind == "exception" else ""
         self._attempt += 1
+        self._board.renew()
         self.output.say(
             f"unisono: worker {first.rank} failed: {first.headline}{': ' if told else ''}{told[:200]}; "
             f"all workers start again (restart {self._attempt} of {self.engine.restarts})"
@@ -398,8 +420,9 @@ class RemoteRun:
             self._end_engine(self._started)
         for channel in list(self._channels):
             self._forget(channel)
-        for store in filter(None, [self._store, self._later_store]):
-            store.close()
+        self._close_later_store()
+        self._store.close()
+        self._board.close()
         guard.sweep(self.run_id, self._started.sessions() if self._started else (), patience_s=0.3)
         if self._started is not None:
             self._started.close()

@@ -23,7 +23,7 @@ _TOO_SMALL = (
     "Unable to allocate resources",
     "Node count specification invalid",
 )
-_UNREACHABLE = ("Unable to contact slurm controller", "Unable to establish configuration source")
+_UNREACHABLE = ("Unable to contact slurm controller", "establish configuration", "establish a configuration")
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ class Slurm(Engine):
         except subprocess.TimeoutExpired:
             raise EngineError(f"`sinfo` had no answer after 30 s. {_no_controller()}") from None
         if told.returncode:
-            raise EngineError(f"`sinfo` failed: {told.stderr.strip()}. {self.explain(told.stderr, workers)}")
+            words = "; ".join(line.strip() for line in told.stderr.splitlines())
+            raise EngineError(f"`sinfo` failed. {self.explain(told.stderr, workers)}\nIts own words: {words}")
         cpus = sum(int(line.rpartition("/")[2]) for line in told.stdout.split())  # allocated/idle/other/total
         if cpus < workers:
             raise EngineError(
@@ -109,11 +110,11 @@ class Slurm(Engine):
 
 def _no_controller() -> str:
     where = os.environ.get("SLURM_CONF", "/etc/slurm/slurm.conf")
-    found = ""
-    if os.path.exists(where):
-        with open(where, encoding="utf-8", errors="replace") as file:
-            lines = [line.strip() for line in file if line.startswith(("SlurmctldHost", "SlurmctldPort"))]
-        found = f": {', '.join(lines)}" if lines else ""
+    if not os.path.exists(where):
+        return f"There is no {where} here: run it on a node of the cluster, or name that file with SLURM_CONF"
+    with open(where, encoding="utf-8", errors="replace") as file:
+        lines = [line.strip() for line in file if line.startswith(("SlurmctldHost", "SlurmctldPort"))]
+    found = f": {', '.join(lines)}" if lines else ""
     return f"Slurm's controller does not answer (its address is in {where}{found}); `scontrol ping` asks it"
 
 
@@ -149,5 +150,7 @@ def submit(script: str) -> str:
     if done.returncode:
         engine, words = Slurm(), done.stderr.strip()
         advice = engine.explain(words, 0) if any(text in words for text in _UNREACHABLE) else ""
-        raise EngineError(f"sbatch refused the script (exit status {done.returncode}). {advice}\n  {words}")
+        raise EngineError(
+            f"sbatch refused the script (exit status {done.returncode}). {advice}\nIts own words: {words}"
+        )
     return done.stdout.strip()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import socket
 import sys
@@ -88,6 +89,12 @@ class Spark(Engine):
 
     def check(self, workers: int) -> None:
         _pyspark()
+        master = self._master(workers)
+        if not master.startswith(("local", "spark://", "k8s://")) and master != "yarn":
+            raise ValueError(
+                f"un.on.spark got master={master!r}; expected local[N], local-cluster[N,CORES,MB], spark://HOST:PORT, "
+                "yarn or k8s://..."
+            )
         if isinstance(self.max_restarts, bool) or not isinstance(self.max_restarts, int) or self.max_restarts < 0:
             raise ValueError(f"un.on.spark got max_restarts={self.max_restarts!r}; expected a whole number from 0 up")
         session = self._existing()
@@ -167,9 +174,11 @@ class Spark(Engine):
                 return builder.getOrCreate()
         except Exception as error:
             text = _brief(error)
-            if "JAVA_GATEWAY" in text or "Java" in text:
-                raise EngineError(f"Spark could not start: {_JAVA}. It said: {text}") from error
-            raise EngineError(f"Spark is not reachable at {master}: {text}") from error
+            if "JAVA_" in text:
+                java = _java()
+                reason = f"Java ({java}) ended at once; why, it says above" if java else _JAVA
+                raise EngineError(f"Spark could not start: {reason}. It said: {text}") from error
+            raise EngineError(f"Spark at {master} could not be reached or started: {text}") from error
 
     # -- 2. slots ----------------------------------------------------------------------------------------------------
 
@@ -376,6 +385,12 @@ def is_rdd(value: Any) -> bool:
     """Whether it is a Spark RDD."""
     pyspark = sys.modules.get("pyspark")
     return pyspark is not None and isinstance(value, pyspark.RDD)
+
+
+def _java() -> str | None:
+    """The Java that Spark uses."""
+    home = os.environ.get("JAVA_HOME")
+    return shutil.which(os.path.join(home, "bin", "java") if home else "java")
 
 
 def _pyspark() -> Any:

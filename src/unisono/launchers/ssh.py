@@ -57,7 +57,7 @@ class Ssh(Engine):
 
     @property
     def needs_store(self) -> bool:
-        return True
+        return len(self.hosts) > 1  # a torchrun alone meets nobody
 
     def hosts_to_reach(self) -> Sequence[str]:
         return [host.partition(":")[0].rpartition("@")[2] for host in self.hosts]
@@ -82,7 +82,7 @@ class Ssh(Engine):
                 "token": work.token,
                 "env": dict(work.env),
                 "torchrun": torchrun,
-                "store_port": work.store_port,
+                "store_port": work.store_port if self.needs_store else None,
                 "agent": list(work.agent),
             }
             command = [program, *_TO_FAIL_FAST, *self.options, host, shlex.join(agent_command(self.python, "host"))]

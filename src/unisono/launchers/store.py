@@ -21,6 +21,11 @@ class HostedStore:
         self.address: tuple[str, int] = self.listener.getsockname()[:2]
         self._process: subprocess.Popen[bytes] | None = None
 
+    @property
+    def serving(self) -> bool:
+        """Whether it was started."""
+        return self._process is not None
+
     def start(self, env: Mapping[str, str]) -> None:
         """Serve. `env` names this process as the launcher, with which the store ends (see worker.py)."""
         descriptor = self.listener.fileno()

@@ -52,6 +52,15 @@ class Torchrun(Engine):
         command = torchrun_command(sys.executable, work.workers, self.max_restarts, self.options)
         return ProcessStarted([*command, "--standalone", "--no-python", *work.agent], work.env)
 
+    def explain(self, words: str, workers: int) -> str:
+        return refused_options(words)
+
+
+def refused_options(words: str) -> str:
+    """The line in which torchrun says that it does not know an option; "" where there is none."""
+    lines = [line for line in words.splitlines() if "error: " in line and "argument" in line]
+    return f"torchrun does not take these options: {lines[-1].partition('error: ')[2]}" if lines else ""
+
 
 def torchrun_command(python: str, workers: int, max_restarts: int, options: Sequence[str]) -> list[str]:
     """The part of the command line that one host and many have in common."""

@@ -1,15 +1,20 @@
 # Everything runs from .venv, which is made on first use and again when its inputs change.
 #   make demo   train a small CNN with 1 and with 2 workers and show where the time goes
-#   make test   ruff, mypy, then all tests but those of the engines
-#   make engines  the tests that start real engines: MPI, Slurm, torchrun, ssh, Ray, Spark (installs them)
+#   make test   ruff, mypy, then all tests; installs the engines that some of them start
+#   make engines  only the tests that start real engines: MPI, Slurm, torchrun, ssh, Ray, Spark
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-# Several at a time: what does not depend on how long things take. The others one after the other.
+ENGINES := $(VENV)/.engines
+# Several tests at a time, and two files at a time (an engine's tests share its cluster): what does not depend on how
+# long things take. The others one after the other.
 STEADY := $(addprefix tests/processes/test_,ddp_parity.py zero_processes.py estimator_processes.py)
 FAST   := tests/unit tests/conformance $(STEADY)
-SLOW   := tests/processes tests/network $(addprefix --ignore=,$(STEADY))
+TRAIN  := $(addprefix tests/processes/test_,examples.py server_processes.py resume.py local_training.py \
+	strategy_processes.py)
+SLOW   := tests/processes tests/network $(addprefix --ignore=,$(STEADY) $(TRAIN))
+PAIRS  := -rs -n 2 --dist loadfile --timeout=300 --durations=15
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
@@ -18,14 +23,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 demo: $(STAMP)
 	$(BIN)/python -m unisono.demo
 
-test: check network-tools
+test: check network-tools engine-tools $(ENGINES)
 	$(BIN)/python -m pytest -q --doctest-modules --ignore-glob='*_triton.py' src
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal $(FAST)
+	$(BIN)/python -m pytest $(PAIRS) tests/engines $(TRAIN)
 	$(BIN)/python -m pytest --durations=15 $(SLOW)
 
-engines: $(STAMP) engine-tools
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,mpi,ray,spark]'
-	$(BIN)/python -m pytest -rs --durations=15 tests/engines
+engines: engine-tools $(ENGINES)
+	$(BIN)/python -m pytest $(PAIRS) tests/engines
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -71,6 +76,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	@touch $@
+
+# About 540 MB to download, most of it Spark.
+$(ENGINES): $(STAMP)
+	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,mpi,ray,spark]' && touch $@ \
+		|| echo "Ray, Spark or mpi4py could not be installed: their tests will be skipped"
 
 clean:
 	rm -rf $(VENV) build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache demo.png

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,14 +26,22 @@ class Ended(NamedTuple):
     def json(self) -> list[Any]:
         """What was printed as JSON, in order; a prefix with the rank is left out."""
         lines = [re.sub(r"^\[ *\d+\] ", "", line) for line in self.out.splitlines()]
-        return [json.loads(line) for line in lines if line.startswith(("{", "["))]
+        return [value for line in lines if line.startswith(("{", "[")) for value in _values(line)]
+
+
+def _values(line: str) -> Iterator[Any]:
+    """Several, where two processes share a pipe: what each prints is whole, but the line ends may come after both."""
+    while line:
+        value, end = json.JSONDecoder().raw_decode(line)
+        line = line[end:].lstrip()
+        yield value
 
 
 Command = Callable[..., Ended]
 
 
 def run_in(
-    folder: Path, *words: str, script: str = "", env: Mapping[str, str] | None = None, timeout_s: float = 110
+    folder: Path, *words: str, script: str = "", env: Mapping[str, str] | None = None, timeout_s: float = 280
 ) -> Ended:
     """Write script.py into the folder, run the words there, and wait for the end."""
     (folder / "script.py").write_text(textwrap.dedent(script))
@@ -67,7 +75,7 @@ def unisono_run(*words: str) -> list[str]:
     return [sys.executable, "-m", "unisono", "run", *words]
 
 
-def left_over(mark: str, within_s: float = 5.0) -> list[str]:
+def left_over(mark: str, within_s: float = 20.0) -> list[str]:
     """Command lines of processes with `mark` in their command line or folder that do not end."""
     deadline = time.monotonic() + within_s
     while (found := _marked(mark)) and time.monotonic() < deadline:

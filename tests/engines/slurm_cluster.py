@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import secrets
 import shutil
 import socket
 import subprocess
 import time
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 CONF = """\
@@ -90,7 +92,7 @@ class SlurmCluster:
         told = subprocess.run(["sinfo", "-h", "-o", "%T %D"], env=self.env, capture_output=True, text=True).stdout
         return told.strip() == "idle 2"
 
-    def _wait(self, ready: Callable[[], bool], what: str, timeout_s: float = 30) -> None:
+    def _wait(self, ready: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
         deadline = time.monotonic() + timeout_s
         while not ready():
             dead = [process.args for process in self._processes if process.poll() is not None]
@@ -118,8 +120,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [sock.getsockname()[1] for sock in sockets]
-    for sock in sockets:
-        sock.close()
-    return ports
+    """Below those that the system gives to connections: none of them is taken before the daemons listen."""
+    return list(islice(filter(_is_free, random.SystemRandom().sample(range(20_000, 32_000), 1000)), count))
+
+
+def _is_free(port: int) -> bool:
+    try:
+        socket.create_server(("", port)).close()
+    except OSError:
+        return False
+    return True

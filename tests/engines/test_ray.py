@@ -50,7 +50,7 @@ def dataset() -> Any:
 def test_the_same_program_has_the_same_loss_and_every_strategy_runs(command: Command, cluster: str) -> None:
     wanted = specs()
     options = ("--on", "ray", "--address", cluster, "-n", "2", "script.py", json.dumps(wanted))
-    found = only(command(*unisono_run(*options), script=EVERYTHING, timeout_s=280))
+    found = only(command(*unisono_run(*options), script=EVERYTHING))
     assert found["loss"] == pytest.approx(right_loss(), rel=1e-12)
     assert found["size"] == 2
     assert set(found["strategies"]) == set(wanted)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from slurm_cluster import SlurmCluster, why_not
 
 import unisono as un
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +35,12 @@ def cluster() -> Iterator[Mapping[str, str]]:
     finally:
         found.stop()
         shutil.rmtree(folder)
+
+
+def ask(cluster: Mapping[str, str], *words: str) -> str:
+    """What a command of Slurm's answers."""
+    env = {**os.environ, **cluster}
+    return subprocess.run(words, env=env, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def test_the_same_program_has_the_same_loss_and_every_strategy_runs(
@@ -58,8 +65,9 @@ def test_a_killed_worker_ends_in_one_report_and_the_nodes_are_free_again(
     assert ended.err.startswith("unisono: worker 1 of 2 failed: killed by SIGKILL\n")
     assert ended.err.count("unisono:") == 1
     assert "srun" not in ended.err
-    env = {**os.environ, **cluster}
-    assert subprocess.run(["squeue", "-h"], env=env, capture_output=True, text=True, check=True).stdout == ""
+    while ask(cluster, "squeue", "-h"):  # until the test's time is over
+        time.sleep(0.1)
+    assert ask(cluster, "sinfo", "-h", "-o", "%T %D") == "idle 2"
 
 
 def test_a_job_script_is_written_and_runs(command: Command, cluster: Mapping[str, str], tmp_path: Path) -> None:
@@ -70,8 +78,11 @@ def test_a_job_script_is_written_and_runs(command: Command, cluster: Mapping[str
     assert "sbatch job.sh" in written.out
     assert "#SBATCH --ntasks=2\n" in (tmp_path / "job.sh").read_text()
     assert "#SBATCH --time=5\n" in (tmp_path / "job.sh").read_text()
-    ended = command("sbatch", "--wait", "job.sh", script=script, env=cluster)
+    ended = command("sbatch", "--parsable", "job.sh", script=script, env=cluster)
     assert ended.status == 0, ended
+    while ask(cluster, "squeue", "-h"):  # `sbatch --wait` looks after 2, 6, 12 seconds only
+        time.sleep(0.1)
+    assert "JobState=COMPLETED" in ask(cluster, "scontrol", "show", "job", ended.out.strip())
     (output,) = tmp_path.glob("script-*.out")
     found = sorted(json.loads(line.partition("] ")[2]) for line in output.read_text().splitlines())
     assert found == [[rank, "script", pytest.approx(right_loss(), rel=1e-12)] for rank in range(2)]

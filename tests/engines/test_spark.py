@@ -75,7 +75,7 @@ VALUES = [0.0, *map(float, range(4, ROWS))]
 def test_the_same_program_has_the_same_loss_and_every_strategy_runs(command: Command) -> None:
     wanted = specs()
     options = ("--on", "spark", "--master", CLUSTER, "-n", "2", "script.py", json.dumps(wanted))
-    found = only(command(*unisono_run(*options), script=EVERYTHING, timeout_s=280))
+    found = only(command(*unisono_run(*options), script=EVERYTHING))
     assert found["loss"] == pytest.approx(right_loss(), rel=1e-12)
     assert found["size"] == 2
     assert set(found["strategies"]) == set(wanted)
@@ -172,11 +172,14 @@ def test_mapreduce_makes_a_lost_block_again(session: Any, tmp_path: Path) -> Non
 
 def test_least_squares_on_a_frame_finds_the_same_line(session: Any) -> None:
     estimators = pytest.importorskip("unisono.estimators", reason="the estimators need scikit-learn")
+    pandas = pytest.importorskip("pandas")
     if not HOUSING.exists():
         pytest.skip(f"{HOUSING} is not there")
-    table = session.read.csv(str(HOUSING), header=True, inferSchema=True).drop("ocean_proximity").na.drop()
+    names = HOUSING.read_text().partition("\n")[0].split(",")
+    schema = ", ".join(f"{name} {'string' if name == 'ocean_proximity' else 'double'}" for name in names)
+    table = session.read.csv(str(HOUSING), header=True, schema=schema).drop("ocean_proximity").na.drop()
     found = estimators.LeastSquares(on=un.on.spark(session), workers=2).fit(table, "median_house_value")
-    rows = table.toPandas()
+    rows = pandas.read_csv(HOUSING).drop(columns="ocean_proximity").dropna()
     y = rows.pop("median_house_value").to_numpy()
     x = np.column_stack([rows.to_numpy(dtype=np.float64), np.ones(len(y))])
     wanted = np.linalg.lstsq(x, y, rcond=None)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from ssh_hosts import SshHosts, why_not
 
 import unisono as un
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +70,7 @@ def test_a_host_that_cannot_be_reached_is_named(command: Command, hosts: SshHost
     assert "127.0.0.1: ssh: connect to host 127.0.0.1 port 2222: Connection refused" in ended.err
 
 
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="no ssh: apt-get install openssh-client")
 @pytest.mark.parametrize(
     ("names", "told"),
     [

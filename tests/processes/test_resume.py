@@ -101,7 +101,7 @@ def run_until_killed(script: Path, folder: Path, **variables: str) -> int:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **variables}
     command = [sys.executable, "-m", "unisono", "run", "-n", "2", str(script)]
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while len(list(folder.glob("step-*"))) < 3:
         assert time.monotonic() < deadline, process.communicate()
         assert process.poll() is None, process.communicate()

@@ -86,7 +86,7 @@ class Ranks:
             command = [sys.executable, "program.py", *map(str, args), str(self.folder)]
             started.append(subprocess.Popen(command, cwd=self.folder, env=env, text=True))
         self.processes += started
-        return [process.wait(timeout=110) for process in started]
+        return [process.wait(timeout=280) for process in started]
 
     def found(self, *ranks: int) -> list[dict[str, Any]]:
         return [json.loads((self.folder / f"rank{r}.json").read_text()) for r in ranks]
@@ -151,7 +151,7 @@ def test_programs_that_close_nothing_end_by_themselves(tmp_path: Path) -> None:
     )
     env = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "unisono", "run", "-n", "3", str(script)]
-    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=110, check=False)
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=False)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("done") == 3
 
@@ -182,7 +182,7 @@ def test_hogwild_shares_memory_between_processes() -> None:
         replica.close()
         return seen, whole.weight.flatten().tolist(), int(loss < 1e-3)
 
-    results = un.launch(work, workers=3, timeout_s=110)
+    results = un.launch(work, workers=3, timeout_s=280)
     for seen, weights, converged in results:
         assert seen == 0.5
         assert weights == results[0][1]
@@ -200,5 +200,5 @@ def test_hogwild_without_shared_memory_is_refused() -> None:
             return str(error)
         return ""
 
-    for told in un.launch(work, workers=2, timeout_s=110):
+    for told in un.launch(work, workers=2, timeout_s=280):
         assert "memory in common" in told

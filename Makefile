@@ -7,14 +7,14 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ENGINES := $(VENV)/.engines
-# Several tests at a time, and two files at a time (an engine's tests share its cluster): what does not depend on how
-# long things take. The others one after the other.
-STEADY := $(addprefix tests/processes/test_,ddp_parity.py zero_processes.py estimator_processes.py)
+# Several tests at a time (FAST), or several files (FILES: an engine's tests share its cluster, and wait for processes
+# more than they compute): what does not depend on how long things take. The others one after the other.
+STEADY := $(addprefix tests/processes/test_,zero_processes.py estimator_processes.py)
 FAST   := tests/unit tests/conformance $(STEADY)
 TRAIN  := $(addprefix tests/processes/test_,examples.py server_processes.py resume.py local_training.py \
-	strategy_processes.py)
+	strategy_processes.py ddp_parity.py)
 SLOW   := tests/processes tests/network $(addprefix --ignore=,$(STEADY) $(TRAIN))
-PAIRS  := -rs -n 2 --dist loadfile --timeout=300 --durations=15
+FILES  := -rs -n 3 --dist loadfile --timeout=300 --durations=15
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
@@ -26,11 +26,11 @@ demo: $(STAMP)
 test: check network-tools engine-tools $(ENGINES)
 	$(BIN)/python -m pytest -q --doctest-modules --ignore-glob='*_triton.py' src
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal $(FAST)
-	$(BIN)/python -m pytest $(PAIRS) tests/engines $(TRAIN)
+	$(BIN)/python -m pytest $(FILES) tests/engines $(TRAIN)
 	$(BIN)/python -m pytest --durations=15 $(SLOW)
 
 engines: engine-tools $(ENGINES)
-	$(BIN)/python -m pytest $(PAIRS) tests/engines
+	$(BIN)/python -m pytest $(FILES) tests/engines
 
 check: $(STAMP)
 	$(BIN)/ruff check .

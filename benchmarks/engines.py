@@ -322,7 +322,7 @@ def results(rounds: list[dict[str, Pair]]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4, help="an even number: the order is turned around")
     parser.add_argument("--turns", type=int, default=8, help="of each side in a round")
     parser.add_argument("--steps", type=int, default=8, help="in a turn")
     parser.add_argument("--engines", default=",".join(ENGINES), help="which, with commas between; default: all")

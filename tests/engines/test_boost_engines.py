@@ -71,9 +71,8 @@ def test_a_table_is_boosted_where_it_lies_to_the_librarys_own_model(engine: str,
     assert (model.n_rows_, list(model.feature_names_in_)) == (len(y), NAMES)
 
 
-@pytest.mark.parametrize("engine", ["on_ray", "on_spark"])
-def test_arrays_are_sent_to_the_workers_and_classes_come_back(engine: str, request: Any) -> None:
-    on, _ = request.getfixturevalue(engine)
+def test_arrays_are_sent_to_the_workers_and_classes_come_back(on_ray: Any) -> None:
+    on, _ = on_ray
     x, y = table()
     labels = np.where(y > np.median(y), "high", "low")
     settings = {**SMALL, "min_child_samples": 1, "min_child_weight": 3.0}  # a leaf's rows are estimated otherwise

@@ -193,6 +193,7 @@ def test_gradients_are_still_there_after_the_step_and_are_pushed_once() -> None:
         optimizer.step()
         assert_same(before, [p.grad for p in model.parameters() if p.grad is not None])
         assert replica.progress() == [1, 1]
+        world.barrier()  # nobody goes on before all have looked
         optimizer.step(closure=lambda: loss_of(model, batch(1, world.rank)).backward())
         assert replica.progress() == [2, 2]
         assert replica.step == 2

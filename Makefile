@@ -14,7 +14,7 @@ FAST   := tests/unit tests/conformance $(STEADY)
 TRAIN  := $(addprefix tests/processes/test_,examples.py server_processes.py resume.py local_training.py \
 	strategy_processes.py ddp_parity.py)
 SLOW   := tests/processes tests/network $(addprefix --ignore=,$(STEADY) $(TRAIN))
-FILES  := -rs -n 3 --dist loadfile --timeout=300 --durations=15
+FILES  := -rs -n 2 --dist loadfile --timeout=300 --durations=15
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from unisono.offload import strips
+from unisono.offload.optimizers import rule_for
+from unisono.offload.segments import Segments
 from unisono.offload.stepper import Block, Run, Stepper
 
 SIZES = (5, 300_000, 33, 16, 1, 300_001)  # several cells; borders that are no multiple of a vector
@@ -328,6 +330,15 @@ def test_many_blocks_are_stepped_one_by_one() -> None:
     assert not torch.equal(lines[2].master[a:b], lines[2].values[0])
     assert stepper.scalars(1) is None
     assert stepper.scalars(2) == {"step": 1.0}
+
+
+def test_cells_are_counted_from_the_beginning_of_a_part() -> None:
+    segments = Segments([Run(0, 150, 0), Run(160, 1000, 1)], 1000, 2)
+    batches = segments.batches([], rule_for(torch.optim.SGD([torch.zeros(1)], lr=0.1)))
+    cells = segments.cells(batches, 100, 500, 128)
+    assert [[(low, high) for _, low, high in cell] for cell in cells] == [
+        [(100, 150), (160, 228)], [(228, 356)], [(356, 484)], [(484, 500)]
+    ]  # fmt: skip
 
 
 def begun_pair(threads: int) -> tuple[Stepper, list[Tensor], list[torch.nn.Parameter], torch.optim.Optimizer]:

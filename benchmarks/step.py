@@ -126,7 +126,7 @@ def ledger_seconds() -> float:
     """What the ledger's own work costs a step of ten collectives and ten spans."""
     import time
 
-    from unisono.ledger import Ledger, Record
+    from unisono.world.ledger import Ledger, Record
 
     ledger, steps = Ledger(), 2000
     start = time.perf_counter()

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from unisono.callbacks import Callback, EarlyStopping
     from unisono.checkpoint import CheckpointError, Loaded, load, save
-    from unisono.checkpoint_plain import read_checkpoint
+    from unisono.checkpoint.plain import read_checkpoint
     from unisono.data import Shard, shard
     from unisono.footprint import memory
     from unisono.launchers import EngineError, WorkerError, launch, on
     from unisono.map_reduce import mapreduce
-    from unisono.normalization import sync_batch_norm
     from unisono.strategy import Replica, Strategy, parallel
+    from unisono.sync_batch_norm import sync_batch_norm
     from unisono.trainer import Trainer
-    from unisono.transports.simulated import simulate
-    from unisono.transports.threads import run_threads
     from unisono.world import Handle, Mismatch, PeerLost, World, join
+    from unisono.world.transports.simulated import simulate
+    from unisono.world.transports.threads import run_threads
 
 __version__ = "0.1.0"
 
@@ -43,12 +43,12 @@ _LAZY = {
     "memory": "unisono.footprint",
     "on": "unisono.launchers",
     "parallel": "unisono.strategy",
-    "read_checkpoint": "unisono.checkpoint_plain",
-    "run_threads": "unisono.transports.threads",
+    "read_checkpoint": "unisono.checkpoint.plain",
+    "run_threads": "unisono.world.transports.threads",
     "save": "unisono.checkpoint",
     "shard": "unisono.data",
-    "simulate": "unisono.transports.simulated",
-    "sync_batch_norm": "unisono.normalization",
+    "simulate": "unisono.world.transports.simulated",
+    "sync_batch_norm": "unisono.sync_batch_norm",
 }
 
 __all__ = [

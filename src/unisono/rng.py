@@ -17,7 +17,7 @@ __all__ = ["capture", "derive", "restore", "seed_all"]
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """The states of all generators, as plain values that `unisono.state.pack` takes."""
+    """The states of all generators, as plain values that `unisono.packing.pack` takes."""
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.launchers import status
+from unisono.runtime import status
 from unisono.world import World, join
 
 Buffers = Literal["average", "broadcast", "local"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unisono.reduction import Reduction
+from unisono.exchange.reduction import Reduction
 from unisono.strategy import Replica, Strategy
 from unisono.world import World
 

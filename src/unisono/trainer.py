@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from unisono.callbacks import SPLIT, Callback, Display, EarlyStopping, History, Logs
 from unisono.checkpoint import load, save
 from unisono.data import Shard, shard
-from unisono.shard_settings import Settings
+from unisono.data.settings import Settings
 from unisono.strategy import Strategy, parallel
 from unisono.world import World, join
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from unisono import state as packing
+from unisono import packing
 from unisono.buckets import Bucket
 from unisono.reducer import Reduced, Reducer, State
 from unisono.spec import build, describe, names
-from unisono.transports.threads import run_threads
 from unisono.world import World
+from unisono.world.transports.threads import run_threads
 
 Form = Callable[[list[Tensor], int, int], int]
 

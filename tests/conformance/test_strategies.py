@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import unisono as un
-from unisono import state as packing
+from unisono import packing
 from unisono.spec import build, describe, names
-from unisono.transports.threads import run_threads
 from unisono.world import World
+from unisono.world.transports.threads import run_threads
 
 SPECS: dict[str, str] = {  # name: a spec to test it with, where the bare name will not do
     "local_sgd": "local_sgd(every=3, start=1)",

@@ -95,8 +95,8 @@ def nccl_alone() -> dict[str, object]:
     """Every operation of the NCCL transport, in a group of one: what one device can show of it."""
     import torch.distributed as dist
 
-    from unisono.transports.nccl import NcclTransport
     from unisono.world import World
+    from unisono.world.transports.nccl import NcclTransport
 
     device = torch.device("cuda", 0)
     store = dist.HashStore()

@@ -14,13 +14,13 @@ from typing import Any, ClassVar
 import pytest
 
 import unisono as un
-from unisono.launchers.engine import Engine, Work
+from unisono.launchers.engines.engine import Engine, Work
 
 pytestmark = pytest.mark.timeout(120)
 
 
 class Agents:
-    """See unisono.launchers.engine.Started."""
+    """See unisono.launchers.engines.engine.Started."""
 
     def __init__(self, processes: list[subprocess.Popen[bytes]]) -> None:
         self.processes = processes

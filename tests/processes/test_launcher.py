@@ -201,7 +201,7 @@ def test_exception_in_one_rank_gives_one_report_and_stops_the_others(run_script,
     launched = run_script(
         PRELUDE
         + """
-from unisono.launchers import status
+from unisono.runtime import status
 def train():
     status.note(step=1234, doing="all_reduce grads/3")
     raise ValueError(" ".join(["the", "batch", "is", "bad"]))

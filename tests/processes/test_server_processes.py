@@ -31,7 +31,7 @@ PROGRAM = """
     model = nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 2)).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     if os.environ.get("DIES") == str(rank) and "own" in spec:  # a server: it dies while it serves
-        from unisono.serving import server
+        from unisono.strategies.parameter_server import server
         push = server.Server.push
         def deadly(self, worker, grads, settings=None):
             if self.version == dies_at:

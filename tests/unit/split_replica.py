@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 import unisono as un
-from unisono.pieces import Piece, Stored
-from unisono.transports.threads import run_threads
+from unisono.checkpoint.slices import Piece, Stored
 from unisono.world import World
+from unisono.world.transports.threads import run_threads
 
 State = dict[Any, Any]  # of tensors by name; of an optimizer's state by number
 

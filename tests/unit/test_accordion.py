@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unisono import World, run_threads
-from unisono import state as packing
+from unisono import World, packing, run_threads
 from unisono.buckets import Bucket
 from unisono.reducer import Reduced, Reducer, Stages, State, staged
 from unisono.reducers.accordion import accordion, critical

@@ -62,7 +62,7 @@ def imports(path: Path, *, top_level_only: bool = False) -> Iterator[str]:
 
 
 def part(module: str) -> str:
-    """`unisono.transports.threads` belongs to `transports`."""
+    """`unisono.world.transports.threads` belongs to `transports`."""
     return module.split(".")[1] if "." in module else ""
 
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import unisono as un
 from unisono.strategies.async_average import AsyncAverageReplica
-from unisono.transports import PeerLost
-from unisono.transports.threads import run_threads
 from unisono.world import World
+from unisono.world.transports import PeerLost
+from unisono.world.transports.threads import run_threads
 
 MODELS = threading.Lock()
 

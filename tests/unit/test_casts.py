@@ -11,8 +11,8 @@ from torch import Tensor
 
 from unisono import World, run_threads
 from unisono.buckets import Bucket
-from unisono.kernels import cast
 from unisono.reducer import Reducer
+from unisono.reducers import _cast as cast
 from unisono.reducers.bf16 import bf16
 from unisono.reducers.fp16 import fp16
 from unisono.spec import build

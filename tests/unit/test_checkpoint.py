@@ -17,10 +17,12 @@ import torch
 from safetensors.torch import load_file
 
 import unisono as un
-from unisono import checkpoint, checkpoint_folder, tensorfile
+from unisono import checkpoint
 from unisono.checkpoint import CheckpointError
-from unisono.transports.threads import run_threads
+from unisono.checkpoint import folder as checkpoint_folder
+from unisono.checkpoint import safetensors as tensorfile
 from unisono.world import World
+from unisono.world.transports.threads import run_threads
 
 
 def net(*, dropout: float = 0.0, norm: bool = False) -> torch.nn.Module:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import unisono as un
-from unisono import state as packing
-from unisono.fragments import divided
-from unisono.lanes import Handle
-from unisono.transports.threads import ThreadTransport, run_threads
+from unisono import packing
+from unisono.background import Handle
+from unisono.strategies._fragments import divided
 from unisono.world import PeerLost, World
+from unisono.world.transports.threads import ThreadTransport, run_threads
 
 TWO = [["0.weight"], ["0.bias", "2.weight", "2.bias"]]  # what two fragments of the model are
 

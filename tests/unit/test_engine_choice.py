@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 import unisono as un
 from unisono.cli import main
-from unisono.launchers.engine import Engine
-from unisono.launchers.mpi import Mpi
-from unisono.launchers.place import read_place
-from unisono.launchers.slurm import Slurm, job_script
-from unisono.meeting import attempt_of
+from unisono.launchers.engines.engine import Engine
+from unisono.launchers.engines.mpi import Mpi
+from unisono.launchers.engines.slurm import Slurm, job_script
+from unisono.runtime.place import read_place
+from unisono.world.stores import attempt_of
 
 SLURM = {
     "SLURM_JOB_ID": "7",
@@ -140,8 +140,8 @@ def test_every_engine_is_a_frozen_dataclass_with_a_name() -> None:
 
 
 def test_the_token_is_on_no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    from unisono.launchers import engine as engines
-    from unisono.launchers import mpi, slurm
+    from unisono.launchers.engines import engine as engines
+    from unisono.launchers.engines import mpi, slurm
 
     commands: list[list[str]] = []
     for module in (mpi, slurm):

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import unisono as un
-from unisono.exchange import Exchange
+from unisono.exchange.overlap import Exchange
 from unisono.footprint.formula import Facts, Flow, Lines, Moments, Setting, need, settings
 from unisono.footprint.report import Report
 from unisono.strategies.allreduce import AllReduceReplica

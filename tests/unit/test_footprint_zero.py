@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import unisono as un
 from unisono.offload.pipeline import Pipeline
-from unisono.sharding.replica import ZeroReplica
+from unisono.strategies.zero.replica import ZeroReplica
 
 Made = tuple[nn.Module, Tensor, Tensor]
 

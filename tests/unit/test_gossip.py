@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import unisono as un
 from unisono.kernels.quantise import bytes_nbytes
-from unisono.neighbours import neighbours
+from unisono.strategies._graphs import neighbours
 from unisono.strategies.gossip import LowPrecisionReplica
-from unisono.transports.threads import run_threads
 from unisono.world import World
+from unisono.world.transports.threads import run_threads
 
 MODELS = threading.Lock()
 GRAPHS = ["ring", "shift_one", "exponential", "all"]

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from unisono import World, run_threads
 from unisono.buckets import Bucket
-from unisono.kernels import cast
 from unisono.reducer import Reducer, Stages, State, finish, staged
+from unisono.reducers import _cast as cast
 from unisono.reducers.bf16 import bf16
 from unisono.reducers.dense import dense
 from unisono.reducers.error_feedback import error_feedback

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import unisono as un
-from unisono.transports.threads import run_threads
 from unisono.world import World
+from unisono.world.transports.threads import run_threads
 
 MODELS = threading.Lock()
 

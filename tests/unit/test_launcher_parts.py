@@ -9,9 +9,10 @@ import sys
 
 import pytest
 
-from unisono.launchers import environment, guard, status
+from unisono.launchers import environment, guard
+from unisono.launchers.failures import Failure, first_failure
 from unisono.launchers.output import Lines
-from unisono.launchers.report import Failure, first_failure
+from unisono.runtime import status
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])

@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from unisono import World, ledger, run_threads
-from unisono.ledger import Ledger, Record
-from unisono.report import Report
-from unisono.transports.messages import MessageTransport
+from unisono import World, run_threads
+from unisono.world import ledger
+from unisono.world.ledger import Ledger, Record
+from unisono.world.timeline import Report
+from unisono.world.transports.gloo import MessageTransport
 
 
 class Clock:

@@ -14,7 +14,7 @@ import scipy.sparse
 import torch
 
 import unisono as un
-from unisono.launchers.packed import Packed
+from unisono.launchers.engines.pickled import Packed
 from unisono.map_reduce import Job, mapreduce, run, spark
 from unisono.map_reduce.parcel import Mapped, handed_over, opened, split
 

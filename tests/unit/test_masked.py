@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from unisono import World, run_threads
-from unisono import state as packing
+from unisono import World, packing, run_threads
 from unisono.buckets import Bucket
-from unisono.parts import narrow, runs, widen
 from unisono.reducer import Reduced, Reducer, Stages, State, staged
+from unisono.reducers._subsets import narrow, runs, widen
 from unisono.reducers.bf16 import bf16
 from unisono.reducers.dense import dense
 from unisono.reducers.error_feedback import error_feedback

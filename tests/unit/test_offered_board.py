@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from unisono.launchers.board import OfferedBoard, open_offered
+from unisono.launchers.meeting_page import OfferedBoard, open_offered
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="boards are Linux's anonymous memory")
 

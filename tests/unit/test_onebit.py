@@ -14,9 +14,9 @@ from unisono.buckets import Bucket
 from unisono.reducer import Reducer
 from unisono.reducers.onebit import onebit
 from unisono.reducers.signsgd import signsgd
-from unisono.transports.simulated import simulate
-from unisono.transports.threads import run_threads
 from unisono.world import World
+from unisono.world.transports.simulated import simulate
+from unisono.world.transports.threads import run_threads
 
 SHAPES = [(40, 30), (7,), (), (0,), (1500,)]
 Inputs = Callable[[int, int], list[Tensor]]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import unisono as un
-from unisono.serving.server import Server, optimizer_over
-from unisono.transports.threads import run_threads
+from unisono.strategies.parameter_server.server import Server, optimizer_over
 from unisono.world import World
+from unisono.world.transports.threads import run_threads
 
 MODELS = threading.Lock()  # torch.manual_seed is the process's
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -418,8 +418,8 @@ def test_compressed_pushes_converge_and_send_less(spec: str, size: int) -> None:
 def test_feedback_sends_in_time_what_did_not_get_through() -> None:
     from unisono.kernels.noise import Noise
     from unisono.reducer import Codec
-    from unisono.serving.messages import Coder
-    from unisono.serving.server import Layout
+    from unisono.strategies.parameter_server.protocol import Coder
+    from unisono.strategies.parameter_server.server import Layout
 
     def half(x: Tensor, _: Noise) -> Tensor:
         return x.round().view(torch.uint8)
@@ -675,7 +675,7 @@ def test_bytes_sent_are_a_gradient_a_push_and_the_parameters_a_pull() -> None:
         replica.close()
         return sums
 
-    from unisono.serving.server import Layout
+    from unisono.strategies.parameter_server.server import Layout
 
     nbytes = Layout(make().parameters()).nbytes
     server_side, *workers = run_threads(work, 3)

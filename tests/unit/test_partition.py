@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unisono import partition
-from unisono.partition import balanced_parts, global_order, part_of, permutation
+from unisono.data import order as partition
+from unisono.data.order import balanced_parts, global_order, part_of, permutation
 
 SIZES = range(1, 6)
 GOLDEN = [6, 7, 8, 4, 11, 0, 1, 5, 10, 3, 9, 2]

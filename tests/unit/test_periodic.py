@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from unisono.periodic import PeriodicReplica
+from unisono.strategies._periodic import PeriodicReplica
 from unisono.strategy import Strategy
-from unisono.transports.threads import run_threads
 from unisono.world import World
+from unisono.world.transports.threads import run_threads
 
 
 class Meets(Strategy):

@@ -15,11 +15,15 @@ from safetensors.torch import load_file
 from split_replica import State, change_pieces, check_same, damage, make, save_split, save_whole, state_of, train
 
 import unisono as un
-from unisono import checkpoint_folder, checkpoint_plain, cli, pieces, tensorfile
+from unisono import cli
 from unisono.checkpoint import CheckpointError
-from unisono.pieces import Piece, Span, Stored, uncovered
-from unisono.transports.threads import run_threads
+from unisono.checkpoint import folder as checkpoint_folder
+from unisono.checkpoint import plain as checkpoint_plain
+from unisono.checkpoint import safetensors as tensorfile
+from unisono.checkpoint import slices as pieces
+from unisono.checkpoint.slices import Piece, Span, Stored, uncovered
 from unisono.world import World
+from unisono.world.transports.threads import run_threads
 
 # Pieces ---------------------------------------------------------------------------------------------------
 
@@ -136,8 +140,8 @@ def test_state_larger_than_memory_is_saved_loaded_and_exported(tmp_path: Path) -
     """128 MiB that are never in memory at once: the process grows by a fraction of it."""
     script = """
 import resource, sys, torch, unisono as un
-from unisono.checkpoint_plain import export_model
-from unisono.pieces import Piece
+from unisono.checkpoint.plain import export_model
+from unisono.checkpoint.slices import Piece
 count = 32 << 20
 model = torch.nn.Linear(1, 1, bias=False)
 replica = un.parallel(model, torch.optim.SGD(model.parameters(), lr=1), world=un.World())

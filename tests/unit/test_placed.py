@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import unisono as un
-from unisono.launchers.parts import PartFiles, listing
-from unisono.placed import Part, batches, prefix
+from unisono.data.tables import Part, batches, prefix
+from unisono.launchers.table_files import PartFiles, listing
 
 COUNTS = [[5], [3, 3], [7, 1], [1, 1, 9], [4, 4, 4, 1]]
 

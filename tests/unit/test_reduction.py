@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 import unisono as un
 from unisono.buckets import Bucket
+from unisono.exchange.reduction import Reduction
 from unisono.reducer import Reduced, Reducer, Stages, State, rescale, residual_like, staged
-from unisono.reduction import Reduction
 from unisono.spec import build
 from unisono.strategies.allreduce import allreduce
-from unisono.transports.threads import run_threads
 from unisono.world import World
+from unisono.world.transports.threads import run_threads
 
 
 def halves(log: list[Any] | None = None, waits: Any = None) -> Reducer:

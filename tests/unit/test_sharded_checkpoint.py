@@ -28,9 +28,9 @@ from split_replica import (
 
 import unisono as un
 from unisono.checkpoint import CheckpointError
-from unisono.pieces import Piece
-from unisono.transports.threads import run_threads
+from unisono.checkpoint.slices import Piece
 from unisono.world import World
+from unisono.world.transports.threads import run_threads
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from unisono.state import from_bytes, pack, to_bytes, unpack
+from unisono.packing import from_bytes, pack, to_bytes, unpack
 
 DTYPES = sorted(
     {
@@ -253,7 +253,7 @@ def test_trees_that_pack_never_writes_are_refused(tree):
 
 
 def test_the_module_needs_no_safetensors_and_no_pickle():
-    code = "import unisono.state, sys; assert 'safetensors' not in sys.modules; print(unisono.state.__file__)"
+    code = "import unisono.packing, sys; assert 'safetensors' not in sys.modules; print(unisono.packing.__file__)"
     path = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     with open(path) as file:
         assert "import pickle" not in file.read()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unisono.lanes import Handle
+from unisono.background import Handle
 from unisono.offload import disk as disk_module
 from unisono.offload.disk import Disk, DiskError, Slot
 from unisono.offload.stepper import Block, Run, Stepper, disk_bytes

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unisono import World, run_threads
-from unisono import state as packing
+from unisono import World, packing, run_threads
 from unisono.buckets import Bucket
 from unisono.reducer import Reduced, Reducer, State
 from unisono.reducers.bf16 import bf16

@@ -16,12 +16,12 @@ import torch.distributed as dist
 import unisono as un
 from collective_matrix import CHECKS, DTYPES, check_dtype, check_equal, check_letters, reference, values
 from unisono import Mismatch, PeerLost, World, run_threads
-from unisono.lanes import Lane
-from unisono.transports.arithmetic import combine
-from unisono.transports.board import ROW
-from unisono.transports.hosts import HostsTransport
-from unisono.transports.messages import MessageTransport
-from unisono.transports.shared import SharedTransport
+from unisono.background import Lane
+from unisono.world.transports.arithmetic import combine
+from unisono.world.transports.gloo import MessageTransport
+from unisono.world.transports.meeting_page import ROW
+from unisono.world.transports.shared import SharedTransport
+from unisono.world.transports.two_level import HostsTransport
 
 
 def on_threads(fn: Callable[[World], Any], make: Callable[[int], World], size: int) -> list[Any]:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import unisono as un
-from unisono.sharding.units import choose, units_by_module
-from unisono.transports.threads import run_threads
+from unisono.strategies.zero.units import choose, units_by_module
 from unisono.world import World
+from unisono.world.transports.threads import run_threads
 
 MODELS = threading.Lock()  # torch.manual_seed is the process's
 WIDTH, VOCABULARY, LENGTH = 8, 11, 5

@@ -16,9 +16,9 @@ import unisono as un
 from unisono.offload import disk
 from unisono.offload.disk import DiskError
 from unisono.offload.host import available_bytes
-from unisono.sharding import offloading
-from unisono.transports.threads import run_threads
+from unisono.strategies.zero import offloading
 from unisono.world import World
+from unisono.world.transports.threads import run_threads
 
 PLACES = [("cpu", "device"), ("disk", "device"), ("cpu", "cpu"), ("disk", "cpu"), ("disk", "disk")]
 MATRIX = [

@@ -10,8 +10,8 @@ import torch
 
 from unisono.boost.rows import Shard, agreed, shard_of
 from unisono.boost.task import Boosted, Evals, Task, library_of
+from unisono.data.tables import Part
 from unisono.map_reduce.parcel import opened, split
-from unisono.placed import Part
 from unisono.world import World, join
 
 __all__ = ["fit_in_world", "work"]

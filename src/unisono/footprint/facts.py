@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from unisono.footprint.formula import Facts, Flow, Lines
 from unisono.footprint.trace import Loss, OptimizerState, activations, fake_mode, optimizer_state
 from unisono.footprint.watch import Peaks
-from unisono.sharding.units import Unit, unit_bytes_for, units_by_module, units_by_size
+from unisono.strategies.zero.units import Unit, unit_bytes_for, units_by_module, units_by_size
 
 
 def find(

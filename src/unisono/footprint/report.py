@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from unisono.footprint.formula import Facts, Need, Setting, need, settings
 from unisono.footprint.machine import Machine
-from unisono.grammar import parse
 from unisono.sizes import show_size
+from unisono.spec.grammar import parse
 
 _BEST = 5  # of the settings that fit, so many are spelled out
 

@@ -27,8 +27,8 @@ from unisono.footprint.machine import machine
 from unisono.footprint.report import Report
 from unisono.footprint.trace import fake, fake_mode
 from unisono.footprint.watch import Watch
-from unisono.transports.simulated import simulate
 from unisono.world import World, enter
+from unisono.world.transports.simulated import simulate
 
 __all__ = ["ScriptError", "of_script"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from unisono.launchers.report import EngineError, WorkerError
+from unisono.launchers.failures import EngineError, WorkerError
 
 if TYPE_CHECKING:
     from unisono.launchers import on
-    from unisono.launchers.engine import Engine
+    from unisono.launchers.engines.engine import Engine
     from unisono.launchers.output import Mode
 
 __all__ = ["EngineError", "WorkerError", "launch", "on"]
@@ -51,13 +51,13 @@ def launch(
     >>> launch(pow, workers=2, args=(2, 10))
     [1024, 1024]
     """
-    from unisono.launchers.function import run_function
+    from unisono.launchers.calls import run_function
 
     if not isinstance(args, Sequence) or isinstance(args, str) or not isinstance(kwargs, Mapping | None):
         raise TypeError(f"launch: got args={args!r}, kwargs={kwargs!r}; expected a tuple and a dict, as in args=(0.1,)")
 
     if on is not None:
-        from unisono.launchers.engine import Engine
+        from unisono.launchers.engines.engine import Engine
 
         if not isinstance(on, Engine):
             raise TypeError(f"launch: got on={on!r}; expected an engine of un.on, such as un.on.mpi()")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 
-from unisono.launchers.report import Failure
+from unisono.launchers.failures import Failure
 
 __all__ = ["Child", "exit_status", "pid_fd"]
 

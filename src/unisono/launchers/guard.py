@@ -1,8 +1,9 @@
 """The guard: ends what a run left behind, also when the launcher itself was killed with SIGKILL.
 
 Started by file as `python -I -S guard.py RUN_ID LAUNCHER_PID`, before which the kernel has already ended the workers
-(they ask for it, see worker.py); the guard ends *their* children. A process belongs to a run when it carries the run's
-identity in its environment or when a worker leads its session, so a child that made itself a daemon is found as well.
+(they ask for it, see worker/program.py); the guard ends *their* children. A process belongs to a run when it carries
+the run's identity in its environment or when a worker leads its session, so a child that made itself a daemon is found
+as well.
 
 What ends processes must not mistake them: a run's identity is 24 random hexadecimal digits, looked for as a whole word
 of one variable, and anything else is refused.

@@ -26,13 +26,13 @@ from functools import partial
 from pathlib import Path
 
 from unisono.launchers import guard
-from unisono.launchers.anonymous import anonymous_file
 from unisono.launchers.child import Child, exit_status, pid_fd
 from unisono.launchers.environment import worker_environment
+from unisono.launchers.failures import SETTLE_S, Described, Failure, Outcome, from_exit, from_message, outcome_of
 from unisono.launchers.output import Mode, Output, OutputClosed
-from unisono.launchers.report import SETTLE_S, Described, Failure, Outcome, from_exit, from_message, outcome_of
-from unisono.launchers.status import StatusPage
 from unisono.launchers.store import HostedStore
+from unisono.runtime.memfd import anonymous_file
+from unisono.runtime.status import StatusPage
 
 __all__ = ["Job", "LocalRun", "Outcome", "TimedOut"]
 
@@ -52,7 +52,7 @@ class TimedOut(Exception):
 class Job:
     """What to start, and how."""
 
-    program: Sequence[str]  # arguments of worker.py: script and its arguments, or -m module ..., or --function
+    program: Sequence[str]  # arguments of worker/program.py: script and its arguments, or -m module ..., or --function
     workers: int
     threads: int | None = None
     output: Mode = "auto"
@@ -134,7 +134,7 @@ class LocalRun:
         streams = self.output.open(rank)
         try:
             process = subprocess.Popen(
-                [sys.executable, str(_FOLDER / "worker.py"), *self.job.program],
+                [sys.executable, str(_FOLDER / "worker" / "program.py"), *self.job.program],
                 env=self._environment(rank, descriptors),
                 pass_fds=tuple(descriptors.values()),
                 start_new_session=True,

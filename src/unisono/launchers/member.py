@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unisono.launchers.channel import Channel
-from unisono.launchers.report import Failure, from_exit, from_message
+from unisono.launchers.failures import Failure, from_exit, from_message
 
 __all__ = ["Member"]
 

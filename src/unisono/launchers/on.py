@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from unisono.launchers.mpi import Mpi as mpi
-from unisono.launchers.ray import Ray as ray
-from unisono.launchers.slurm import Slurm as slurm
-from unisono.launchers.spark import Spark as spark
-from unisono.launchers.ssh import Ssh as ssh
-from unisono.launchers.torchrun import Torchrun as torchrun
+from unisono.launchers.engines.mpi import Mpi as mpi
+from unisono.launchers.engines.ray import Ray as ray
+from unisono.launchers.engines.slurm import Slurm as slurm
+from unisono.launchers.engines.spark import Spark as spark
+from unisono.launchers.engines.ssh import Ssh as ssh
+from unisono.launchers.engines.torchrun import Torchrun as torchrun
 
 __all__ = ["mpi", "ray", "slurm", "spark", "ssh", "torchrun"]

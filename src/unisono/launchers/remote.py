@@ -23,14 +23,14 @@ from functools import partial
 from typing import Any
 
 from unisono.launchers import guard
-from unisono.launchers.board import OfferedBoard
 from unisono.launchers.channel import GREETING_S, Channel, Frame, keep_alive
-from unisono.launchers.engine import Engine, EngineError, Started, Work, agent_command
+from unisono.launchers.engines.engine import Engine, EngineError, Started, Work, agent_command
 from unisono.launchers.environment import worker_environment
+from unisono.launchers.failures import SETTLE_S, Described, Failure, Outcome, first_failure, outcome_of
 from unisono.launchers.local import Job, TimedOut
+from unisono.launchers.meeting_page import OfferedBoard
 from unisono.launchers.member import Member
 from unisono.launchers.output import Output, OutputClosed
-from unisono.launchers.report import SETTLE_S, Described, Failure, Outcome, first_failure, outcome_of
 from unisono.launchers.store import HostedStore
 
 __all__ = ["RemoteRun"]

@@ -10,7 +10,7 @@ from socket import create_server
 
 __all__ = ["HostedStore"]
 
-_WORKER = Path(__file__).with_name("worker.py")
+_WORKER = Path(__file__).parent / "worker" / "program.py"
 
 
 class HostedStore:
@@ -27,7 +27,7 @@ class HostedStore:
         return self._process is not None
 
     def start(self, env: Mapping[str, str]) -> None:
-        """Serve. `env` names this process as the launcher, with which the store ends (see worker.py)."""
+        """Serve. `env` names this process as the launcher, with which the store ends (see worker/program.py)."""
         descriptor = self.listener.fileno()
         self._process = subprocess.Popen(
             [sys.executable, str(_WORKER), "--store", str(descriptor), str(self.address[1])],

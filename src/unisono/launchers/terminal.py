@@ -8,9 +8,9 @@ import time
 from types import FrameType
 from typing import Protocol
 
+from unisono.launchers.failures import Outcome
 from unisono.launchers.local import Job, LocalRun
 from unisono.launchers.output import Output, OutputClosed
-from unisono.launchers.report import Outcome
 
 __all__ = ["run_in_terminal"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unisono.placed import Part
+from unisono.data.tables import Part
 
 __all__ = ["bounds", "handed_over", "opened", "split"]
 

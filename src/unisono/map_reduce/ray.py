@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from unisono.launchers.packed import Packed
-from unisono.launchers.ray import is_dataset, read_dataset, split_dataset
+from unisono.data.tables import Part
+from unisono.launchers.engines.pickled import Packed
+from unisono.launchers.engines.ray import is_dataset, read_dataset, split_dataset
 from unisono.map_reduce.combining import Found, answered, in_order, merged, opened
 from unisono.map_reduce.parcel import split
 from unisono.map_reduce.rounds import Job, Round
-from unisono.placed import Part
 
 __all__ = ["run"]
 

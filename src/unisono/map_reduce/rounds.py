@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unisono import state as packing
+from unisono import packing
 from unisono.world import PeerLost, World
 
 __all__ = ["Ask", "Job", "Round", "run_in_world"]

@@ -21,13 +21,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from unisono.launchers.packed import Packed
-from unisono.launchers.parts import arrow_columns
-from unisono.launchers.spark import is_frame, is_rdd
+from unisono.data.tables import Part
+from unisono.launchers.engines.pickled import Packed
+from unisono.launchers.engines.spark import is_frame, is_rdd
+from unisono.launchers.table_files import arrow_columns
 from unisono.map_reduce.combining import Found, answered, in_order, merged, opened
 from unisono.map_reduce.parcel import split
 from unisono.map_reduce.rounds import Job, Round
-from unisono.placed import Part
 
 __all__ = ["run"]
 

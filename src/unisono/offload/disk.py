@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unisono.lanes import Handle
+from unisono.background import Handle
 from unisono.offload.requests import ALIGNMENT, FULL, DiskError, Kind, Requests, aligned, buffer, memory_of
 
 __all__ = [

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unisono.lanes import Handle
+from unisono.background import Handle
 from unisono.offload.disk import Disk, Slot, aligned
 
 Dtypes = Mapping[str, torch.dtype]

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from unisono.lanes import Lane
+from unisono.background import Lane
 from unisono.offload.device import SLOTS, DeviceLanes, Ranges, Scale
 from unisono.offload.disk import Disk
 from unisono.offload.lines import Access, HostPart, Line, Unit, master_dtype

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from unisono.lanes import Handle
+from unisono.background import Handle
 
 ALIGNMENT = 4096  # bytes: what direct I/O asks of file offsets, lengths and addresses on the devices in use
 FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.buckets import Bucket
-from unisono.parts import Part, finite, in_parts, keep_where
 from unisono.reducer import Reduced, Reducer, Stages, State, residual_like, staged
+from unisono.reducers._subsets import Part, finite, in_parts, keep_where
 from unisono.world import World
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from unisono.kernels.noise import Noise
 from unisono.kernels.quantise import bytes_nbytes, decode_bytes, encode_bytes
-from unisono.quantised import Wire, checked_block, quantised
 from unisono.reducer import Reducer
+from unisono.reducers._quantised import Wire, checked_block, quantised
 
 
 def bytegrad(*, block: int = 2048) -> Reducer:

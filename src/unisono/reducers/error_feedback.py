@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from unisono.buckets import Bucket
-from unisono.parts import finite
 from unisono.reducer import Reduced, Reducer, Stages, State, rescale, residual_like, staged, stages_of
+from unisono.reducers._subsets import finite
 from unisono.world import World
 
 _CHUNK = 1 << 18  # numbers added at a time: what was written is still in the cache when it is copied

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from unisono.buckets import Bucket
-from unisono.kernels.cast import cast_bytes, cast_codec, cast_stages
 from unisono.reducer import Reducer, Stages, State, staged
+from unisono.reducers._cast import cast_bytes, cast_codec, cast_stages
 from unisono.world import World
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.buckets import Bucket
-from unisono.parts import finite, keep_where, lines_of, mean_in_place
 from unisono.reducer import Reduced, Reducer, Stages, State, rescale_inside, staged, stages_of
+from unisono.reducers._subsets import finite, keep_where, lines_of, mean_in_place
 from unisono.world import World
 
 

@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 from torch.optim import Optimizer
 
 from unisono.buckets import Bucket
-from unisono.parts import Part, in_parts, runs, widen
 from unisono.reducer import Reducer, Stages, State, all_reduce_bytes, staged
+from unisono.reducers._subsets import Part, in_parts, runs, widen
 from unisono.world import World
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from unisono.kernels.quantise import Levels
-from unisono.quantised import quantised, whole_number, wire_of
 from unisono.reducer import Reducer
+from unisono.reducers._quantised import quantised, whole_number, wire_of
 
 
 def nuqsgd(bits: int = 4, *, block: int = 8192, elias: bool = False, seed: int = 0) -> Reducer:

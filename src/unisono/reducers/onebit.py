@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from unisono.buckets import Bucket
-from unisono.quantised import line_for, put, working_dtype
 from unisono.reducer import Reduced, Reducer, Stages, State, rescale, residual_like, staged
-from unisono.signs import Signs, signs_of
+from unisono.reducers._quantised import line_for, put, working_dtype
+from unisono.reducers._signs import Signs, signs_of
 from unisono.world import World
 
 

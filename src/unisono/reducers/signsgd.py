@@ -10,9 +10,9 @@ from torch import Tensor
 from unisono.buckets import Bucket
 from unisono.kernels.bits import pack, unpack
 from unisono.kernels.noise import Noise, bits, noise
-from unisono.quantised import line_for, part_length, parts_of, put, whole_number
 from unisono.reducer import Reduced, Reducer, Stages, State, staged
-from unisono.signs import Signs, signs_of
+from unisono.reducers._quantised import line_for, part_length, parts_of, put, whole_number
+from unisono.reducers._signs import Signs, signs_of
 from unisono.world import World
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from unisono.buckets import Bucket
-from unisono.parts import mean_in_place
 from unisono.reducer import Reducer, Stages, State, staged, stages_of
+from unisono.reducers._subsets import mean_in_place
 from unisono.world import World
 
 

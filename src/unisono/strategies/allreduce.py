@@ -12,12 +12,13 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unisono.buckets import BUCKET_BYTES, LARGE_BUCKET_BYTES
-from unisono.exchange import Counter, Exchange
-from unisono.normalization import move_batch_norm
+from unisono.exchange.overlap import Exchange
+from unisono.exchange.reduction import Reduction, check_real, overlap_pays
+from unisono.exchange.windows import Counter
 from unisono.reducer import Reducer
 from unisono.reducers.dense import dense
-from unisono.reduction import Reduction, check_real, overlap_pays
 from unisono.strategy import Replica, Strategy, share, share_buffers
+from unisono.sync_batch_norm import move_batch_norm
 from unisono.world import World
 
 

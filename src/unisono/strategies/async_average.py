@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unisono.background import Lane
 from unisono.buckets import BUCKET_BYTES
-from unisono.exchange import Exchange
-from unisono.lanes import Lane
-from unisono.neighbours import ApartReplica, Lines
+from unisono.exchange.overlap import Exchange
+from unisono.exchange.reduction import Reduction, overlap_pays
 from unisono.reducers.dense import dense
-from unisono.reduction import Reduction, overlap_pays
+from unisono.strategies._graphs import ApartReplica, Lines
 from unisono.strategy import Replica, Strategy, check_count
 from unisono.world import World
 

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono.anchors import AnchoredReplica
 from unisono.buckets import BUCKET_BYTES
-from unisono.fragments import Fragment, check_settings
 from unisono.reducer import Reducer
+from unisono.strategies._anchored import AnchoredReplica
+from unisono.strategies._fragments import Fragment, check_settings
 from unisono.strategy import Buffers, Replica, Strategy, check_count
 from unisono.world import World
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.kernels.quantise import bytes_nbytes, decode_bytes, encode_bytes
-from unisono.neighbours import ApartReplica, Graph, Lines, Neighbours, Received, neighbours, swap
+from unisono.strategies._graphs import ApartReplica, Graph, Lines, Neighbours, Received, neighbours, swap
 from unisono.strategy import Replica, Strategy, check_count
 from unisono.world import World
 

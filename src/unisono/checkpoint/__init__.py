@@ -1,0 +1,7 @@
+"""Checkpoints: a whole training run in a folder, written atomically, checksummed, for any number of workers."""
+
+from __future__ import annotations
+
+from unisono.checkpoint.checkpoint import CheckpointError, Loaded, load, newest, save, warn_of
+
+__all__ = ["CheckpointError", "Loaded", "load", "newest", "save", "warn_of"]

@@ -1,0 +1,396 @@
+"""Checkpoints: a whole training run in a folder, written atomically, checksummed, for any number of workers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from unisono import rng
+from unisono.checkpoint import folder as folders
+from unisono.checkpoint.slices import Held, Piece, uncovered
+from unisono.checkpoint.split import SPLIT, merged
+from unisono.packing import pack
+from unisono.world import World
+
+if TYPE_CHECKING:
+    from unisono.strategy import Replica
+
+__all__ = ["CheckpointError", "Loaded", "load", "newest", "save", "warn_of"]
+
+_VISIBLE_WITHIN_S = 5.0  # a network disk may show a new folder late
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that could not be written or read; raised on every rank alike."""
+
+
+class Loaded(NamedTuple):
+    """What `load` found: the checkpoint used, and those it had to skip, newest first, each with the reason."""
+
+    step: int
+    epoch: int
+    path: str
+    skipped: list[tuple[str, str]]
+    extra: Any
+
+
+# Saving ---------------------------------------------------------------------------------------------------
+
+
+def save(path: str | os.PathLike[str], replica: Replica, *, keep: int | None = 3, extra: Any = None) -> str:
+    """Write model, optimizer, strategy, shards, RNG and step as a new checkpoint in the folder `path`.
+
+    Every rank calls it with a path on a disk that all ranks see. It is written beside the others under a
+    hidden name and renamed when all of it is on the disk: a crash or a full disk leaves the former ones whole,
+    and a failure on any rank raises on every rank. The newest `keep` remain (None: all of them).
+    `extra` is any nested state that `unisono.packing.pack` takes: a scheduler's state, a GradScaler's, a
+    history; a rank whose `extra` is its own gets that back in a world of the same size.
+
+    Returns the checkpoint's own folder.
+
+    Example:
+        >>> un.save("run/checkpoint", replica, extra={"scheduler": scheduler.state_dict()})  # doctest: +SKIP
+    """
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise ValueError(f"keep is {keep!r}; expected how many checkpoints remain: at least 1, or None for all")
+    _check_replica("save", replica)
+    saving = _Saving(Path(path), replica, keep, extra)
+    world, what = replica.world, f"no checkpoint was written to {path}, the former ones are as they were"
+    try:
+        reports = _together(world, what, saving.prepare)
+        files = _together(world, what, lambda: saving.write(reports))
+        name = _together(world, what, lambda: saving.publish(files))[0]
+    except BaseException:
+        if world.rank == 0 and saving.writing is not None:
+            shutil.rmtree(saving.writing, ignore_errors=True)
+        raise
+    return str(Path(path) / name)
+
+
+def _check_replica(what: str, replica: object) -> None:
+    if not hasattr(replica, "world"):
+        raise TypeError(f"un.{what} takes the replica that un.parallel returned, got {type(replica).__name__}")
+
+
+class _Saving:
+    """One save, in three phases; after each, the ranks agree that all went well."""
+
+    def __init__(self, root: Path, replica: Replica, keep: int | None, extra: Any) -> None:
+        self.root, self.replica, self.keep, self.extra = root, replica, keep, extra
+        self.world = replica.world
+        self.writing: Path | None = None
+
+    def prepare(self) -> dict[str, Any]:
+        """1. Take the state apart; rank 0 makes the hidden folder and says what its tensors are."""
+        state, parts = self.replica.state_dict(), _split_state(self.replica)
+        model = _bare(self.replica.model)
+        whole = {
+            "model": model.state_dict() if parts is None else parts["model"],
+            "versions": {name: {"version": x._version} for name, x in model.named_modules(remove_duplicate=False)},
+            "optimizer": self.replica.optimizer.state_dict() if parts is None else parts["optimizer"],
+            "optimizer_type": type(self.replica.optimizer).__name__,
+            "strategy": state["shared"],
+            "strategy_type": type(self.replica.strategy).__name__,
+            "shards": {name: shard.state_dict() for name, shard in self.world.shards.items()},
+            "ledger": {"step_count": self.world.ledger.step_count},
+            "extra": self.extra,
+        }
+        self.tree, found = pack(whole, leaves=() if parts is None else Piece)
+        pieces = {name: x for name, x in found.items() if isinstance(x, Piece)}
+        self.pieces = None if parts is None else pieces
+        self.tensors = {name: x for name, x in found.items() if name not in pieces}
+        self.own = pack({"local": state["local"], "rng": rng.capture(self.world.device)})
+        report: dict[str, Any] = {"split": None}
+        if parts is not None:
+            held = {name: piece.held() for name, piece in pieces.items()}
+            report["split"] = [{key: self.tree[key] for key in SPLIT}, held]
+        if self.world.rank == 0:
+            self.writing = folders.begin(self.root, self.replica.step)
+            alone = self.world.size == 1
+            report |= {"name": self.writing.name, "digests": {} if alone else self._digests()}
+        return report
+
+    def write(self, reports: Sequence[Mapping[str, Any]]) -> folders.Files:
+        """2. Rank 0 writes what it has; every rank writes where it differs from that, and what is its own."""
+        rank, self.writing = self.world.rank, self.root / reports[0]["name"]
+        wholes = self._merge([report["split"] for report in reports])
+        _wait_until_visible(self.writing, self.world.host)
+        if rank == 0:
+            tree = self.tree if self.pieces is None else self.tree | {"pieces": wholes}
+            files = folders.write_shared(self.writing, tree, self.tensors)
+            return files | folders.write_rank(self.writing, rank, self.own, pieces=self.pieces)
+        mine, digests = self._digests(), reports[0]["digests"]
+        differs = {key: tensor for key, tensor in self.tensors.items() if mine[key] != digests.get(key)}
+        tree = self._compared() if mine[""] != digests[""] else None
+        return folders.write_rank(self.writing, rank, self.own, tree=tree, differs=differs, pieces=self.pieces)
+
+    def _merge(self, parts: Sequence[tuple[Any, dict[str, Held]] | None]) -> dict[str, list[Any]]:
+        """Where the state is split: make the tree of all ranks' parts; dtype and shape of the whole of each piece."""
+        split = [part for part in parts if part is not None]
+        if not split:
+            return {}
+        if len(split) < len(parts):
+            raise CheckpointError(
+                f"{len(split)} of {len(parts)} ranks have split their state; give every rank the same strategy"
+            )
+        problems = uncovered([held for _, held in split])
+        wholes = {name: [dtype, shape] for _, held in split for name, (dtype, shape, _) in held.items()}
+        problems += [f"{name} is split elsewhere, and whole here" for name in self.tensors if name in wholes]
+        if problems:
+            more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
+            raise CheckpointError(f"the ranks' parts do not make up the whole: {'; '.join(problems[:4])}{more}")
+        self.tree |= merged([tree for tree, _ in split])
+        return wholes
+
+    def _compared(self) -> dict[str, Any]:
+        """The tree in which ranks may differ: where the state is split, all have one tree of it."""
+        return {key: part for key, part in self.tree.items() if self.pieces is None or key not in SPLIT}
+
+    def _digests(self) -> dict[str, bytes]:
+        return _digests(self._compared(), self.tensors)
+
+    def publish(self, files: list[folders.Files]) -> str | None:
+        """3. Rank 0 gives the folder its name, and removes the oldest."""
+        if self.world.rank:
+            return None
+        assert self.writing is not None
+        joined = {name: entry for part in files for name, entry in part.items()}
+        step = self.replica.step
+        is_split = self.pieces is not None
+        made = folders.publish(self.writing, joined, step=step, world_size=self.world.size, is_split=is_split)
+        self.writing = None
+        folders.remove(made, step=step, keep=self.keep)
+        return made.name
+
+
+def _digests(tree: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    """A digest of every tensor (dtype, shape, bytes) by name, and of the tree under the empty name."""
+
+    def digest(*parts: Any) -> bytes:
+        summed = hashlib.blake2b(digest_size=16)
+        for part in parts:
+            summed.update(part)
+        return summed.digest()
+
+    found = {"": digest(json.dumps(tree).encode())}
+    for name, tensor in tensors.items():
+        raw = tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b""
+        found[name] = digest(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), raw)
+    return found
+
+
+def _wait_until_visible(folder: Path, host: str) -> None:
+    end = time.monotonic() + _VISIBLE_WITHIN_S
+    while not folder.is_dir():
+        if time.monotonic() > end:
+            raise CheckpointError(
+                f"{folder.parent} on {host} does not show the folder that rank 0 just made there; "
+                "give every rank a path on one disk that all hosts share"
+            )
+        time.sleep(0.05)
+
+
+# Loading --------------------------------------------------------------------------------------------------
+
+
+def load(path: str | os.PathLike[str], replica: Replica, *, strict: bool = True) -> Loaded:
+    """Take up the newest whole checkpoint in the folder `path` (or `path` itself, if it is one).
+
+    Every rank calls it. All ranks load the same one; what is damaged is skipped, with a warning that says why.
+    Parameters stay the same objects. In a world of the same size training goes on bit for bit as if it had
+    not stopped; in another, ranks that are new draw their RNG from rank 0's, the strategy redistributes its
+    per-rank state, and tensors of model and optimizer that differed between the ranks become their mean. So they
+    do where another strategy saved them: this one may need the same model on every rank.
+    Shards that are made after this call find their position when they are made.
+
+    Args:
+        strict: The model has exactly the saved names. Otherwise what fits is loaded, and the optimizer only
+            if its groups of parameters have the saved sizes.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        CheckpointError: there are some, and none is whole.
+        ValueError: the checkpoint does not fit the model or the optimizer.
+    """
+    _check_replica("load", replica)
+    world, root = replica.world, Path(path)
+    strategy, lazy = type(replica.strategy).__name__, hasattr(replica, "load_sharded_state")
+    found, folder, skipped = newest(
+        root, world, lambda folder: folders.read(folder, world.rank, world.size, strategy, lazy=lazy)
+    )
+    if world.rank == 0:
+        warn_of(found, folder, skipped, stacklevel=3)
+    _together(world, f"{folder} could not be loaded", lambda: _apply(found, replica, strict=strict))
+    positions = [state["epoch"] for state in found.whole["shards"].values() if "epoch" in state]
+    return Loaded(found.step, positions[0] if positions else 0, str(folder), skipped, found.whole["extra"])
+
+
+def newest(
+    root: Path, world: World, read: Callable[[Path], folders.Contents]
+) -> tuple[folders.Contents, Path, list[tuple[str, str]]]:
+    """The newest checkpoint that every rank could `read` whole, and those that are not, with the reasons."""
+
+    def list_them() -> list[list[str]]:
+        found = folders.candidates(root) if world.rank == 0 else []
+        return [[str(c.path.relative_to(root)), c.problem] for c in found]
+
+    names = _together(world, f"{root} could not be read", list_them)[0]
+    if not names:
+        raise FileNotFoundError(f"no checkpoint at {root}: expected a folder that un.save has written to")
+    skipped: list[tuple[str, str]] = []
+    for name, problem in names:
+        result: folders.Contents | str = problem or _try_to_read(root / name, world, read)
+        reasons = world.gather_objects(result if isinstance(result, str) else "")
+        if isinstance(result, folders.Contents) and not any(reasons):
+            return result, root / name, skipped
+        why = {reason: rank for rank, reason in reversed(list(enumerate(reasons))) if reason}
+        told = [reason if reasons[0] == reason else f"rank {rank}: {reason}" for reason, rank in why.items()]
+        skipped.append((str(root / name), "; ".join(reversed(told))))
+    lines = "".join(f"\n  {where}: {why}" for where, why in skipped)
+    raise CheckpointError(f"no whole checkpoint at {root}; restore one from a copy, or give another path:{lines}")
+
+
+def _try_to_read(folder: Path, world: World, read: Callable[[Path], folders.Contents]) -> folders.Contents | str:
+    if not folder.is_dir():
+        return f"it cannot be seen from {world.host}; give a path on one disk that all hosts share"
+    try:
+        return read(folder)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return _short(error)
+
+
+def warn_of(found: folders.Contents, folder: Path, skipped: list[tuple[str, str]], *, stacklevel: int) -> None:
+    """Say which checkpoints were damaged, and what became the mean of several ranks'."""
+    if skipped:
+        lines = "".join(f"\n  skipped {where}: {why}" for where, why in skipped)
+        warnings.warn(f"loaded {folder}; others beside it are damaged:{lines}", stacklevel=stacklevel)
+    if found.averaged:
+        some = ", ".join(found.averaged[:3]) + (", ..." if len(found.averaged) > 3 else "")
+        warnings.warn(
+            f"{folder} is of another world size or strategy, and {len(found.averaged)} tensors differed between its "
+            f"ranks ({some}): each became their mean",
+            stacklevel=stacklevel,
+        )
+
+
+def _apply(found: folders.Contents, replica: Replica, *, strict: bool) -> None:
+    """Put everything in its place; what can be checked is checked before anything is touched."""
+    world, whole = replica.world, found.whole
+    _apply_model_and_optimizer(found, replica, strict=strict)
+    locals_ = [own["local"] for own in found.owns]
+    own_part = {"local": locals_[0]} if found.same_world else {"locals": locals_}
+    replica.load_state_dict({"shared": whole["strategy"], **own_part}, same_world=found.same_world)
+    world.ledger.resume(whole["ledger"]["step_count"])
+    for name, state in whole["shards"].items():
+        if name in world.shards:
+            world.shards[name].load_state_dict(state)
+        else:
+            world.pending_shards[name] = state
+    states = [own["rng"] for own in found.owns]
+    if found.same_world or world.rank < len(states):
+        rng.restore(states[0 if found.same_world else world.rank], world.device)
+    else:
+        rng.derive(states[0], world.rank)
+
+
+def _apply_model_and_optimizer(found: folders.Contents, replica: Replica, *, strict: bool) -> None:
+    model, saved, optimizer = _bare(replica.model), OrderedDict(found.whole["model"]), found.whole["optimizer"]
+    parts = _split_state(replica)
+    mine = model.state_dict() if parts is None else parts["model"]
+    groups = replica.optimizer.param_groups if parts is None else parts["optimizer"]["param_groups"]
+    _check_model(mine, saved, strict=strict)
+    kinds = (type(replica.optimizer).__name__, found.whole["optimizer_type"])
+    fits = _check_optimizer(groups, optimizer["param_groups"], kinds, strict=strict)
+    load_split = getattr(replica, "load_sharded_state", None)
+    if load_split is not None:
+        fitting = {name: value for name, value in saved.items() if name in mine}
+        load_split({"model": fitting, "optimizer": optimizer if fits else None}, same_world=found.same_world)
+        return
+    saved._metadata = found.whole["versions"]  # type: ignore[attr-defined]
+    model.load_state_dict(saved, strict=strict)
+    if fits:
+        replica.optimizer.load_state_dict(optimizer)
+
+
+def _check_model(mine: Mapping[str, Any], saved: Mapping[str, Any], *, strict: bool) -> None:
+    problems = []
+    if strict:
+        problems += [f"it has no {name!r}" for name in mine if name not in saved]
+        problems += [f"the model has no {name!r}" for name in saved if name not in mine]
+    for name, value in mine.items():
+        other: Any = saved.get(name)
+        if not hasattr(value, "shape") or not hasattr(other, "shape") or torch.nn.parameter.is_lazy(value):
+            continue
+        if value.shape != other.shape:
+            problems.append(f"{name!r} has shape {tuple(other.shape)} there, {tuple(value.shape)} in the model")
+    if problems:
+        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise ValueError(
+            f"the checkpoint does not fit the model: {'; '.join(problems[:8])}{more}. "
+            "Build the model it was saved from" + (", or load with strict=False" if strict else "")
+        )
+
+
+def _check_optimizer(mine: Sequence[Any], saved: Sequence[Any], kinds: tuple[str, str], *, strict: bool) -> bool:
+    """Whether the groups of parameters fit, and the classes (mine, saved)."""
+    here, there = [len(group["params"]) for group in mine], [len(group["params"]) for group in saved]
+    kind, saved_type = kinds
+    if (there, saved_type) == (here, kind):
+        return True
+    problem = (
+        f"the checkpoint's optimizer is {saved_type} with groups of {there} parameters, this one is {kind} with {here}"
+    )
+    if strict:
+        raise ValueError(f"{problem}: make the optimizer as it was made for the checkpoint")
+    warnings.warn(f"{problem}: its state is not loaded", stacklevel=2)
+    return False
+
+
+# Inside ---------------------------------------------------------------------------------------------------
+
+
+def _together(world: World, what: str, do: Callable[[], Any]) -> list[Any]:
+    """Every rank's result of `do`, which must not talk to others; where it fails on any rank, all ranks raise.
+
+    A TypeError or ValueError stays itself on its own rank, as it is about what the caller gave.
+    """
+    result, error = None, None
+    try:
+        result = do()
+    except Exception as caught:
+        error = caught
+    answers = world.gather_objects([result, None if error is None else _short(error)])
+    failed = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(answers) if problem is not None]
+    if isinstance(error, TypeError | ValueError):
+        raise error
+    if failed:
+        same = len(failed) == len(answers) > 1 and len({problem for _, problem in answers}) == 1
+        raise CheckpointError(f"{what}: {f'every rank: {answers[0][1]}' if same else '; '.join(failed)}") from error
+    return [answer[0] for answer in answers]
+
+
+def _split_state(replica: Replica) -> dict[str, Any] | None:
+    """Model and optimizer of a replica that holds its part of them only, with a Piece in place of split tensors."""
+    split = getattr(replica, "sharded_state", None)
+    return None if split is None else split()
+
+
+def _bare(model: torch.nn.Module) -> torch.nn.Module:
+    """The module itself, where torch.compile has put another around it."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, torch.nn.Module) else model
+
+
+def _short(error: BaseException) -> str:
+    plain = isinstance(error, ValueError | CheckpointError)
+    return str(error) if plain else f"{type(error).__name__}: {error}"

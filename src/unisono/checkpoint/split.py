@@ -1,0 +1,147 @@
+"""Split tensors in a checkpoint's folder: each rank writes what it holds, and any reader finds all of it.
+
+pieces-00001.safetensors   rank 1's elements: "model.0.weight[128:256]", one line for each span
+rank-00001.json            "pieces": the spans of each name
+shared.json                "pieces": dtype and shape of each whole tensor; the trees of all ranks, merged
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.checkpoint import safetensors as tensorfile
+from unisono.checkpoint.slices import Piece, Span, Stored
+from unisono.packing import unpack
+
+__all__ = ["SPLIT", "file_name", "lazily", "merged", "stored_pieces", "write_pieces"]
+
+SPLIT = ("model", "optimizer")  # the parts of the state that may hold pieces
+
+Spans = dict[str, list[list[int]]]  # name -> [start, stop] of each span
+
+
+def file_name(rank: int) -> str:
+    """The file of a rank's pieces."""
+    return f"pieces-{rank:05d}.safetensors"
+
+
+# Writing --------------------------------------------------------------------------------------------------
+
+
+def write_pieces(folder: Path, rank: int, pieces: Mapping[str, Piece]) -> tuple[tensorfile.Written | None, Spans]:
+    """Write a rank's elements as a stream; says which they are. None: it holds no element, and there is no file."""
+    spans = {name: held for name, piece in pieces.items() if (held := piece.held()[2])}
+    if not spans:
+        return None, {}
+    return tensorfile.write_stream(folder / file_name(rank), _entries(pieces)), spans
+
+
+def _entries(pieces: Mapping[str, Piece]) -> Iterator[tensorfile.Entry]:
+    for name, piece in pieces.items():
+        for start, stop, read in piece.spans:
+            count, chunks, dtype = stop - start, piece.chunks(start, stop, read), piece.dtype
+            if not tensorfile.storable(dtype):
+                count, chunks, dtype = count * dtype.itemsize, (x.view(torch.uint8) for x in chunks), torch.uint8
+            yield tensorfile.Entry(_line_name(name, start, stop), dtype, [count], chunks)
+
+
+def _line_name(name: str, start: int, stop: int) -> str:
+    return f"{name}[{start}:{stop}]"
+
+
+def merged(trees: Sequence[Any]) -> Any:
+    """One packed tree with what is in any of them: a rank may leave out the state of what it holds nothing of.
+
+    Where two have a value in the same place, the first counts.
+    """
+    whole = trees[0]
+    for tree in trees[1:]:
+        whole = _union(whole, tree)
+    return whole
+
+
+def _union(a: Any, b: Any) -> Any:
+    first, second = _items(a), _items(b)
+    if first is None or second is None:
+        return a
+    both = {key: _union(first[key], second[key]) if key in second else first[key] for key in first}
+    both |= {key: value for key, value in second.items() if key not in first}
+    tag = _tag(a) or _tag(b)
+    if not tag:
+        return both
+    numbered = all(type(key) is int for key in both)
+    return {tag: [[key, both[key]] for key in (sorted(both) if numbered else both)]}
+
+
+def _items(tree: Any) -> dict[Any, Any] | None:
+    """What a packed dict holds; None for everything else."""
+    if not isinstance(tree, dict) or _tag(tree) not in ("", "!dict", "!ordered"):
+        return None
+    return dict(tree[_tag(tree)]) if _tag(tree) else tree
+
+
+def _tag(tree: dict[str, Any]) -> str:
+    first = next(iter(tree), "")
+    return first if first.startswith("!") else ""
+
+
+# Reading --------------------------------------------------------------------------------------------------
+
+
+def stored_pieces(folder: Path, wholes: Mapping[str, Sequence[Any]], ranks: Sequence[Spans]) -> dict[str, Stored]:
+    """Every split tensor (dtype and shape by name), over the files of all ranks; ValueError where a part is missing."""
+    spans: dict[str, list[Span]] = {name: [] for name in wholes}
+    kinds = {name: _dtype(dtype) for name, (dtype, _) in wholes.items()}
+    for rank, held in enumerate(ranks):
+        lines = tensorfile.index(folder / file_name(rank)) if held else {}
+        for name, places in held.items():
+            for start, stop in places:
+                spans[name].append(_span(lines[_line_name(name, start, stop)], start, stop, kinds[name]))
+    return {name: Stored(shape, kinds[name], spans[name], name) for name, (_, shape) in wholes.items()}
+
+
+def _span(line: Stored, start: int, stop: int, dtype: torch.dtype) -> Span:
+    if line.dtype != dtype:
+        line = line.viewed(dtype, [stop - start])
+    if line.shape != (stop - start,):
+        raise ValueError(f"{line!r} should have {stop - start} elements")
+    return Span(start, stop, lambda a, b: line.read(a - start, b - start))
+
+
+def lazily(tree: Any, stored: Mapping[str, Stored]) -> Any:
+    """What `unisono.packing.unpack` gives, with a Stored in place of every tensor."""
+    found: dict[str, Any] = {}
+
+    def walk(node: Any) -> Any:
+        if isinstance(node, list):
+            return [walk(x) for x in node]
+        if not isinstance(node, dict):
+            return node
+        tag = _tag(node)
+        if tag == "!tensor":
+            return {tag: place(node[tag], node)}
+        if tag in ("!array", "!blob"):
+            found[node[tag]] = stored[node[tag]].full()
+            return node
+        return {key: walk(x) for key, x in node.items()}
+
+    def place(name: str, node: dict[str, Any]) -> str:
+        if "dtype" not in node:
+            found.setdefault(name, stored[name])
+            return name
+        key = f"{name} as {node['dtype']}"
+        found.setdefault(key, stored[name].viewed(_dtype(node["dtype"]), node["shape"]))
+        return key
+
+    return unpack(walk(tree), found)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"it names an unknown dtype {name!r}; this torch is {torch.__version__}")
+    return dtype

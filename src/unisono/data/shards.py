@@ -1,0 +1,425 @@
+"""`un.shard`: my part of every global batch; each sample once an epoch, also when the world changes."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count, islice
+from typing import TYPE_CHECKING, Any, Literal
+
+from unisono.data.order import Indices, Partition, balanced_parts, global_order, part_of
+from unisono.data.settings import (
+    Settings,
+    check_choices,
+    loader_options,
+    shuffle_or_not,
+    whole_number,
+)
+from unisono.data.sources import open_source, read_classes, read_costs, same_data, skip, to_device
+from unisono.data.tables import batches as placed_batches
+
+if TYPE_CHECKING:
+    from unisono.world import World
+
+_LOOKALIKES = 4  # so many unnamed shards of one make look like a dataset that is built anew for every epoch
+
+
+def shard(
+    data: Any,
+    batch_size: int | None = None,
+    *,
+    shuffle: bool | None = None,
+    seed: int = 0,
+    stratify: Any = None,
+    cost: Any = None,
+    weigh_by: Literal["samples", "cost"] = "samples",
+    partition: Partition | None = None,
+    drop_last: bool | None = None,
+    read: Callable[[Any], Any] | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    num_workers: int | None = None,
+    pin_memory: bool | None = None,
+    epoch: int = 0,
+    name: str | None = None,
+    world: World | None = None,
+) -> Shard:
+    """My part of every global batch of `data`, collated and on the world's device.
+
+    The global batches, `batch_size` samples each, depend on data, settings, seed and epoch, never on the
+    number of workers N. Of a batch of m samples rank i gets n_i; sum n_i = m. While it is out, `world.weight`
+    is n_i * N / m, so that the replica's mean (1/N) * sum_i weight_i * g_i of gradients of mean losses is the
+    gradient on the joined batch. Where m < N, a rank without a sample gets the first one with weight 0.
+    Called again with the same data and settings, as in a loop over epochs, it returns the same shard; every
+    completed pass moves it to the next epoch.
+
+    Args:
+        data: Tensors or arrays (one, or a tuple, list or dict of them); a map-style dataset; an iterable one,
+            which every rank reads whole, keeping its own samples; a list of files; a worker's part of a Spark
+            DataFrame or RDD or a Ray Dataset, of which each batch takes every rank's share; or a DataLoader, with
+            its batch size as the global one, and its sampler. Random samplers of torch's are seeded here; one of
+            your own must give the same on every rank.
+        batch_size: Samples in a global batch, at least one a worker. A DataLoader brings its own.
+        shuffle: Another order every epoch. By default yes; as a DataLoader has it; no for an iterable dataset.
+        seed: Decides the shuffled order, together with the epoch.
+        stratify: A class for every sample: each batch, and each rank's part, has the class mix of the whole.
+        cost: A cost for every sample (its length, say), or a function that tells it (of a path, for files),
+            called once a sample: each batch is dealt so that all ranks have about the same cost.
+        weigh_by: "cost" weighs ranks by their cost instead of their samples: for losses that are means over
+            tokens, with cost the number of tokens.
+        partition: "contiguous" (the default) or "strided" parts of a batch, without `stratify` and `cost`.
+        drop_last: Leave out a short last batch. By default no; as a DataLoader has it.
+        read: For a list of files, path to sample; without it the path is the sample.
+        collate_fn, num_workers, pin_memory: As for a DataLoader; no pinning where there is no CUDA.
+        epoch: Number of the first epoch.
+        name: What a checkpoint calls this shard; by default "shard0", "shard1", ... as they are made.
+        world: By default this process's, `un.join()`.
+
+    Returns:
+        The shard: iterable, with `len()`, `epoch`, `set_epoch()`, `state_dict()`, `load_state_dict()`.
+
+    >>> import torch
+    >>> for x in shard(torch.arange(5), batch_size=2, shuffle=False):
+    ...     print(x.tolist())
+    [0, 1]
+    [2, 3]
+    [4]
+    """
+    asked = Settings(
+        batch_size=batch_size,
+        shuffle=shuffle,
+        seed=seed,
+        stratify=stratify,
+        cost=cost,
+        weigh_by=weigh_by,
+        partition=partition,
+        drop_last=drop_last,
+        read=read,
+        collate_fn=collate_fn,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+    )
+    here = _joined() if world is None else world
+    known = _known(here, data, asked, name)
+    return known if known is not None else _new(here, data, asked, name, epoch)
+
+
+class Shard:
+    """This rank's part of a dataset; made by `shard`.
+
+    Attributes:
+        name: What a checkpoint calls it.
+        world: The world whose ranks share the data.
+        samples: Number of samples in the whole; None for an iterable dataset.
+        batch_size: Samples in a global batch; None where a batch sampler decides.
+        epoch: The epoch that is being read, or comes next.
+        batch: Global batches of this epoch that were given out.
+    """
+
+    def __init__(self, data: Any, asked: Settings, *, world: World, name: str, epoch: int = 0) -> None:
+        self.named = True  # by the user: not to be found by its data
+        self.data, self.asked, self.name, self.world = data, asked, name, world
+        self.source = source = open_source(
+            data, collate_fn=asked.collate_fn, read=asked.read, options=loader_options(asked)
+        )
+        self.samples, self.seed = source.samples, int(asked.seed)
+        self._counts: list[int] = []  # the samples that lie with each rank, where all see different ones
+        if source.placed:
+            self._count(world)
+        self.batch_size = source.batch_size if asked.batch_size is None else int(asked.batch_size)
+        self.drop_last = bool(source.drop_last if asked.drop_last is None else asked.drop_last)
+        self.shuffle = shuffle_or_not(asked.shuffle, source)
+        check_choices(asked, source)
+        self._check_sizes(world)
+        has_classes, has_costs = asked.stratify is not None, asked.cost is not None
+        self._classes = read_classes(asked.stratify, source.samples or 0) if has_classes else None
+        self._costs = read_costs(asked.cost, source) if has_costs else None
+        self._partition: Partition = "strided" if has_classes else asked.partition or "contiguous"
+        self.batch = self._first_batch = 0
+        self.epoch = whole_number(epoch, "epoch")
+        self._out: float | None = None  # the weight of the batch that is out
+        self._reader = 0  # number of the newest iterator
+        self._moves = 0  # how often position or world were changed
+
+    def __repr__(self) -> str:
+        whole = "a stream" if self.samples is None else f"{self.samples} samples"
+        where = f"epoch {self.epoch}, batch {self.batch}"
+        return f"<Shard {self.name!r}: {whole}, {self.order_settings()}, {where}>"
+
+    def __len__(self) -> int:
+        """Batches in an epoch; the same on every rank."""
+        source = self.source
+        if source.batch_sampler is not None:
+            return len(source.batch_sampler)
+        if self.samples is None:
+            raise TypeError(f"{self.name} reads an iterable dataset: its length is not known beforehand.")
+        assert self.batch_size is not None
+        total = self.samples if source.sampler is None else len(source.sampler)
+        return total // self.batch_size if self.drop_last else -(-total // self.batch_size)
+
+    # Iterating ------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        """This rank's part of each global batch of the epoch, or of what a resumed epoch has left."""
+        self._reader = me = self._reader + 1
+        self.batch = self._first_batch
+        feed: Iterator[tuple[Any, float]] | None = None
+        moves = -1
+        try:
+            while True:
+                world = self.world
+                with world.ledger.span("data"):
+                    if feed is None or moves != self._moves:  # moved: read on from the new place
+                        feed, moves = self._feed(world), self._moves
+                    given = next(feed, None)
+                if given is None:
+                    break
+                batch, self._out = given
+                self.batch += 1
+                world.weight = self._out
+                yield batch
+                if me != self._reader:
+                    raise RuntimeError(
+                        f"{self.name} is being read by a newer iterator, and a shard has one position only. "
+                        "For two independent passes, give two shards different names (name=)."
+                    )
+            self.set_epoch(self.epoch + 1)
+        finally:
+            if me == self._reader:
+                self._put_down()
+
+    def _put_down(self) -> None:
+        self._out = None
+        # A loop over validation data may stand inside one over training data, whose batch is then still out.
+        outer = [s._out for s in self.world.shards.values() if s._out is not None]
+        self.world.weight = outer[-1] if outer else 1.0
+
+    def _feed(self, world: World) -> Iterator[tuple[Any, float]]:
+        feed = self._stream(world) if self.samples is None else self._indexed(world)
+        if world.device.type == "cpu":
+            return feed
+        return ((to_device(batch, world.device), weight) for batch, weight in feed)
+
+    def _indexed(self, world: World) -> Iterator[tuple[Any, float]]:
+        weights: deque[float] = deque()  # of the batches that are being read ahead
+        first = self.batch
+
+        def parts() -> Iterator[tuple[Indices, int]]:
+            for number, (mine, weight) in enumerate(self._mine(world, first), first):
+                weights.append(weight)
+                yield mine, self._seed_of(number, world)
+
+        for batch in self.source.read(parts(), seed=self._seed_of(first, world)):
+            yield batch, weights.popleft()
+
+    def _mine(self, world: World, first: int) -> Iterator[tuple[Indices, float]]:
+        """My samples of each global batch from `first` on, and their weight."""
+        if not self._counts:
+            for indices in self._global_batches(first):
+                mine, weight = self._deal(len(indices), world, indices)
+                yield indices[mine], weight
+            return
+        assert self.batch_size is not None
+        yield from placed_batches(
+            self._counts,
+            rank=world.rank,
+            batch_size=self.batch_size,
+            first=first,
+            stop=len(self),
+            seed=self.seed,
+            epoch=self.epoch,
+            shuffle=self.shuffle,
+        )
+
+    def _seed_of(self, batch: int, world: World) -> int:
+        place = f"{self.seed} {self.epoch} {batch} {world.rank}".encode()
+        return int.from_bytes(hashlib.blake2b(place, digest_size=7).digest(), "big")
+
+    def _stream(self, world: World) -> Iterator[tuple[Any, float]]:
+        assert self.batch_size is not None
+        stream = self.source.stream(epoch=self.epoch)
+        skip(stream, self.batch * self.batch_size)
+        for first in count(self.batch):
+            samples = list(islice(stream, self.batch_size))
+            if not samples and first == 0:
+                raise ValueError(f"{self.name} got no samples from {type(self.data).__name__}. Expected at least one.")
+            if not samples or (self.drop_last and len(samples) < self.batch_size):
+                return
+            mine, weight = self._deal(len(samples), world)
+            assert isinstance(mine, slice)
+            yield self.source.collate(samples[mine]), weight
+            if len(samples) < self.batch_size:
+                return
+
+    def _global_batches(self, start: int) -> Iterator[Indices]:
+        source, size = self.source, self.batch_size
+        if source.sampler is not None or source.batch_sampler is not None:
+            batches = source.sampler_batches(size or 0, seed=self.seed, epoch=self.epoch)
+            yield from batches[start : len(batches) if size is None else len(self)]
+            return
+        assert size is not None
+        assert source.samples is not None
+        order = global_order(
+            source.samples,
+            batch_size=size,
+            seed=self.seed,
+            epoch=self.epoch,
+            shuffle=self.shuffle,
+            classes=self._classes,
+        )
+        for i in range(start, len(self)):
+            yield order[i * size : (i + 1) * size]
+
+    def _deal(self, m: int, world: World, indices: Indices | None = None) -> tuple[slice | Indices, float]:
+        """My positions in a global batch of m samples, and their weight."""
+        if self._costs is None or indices is None:
+            cut = part_of(m, rank=world.rank, size=world.size, partition=self._partition)
+            held = len(range(m)[cut])
+            return (cut, held * world.size / m) if held else (slice(0, 1), 0.0)
+        costs = self._costs[indices]
+        mine = balanced_parts(costs, world.size)[world.rank]
+        if not len(mine):
+            return slice(0, 1), 0.0
+        if self.asked.weigh_by == "cost" and costs.any():
+            return mine, float(costs[mine].sum() * world.size / costs.sum())
+        return mine, len(mine) * world.size / m
+
+    # Position -------------------------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of `epoch`; the epoch that is being read or resumed keeps its place."""
+        if whole_number(epoch, "epoch") != self.epoch:
+            self.epoch, self.batch, self._first_batch = epoch, 0, 0
+            self._moves += 1
+
+    def rebind(self, world: World) -> None:
+        """Share the data among the ranks of another world; a pass that is under way goes on there."""
+        if self._counts:
+            self._count(world)
+        self._check_sizes(world)
+        self.world.shards.pop(self.name, None)
+        self.world, world.shards[self.name] = world, self
+        self._moves += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: the same for every rank and world size. A batch that is out counts as read."""
+        return {
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "seed": self.seed,
+            "samples": self.samples,
+            "settings": self.order_settings(),
+            **({"counts": self._counts} if self._counts else {}),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved position, with its seed; ValueError where data or settings are not the saved ones."""
+        expected = {"samples": self.samples, "settings": self.order_settings()}
+        for key, ours in expected.items():
+            if state[key] != ours:
+                raise ValueError(
+                    f"{self.name} was saved with {key}: {state[key]}, but is now made with {key}: {ours}. "
+                    "Give the data and settings it was saved with, or start anew under another name=."
+                )
+        epoch, batch = whole_number(state["epoch"], "epoch"), whole_number(state["batch"], "batch")
+        if batch and self._counts != (counts := list(state.get("counts", []))):
+            raise ValueError(
+                f"{self.name} was saved in mid-epoch with {counts} samples on the ranks, which now have "
+                f"{self._counts}: which of them were read is not known. Divide the table as it was, or resume from "
+                "the end of an epoch."
+            )
+        self.epoch, self.batch, self._first_batch = epoch, batch, batch
+        self.seed = int(state["seed"])
+        self._moves += 1
+
+    def order_settings(self) -> str:
+        """The settings that decide the global batches, in words: what a saved position depends on."""
+        own = self.source.batch_sampler if self.source.batch_sampler is not None else self.source.sampler
+        order = type(own).__name__ if own is not None else "shuffled" if self.shuffle else "in order"
+        text = f"batch_size={self.batch_size}, {order}, drop_last={self.drop_last}"
+        if self._classes is None:
+            return text
+        return f"{text}, stratify={hashlib.blake2b(self._classes.tobytes(), digest_size=6).hexdigest()}"
+
+    def adopt(self, data: Any, asked: Settings) -> None:
+        """Read another object with the same number of samples and the same settings from now on."""
+        other = Shard(data, asked, world=self.world, name=self.name)
+        if (other.samples, other.order_settings()) != (self.samples, self.order_settings()):
+            raise ValueError(
+                f"un.shard got name={self.name!r} for other data or settings than before: {other!r}, where "
+                f"the name stands for {self!r}. Give each its own name, or leave names out."
+            )
+        self.data, self.asked, self.source = data, asked, other.source
+        self._classes, self._costs, self._partition = other._classes, other._costs, other._partition
+        self._moves += 1
+
+    def _count(self, world: World) -> None:
+        """Ask every rank how many samples lie with it."""
+        self._counts = [int(n) for n in world.gather_objects(len(self.source.dataset))]
+        self.samples = sum(self._counts)
+        empty = [rank for rank, n in enumerate(self._counts) if not n]
+        if empty and self.samples:
+            raise ValueError(
+                f"un.shard got a table of which no row lies with rank {', '.join(map(str, empty))}: the ranks have "
+                f"{self._counts}. Expected rows with each: divide it anew (repartition), or use fewer workers."
+            )
+
+    def _check_sizes(self, world: World) -> None:
+        size, n = self.batch_size, self.samples
+        if size is None and self.source.batch_sampler is None:
+            raise ValueError("un.shard got no batch_size. Expected the samples in a global batch, over all workers.")
+        if n == 0:
+            raise ValueError(f"un.shard got an empty {type(self.data).__name__}. Expected at least one sample.")
+        if n is not None and n < world.size:
+            raise ValueError(
+                f"un.shard got {n} samples for {world.size} workers. Expected at least one each: use at most "
+                f"{n} workers."
+            )
+        if size is not None and size < world.size:
+            raise ValueError(
+                f"un.shard got batch_size={size} for {world.size} workers. batch_size counts the samples of "
+                f"all workers: give at least {world.size} (to keep {size} on each worker, "
+                f"{size * world.size}), or use fewer workers."
+            )
+        if n is not None and self.source.batch_sampler is None and not len(self):
+            raise ValueError(
+                f"un.shard got drop_last=True with {n} samples and batch_size={size}, which leaves no batch. "
+                f"Expected batch_size <= {n}, or drop_last=False."
+            )
+
+
+def _joined() -> World:
+    from unisono.world import join
+
+    return join()
+
+
+def _known(world: World, data: Any, asked: Settings, name: str | None) -> Shard | None:
+    """The shard of this world that was made for the same data and settings, or under the same name."""
+    if name is None:
+        unnamed: list[Shard] = [s for s in world.shards.values() if not s.named]
+        return next((s for s in unnamed if s.asked.same_as(asked) and same_data(s.data, data)), None)
+    known: Shard | None = world.shards.get(name)
+    if known is not None and not (known.asked.same_as(asked) and same_data(known.data, data)):
+        known.adopt(data, asked)
+    return known
+
+
+def _new(world: World, data: Any, asked: Settings, name: str | None, epoch: int) -> Shard:
+    chosen = name or next(free for i in count() if (free := f"shard{i}") not in world.shards)
+    made = Shard(data, asked, world=world, name=chosen, epoch=epoch)
+    twins = [s for s in world.shards.values() if type(s.data) is type(data) and s.samples == made.samples]
+    if name is None and sum(s.order_settings() == made.order_settings() for s in twins) >= _LOOKALIKES:
+        warnings.warn(
+            f"un.shard made {chosen} for yet another {type(data).__name__} of the same size and settings, "
+            "and each of them starts at its first epoch. Make the dataset once, before the loop over epochs, "
+            "or give a name= that stands for all of them.",
+            stacklevel=3,
+        )
+    saved = world.pending_shards.pop(chosen, None)
+    if saved is not None:
+        made.load_state_dict(saved)
+    made.named = name is not None
+    world.shards[chosen] = made
+    return made

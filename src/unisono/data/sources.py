@@ -1,0 +1,409 @@
+"""What `un.shard` can read: arrays, datasets, streams, DataLoaders, lists of files; all as one `Source`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from unisono import rng
+from unisono.data.arrays import Arrays, is_arrays, leaves, pinned, same_array
+from unisono.data.order import Indices, index_dtype
+from unisono.data.tables import Part
+
+
+@dataclass
+class Source:
+    """Where samples come from.
+
+    Attributes:
+        dataset: Map-style (`dataset[i]`), or iterable where `samples` is None.
+        samples: Number of samples; None for a stream.
+        collate: Turns a list of samples into a batch.
+        options: Further arguments of the DataLoader that reads the dataset (num_workers, pin_memory, ...).
+        sampler: A DataLoader's own sampler, where it decides the order; None where `un.shard` does.
+        batch_sampler: A DataLoader's own batch sampler, where it decides the global batches.
+        batch_size, shuffle, drop_last: What a DataLoader was set to; None where nothing was said.
+        placed: Whether the samples are this rank's own, and other ranks have others.
+    """
+
+    dataset: Any
+    samples: int | None
+    collate: Callable[[list[Any]], Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    sampler: Any = None
+    batch_sampler: Any = None
+    batch_size: int | None = None
+    shuffle: bool | None = None
+    drop_last: bool | None = None
+    placed: bool = False
+
+    def __post_init__(self) -> None:
+        self._lists = _IndexLists()
+        self._loader: Any = None
+
+    def cost_of_each(self, cost: Callable[[Any], float]) -> NDArray[np.float64]:
+        """`cost(sample)` of every sample, in order; of the path where the samples are files."""
+        assert self.samples is not None
+        items = self.dataset.paths if isinstance(self.dataset, Files) else self.dataset
+        return np.fromiter((float(cost(items[i])) for i in range(self.samples)), np.float64, self.samples)
+
+    def sampler_batches(self, batch_size: int, *, seed: int, epoch: int) -> list[Indices]:
+        """One epoch of global batches as the DataLoader's own sampler or batch sampler gives them."""
+        chosen = self.batch_sampler if self.batch_sampler is not None else self.sampler
+        _set_epoch(chosen, epoch)
+        _set_epoch(getattr(chosen, "sampler", None), epoch)
+        drawing = chosen if hasattr(chosen, "generator") else getattr(chosen, "sampler", None)
+        with _Seeded(drawing, seed, epoch):
+            drawn = list(chosen)
+        if self.batch_sampler is not None:
+            return [np.asarray(batch, dtype=np.int64) for batch in drawn]
+        order = np.asarray(drawn, dtype=np.int64)
+        return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+
+    def read(self, parts: Iterator[tuple[Indices, int]], *, seed: int) -> Iterator[Any]:
+        """Yields the collated batch of each list of indices that `parts` gives, in order.
+
+        Each comes with a seed for the processes that read ahead: what they draw depends on the batch alone.
+        """
+        if isinstance(self.dataset, Arrays) and self.dataset.whole and not self.options.get("num_workers"):
+            pin = self.options.get("pin_memory", False)
+            return (pinned(self.dataset.take(part)) if pin else self.dataset.take(part) for part, _ in parts)
+        if self._loader is None:
+            from torch.utils.data import DataLoader
+
+            dataset: Any = _Reseeding(self.dataset) if self.options.get("num_workers") else self.dataset
+            self._loader = DataLoader(
+                dataset,
+                batch_sampler=self._lists,
+                collate_fn=self.collate,
+                generator=torch.Generator(),
+                **self.options,
+            )
+        # Its own generator: a DataLoader draws from torch's global one at every start, so that a run resumed
+        # in mid-epoch would see other dropout masks than one that was never stopped.
+        self._loader.generator.manual_seed(seed)
+        self._lists.parts = parts
+        return iter(self._loader)
+
+    def stream(self, *, epoch: int) -> Iterator[Any]:
+        """Yields the samples of an iterable dataset one by one, from the beginning."""
+        _set_epoch(self.dataset, epoch)
+        if not self.options.get("num_workers"):
+            return iter(self.dataset)
+        from torch.utils.data import DataLoader
+
+        generator = torch.Generator().manual_seed(epoch)
+        return iter(DataLoader(self.dataset, batch_size=None, collate_fn=identity, generator=generator, **self.options))
+
+
+class _IndexLists:
+    """The batch sampler of our DataLoader: this rank's indices of each global batch."""
+
+    parts: Iterator[tuple[Indices, int]] = iter(())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (_SeededList(part.tolist(), seed) for part, seed in self.parts)
+
+
+class _SeededList(list[int]):
+    """A batch's indices, with its seed."""
+
+    def __init__(self, indices: Iterable[int] = (), seed: int = 0) -> None:
+        super().__init__(indices)
+        self.seed = seed
+
+
+class _Reseeding:
+    """A dataset in a process that reads ahead; its random numbers start anew with every batch.
+
+    Torch seeds such a process once an epoch: a run resumed in mid-epoch would augment its samples in another way
+    than one that was never stopped.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitems__(self, indices: _SeededList) -> Any:
+        rng.seed_all(indices.seed)
+        fetch = getattr(self.dataset, "__getitems__", None)
+        return fetch(indices) if callable(fetch) else [self.dataset[i] for i in indices]
+
+
+class _Seeded:
+    """Within it, a torch sampler draws from a generator keyed by (seed, epoch): the same on every rank."""
+
+    def __init__(self, sampler: Any, seed: int, epoch: int) -> None:
+        self.sampler = sampler if hasattr(sampler, "generator") else None
+        self.generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+
+    def __enter__(self) -> None:
+        if self.sampler is not None:
+            self.kept, self.sampler.generator = self.sampler.generator, self.generator
+
+    def __exit__(self, *exc: object) -> None:
+        if self.sampler is not None:
+            self.sampler.generator = self.kept
+
+
+class Files:
+    """A list of files, each one sample: `read(path)`, or the path itself."""
+
+    def __init__(self, paths: Sequence[Any], read: Callable[[Any], Any] | None) -> None:
+        self.paths, self.read_file = paths, read
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> Any:
+        path = self.paths[index]
+        return path if self.read_file is None else self.read_file(path)
+
+
+def identity(x: Any) -> Any:
+    """Its argument; a name instead of a lambda, so that worker processes can be given it."""
+    return x
+
+
+def open_source(
+    data: Any,
+    *,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    read: Callable[[Any], Any] | None,
+    options: dict[str, Any],
+) -> Source:
+    """Recognises what `data` is.
+
+    Args:
+        data: What the user gave `un.shard`.
+        collate_fn: The user's, or None for torch's own.
+        read: For a list of files, path to sample.
+        options: DataLoader options that the user gave.
+
+    Returns:
+        The source to read from; raises TypeError or ValueError where it is none.
+    """
+    from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+
+    collate = collate_fn or default_collate
+    if read is not None and not is_files(data):
+        raise TypeError(f"un.shard got read= for {_kind(data)}. Expected a list of files (str or Path) with it.")
+    if isinstance(data, DataLoader):
+        return _from_loader(data, collate_fn, options)
+    if isinstance(data, Part):
+        return _from_part(data, collate_fn, options)
+    if is_files(data):
+        files = Files(data, read)
+        return Source(files, len(data), collate if read or collate_fn else identity, options)
+    if is_arrays(data) or type(data) is TensorDataset:
+        arrays = Arrays(list(data.tensors) if type(data) is TensorDataset else data, whole=collate_fn is None)
+        return Source(arrays, len(arrays), collate_fn or identity, options)
+    if hasattr(data, "iloc") or isinstance(data, str | bytes | os.PathLike | Mapping | set):
+        raise TypeError(
+            f"un.shard got {_kind(data)}. Expected tensors or arrays (or a tuple, list or dict of them), a "
+            "map-style or iterable dataset, a DataLoader, or a list of files. A table becomes arrays with "
+            "its to_numpy()."
+        )
+    if isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not hasattr(data, "__getitem__")):
+        if isinstance(data, Iterator):
+            raise TypeError(
+                f"un.shard got {_kind(data)}, which can be read only once. Expected an iterable dataset: an "
+                "object whose __iter__ starts the stream anew for every epoch."
+            )
+        return Source(data, None, collate, options)
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return Source(data, len(data), collate, options)
+    raise TypeError(f"un.shard got {_kind(data)}. Expected a dataset: __getitem__ and __len__, or __iter__.")
+
+
+def _from_part(part: Part, collate_fn: Callable[[list[Any]], Any] | None, options: dict[str, Any]) -> Source:
+    """The rows that lie with this worker: whole columns where all are arrays, else row by row."""
+    from torch.utils.data import default_collate
+
+    columns = part.arrays
+    if columns is None:
+        return Source(part, len(part), collate_fn or default_collate, options, placed=True)
+    return Source(Arrays(columns, whole=collate_fn is None), len(part), collate_fn or identity, options, placed=True)
+
+
+def _from_loader(loader: Any, collate_fn: Callable[[list[Any]], Any] | None, options: dict[str, Any]) -> Source:
+    from torch.utils.data import (
+        BatchSampler,
+        DistributedSampler,
+        RandomSampler,
+        SequentialSampler,
+    )
+
+    own = {
+        name: getattr(loader, name)
+        for name in (
+            "num_workers",
+            "pin_memory",
+            "timeout",
+            "worker_init_fn",
+            "multiprocessing_context",
+            "prefetch_factor",
+            "persistent_workers",
+        )
+    }
+    own["pin_memory"] = own["pin_memory"] and torch.cuda.is_available()
+    own = {**own, **options}
+    # A loader without batches (batch_size=None) converts single samples: its collate_fn is not for batches.
+    collates = loader.batch_sampler is not None or loader.batch_size is not None
+    collate_fn = collate_fn or (loader.collate_fn if collates else None)
+    source = open_source(loader.dataset, collate_fn=_unless_default(collate_fn), read=None, options=own)
+    source.batch_size, source.drop_last = loader.batch_size, bool(loader.drop_last)
+    if source.samples is None:
+        return source
+    sampler = loader.sampler
+    for each in (sampler, getattr(loader.batch_sampler, "sampler", None)):
+        if isinstance(each, DistributedSampler):
+            raise ValueError(
+                "un.shard got a DataLoader with a DistributedSampler, which already keeps one worker's "
+                "samples only. Expected the whole data: leave that sampler out (shuffle=True for a shuffled "
+                "order)."
+            )
+    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+        source.batch_sampler = loader.batch_sampler
+        source.batch_size, source.drop_last = None, None
+    elif loader.batch_sampler is not None and loader.batch_size is None:
+        # A plain BatchSampler given by hand: the same settings, in another place.
+        sampler = loader.batch_sampler.sampler
+        source.batch_size = loader.batch_sampler.batch_size
+        source.drop_last = bool(loader.batch_sampler.drop_last)
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == source.samples:
+        source.shuffle = True
+    elif type(sampler) is SequentialSampler:
+        source.shuffle = False
+    elif source.batch_sampler is None:
+        source.sampler = sampler
+    return source
+
+
+def _unless_default(collate_fn: Callable[[list[Any]], Any] | None) -> Callable[[list[Any]], Any] | None:
+    from torch.utils.data import default_collate
+
+    return None if collate_fn is default_collate else collate_fn
+
+
+def read_numbers(name: str, values: Any, samples: int) -> NDArray[Any]:
+    """`values` as a numpy array of shape (samples,), or an error that names the argument."""
+    array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    if array.shape != (samples,):
+        raise ValueError(
+            f"un.shard got {name}= of shape {tuple(array.shape)} for {samples} samples. "
+            f"Expected one value a sample, in the order of the data: shape ({samples},)."
+        )
+    return array
+
+
+def read_classes(labels: Any, samples: int) -> Indices:
+    """Class numbers 0, 1, ... of labels of any kind (numbers, strings), shape (samples,)."""
+    values = read_numbers("stratify", labels, samples)
+    return np.unique(values, return_inverse=True)[1].reshape(-1).astype(index_dtype(samples))
+
+
+def read_costs(cost: Any, source: Source) -> NDArray[np.float64]:
+    """The cost of every sample, given as an array or as a function of a sample; finite and 0 or more."""
+    assert source.samples is not None
+    costs = source.cost_of_each(cost) if callable(cost) else read_numbers("cost", cost, source.samples)
+    costs = costs.astype(np.float64)
+    wrong = np.flatnonzero(~(np.isfinite(costs) & (costs >= 0)))
+    if wrong.size:
+        first = int(wrong[0])
+        raise ValueError(
+            f"un.shard got cost={costs[first]} for sample {first} ({wrong.size} such in all). "
+            "Expected a finite number, 0 or more, for every sample."
+        )
+    return costs
+
+
+def same_data(a: Any, b: Any) -> bool:
+    """Whether both are the same data: the same object, the same numbers, or another wrapper around them."""
+    from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, TensorDataset
+
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if is_arrays(a):
+        ours, theirs = list(leaves(a)), list(leaves(b))
+        return [n for n, _ in ours] == [n for n, _ in theirs] and all(
+            same_array(x, y) for (_, x), (_, y) in zip(ours, theirs, strict=True)
+        )
+    if is_files(a):
+        return bool(a == b)
+    if isinstance(a, Part):
+        return bool(a.number == b.number)
+    if type(a) is TensorDataset:
+        return same_data(a.tensors, b.tensors)
+    if isinstance(a, DataLoader):
+        plain = type(a.sampler) in (RandomSampler, SequentialSampler) and type(a.sampler) is type(b.sampler)
+        settings = ("batch_size", "drop_last", "num_workers", "pin_memory")
+        return (
+            plain
+            and all(getattr(a, s) == getattr(b, s) for s in settings)
+            and same_function(a.collate_fn, b.collate_fn)
+            and same_data(a.dataset, b.dataset)
+        )
+    return False
+
+
+def same_function(a: Any, b: Any) -> bool:
+    """Whether two callables are one, also when a lambda in a loop was made anew."""
+    if isinstance(a, FunctionType) and isinstance(b, FunctionType):
+        cells = [[cell.cell_contents for cell in f.__closure__ or ()] for f in (a, b)]
+        inside = len(cells[0]) == len(cells[1]) and all(x is y for x, y in zip(*cells, strict=True))
+        return a is b or (a.__code__ == b.__code__ and a.__defaults__ == b.__defaults__ and inside)
+    return bool(a == b)
+
+
+def same_values(a: Any, b: Any) -> bool:
+    """Whether two arguments that are None, a function or one number a sample say the same."""
+    if a is b:
+        return True
+    if a is None or b is None or callable(a) or callable(b):
+        return callable(a) and callable(b) and same_function(a, b)
+    ours, theirs = (v.detach().cpu().numpy() if isinstance(v, torch.Tensor) else np.asarray(v) for v in (a, b))
+    return bool(np.array_equal(ours, theirs))
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on `device`; what is no tensor stays as it is."""
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(to_device(value, device) for value in batch)
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=batch.device.type == "cpu" and batch.is_pinned())
+    move = getattr(batch, "to", None)
+    return move(device) if callable(move) else batch
+
+
+def skip(stream: Iterator[Any], count: int) -> None:
+    """Reads and forgets `count` items."""
+    next(islice(stream, count, count), None)
+
+
+def is_files(data: Any) -> bool:
+    """Whether `data` is a list or tuple of paths."""
+    return isinstance(data, list | tuple) and len(data) > 0 and all(isinstance(p, str | os.PathLike) for p in data)
+
+
+def _set_epoch(thing: Any, epoch: int) -> None:
+    hook = getattr(thing, "set_epoch", None)
+    if callable(hook):
+        hook(epoch)
+
+
+def _kind(data: Any) -> str:
+    return f"a {type(data).__name__}"

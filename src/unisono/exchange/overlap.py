@@ -1,0 +1,313 @@
+"""Gradients in flat buckets, exchanged while backward goes on.
+
+Three phases, in one backward:
+1. filling: each parameter's gradient is copied into its bucket as soon as it is there;
+2. exchanging: a full bucket is handed to the exchange thread (a side stream on GPUs), in a fixed order;
+3. finishing: at the end of backward, what is missing counts as zero, the rest is exchanged, and `p.grad`
+   is the mean, a view into the bucket.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.nn import Parameter
+
+from unisono.background import Handle, Lane
+from unisono.buckets import Bucket, layout, on_device
+from unisono.exchange.windows import Windows, if_alive
+from unisono.world import World
+
+
+class Work(Protocol):
+    """What is done with full buckets; the calls come in one order on every rank (see `Reduction`)."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether a parameter that no rank used may have a mean: what was kept of it before."""
+
+    def laid_out(self, buckets: Sequence[Bucket]) -> None:
+        """The buckets are these from now on."""
+
+    def begin(self, bucket: Bucket, world: World) -> None:
+        """Start on a bucket."""
+
+    def drain(self) -> None:
+        """Every bucket begun is now to hold its mean."""
+
+    def notice(self) -> bool:
+        """Something that all ranks should hear of after the window."""
+
+    def heard(self, noticed: bool) -> None:
+        """Some rank noticed it."""
+
+    def finished(self, world: World) -> None:
+        """Follows the last bucket, on the exchange thread."""
+
+
+class Exchange(Windows):
+    """Watches the backward passes of some parameters and exchanges their gradients, once a window.
+
+    `work` turns a bucket's tensors into their mean; `advance()` is called when all of a window's gradients are
+    means. `inline`: the exchange thread moves the bytes itself, instead of a thread of its own behind it.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Parameter]],
+        sparse: Sequence[tuple[str, Parameter]],
+        world: World,
+        work: Work,
+        *,
+        bucket_bytes: int,
+        overlap: bool,
+        inline: bool,
+        accumulate: int,
+        advance: Callable[[], None],
+    ) -> None:
+        super().__init__(accumulate, advance)
+        self.named, self.sparse = list(named), list(sparse)
+        self.world, self.channel = world, world.channel(inline=inline)
+        self.overlap, self.bucket_bytes = overlap, bucket_bytes
+        self._work = work
+        self._lane = Lane("unisono exchange")
+        self._cuda = next((p.device for _, p in (*self.named, *self.sparse) if p.is_cuda), None)
+        self._stream = torch.cuda.Stream() if self._on_stream() else None
+        ready = weakref.WeakMethod(self._ready)
+        self._hooks = [p.register_post_accumulate_grad_hook(partial(if_alive, ready, name)) for name, p in self._all()]
+        self._weighting: list[Any] = []
+        self._kept_local = False  # gradients of a no_sync pass are waiting
+        self._task = -1
+        self.buckets: list[Bucket] = []
+        self.build()
+        world.on_weight(self)
+        self.weight_changed(world.weight)
+
+    # Layout ----------------------------------------------------------------------------------------------
+
+    def build(self) -> None:
+        """Lay the buckets out for the parameters that now require gradients."""
+        for bucket in self.buckets:
+            self.channel.release(bucket.flat)
+        self._trainable = [p.requires_grad for _, p in self.named]
+        live = [(name, p) for name, p in self.named if p.requires_grad]
+        device = self.world.device
+        self.buckets = [
+            Bucket(i, named, self.channel.empty if named[0][1].device.type == "cpu" else partial(on_device, device))
+            for i, named in enumerate(layout(live, self.bucket_bytes))
+        ]
+        self._slots = {name: (b, k) for b in self.buckets for k, name in enumerate(b.names)}
+        self._work.laid_out(self.buckets)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._missing = [len(b.params) for b in self.buckets]
+        self._launched = 0
+        self._handles: list[Handle[None]] = []
+        self._fired: set[str] = set()
+
+    def _all(self) -> Iterator[tuple[str, Parameter]]:
+        for name, param in (*self.named, *self.sparse):
+            frozen = not param.requires_grad
+            if frozen:  # a hook can only be set while gradients are on; it stays for when they come on again
+                param.requires_grad_(True)
+            yield name, param
+            if frozen:
+                param.requires_grad_(False)
+
+    # During backward -------------------------------------------------------------------------------------
+
+    def _ready(self, name: str, param: Tensor) -> None:
+        """A parameter's gradient has been accumulated."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._begin(task)
+        if not self._syncing or name not in self._slots:
+            return
+        if name in self._fired:
+            if self.overlap:
+                raise RuntimeError(
+                    f"the gradient of {name!r} was accumulated twice in one backward pass, after its exchange may "
+                    "have begun (re-entrant checkpointing of a shared parameter does this): use "
+                    "torch.utils.checkpoint with use_reentrant=False, or the strategy with overlap=False"
+                )
+            return
+        self._fired.add(name)
+        bucket, k = self._slots[name]
+        if self._cuda is None:  # while it is in the cache; on CUDA all of a bucket's in one go, when it is full
+            self._fill(bucket, [k])
+        self._missing[bucket.index] -= 1
+        if self.overlap:
+            while self._launched < len(self.buckets) and not self._missing[self._launched]:
+                if self._cuda is not None:
+                    full = self.buckets[self._launched]
+                    self._fill(full, range(len(full.params)))
+                self._launch()
+
+    def _begin(self, task: int) -> None:
+        if self._launched:  # a backward pass that failed half-way left these
+            self._run(self._work.drain)
+            for handle in self._handles:
+                handle.wait()
+        if self._trainable != [p.requires_grad for _, p in self.named]:
+            self.build()
+        self._reset()
+        self._task = task
+        self._syncing = not self._local and self._passes + 1 >= self.accumulate
+        Variable._execution_engine.queue_callback(self._end)
+
+    def _fill(self, bucket: Bucket, which: Sequence[int]) -> list[bool]:
+        """Bring gradients into their bucket; False where there is none."""
+        present, views, grads = [], [], []
+        for k in which:
+            grad, view = bucket.params[k].grad, bucket.tensors[k]
+            present.append(grad is not None)
+            if grad is None:
+                view.zero_()
+            elif grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
+                if grad.is_sparse:
+                    raise TypeError(
+                        f"the gradient of {bucket.names[k]!r} is sparse, but its module does not say so: "
+                        "use nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True), or dense gradients"
+                    )
+                views.append(view)
+                grads.append(grad.detach())
+                bucket.params[k].grad = view
+        if len(views) == 1:
+            views[0].copy_(grads[0])
+        elif views:
+            torch._foreach_copy_(views, grads)
+        return present
+
+    def _launch(self) -> None:
+        bucket = self.buckets[self._launched]
+        self._launched += 1
+        self._run(lambda: self._work.begin(bucket, self.channel))
+
+    def _run(self, job: Callable[[], None]) -> None:
+        """On the exchange thread; on the side stream where the device's transport returns at once."""
+        if self._stream is None:
+            self._handles.append(self._on_lane(job))
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            job()
+
+    def _on_lane(self, run: Callable[[], None]) -> Handle[None]:
+        """Run on the exchange thread, whose CUDA stream is its own: after what my stream has to do so far."""
+        device = self._cuda
+        if device is None:
+            return self._lane.submit(run)
+        here = torch.cuda.Event()
+        here.record(torch.cuda.current_stream(device))
+
+        def job() -> None:
+            torch.cuda.current_stream(device).wait_event(here)
+            run()
+
+        return self._lane.submit(job)
+
+    def _end(self) -> None:
+        self._task = -1
+        if self._local:
+            self._kept_local = True
+        elif self._syncing:
+            self._exchange()
+        else:
+            self._passes += 1
+            self._ended = False
+
+    def _exchange(self) -> None:
+        """Phase 3: exchange what is left, and make every `p.grad` the mean."""
+        used = []
+        for bucket in self.buckets:
+            if bucket.index >= self._launched:
+                present = self._fill(bucket, range(len(bucket.params)))
+                self._launch()
+            else:
+                present = [True] * len(bucket.params)
+            used += present
+        self._run(self._work.drain)
+        used += [p.grad is not None for _, p in self.sparse]
+        start = self.world.ledger.clock()
+        flags = torch.tensor([*used, self._work.notice()], dtype=torch.uint8)
+        agreed = self._on_lane(lambda: self._tail(flags))
+        for handle in (*self._handles, agreed):
+            handle.wait()
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        if self._cuda is not None:  # the exchange thread works on the default stream
+            torch.cuda.current_stream(self._cuda).wait_stream(torch.cuda.default_stream(self._cuda))
+        self.world.ledger.close_span("blocked", start, self.world.ledger.clock())
+        *found, noticed = flags.tolist()
+        self._work.heard(bool(noticed))
+        anywhere = iter(found)
+        for bucket in self.buckets:
+            for param, view in zip(bucket.params, bucket.tensors, strict=True):
+                if next(anywhere) or (self._work.keeps and bool(view.any())):
+                    param.grad = view
+        self._reset()
+        self._passes, self._kept_local, self._ended = 0, False, True
+        self._advance()
+
+    def _tail(self, flags: Tensor) -> None:
+        """After the buckets: who used what, sparse gradients, and what the strategy still has to say."""
+        self.channel.all_reduce(flags, "max", tag="used").wait()
+        anywhere = flags[len(flags) - len(self.sparse) - 1 : -1].tolist()
+        for (name, param), used in zip(self.sparse, anywhere, strict=True):
+            if used and param.requires_grad:
+                _mean_of_sparse(param, self.channel, f"gradients/{name}")
+        self._work.finished(self.channel)
+
+    # Outside backward ------------------------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        """Close the window: a rank whose backward touched nothing, or a last short window, still takes part."""
+        if not self._ended and not self._kept_local and not self._local:
+            if self._trainable != [p.requires_grad for _, p in self.named]:
+                self.build()
+            self._exchange()
+
+    def weight_changed(self, weight: float) -> None:
+        """Scale the gradients of the batch now at work (uneven ends; see `World.weight`)."""
+        for hook in self._weighting:
+            hook.remove()
+        self._weighting = []
+        if weight != 1.0:
+            self._weighting = [p.register_hook(partial(scaled, weight)) for _, p in self._all()]
+
+    def close(self) -> None:
+        """Take the hooks off; gradients stay where they are."""
+        self.world.off_weight(self)
+        for hook in (*self._hooks, *self._weighting):
+            hook.remove()
+        self._lane.close()
+        self.channel.close()
+
+    def _on_stream(self) -> bool:
+        return any(p.is_cuda for _, p in self.named) and self.world.has_nccl
+
+
+def scaled(weight: float, grad: Tensor) -> Tensor:
+    """A weight of zero is a batch that does not count: its gradient is zero, also where it is not finite."""
+    return torch.zeros_like(grad) if weight == 0.0 else grad * weight
+
+
+def _mean_of_sparse(param: Parameter, world: World, tag: str) -> None:
+    """The mean of sparse gradients: every rank's rows, added up."""
+    grad = param.grad
+    if grad is None:
+        grad = torch.sparse_coo_tensor(
+            torch.empty(1, 0, dtype=torch.int64), torch.empty(0, *param.shape[1:], dtype=param.dtype), param.shape
+        ).to(param.device)
+    grad = grad.coalesce()
+    indices = world.all_gather(grad.indices(), tag=tag + " rows").wait()
+    values = world.all_gather(grad.values(), tag=tag).wait()
+    total = torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values) / world.size, param.shape)
+    param.grad = total.coalesce()

@@ -1,0 +1,305 @@
+"""A reducer at work on a model's buckets: several under way at once, and its states by parameter.
+
+A reducer keeps a state for each bucket, but buckets are laid out anew when parameters are frozen or when a run
+goes on with other settings. So states are saved, moved and given back by the parameter's name.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from unisono.buckets import Bucket
+from unisono.reducer import Reducer, State, dense_bytes, stages_of
+from unisono.runtime.machine import usable_cores
+from unisono.world import World
+
+Entries = dict[str, dict[str, Any]]  # by parameter: by the path of a value in the state
+_CARRIED = ("residual", "velocity")  # what is still to be sent: scaled with the size of the world
+
+
+class Reduction:
+    """A reducer, the states it keeps, and the buckets it is working on.
+
+    Buckets are begun in one order on every rank. Each time one is begun, those under way go on by one stage:
+    so bucket i is compressed while bucket i-1 travels, and the collectives have one order on every rank too.
+    Where collectives run in the thread that calls them, each bucket is finished before the next.
+    """
+
+    def __init__(self, reducer: Reducer, optimizer: Optimizer, finished: Callable[[World], None]) -> None:
+        self.reducer, self.finished = reducer, finished
+        self._optimizer = optimizer
+        self._buckets: Sequence[Bucket] = []
+        self._states: dict[Bucket, State] = {}
+        self._under_way: list[Iterator[None]] = []
+        self._parked: Entries = {}  # values of parameters that are in no bucket, or whose bucket has no state yet
+        self._decayed = False
+        self._rates: dict[str, float] = {}
+        self.scale: Callable[[], float] = lambda: 1.0  # AMP's loss scale: gradients come multiplied by it
+        self._scale: float | None = None
+        self._groups: dict[Tensor, int] = {}
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what was not sent is kept, and sent later."""
+        return self.reducer.memory
+
+    # Reducing ---------------------------------------------------------------------------------------------------
+
+    def begin(self, bucket: Bucket, world: World) -> None:
+        """Start on a bucket, and take those under way a stage further."""
+        if self._scale is None:  # once a window: on a GPU, asking for it holds the program up
+            self._scale = self.scale()
+        scale = self._scale
+        bucket.lr = [self._lr(param) / scale for param in bucket.params]
+        bucket.decayed, bucket.scale = self._decayed, scale
+        if not self.reducer.exact:
+            bucket.zero_gaps()
+        work, older = self._work(bucket, world), self._under_way
+        if world.inline:  # nothing would travel meanwhile: finish it while it is in the cache
+            for _ in work:
+                pass
+            return
+        self._under_way = []  # where one fails, nothing is left of the others
+        begun = [work] if _goes_on(work) else []
+        self._under_way = [*filter(_goes_on, older), *begun]
+
+    def drain(self) -> None:
+        """Finish what is under way: every bucket then holds its mean."""
+        self._scale = None
+        while self._under_way:
+            works, self._under_way = self._under_way, []
+            self._under_way = [*filter(_goes_on, works)]
+
+    def _work(self, bucket: Bucket, world: World) -> Iterator[None]:
+        if bucket not in self._states:
+            self._states[bucket] = self._fresh(bucket)
+        reduced, self._states[bucket] = yield from stages_of(self.reducer, bucket, self._states[bucket], world)
+        pairs = [
+            (view, mean)
+            for view, mean in zip(bucket.tensors, reduced.mean, strict=True)
+            if view.data_ptr() != mean.data_ptr() or view.stride() != mean.stride()
+        ]
+        if pairs:
+            torch._foreach_copy_([view for view, _ in pairs], [mean for _, mean in pairs])
+
+    def laid_out(self, buckets: Sequence[Bucket]) -> None:
+        """The buckets are others from now on."""
+        self._park()
+        self._buckets = buckets
+        groups = enumerate(self._optimizer.param_groups)
+        self._groups = {param: i for i, group in groups for param in group["params"]}
+
+    def warn_if_more_than_dense(self, world: World) -> None:
+        """Say so where the reducer would send more than the exact mean does."""
+        if self.reducer.sends is None or world.size == 1 or world.rank != 0 or self.reducer.exact:
+            return
+        sends = sum(self.reducer.sends(bucket, world.size) for bucket in self._buckets)
+        dense = sum(dense_bytes(bucket, world.size) for bucket in self._buckets)
+        if sends >= dense:
+            warnings.warn(
+                f"{self.reducer.spec or 'this reducer'} sends {sends:,} bytes a rank and step in a world of "
+                f"{world.size}; the exact mean (dense) sends {dense:,}: it costs accuracy and saves nothing here",
+                stacklevel=6,
+            )
+
+    # Learning rates ---------------------------------------------------------------------------------------------
+
+    def _lr(self, param: Tensor) -> float:
+        if param not in self._groups:
+            return math.nan
+        lr = self._optimizer.param_groups[self._groups[param]].get("lr", math.nan)
+        if isinstance(lr, Tensor):
+            return math.nan if lr.is_cuda else float(lr)  # reading one from a device would hold the program up
+        return float(lr)
+
+    def notice(self) -> bool:
+        """Whether a learning rate fell since the last window; ranks agree on it after every window."""
+        now = {name: self._lr(p) for b in self._buckets for name, p in zip(b.names, b.params, strict=True)}
+        fell = any(lr < self._rates.get(name, lr) for name, lr in now.items())
+        self._rates = now
+        return fell
+
+    def heard(self, decayed: bool) -> None:
+        """What the ranks agreed on: some rank's learning rate fell."""
+        self._decayed = decayed
+
+    # State, by parameter ----------------------------------------------------------------------------------------
+
+    def _fresh(self, bucket: Bucket) -> State:
+        """A new state, with what is known of the bucket's parameters filled in."""
+        state = self.reducer.init(bucket)
+        known = [self._parked.pop(name, {}) for name in bucket.names]
+        for path, holder, key in _walk(state):
+            value = holder[key]
+            if isinstance(value, Tensor):
+                _check_line(value, bucket, path)
+                for view, entries in zip(bucket.views(value), known, strict=True):
+                    if path in entries:
+                        view.copy_(entries.pop(path))
+            elif isinstance(value, list):
+                holder[key] = [e.pop(path, v) for v, e in zip(value, known, strict=True)]
+            else:
+                found = [e.pop(path) for e in known if path in e]
+                holder[key] = max(found) if found and type(found[0]) is int else next(iter(found), value)
+        _add_leftovers(known, bucket, state)
+        _warn_of_leftovers(known, bucket, self.reducer)
+        return state
+
+    def _park(self) -> None:
+        """Take every state apart: values by parameter."""
+        for bucket, state in self._states.items():
+            for name, entries in _taken_apart(bucket, state).items():
+                self._parked[name] = entries
+        self._states = {}
+
+    def _each(self) -> Entries:
+        """Every parameter's values, those in use and those parked."""
+        live = {name: e for bucket, state in self._states.items() for name, e in _taken_apart(bucket, state).items()}
+        return {**self._parked, **live}
+
+    def state_dict(self) -> dict[str, Any]:
+        """ "shared" by all ranks, and "local" to this one; empty for a reducer that keeps nothing."""
+        each = sorted(self._each().items())
+        local = {name: {p: v for p, v in e.items() if p.startswith("*")} for name, e in each}
+        shared = {name: {p: v for p, v in e.items() if not p.startswith("*")} for name, e in each}
+        return {
+            "shared": {
+                "each": {name: e for name, e in shared.items() if e},
+                "decayed": self._decayed,
+                "rates": dict(self._rates),
+            },
+            "local": {name: e for name, e in local.items() if e},
+        }
+
+    def load_state_dict(self, shared: dict[str, Any], locals_: Sequence[Entries]) -> None:
+        """Take a saved state. With the parts of several ranks, every rank gets their mean: what was still to be
+        sent, in the mean over the ranks, then stays the same."""
+        self._states = {}
+        self._decayed, self._rates = shared["decayed"], dict(shared["rates"])
+        own = locals_[0] if len(locals_) == 1 else _mean(locals_)
+        names = dict.fromkeys([*shared["each"], *own])
+        self._parked = {name: _copied({**shared["each"].get(name, {}), **own.get(name, {})}) for name in names}
+
+    def move(self, shared: dict[str, Any], *, keep: bool, factor: float) -> None:
+        """Go on in another world with `shared` of the rank that all go on from. `keep`: I was one of the former
+        ranks, so what I had still to send counts, times `factor` (new size / former size): in the mean over the
+        ranks it then weighs what it did."""
+        local = self.state_dict()["local"] if keep else {}
+        for entries in local.values():
+            for path, value in entries.items():
+                if path.rpartition("/")[2].lstrip("*") in _CARRIED:
+                    value.mul_(factor)
+        self._under_way = []
+        self.load_state_dict(shared, [local])
+
+    @property
+    def keeps_own(self) -> bool:
+        """Whether this rank holds something that other ranks do not."""
+        return any(path.startswith("*") for entries in self._each().values() for path in entries)
+
+
+_ENDED = object()
+
+
+def _goes_on(work: Iterator[None]) -> bool:
+    """Take it a stage further; False at its end."""
+    return next(work, _ENDED) is not _ENDED
+
+
+def _walk(state: State, prefix: str = "") -> Iterator[tuple[str, State, str]]:
+    """Every value: its path, the dict that holds it, its key there. A rank's own begins with a star."""
+    for key in sorted(state):
+        value = state[key]
+        if isinstance(value, dict):
+            yield from _walk(value, f"{prefix}{key}/")
+        else:
+            yield ("*" if isinstance(value, Tensor) else "") + prefix + key, state, key
+
+
+def _copied(entries: dict[str, Any]) -> dict[str, Any]:
+    return {path: value.clone() if isinstance(value, Tensor) else value for path, value in entries.items()}
+
+
+def _is_each(value: Any) -> bool:
+    return isinstance(value, Tensor | list)
+
+
+def _taken_apart(bucket: Bucket, state: State) -> Entries:
+    """A bucket's state, by parameter; tensors as views in the parameters' shapes, a plain value with each."""
+    each: Entries = {name: {} for name in bucket.names}
+    for path, holder, key in _walk(state):
+        value = holder[key]
+        values = bucket.views(value) if isinstance(value, Tensor) else value
+        for name, one in zip(bucket.names, values if _is_each(value) else [value] * len(each), strict=True):
+            each[name][path] = one
+    return each
+
+
+def _mean(parts: Sequence[Entries]) -> Entries:
+    """The mean of every rank's own values, in float64."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    means: Entries = {}
+    for name in names:
+        paths = dict.fromkeys(path for part in parts for path in part.get(name, {}))
+        means[name] = {}
+        for path in paths:
+            found = [part[name][path] for part in parts if path in part.get(name, {})]
+            total = torch.stack([x.double() for x in found]).sum(0) / len(parts)
+            means[name][path] = total.to(found[0].dtype)
+    return means
+
+
+def _check_line(value: Tensor, bucket: Bucket, path: str) -> None:
+    if value.shape != bucket.flat.shape:
+        raise TypeError(
+            f"a reducer's state[{path.lstrip('*')!r}] must be a line as long as bucket.flat "
+            f"({tuple(bucket.flat.shape)}), got {tuple(value.shape)}: put tensors of other shapes into a list, "
+            "one for each tensor of the bucket"
+        )
+
+
+def _add_leftovers(known: Sequence[dict[str, Any]], bucket: Bucket, state: State) -> None:
+    """What was still to be sent, kept elsewhere in another reducer's state: to the first place for such here."""
+    places = [holder[key] for path, holder, key in _walk(state) if path[0] == "*" and key == "residual"]
+    if not places:
+        return
+    for view, entries in zip(bucket.views(places[0]), known, strict=True):
+        for path in [p for p in entries if p[0] == "*" and p.lstrip("*").rpartition("/")[2] == "residual"]:
+            view.add_(entries.pop(path))
+
+
+def _warn_of_leftovers(known: Sequence[dict[str, Any]], bucket: Bucket, reducer: Reducer) -> None:
+    for name, entries in zip(bucket.names, known, strict=True):
+        lost = [path.lstrip("*") for path in entries if path.rpartition("/")[2].lstrip("*") in _CARRIED]
+        if lost:
+            warnings.warn(
+                f"{reducer.spec or 'the reducer'} has no place for what another one kept of {name!r} and of others "
+                f"({', '.join(lost)}): it is dropped",
+                stacklevel=2,
+            )
+            return
+
+
+def overlap_pays(world: World) -> bool:
+    """Whether exchanging during backward gains time: not if the exchange is work for cores that are all busy."""
+    one_host = len(set(world.hosts)) == 1
+    busy = world.local_size * torch.get_num_threads() >= usable_cores()
+    return not (one_host and busy) or world.has_nccl
+
+
+def check_real(reducer: Reducer, named: Sequence[tuple[str, Parameter]]) -> None:
+    """Refuse complex parameters under a reducer that compresses."""
+    for name, param in named:
+        if param.is_complex() and not reducer.exact:
+            raise ValueError(
+                f"{reducer.spec or 'the reducer'} compresses real numbers, but {name!r} is {param.dtype}: use the "
+                "reducer 'dense', or keep real and imaginary parts as parameters of their own"
+            )

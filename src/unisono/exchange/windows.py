@@ -1,0 +1,106 @@
+"""Windows of backward passes: how many there were, and where each ends.
+
+A window is what ends in one exchange: `accumulate` backward passes whose gradients add up, those inside `no_sync` left
+out. It is followed by the optimizer's step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Variable
+from torch.nn import Parameter
+
+
+class Windows:
+    """Where windows end: after `accumulate` backward passes, those inside `no_sync` left out. Then `advance()`."""
+
+    def __init__(self, accumulate: int, advance: Callable[[], None]) -> None:
+        self.accumulate, self._advance = accumulate, advance
+        self._passes = 0  # of this window so far
+        self._local = False  # inside no_sync
+        self._ended = False  # a window has ended for the next optimizer step
+
+    def after_step(self) -> None:
+        """The next step needs a window of its own."""
+        self._ended = False
+
+    def catch_up(self) -> None:
+        """Count a backward pass that has not been counted yet."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of passes inside the block stay local and add up."""
+        before, self._local = self._local, True
+        try:
+            yield
+        finally:
+            self._local = before
+
+
+class Counter(Windows):
+    """Counts the windows of a model that exchanges nothing, by a hook on one parameter.
+
+    Where that parameter takes no part in a backward pass, the optimizer's step counts instead. AMP may skip that: so
+    `others`, parameters too, take note of a pass, and `catch_up()` counts it.
+    """
+
+    def __init__(
+        self, param: Parameter, *, accumulate: int, advance: Callable[[], None], others: Sequence[Parameter] = ()
+    ) -> None:
+        super().__init__(accumulate, advance)
+        self._noted = False  # a pass has reached some parameter, and is not counted
+        end, note = weakref.WeakMethod(self._end), weakref.WeakMethod(self._note)
+        self._hooks = [param.register_post_accumulate_grad_hook(partial(at_the_end, end))]
+        self._hooks += [p.register_post_accumulate_grad_hook(partial(if_alive, note, "")) for p in others]
+
+    def _note(self, _name: str, _param: Tensor) -> None:
+        self._noted |= not self._local
+
+    def _end(self) -> None:
+        self._noted = False
+        if not self._local:
+            self._passes += 1
+            self._ended = False
+            if self._passes >= self.accumulate:
+                self._end_window()
+
+    def catch_up(self) -> None:
+        if self._noted:
+            self._end()
+
+    def _end_window(self) -> None:
+        self._passes, self._ended, self._noted = 0, True, False
+        self._advance()
+
+    def before_step(self) -> None:
+        """A step without a window, or with a short one, ends one."""
+        if not self._ended and not self._local:
+            self._end_window()
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+# A hook on a parameter is kept where Python's collector does not look: it must not hold what holds the parameter.
+
+
+def if_alive(ready: weakref.WeakMethod[Any], name: Any, param: Tensor) -> None:
+    """A hook that keeps nothing alive: calls `ready(name, param)` while its object is there."""
+    call = ready()
+    if call is not None:
+        call(name, param)
+
+
+def at_the_end(end: weakref.WeakMethod[Any], _: Tensor) -> None:
+    """A hook that keeps nothing alive: calls `end()` when the backward pass is over."""
+    call = end()
+    if call is not None:
+        Variable._execution_engine.queue_callback(call)

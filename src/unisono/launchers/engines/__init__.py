@@ -1,0 +1,1 @@
+"""The engines that can start workers on many hosts, one file each."""

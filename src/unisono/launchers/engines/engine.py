@@ -1,0 +1,217 @@
+"""What the launcher asks of an engine: start one agent (agent.py) for each worker, where the engine has room.
+
+Everything else is the same for all engines and lies in remote.py: the store, who is who, output, results, the report.
+An engine is a frozen dataclass whose fields are its settings; `run` is for programs and `call` for functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+
+from unisono.launchers.failures import EngineError
+from unisono.runtime.memfd import anonymous_file
+
+if TYPE_CHECKING:
+    from unisono.launchers.local import Job
+    from unisono.launchers.output import Mode
+
+__all__ = ["Engine", "EngineError", "ProcessStarted", "Started", "Work", "agent_command", "find_program"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What to start: `agent` in each of `workers` places, with the variables of `env`."""
+
+    workers: int
+    agent: Sequence[str]
+    env: Mapping[str, str]
+    addresses: Sequence[tuple[str, int]]  # of the launcher's channel
+    store_port: int
+    token: str
+
+
+class Started(Protocol):
+    """A job that the engine is running."""
+
+    def poll(self) -> int | None:
+        """How it ended, None while it runs."""
+
+    def stop(self, signum: signal.Signals) -> None:
+        """Ask it to end."""
+
+    def words(self) -> str:
+        """What the engine itself has said."""
+
+    def sessions(self) -> Sequence[int]:
+        """Ids of processes that it started on this host, each leading a session."""
+
+    def close(self) -> None:
+        """Forget it; it has ended."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The common part of all engines."""
+
+    name: ClassVar[str] = ""
+
+    @property
+    def local(self) -> bool:
+        """Whether all workers are certain to be on this host, so that nothing need listen to other hosts."""
+        return False
+
+    @property
+    def restarts(self) -> int:
+        """How often the engine starts all workers again after a failure."""
+        return 0
+
+    @property
+    def start_s(self) -> float:
+        """How long the engine may take until all workers have reported to the launcher."""
+        return 120.0
+
+    @property
+    def needs_store(self) -> bool:
+        """Whether the engine itself uses the launcher's store, so that also one worker needs it."""
+        return False
+
+    def environment(self) -> str:
+        """Whose variables tell a worker its rank: a key of place.py."""
+        raise NotImplementedError
+
+    def python_there(self) -> str | None:
+        """The Python that the hosts run; None for the one that runs here."""
+        return None
+
+    def hosts_to_reach(self) -> Sequence[str]:
+        """Hosts that must reach this one, as far as they are known."""
+        return ()
+
+    def check(self, workers: int) -> None:
+        """Raise EngineError or ValueError where it is known at once that the job cannot run."""
+
+    def start(self, work: Work) -> Started:
+        """Start the job."""
+        raise NotImplementedError
+
+    def explain(self, words: str, workers: int) -> str:
+        """What to do about a failure to start, from what the engine said; "" where its own words must do."""
+        return ""
+
+    def run(self, program: Sequence[str], workers: int, *, job: Job | None = None) -> int:
+        """Run a program (a script, or -m and a module, with its arguments) and return the exit status.
+
+        For the command line: it takes over signals, shows the output, and one report on standard error.
+        """
+        from unisono.launchers.local import Job
+        from unisono.launchers.remote import RemoteRun
+        from unisono.launchers.terminal import run_in_terminal
+
+        self.check(workers)
+        job = job if job is not None else Job(program, workers)
+        return run_in_terminal(job, RemoteRun(job, self))
+
+    def call(
+        self,
+        fn: Callable[..., T],
+        workers: int,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        threads: int | None = None,
+        output: Mode = "auto",
+        timeout_s: float | None = None,
+    ) -> list[T]:
+        """Run a function in every worker and return their results in rank order. See `unisono.launch`.
+
+        Tables of the engine among the arguments become parts of them: an engine that has tables has a field `tables`.
+        """
+        from unisono.launchers.calls import call_on
+        from unisono.launchers.worker.task import lift_tables
+
+        lifted, keywords, tables = lift_tables(args, kwargs or {}, self.is_table)
+        engine = copy.copy(self)
+        if tables:
+            object.__setattr__(engine, "tables", tuple(tables))
+        return call_on(engine, fn, workers, lifted, keywords, threads=threads, output=output, timeout_s=timeout_s)
+
+    def is_table(self, value: Any) -> bool:
+        """Whether a value is data that lies in this engine, and is to be trained on there."""
+        return False
+
+
+class ProcessStarted:
+    """An engine's job that is a process of this host, such as mpirun or srun."""
+
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], *, input_text: str | None = None, label: str = ""
+    ) -> None:
+        self.label = label
+        self._said = anonymous_file("unisono-engine")
+        self.process = subprocess.Popen(
+            list(command),
+            env={**os.environ, **env},
+            stdin=subprocess.DEVNULL if input_text is None else subprocess.PIPE,
+            stdout=self._said,
+            stderr=self._said,
+            start_new_session=True,
+        )
+        if self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.write((input_text or "").encode())
+                self.process.stdin.flush()  # left open: its end tells the other side that the launcher is gone
+
+    def poll(self) -> int | None:
+        """See Started."""
+        return self.process.poll()
+
+    def stop(self, signum: signal.Signals) -> None:
+        """See Started."""
+        if self.process.poll() is None:
+            self.process.send_signal(signum)
+
+    def words(self) -> str:
+        """The last 16 KiB of what it wrote."""
+        size = os.fstat(self._said).st_size
+        data = os.pread(self._said, 1 << 14, max(0, size - (1 << 14)))
+        return data.decode("utf-8", "replace").strip()
+
+    def sessions(self) -> Sequence[int]:
+        """See Started."""
+        return [self.process.pid]
+
+    def close(self) -> None:
+        """See Started."""
+        self.process.kill()
+        self.process.wait()
+        if self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
+        os.close(self._said)
+
+
+def agent_command(python: str | None, what: str = "agent") -> list[str]:
+    """How an agent is started: by file with this Python, or as a module of the Python of other hosts."""
+    if python is None:
+        return [sys.executable, str(Path(__file__).parents[1] / "worker" / "start.py"), what]
+    return [python, "-m", "unisono.launchers.worker.start", what]
+
+
+def find_program(name: str, *, advice: str) -> str:
+    """The path of an engine's command; EngineError with `advice` where there is none."""
+    found = shutil.which(name)
+    if found is None:
+        raise EngineError(f"`{name}` is not installed here (looked in PATH={os.environ.get('PATH', '')}). {advice}")
+    return found

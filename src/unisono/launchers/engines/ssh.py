@@ -1,0 +1,165 @@
+"""Workers on a list of hosts: ssh to each, where torchrun starts that host's workers.
+
+The launcher's store serves torchrun's rendezvous too, so no host of the list is special. What a host needs to know (and
+the run's token with it) goes through ssh's standard input, where nobody else can see it.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from unisono.launchers.engines.engine import Engine, EngineError, ProcessStarted, Work, agent_command, find_program
+from unisono.launchers.engines.torchrun import torchrun_command
+
+__all__ = ["Ssh", "divide"]
+
+_INSTALL = "Debian and Ubuntu: apt-get install openssh-client."
+_TO_FAIL_FAST = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
+
+
+@dataclass(frozen=True)
+class Ssh(Engine):
+    """Hosts that ssh reaches without a password, such as ["a", "b"], or ["a:4", "user@b:2"] with a number of workers.
+
+    Arguments:
+        hosts: where to run.
+        max_restarts: how often all workers are started again after one has failed.
+        options: further options of ssh, such as ["-p", "2222"].
+        python: the Python of the hosts, where it is not where this host has it.
+    """
+
+    name: ClassVar[str] = "ssh"
+
+    hosts: Sequence[str] = ()
+    max_restarts: int = 0
+    options: Sequence[str] = ()
+    python: str | None = None
+
+    def environment(self) -> str:
+        return "torchrun"
+
+    def python_there(self) -> str | None:
+        return self.python
+
+    @property
+    def restarts(self) -> int:
+        return self.max_restarts
+
+    @property
+    def start_s(self) -> float:
+        return 60.0
+
+    @property
+    def needs_store(self) -> bool:
+        return len(self.hosts) > 1  # a torchrun alone meets nobody
+
+    def hosts_to_reach(self) -> Sequence[str]:
+        return [host.partition(":")[0].rpartition("@")[2] for host in self.hosts]
+
+    def check(self, workers: int) -> None:
+        if isinstance(self.hosts, str) or not self.hosts:
+            raise ValueError(f"ssh: got hosts={self.hosts!r}; expected a list of hosts, as in --hosts a,b")
+        if self.max_restarts < 0:
+            raise ValueError(f"ssh: got max_restarts={self.max_restarts}; expected a whole number from 0 up")
+        find_program("ssh", advice=_INSTALL)
+        divide(self.hosts, workers)
+
+    def start(self, work: Work) -> SshStarted:
+        program = find_program("ssh", advice=_INSTALL)
+        python = self.python or sys.executable
+        counts = {host: count for host, count in divide(self.hosts, work.workers).items() if count}
+        started: dict[str, ProcessStarted] = {}
+        for host, count in counts.items():
+            torchrun = torchrun_command(python, count, self.max_restarts, [f"--nnodes={len(counts)}"])
+            setup = {
+                "launcher": list(work.addresses),
+                "token": work.token,
+                "env": dict(work.env),
+                "torchrun": torchrun,
+                "store_port": work.store_port if self.needs_store else None,
+                "agent": list(work.agent),
+            }
+            command = [program, *_TO_FAIL_FAST, *self.options, host, shlex.join(agent_command(self.python, "host"))]
+            started[host] = ProcessStarted(command, {}, input_text=json.dumps(setup) + "\n")
+        return SshStarted(started)
+
+    def explain(self, words: str, workers: int) -> str:
+        if "Permission denied" in words:
+            return "ssh asks for a password there: set up a key, so that `ssh HOST true` works without one"
+        if "No such file or directory" in words or "not found" in words or "No module named" in words:
+            return (
+                "Python and Unisono must be on every host in the same place as here; or give the hosts' own Python "
+                "with python= (un.on.ssh) or --python"
+            )
+        return ""
+
+
+class SshStarted:
+    """One ssh for each host; one that fails is the end of all."""
+
+    def __init__(self, hosts: dict[str, ProcessStarted]) -> None:
+        self._hosts = hosts
+
+    def poll(self) -> int | None:
+        """See engine.Started."""
+        found = [started.poll() for started in self._hosts.values()]
+        failed = [status for status in found if status]
+        if failed:
+            return failed[0]
+        return None if None in found else 0
+
+    def stop(self, signum: signal.Signals) -> None:
+        """See engine.Started."""
+        for started in self._hosts.values():
+            started.stop(signum)
+
+    def words(self) -> str:
+        """What each host said, with its name in front."""
+        return "\n".join(
+            f"{host}: {line}" for host, started in self._hosts.items() for line in started.words().splitlines()
+        )
+
+    def sessions(self) -> Sequence[int]:
+        """See engine.Started."""
+        return [pid for started in self._hosts.values() for pid in started.sessions()]
+
+    def close(self) -> None:
+        """See engine.Started."""
+        for started in self._hosts.values():
+            started.close()
+
+
+def divide(hosts: Sequence[str], workers: int) -> dict[str, int]:
+    """How many workers each host gets: hosts with numbers are filled in order, others share evenly.
+
+    >>> divide(["a", "b"], 5), divide(["a:4", "b:4"], 5)
+    ({'a': 3, 'b': 2}, {'a': 4, 'b': 1})
+    """
+    named: dict[str, int | None] = {}
+    for text in hosts:
+        host, colon, count = text.partition(":")
+        if not host or host in named or (colon and not (count.isdigit() and int(count) > 0)):
+            raise ValueError(f"got the host {text!r}; expected different names, with a number of workers: a:4,b:4")
+        named[host] = int(count) if colon else None
+    if None in named.values():
+        if any(count is not None for count in named.values()):
+            raise ValueError(f"got the hosts {','.join(hosts)}; expected a number for all of them, or for none")
+        each, more = divmod(workers, len(named))
+        return {host: each + (index < more) for index, host in enumerate(named)}
+    slots = {host: count or 0 for host, count in named.items()}
+    if sum(slots.values()) < workers:
+        raise EngineError(
+            f"the hosts {','.join(hosts)} have {sum(slots.values())} slots, too few for {workers} workers: ask for "
+            "fewer workers, or name more hosts or larger numbers"
+        )
+    left = workers
+    for host, slots_there in slots.items():
+        slots[host] = min(slots_there, left)
+        left -= slots[host]
+    return slots

@@ -1,0 +1,63 @@
+"""The board (shared memory) on which workers of one host meet, offered to agents that are on the launcher's host.
+
+Workers of a local run inherit it. Those of an engine's run descend from other processes: their agents open it through
+the launcher's entry in /proc. Where every agent could, no store is needed, whose process would import torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from unisono.runtime.memfd import anonymous_file
+
+__all__ = ["OfferedBoard", "open_offered"]
+
+
+class OfferedBoard:
+    """A board for each attempt, always behind the same descriptor."""
+
+    def __init__(self) -> None:
+        self.fd = anonymous_file("unisono-board")
+
+    @property
+    def number(self) -> int:
+        """Tells this attempt's board from others."""
+        return os.fstat(self.fd).st_ino
+
+    def offer(self) -> str:
+        """What an agent's environment says of it; "" where shared memory is not to be used."""
+        if sys.platform != "linux" or os.environ.get("UNISONO_SHARED_MEMORY", "1") == "0":
+            return ""
+        return f"{_kernel()} /proc/{os.getpid()}/fd/{self.fd}"
+
+    def renew(self) -> None:
+        """A new one, for the next attempt."""
+        fresh = anonymous_file("unisono-board")
+        os.dup2(fresh, self.fd, inheritable=False)
+        os.close(fresh)
+
+    def close(self) -> None:
+        """The launcher's hold on it ends."""
+        os.close(self.fd)
+
+
+def open_offered(offer: str) -> int:
+    """A descriptor of the board that was offered; -1 on another host, or where that may not be opened."""
+    kernel, _, address = offer.rpartition(" ")
+    if not kernel or os.environ.get("UNISONO_SHARED_MEMORY", "1") == "0":
+        return -1
+    try:
+        if kernel != _kernel() or "unisono-board" not in os.readlink(address):
+            return -1
+        return os.open(address, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return -1
+
+
+def _kernel() -> str:
+    """The same for two processes just when they can reach each other's files in /proc."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot = file.read().strip()
+    spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid")]
+    return " ".join([boot, str(os.getuid()), *spaces])

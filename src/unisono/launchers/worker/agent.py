@@ -1,0 +1,381 @@
+"""The launcher's hand on a worker's host: an engine starts one for each worker, and it starts and watches that worker.
+
+Started by start.py, without torch, with UNISONO_LAUNCHER (addresses), UNISONO_TOKEN and UNISONO_ENGINE
+in the environment.
+
+1. Reach the launcher, say who this is (the engine's rank), and wait until all workers of this attempt are there.
+2. Start the worker (program.py) as the local launcher would: same pipes, same status page.
+3. Relay: output, error reports and the result to the launcher; signals from it. The launcher gone means the end.
+4. Leave nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from unisono.launchers import guard
+from unisono.launchers.channel import Channel, Frame, Unreachable, connect
+from unisono.launchers.child import exit_status, pid_fd
+from unisono.launchers.environment import threads_per_worker, worker_environment
+from unisono.launchers.meeting_page import open_offered
+from unisono.launchers.worker.program import die_with
+from unisono.runtime.memfd import anonymous_file
+from unisono.runtime.place import Place, read_place
+from unisono.runtime.status import StatusPage
+
+__all__ = ["Agent", "identity", "interface_of", "launcher_addresses", "serve_worker"]
+
+_UNREACHED, _DRAIN_S = 97, 10.0
+_ON_SIGTERM = ((0.0, signal.SIGTERM), (1.0, signal.SIGKILL))
+_ON_LOSS = ((0.0, signal.SIGKILL),)
+_KEPT = ("stdout", "stderr", "report")
+
+
+class Agent:
+    """One worker's agent, from the greeting to the end."""
+
+    def __init__(self, channel: Channel, place: Place) -> None:
+        self.channel, self.place = channel, place
+        self.run_id = secrets.token_hex(12)
+        self._selector = selectors.DefaultSelector()
+        self._schedule: list[tuple[float, int]] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        self._payload, self._result = -1, -1
+        self._board = open_offered(os.environ.pop("UNISONO_BOARD", ""))
+        self._pieces: list[bytes] = []
+        self._start: dict[str, Any] | None = None
+        self._status: int | None = None  # of the worker, as subprocess counts it
+        self._leave: int | None = None  # the exit status that the launcher wants of this agent
+        self._lost = self._terminated = False
+
+    # -- 1. meet -------------------------------------------------------------------------------------------------------
+
+    def serve(self) -> int:
+        """Do it all; the exit status for the engine."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        wakes, waker = socket.socketpair()  # so that a signal ends the wait in select
+        waker.setblocking(False)
+        signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+        self._selector.register(wakes, selectors.EVENT_READ, lambda: wakes.recv(64))
+        place = self.place
+        self.channel.send_json(
+            kind="hello",
+            rank=place.rank,
+            size=place.size,
+            host=os.environ.get("UNISONO_HOST", socket.gethostname()),
+            identity=identity(),
+            board=os.fstat(self._board).st_ino if self._board >= 0 else None,
+            pid=os.getpid(),
+        )
+        self._selector.register(self.channel, selectors.EVENT_READ, self._on_launcher)
+        while self._start is None and not self._ending:
+            self._pump(None)
+        if self._start is None:
+            return self._leave or 1
+        try:
+            self._start_worker(self._start)
+            self._watch()
+        finally:
+            self._clean_up()
+        return self._leave if self._leave is not None else self._code()
+
+    @property
+    def _ending(self) -> bool:
+        return self._lost or self._leave is not None or bool(self._schedule)
+
+    def _on_launcher(self) -> None:
+        try:
+            frames = self.channel.receive()
+        except OSError:
+            frames = None
+        if frames is None:
+            self._lost = True
+            self._selector.unregister(self.channel)
+            self._stop(_ON_LOSS)
+        for frame in frames or ():
+            self._obey(frame)
+
+    def _obey(self, frame: Frame) -> None:
+        if frame.kind == "P":
+            self._pieces.append(frame.body)
+            return
+        message = frame.json()
+        kind = message["kind"]
+        if kind == "start":
+            self._start = message
+        elif kind == "stop":
+            self._stop([(delay, signal.Signals(number)) for delay, number in message["schedule"]])
+        elif kind == "signal" and self._process is not None and self._status is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, message["number"])
+        elif kind == "status":
+            self._tell("doing")
+        elif kind == "exit":
+            self._leave = message["status"]
+
+    # -- 2. start ------------------------------------------------------------------------------------------------------
+
+    def _start_worker(self, start: dict[str, Any]) -> None:
+        self._set_up(start)
+        self._page = StatusPage.create(self.place.size)
+        report_fd, report_end = os.pipe()
+        descriptors = {"STATUS": self._page.fd, "REPORT": report_end}
+        if start["board"]:
+            descriptors["SHM"] = self._board
+        if start["function"]:
+            self._payload, self._result = anonymous_file("unisono-function"), anonymous_file("unisono-result")
+            with open(self._payload, "wb", closefd=False) as file:
+                file.writelines(self._pieces)
+            self._pieces.clear()
+            descriptors.update(PAYLOAD=self._payload, RESULT=self._result)
+        process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("program.py")), *start["program"]],
+            env=self._environment(start, descriptors),
+            pass_fds=(*descriptors.values(), *_engine_descriptors()),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            bufsize=0,
+        )
+        os.close(report_end)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._process = process
+        self._pid_fd = pid_fd(process.pid)
+        self._fds = dict(zip(_KEPT, (process.stdout.fileno(), process.stderr.fileno(), report_fd), strict=True))
+        for name, fd in self._fds.items():
+            os.set_blocking(fd, False)
+            self._selector.register(fd, selectors.EVENT_READ, partial(self._relay, name))
+        if self._pid_fd is not None:
+            self._selector.register(self._pid_fd, selectors.EVENT_READ, self._on_exit)
+        self._tell("started")
+
+    def _set_up(self, start: dict[str, Any]) -> None:
+        for name, value in start["env"].items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        try:
+            os.chdir(start["folder"])
+        except OSError as error:
+            if not start["function"]:
+                raise SystemExit(
+                    f"unisono: the folder {start['folder']}, where the run was started, cannot be used on host "
+                    f"{socket.gethostname()} ({error.strerror}): the program must lie in the same place on every host"
+                ) from None
+        mine = self.channel.sock.getsockname()[0]
+        interface = interface_of(mine)
+        if "GLOO_SOCKET_IFNAME" not in os.environ and interface not in ("", "lo"):
+            os.environ["GLOO_SOCKET_IFNAME"] = interface  # a host's own name often means the loopback device
+
+    def _environment(self, start: dict[str, Any], descriptors: dict[str, int]) -> dict[str, str]:
+        per_task = os.environ.get("SLURM_CPUS_PER_TASK", "")
+        share = int(per_task) if per_task.isdigit() else threads_per_worker(start["local_size"])
+        threads = start["threads"] or (None if "OMP_NUM_THREADS" in os.environ else share)
+        env = worker_environment(
+            self.place.rank,
+            self.place.size,
+            address=(self.channel.sock.getpeername()[0], start["store_port"]),
+            run_id=self.run_id,
+            descriptors=descriptors,
+            threads=threads,
+        )
+        for name in ("UNISONO_TOKEN", "UNISONO_LAUNCHER", "UNISONO_ENGINE"):  # the worker has no use for them
+            env.pop(name, None)
+        env.update(
+            LOCAL_RANK=str(start["local_rank"]),
+            LOCAL_WORLD_SIZE=str(start["local_size"]),
+            GROUP_RANK=str(start["host_number"]),
+            GROUP_WORLD_SIZE=str(start["hosts"]),
+            TORCHELASTIC_RESTART_COUNT=str(start["attempt"]),
+            UNISONO_ATTEMPT=start["attempt_id"],
+        )
+        return env
+
+    # -- 3. relay ------------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Until the worker has ended and the launcher knows, or has gone."""
+        assert self._process is not None
+        while self._status is None:
+            self._pump(0.1 if self._pid_fd is None or self._schedule else None)
+            self._on_exit()
+        self._drain()
+        if self._status == 0 and self._result >= 0:
+            self._send_result()
+        self._tell("ended", status=self._status)
+        deadline = time.monotonic() + _DRAIN_S
+        while self._leave is None and not self._lost and time.monotonic() < deadline:
+            self._pump(deadline - time.monotonic())
+            if self._terminated:  # the engine does not wait
+                deadline = min(deadline, time.monotonic() + 0.5)
+
+    def _pump(self, wait_s: float | None) -> None:
+        now = time.monotonic()
+        while self._schedule and self._schedule[0][0] <= now:
+            number = self._schedule.pop(0)[1]
+            if self._process is not None and self._status is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._process.pid, number)
+        if self._schedule:
+            wait_s = min(self._schedule[0][0] - now, 60.0 if wait_s is None else wait_s)
+        for key, _ in self._selector.select(wait_s):
+            if key.fileobj in self._selector.get_map():
+                key.data()
+
+    def _stop(self, schedule: Sequence[tuple[float, int]]) -> None:
+        now = time.monotonic()
+        self._schedule = [(now + delay, number) for delay, number in schedule]
+        if self._process is None:
+            self._leave = self._leave or 128 + signal.SIGTERM
+
+    def _on_sigterm(self, *_: object) -> None:
+        self._terminated = True
+        self._stop(_ON_SIGTERM)
+
+    def _relay(self, name: str) -> bool:
+        """Pass one piece on; False when there is nothing now."""
+        fd = self._fds[name]
+        try:
+            data = os.read(fd, 1 << 16)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._selector.unregister(fd)
+            return False
+        self._send({"stdout": "o", "stderr": "e", "report": "r"}[name], data)
+        return True
+
+    def _drain(self) -> None:
+        """What the pipes hold now: a child of the worker may keep them open."""
+        for name, fd in self._fds.items():
+            for _ in range(64):
+                if fd not in self._selector.get_map() or not self._relay(name):
+                    break
+
+    def _on_exit(self) -> None:
+        assert self._process is not None
+        if self._status is None:
+            self._status = exit_status(self._process.pid)
+            if self._status is not None and self._pid_fd is not None:
+                self._selector.unregister(self._pid_fd)
+                os.close(self._pid_fd)
+
+    def _send_result(self) -> None:
+        size, done = os.fstat(self._result).st_size, 0
+        while done < size and not self._lost:
+            piece = os.pread(self._result, 1 << 20, done)
+            self._send("R", piece)
+            done += len(piece)
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        status = self._page.read(self.place.rank)
+        since_s = time.monotonic() - status.doing_since if status.doing else 0.0
+        pid = self._process.pid if self._process is not None else 0
+        self._send_json(kind=kind, pid=pid, step=status.step, doing=status.doing, since_s=since_s, **fields)
+
+    def _send(self, kind: str, body: bytes) -> None:
+        if not self._lost:
+            try:
+                self.channel.send(kind, body)
+            except OSError:
+                self._lost = True
+                self._stop(_ON_LOSS)
+
+    def _send_json(self, **fields: Any) -> None:
+        if not self._lost:
+            try:
+                self.channel.send_json(**fields)
+            except OSError:
+                self._lost = True
+                self._stop(_ON_LOSS)
+
+    # -- 4. leave nothing behind ---------------------------------------------------------------------------------------
+
+    def _clean_up(self) -> None:
+        if self._process is None:
+            return
+        if self._status is None:
+            self._process.kill()
+        guard.sweep(self.run_id, [self._process.pid], patience_s=0.15, manager_patience_s=0.0 if self._lost else 3.0)
+        self._process.wait()
+        self.channel.close()
+
+    def _code(self) -> int:
+        if self._status is None:
+            return 1
+        return 128 - self._status if self._status < 0 else self._status
+
+
+def _engine_descriptors() -> list[int]:
+    """What the engine left open for the worker itself: MPICH's connection for MPI_Init."""
+    text = os.environ.get("PMI_FD", "")
+    return [int(text)] if text.isdigit() and os.path.exists(f"/proc/self/fd/{text}") else []
+
+
+def identity() -> str:
+    """The same for two workers just when they are on one host and see the same accelerators."""
+    parts = [os.environ.get("CUDA_VISIBLE_DEVICES", "")]
+    with contextlib.suppress(OSError):
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            parts.append(file.read().strip())
+        parts.append(os.readlink("/proc/self/ns/net"))
+    return " ".join([socket.gethostname(), *parts])
+
+
+def interface_of(address: str) -> str:
+    """The network interface that has this IPv4 address, "" where it cannot be found."""
+    if sys.platform != "linux":
+        return ""
+    import fcntl
+    import struct
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                found = fcntl.ioctl(sock, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return ""
+
+
+def launcher_addresses() -> list[tuple[str, int]]:
+    """Where the launcher may be reached, as the environment says."""
+    pairs = [text.rpartition(":") for text in os.environ["UNISONO_LAUNCHER"].split(",")]
+    addresses = [(host, int(port)) for host, _, port in pairs]
+    launched_from = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
+    if launched_from and os.environ.get("UNISONO_ENGINE") == "Slurm":
+        addresses.insert(0, (launched_from, addresses[0][1]))
+    return list(dict.fromkeys(addresses))
+
+
+def serve_worker() -> int:
+    """Serve the worker whose place the environment names."""
+    parent = os.environ.pop("UNISONO_AGENT_PARENT", "")
+    if parent:  # the engine's own process, with which this one ends
+        die_with(int(parent))
+    place = read_place(engine=os.environ.get("UNISONO_ENGINE") or None)
+    if place is None:
+        print("unisono: the engine did not say which worker this is", file=sys.stderr)
+        return _UNREACHED
+    try:
+        channel = connect(launcher_addresses(), bytes.fromhex(os.environ["UNISONO_TOKEN"]))
+    except Unreachable as error:
+        print(f"unisono: {error}", file=sys.stderr)
+        return _UNREACHED
+    return Agent(channel, place).serve()

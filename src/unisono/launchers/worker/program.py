@@ -1,0 +1,219 @@
+"""What runs in a worker process around the user's program.
+
+Started by file (`python program.py script.py args…`, `-m module args…`, `--function`, `--store FD PORT`), so that
+nothing of Unisono, and no torch, is imported before the user's program asks for it.
+
+1. Tie this process to the launcher: it dies when the launcher does.
+2. Make the process look as if Python had started the program itself: arguments, import path, `__main__`.
+3. Run it. An error goes to the launcher as one JSON line, because only the launcher knows which error came first.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import io
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+__all__ = ["die_with"]
+
+_HERE = os.path.abspath(__file__)
+_PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(_HERE))))
+_MESSAGE_CHARACTERS = 100_000
+
+
+class _Reports:
+    """The pipe to the launcher, one JSON object a line."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def send(self, kind: str, **fields: Any) -> None:
+        line = json.dumps({"kind": kind, "time": time.monotonic(), **fields}) + "\n"
+        data = line.encode()
+        try:
+            while data:
+                data = data[os.write(self.fd, data) :]
+        except OSError:  # the launcher is gone, and this process is about to go
+            pass
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the program that `arguments` name, and return this process's exit status."""
+    die_with(int(os.environ.pop("UNISONO_LAUNCHER_PID")))
+    _fix_import_path()
+    if arguments[0] == "--store":
+        _serve_store(int(arguments[1]), int(arguments[2]))
+    _keep_descriptors_private()
+    reports = _Reports(int(os.environ["UNISONO_REPORT_FD"]))
+    # Ignored where the launcher was started in the background of a script; only the launcher can send it here.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.enable(file=reports.fd, all_threads=False)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # so that lines show as they are printed, also in a pipe or a file
+            stream.reconfigure(line_buffering=True)
+    return _guarded(_program(arguments), reports)
+
+
+# -- 1. this process and the launcher ------------------------------------------------------------------------------
+
+
+def die_with(launcher: int) -> None:
+    """Have the kernel kill this process when its parent, the launcher, ends, however it ends."""
+    if sys.platform == "linux":
+        import ctypes
+
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != launcher:  # it ended before the request was made
+        os._exit(1)
+
+
+def _keep_descriptors_private() -> None:
+    """Programs that this worker starts get the variables but not the descriptors: they are not workers."""
+    for name, value in os.environ.items():
+        if name.startswith("UNISONO_") and name.endswith("_FD"):
+            os.set_inheritable(int(value), False)
+
+
+def _serve_store(fd: int, port: int) -> NoReturn:
+    """Serve torch's key-value store on the launcher's listening socket until the launcher closes standard input."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    from torch._C._distributed_c10d import TCPStore
+
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+    os.read(0, 1)
+    del store
+    os._exit(0)
+
+
+# -- 2. as if Python had started it ----------------------------------------------------------------------------------
+
+
+def _fix_import_path() -> None:
+    if sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(_HERE):
+        del sys.path[0]
+    if _PACKAGE_ROOT not in sys.path:  # the launcher may have found Unisono by a path set in the program
+        sys.path.append(_PACKAGE_ROOT)
+
+
+def _program(arguments: Sequence[str]) -> Callable[[], None]:
+    if arguments[0] == "--function":
+        return _run_function
+    if arguments[0] == "-m":
+        sys.path.insert(0, os.getcwd())
+        sys.argv = list(arguments[1:])
+        return lambda: _discard(runpy.run_module(arguments[1], run_name="__main__", alter_sys=True))
+    script = os.path.abspath(arguments[0])
+    sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
+    sys.argv = [arguments[0], *arguments[1:]]
+    return lambda: _discard(runpy.run_path(script, run_name="__main__"))
+
+
+def _discard(_: object) -> None:
+    """Drop the program's globals as soon as it is over."""
+
+
+def _run_function() -> None:
+    """Run the function in the launcher's payload, and leave its result in this worker's result file."""
+    payload = _read_all(int(os.environ["UNISONO_PAYLOAD_FD"]))
+    length = int.from_bytes(payload[:8], "little")
+    header = json.loads(payload[8 : 8 + length])
+    sys.path[:] = header["path"]
+    _fix_import_path()
+    sys.argv = header["argv"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    import linecache
+
+    for name, text in header["sources"].items():  # a notebook's cells: tracebacks show their lines
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    pickler = importlib.import_module(header["pickler"])
+    function, arguments, keywords = pickler.loads(payload[8 + length :])
+    del payload
+    try:
+        result = function(*arguments, **keywords)
+    except SystemExit as stop:  # as a parameter server that has a rank of its own ends
+        if stop.code:
+            raise
+        result = None
+    try:
+        data = pickler.dumps(result)
+    except Exception as error:
+        raise TypeError(
+            f"the function returned {type(result).__name__}, which cannot be sent back to the launcher ({error}); "
+            "return plain data, arrays or tensors"
+        ) from None
+    fd, view = int(os.environ["UNISONO_RESULT_FD"]), memoryview(b"\1" + data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _read_all(fd: int) -> bytes:
+    """The whole file, read without moving the position that all workers share."""
+    parts: list[bytes] = []
+    size, done = os.fstat(fd).st_size, 0
+    while done < size:
+        parts.append(os.pread(fd, size - done, done))
+        done += len(parts[-1])
+    return b"".join(parts)
+
+
+# -- 3. run it ---------------------------------------------------------------------------------------------------------
+
+
+def _guarded(program: Callable[[], None], reports: _Reports) -> int:
+    try:
+        reports.send("ready")  # from here on SIGINT is handled quietly, and the launcher may send it
+        program()
+    except SystemExit as stop:
+        return _exit_status(stop, reports)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        reports.send("interrupt", code=130)
+        return 130
+    except BaseException as error:
+        _report_error(error, reports)
+        return 1
+    return 0
+
+
+def _exit_status(stop: SystemExit, reports: _Reports) -> int:
+    """What Python would make of `sys.exit(...)`; a failure is reported without a traceback."""
+    if stop.code is None:
+        return 0
+    number = stop.code if isinstance(stop.code, int) else 1
+    message = "" if isinstance(stop.code, int) else str(stop.code)  # the launcher's report shows it
+    if number & 0xFF:
+        reports.send("exit", code=number & 0xFF, message=message[:_MESSAGE_CHARACTERS])
+    return number & 0xFF
+
+
+def _report_error(error: BaseException, reports: _Reports) -> None:
+    frames = error.__traceback__
+    while frames is not None and _is_ours(frames.tb_frame.f_code.co_filename):
+        frames = frames.tb_next
+    error.__traceback__ = frames
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    types_ = [kind.__name__ for kind in type(error).__mro__]
+    message = str(error)[:_MESSAGE_CHARACTERS]
+    reports.send("exception", code=1, types=types_, message=message, traceback=text[-_MESSAGE_CHARACTERS:])
+    if sys.excepthook is not sys.__excepthook__:  # the program, or a library of its, asked to be told
+        sys.excepthook(type(error), error, frames)
+    sys.stdout.flush()
+
+
+def _is_ours(filename: str) -> bool:
+    return filename in (_HERE, __file__, runpy.__file__) or filename.startswith("<frozen ")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

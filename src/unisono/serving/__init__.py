@@ -1,1 +1,0 @@
-"""Parameter servers: the server itself, what is said to it, and who serves whom."""

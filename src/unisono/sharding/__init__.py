@@ -1,1 +1,0 @@
-"""Parameters, gradients and optimizer state split over the ranks: what `zero` is made of."""

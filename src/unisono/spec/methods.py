@@ -1,0 +1,340 @@
+"""The spec language: `"local_sgd(every=8, reducer=powersgd(rank=2))"` to objects, and back.
+
+A method is found by its name as a file: `strategies/NAME.py` or `reducers/NAME.py` defines NAME, a class or
+a function. The text is parsed, never evaluated: it can name methods and plain values, nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import inspect
+import keyword
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from unisono.spec.grammar import NUMBERS, Spec, SpecError, parse, write
+
+__all__ = ["Spec", "SpecError", "build", "describe", "extend", "names", "parse"]
+
+Kind = Literal["strategy", "reducer"]
+_FOLDERS: dict[str, str] = {"strategy": "unisono.strategies", "reducer": "unisono.reducers"}
+_ELSEWHERE = "..."  # stands for a value that text cannot hold
+
+
+# ---------------------------------------------------------------------------------------------- catalog
+
+
+def names(kind: Kind) -> list[str]:
+    """The methods of a kind, by the names of their files."""
+    return sorted(_files(kind))
+
+
+@contextmanager
+def extend(*, strategies: str | Path | None = None, reducers: str | Path | None = None) -> Iterator[None]:
+    """Look for methods in these folders as well, while the context lasts. For the whole process."""
+    asked = [(_FOLDERS["strategy"], strategies), (_FOLDERS["reducer"], reducers)]
+    added = [(name, str(Path(folder).resolve())) for name, folder in asked if folder is not None]
+    for name, folder in added:
+        importlib.import_module(name).__path__.append(folder)
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        for name, folder in added:
+            importlib.import_module(name).__path__.remove(folder)
+            for key, module in list(sys.modules.items()):
+                if Path(getattr(module, "__file__", None) or "/").parent == Path(folder):
+                    del sys.modules[key]
+
+
+def _files(kind: Kind) -> dict[str, Path]:
+    folders = [Path(folder) for folder in importlib.import_module(_FOLDERS[kind]).__path__]
+    files = {
+        entry.stem: entry / "__init__.py" if entry.is_dir() else entry
+        for folder in reversed(folders)
+        for entry in (*folder.glob("*.py"), *(inner.parent for inner in folder.glob("*/__init__.py")))
+    }
+    return {name: file for name, file in files.items() if not name.startswith("_")}
+
+
+def _factory(name: str, kind: Kind) -> Callable[..., Any]:
+    """The class or function a method's file defines. An error in the file itself comes through as it is."""
+    module = importlib.import_module(f"{_FOLDERS[kind]}.{name}")
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        raise ImportError(f"{module.__file__} must define a class or function named {name!r}")
+    return typing.cast(Callable[..., Any], factory)
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    known = list(known)
+    near = difflib.get_close_matches(word.lower(), known, n=1) or difflib.get_close_matches(word, known, n=1)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f"; known: {', '.join(known)}" if known else ""
+
+
+# --------------------------------------------------------------------------------------------- building
+
+
+def build(spec: str | Spec | Any, kind: Kind = "strategy") -> Any:
+    """The strategy or reducer that a spec names; an object that already is one comes back as it is.
+
+    Where a strategy is wanted, a reducer (its name or itself) means `allreduce` with that reducer.
+    Arguments are checked against the method's signature and annotations. Building a reducer twice from one
+    spec gives one object: a reducer is two pure functions, so it can be shared.
+
+    Raises:
+        SpecError: text that cannot be read, an unknown name or argument, a value of a wrong type.
+        TypeError: an object that is neither text nor a method.
+    """
+    if isinstance(spec, str):
+        return _build(parse(spec), kind)
+    if isinstance(spec, Spec):
+        return _build(spec if spec.text else parse(str(spec)), kind)
+    if inspect.isfunction(spec) or inspect.isclass(spec):
+        raise TypeError(f"expected a {kind}, got {spec!r} itself; call it: {spec.__name__}(...)")
+    if _is_reducer(spec):
+        return spec if kind == "reducer" else _factory("allreduce", "strategy")(reducer=spec)
+    if kind == "strategy" and callable(getattr(spec, "bind", None)):
+        return spec
+    raise TypeError(
+        f"expected a {kind} or its spec, such as {'allreduce' if kind == 'strategy' else 'dense'!r}; "
+        f"got {type(spec)}; known: {', '.join(names(kind))}"
+    )
+
+
+_reducers: dict[tuple[Callable[..., Any], str], Any] = {}  # built reducers, by factory and canonical text
+
+
+def _build(spec: Spec, kind: Kind) -> Any:
+    if spec.name not in _files(kind):
+        if kind == "strategy" and spec.name in _files("reducer"):
+            return _factory("allreduce", "strategy")(reducer=_build(spec, "reducer"))
+        if spec.name in _files("strategy"):
+            spec.fail(f"{spec.name!r} is a strategy; a reducer is needed here, such as 'dense'")
+        known = {*names(kind), *(names("reducer") if kind == "strategy" else ())}
+        spec.fail(f"unknown {kind} {spec.name!r}{_nearest(spec.name, sorted(known))}")
+    factory = _factory(spec.name, kind)
+    bound = _bind(spec, factory)
+    canonical = _canonical(spec.name, bound)
+    if kind == "reducer" and (factory, canonical) in _reducers:
+        return _reducers[factory, canonical]
+    try:
+        built = factory(*bound.args, **bound.kwargs)
+    except ValueError as error:
+        if isinstance(error, SpecError):
+            raise
+        raise SpecError(f"{spec.name}: {error}", spec.text, spec.at) from error
+    if kind == "reducer" and _ELSEWHERE not in canonical:
+        built = _reducers.setdefault((factory, canonical), built._replace(spec=canonical))
+    return built
+
+
+def _bind(spec: Spec, factory: Callable[..., Any]) -> inspect.BoundArguments:
+    """Check a spec's arguments against the method's signature and turn each into what its parameter takes."""
+    signature, hints = inspect.signature(factory), _hints(factory)
+    parameters = signature.parameters
+    usage = f"{spec.name}{signature.replace(return_annotation=inspect.Signature.empty)}"
+    plain = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    rest = next((p for p in parameters.values() if p.kind is p.VAR_POSITIONAL), None)
+    args = []
+    for i, value in enumerate(spec.args):
+        if i >= len(plain) and rest is None:
+            spec.fail(f"{usage} takes no more than {len(plain)} without a name", spec.spots[i])
+        parameter = plain[i] if i < len(plain) else typing.cast(inspect.Parameter, rest)
+        args.append(_argument(spec, parameter.name, value, hints, spec.spots[i]))
+    named = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    kwargs = {}
+    for name, value in spec.kwargs.items():
+        if name not in named:
+            spec.fail(f"{spec.name} has no argument {name!r}{_nearest(name, named)}", spec.keys[name])
+        if name in [p.name for p in plain[: len(args)]]:
+            spec.fail(f"{name!r} is given twice: by position and by name", spec.keys[name])
+        kwargs[name] = _argument(spec, name, value, hints, spec.spots[name])
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError as error:
+        return spec.fail(f"{spec.name}: {error}; expected {usage}")
+
+
+def _argument(spec: Spec, name: str, value: Any, hints: Mapping[str, Any], position: int) -> Any:
+    try:
+        return _convert(value, hints.get(name, Any))
+    except _MismatchError as mismatch:
+        got = f"got {write(value)}{mismatch}"
+        return spec.fail(f"{spec.name}({name}=...) takes {_expected(hints[name])}; {got}", position)
+
+
+class _MismatchError(Exception):
+    """A value that does not fit its parameter; carries a hint."""
+
+
+def _convert(value: Any, hint: Any) -> Any:
+    """`value` as an object of the annotated type; a word becomes a string or a method as the type asks."""
+    origin, members = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return _convert(value, members[0])
+    if origin in (typing.Union, types.UnionType):
+        return _convert_union(value, members)
+    if origin is Literal:
+        word = value.name if isinstance(value, Spec) and not value.called else value
+        if word in members and type(word) in map(type, members):
+            return word
+        raise _MismatchError(_nearest(str(word), [m for m in members if isinstance(m, str)]))
+    if _is_sequence(hint):
+        return _convert_sequence(value, hint)
+    if (kind := _kind_of(hint)) is not None:
+        if isinstance(value, str | Spec):
+            return build(value, kind)
+        raise _MismatchError
+    if isinstance(value, Spec):
+        return _convert_word(value, hint)
+    if hint is float and type(value) is int:
+        return float(value)
+    if hint in (Any, object, type(value)) or not isinstance(hint, type):
+        return value
+    raise _MismatchError
+
+
+def _convert_union(value: Any, members: tuple[Any, ...]) -> Any:
+    if type(value) in members:
+        return value
+    method = isinstance(value, Spec) and (value.called or value.name in (_files("reducer") | _files("strategy")))
+    mismatches = []
+    for member in sorted(members, key=lambda m: (_kind_of(m) is not None) != method):
+        try:
+            return _convert(value, member)
+        except _MismatchError as mismatch:  # noqa: PERF203 - a handful of members
+            mismatches.append(str(mismatch))
+    raise _MismatchError(next(filter(None, mismatches), ""))
+
+
+def _convert_sequence(value: Any, hint: Any) -> Any:
+    origin, members = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if not isinstance(value, list | tuple):
+        raise _MismatchError
+    if origin is tuple and members and members[-1] is not Ellipsis:
+        if len(members) != len(value):
+            raise _MismatchError(f" with {len(value)} values")
+        return tuple(_convert(x, m) for x, m in zip(value, members, strict=True))
+    items = [_convert(x, members[0] if members else Any) for x in value]
+    return items if origin is list else tuple(items)
+
+
+def _convert_word(value: Spec, hint: Any) -> Any:
+    """A bare word: a string for `str`, a dtype for `torch.dtype`, the method of that name where all goes."""
+    if hint in (Any, object) or not isinstance(hint, type):
+        if value.called or value.name in _files("reducer"):
+            return _build(value, "strategy" if value.name in _files("strategy") else "reducer")
+        return value.name
+    if not value.called and hint is str:
+        return value.name
+    if not value.called and hint is torch.dtype and isinstance(getattr(torch, value.name, None), torch.dtype):
+        return getattr(torch, value.name)
+    words = {bool: ["True", "False"], types.NoneType: ["None"]}
+    near = difflib.get_close_matches(value.name.capitalize(), words.get(hint, []), n=1)
+    raise _MismatchError(f"; did you mean {near[0]}?" if near else "")
+
+
+def _hints(factory: Callable[..., Any]) -> dict[str, Any]:
+    """The annotations of a method's parameters; none where they cannot be resolved."""
+    plain_class = inspect.isclass(factory) and not dataclasses.is_dataclass(factory)
+    try:
+        return typing.get_type_hints(factory.__init__ if plain_class else factory, include_extras=True)
+    except (NameError, TypeError):
+        return {}
+
+
+def _kind_of(hint: Any) -> Kind | None:
+    name = getattr(hint, "__name__", "")
+    return "reducer" if name == "Reducer" else "strategy" if name == "Strategy" else None
+
+
+def _is_sequence(hint: Any) -> bool:
+    return (typing.get_origin(hint) or hint) in (list, tuple, Sequence)
+
+
+def _is_reducer(obj: Any) -> bool:
+    return callable(getattr(obj, "init", None)) and callable(getattr(obj, "reduce", None))
+
+
+def _expected(hint: Any) -> str:
+    members = typing.get_args(hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(_expected(m) for m in members)
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(repr, members))
+    if (kind := _kind_of(hint)) is not None:
+        return f"a {kind}"
+    plain = {int: "an int", float: "a number", str: "a string", bool: "True or False", types.NoneType: "None"}
+    return plain.get(hint) or str(getattr(hint, "__name__", hint) if not members else hint)
+
+
+# ------------------------------------------------------------------------------------------ writing back
+
+
+def describe(obj: Any) -> str:
+    """The spec of a built strategy or reducer, with the arguments that differ from the defaults.
+
+    `build(describe(x))` equals x. A value that text cannot hold (a function, say) is written as `...`, which
+    `build` refuses.
+
+    Example:
+        >>> describe(build("dense", "reducer"))
+        'dense'
+    """
+    if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+        fields = [f for f in dataclasses.fields(obj) if f.init]
+        values = {f.name: getattr(obj, f.name) for f in fields}
+        defaults = {
+            f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory() for f in fields
+        }
+        parts = [f"{k}={write(v, _loose)}" for k, v in values.items() if not _same(v, defaults[k])]
+        return f"{type(obj).__name__}({', '.join(parts)})" if parts else type(obj).__name__
+    if _is_reducer(obj):
+        if getattr(obj, "spec", ""):
+            return str(obj.spec)
+        module, name = obj.reduce.__module__, obj.reduce.__module__.rpartition(".")[2]
+        factory = getattr(sys.modules.get(module), name, None)
+        exact = callable(factory) and not inspect.signature(factory).parameters
+        return name if exact else f"{name}({_ELSEWHERE})"
+    return f"{type(obj).__name__}({_ELSEWHERE})"
+
+
+def _canonical(name: str, bound: inspect.BoundArguments) -> str:
+    parts = []
+    for key, value in bound.arguments.items():
+        parameter = bound.signature.parameters[key]
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            parts += [write(x, _loose) for x in value]
+        elif not _same(value, parameter.default):
+            prefix = "" if parameter.kind is parameter.POSITIONAL_ONLY else f"{key}="
+            parts.append(prefix + write(value, _loose))
+    return f"{name}({', '.join(parts)})" if parts else name
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and bool(a == b))
+
+
+def _loose(value: Any) -> str:
+    """What the grammar cannot hold itself: words without quotes, dtypes by name, methods by their specs."""
+    if isinstance(value, str):
+        word = value.isidentifier() and value.isascii() and not keyword.iskeyword(value)
+        taken = value in NUMBERS or value in _files("reducer") | _files("strategy")
+        return value if word and not taken else repr(value)
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if dataclasses.is_dataclass(value) or _is_reducer(value):
+        return describe(value)
+    return _ELSEWHERE

@@ -1,0 +1,116 @@
+"""ZeRO: optimizer state, gradients and parameters split over the workers. Rajbhandari et al., 2020, arXiv:1910.02054.
+
+Offload: Ren et al., 2021, arXiv:2101.06840. Infinity: Rajbhandari et al., 2021, arXiv:2104.07857.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from unisono.sizes import parse_size
+from unisono.strategies.zero.optimizer_shards import check
+from unisono.strategies.zero.replica import DTYPES, ZeroReplica
+from unisono.strategy import Replica, Strategy, check_count
+from unisono.world import World
+
+Place = Literal["device", "cpu", "disk"]
+
+
+@dataclass(frozen=True)
+class zero(Strategy):
+    """Every worker keeps a part of the optimizer's state (stage 1), of the gradients (2), of the parameters (3).
+
+    The numbers are those of `allreduce`. Stages 1 and 2 send as much, stage 3 half as much again.
+
+    stage: 1, 2 or 3. Stage 1 keeps the gradients of a window of several passes whole; 2 and 3 reduce every pass.
+    precision: None computes in the parameters' own dtype; "bf16" computes in it and steps fp32 values.
+    accumulate: backward passes a window.
+    buffers: "broadcast" rank 0's after every window, "average" them, or leave them "local".
+    overlap: reduce and gather while computing goes on. None: where it pays.
+    unit_bytes: how much is gathered and reduced together. None: a sixteenth of the model, 1 to 128 MiB.
+    optimizer_on: "cpu" keeps what the optimizer steps, and its state, in host memory and steps it there, while the
+        device goes on; "disk" keeps on disk what does not fit (ZeRO-Offload, ZeRO-Infinity).
+    params_on: "cpu" or "disk" (stage 3): the parameters too, which come when a module needs them.
+    delayed_update: a step's gradients are applied while the next one computes, after `delay_after` steps.
+    device_memory: such as "18GiB": state for which there is room on the device stays there.
+    host_memory: how much host memory the optimizer's state may take; the rest goes to disk (optimizer_on="disk").
+    spill: the share of the state that goes to disk, instead. Without both, all of it.
+    moments: "bf16" keeps the optimizer's moments in 16 bits, rounded at random (off the device).
+    disk: the folder for the scratch file. None: the system's folder for temporary files.
+    """
+
+    stage: int = 2
+    precision: Literal["bf16"] | None = None
+    optimizer_on: Place = "device"
+    params_on: Place = "device"
+    accumulate: int = 1
+    buffers: Literal["broadcast", "average", "local"] = "broadcast"
+    overlap: bool | None = None
+    unit_bytes: int | None = None
+    delayed_update: bool = False
+    delay_after: int = 40
+    device_memory: str | int | None = None
+    host_memory: str | int | None = None
+    spill: float | None = None
+    moments: Literal["fp32", "bf16"] = "fp32"
+    disk: str | None = None
+
+    def bind(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
+        if self.stage not in (1, 2, 3) or isinstance(self.stage, bool):
+            raise ValueError(f"stage must be 1, 2 or 3, got {self.stage!r}")
+        check_count("accumulate", self.accumulate, "backward passes a window")
+        if self.unit_bytes is not None:
+            check_count("unit_bytes", self.unit_bytes, "bytes a unit")
+        for name, allowed in (
+            ("precision", (None, *DTYPES)),
+            ("buffers", ("broadcast", "average", "local")),
+            ("overlap", (True, False, None)),
+            ("optimizer_on", ("device", "cpu", "disk")),
+            ("params_on", ("device", "cpu", "disk")),
+            ("moments", ("fp32", "bf16")),
+            ("delayed_update", (True, False)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {getattr(self, name)!r}")
+        check_count("delay_after", self.delay_after, "steps", least=0)
+        self._check_places()
+        check(optimizer)
+        return ZeroReplica(model, optimizer, world, self)
+
+    def _check_places(self) -> None:
+        """Refuse placements that make no sense together."""
+        if self.params_on != "device" and self.stage != 3:
+            raise ValueError(
+                f"params_on={self.params_on!r} needs stage=3: the others keep all parameters on the device"
+            )
+        allowed = {"device": ("device", "cpu", "disk"), "cpu": ("cpu", "disk"), "disk": ("disk",)}[self.params_on]
+        if self.optimizer_on not in allowed:
+            raise ValueError(
+                f"params_on={self.params_on!r} needs optimizer_on={' or '.join(map(repr, allowed))}, got "
+                f"{self.optimizer_on!r}: the optimizer steps the parameters where they rest"
+            )
+        for name, only in (("device_memory", "cpu"), ("host_memory", "disk"), ("spill", "disk")):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if self.optimizer_on == "device" or (only == "disk" and self.optimizer_on != "disk" and name == "spill"):
+                raise ValueError(f"{name}={value!r} says nothing with optimizer_on={self.optimizer_on!r}")
+            if name != "spill":
+                parse_size(value, name)
+            elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+                raise ValueError(f"spill is the share of the state that goes to disk, from 0 to 1, got {value!r}")
+        for name in ("device_memory", "host_memory"):
+            if getattr(self, name) is not None and parse_size(getattr(self, name), name) <= 0:
+                raise ValueError(f"{name} must be more than nothing, got {getattr(self, name)!r}")
+        if self.disk is not None and self.optimizer_on != "disk":
+            raise ValueError(f"disk={self.disk!r} says nothing with optimizer_on={self.optimizer_on!r}")
+        if self.spill is not None and self.host_memory is not None:
+            raise ValueError("give spill (a share) or host_memory (a size), not both")
+        if self.moments != "fp32" and self.optimizer_on == "device":
+            raise ValueError("moments='bf16' needs optimizer_on='cpu' or 'disk'")
+        if self.delayed_update and (self.optimizer_on == "device" or self.params_on != "device"):
+            raise ValueError("delayed_update needs optimizer_on='cpu' or 'disk', and params_on='device'")

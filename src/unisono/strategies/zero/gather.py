@@ -1,0 +1,299 @@
+"""Values of units where no rank keeps all of them: gathered when a module needs them, let go when it does not.
+
+1. forward: before a module runs, its units are gathered, and the next one's begin to; after it, they are let go;
+2. backward: when a gradient reaches the module's output, they are gathered again, in the reverse order; a trainable
+   unit is let go when all its gradients are there, a frozen one when the gradient has left the module;
+3. the model's own unit stays from the beginning of forward to the end of backward.
+
+What autograd keeps of a parameter is kept as a place in its unit, and gathered when it is needed. (Inside activation
+checkpointing it is a view, so memory is the unit's own: emptied and filled, never given to another.) A parameter that
+is not there shows NaN in its own shape.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
+
+from unisono.background import Handle, Lane
+from unisono.strategies.zero.units import UNCALLED, WHOLE, Unit
+from unisono.world import World
+
+Fetch = Callable[[Unit], Tensor]
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # others' are left alone
+
+
+class Gathering:
+    """Hooks on the modules of some units. `fetch(unit)` gives my shard of it, on the device that computes."""
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], world: World, fetch: Fetch, *, ahead: bool) -> None:
+        self.model, self.units = model, list(units)
+        self.channel, self._fetch = world.channel(inline=True), fetch
+        on_cpu = self.units[0].full.device.type == "cpu"
+        self._lane = Lane("unisono gather") if ahead and world.size > 1 and on_cpu else None
+        self._coming: dict[Unit, Handle[None]] = {}
+        self._there: set[Unit] = set()
+        self._uses: dict[nn.Module, int] = {}  # how many calls of a module are under way
+        self._order: list[nn.Module] = []  # in which forward needed the modules, first time
+        self._pushed: list[bool] = []  # for each call under way, whether `pack` and `unpack` came with it
+        self._known = False  # the model has run once: `_order` is complete
+        self._task = -1
+        self._of: dict[nn.Module, list[Unit]] = {}
+        for unit in self.units:
+            self._of.setdefault(unit.owner or model, []).append(unit)
+        self._of.setdefault(model, [])
+        me = weakref.ref(self)
+        self._hooks: list[Any] = []
+        for module in self._of:
+            self._hooks += [
+                module.register_forward_pre_hook(_before(me), prepend=True, with_kwargs=True),
+                module.register_forward_hook(_after(me), with_kwargs=False, always_call=True),
+            ]
+        for unit in self.units:
+            self.let_go(unit)
+
+    # Values ----------------------------------------------------------------------------------------------
+
+    def gather(self, unit: Unit) -> None:
+        """Have the values of a unit here."""
+        if unit in self._there:
+            return
+        self._there.add(unit)
+        self._start(unit).wait()
+        self._coming.pop(unit, None)
+        for param, view in zip(unit.params, unit.views(unit.full), strict=True):
+            param.data = view
+
+    @torch.no_grad()
+    def _get(self, unit: Unit) -> None:
+        unit.full.untyped_storage().resize_(unit.nbytes)
+        self.channel.all_gather(self._fetch(unit), even=True, out=unit.parts(unit.full), tag=unit.tag).wait()
+
+    def _start(self, unit: Unit) -> Handle[None]:
+        """Begin to gather a unit: in the order of the calls, which is the same on every rank."""
+        if unit not in self._coming:
+            if self._lane is None:
+                return Handle.of(self._get(unit))
+            self._coming[unit] = self._lane.submit(lambda: self._get(unit))
+        return self._coming[unit]
+
+    def let_go(self, unit: Unit) -> None:
+        """Empty a unit's memory."""
+        if (coming := self._coming.pop(unit, None)) is not None:
+            coming.wait()
+        self._there.discard(unit)
+        for param, shape in zip(unit.params, unit.shapes, strict=True):
+            nothing = torch.nan if unit.dtype.is_floating_point else 0
+            param.data = torch.full((), nothing, dtype=unit.dtype, device=unit.full.device).expand(shape)
+        unit.full.untyped_storage().resize_(0)
+
+    def let_go_all(self) -> None:
+        """What is here is out of date, or not needed."""
+        for unit in [*self._there, *self._coming]:
+            self.let_go(unit)
+
+    # Forward ---------------------------------------------------------------------------------------------
+
+    def before(self, module: nn.Module, inputs: Any) -> None:
+        """A module is about to run."""
+        if module not in self._of:
+            raise RuntimeError(
+                f"this {type(module).__name__} is a copy of one whose parameters are split over the ranks: copy the "
+                "model before un.parallel, or load its state_dict() into another"
+            )
+        self._pushed.append(False)
+        self._uses[module] = self._uses.get(module, 0) + 1
+        for unit in self._of[module]:
+            self.gather(unit)
+        in_backward = torch._C._current_graph_task_id() != -1  # computed again, by activation checkpointing
+        if module not in self._order:
+            self._order.append(module)
+        elif not in_backward:
+            self._look_ahead(module, +1)
+        if torch.is_grad_enabled() and not in_backward and any(not unit.trainable for unit in self._of[module]):
+            given = [x for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.requires_grad and not x.is_leaf]
+            if given and module is not self.model:
+                me = weakref.ref(self)
+                torch.autograd.graph.register_multi_grad_hook(given, _left(me, module), mode="all")
+        if torch.is_grad_enabled() and _top_hooks is not None and _top_hooks(True) is None:
+            torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+            self._pushed[-1] = True
+
+    def _look_ahead(self, module: nn.Module, step: int) -> None:
+        at = self._order.index(module) + step
+        if 0 <= at < len(self._order):
+            for unit in self._of[self._order[at]]:
+                if self._lane is not None and unit not in self._there:
+                    self._start(unit)
+
+    def after(self, module: nn.Module, output: Any) -> None:
+        """A module has run, or failed."""
+        self._uses[module] -= 1
+        if module not in self._of:
+            return
+        if self._pushed.pop():
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        every = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+        made = [x for x in every if x.requires_grad and not x.is_leaf]
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if made and torch.is_grad_enabled():
+            me = weakref.ref(self)
+            for x in made:
+                x.register_hook(_reached(me, module))
+        kept = bool(made) and (module is self.model or (self._known and module is self._order[-1]))
+        self._known |= module is self.model
+        if not kept and not self._uses[module]:
+            for unit in self._of[module]:
+                if not any(_inside(x, unit) for x in every):
+                    self.let_go(unit)
+
+    # What autograd keeps: a view of a unit is kept as its place, and is found again when backward needs it ---------
+
+    def pack(self, x: Tensor) -> Any:
+        """Called for each tensor that a module's forward keeps for backward."""
+        for unit in self._there:
+            if _inside(x, unit) and x.dtype == unit.dtype:
+                return unit, x.shape, x.stride(), x.storage_offset()
+        return x
+
+    def unpack(self, kept: Any) -> Tensor:
+        """The tensor again."""
+        if isinstance(kept, Tensor):
+            return kept
+        unit, shape, stride, offset = kept
+        self._in_backward()
+        self.gather(unit)
+        return torch.as_strided(unit.full, shape, stride, offset)
+
+    # Backward --------------------------------------------------------------------------------------------
+
+    def reached(self, module: nn.Module) -> None:
+        """A gradient has reached what the module gave."""
+        self._in_backward()
+        for unit in self._of[module]:
+            self.gather(unit)
+        if module in self._order:
+            self._look_ahead(module, -1)
+
+    def _in_backward(self) -> None:
+        """At the end of this backward everything is let go."""
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._task):
+            self._task = task
+            Variable._execution_engine.queue_callback(self._end)
+
+    def left(self, module: nn.Module) -> None:
+        """The gradient has left the module: what does not learn is done."""
+        if not self._uses[module]:
+            for unit in self._of[module]:
+                if not unit.trainable:
+                    self.let_go(unit)
+
+    def arrived(self, unit: Unit, slot: int) -> None:
+        """A gradient has come for a parameter: refuse one whose values were not there."""
+        if unit not in self._there:
+            raise RuntimeError(
+                f"{unit.names[slot]!r} was used outside the forward of its module, where it is not gathered (it is NaN "
+                "there): call the module itself, or use zero(stage=2), or a larger unit_bytes, so that it belongs to a "
+                "module around"
+            )
+
+    def complete(self, unit: Unit) -> None:
+        """All gradients of a unit are there."""
+        if unit.owner is not None and not self._uses.get(unit.owner, 0):
+            self.let_go(unit)
+
+    def _end(self) -> None:
+        self._task = -1
+        self.let_go_all()
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._lane is not None:
+            self._lane.close()
+        self.channel.close()
+
+
+class Arrival:
+    """Before a module runs, `arrive(unit)` for every unit that one of its own parameters lies in."""
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], arrive: Callable[[Unit], None]) -> None:
+        where = {param: unit for unit in units for param in unit.params}
+        self._hooks = []
+        for module in model.modules():
+            needed = list(module.parameters(recurse=isinstance(module, WHOLE)))
+            for child in module.children():
+                needed += child.parameters(recurse=False) if isinstance(child, UNCALLED) else ()
+            own = dict.fromkeys(where[p] for p in needed if p in where)
+            if own:
+                self._hooks.append(module.register_forward_pre_hook(_arriving(list(own), arrive), prepend=True))
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _inside(x: Tensor, unit: Unit) -> bool:
+    """Whether a tensor lies in a unit's memory."""
+    storage = x.untyped_storage() if x.layout == torch.strided else None
+    return storage is not None and storage.nbytes() > 0 and storage.data_ptr() == unit.full.untyped_storage().data_ptr()
+
+
+# Hooks that keep nothing alive, and that torch.compile does not look into --------------------------------------
+
+
+def _arriving(units: list[Unit], arrive: Callable[[Unit], None]) -> Any:
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def hook(module: nn.Module, args: Any) -> None:
+        for unit in units:
+            arrive(unit)
+
+    return hook
+
+
+def _before(me: weakref.ref[Gathering]) -> Any:
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        gathering = me()
+        if gathering is not None:
+            gathering.before(module, (args, kwargs))
+
+    return hook
+
+
+def _after(me: weakref.ref[Gathering]) -> Any:
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        gathering = me()
+        if gathering is not None:
+            gathering.after(module, output)
+
+    return hook
+
+
+def _reached(me: weakref.ref[Gathering], module: nn.Module) -> Any:
+    def hook(gradient: Tensor) -> None:
+        gathering = me()
+        if gathering is not None:
+            gathering.reached(module)
+
+    return hook
+
+
+def _left(me: weakref.ref[Gathering], module: nn.Module) -> Any:
+    def hook(gradients: Any) -> None:
+        gathering = me()
+        if gathering is not None:
+            gathering.left(module)
+
+    return hook

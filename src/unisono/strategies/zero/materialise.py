@@ -1,0 +1,109 @@
+"""Making units: memory for values, and values for parameters that were made on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.offload.streams import copied
+from unisono.strategies.zero.units import Unit
+from unisono.world import World
+
+
+@torch.no_grad()
+def adopt(
+    unit: Unit,
+    world: World,
+    *,
+    whole: bool,
+    device: torch.device,
+    shard_on: torch.device,
+    master_on: torch.device,
+    master_in: Tensor | None = None,
+) -> None:
+    """Move a unit's parameters into a line of its own. `whole`: all of it stays on the device; else only my shard.
+
+    master_in: memory for values of higher precision, instead of new memory on `master_on`.
+    """
+
+    def line(n: int, dtype: torch.dtype, *, shared: bool) -> Tensor:
+        if shared and device.type == "cpu":
+            return world.empty(n, dtype)
+        return torch.empty(n, dtype=dtype, device=device)
+
+    unit.full = line(unit.numel, unit.dtype, shared=whole)
+    unit.zero_gaps(unit.full)
+    wide = unit.trainable and unit.master_dtype != unit.dtype
+    before = torch.zeros(unit.numel, dtype=unit.master_dtype, device=device) if wide else unit.full
+    for view, param in zip(unit.views(before), unit.params, strict=True):
+        view.copy_(param)
+    if wide:
+        unit.full.copy_(before)
+    for view, param in zip(unit.views(unit.full), unit.params, strict=True):
+        param.grad = None  # of before: the optimizer, which clears gradients, will not see it
+        param.data = view
+    if whole:
+        unit.shard = unit.mine(unit.full)
+    else:
+        unit.shard = line(unit.each, unit.dtype, shared=True) if shard_on == device else _host(unit)
+        unit.shard.copy_(unit.mine(unit.full))
+    if not wide:
+        unit.master = unit.shard
+    elif master_in is not None:
+        unit.master = master_in.copy_(unit.mine(before))
+    else:
+        unit.master = copied(unit.mine(before), master_on)
+    if not whole:
+        unit.full.untyped_storage().resize_(0)
+
+
+def _host(unit: Unit) -> Tensor:
+    return torch.empty(unit.each, dtype=unit.dtype, pin_memory=torch.cuda.is_available())
+
+
+Swapped = dict[nn.Parameter, nn.Parameter]  # parameters on the meta device, and what took their places
+
+
+@torch.no_grad()
+def materialise(model: nn.Module, world: World, swapped: Swapped, wanted: Iterable[nn.Parameter] | None = None) -> None:
+    """Give values to modules whose tensors are on the meta device: their own `reset_parameters()`, rank 0's for all.
+
+    wanted: only modules that hold one of these parameters. The parameters become other objects: see `swapped`.
+    """
+    chosen = None if wanted is None else set(wanted)
+    for name, module in model.named_modules():
+        held = {key: p for key, p in module._parameters.items() if p is not None}
+        if not any(x.is_meta for x in own_tensors(module)) or (chosen is not None and chosen.isdisjoint(held.values())):
+            continue
+        reset = getattr(module, "reset_parameters", None)
+        if reset is None:
+            raise ValueError(
+                f"{name or 'the model'} ({type(module).__name__}) has parameters or buffers on the meta device and no "
+                "reset_parameters(): give it one, or make it on a real device"
+            )
+        tied = {key: swapped[p] for key, p in held.items() if p in swapped}
+        module.to_empty(device=world.device, recurse=False)
+        reset()
+        for key, old in held.items():
+            new = module._parameters[key]
+            assert new is not None
+            if key in tied:  # another module made it
+                module._parameters[key] = tied[key]
+            else:
+                swapped[old] = new
+        if world.size > 1:
+            world.broadcast([x.detach() for x in own_tensors(module)], tag="initial state").wait()
+
+
+def swap(optimizer: Optimizer, swapped: Swapped) -> None:
+    """Let the optimizer hold the parameters that have values."""
+    for group in optimizer.param_groups:
+        group["params"] = [swapped.get(p, p) for p in group["params"]]
+
+
+def own_tensors(module: nn.Module) -> list[Tensor]:
+    """A module's own parameters and buffers."""
+    return [x for x in (*module._parameters.values(), *module._buffers.values()) if x is not None]

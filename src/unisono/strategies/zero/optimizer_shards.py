@@ -1,0 +1,194 @@
+"""The optimizer's side of units: it steps one leaf for each parameter that has elements in my shard."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from unisono.checkpoint.slices import Piece, Stored
+from unisono.strategies.zero.units import Part, Unit
+from unisono.world import World
+
+# An element's step depends on that element alone: a part of a parameter can be stepped by itself.
+ELEMENTWISE = {
+    *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "ASGD", "RMSprop", "Rprop"),
+}
+WHOLE = {
+    "LBFGS": "it looks at all parameters at once",
+    "Adafactor": "it factors whole matrices",
+    "Muon": "it orthogonalises whole matrices",
+    "SparseAdam": "it needs sparse gradients",
+}
+
+
+def check(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that needs whole parameters."""
+    name = type(optimizer).__name__
+    if name in WHOLE:
+        raise ValueError(
+            f"zero splits parameters between ranks, and {name} cannot step a part of one: {WHOLE[name]}. Use an "
+            "optimizer that steps every element by itself (SGD, AdamW, ...), or the allreduce strategy"
+        )
+    if name not in ELEMENTWISE and type(optimizer).__module__.partition(".")[0] != "torch":
+        warnings.warn(
+            f"zero lets every rank step a part of each parameter, as one flat line: {name} must step every element by "
+            "itself (no norms or shapes of whole parameters), which cannot be checked here",
+            stacklevel=5,
+        )
+
+
+def split(optimizer: Optimizer, units: Sequence[Unit]) -> dict[int, dict[str, Any]]:
+    """Let the optimizer hold leaves, with their part of the state that the parameters had.
+
+    Returns the state of whole parameters, by their number, for units that are stepped elsewhere.
+    """
+    leaves: dict[Tensor, list[Parameter]] = {}
+    numbers = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    before = {}
+    for unit in units:
+        unit.leaves = []
+        for part in unit.held:
+            leaf = Parameter(_leaf_memory(unit, part))
+            param = unit.params[part.slot]
+            unit.leaves.append(leaf)
+            leaves.setdefault(param, []).append(leaf)
+            if unit.steps_here:
+                for key, value in optimizer.state.get(param, {}).items():
+                    optimizer.state[leaf][key] = _cut(value, key, unit, part)
+        for param in unit.params:
+            state = optimizer.state.pop(param, None)
+            leaves.setdefault(param, [])
+            if state and not unit.steps_here:
+                before[numbers[param]] = dict(state)
+    for group in optimizer.param_groups:
+        group["params"] = [leaf for p in group["params"] for leaf in leaves.get(p, [p])]
+    return before
+
+
+def _leaf_memory(unit: Unit, part: Part) -> Tensor:
+    if not unit.steps_here:  # only to stand in the optimizer's groups
+        return torch.full((), math.nan).expand(part.length)
+    return unit.master[part.at : part.at + part.length]
+
+
+def _cut(value: Any, key: str, unit: Unit, part: Part) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if not is_line(value.shape, key, unit.shapes[part.slot]):
+        return value.clone()
+    dtype = unit.master_dtype if value.is_floating_point() else value.dtype
+    return value.reshape(-1)[part.start : part.start + part.length].to(unit.master.device, dtype, copy=True)
+
+
+def is_line(shape: torch.Size, key: str, of: torch.Size) -> bool:
+    """Whether a state of this shape has an element for each of the parameter's."""
+    return shape == of and key != "step"
+
+
+# State -------------------------------------------------------------------------------------------------------
+
+States = dict[Tensor, dict[str, Any]]  # parameter -> its state
+Kinds = dict[str, dict[str, Any]]  # parameter's name -> key -> ["line", dtype] or ["value", value]
+
+
+def kinds(optimizer: Optimizer, units: Sequence[Unit], world: World) -> Kinds:
+    """What state each parameter has, put together from all ranks."""
+    mine: Kinds = {}
+    for unit in units:
+        for part, leaf in zip(unit.held, unit.leaves):  # noqa: B905 - a rank that holds nothing has no leaves
+            entry = mine.setdefault(unit.names[part.slot], {})
+            for key, value in optimizer.state.get(leaf, {}).items():
+                line = isinstance(value, Tensor) and is_line(value.shape, key, leaf.shape)
+                entry[key] = ["line", value.dtype] if line else ["value", value]
+    merged: Kinds = {}
+    for other in world.gather_objects(mine):
+        for name, entry in other.items():
+            merged.setdefault(name, {}).update(entry)
+    return merged
+
+
+def whole(optimizer: Optimizer, units: Sequence[Unit], join: Callable[[Tensor], Tensor], found: Kinds) -> States:
+    """The state of whole parameters; `join` puts the ranks' parts of a line together."""
+    every: States = {}
+    for unit in units:
+        states: list[dict[str, Any]] = [{} for _ in unit.params]
+        entries = [found.get(name, {}) for name in unit.names]
+        keys = dict.fromkeys((key, kind[1]) for entry in entries for key, kind in entry.items() if _line(kind))
+        for key, dtype in keys:
+            line = torch.zeros(unit.each, dtype=dtype, device=unit.params[0].device)
+            for part, leaf in zip(unit.held, unit.leaves):  # noqa: B905 - a rank that holds nothing has no leaves
+                value = optimizer.state.get(leaf, {}).get(key)
+                if value is not None:
+                    line[part.at : part.at + part.length].copy_(value)
+            full = join(line)
+            for slot, view in enumerate(unit.views(full)):
+                if key in found.get(unit.names[slot], {}):
+                    states[slot][key] = view.clone()
+        for slot, name in enumerate(unit.names):
+            for key, kind in found.get(name, {}).items():
+                if not _line(kind):
+                    states[slot][key] = kind[1].clone() if isinstance(kind[1], Tensor) else kind[1]
+        every.update({p: s for p, s in zip(unit.params, states, strict=True) if s})
+    return every
+
+
+def _line(kind: Any) -> bool:
+    return bool(kind[0] == "line")
+
+
+# Checkpoints -------------------------------------------------------------------------------------------------
+
+
+def pieces(optimizer: Optimizer, units: Sequence[Unit], groups: Sequence[Sequence[Tensor]]) -> dict[str, Any]:
+    """`optimizer.state_dict()` as it would be with whole parameters, as far as this rank has them: a Piece for each
+    state that is split."""
+    numbers = {p: i for i, p in enumerate(p for group in groups for p in group)}
+    state: dict[int, dict[str, Any]] = {}
+    for unit, part, leaf in _leaves(units):
+        for key, value in optimizer.state.get(leaf, {}).items():
+            if isinstance(value, Tensor) and is_line(value.shape, key, leaf.shape):
+                value = Piece.of(value, part.start, shape=unit.shapes[part.slot])
+            state.setdefault(numbers[unit.params[part.slot]], {})[key] = value
+    position, packed = 0, []
+    for group, params in zip(optimizer.param_groups, groups, strict=True):
+        plain = {key: value for key, value in group.items() if key != "params"}
+        packed.append({**plain, "params": list(range(position, position + len(params)))})
+        position += len(params)
+    return {"state": dict(sorted(state.items())), "param_groups": packed}
+
+
+def load(optimizer: Optimizer, units: Sequence[Unit], groups: Sequence[Sequence[Tensor]], saved: Any) -> None:
+    """Take my part of a saved state."""
+    numbers = {p: i for i, p in enumerate(p for group in groups for p in group)}
+    optimizer.state.clear()
+    for unit, part, leaf in _leaves(units):
+        param = unit.params[part.slot]
+        for key, value in saved["state"].get(numbers.get(param, -1), {}).items():
+            optimizer.state[leaf][key] = _take(value, key, unit, part, optimizer)
+    for group, other in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        group.update({key: value for key, value in other.items() if key != "params"})
+
+
+def _leaves(units: Sequence[Unit]) -> Iterator[tuple[Unit, Part, Parameter]]:
+    for unit in units:
+        for part, leaf in zip(unit.held, unit.leaves, strict=True):
+            yield unit, part, leaf
+
+
+def _take(value: Any, key: str, unit: Unit, part: Part, optimizer: Optimizer) -> Any:
+    if not isinstance(value, (Stored, Tensor)):
+        return value
+    if is_line(value.shape, key, unit.shapes[part.slot]):
+        stored = value if isinstance(value, Stored) else Stored.of(value)
+        out = torch.empty(part.length, dtype=unit.master.dtype, device=unit.master.device)
+        return stored.read(part.start, part.start + part.length, out=out)
+    found = value.full() if isinstance(value, Stored) else value
+    on_device = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
+    return found.clone().to(unit.master.device) if on_device else found.clone()

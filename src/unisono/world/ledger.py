@@ -1,0 +1,358 @@
+"""Every byte and second of a run: compute, communication, waiting for the slowest, data; by step and rank."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from unisono.world import World
+    from unisono.world.timeline import Report
+
+KEPT = 100_000  # records, spans and rows kept in detail; totals go on for ever
+
+
+@dataclass(slots=True)
+class Record:
+    """One collective, as this rank saw it. `last` is when the last rank arrived (NaN: not known yet)."""
+
+    op: str
+    tag: str
+    bytes_sent: int
+    channel: str
+    sequence: int
+    step: int = 0
+    start: float = float("nan")
+    last: float = float("nan")
+    end: float = float("nan")
+
+
+@dataclass(slots=True)
+class Span:
+    """A stretch of this rank's own time: "data", "blocked" (waiting on an exchange), or a user's kind."""
+
+    kind: str
+    start: float
+    end: float
+    step: int
+
+
+@dataclass(slots=True)
+class Event:
+    """A moment worth remembering, such as a decision: plain values by name, as JSON has them."""
+
+    kind: str
+    start: float
+    step: int
+    values: dict[str, Any]
+
+    def __str__(self) -> str:
+        """One line; of long lists only their length.
+
+        >>> str(Event("accordion", 0.0, 7, {"why": "the end of a window", "norms": {"w": 0.5}}))
+        "accordion: why=the end of a window, norms={'w': 0.5}"
+        """
+        told = {
+            k: f"{len(v)} values" if isinstance(v, dict | list) and len(v) > 8 else v for k, v in self.values.items()
+        }
+        return f"{self.kind}: " + ", ".join(f"{name}={value}" for name, value in told.items())
+
+
+@dataclass(slots=True)
+class Row:
+    """One step, in seconds and bytes. compute + communication + waiting + data = wall.
+
+    `communication` and `waiting` are what the program stood still for; `hidden` is communication that ran
+    behind compute and cost nothing.
+    """
+
+    step: int
+    start: float
+    wall: float
+    compute: float
+    communication: float
+    waiting: float
+    data: float
+    hidden: float
+    bytes_sent: int
+    collectives: int
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over steps of one rank; the meaning of each is that of `Row`."""
+
+    rank: int = 0
+    steps: int = 0
+    wall: float = 0.0
+    compute: float = 0.0
+    communication: float = 0.0
+    waiting: float = 0.0
+    data: float = 0.0
+    hidden: float = 0.0
+    bytes_sent: int = 0
+    collectives: int = 0
+
+    def add(self, row: Row) -> None:
+        """Count one more step."""
+        self.steps += 1
+        for name in _SUMMED:
+            setattr(self, name, getattr(self, name) + getattr(row, name))
+
+
+E = TypeVar("E", Record, Span)
+_SUMMED = [f.name for f in fields(Totals) if f.name not in ("rank", "steps")]
+
+
+class Ledger:
+    """The record of one rank. `World` writes collectives, spans come from the parts that work or wait."""
+
+    def __init__(self, rank: int = 0, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.rank = rank
+        self.clock = clock
+        self.step_count = 0
+        self.records: deque[Record] = deque(maxlen=KEPT)
+        self.spans: deque[Span] = deque(maxlen=KEPT)
+        self.events: deque[Event] = deque(maxlen=KEPT)
+        self.rows: deque[Row] = deque(maxlen=KEPT)
+        self._dropped = Totals(rank)
+        self._fresh: deque[Record] = deque(maxlen=KEPT)
+        self._fresh_spans: deque[Span] = deque(maxlen=KEPT)
+        self._open_since = self.clock()
+        self._owner: Callable[[], object | None] = lambda: None
+
+    # Writing ---------------------------------------------------------------------------------------------
+
+    def close_record(self, record: Record) -> None:
+        """Enter a finished collective."""
+        record.step = self.step_count
+        self.records.append(record)
+        self._fresh.append(record)
+
+    def close_span(self, kind: str, start: float, end: float) -> None:
+        """Enter a finished span."""
+        span = Span(kind, start, end, self.step_count)
+        self.spans.append(span)
+        self._fresh_spans.append(span)
+
+    def event(self, kind: str, /, **values: Any) -> None:
+        """Enter a moment: `ledger.event("accordion", levels={"head": "low"})`. Values are what JSON can hold."""
+        _check_plain(kind, values)
+        self.events.append(Event(kind, self.clock(), self.step_count, values))
+
+    @contextmanager
+    def span(self, kind: str) -> Iterator[None]:
+        """Time a block: `with ledger.span("data"): batch = next(batches)`."""
+        start = self.clock()
+        try:
+            yield
+        finally:
+            self.close_span(kind, start, self.clock())
+
+    def restart(self) -> None:
+        """Begin the first step now: what came before (loading, compiling) belongs to no step."""
+        self._open_since = self.clock()
+        self._fresh.clear()
+        self._fresh_spans.clear()
+
+    def step(self, owner: object | None = None) -> None:
+        """End a step. With several replicas in one world, the first that calls is the one that counts."""
+        counts = self._owner()
+        if counts is None and owner is not None:
+            self._owner = weakref.ref(owner)  # when it is gone, the next one takes over
+        elif owner is not counts:
+            return
+        now = self.clock()
+        records, spans = _taken(self._fresh, self.step_count), _taken(self._fresh_spans, self.step_count)
+        if len(self.rows) == self.rows.maxlen:
+            self._dropped.add(self.rows[0])
+        self.rows.append(_row(self.step_count, self._open_since, now, records, spans))
+        self.step_count += 1
+        self._open_since = now
+
+    def leave(self, owner: object) -> None:
+        """`owner` ends no more steps: the next that calls `step` is the one that counts."""
+        if self._owner() is owner:
+            self._owner = lambda: None
+
+    def resume(self, step_count: int) -> None:
+        """Continue counting at `step_count`, after a checkpoint was loaded."""
+        self.step_count = step_count
+        self.restart()
+
+    # Reading ---------------------------------------------------------------------------------------------
+
+    def totals(self, *, last: int | None = None) -> Totals:
+        """Sums over the whole run, or over the `last` steps."""
+        rows = list(self.rows)
+        sums = Totals(self.rank)
+        if last is None:
+            sums = Totals(**asdict(self._dropped))
+        else:
+            rows = rows[-last:] if last > 0 else []
+        for row in rows:
+            sums.add(row)
+        return sums
+
+    def table(self, *, last: int = 20) -> str:
+        """The last steps as text, a line each, times in milliseconds."""
+        head = f"{'step':>8}{'wall':>9}{'compute':>9}{'comm':>9}{'waiting':>9}{'data':>9}{'hidden':>9}{'MB sent':>10}"
+        lines = [head]
+        for r in list(self.rows)[-last:]:
+            times = (r.wall, r.compute, r.communication, r.waiting, r.data, r.hidden)
+            lines.append(f"{r.step:>8}" + "".join(f"{t * 1e3:>9.2f}" for t in times) + f"{r.bytes_sent / 1e6:>10.3f}")
+        return "\n".join(lines)
+
+    def told(self, *, kind: str | None = None, last: int = 20) -> str:
+        """The last events as text, a line each: all, or those of a kind."""
+        events = [event for event in list(self.events) if kind in (None, event.kind)]
+        return "\n".join(f"step {event.step}: {event}" for event in events[-last:])
+
+    def by_tag(self) -> dict[str, int]:
+        """Bytes sent so far by tag (of the records kept)."""
+        sums: dict[str, int] = {}
+        for record in list(self.records):
+            sums[record.tag or record.op] = sums.get(record.tag or record.op, 0) + record.bytes_sent
+        return sums
+
+    def write_jsonl(self, path: str | Path) -> None:
+        """Write steps, collectives, spans and events as JSON lines, told apart by "type"."""
+        with open(path, "w", encoding="utf-8") as file:
+            kinds: list[tuple[str, Sequence[Any]]] = [("step", self.rows), ("collective", self.records)]
+            for kind, rows in (*kinds, ("span", self.spans), ("event", self.events)):
+                for row in list(rows):
+                    values: dict[str, Any] = {"type": kind, "rank": self.rank, **asdict(row)}
+                    file.write(json.dumps(as_json(values)) + "\n")
+
+    def gather(self, world: World) -> Report:
+        """Every rank's ledger on one clock (a collective: every rank calls it).
+
+        Where the transport could not know when the last rank arrived (messages between hosts), that is
+        worked out here from every rank's own arrival times.
+        """
+        from unisono.world.timeline import gather
+
+        return gather(self, world)
+
+    def settle(self, last_arrivals: dict[tuple[str, int], float]) -> None:
+        """Fill in when the last rank arrived, by (channel, sequence), and part the rows anew."""
+        changed = set()
+        for record in list(self.records):
+            key = (record.channel, record.sequence)
+            if record.last != record.last and key in last_arrivals:
+                record.last = min(max(last_arrivals[key], record.start), record.end)
+                changed.add(record.step)
+        records, spans = _by_step(list(self.records)), _by_step(list(self.spans))
+        since = self.spans[0].end if len(self.spans) == self.spans.maxlen else float("-inf")
+        for i, row in enumerate(self.rows):
+            mine = [r for r in records.get(row.step, []) if r.end >= row.start]  # not what `restart` left out
+            if row.step in changed and len(mine) == row.collectives and row.start >= since:  # nothing was dropped
+                self.rows[i] = _row(row.step, row.start, row.start + row.wall, mine, spans.get(row.step, []))
+
+
+def _check_plain(kind: str, value: Any) -> None:
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        for one in value.values():
+            _check_plain(kind, one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            _check_plain(kind, one)
+    elif not isinstance(value, str | int | float | bool | None):
+        raise TypeError(f"an event holds plain values (numbers, text, lists, dicts), got {value!r} in {kind!r}")
+
+
+def as_json(value: Any) -> Any:
+    """As JSON can hold it: it has no inf and no nan, they become null."""
+    if isinstance(value, dict):
+        return {key: as_json(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _taken(fresh: deque[E], step: int) -> list[E]:
+    """What is there now, as a step's; taken out one by one: other threads may be appending."""
+    entries = [fresh.popleft() for _ in range(len(fresh))]
+    for entry in entries:
+        entry.step = step
+    return entries
+
+
+def _by_step(entries: Iterable[E]) -> dict[int, list[E]]:
+    groups: dict[int, list[E]] = {}
+    for entry in entries:
+        groups.setdefault(entry.step, []).append(entry)
+    return groups
+
+
+def _row(step: int, start: float, end: float, records: Sequence[Record], spans: Sequence[Span]) -> Row:
+    """Part a step's wall time. Only time that the program stood still counts as communication or waiting.
+
+    Spans may touch or hold each other: a moment is counted once, as blocked before as data.
+    """
+    if not records and not spans:  # a world of one
+        return Row(step, start, end - start, end - start, 0.0, 0.0, 0.0, 0.0, 0, 0)
+    blocked = _union((max(s.start, start), min(s.end, end)) for s in spans if s.kind == "blocked")
+    loading = _union((max(s.start, start), min(s.end, end)) for s in spans if s.kind == "data")
+    late = _union((r.start, r.last) for r in records)
+    moving = _union((r.start if r.last != r.last else max(r.start, r.last), r.end) for r in records)
+    still, waiting = _length(blocked), _overlap(blocked, late)
+    data = _length(loading) - _overlap(loading, blocked)
+    return Row(
+        step,
+        start,
+        wall=end - start,
+        compute=max(0.0, end - start - still - data),
+        communication=max(0.0, still - waiting),
+        waiting=waiting,
+        data=data,
+        hidden=max(0.0, _length(moving) - _overlap(moving, blocked)),
+        bytes_sent=sum(r.bytes_sent for r in records),
+        collectives=len(records),
+    )
+
+
+Interval = tuple[float, float]
+
+
+def _union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Sorted, disjoint intervals that cover the same time; those without length, or of unknown end, are left out.
+
+    >>> _union([(3.0, 4.0), (0.0, 2.0), (1.0, 2.5), (5.0, 5.0)])
+    [(0.0, 2.5), (3.0, 4.0)]
+    """
+    merged: list[Interval] = []
+    for a, b in sorted(i for i in intervals if i[1] > i[0]):
+        if merged and a <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], b))
+        else:
+            merged.append((a, b))
+    return merged
+
+
+def _length(intervals: Iterable[Interval]) -> float:
+    return sum(b - a for a, b in intervals)
+
+
+def _overlap(left: Sequence[Interval], right: Sequence[Interval]) -> float:
+    """How long two sorted, disjoint lists of intervals coincide.
+
+    >>> _overlap([(0.0, 2.0), (3.0, 6.0)], [(1.0, 4.0), (5.0, 9.0)])
+    3.0
+    """
+    total, i, j = 0.0, 0, 0
+    while i < len(left) and j < len(right):
+        total += max(0.0, min(left[i][1], right[j][1]) - max(left[i][0], right[j][0]))
+        if left[i][1] < right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total

@@ -1,0 +1,158 @@
+"""How a process finds the others: reads what its launcher left and picks the transports that fit."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import sys
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+
+from unisono.runtime.place import Place, number, read_place
+from unisono.world import World
+from unisono.world.stores import attempt_of, engine_store
+from unisono.world.transports import Transport
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+TIMEOUT_S = 1800.0
+_meetings = itertools.count()
+
+
+def meet(device: str | torch.device | None = None) -> World:
+    """The world that the environment describes."""
+    place = _place()
+    rank, size = place.rank, place.size
+    local_size = place.local_size or (1 if size == 1 else 0)
+    chosen = _device(device, place.local_rank, local_size or 1)
+    if size == 1:
+        return World(None, device=chosen, hosts=[socket.gethostname()])
+    timeout_s = float(os.environ.get("UNISONO_TIMEOUT_S", TIMEOUT_S))
+    board = _inherited_board()
+    if board is not None and local_size == size:
+        from unisono.world.transports.shared import SharedTransport
+
+        transport: Transport = SharedTransport.inherited(board, rank, size, timeout_s=timeout_s)
+        hosts = [socket.gethostname()] * size
+    else:
+        from unisono.world.transports.two_level import connect
+
+        transport, hosts = connect(_store(place), rank, size, timeout_s=timeout_s)
+    accelerated = _nccl(transport, chosen, timeout_s) if _wants_nccl(transport, chosen) else None
+    return World(transport, device=chosen, hosts=hosts, accelerated=accelerated)
+
+
+def _inherited_board() -> int | None:
+    """The descriptor of the page that the launcher left open for its workers, if it is really that."""
+    text = os.environ.get("UNISONO_SHM_FD", "")
+    try:  # a program that a worker starts inherits the variable, but not the descriptor
+        return int(text) if "unisono-board" in os.readlink(f"/proc/self/fd/{int(text)}") else None
+    except (ValueError, OSError):
+        return None
+
+
+def _place() -> Place:
+    """My rank, the size of the world, and the same on this host."""
+    import torch.distributed as dist
+
+    place = read_place() or _mpi_place() or Place("", 0, 1)
+    if dist.is_available() and dist.is_initialized():
+        same = (place.rank, place.size) == (dist.get_rank(), dist.get_world_size())
+        near = (place.local_rank, place.local_size) if same else (0, 0)
+        return Place("torch.distributed", dist.get_rank(), dist.get_world_size(), *near)
+    return place
+
+
+def _mpi_place() -> Place | None:
+    """The world of mpi4py, where the program uses it and the engine left no variables that we know."""
+    if "mpi4py.MPI" not in sys.modules:
+        return None
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    if not MPI.Is_initialized() or world.size == 1:
+        return None
+    near = world.Split_type(MPI.COMM_TYPE_SHARED)
+    place = Place("MPI", world.rank, world.size, near.rank, near.size)
+    near.Free()
+    return place
+
+
+def _device(asked: str | torch.device | None, local_rank: int, local_size: int) -> torch.device:
+    if asked is None:
+        fits = torch.cuda.is_available() and torch.cuda.device_count() >= local_size
+        return torch.device("cuda", local_rank) if fits else torch.device("cpu")
+    device = torch.device(asked)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(
+                f"device {str(asked)!r} was asked for, but PyTorch sees no CUDA device here "
+                f"(torch {torch.__version__}): use device='cpu', or install a CUDA build and driver"
+            )
+        index = device.index if device.index is not None else local_rank % torch.cuda.device_count()
+        if index >= torch.cuda.device_count():
+            raise ValueError(f"device {str(asked)!r}: this host has {torch.cuda.device_count()} CUDA device(s)")
+        return torch.device("cuda", index)
+    if device.type != "cpu":
+        raise ValueError(f"device must be 'cpu' or 'cuda', got {str(asked)!r}")
+    return device
+
+
+def _store(place: Place) -> Store:
+    """The store that the launcher hosts; with a prefix of this attempt, so a restart meets only itself.
+
+    A world that is joined after another was closed is a meeting of its own.
+    """
+    import torch.distributed as dist
+
+    meeting = next(_meetings)
+    attempt = os.environ.get("UNISONO_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if dist.is_initialized():
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        return dist.PrefixStore(f"unisono/{attempt}/{meeting}", _get_default_store())
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing and place.engine == "torchrun":
+        raise ValueError(
+            f"WORLD_SIZE={os.environ.get('WORLD_SIZE')} but {missing[0]} is not set, so the other ranks cannot be "
+            "found: start the program with `unisono run -n N` or torchrun"
+        )
+    if missing:
+        return dist.PrefixStore(f"unisono/{meeting}", engine_store(place, meeting))
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        number("MASTER_PORT"),
+        is_master=not hosted and place.rank == 0,
+        timeout=timedelta(seconds=300),
+        wait_for_workers=False,
+        multi_tenant=True,  # a later init_process_group of the program may use the same address
+    )
+    if hosted and "UNISONO_ATTEMPT" not in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's own store
+        attempt = attempt_of(dist.PrefixStore(f"unisono/{meeting}", store), place.rank, place.size)
+    return dist.PrefixStore(f"unisono/{attempt}/{meeting}", store)
+
+
+def _wants_nccl(transport: Transport, device: torch.device) -> bool:
+    """Whether every rank has a CUDA device of its own (NCCL refuses two ranks on one)."""
+    import torch.distributed as dist
+
+    mine = f"{_machine()} {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else ""
+    every = transport.exchange(mine.encode())
+    return dist.is_nccl_available() and b"" not in every and len(set(every)) == len(every)
+
+
+def _machine() -> str:
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
+
+
+def _nccl(transport: Transport, device: torch.device, timeout_s: float) -> Transport:
+    from unisono.world.transports.nccl import NcclTransport
+
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    return NcclTransport.make(transport, address, device, timeout_s=timeout_s)

@@ -1,0 +1,178 @@
+"""Every rank's ledger side by side, on one clock: a table, and a trace for Chrome or Perfetto."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.world import World
+from unisono.world.ledger import Event, Ledger, Record, Row, Span, Totals, as_json
+
+TRACED = 20_000  # events a rank that travel for the trace: the latest
+_PINGS = 8
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a world did. `offsets[r]` added to rank r's clock gives rank 0's."""
+
+    ranks: list[Totals]
+    offsets: list[float]
+    rows: list[list[Row]]
+    records: list[list[Record]]
+    spans: list[list[Span]]
+    events: list[list[Event]]
+
+    def split(self) -> dict[str, float]:
+        """The mean step over all ranks, in seconds: compute, communication, waiting, data, and wall."""
+        steps = max(1, sum(t.steps for t in self.ranks))
+        return {
+            name: sum(getattr(t, name) for t in self.ranks) / steps
+            for name in ("compute", "communication", "waiting", "data", "hidden", "wall")
+        }
+
+    def table(self) -> str:
+        """Totals by rank, a line each: milliseconds a step, and bytes in all."""
+        head = ("rank", "steps", "step ms", "compute", "comm", "waiting", "data", "hidden", "MB sent")
+        lines = ["".join(f"{name:>10}" for name in head)]
+        for t in self.ranks:
+            each = 1e3 / max(1, t.steps)
+            times = (t.wall, t.compute, t.communication, t.waiting, t.data, t.hidden)
+            lines.append(
+                f"{t.rank:>10}{t.steps:>10}"
+                + "".join(f"{x * each:>10.2f}" for x in times)
+                + f"{t.bytes_sent / 1e6:>10.2f}"
+            )
+        return "\n".join(lines)
+
+    def trace(self, path: str | Path) -> None:
+        """Write a trace for chrome://tracing or ui.perfetto.dev: a process a rank, steps above, messages below."""
+        starts: list[float] = []
+        for rank, offset in enumerate(self.offsets):
+            for kept in (self.rows[rank], self.records[rank], self.spans[rank], self.events[rank]):
+                starts += [entry.start + offset for entry in kept]
+        zero = min(starts, default=0.0)
+        events: list[dict[str, Any]] = []
+        for rank in range(len(self.ranks)):
+            track = _Track(rank, self.offsets[rank] - zero, events)
+            for row in self.rows[rank]:
+                track.event("steps", f"step {row.step}", row.start, row.start + row.wall, asdict(row))
+            for span in self.spans[rank]:
+                track.event("program", span.kind, span.start, span.end)
+            for r in self.records[rank]:
+                last = r.last if r.last == r.last else r.start
+                if last > r.start:
+                    track.event(r.channel, "waiting for the last rank", r.start, last)
+                track.event(r.channel, f"{r.op} {r.tag}".strip(), max(r.start, last), r.end, {"bytes": r.bytes_sent})
+            for event in self.events[rank]:
+                track.moment("events", event.kind, event.start, as_json({"step": event.step, **event.values}))
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+
+
+class _Track:
+    """One rank's lines in a trace, by name; the format numbers them."""
+
+    def __init__(self, rank: int, offset: float, events: list[dict[str, Any]]) -> None:
+        self._rank, self._offset, self._events = rank, offset, events
+        self._numbers: dict[str, int] = {}
+        self._name("process_name", f"rank {rank}", 0)
+
+    def _name(self, kind: str, name: str, line: int) -> None:
+        self._events.append({"ph": "M", "pid": self._rank, "tid": line, "name": kind, "args": {"name": name}})
+
+    def event(self, line: str, name: str, start: float, end: float, args: dict[str, Any] | None = None) -> None:
+        lasted = (end - start) * 1e6
+        self._events.append({"ph": "X", **self._at(line, start), "name": name, "dur": lasted, "args": args or {}})
+
+    def moment(self, line: str, name: str, at: float, args: dict[str, Any]) -> None:
+        self._events.append({"ph": "i", "s": "t", **self._at(line, at), "name": name, "args": args})
+
+    def _at(self, line: str, start: float) -> dict[str, Any]:
+        if line not in self._numbers:
+            self._numbers[line] = len(self._numbers) + 1
+            self._name("thread_name", line, self._numbers[line])
+        return {"pid": self._rank, "tid": self._numbers[line], "ts": (start + self._offset) * 1e6}
+
+
+def gather(ledger: Ledger, world: World) -> Report:
+    """Collect every rank's ledger; every rank calls it and gets the same report.
+
+    1. clocks: each rank's offset to rank 0, by messages there and back (ranks of one host share a clock);
+    2. arrivals: where a transport did not know when the last rank arrived, from all ranks' own times;
+    3. totals and events.
+    """
+    offset = _offset(world)
+    offsets = [float(o) for o in world.gather_objects(offset)]
+    unknown: dict[tuple[str, int], float] = {
+        (r.channel, r.sequence): r.start + offset
+        for r in list(ledger.records)
+        if r.last != r.last and r.op not in ("send", "recv")
+    }
+    if any(world.gather_objects(bool(unknown))):
+        arrivals = world.gather_objects(_columns(unknown))
+        latest: dict[tuple[str, int], float] = {}
+        for columns in arrivals:
+            for key, at in _rows(columns):
+                latest[key] = max(latest.get(key, at), at)
+        ledger.settle({key: at - offset for key, at in latest.items()})
+    mine = {
+        "totals": asdict(ledger.totals()),
+        "rows": [asdict(r) for r in list(ledger.rows)[-TRACED:]],
+        "records": [asdict(r) for r in list(ledger.records)[-TRACED:]],
+        "spans": [asdict(s) for s in list(ledger.spans)[-TRACED:]],
+        "events": [asdict(e) for e in list(ledger.events)[-TRACED:]],
+    }
+    every = world.gather_objects(mine)
+    return Report(
+        ranks=[Totals(**e["totals"]) for e in every],
+        offsets=offsets,
+        rows=[[Row(**r) for r in e["rows"]] for e in every],
+        records=[[Record(**r) for r in e["records"]] for e in every],
+        spans=[[Span(**s) for s in e["spans"]] for e in every],
+        events=[[Event(**x) for x in e["events"]] for e in every],
+    )
+
+
+def _offset(world: World) -> float:
+    """Seconds to add to my clock to have rank 0's: the quickest of some messages there and back."""
+    best, offset = float("inf"), 0.0
+    token = torch.zeros(1, dtype=torch.float64)
+    for rank in range(1, world.size):
+        if world.hosts[rank] == world.hosts[0]:
+            continue
+        for _ in range(_PINGS):
+            if world.rank == 0:
+                world.recv(token, rank, tag="clock").wait()
+                token[0] = world.ledger.clock()
+                world.send(token, rank, tag="clock").wait()
+            elif world.rank == rank:
+                sent = world.ledger.clock()
+                world.send(token, 0, tag="clock").wait()
+                world.recv(token, 0, tag="clock").wait()
+                back = world.ledger.clock()
+                if back - sent < best:
+                    best, offset = back - sent, float(token[0]) - (sent + back) / 2
+    return offset
+
+
+def _columns(times: dict[tuple[str, int], float]) -> dict[str, tuple[list[int], list[float]]]:
+    columns: dict[str, tuple[list[int], list[float]]] = {}
+    for (channel, sequence), at in times.items():
+        numbers, starts = columns.setdefault(channel, ([], []))
+        numbers.append(sequence)
+        starts.append(at)
+    return columns
+
+
+def _rows(columns: dict[str, Sequence[Sequence[float]]]) -> list[tuple[tuple[str, int], float]]:
+    return [
+        ((channel, int(number)), at)
+        for channel, (numbers, starts) in columns.items()
+        for number, at in zip(numbers, starts, strict=True)
+    ]

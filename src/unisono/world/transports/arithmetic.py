@@ -1,0 +1,94 @@
+"""The reduction of several ranks' numbers into one, for every dtype; the same bits on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from unisono.world.transports import Op
+
+# Sums of narrow floats are kept in fp32 and rounded once: no overflow, no order of rounding.
+_WIDE = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.complex32: torch.complex64,
+} | {
+    getattr(torch, name): torch.float32
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+    if hasattr(torch, name)
+}
+_SIGN = -(2**63)
+
+
+def check_op(dtype: torch.dtype, op: Op) -> None:
+    """Refuse what has no meaning, such as the mean of integers."""
+    if op not in ("sum", "mean", "max", "min"):
+        raise ValueError(f"op must be 'sum', 'mean', 'max' or 'min', got {op!r}")
+    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        raise TypeError(f"the mean of {dtype} is not defined: use op='sum', or convert to a float dtype")
+    if op == "sum" and dtype == torch.bool:
+        raise TypeError("the sum of torch.bool is not defined: use 'max' (any) or 'min' (all), or convert")
+    if op in ("max", "min") and dtype.is_complex:
+        raise TypeError(f"{dtype} has no order: '{op}' is not defined")
+
+
+def widened(x: Tensor) -> Tensor:
+    """`x` in a dtype that sums without loss or overflow: itself, or a copy where its own is narrow."""
+    return x.to(_WIDE.get(x.dtype, x.dtype))
+
+
+def combine(parts: Sequence[Tensor], op: Op, out: Tensor) -> None:
+    """Write the reduction of `parts`, taken in rank order, into `out` (which may be one of them).
+
+    >>> out = torch.empty(2)
+    >>> combine([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])], "mean", out)
+    >>> out
+    tensor([2., 3.])
+    """
+    dtype = out.dtype
+    if dtype == torch.uint64:
+        _combine_uint64(parts, op, out)
+    elif dtype == torch.float16 and op == "mean" and len(parts) == 2:
+        torch.lerp(parts[0], parts[1], 0.5, out=out)  # worked out in fp32, and rounded once
+    elif dtype == torch.bfloat16 and op == "mean" and len(parts) == 2:  # not that: a difference may overflow
+        a, b = parts[::-1] if parts[1].data_ptr() == out.data_ptr() else parts
+        torch.add(torch.mul(a, 0.5, out=out), b, alpha=0.5, out=out)
+    elif dtype in _WIDE:
+        wide = torch.empty_like(out, dtype=_WIDE[dtype])
+        _fold([p.to(wide.dtype) for p in parts], op, wide)
+        out.copy_(wide)
+    elif len(parts) > 1 and _same(out, parts[1:]):
+        kept = torch.empty_like(out)
+        _fold(parts, op, kept)
+        out.copy_(kept)
+    else:
+        _fold(parts, op, out)
+
+
+def _fold(parts: Sequence[Tensor], op: Op, out: Tensor) -> None:
+    """`out` must be none of parts[1:]."""
+    step: Callable[..., Tensor] = {"max": torch.maximum, "min": torch.minimum}.get(op, torch.add)
+    if len(parts) == 1:
+        out.copy_(parts[0])
+        return
+    step(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        step(out, part, out=out)
+    if op == "mean":
+        out.mul_(1.0 / len(parts))
+
+
+def _same(out: Tensor, parts: Sequence[Tensor]) -> bool:
+    return any(p.data_ptr() == out.data_ptr() for p in parts)
+
+
+def _combine_uint64(parts: Sequence[Tensor], op: Op, out: Tensor) -> None:
+    signed = [p.view(torch.int64) for p in parts]
+    flip = 0 if op == "sum" else _SIGN  # order of unsigned numbers = order of signed ones with the top bit flipped
+    kept = torch.empty_like(signed[0])
+    _fold([p ^ flip for p in signed], op, kept)
+    out.view(torch.int64).copy_(kept ^ flip)

@@ -1,0 +1,117 @@
+"""Which transport serves a CUDA tensor: NCCL on a stream of its own, or the CPU transport through host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.world.transports import Op, Transport
+
+
+@dataclass(slots=True)
+class Route:
+    """How one operation runs: on which transport, inside which context, and what its waiter does last."""
+
+    transport: Transport
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+    finish: Callable[[Any], Any] = field(default=lambda value: value)
+    on_stream: bool = False  # the host returns at once: the order of the stream is the order of the operations
+
+
+_streams: dict[int, torch.cuda.Stream] = {}
+
+
+def on_device(base: Transport, accelerated: Transport | None, x: Tensor) -> Route:
+    """The route of an operation on CUDA tensor `x`."""
+    ready = torch.cuda.Event()
+    ready.record(torch.cuda.current_stream(x.device))
+    stream = _streams.setdefault(x.device.index, torch.cuda.Stream(x.device))
+    if accelerated is None:
+
+        @contextmanager
+        def synchronised() -> Iterator[None]:
+            ready.synchronize()
+            with torch.cuda.stream(stream):
+                yield
+                stream.synchronize()
+
+        return Route(Staged(base), synchronised)
+    done = torch.cuda.Event()
+
+    @contextmanager
+    def on_side_stream() -> Iterator[None]:
+        stream.wait_event(ready)
+        with torch.cuda.stream(stream):
+            yield
+            done.record(stream)
+
+    def finish(value: Any) -> Any:
+        here = torch.cuda.current_stream(x.device)
+        here.wait_event(done)
+        for result in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(result, Tensor) and result.is_cuda:
+                result.record_stream(here)  # its memory is the side stream's: not to be given out while it is read here
+        return value
+
+    return Route(accelerated, on_side_stream, finish, on_stream=True)
+
+
+class Staged(Transport):
+    """CUDA tensors over a CPU transport: down to the host, across, and up again."""
+
+    name = "staged"
+
+    def __init__(self, base: Transport) -> None:
+        self.base = base
+        self.rank, self.size = base.rank, base.size
+
+    def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
+        return self._both(parts, lambda host: self.base.all_reduce(host, op))
+
+    def broadcast(self, parts: Sequence[Tensor], src: int) -> float:
+        return self._both(parts, lambda host: self.base.broadcast(host, src))
+
+    def reduce_scatter(self, x: Tensor, counts: Sequence[int], op: Op, out: Tensor) -> float:
+        host = torch.empty(out.shape, dtype=out.dtype)
+        last = self.base.reduce_scatter(x.cpu(), counts, op, host)
+        out.copy_(host)
+        return last
+
+    def all_gather(self, x: Tensor, outs: Sequence[Tensor]) -> float:
+        return self._up(outs, lambda host: self.base.all_gather(x.cpu(), host))
+
+    def all_to_all(self, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> float:
+        return self._up(outs, lambda host: self.base.all_to_all([p.cpu() for p in parts], host))
+
+    def send(self, x: Tensor, dst: int) -> None:
+        self.base.send(x.cpu(), dst)
+
+    def recv(self, x: Tensor, src: int) -> None:
+        host = torch.empty(x.shape, dtype=x.dtype)
+        self.base.recv(host, src)
+        x.copy_(host)
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        return self.base.exchange(data)
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Transport:
+        return Staged(self.base.split(groups))
+
+    def _both(self, parts: Sequence[Tensor], run: Callable[[list[Tensor]], float]) -> float:
+        host = [p.cpu() for p in parts]
+        last = run(host)
+        for part, moved in zip(parts, host, strict=True):
+            part.copy_(moved)
+        return last
+
+    def _up(self, outs: Sequence[Tensor], run: Callable[[list[Tensor]], float]) -> float:
+        host = [torch.empty(o.shape, dtype=o.dtype) for o in outs]
+        last = run(host)
+        for out, moved in zip(outs, host, strict=True):
+            out.copy_(moved)
+        return last

@@ -1,0 +1,398 @@
+"""Messages between hosts through torch.distributed's gloo, with our own rings where gloo's are slow.
+
+Gloo's all-reduce is near the bandwidth bound. Its reduce-scatter sends as much as an all-reduce and its
+broadcast is an unpipelined tree: here they are a segmented ring and a pipelined chain of sends and receives.
+"""
+
+from __future__ import annotations
+
+import struct
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unisono.world.transports import UNKNOWN, Mismatch, Op, PeerLost, Transport, group_of
+from unisono.world.transports.arithmetic import combine
+from unisono.world.transports.liveness import RollCall
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+SEGMENT = 256 << 10  # bytes a message of a ring carries
+_AHEAD = 8  # receives posted before they are needed
+_SMALL = 64 << 10
+_NATIVE = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
+_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_LETTER = 1 << 30  # the tag of `send` and `recv`, apart from those of the rings
+_SIGN = 128  # bytes that a rank tells its neighbour before an operation
+_ATTEMPTS = 3  # to connect
+_PATIENCE_S = 30.0  # for the others to fail as well
+_INLINE = 512 - 8  # bytes of an object that travel with its size
+
+
+def _connected(store: Store, rank: int, size: int, timeout_s: float) -> Any:
+    """A gloo group of all ranks. Its connections fail now and then for no reason that lasts (about one group in a
+    thousand on a busy machine): the ranks tell each other in the store, and all try again."""
+    problem = ""
+    for attempt in range(_ATTEMPTS):
+        fresh = dist.PrefixStore(f"mesh/{attempt}", store)
+        try:
+            group, mine = dist.ProcessGroupGloo(fresh, rank, size, timedelta(seconds=timeout_s)), 0
+        except RuntimeError as error:
+            group, mine, problem = None, 1, str(error)
+            traceback.clear_frames(error.__traceback__)
+        fresh.add("failed", mine)
+        if fresh.add("tried", 1) == size:
+            fresh.set("outcome", str(fresh.add("failed", 0)))
+        try:
+            fresh.wait(["outcome"], timedelta(seconds=min(timeout_s, _PATIENCE_S) if mine else timeout_s))
+        except RuntimeError as error:
+            raise PeerLost(f"not all of the {size} ranks came to connect: {problem or error}") from None
+        failed = int(fresh.get("outcome"))
+        if not failed:
+            return group
+        problem = problem or f"rank {rank} could, {failed} other(s) could not"
+    raise PeerLost(f"the {size} ranks could not connect in {_ATTEMPTS} attempts: {problem}")
+
+
+def _talking(method: F) -> F:
+    """Turn a broken connection into `PeerLost`, and let go of the group, so that the other ranks notice too.
+
+    Nothing may keep the group alive: the frames of the error are cleared, and it is no cause or context.
+    """
+
+    @wraps(method)
+    def run(self: MessageTransport, *args: Any) -> Any:
+        try:
+            return method(self, *args)
+        except (PeerLost, NotImplementedError):
+            raise
+        except (Mismatch, RuntimeError) as error:
+            problem, odds = str(error), isinstance(error, Mismatch)
+            traceback.clear_frames(error.__traceback__)
+        raise self._failed(method.__name__, problem, odds)
+
+    return run  # type: ignore[return-value]
+
+
+class MessageTransport(Transport):
+    """One rank of a gloo group of our own: the default group of torch.distributed is left alone.
+
+    Before an operation each rank tells the next what it is about to do: gloo ends the process when sizes differ.
+    """
+
+    name = "messages"
+
+    def __init__(self, store: Store, rank: int, size: int, *, timeout_s: float) -> None:
+        self.rank, self.size = rank, size
+        self._store, self._timeout_s = store, timeout_s
+        self._rolls = RollCall(store, rank, size)
+        self._gloo: Any = _connected(store, rank, size, timeout_s)
+        self._splits = 0
+        self._rounds = 0
+
+    # Collectives -----------------------------------------------------------------------------------------
+
+    @_talking
+    def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
+        x = _joined(parts)
+        self._agree("all_reduce", f"{op} of {x.numel()} x {x.dtype}")
+        if x.numel():
+            if x.dtype in _NATIVE:
+                self._native(x, op)
+            elif x.dtype.is_complex:
+                self._native(torch.view_as_real(x), op)
+            elif x.dtype == torch.bool:
+                self._native(x.view(torch.uint8), op)
+            else:
+                self._narrow(x, op)
+        if len(parts) > 1:
+            _apart(x, parts)
+        return UNKNOWN
+
+    def _native(self, x: Tensor, op: Op) -> None:
+        if op == "mean":  # divide before summing: no overflow
+            x.mul_(1.0 / self.size)
+        self.group.allreduce([x], _OPS[op]).wait()
+
+    def _narrow(self, x: Tensor, op: Op) -> None:
+        """For dtypes that gloo cannot add, or would round at each hop: each rank adds a part, and rounds once."""
+        each, more = divmod(x.numel(), self.size)
+        counts = [each + (r < more) for r in range(self.size)]
+        outs = list(x.split(counts))
+        self._direct(x, counts, op, mine := torch.empty_like(outs[self.rank]))
+        self._ring(mine, outs)
+
+    def _direct(self, x: Tensor, counts: Sequence[int], op: Op, out: Tensor) -> None:
+        """Reduce-scatter without a ring: the same bytes, and one rounding."""
+        came = [torch.empty_like(out) for _ in range(self.size)]
+        self._swap(x.split(list(counts)), came)
+        combine(came, op, out)
+
+    @_talking
+    def reduce_scatter(self, x: Tensor, counts: Sequence[int], op: Op, out: Tensor) -> float:
+        """A ring: what arrives has come through all ranks before me; I add mine and pass it on."""
+        self._agree("reduce_scatter", f"{op} of {x.numel()} x {x.dtype} ({_digest(counts)})")
+        if x.dtype not in _NATIVE and not x.dtype.is_complex:
+            self._direct(x, counts, op, out)
+            return UNKNOWN
+        chunks = x.split(list(counts))
+        room = max(1, SEGMENT // x.element_size())
+        order = [(self.rank - s - 1) % self.size for s in range(self.size)]  # order[s]: sent in step s, mine last
+        scratch = [torch.empty(max(counts), dtype=x.dtype) for _ in range(min(3, self.size - 2))]
+        step_of: list[int] = []
+        own: list[Tensor] = []
+        came: list[Tensor] = []
+        for step, chunk in enumerate(order[1:]):
+            target = out if chunk == self.rank else scratch[step % 3][: counts[chunk]]
+            own += _pieces(chunks[chunk], room)
+            came += _pieces(target, room)
+            step_of += [step] * (len(came) - len(step_of))
+
+        def arrived(i: int) -> None:
+            combine([came[i], own[i]], "sum" if op == "mean" else op, came[i])
+            if step_of[i] < self.size - 2:
+                flow.send(came[i])
+
+        flow = _Flow(self, _pieces(chunks[order[0]], room))
+        flow.receive(came, arrived)
+        flow.settle()
+        if op == "mean":
+            out.mul_(1.0 / self.size)
+        return UNKNOWN
+
+    @_talking
+    def all_gather(self, x: Tensor, outs: Sequence[Tensor]) -> float:
+        """A ring: each rank passes on what it receives, segment by segment."""
+        sizes = [out.numel() for out in outs]
+        self._agree("all_gather", f"{sum(sizes)} x {x.dtype} ({_digest(sizes)})")
+        self._ring(x, outs)
+        return UNKNOWN
+
+    def _ring(self, x: Tensor, outs: Sequence[Tensor]) -> None:
+        if self.size == 2:  # nothing to pass on: as a whole it goes faster than in segments
+            self._swap([x, x], outs)
+            return
+        outs[self.rank].copy_(x)
+        room = max(1, SEGMENT // x.element_size())
+        order = [(self.rank - s) % self.size for s in range(self.size)]  # order[s]: sent in step s; the last is kept
+        lists = [_pieces(outs[r], room) for r in order]
+        pieces = [piece for pieces in lists[1:] for piece in pieces]
+        passed = len(pieces) - len(lists[-1])
+        flow = _Flow(self, lists[0])
+        flow.receive(pieces, lambda i: flow.send(pieces[i]) if i < passed else None)
+        flow.settle()
+
+    @_talking
+    def broadcast(self, parts: Sequence[Tensor], src: int) -> float:
+        """A chain from `src` on: each rank passes a segment on while the next one comes."""
+        parts = [p.view(torch.uint8) for p in parts]
+        nbytes = sum(p.numel() for p in parts)
+        self._agree("broadcast", f"{nbytes} bytes from rank {src}")
+        if not nbytes:
+            return UNKNOWN
+        if nbytes <= _SMALL or self.size == 2:
+            x = _joined(parts)
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor = src, 0
+            self.group.broadcast([x], options).wait()
+            if len(parts) > 1:
+                _apart(x, parts)
+            return UNKNOWN
+        pieces = [piece for part in parts for piece in _pieces(part, SEGMENT)]
+        place = (self.rank - src) % self.size
+        flow = _Flow(self, pieces if place == 0 else [])
+        if place > 0:
+            last = place == self.size - 1
+            flow.receive(pieces, lambda i: None if last else flow.send(pieces[i]))
+        flow.settle()
+        return UNKNOWN
+
+    @_talking
+    def all_to_all(self, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> float:
+        self._agree("all_to_all", str(parts[0].dtype))
+        self._swap(parts, outs)
+        return UNKNOWN
+
+    def _swap(self, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        outs[self.rank].copy_(parts[self.rank])
+        tag, group = self.next_round(), self.group
+        works = []
+        for distance in range(1, self.size):
+            source, target = (self.rank - distance) % self.size, (self.rank + distance) % self.size
+            if outs[source].numel():
+                works.append(group.recv([outs[source]], source, tag))
+            if parts[target].numel():
+                works.append(group.send([parts[target]], target, tag))
+        for work in works:
+            work.wait()
+
+    @_talking
+    def send(self, x: Tensor, dst: int) -> None:
+        sign = _signed(f"{x.numel()} x {x.dtype}")
+        told = self.group.send([sign], dst, _LETTER)
+        if x.numel():
+            self.group.send([x], dst, _LETTER).wait()
+        told.wait()
+
+    @_talking
+    def recv(self, x: Tensor, src: int) -> None:
+        sign = torch.empty(_SIGN, dtype=torch.uint8)
+        self.group.recv([sign], src, _LETTER).wait()
+        mine = _signed(f"{x.numel()} x {x.dtype}")
+        if not sign.equal(mine):
+            raise Mismatch(f"recv from rank {src}: it sent {_words(sign)}, I receive into {_words(mine)}")
+        if x.numel():
+            self.group.recv([x], src, _LETTER).wait()
+
+    @_talking
+    def exchange(self, data: bytes) -> list[bytes]:
+        """Every rank's size and first bytes in one round; the rest, where there is any, in another."""
+        self._agree("exchange", "of objects or shapes")
+        mine = torch.zeros(8 + _INLINE, dtype=torch.uint8)
+        head = bytearray(struct.pack("q", len(data)) + data[:_INLINE])
+        mine[: len(head)] = torch.frombuffer(head, dtype=torch.uint8)
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        self.group.allgather([found], [mine]).wait()
+        texts = [each.numpy().tobytes() for each in found]
+        sizes = [struct.unpack_from("q", text)[0] for text in texts]
+        if max(sizes) <= _INLINE:
+            return [text[8 : 8 + n] for text, n in zip(texts, sizes, strict=True)]
+        x = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        outs = [torch.empty(n, dtype=torch.uint8) for n in sizes]
+        self._ring(x, outs)
+        return [out.numpy().tobytes() for out in outs]
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Transport:
+        mine = group_of(groups, self.rank, self.size)
+        self._splits += 1
+        name = f"{self._splits}/{'-'.join(map(str, mine))}"
+        store = dist.PrefixStore(name, self._store)
+        return MessageTransport(store, mine.index(self.rank), len(mine), timeout_s=self._timeout_s)
+
+    def abandon(self, why: Exception) -> None:
+        self._rolls.accuse(why)
+        self._gloo = None
+
+    def close(self) -> None:
+        self._gloo = None
+
+    # Inside ----------------------------------------------------------------------------------------------
+
+    @property
+    def group(self) -> Any:
+        """The gloo group, unless it was lost."""
+        if self._gloo is None:
+            raise PeerLost("the connections of this world were closed, or lost before")
+        return self._gloo
+
+    def next_round(self) -> int:
+        """A tag for the messages of one operation, the same on every rank."""
+        self._rounds = (self._rounds + 1) % 4096
+        return self._rounds << 18
+
+    def _agree(self, what: str, sign: str) -> None:
+        """Tell the next rank what I am about to do, and hear it from the previous one."""
+        mine = _signed(f"{what} {sign}" + (f" as collective {self.sequence}" if self.sequence else ""))
+        theirs = torch.empty(_SIGN, dtype=torch.uint8)
+        previous, tag = (self.rank - 1) % self.size, self.next_round()
+        heard = self.group.recv([theirs], previous, tag)
+        told = self.group.send([mine], (self.rank + 1) % self.size, tag)
+        heard.wait()
+        told.wait()
+        if not theirs.equal(mine):
+            raise Mismatch(
+                f"{what}: the ranks disagree; rank {previous} has {_words(theirs)}, rank {self.rank} has {_words(mine)}"
+            )
+
+    def _failed(self, what: str, problem: str, odds: bool) -> Exception:
+        """What to raise: my own finding, another rank's, or who is missing. The others are told, or see me leave."""
+        if odds:
+            self.abandon(found := Mismatch(problem))
+            return found
+        self._gloo = None
+        short = problem.split(". This is typically")[0]
+        return self._rolls.accusation() or PeerLost(f"{what}: {self._rolls.missing()} ({short})")
+
+
+class _Flow:
+    """The messages of one ring or chain: to the next rank and from the previous one, in order.
+
+    Receives are posted ahead, so that a message finds its place ready. Where memory is used again (`receive`
+    of a piece that was sent before), what was sent from it must have left.
+    """
+
+    def __init__(self, transport: MessageTransport, first: Sequence[Tensor]) -> None:
+        self._transport = transport
+        self._tag = transport.next_round()
+        self._next = (transport.rank + 1) % transport.size
+        self._previous = (transport.rank - 1) % transport.size
+        self._sent = 0
+        self._sending: dict[int, Any] = {}  # by address; dicts keep order
+        for piece in first:
+            self.send(piece)
+
+    def send(self, piece: Tensor) -> None:
+        self._sending[piece.data_ptr()] = (
+            self._transport.group.send([piece], self._next, self._tag + self._sent),
+            piece,
+        )
+        self._sent += 1
+
+    def receive(self, pieces: Sequence[Tensor], arrived: Callable[[int], None]) -> None:
+        """Receive `pieces` in order, some ahead, and call `arrived(i)` after each."""
+        posted: deque[Any] = deque()
+        for i in range(len(pieces)):
+            for k in range(i + len(posted), min(i + _AHEAD, len(pieces))):
+                if any(pieces[k].data_ptr() == pieces[j].data_ptr() for j in range(i, k)):
+                    break  # it is still to arrive there, and to be sent on
+                leaving = self._sending.pop(pieces[k].data_ptr(), None)
+                if leaving is not None:
+                    leaving[0].wait()
+                posted.append(self._transport.group.recv([pieces[k]], self._previous, self._tag + k))
+            posted.popleft().wait()
+            arrived(i)
+
+    def settle(self) -> None:
+        """Wait until all that was sent has left."""
+        for work, _ in self._sending.values():
+            work.wait()
+        self._sending.clear()
+
+
+def _pieces(x: Tensor, room: int) -> list[Tensor]:
+    return list(x.split(room)) if x.numel() else []
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([p.view(torch.uint8) for p in parts]).view(parts[0].dtype)
+
+
+def _apart(x: Tensor, parts: Sequence[Tensor]) -> None:
+    for part, done in zip(parts, x.split([p.numel() for p in parts]), strict=True):
+        part.copy_(done)
+
+
+def _signed(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(text.encode()[:_SIGN].ljust(_SIGN)), dtype=torch.uint8)
+
+
+def _words(sign: Tensor) -> str:
+    return sign.numpy().tobytes().decode("utf-8", "replace").strip()
+
+
+def _digest(counts: Sequence[int]) -> str:
+    """Some letters that tell lists of sizes apart."""
+    return f"{crc32(str(list(counts)).encode()):08x}"

@@ -1,0 +1,91 @@
+"""Who is still there, after a connection broke: asked of the store that the ranks met in."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import time
+from typing import TYPE_CHECKING
+
+from unisono.world.transports import Mismatch, PeerLost
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+DYING_S = 0.5  # a process that was killed may outlive its connections by a moment
+PATIENCE_S = 2.0  # for ranks of other machines to answer; those of this one are looked up
+
+
+class RollCall:
+    """Each rank leaves its process at the start; after a failure each answers, and those that do not are named.
+
+    A rank that leaves for another reason says so here too: the others only see its connections close.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        store.set(f"who/{rank}", json.dumps([socket.gethostname(), machine(), os.getpid()]))
+
+    def accuse(self, why: Exception) -> None:
+        """Tell the others why I leave."""
+        try:
+            self._store.set("wrong", json.dumps([isinstance(why, Mismatch), str(why)]))
+        except RuntimeError:
+            return  # the store went with a rank
+
+    def accusation(self) -> Exception | None:
+        """Why another rank left, if it said so."""
+        try:
+            if not self._store.check(["wrong"]):
+                return None
+            odds, text = json.loads(self._store.get("wrong"))
+        except RuntimeError:
+            return None
+        return Mismatch(text) if odds else PeerLost(text)
+
+    def missing(self) -> str:
+        """The ranks that died or do not answer, in words."""
+        try:
+            self._store.set(f"alive/{self._rank}", "1")
+            who = [json.loads(self._store.get(f"who/{r}")) for r in range(self._size)]
+            near = [r for r in range(self._size) if who[r][1] == machine()]
+            far = [r for r in range(self._size) if r not in near]
+            began = time.monotonic()
+            deadline = began + PATIENCE_S
+            while True:
+                gone = [f"rank {r} (process {who[r][2]} on {who[r][0]}) has died" for r in near if _died(who[r][2])]
+                silent = [r for r in far if not self._store.check([f"alive/{r}"])]
+                now = time.monotonic()
+                if gone or (not silent and now > began + DYING_S) or now > deadline:
+                    break
+                time.sleep(0.05)
+        except RuntimeError:
+            return "the store in which the ranks met is gone, perhaps with the rank that kept it"
+        told = gone or [f"rank {r} (process {who[r][2]} on {who[r][0]}) does not answer" for r in silent]
+        return " and ".join(told) or "every rank is still there, but a connection broke"
+
+
+def machine() -> str:
+    """The same for two processes just when they can see each other by number."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _died(pid: int) -> bool:
+    if pid == os.getpid() or not hasattr(os, "pidfd_open"):
+        return False
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        return bool(poll.poll(0))
+    finally:
+        os.close(fd)

@@ -1,0 +1,112 @@
+"""One rank of N that need not exist: nothing moves, but every operation has its bytes and its seconds."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from unisono.world import World
+from unisono.world.ledger import Ledger
+from unisono.world.transports import UNKNOWN, Op, Transport, group_of
+from unisono.world.transports.arithmetic import widened
+
+
+class SimulatedTransport(Transport):
+    """Costs of rings over links of `bits_per_s` and `latency_s`; `seconds` sums them up.
+
+    Tensors are left as they are: the other ranks count as equal to this one. Meta tensors serve as well.
+    """
+
+    name = "simulated"
+
+    def __init__(
+        self, rank: int, size: int, *, bits_per_s: float, latency_s: float, parent: SimulatedTransport | None = None
+    ) -> None:
+        self.rank, self.size = rank, size
+        self.bits_per_s, self.latency_s = bits_per_s, latency_s
+        self._spent: list[float] = parent._spent if parent is not None else [0.0]  # one clock for worlds inside worlds
+
+    @property
+    def seconds(self) -> float:
+        """What all operations so far would have taken, one after the other."""
+        return self._spent[0]
+
+    def _cost(self, nbytes: float, messages: int) -> float:
+        self._spent[0] += nbytes * 8 / self.bits_per_s + messages * self.latency_s
+        return UNKNOWN
+
+    def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
+        n = self.size
+        if op == "sum":
+            for part in parts:
+                _multiply(part, n)
+        return self._cost(2 * (n - 1) / n * _bytes(parts), 2 * (n - 1))
+
+    def reduce_scatter(self, x: Tensor, counts: Sequence[int], op: Op, out: Tensor) -> float:
+        out.copy_(x.split(list(counts))[self.rank])
+        if op == "sum":
+            _multiply(out, self.size)
+        return self._cost((self.size - 1) / self.size * _bytes([x]), self.size - 1)
+
+    def all_gather(self, x: Tensor, outs: Sequence[Tensor]) -> float:
+        for out in outs:
+            out.copy_(x)
+        return self._cost((self.size - 1) * _bytes([x]), self.size - 1)
+
+    def broadcast(self, parts: Sequence[Tensor], src: int) -> float:
+        return self._cost(_bytes(parts), self.size - 1)
+
+    def all_to_all(self, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> float:
+        for part, out in zip(parts, outs, strict=True):
+            out.copy_(part)
+        return self._cost(_bytes([p for r, p in enumerate(parts) if r != self.rank]), self.size - 1)
+
+    def send(self, x: Tensor, dst: int) -> None:
+        self._cost(_bytes([x]), 1)
+
+    def recv(self, x: Tensor, src: int) -> None:
+        self._cost(_bytes([x]), 1)
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        self._cost((self.size - 1) * len(data), self.size - 1)
+        return [data] * self.size
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Transport:
+        mine = group_of(groups, self.rank, self.size)
+        return SimulatedTransport(
+            mine.index(self.rank), len(mine), bits_per_s=self.bits_per_s, latency_s=self.latency_s, parent=self
+        )
+
+
+def simulate(size: int, *, rank: int = 0, bits_per_s: float = 1e9, latency_s: float = 1e-4, per_host: int = 1) -> World:
+    """A world of `size` ranks of which only this one exists, for costs without machines.
+
+    >>> import torch
+    >>> world = simulate(4, bits_per_s=1e9, latency_s=0.0)
+    >>> _ = world.all_reduce(torch.empty(250_000, device="meta")).wait()
+    >>> world.transport.seconds
+    0.012
+    """
+    if size < 1 or not 0 <= rank < size:
+        raise ValueError(f"expected size >= 1 and 0 <= rank < size, got size={size}, rank={rank}")
+    if not (bits_per_s > 0 and latency_s >= 0 and math.isfinite(latency_s)):
+        raise ValueError(f"expected bits_per_s > 0 and latency_s >= 0, got {bits_per_s} and {latency_s}")
+    hosts = [f"host{r // per_host}" for r in range(size)]
+    if size == 1:
+        return World(None, hosts=hosts)
+    transport = SimulatedTransport(rank, size, bits_per_s=bits_per_s, latency_s=latency_s)
+    ledger = Ledger(rank, clock=lambda: time.perf_counter() + transport.seconds)
+    return World(transport, hosts=hosts, ledger=ledger)
+
+
+def _multiply(x: Tensor, times: int) -> None:
+    """The sum of `times` equal tensors, for every dtype."""
+    if not x.is_meta:
+        x.copy_(widened(x).mul(times))
+
+
+def _bytes(parts: Sequence[Tensor]) -> int:
+    return sum(p.numel() * p.element_size() for p in parts)

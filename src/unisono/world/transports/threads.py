@@ -1,0 +1,214 @@
+"""Ranks as threads of one process, with true arithmetic: for tests, notebooks and teaching."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from unisono.world.transports import Mismatch, Op, PeerLost, Transport, group_of
+from unisono.world.transports.arithmetic import combine
+
+T = TypeVar("T")
+
+
+class _Hub:
+    """What the threads of one world share: a place to meet, and letter boxes."""
+
+    def __init__(self, size: int, timeout_s: float) -> None:
+        self.size = size
+        self.timeout_s = timeout_s
+        self.changed = threading.Condition()
+        self.items: list[Any] = [None] * size
+        self.times = [0.0] * size
+        self.arrived = 0
+        self.round = 0
+        self.found: tuple[list[Any], float] = ([], 0.0)
+        self.letters: dict[tuple[int, int], deque[Tensor]] = {}
+        self.lost: str | None = None
+        self.left: set[int] = set()  # ranks that closed this world
+        self.subs: dict[tuple[int, ...], list[_Hub]] = {}
+
+    def lose(self, why: str) -> None:
+        with self.changed:
+            self.lost = self.lost or why
+            self.changed.notify_all()
+            inside = [hub for made in self.subs.values() for hub in made]
+        for hub in inside:
+            hub.lose(why)
+
+    def wait_for(self, ready: Callable[[], bool], what: str, ranks: Sequence[int]) -> None:
+        """With the lock held; `ranks` are those that are waited for."""
+
+        def vain() -> bool:
+            return self.lost is not None or not self.left.isdisjoint(ranks)
+
+        if not self.changed.wait_for(lambda: ready() or vain(), self.timeout_s):
+            raise PeerLost(f"{what}: no answer within {self.timeout_s:g} s")
+        if not ready():
+            raise PeerLost(f"{what}: {self.lost or f'rank {min(self.left)} has closed this world'}")
+
+
+class ThreadTransport(Transport):
+    """One rank of a world of threads."""
+
+    name = "threads"
+
+    def __init__(self, hub: _Hub, rank: int) -> None:
+        self.hub = hub
+        self.rank, self.size = rank, hub.size
+        self._splits = 0
+
+    def _meet(self, what: str, sign: Any, item: Any = None) -> tuple[list[Any], float]:
+        """Every rank's item, and when the last came; all must be in the same operation with the same sign."""
+        hub = self.hub
+        with hub.changed:
+            now = hub.round
+            hub.items[self.rank], hub.times[self.rank] = (what, sign, item), time.perf_counter()
+            hub.arrived += 1
+            if hub.arrived == hub.size:
+                hub.found = (list(hub.items), max(hub.times))
+                hub.arrived, hub.round = 0, now + 1
+                hub.changed.notify_all()
+            hub.wait_for(lambda: hub.round > now, what, range(hub.size))
+            found, last = hub.found
+        if any(other[:2] != found[0][:2] for other in found):
+            told = ", ".join(f"rank {r} has {other} {sign}" for r, (other, sign, _) in enumerate(found))
+            raise Mismatch(f"{what}: the ranks disagree; {told}")
+        return [item for _, _, item in found], last
+
+    def _part(self, what: str) -> None:
+        """All have read what the others brought."""
+        self._meet(what, "end")
+
+    def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
+        ranks, last = self._meet("all_reduce", (op, [f"{p.numel()} x {p.dtype}" for p in parts]), parts)
+        results = [torch.empty_like(p) for p in parts]
+        for i, result in enumerate(results):
+            combine([rank[i] for rank in ranks], op, result)
+        self._part("all_reduce")
+        for part, result in zip(parts, results, strict=True):
+            part.copy_(result)
+        return last
+
+    def reduce_scatter(self, x: Tensor, counts: Sequence[int], op: Op, out: Tensor) -> float:
+        ranks, last = self._meet("reduce_scatter", (op, f"{list(counts)} x {x.dtype}"), x)
+        result = torch.empty_like(out)
+        combine([torch.split(other, list(counts))[self.rank] for other in ranks], op, result)
+        self._part("reduce_scatter")
+        out.copy_(result)
+        return last
+
+    def all_gather(self, x: Tensor, outs: Sequence[Tensor]) -> float:
+        sizes = [out.numel() for out in outs]
+        ranks, last = self._meet("all_gather", f"{sizes} x {x.dtype}", x)
+        for out, other in zip(outs, ranks, strict=True):
+            out.copy_(other)
+        self._part("all_gather")
+        return last
+
+    def broadcast(self, parts: Sequence[Tensor], src: int) -> float:
+        ranks, last = self._meet("broadcast", (f"from {src}", [p.numel() for p in parts]), parts)
+        if self.rank != src:
+            for part, other in zip(parts, ranks[src], strict=True):
+                part.copy_(other)
+        self._part("broadcast")
+        return last
+
+    def all_to_all(self, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> float:
+        ranks, last = self._meet("all_to_all", str(parts[0].dtype), parts)
+        for out, other in zip(outs, ranks, strict=True):
+            out.copy_(other[self.rank])
+        self._part("all_to_all")
+        return last
+
+    def send(self, x: Tensor, dst: int) -> None:
+        with self.hub.changed:
+            self.hub.letters.setdefault((self.rank, dst), deque()).append(x.clone())
+            self.hub.changed.notify_all()
+
+    def recv(self, x: Tensor, src: int) -> None:
+        with self.hub.changed:
+            box = self.hub.letters.setdefault((src, self.rank), deque())
+            self.hub.wait_for(lambda: bool(box), f"recv from rank {src}", [src])
+            letter = box.popleft()
+        if letter.numel() != x.numel() or letter.dtype != x.dtype:
+            raise Mismatch(
+                f"recv from rank {src}: it sent {letter.dtype} of {letter.numel()}, "
+                f"I receive into {x.dtype} of {x.numel()}"
+            )
+        x.copy_(letter)
+
+    def shared(self, n: int, dtype: torch.dtype) -> Tensor:
+        first: Tensor = self._meet("shared", f"{n} x {dtype}", torch.zeros(n, dtype=dtype))[0][0]
+        return first
+
+    def close(self) -> None:
+        """Others would wait for me in vain."""
+        with self.hub.changed:
+            self.hub.left.add(self.rank)
+            self.hub.changed.notify_all()
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        return self._meet("exchange", "", data)[0]
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Transport:
+        mine = group_of(groups, self.rank, self.size)
+        self._splits += 1
+        key = (self._splits, *mine)
+        with self.hub.changed:
+            made = self.hub.subs.setdefault(key, [])
+            if not made:
+                made.append(_Hub(len(mine), self.hub.timeout_s))
+        self._meet("split", [list(group) for group in groups])
+        return ThreadTransport(made[0], mine.index(self.rank))
+
+
+def run_threads(
+    fn: Callable[..., T], size: int, *, hosts: Sequence[str] | None = None, timeout_s: float = 60.0
+) -> list[T]:
+    """Run `fn(world)` on `size` threads, each a rank; returns every rank's result, or raises the first error.
+
+    `hosts` names each rank's host, for `split`; `timeout_s` is how long a rank waits for another.
+
+    >>> import torch
+    >>> run_threads(lambda world: world.all_reduce(torch.tensor(float(world.rank)), "sum").wait().item(), 3)
+    [3.0, 3.0, 3.0]
+    """
+    from unisono.world import World, enter
+
+    if not callable(fn):
+        raise TypeError(f"run_threads takes a function of a world, got {fn!r}")
+    if size < 1:
+        raise ValueError(f"a world has at least one rank, got size={size}")
+    hub = _Hub(size, timeout_s)
+    results: list[Any] = [None] * size
+    errors: list[BaseException | None] = [None] * size
+
+    def work(rank: int) -> None:
+        transport = ThreadTransport(hub, rank) if size > 1 else None
+        world = World(transport, hosts=hosts or ["localhost"] * size)
+        enter(world)
+        try:
+            results[rank] = fn(world)
+        except BaseException as error:
+            errors[rank] = error
+            hub.lose(f"rank {rank} failed: {error!r}")
+        finally:
+            enter(None)
+            world.close()
+
+    threads = [threading.Thread(target=work, args=(r,), name=f"rank {r}", daemon=True) for r in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    failed = [e for e in errors if e is not None]
+    if failed:
+        raise next((e for e in failed if not isinstance(e, PeerLost)), failed[0])
+    return results

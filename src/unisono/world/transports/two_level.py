@@ -1,0 +1,250 @@
+"""Shared memory inside a host, messages between hosts: the two combined, chosen by where the ranks are.
+
+A collective runs in up to three phases: inside the host, between the hosts' leaders (the first rank of each),
+inside the host again. Each byte crosses the network once a host, whatever the number of workers on it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from unisono.world.transports import UNKNOWN, Mismatch, Op, PeerLost, Transport, group_of
+from unisono.world.transports import meeting_page as boards
+from unisono.world.transports.arithmetic import widened
+from unisono.world.transports.gloo import MessageTransport
+from unisono.world.transports.mapped import open_published, publish
+from unisono.world.transports.shared import SharedTransport
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def connect(store: Store, rank: int, size: int, *, timeout_s: float) -> tuple[Transport, list[str]]:
+    """Meet the other ranks in `store`; the best transport for where they are, and every rank's host."""
+    from torch.distributed import PrefixStore
+
+    store.set(f"host/{rank}", json.dumps(_identity()))
+    found = [json.loads(store.get(f"host/{r}")) for r in range(size)]
+    hosts = [name for name, _ in found]
+    for r, (name, _) in enumerate(found):  # one name, two machines (cloned images): keep them apart
+        twins = list(dict.fromkeys(key for n, key in found if n == name))
+        if len(twins) > 1:
+            hosts[r] = f"{name}#{twins.index(found[r][1])}"
+    mine = [r for r in range(size) if hosts[r] == hosts[rank]]
+    everywhere, inside = _share(store, mine, rank, size, timeout_s)
+    if inside is not None and len(mine) == size:
+        return inside, hosts
+    messages = MessageTransport(PrefixStore("messages", store), rank, size, timeout_s=timeout_s)
+    if not everywhere or len(set(hosts)) == size:
+        return messages, hosts
+    return HostsTransport.over(messages, inside, hosts), hosts
+
+
+def _identity() -> tuple[str, str]:
+    """This host's name, and a key that two ranks share just when they can share memory."""
+    name = os.environ.get("UNISONO_HOST", socket.gethostname())
+    if not boards.usable():
+        return name, f"{name} {os.getpid()}"
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot = file.read().strip()
+    spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid")]
+    return name, " ".join([boot, name, str(os.getuid()), *spaces])
+
+
+def _share(
+    store: Store, mine: Sequence[int], rank: int, size: int, timeout_s: float
+) -> tuple[bool, SharedTransport | None]:
+    """Whether every rank anywhere can share memory on its host, and mine with the others of my host, if any."""
+    works = boards.usable() and os.environ.get("UNISONO_SHARED_MEMORY", "1") != "0"
+    fd = os.memfd_create("unisono-board", os.MFD_CLOEXEC) if works and rank == mine[0] else -1
+    try:
+        if rank == mine[0]:
+            store.set(f"board/{rank}", publish(fd) if works else "")
+        elif works:
+            try:
+                fd = open_published(store.get(f"board/{mine[0]}").decode())
+            except OSError:
+                works = False
+        store.set(f"shares/{rank}", str(int(works)))
+        if not all(store.get(f"shares/{r}") == b"1" for r in range(size)):
+            return False, None
+        alone = len(mine) == 1
+        return True, None if alone else SharedTransport(fd, mine.index(rank), len(mine), timeout_s=timeout_s)
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _together(method: F) -> F:
+    """When a phase fails on one rank, the others are waiting for it, on this host and on others: tell them."""
+
+    @wraps(method)
+    def run(self: HostsTransport, *args: Any) -> Any:
+        try:
+            return method(self, *args)
+        except (Mismatch, PeerLost) as error:
+            told = str(error)
+            why = type(error)(told if told.startswith("on host ") else f"on host {self._hosts[self.rank]}: {told}")
+        for transport in (self._inside, self._across, self._flat):
+            if transport is not None:
+                transport.abandon(why)
+        raise why
+
+    return run  # type: ignore[return-value]
+
+
+class HostsTransport(Transport):
+    """Some ranks a host, on several hosts."""
+
+    name = "shared memory and messages"
+
+    def __init__(self, flat: Transport, inside: Transport | None, across: Transport | None, hosts: Sequence[str]):
+        """`flat` joins all ranks, `inside` those of my host, `across` the leaders (None if I am not one)."""
+        self.rank, self.size = flat.rank, flat.size
+        self._flat, self._inside, self._across = flat, inside, across
+        self._hosts = list(hosts)
+        self._groups = [[r for r in range(self.size) if hosts[r] == h] for h in dict.fromkeys(hosts)]
+        self._home = next(i for i, group in enumerate(self._groups) if self.rank in group)
+        self._mine = self._groups[self._home]
+
+    @classmethod
+    def over(cls, flat: Transport, inside: Transport | None, hosts: Sequence[str]) -> HostsTransport:
+        """Make the group of leaders (every rank calls it)."""
+        leaders = [hosts.index(h) for h in dict.fromkeys(hosts)]
+        rest = [r for r in range(flat.size) if r not in leaders]
+        across: Transport | None = flat.split([leaders, rest] if rest else [leaders])
+        if across is not None and flat.rank not in leaders:
+            across.close()
+            across = None
+        return cls(flat, inside, across, hosts)
+
+    @_together
+    def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
+        if parts[0].dtype.itemsize == 1 and parts[0].is_floating_point():  # eight bits do not bear three roundings
+            wide = [widened(p) for p in parts]
+            self.all_reduce(wide, op)
+            for part, done in zip(parts, wide, strict=True):
+                part.copy_(done)
+            return UNKNOWN
+        self._reduce_inside(parts, op)
+        if self._across is not None:
+            self._across.all_reduce(parts, "sum" if op == "mean" else op)
+        if self._inside is not None:
+            self._inside.broadcast(parts, 0)
+        return UNKNOWN
+
+    @_together
+    def reduce_scatter(self, x: Tensor, counts: Sequence[int], op: Op, out: Tensor) -> float:
+        pieces = [widened(p) if p.dtype.itemsize == 1 else p for p in x.split(list(counts))]
+        lists = [[pieces[r] for r in group] for group in self._groups]
+        work = torch.cat([p for group in lists for p in group])
+        sizes = [sum(p.numel() for p in group) for group in lists]
+        mine = torch.empty(sizes[self._home], dtype=work.dtype)
+        self._reduce_inside([work], op)
+        if self._across is not None:
+            self._across.reduce_scatter(work, sizes, "sum" if op == "mean" else op, mine)
+        if self._inside is not None:
+            self._inside.broadcast([mine], 0)
+        out.copy_(mine.split([counts[r] for r in self._mine])[self._mine.index(self.rank)])
+        return UNKNOWN
+
+    def _reduce_inside(self, parts: Sequence[Tensor], op: Op) -> None:
+        """Reduce over my host; a mean's part of the whole mean, so that the sum over the hosts is the mean."""
+        if self._inside is not None:
+            self._inside.all_reduce(parts, op)
+        if op == "mean" and self._across is not None:
+            for part in parts:
+                part.mul_(len(self._mine) / self.size)
+
+    @_together
+    def all_gather(self, x: Tensor, outs: Sequence[Tensor]) -> float:
+        local = [outs[r] for r in self._mine]
+        if self._inside is not None:
+            self._inside.all_gather(x, local)
+        else:
+            outs[self.rank].copy_(x)
+        blocks = [torch.cat([outs[r] for r in group]) for group in self._groups]
+        if self._across is not None:
+            self._across.all_gather(blocks[self._home].clone(), blocks)
+        if self._inside is not None:
+            self._inside.broadcast(blocks, 0)
+        for group, block in zip(self._groups, blocks, strict=True):
+            for r, piece in zip(group, block.split([outs[r].numel() for r in group]), strict=True):
+                outs[r].copy_(piece)
+        return UNKNOWN
+
+    @_together
+    def broadcast(self, parts: Sequence[Tensor], src: int) -> float:
+        home = next(i for i, group in enumerate(self._groups) if src in group)
+        if self._inside is not None and home == self._home:
+            self._inside.broadcast(parts, self._mine.index(src))
+        if self._across is not None:
+            self._across.broadcast(parts, home)
+        if self._inside is not None and home != self._home:
+            self._inside.broadcast(parts, 0)
+        return UNKNOWN
+
+    @_together
+    def all_to_all(self, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> float:
+        return self._flat.all_to_all(parts, outs)
+
+    def send(self, x: Tensor, dst: int) -> None:
+        if self._inside is not None and dst in self._mine:
+            self._inside.send(x, self._mine.index(dst))
+        else:
+            self._flat.send(x, dst)
+
+    def recv(self, x: Tensor, src: int) -> None:
+        if self._inside is not None and src in self._mine:
+            self._inside.recv(x, self._mine.index(src))
+        else:
+            self._flat.recv(x, src)
+
+    @_together
+    def exchange(self, data: bytes) -> list[bytes]:
+        return self._flat.exchange(data)
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Transport:
+        members = group_of(groups, self.rank, self.size)
+        hosts = [self._hosts[r] for r in members]
+        flat = self._flat.split(groups)
+        inside = self._split_inside(groups)
+        if len(set(hosts)) == 1 and inside is not None:
+            flat.close()
+            return inside
+        if len(set(hosts)) == len(hosts):
+            return flat
+        return HostsTransport.over(flat, inside, hosts)
+
+    def _split_inside(self, groups: Sequence[Sequence[int]]) -> Transport | None:
+        """Shared memory among the ranks that are in my group and on my host."""
+        if self._inside is None:
+            return None
+        here = [[self._mine.index(r) for r in group if r in self._mine] for group in groups]
+        part = self._inside.split([group for group in here if group])
+        if part.size > 1:
+            return part
+        part.close()
+        return None
+
+    def empty(self, n: int, dtype: torch.dtype) -> Tensor:
+        return self._inside.empty(n, dtype) if self._inside is not None else torch.empty(n, dtype=dtype)
+
+    def release(self, x: Tensor) -> None:
+        if self._inside is not None:
+            self._inside.release(x)
+
+    def close(self) -> None:
+        for transport in (self._inside, self._across, self._flat):
+            if transport is not None:
+                transport.close()

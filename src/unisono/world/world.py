@@ -1,0 +1,391 @@
+"""World: who is here, and the collectives; every byte between ranks passes through it and is recorded."""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from unisono import packing
+from unisono.background import Handle
+from unisono.world.ledger import Ledger
+from unisono.world.operands import (
+    as_list,
+    by_dtype,
+    check_rank,
+    flat,
+    groups_by,
+    kept,
+    memory,
+    nbytes_of,
+    one_each,
+    put_back,
+    rows_each,
+    shapes_for_me,
+    shapes_of_all,
+)
+from unisono.world.operations import Schedule
+from unisono.world.transports import Mismatch, Op, PeerLost, Transport, group_of
+from unisono.world.transports.arithmetic import check_op
+
+__all__ = ["Handle", "Mismatch", "Op", "PeerLost", "World", "join"]
+
+_here = threading.local()
+_process: list[World] = []
+
+
+class World:
+    """A group of ranks that run the same program.
+
+    Every collective is called by every rank in the same order, and returns a `Handle` at once; `wait()` gives
+    the result. In a world of one they return their input and cost nothing.
+
+    >>> world = World()
+    >>> world.all_reduce(torch.ones(3), "sum").wait()
+    tensor([1., 1., 1.])
+    """
+
+    def __init__(
+        self,
+        transport: Transport | None = None,
+        *,
+        device: torch.device | None = None,
+        hosts: Sequence[str] = ("localhost",),
+        ledger: Ledger | None = None,
+        accelerated: Transport | None = None,
+        name: str = "world",
+        inline: bool = False,
+    ) -> None:
+        self.rank = transport.rank if transport else 0
+        self.size = transport.size if transport else 1
+        self.device = device or torch.device("cpu")
+        self.hosts = tuple(hosts)
+        self.host = self.hosts[self.rank]
+        mine = [r for r in range(self.size) if self.hosts[r] == self.host]
+        self.local_rank, self.local_size = mine.index(self.rank), len(mine)
+        self.ledger = ledger if ledger is not None else Ledger(self.rank)
+        self.name = name
+        self.transport = transport
+        self.shards: dict[str, Any] = {}
+        self.pending_shards: dict[str, Any] = {}
+        self._schedule = Schedule(name, transport, accelerated, self.ledger, inline=inline)
+        self._splits = 0
+        self._children: dict[World, None] = {}
+        self._parent: weakref.ref[World] | None = None
+        self._weight = 1.0
+        self._weight_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __repr__(self) -> str:
+        how = self.transport.name if self.transport else "alone"
+        return f"World(rank={self.rank}, size={self.size}, host={self.host!r}, device={str(self.device)!r}, {how})"
+
+    @property
+    def inline(self) -> bool:
+        """Whether collectives run in the thread that calls them: nothing then goes on behind it."""
+        return self._schedule.inline or self.size == 1
+
+    @property
+    def has_nccl(self) -> bool:
+        """Whether CUDA tensors travel from device to device."""
+        return self._schedule.accelerated is not None
+
+    # The weight of my batch ------------------------------------------------------------------------------
+
+    @property
+    def weight(self) -> float:
+        """My batch's share of the global batch, times the number of ranks: 1 but at uneven ends."""
+        return self._weight
+
+    @weight.setter
+    def weight(self, value: float) -> None:
+        if value != self._weight:
+            self._weight = value
+            for listener in list(self._weight_listeners):
+                listener.weight_changed(value)
+
+    def on_weight(self, listener: Any) -> None:
+        """Call `listener.weight_changed(weight)` when the weight changes."""
+        self._weight_listeners.add(listener)
+
+    def off_weight(self, listener: Any) -> None:
+        """Call it no more."""
+        self._weight_listeners.discard(listener)
+
+    # Collectives -----------------------------------------------------------------------------------------
+
+    def all_reduce(self, x: Any, op: Op = "mean", *, tag: str = "") -> Handle[Any]:
+        """Replace `x` (a tensor, or a list of tensors) on every rank by the sum, mean, max or min of all.
+
+        The result has the same bits on every rank. Sends 2(N-1)/N of its bytes.
+        """
+        parts = as_list("all_reduce", x)
+        for part in parts:
+            check_op(part.dtype, op)
+        if self.size == 1 or not parts:
+            return Handle.of(x)
+        nbytes = nbytes_of(parts)
+        record = self._schedule.record("all_reduce", tag, math.ceil(2 * (self.size - 1) * nbytes / self.size))
+        if len(parts) == 1 and nbytes <= 4096 and (posted := self._schedule.post(parts[0], op, record, x)) is not None:
+            return posted
+        lines = [flat(p) for p in parts]
+
+        def run(transport: Transport) -> tuple[float, Any]:
+            last = [transport.all_reduce(group, op) for group in by_dtype(lines)]
+            for part, line in zip(parts, lines, strict=True):
+                put_back(part, line)
+            return last[0], x
+
+        return self._schedule.run(record, parts[0], run)
+
+    def reduce_scatter(
+        self, parts: Any, op: Op = "mean", *, out: Tensor | None = None, tag: str = ""
+    ) -> Handle[Tensor]:
+        """Reduce, and keep my part: of a list of N tensors the one of my rank, of a tensor my N-th of rows.
+
+        `out`: contiguous memory for the result. Sends (N-1)/N of the bytes.
+        """
+        whole = isinstance(parts, Tensor)
+        pieces = rows_each(parts, self.size) if whole else one_each("reduce_scatter", parts, self.size)
+        check_op(pieces[0].dtype, op)
+        mine = pieces[self.rank]
+        if self.size == 1:
+            return Handle.of(kept("reduce_scatter", out, mine))
+        x = flat(parts) if whole else torch.cat([flat(p) for p in pieces])
+        counts = [p.numel() for p in pieces]
+        target = memory("reduce_scatter", out, mine.shape, mine)
+        record = self._schedule.record("reduce_scatter", tag, math.ceil((self.size - 1) * nbytes_of([x]) / self.size))
+
+        def run(transport: Transport) -> tuple[float, Tensor]:
+            return transport.reduce_scatter(x, counts, op, target), target.view(mine.shape)
+
+        return self._schedule.run(record, mine, run)
+
+    def all_gather(
+        self, x: Tensor, *, even: bool = False, out: Sequence[Tensor] | None = None, tag: str = ""
+    ) -> Handle[list[Tensor]]:
+        """Every rank's `x`, on every rank. Shapes may differ, unless `even` promises that they do not
+        (which saves a small message). `out`: one contiguous tensor a rank for the results.
+        Sends (N-1) times my bytes.
+        """
+        into = [None] * self.size if out is None else one_each("all_gather(out=...)", out, self.size)
+        if self.size == 1:
+            return Handle.of([kept("all_gather", into[0], x) if into[0] is not None else x.clone()])
+        record = self._schedule.record("all_gather", tag, (self.size - 1) * nbytes_of([x]))
+        line = flat(x)
+
+        def run(transport: Transport) -> tuple[float, list[Tensor]]:
+            shapes = [tuple(x.shape)] * self.size if even else shapes_of_all(self._schedule.base, x, tag)
+            outs = [memory("all_gather", o, s, x) for o, s in zip(into, shapes, strict=True)]
+            last = transport.all_gather(line, outs)
+            return last, [o.view(s) for o, s in zip(outs, shapes, strict=True)]
+
+        return self._schedule.run(record, x, run)
+
+    def broadcast(self, x: Any, src: int = 0, *, tag: str = "") -> Handle[Any]:
+        """Replace `x` (a tensor, or a list of tensors) on every rank by rank `src`'s.
+
+        Counted as the bytes once for every rank but one, as in a chain.
+        """
+        check_rank("broadcast", src, self.rank, self.size)
+        parts = as_list("broadcast", x)
+        if self.size == 1 or not parts:
+            return Handle.of(x)
+        end_of_chain = (self.rank - src) % self.size == self.size - 1
+        record = self._schedule.record("broadcast", tag, 0 if end_of_chain else nbytes_of(parts))
+        lines = [flat(p) for p in parts]
+
+        def run(transport: Transport) -> tuple[float, Any]:
+            last = transport.broadcast([line.view(torch.uint8) for line in lines], src)
+            for part, line in zip(parts, lines, strict=True):
+                put_back(part, line)
+            return last, x
+
+        return self._schedule.run(record, parts[0], run)
+
+    def all_to_all(self, parts: Sequence[Tensor], *, tag: str = "") -> Handle[list[Tensor]]:
+        """Send `parts[r]` to rank r; returns what every rank sent to me, in rank order. Shapes may differ."""
+        pieces = one_each("all_to_all", parts, self.size)
+        if self.size == 1:
+            return Handle.of([pieces[0].clone()])
+        record = self._schedule.record(
+            "all_to_all", tag, nbytes_of([p for r, p in enumerate(pieces) if r != self.rank])
+        )
+        lines = [flat(p) for p in pieces]
+
+        def run(transport: Transport) -> tuple[float, list[Tensor]]:
+            shapes = shapes_for_me(self._schedule.base, pieces, tag)
+            outs = [memory("all_to_all", None, s, pieces[0]) for s in shapes]
+            last = transport.all_to_all(lines, outs)
+            return last, [o.view(s) for o, s in zip(outs, shapes, strict=True)]
+
+        return self._schedule.run(record, pieces[0], run)
+
+    def send(self, x: Tensor, dst: int, *, tag: str = "") -> Handle[Tensor]:
+        """Send `x` to rank `dst`, which receives into a tensor of the same size and dtype.
+
+        The handle may end only when the other receives: where two ranks send to each other, begin both
+        sends and receives, then wait.
+        """
+        check_rank("send", dst, self.rank, self.size, other=True)
+        record = self._schedule.record("send", tag, nbytes_of([x]), lane=f"send-{dst}")
+        line = flat(x)
+
+        def run(transport: Transport) -> tuple[float, Tensor]:
+            transport.send(line, dst)
+            return math.nan, x
+
+        return self._schedule.run(record, x, run, lane=f"send-{dst}")
+
+    def recv(self, x: Tensor, src: int, *, tag: str = "") -> Handle[Tensor]:
+        """Receive into `x` from rank `src`."""
+        check_rank("recv", src, self.rank, self.size, other=True)
+        record = self._schedule.record("recv", tag, 0, lane=f"recv-{src}")
+        line = flat(x)
+
+        def run(transport: Transport) -> tuple[float, Tensor]:
+            transport.recv(line, src)
+            put_back(x, line)
+            return math.nan, x
+
+        return self._schedule.run(record, x, run, lane=f"recv-{src}")
+
+    def barrier(self, *, tag: str = "") -> None:
+        """Return when every rank has called it."""
+        self.all_reduce(torch.zeros(1, dtype=torch.uint8), "max", tag=tag or "barrier").wait()
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        """Rank `src`'s `obj`: plain values, lists, dicts, bytes and tensors (never pickled)."""
+        check_rank("broadcast_object", src, self.rank, self.size)
+        return obj if self.size == 1 else self._objects(obj if self.rank == src else None)[src]
+
+    def gather_objects(self, obj: Any) -> list[Any]:
+        """Every rank's `obj`, on every rank."""
+        return [obj] if self.size == 1 else self._objects(obj)
+
+    # Worlds inside worlds, memory ------------------------------------------------------------------------
+
+    def split(self, by: Literal["host"] | Sequence[Sequence[int]] = "host", *, inline: bool = False) -> World:
+        """The world of my group: the ranks of my host, or the group of ranks that holds me.
+
+        Every rank calls it alike; `[[0, 2], [1]]` numbers the ranks of a group in the order given.
+        """
+        groups = groups_by(by, self.hosts)
+        mine = group_of(groups, self.rank, self.size)
+        self._splits += 1
+        name = f"{self.name}/{self._splits}[{','.join(map(str, mine))}]"
+        base, fast = None, None
+        if self.size > 1:
+            parent = self._schedule.accelerated
+            base, fast = self._schedule.call(
+                lambda: (self._schedule.base.split(groups), parent.split(groups) if parent else None)
+            )
+            if len(mine) == 1:  # a world of one moves nothing
+                for transport in (base, fast):
+                    if transport is not None:
+                        transport.close()
+                base, fast = None, None
+        child = World(
+            base,
+            device=self.device,
+            hosts=[self.hosts[r] for r in mine],
+            ledger=self.ledger,
+            accelerated=fast,
+            name=name,
+            inline=inline,
+        )
+        child._parent = weakref.ref(self)
+        self._children[child] = None
+        return child
+
+    def channel(self, *, inline: bool = True) -> World:
+        """The same ranks with an order of their own: for a thread that talks beside the main program.
+
+        `inline`: its collectives run in the thread that calls them, not in one of their own.
+        """
+        return self.split([list(range(self.size))], inline=inline)
+
+    def narrow(self, ranks: Sequence[int]) -> World:
+        """From here on this world is `ranks` alone, for all that hold it; returns the world as it was.
+
+        Every rank calls it alike: those left out have another part to play (a server's), and find themselves in a
+        world of their own.
+        """
+        rest = [r for r in range(self.size) if r not in ranks]
+        other = self.split([list(ranks), rest] if rest else [list(ranks)])
+        for name in ("rank", "size", "hosts", "host", "local_rank", "local_size", "name", "transport", "_schedule"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            setattr(self, name, theirs)
+            setattr(other, name, mine)
+        return other
+
+    def shared(self, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Memory for `n` elements, zero at first, that every rank sees: what one writes, all read.
+
+        Every rank calls it alike; ValueError where the ranks have no memory in common.
+        """
+        if self.size == 1:
+            return torch.zeros(n, dtype=dtype)
+        return self._schedule.call(lambda: self._schedule.base.shared(n, dtype))
+
+    def empty(self, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Memory for `n` elements that this world moves fastest: shared between the workers of a host.
+
+        Every rank calls it alike; `release` gives it back before the world is closed.
+        """
+        if self.size == 1 or self.device.type != "cpu":
+            return torch.empty(n, dtype=dtype, device=self.device)
+        return self._schedule.call(lambda: self._schedule.base.empty(n, dtype))
+
+    def release(self, x: Tensor) -> None:
+        """Give memory of `empty` back."""
+        if self.transport is not None:
+            self.transport.release(x)
+
+    def close(self) -> None:
+        """Let go of threads, sockets and shared memory, also of the worlds split from this one."""
+        for child in list(self._children):
+            child.close()
+        self._schedule.close()
+        parent = self._parent() if self._parent is not None else None
+        if parent is not None:  # it would hold my memory
+            parent._children.pop(self, None)
+        if _process and _process[0] is self:
+            _process.clear()
+
+    def _objects(self, obj: Any) -> list[Any]:
+        data = packing.to_bytes(obj)
+        record = self._schedule.record("objects", "", (self.size - 1) * len(data))
+        found = self._schedule.run(record, None, lambda transport: (math.nan, transport.exchange(data))).wait()
+        return [packing.from_bytes(message) for message in found]
+
+
+def join(device: str | torch.device | None = None) -> World:
+    """The world that this process was started in; a world of one where it was started alone.
+
+    Reads what the launcher left (`unisono run`, `torchrun`, or an initialised torch.distributed), meets the
+    other ranks, and returns the same world each time. `device` is "cpu" or "cuda"; by default CUDA where
+    there is one for every worker of this host.
+    """
+    world = getattr(_here, "world", None)
+    if world is not None:
+        return world  # type: ignore[no-any-return]
+    if not _process:
+        from unisono.world.rendezvous import meet
+
+        _process.append(meet(device))
+    elif device is not None and torch.device(device).type != _process[0].device.type:
+        raise ValueError(
+            f"this process already joined with device {str(_process[0].device)!r}, got device={str(device)!r}: "
+            "give the device at the first un.join()"
+        )
+    return _process[0]
+
+
+def enter(world: World | None) -> None:
+    """Make `world` what `join()` returns in this thread (None: back to the process's)."""
+    _here.world = world

@@ -1,9 +1,9 @@
-"""Gradients in flat buckets: which parameters share one, and where each lies in it."""
+"""Tensors in flat memory: where each lies, which parameters share a bucket, and which of them are trainable."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -12,8 +12,55 @@ from torch.nn import Parameter
 
 BUCKET_BYTES = 25 << 20
 LARGE_BUCKET_BYTES = 100 << 20  # where launching kernels takes longer than what they do
-_ALIGN = 64  # bytes: each gradient starts on a cache line
+_ALIGN_BYTES = 64  # each tensor starts on a cache line
 _PARTS = 8  # parts of a bucket kept: those of methods that choose anew come and go
+
+
+class TrainableParameters:
+    """Which of a model's parameters require gradients, followed as the program freezes and unfreezes them."""
+
+    def __init__(self, named: Iterable[tuple[str, Parameter]]) -> None:
+        self.named = list(named)
+        self._required: list[bool] | None = None
+
+    def have_changed(self) -> bool:
+        """Whether some were frozen or unfrozen since this was last asked; the first time, yes."""
+        required = [param.requires_grad for _, param in self.named]
+        changed, self._required = required != self._required, required
+        return changed
+
+    @property
+    def trainable(self) -> list[tuple[str, Parameter]]:
+        """Those that require gradients now."""
+        return [(name, param) for name, param in self.named if param.requires_grad]
+
+
+class FlatLayout:
+    """Where each of some tensors of one dtype lies in a flat line: in order, each on a boundary of `align_bytes`.
+
+    `contiguous`: views have the tensors' shapes, but not their memory order.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], *, align_bytes: int = _ALIGN_BYTES, contiguous: bool = False) -> None:
+        self.tensors, self._contiguous = list(tensors), contiguous
+        self.starts, at = [], 0
+        step = max(1, align_bytes // tensors[0].element_size()) if tensors else 1
+        for x in tensors:
+            self.starts.append(at)
+            at += -(-x.numel() // step) * step
+        self.numel = at
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Views of a line in this layout, in the tensors' shapes and strides."""
+        lines = [flat[s : s + x.numel()] for s, x in zip(self.starts, self.tensors, strict=True)]
+        view = _view_shape if self._contiguous else _view_like
+        return [view(line, x) for line, x in zip(lines, self.tensors, strict=True)]
+
+    def gaps(self, flat: Tensor) -> list[Tensor]:
+        """What lies between the tensors."""
+        ends = [s + x.numel() for s, x in zip(self.starts, self.tensors, strict=True)]
+        nexts = [*self.starts[1:], self.numel]
+        return [flat[a:b] for a, b in zip(ends, nexts, strict=True) if b > a]
 
 
 class Bucket:
@@ -34,12 +81,9 @@ class Bucket:
         self.decayed, self.scale = False, 1.0
         first = self.params[0]
         self.dtype, self.device = first.dtype, first.device
-        self.starts, at = [], 0
-        for param in self.params:
-            self.starts.append(at)
-            step = max(1, _ALIGN // first.element_size())
-            at += -(-param.numel() // step) * step
-        self.flat = flat(at, first.dtype)
+        self._layout = FlatLayout(self.params)
+        self.starts = self._layout.starts
+        self.flat = flat(self._layout.numel, first.dtype)
         self.flat.zero_()
         self.tensors = self.views(self.flat)
         self._parts: dict[tuple[int, ...], Bucket] = {}
@@ -52,14 +96,12 @@ class Bucket:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of a line in this bucket's layout, in the parameters' shapes and strides."""
-        return [_like(flat[s : s + p.numel()], p) for s, p in zip(self.starts, self.params, strict=True)]
+        return self._layout.views(flat)
 
     def zero_gaps(self) -> None:
         """Make what lies between the tensors zero again, where a method wrote over it."""
         if self._gaps is None:
-            ends = [s + p.numel() for s, p in zip(self.starts, self.params, strict=True)]
-            nexts = [*self.starts[1:], self.flat.numel()]
-            self._gaps = [self.flat[a:b] for a, b in zip(ends, nexts, strict=True) if b > a]
+            self._gaps = self._layout.gaps(self.flat)
         if self._gaps:
             torch._foreach_zero_(self._gaps)
 
@@ -82,7 +124,11 @@ class Bucket:
         return part
 
 
-def _like(line: Tensor, param: Tensor) -> Tensor:
+def _view_shape(line: Tensor, param: Tensor) -> Tensor:
+    return line.view(param.shape)
+
+
+def _view_like(line: Tensor, param: Tensor) -> Tensor:
     """`line` in the shape of `param`, and in its memory order where that is dense."""
     dense = torch.empty_strided(param.shape, param.stride(), device="meta") if param.numel() else param
     if param.numel() and dense.untyped_storage().nbytes() == param.numel() * dense.element_size():
@@ -90,7 +136,7 @@ def _like(line: Tensor, param: Tensor) -> Tensor:
     return line.view(param.shape)
 
 
-def layout(named: Sequence[tuple[str, Parameter]], bucket_bytes: int) -> list[list[tuple[str, Parameter]]]:
+def group_into_buckets(named: Sequence[tuple[str, Parameter]], bucket_bytes: int) -> list[list[tuple[str, Parameter]]]:
     """Which parameters share a bucket: in the order backward reaches them, by dtype and device.
 
     The first bucket is small, so that the exchange starts early.

@@ -568,13 +568,13 @@ def test_all_ranks_tune_alike_from_the_sum_of_what_they_see(monkeypatch: pytest.
     """
     local = threading.local()
 
-    def observed(self: Tuning, step: int, ledger: Any) -> list[float] | None:
+    def observe(self: Tuning, step: int, ledger: Any) -> list[float] | None:
         if step % 12:
             return None
         rates = {0: {1: 100.0, 2: 300.0, 3: 310.0}, 1: {1: 200.0, 2: 190.0, 3: 180.0}}[local.rank]
         return [rates[self.learners], 0.3 / self.every, 1.0]
 
-    monkeypatch.setattr(Tuning, "observed", observed)
+    monkeypatch.setattr(Tuning, "observe", observe)
 
     def work(world: World) -> list[tuple[int, int, int]]:
         local.rank = world.rank
@@ -612,7 +612,7 @@ def test_an_interval_leaves_the_first_round_out_and_measures_what_the_ledger_has
         now[0] += 0.5
         ledger.close_span("blocked", now[0] - 0.1, now[0])
         ledger.step()
-        found.append(tuning.observed(step, ledger))
+        found.append(tuning.observe(step, ledger))
     assert found[:4] == found[5:] == [None] * 4
     assert found[4] == pytest.approx([2.0, 0.4, 1.6])
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import unisono as un
 from unisono import packing
 from unisono.background import Handle
-from unisono.strategies._fragments import divided
+from unisono.strategies._anchored import split_evenly
 from unisono.world import PeerLost, World
 from unisono.world.transports.threads import ThreadTransport, run_threads
 
@@ -155,7 +155,7 @@ def test_its_trajectory_is_the_one_recorded() -> None:
 def test_fragments_have_about_equal_bytes_and_hold_every_parameter_once() -> None:
     model = nn.Sequential(*(nn.Linear(n, n) for n in (40, 40, 30, 30, 20, 50, 50, 10)))
     named = list(model.named_parameters())
-    parts = divided(named, 3)
+    parts = split_evenly(named, 3)
     assert sorted(name for part in parts for name, _ in part) == sorted(name for name, _ in named)
     loads = [sum(p.numel() for _, p in part) for part in parts]
     assert max(loads) < 1.2 * min(loads)
@@ -223,8 +223,8 @@ def test_differences_of_fragments_go_through_any_reducer(reducer: str) -> None:
         spec = f"diloco(every=4, fragments=2, delay=1, reducer={reducer})"
         replica = un.parallel(model, optimizer, spec, world=world)
         train(model, optimizer, world.rank, range(9))
-        assert not replica.trips
-        anchors = [a.clone() for fragment in replica.fragments for a in fragment.anchors.values()]
+        assert not replica.anchors.pending
+        anchors = [a.clone() for fragment in replica.anchors.fragments for a in fragment.anchors.values()]
         replica.close()
         return anchors
 
@@ -268,7 +268,7 @@ def test_consolidate_gives_the_mean_also_while_an_exchange_is_under_way() -> Non
         optimizer = adam(model)
         replica = un.parallel(model, optimizer, "diloco(every=4, delay=2)", world=world)
         train(model, optimizer, world.rank, range(5))
-        assert replica.trips
+        assert replica.anchors.pending
         own, agreed = params(model), params(replica.consolidate())
         close(params(model), own, 0.0)
         replica.close()
@@ -402,10 +402,10 @@ def test_an_exchange_that_did_not_arrive_everywhere_is_dropped_everywhere(reduce
         replica = un.parallel(model, optimizer, f"diloco(every=4, delay=2, reducer={reducer})", world=world)
         train(model, optimizer, world.rank, range(5))
         if world.rank == 1:
-            replica.trips[0].handle.wait()
-            replica.trips[0].handle = Handle(lost)
+            replica.anchors.pending[0].handle.wait()
+            replica.anchors.pending[0].handle = Handle(lost)
         told = replica.rebind(world.split([[0, 1, 2]]))
-        assert not replica.trips
+        assert not replica.anchors.pending
         kept = replica.state_dict()["local"]["reducer"][0]
         train(model, optimizer, world.rank, range(5, 11))
         ended = params(replica.consolidate())

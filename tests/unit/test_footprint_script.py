@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import unisono as un
-from unisono import strategy
+from unisono.strategy import binding
 from unisono.cli import main
 from unisono.footprint.report import Report
 from unisono.footprint.script import ScriptError, of_script
@@ -84,7 +84,7 @@ def test_nothing_stays_behind(ask: Ask) -> None:
     register, apply = nn.Module.register_parameter, nn.Module._apply
     ask(HEAD + LOOP, workers=2)
     assert (nn.Module.register_parameter, nn.Module._apply) == (register, apply)
-    assert strategy.observer is None
+    assert binding.observer is None
     assert un.join().size == 1
     model = nn.Linear(2, 2)
     assert type(model.weight) is nn.Parameter

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from unisono.strategies._periodic import PeriodicReplica
+from unisono.strategy import PeriodicReplica
 from unisono.strategy import Strategy
 from unisono.world import World
 from unisono.world.transports.threads import run_threads
@@ -142,7 +142,7 @@ def test_a_scaler_does_not_keep_a_replica_alive() -> None:
 
 def test_a_copy_of_the_model_belongs_to_no_replica() -> None:
     model, _, replica = make()
-    copied = replica.copied()
+    copied = replica.copy_model()
     model(torch.ones(1, 3)).sum().backward()
     copied(torch.ones(1, 3)).sum().backward()
     assert replica.seen == []
@@ -158,7 +158,7 @@ def test_a_stand_in_batch_has_no_gradient_in_the_new_world_either() -> None:
         replica = Recorder(model, optimizer, world)
         again = world.split([[0, 1]])
         model(torch.ones(1, 3)).sum().backward()
-        replica.move_to(again)
+        replica.enter(again)
         assert model.weight.grad is None
         assert replica.world is again
         again.weight = 0.0

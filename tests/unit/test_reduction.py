@@ -224,16 +224,16 @@ def test_memory_order_does_not_matter_for_a_saved_state() -> None:
     param = torch.arange(24.0).view(1, 2, 3, 4)
     bucket = Bucket(0, [("w", param)], World().empty)
     optimizer = torch.optim.SGD([param.requires_grad_()], lr=0.1)
-    reduction = Reduction(halves(), optimizer, lambda world: None)
-    reduction.laid_out([bucket])
+    reduction = Reduction(halves(), optimizer, lambda world: None, "gradients")
+    reduction.set_buckets([bucket])
     bucket.tensors[0].copy_(param.detach())
     reduction.begin(bucket, World())
     reduction.drain()
     saved = reduction.state_dict()
     last = param.detach().to(memory_format=torch.channels_last).requires_grad_()
-    other = Reduction(halves(), torch.optim.SGD([last], lr=0.1), lambda world: None)
+    other = Reduction(halves(), torch.optim.SGD([last], lr=0.1), lambda world: None, "gradients")
     turned = Bucket(0, [("w", last)], World().empty)
-    other.laid_out([turned])
+    other.set_buckets([turned])
     other.load_state_dict(saved["shared"], [saved["local"]])
     turned.tensors[0].zero_()
     other.begin(turned, World())
@@ -377,8 +377,8 @@ def test_a_tensor_as_learning_rate_is_read() -> None:
     param = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([param], lr=torch.tensor(0.25))
     bucket = Bucket(0, [("w", param)], World().empty)
-    reduction = Reduction(halves(), optimizer, lambda world: None)
-    reduction.laid_out([bucket])
+    reduction = Reduction(halves(), optimizer, lambda world: None, "gradients")
+    reduction.set_buckets([bucket])
     reduction.begin(bucket, World())
     assert bucket.lr == [0.25]
 
@@ -440,9 +440,9 @@ def test_gaps_between_tensors_are_zero_when_a_reducer_sees_them() -> None:
 
     bucket = Bucket(0, [("a", torch.zeros(3)), ("b", torch.zeros(5, 5)), ("c", torch.zeros(()))], World().empty)
     reduction = Reduction(
-        Reducer(lambda bucket: {}, reduce), torch.optim.SGD([torch.zeros(1)], lr=1), lambda world: None
+        Reducer(lambda bucket: {}, reduce), torch.optim.SGD([torch.zeros(1)], lr=1), lambda world: None, "gradients"
     )
-    reduction.laid_out([bucket])
+    reduction.set_buckets([bucket])
     for _ in range(2):
         for view in bucket.tensors:
             view.fill_(1.0)

@@ -92,7 +92,7 @@ class _Saving:
 
     def prepare(self) -> dict[str, Any]:
         """1. Take the state apart; rank 0 makes the hidden folder and says what its tensors are."""
-        state, parts = self.replica.state_dict(), _split_state(self.replica)
+        state, parts = self.replica.state_dict(), self.replica.sharded_state()
         model = _bare(self.replica.model)
         whole = {
             "model": model.state_dict() if parts is None else parts["model"],
@@ -224,7 +224,7 @@ def load(path: str | os.PathLike[str], replica: Replica, *, strict: bool = True)
     """
     _check_replica("load", replica)
     world, root = replica.world, Path(path)
-    strategy, lazy = type(replica.strategy).__name__, hasattr(replica, "load_sharded_state")
+    strategy, lazy = type(replica.strategy).__name__, replica.splits_state
     found, folder, skipped = newest(
         root, world, lambda folder: folders.read(folder, world.rank, world.size, strategy, lazy=lazy)
     )
@@ -305,16 +305,16 @@ def _apply(found: folders.Contents, replica: Replica, *, strict: bool) -> None:
 
 def _apply_model_and_optimizer(found: folders.Contents, replica: Replica, *, strict: bool) -> None:
     model, saved, optimizer = _bare(replica.model), OrderedDict(found.whole["model"]), found.whole["optimizer"]
-    parts = _split_state(replica)
+    parts = replica.sharded_state()
     mine = model.state_dict() if parts is None else parts["model"]
     groups = replica.optimizer.param_groups if parts is None else parts["optimizer"]["param_groups"]
     _check_model(mine, saved, strict=strict)
     kinds = (type(replica.optimizer).__name__, found.whole["optimizer_type"])
     fits = _check_optimizer(groups, optimizer["param_groups"], kinds, strict=strict)
-    load_split = getattr(replica, "load_sharded_state", None)
-    if load_split is not None:
+    if replica.splits_state:
         fitting = {name: value for name, value in saved.items() if name in mine}
-        load_split({"model": fitting, "optimizer": optimizer if fits else None}, same_world=found.same_world)
+        whole = {"model": fitting, "optimizer": optimizer if fits else None}
+        replica.load_sharded_state(whole, same_world=found.same_world)
         return
     saved._metadata = found.whole["versions"]  # type: ignore[attr-defined]
     model.load_state_dict(saved, strict=strict)
@@ -377,12 +377,6 @@ def _together(world: World, what: str, do: Callable[[], Any]) -> list[Any]:
         same = len(failed) == len(answers) > 1 and len({problem for _, problem in answers}) == 1
         raise CheckpointError(f"{what}: {f'every rank: {answers[0][1]}' if same else '; '.join(failed)}") from error
     return [answer[0] for answer in answers]
-
-
-def _split_state(replica: Replica) -> dict[str, Any] | None:
-    """Model and optimizer of a replica that holds its part of them only, with a Piece in place of split tensors."""
-    split = getattr(replica, "sharded_state", None)
-    return None if split is None else split()
 
 
 def _bare(model: torch.nn.Module) -> torch.nn.Module:

@@ -15,12 +15,12 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn import Parameter
 
 from unisono.background import Handle, Lane
-from unisono.buckets import Bucket, layout, on_device
+from unisono.buckets import Bucket, TrainableParameters, group_into_buckets, on_device
 from unisono.exchange.windows import Windows, if_alive
 from unisono.world import World
 
@@ -32,7 +32,7 @@ class Work(Protocol):
     def keeps(self) -> bool:
         """Whether a parameter that no rank used may have a mean: what was kept of it before."""
 
-    def laid_out(self, buckets: Sequence[Bucket]) -> None:
+    def set_buckets(self, buckets: Sequence[Bucket]) -> None:
         """The buckets are these from now on."""
 
     def begin(self, bucket: Bucket, world: World) -> None:
@@ -41,13 +41,13 @@ class Work(Protocol):
     def drain(self) -> None:
         """Every bucket begun is now to hold its mean."""
 
-    def notice(self) -> bool:
-        """Something that all ranks should hear of after the window."""
+    def learning_rate_fell(self) -> bool:
+        """Whether a learning rate fell on this rank: all ranks are told after the window."""
 
-    def heard(self, noticed: bool) -> None:
-        """Some rank noticed it."""
+    def set_decayed(self, decayed: bool) -> None:
+        """Whether a learning rate fell on some rank."""
 
-    def finished(self, world: World) -> None:
+    def after_last_bucket(self, world: World) -> None:
         """Follows the last bucket, on the exchange thread."""
 
 
@@ -73,6 +73,7 @@ class Exchange(Windows):
     ) -> None:
         super().__init__(accumulate, advance)
         self.named, self.sparse = list(named), list(sparse)
+        self._parameters = TrainableParameters(self.named)
         self.world, self.channel = world, world.channel(inline=inline)
         self.overlap, self.bucket_bytes = overlap, bucket_bytes
         self._work = work
@@ -85,25 +86,25 @@ class Exchange(Windows):
         self._kept_local = False  # gradients of a no_sync pass are waiting
         self._task = -1
         self.buckets: list[Bucket] = []
-        self.build()
+        self._build_if_changed()
         world.on_weight(self)
         self.weight_changed(world.weight)
 
     # Layout ----------------------------------------------------------------------------------------------
 
-    def build(self) -> None:
-        """Lay the buckets out for the parameters that now require gradients."""
+    def _build_if_changed(self) -> None:
+        """Lay the buckets out for the parameters that now require gradients, where these are others than before."""
+        if not self._parameters.have_changed():
+            return
         for bucket in self.buckets:
             self.channel.release(bucket.flat)
-        self._trainable = [p.requires_grad for _, p in self.named]
-        live = [(name, p) for name, p in self.named if p.requires_grad]
         device = self.world.device
         self.buckets = [
             Bucket(i, named, self.channel.empty if named[0][1].device.type == "cpu" else partial(on_device, device))
-            for i, named in enumerate(layout(live, self.bucket_bytes))
+            for i, named in enumerate(group_into_buckets(self._parameters.trainable, self.bucket_bytes))
         ]
         self._slots = {name: (b, k) for b in self.buckets for k, name in enumerate(b.names)}
-        self._work.laid_out(self.buckets)
+        self._work.set_buckets(self.buckets)
         self._reset()
 
     def _reset(self) -> None:
@@ -155,8 +156,7 @@ class Exchange(Windows):
             self._run(self._work.drain)
             for handle in self._handles:
                 handle.wait()
-        if self._trainable != [p.requires_grad for _, p in self.named]:
-            self.build()
+        self._build_if_changed()
         self._reset()
         self._task = task
         self._syncing = not self._local and self._passes + 1 >= self.accumulate
@@ -236,7 +236,7 @@ class Exchange(Windows):
         self._run(self._work.drain)
         used += [p.grad is not None for _, p in self.sparse]
         start = self.world.ledger.clock()
-        flags = torch.tensor([*used, self._work.notice()], dtype=torch.uint8)
+        flags = torch.tensor([*used, self._work.learning_rate_fell()], dtype=torch.uint8)
         agreed = self._on_lane(lambda: self._tail(flags))
         for handle in (*self._handles, agreed):
             handle.wait()
@@ -245,8 +245,8 @@ class Exchange(Windows):
         if self._cuda is not None:  # the exchange thread works on the default stream
             torch.cuda.current_stream(self._cuda).wait_stream(torch.cuda.default_stream(self._cuda))
         self.world.ledger.close_span("blocked", start, self.world.ledger.clock())
-        *found, noticed = flags.tolist()
-        self._work.heard(bool(noticed))
+        *found, decayed = flags.tolist()
+        self._work.set_decayed(bool(decayed))
         anywhere = iter(found)
         for bucket in self.buckets:
             for param, view in zip(bucket.params, bucket.tensors, strict=True):
@@ -263,15 +263,14 @@ class Exchange(Windows):
         for (name, param), used in zip(self.sparse, anywhere, strict=True):
             if used and param.requires_grad:
                 _mean_of_sparse(param, self.channel, f"gradients/{name}")
-        self._work.finished(self.channel)
+        self._work.after_last_bucket(self.channel)
 
     # Outside backward ------------------------------------------------------------------------------------
 
     def before_step(self) -> None:
         """Close the window: a rank whose backward touched nothing, or a last short window, still takes part."""
         if not self._ended and not self._kept_local and not self._local:
-            if self._trainable != [p.requires_grad for _, p in self.named]:
-                self.build()
+            self._build_if_changed()
             self._exchange()
 
     def weight_changed(self, weight: float) -> None:
@@ -280,7 +279,7 @@ class Exchange(Windows):
             hook.remove()
         self._weighting = []
         if weight != 1.0:
-            self._weighting = [p.register_hook(partial(scaled, weight)) for _, p in self._all()]
+            self._weighting = [p.register_hook(partial(scale_gradient, weight)) for _, p in self._all()]
 
     def close(self) -> None:
         """Take the hooks off; gradients stay where they are."""
@@ -294,7 +293,16 @@ class Exchange(Windows):
         return any(p.is_cuda for _, p in self.named) and self.world.has_nccl
 
 
-def scaled(weight: float, grad: Tensor) -> Tensor:
+def split_sparse(model: nn.Module) -> tuple[list[tuple[str, Parameter]], list[tuple[str, Parameter]]]:
+    """The parameters with dense gradients, and those of embeddings with sparse ones."""
+    sparse: set[Tensor] = {
+        m.weight for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse
+    }
+    named = list(model.named_parameters())
+    return [(n, p) for n, p in named if p not in sparse], [(n, p) for n, p in named if p in sparse]
+
+
+def scale_gradient(weight: float, grad: Tensor) -> Tensor:
     """A weight of zero is a batch that does not count: its gradient is zero, also where it is not finite."""
     return torch.zeros_like(grad) if weight == 0.0 else grad * weight
 

@@ -6,10 +6,9 @@ goes on with other settings. So states are saved, moved and given back by the pa
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +16,57 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unisono.buckets import Bucket
-from unisono.reducer import Reducer, State, dense_bytes, stages_of
+from unisono.exchange.learning_rates import LearningRates
+from unisono.reducer import Reducer, State, dense_bytes
 from unisono.runtime.machine import usable_cores
 from unisono.world import World
 
 Entries = dict[str, dict[str, Any]]  # by parameter: by the path of a value in the state
-_CARRIED = ("residual", "velocity")  # what is still to be sent: scaled with the size of the world
+Unit = Literal["gradients", "momenta", "parameters"]
+_UNSENT = ("residual", "velocity")  # what is still to be sent: scaled with the size of the world
+
+
+class Unsent(NamedTuple):
+    """What a rank has kept back to send later, by parameter, and in which unit: of gradients, of an optimizer's
+    momenta, or of differences between parameters. A method that takes it over in another unit must convert it."""
+
+    unit: Unit
+    spec: str  # of the reducer that kept it
+    shared: dict[str, Any]
+    local: Entries
+    scale: Callable[[], float]  # AMP's loss scale, which it is multiplied by
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was kept back."""
+        return not any(_is_unsent(path) for entries in self.local.values() for path in entries)
+
+    def convert(self, unit: Unit, factor: Callable[[str], float]) -> Unsent:
+        """The same in another unit: times `factor(name)` for each parameter."""
+        local = {
+            name: {path: x * factor(name) if _is_unsent(path) else x for path, x in entries.items()}
+            for name, entries in self.local.items()
+        }
+        return self._replace(unit=unit, local=local)
+
+    def only(self, names: Sequence[str]) -> Unsent:
+        """That of some parameters."""
+        each = {name: entries for name, entries in self.shared["each"].items() if name in names}
+        local = {name: entries for name, entries in self.local.items() if name in names}
+        return self._replace(shared={**self.shared, "each": each}, local=local)
+
+    def total(self, name: str) -> Tensor | None:
+        """All that was kept back of a parameter; None where that is nothing."""
+        found = [x for path, x in self.local.get(name, {}).items() if _key(path) == "residual"]
+        return torch.stack(found).sum(0) if found else None
+
+
+def _key(path: str) -> str:
+    return path.rpartition("/")[2].lstrip("*")
+
+
+def _is_unsent(path: str) -> bool:
+    return path.startswith("*") and _key(path) in _UNSENT
 
 
 class Reduction:
@@ -33,9 +77,11 @@ class Reduction:
     Where collectives run in the thread that calls them, each bucket is finished before the next.
     """
 
-    def __init__(self, reducer: Reducer, optimizer: Optimizer, finished: Callable[[World], None]) -> None:
-        self.reducer, self.finished = reducer, finished
-        self._optimizer = optimizer
+    def __init__(
+        self, reducer: Reducer, optimizer: Optimizer, after_last_bucket: Callable[[World], None], unit: Unit
+    ) -> None:
+        self.reducer, self.after_last_bucket, self.unit = reducer, after_last_bucket, unit
+        self._learning_rates = LearningRates(optimizer)
         self._buckets: Sequence[Bucket] = []
         self._states: dict[Bucket, State] = {}
         self._under_way: list[Iterator[None]] = []
@@ -44,7 +90,6 @@ class Reduction:
         self._rates: dict[str, float] = {}
         self.scale: Callable[[], float] = lambda: 1.0  # AMP's loss scale: gradients come multiplied by it
         self._scale: float | None = None
-        self._groups: dict[Tensor, int] = {}
 
     @property
     def keeps(self) -> bool:
@@ -58,7 +103,7 @@ class Reduction:
         if self._scale is None:  # once a window: on a GPU, asking for it holds the program up
             self._scale = self.scale()
         scale = self._scale
-        bucket.lr = [self._lr(param) / scale for param in bucket.params]
+        bucket.lr = [self._learning_rates.of(param) / scale for param in bucket.params]
         bucket.decayed, bucket.scale = self._decayed, scale
         if not self.reducer.exact:
             bucket.zero_gaps()
@@ -68,20 +113,24 @@ class Reduction:
                 pass
             return
         self._under_way = []  # where one fails, nothing is left of the others
-        begun = [work] if _goes_on(work) else []
-        self._under_way = [*filter(_goes_on, older), *begun]
+        begun = [work] if _advance(work) else []
+        self._under_way = [*filter(_advance, older), *begun]
 
     def drain(self) -> None:
         """Finish what is under way: every bucket then holds its mean."""
         self._scale = None
         while self._under_way:
             works, self._under_way = self._under_way, []
-            self._under_way = [*filter(_goes_on, works)]
+            self._under_way = [*filter(_advance, works)]
 
     def _work(self, bucket: Bucket, world: World) -> Iterator[None]:
         if bucket not in self._states:
             self._states[bucket] = self._fresh(bucket)
-        reduced, self._states[bucket] = yield from stages_of(self.reducer, bucket, self._states[bucket], world)
+        reducer, state = self.reducer, self._states[bucket]
+        if reducer.stages is not None:
+            reduced, self._states[bucket] = yield from reducer.stages(bucket, state, world)
+        else:
+            reduced, self._states[bucket] = reducer.reduce(bucket, state, world)
         pairs = [
             (view, mean)
             for view, mean in zip(bucket.tensors, reduced.mean, strict=True)
@@ -90,12 +139,11 @@ class Reduction:
         if pairs:
             torch._foreach_copy_([view for view, _ in pairs], [mean for _, mean in pairs])
 
-    def laid_out(self, buckets: Sequence[Bucket]) -> None:
+    def set_buckets(self, buckets: Sequence[Bucket]) -> None:
         """The buckets are others from now on."""
         self._park()
         self._buckets = buckets
-        groups = enumerate(self._optimizer.param_groups)
-        self._groups = {param: i for i, group in groups for param in group["params"]}
+        self._learning_rates.find_groups()
 
     def warn_if_more_than_dense(self, world: World) -> None:
         """Say so where the reducer would send more than the exact mean does."""
@@ -112,22 +160,16 @@ class Reduction:
 
     # Learning rates ---------------------------------------------------------------------------------------------
 
-    def _lr(self, param: Tensor) -> float:
-        if param not in self._groups:
-            return math.nan
-        lr = self._optimizer.param_groups[self._groups[param]].get("lr", math.nan)
-        if isinstance(lr, Tensor):
-            return math.nan if lr.is_cuda else float(lr)  # reading one from a device would hold the program up
-        return float(lr)
-
-    def notice(self) -> bool:
+    def learning_rate_fell(self) -> bool:
         """Whether a learning rate fell since the last window; ranks agree on it after every window."""
-        now = {name: self._lr(p) for b in self._buckets for name, p in zip(b.names, b.params, strict=True)}
+        now = {
+            name: self._learning_rates.of(p) for b in self._buckets for name, p in zip(b.names, b.params, strict=True)
+        }
         fell = any(lr < self._rates.get(name, lr) for name, lr in now.items())
         self._rates = now
         return fell
 
-    def heard(self, decayed: bool) -> None:
+    def set_decayed(self, decayed: bool) -> None:
         """What the ranks agreed on: some rank's learning rate fell."""
         self._decayed = decayed
 
@@ -156,13 +198,15 @@ class Reduction:
     def _park(self) -> None:
         """Take every state apart: values by parameter."""
         for bucket, state in self._states.items():
-            for name, entries in _taken_apart(bucket, state).items():
+            for name, entries in _split_by_parameter(bucket, state).items():
                 self._parked[name] = entries
         self._states = {}
 
     def _each(self) -> Entries:
         """Every parameter's values, those in use and those parked."""
-        live = {name: e for bucket, state in self._states.items() for name, e in _taken_apart(bucket, state).items()}
+        live = {
+            name: e for bucket, state in self._states.items() for name, e in _split_by_parameter(bucket, state).items()
+        }
         return {**self._parked, **live}
 
     def state_dict(self) -> dict[str, Any]:
@@ -186,7 +230,7 @@ class Reduction:
         self._decayed, self._rates = shared["decayed"], dict(shared["rates"])
         own = locals_[0] if len(locals_) == 1 else _mean(locals_)
         names = dict.fromkeys([*shared["each"], *own])
-        self._parked = {name: _copied({**shared["each"].get(name, {}), **own.get(name, {})}) for name in names}
+        self._parked = {name: _copy_entries({**shared["each"].get(name, {}), **own.get(name, {})}) for name in names}
 
     def move(self, shared: dict[str, Any], *, keep: bool, factor: float) -> None:
         """Go on in another world with `shared` of the rank that all go on from. `keep`: I was one of the former
@@ -195,10 +239,21 @@ class Reduction:
         local = self.state_dict()["local"] if keep else {}
         for entries in local.values():
             for path, value in entries.items():
-                if path.rpartition("/")[2].lstrip("*") in _CARRIED:
+                if _is_unsent(path):
                     value.mul_(factor)
         self._under_way = []
         self.load_state_dict(shared, [local])
+
+    def unsent(self) -> Unsent:
+        """What this rank has kept back, with what all ranks know of it."""
+        kept = self.state_dict()
+        return Unsent(self.unit, self.reducer.spec or "the reducer", kept["shared"], kept["local"], self.scale)
+
+    def take_unsent(self, unsent: Unsent) -> None:
+        """Go on with what another method kept back, in this one's unit."""
+        assert unsent.unit == self.unit, f"{unsent.unit} where {self.unit} are sent"
+        self.load_state_dict(unsent.shared, [unsent.local])
+        self.scale = unsent.scale
 
     @property
     def keeps_own(self) -> bool:
@@ -209,7 +264,7 @@ class Reduction:
 _ENDED = object()
 
 
-def _goes_on(work: Iterator[None]) -> bool:
+def _advance(work: Iterator[None]) -> bool:
     """Take it a stage further; False at its end."""
     return next(work, _ENDED) is not _ENDED
 
@@ -224,7 +279,7 @@ def _walk(state: State, prefix: str = "") -> Iterator[tuple[str, State, str]]:
             yield ("*" if isinstance(value, Tensor) else "") + prefix + key, state, key
 
 
-def _copied(entries: dict[str, Any]) -> dict[str, Any]:
+def _copy_entries(entries: dict[str, Any]) -> dict[str, Any]:
     return {path: value.clone() if isinstance(value, Tensor) else value for path, value in entries.items()}
 
 
@@ -232,7 +287,7 @@ def _is_each(value: Any) -> bool:
     return isinstance(value, Tensor | list)
 
 
-def _taken_apart(bucket: Bucket, state: State) -> Entries:
+def _split_by_parameter(bucket: Bucket, state: State) -> Entries:
     """A bucket's state, by parameter; tensors as views in the parameters' shapes, a plain value with each."""
     each: Entries = {name: {} for name in bucket.names}
     for path, holder, key in _walk(state):
@@ -272,13 +327,13 @@ def _add_leftovers(known: Sequence[dict[str, Any]], bucket: Bucket, state: State
     if not places:
         return
     for view, entries in zip(bucket.views(places[0]), known, strict=True):
-        for path in [p for p in entries if p[0] == "*" and p.lstrip("*").rpartition("/")[2] == "residual"]:
+        for path in [p for p in entries if p[0] == "*" and _key(p) == "residual"]:
             view.add_(entries.pop(path))
 
 
 def _warn_of_leftovers(known: Sequence[dict[str, Any]], bucket: Bucket, reducer: Reducer) -> None:
     for name, entries in zip(bucket.names, known, strict=True):
-        lost = [path.lstrip("*") for path in entries if path.rpartition("/")[2].lstrip("*") in _CARRIED]
+        lost = [path.lstrip("*") for path in entries if _key(path) in _UNSENT]
         if lost:
             warnings.warn(
                 f"{reducer.spec or 'the reducer'} has no place for what another one kept of {name!r} and of others "

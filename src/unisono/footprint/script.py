@@ -21,12 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from unisono import strategy as strategies
 from unisono.footprint.facts import estimate, find, short
 from unisono.footprint.machine import machine
 from unisono.footprint.report import Report
 from unisono.footprint.trace import fake, fake_mode
 from unisono.footprint.watch import Watch
+from unisono.strategy import Replica, Strategy, binding
 from unisono.world import World, enter
 from unisono.world.transports.simulated import simulate
 
@@ -124,12 +124,10 @@ class _Run:
                 return error
         return None
 
-    def _parallel(
-        self, model: nn.Module, optimizer: Optimizer, strategy: strategies.Strategy, world: World
-    ) -> strategies.Replica:
+    def _parallel(self, model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: World) -> Replica:
         """Stands in for the binding of a strategy."""
         if self.seen is not None:  # a second model: only the first counts
-            return strategies.Replica(model, optimizer, world, strategy)
+            return Replica(model, optimizer, world, strategy)
         self.seen = _Seen(model, optimizer)
         if self.stop_at_parallel:
             raise _Enough
@@ -145,7 +143,7 @@ class _Run:
         raise _Enough
 
 
-class _Observer(strategies.Replica):
+class _Observer(Replica):
     """A replica that exchanges nothing, and ends the run when the optimizer is about to step."""
 
     def __init__(
@@ -153,7 +151,7 @@ class _Observer(strategies.Replica):
         model: nn.Module,
         optimizer: Optimizer,
         world: World,
-        strategy: strategies.Strategy,
+        strategy: Strategy,
         step: Callable[[], None],
     ) -> None:
         super().__init__(model, optimizer, world, strategy)
@@ -201,13 +199,13 @@ def _world(world: World) -> Iterator[None]:
 
 
 @contextmanager
-def _observed(observer: Callable[..., strategies.Replica]) -> Iterator[None]:
+def _observed(observer: Callable[..., Replica]) -> Iterator[None]:
     """Inside, `un.parallel` hands what it was given to `observer`."""
-    strategies.observer = observer
+    binding.observer = observer
     try:
         yield
     finally:
-        strategies.observer = None
+        binding.observer = None
 
 
 @contextmanager

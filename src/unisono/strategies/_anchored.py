@@ -1,32 +1,140 @@
-"""Anchors: the last model that all ranks agreed on, and the exchange of how far each has moved from it since."""
+"""Anchors: the last model that all ranks agreed on, and the exchange of how far each has moved from it since.
+
+`Fragment` is some of the parameters with their anchors and buckets, `Anchors` all fragments and what of them is under
+way, `AnchoredReplica` the replica that local_sgd and diloco build on: they say when to exchange, and what to do with
+the mean.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unisono.background import Handle
-from unisono.exchange.reduction import check_real, overlap_pays
+from unisono.buckets import Bucket, TrainableParameters, group_into_buckets, on_device
+from unisono.exchange.learning_rates import LearningRates
+from unisono.exchange.reduction import Reduction, Unsent, check_real, overlap_pays
+from unisono.exchange.side_channel import SideChannel
 from unisono.reducer import Reducer
 from unisono.reducers.dense import dense
-from unisono.strategies._fragments import Courier, Fragment, divided
-from unisono.strategies._periodic import PeriodicReplica
-from unisono.strategy import Buffers, Strategy, share, share_buffers
-from unisono.sync_batch_norm import move_batch_norm
+from unisono.strategy import Buffers, Change, PeriodicReplica, Strategy, share, share_buffers
+from unisono.strategy.replica import check_count
 from unisono.world import World
 
 T = TypeVar("T")
 
 
+class Fragment:
+    """Some of the model's parameters x, their anchors x0 (float32 for 16-bit ones), and buckets for x0 - x.
+
+    Parameters take part while they are trainable, and after that until the ranks have agreed on them once more.
+    """
+
+    def __init__(self, index: int, named: Sequence[tuple[str, Parameter]], reducer: Reducer, optimizer: Optimizer):
+        self.index = index
+        self.params = dict(named)
+        self.anchors: dict[str, Tensor] = {}
+        self.live: list[str] = []  # those that take part
+        self._parameters = TrainableParameters(named)
+        self.together = True  # every rank's parameters are the anchors
+        self.reduction = Reduction(reducer, optimizer, lambda world: None, "parameters")
+        self.buckets: list[Bucket] = []
+        self.follow()
+
+    def follow(self) -> None:
+        """Parameters that have become trainable take part, from where they are."""
+        if not self._parameters.have_changed():
+            return
+        before = set(self.live)
+        for name, p in self._parameters.trainable:
+            if name not in before:
+                self.set_anchor(name, p.detach())
+        self.live = [name for name, p in self.params.items() if p.requires_grad or name in before]
+
+    def set_anchor(self, name: str, value: Tensor) -> None:
+        """Anchors stay the same tensors: buckets and an outer optimizer hold them."""
+        if name not in self.anchors:
+            self.anchors[name] = widen(self.params[name])
+        self.anchors[name].copy_(value)
+
+    def set_anchors(self, anchors: dict[str, Tensor] | None) -> None:
+        """Take all anchors; None: they are the parameters."""
+        self.live = [n for n, p in self.params.items() if p.requires_grad or n in (anchors or {})]
+        for name in self.live:
+            self.set_anchor(name, (anchors or {}).get(name, self.params[name].detach()))
+        self.together = anchors is None
+
+    @property
+    def has_its_buckets(self) -> bool:
+        """Whether the buckets are those of the parameters that take part."""
+        return {name for bucket in self.buckets for name in bucket.names} == set(self.live)
+
+    def build(self, channel: World, bucket_bytes: int) -> None:
+        """Lay the buckets out; the memory is the channel's (every rank calls it alike)."""
+        self.release(channel)
+        named: list[Any] = [(name, self.anchors[name]) for name in self.live]
+        for i, some in enumerate(group_into_buckets(named, bucket_bytes)):
+            device = some[0][1].device
+            flat = channel.empty if device.type == "cpu" else partial(on_device, device)
+            bucket = Bucket(1000 * self.index + i, some, flat)
+            bucket.tag = f"differences/{self.index}.{i}"
+            self.buckets.append(bucket)
+        self.reduction.set_buckets(self.buckets)
+
+    def release(self, channel: World) -> None:
+        """Give the buckets' memory back; reducer states stay, by parameter."""
+        self.reduction.set_buckets([])
+        for bucket in self.buckets:
+            channel.release(bucket.flat)
+        self.buckets = []
+
+    def difference(self, name: str) -> Tensor:
+        """x0 - x: how far this rank has come; x0 as the parameter's dtype holds it, so that standing still is 0."""
+        anchor, param = self.anchors[name], self.params[name].detach()
+        return anchor.to(param.dtype).to(anchor.dtype) - param.to(anchor.dtype)
+
+    def fill(self) -> None:
+        """Write the differences into the buckets."""
+        for bucket in self.buckets:
+            params = [self.params[name].detach() for name in bucket.names]
+            if all(p.dtype == bucket.dtype for p in params):
+                torch._foreach_copy_(bucket.tensors, bucket.params)
+                torch._foreach_sub_(bucket.tensors, params)
+            else:
+                torch._foreach_copy_(bucket.tensors, [self.difference(name) for name in bucket.names])
+
+    def reduce(self, channel: World) -> None:
+        """Turn the differences in the buckets into their mean."""
+        for bucket in self.buckets:
+            self.reduction.begin(bucket, channel)
+        self.reduction.drain()
+
+    def means(self) -> dict[str, Tensor]:
+        """What the buckets hold, by parameter."""
+        return {n: t for bucket in self.buckets for n, t in zip(bucket.names, bucket.tensors, strict=True)}
+
+    def return_to_anchors(self, mix: float = 0.0) -> None:
+        """x <- mix * x + (1 - mix) * x0. Parameters that were frozen become x0, and leave."""
+        kept = [name for name in self.live if mix > 0.0 and self.params[name].requires_grad]
+        back = [name for name in self.live if mix == 0.0 or not self.params[name].requires_grad]
+        if back:
+            torch._foreach_copy_([self.params[n].detach() for n in back], [self.anchors[n] for n in back])
+        for name in kept:
+            param, anchor = self.params[name].detach(), self.anchors[name]
+            param.copy_(torch.lerp(anchor, param.to(anchor.dtype), mix))
+        self.live = [name for name in self.live if self.params[name].requires_grad]
+        self.together = mix == 0.0
+
+
 @dataclass
-class Trip:
+class PendingExchange:
     """An exchange of a fragment that is under way: applied after window `due`."""
 
     due: int
@@ -35,12 +143,286 @@ class Trip:
     buffers: list[Tensor]
 
 
-class AnchoredReplica(PeriodicReplica):
-    """Local training whose differences to the last agreed model are exchanged, all at once or in fragments.
+class Anchors:
+    """The fragments of a model, and their exchanges: `begin` takes a fragment's differences and starts to send them,
+    `finish` waits for them and gives their mean.
 
-    `begin(fragment)` takes the differences and starts their exchange, `arrive(fragment)` waits for it and gives
-    their mean. `streaming`: exchanges run behind the program.
+    `behind`: exchanges run behind the program. `always`: also where there is nobody to exchange with.
     """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        reducer: Reducer | None,
+        buffers: Buffers,
+        bucket_bytes: int,
+        fragments: int = 1,
+        behind: bool = False,
+        always: bool = False,
+    ) -> None:
+        self._model, self._optimizer = model, optimizer
+        self.reducer = reducer if reducer is not None else dense()
+        self._buffers, self._bucket_bytes, self._count = buffers, bucket_bytes, fragments
+        self._behind, self._always = behind, always
+        self.fragments: list[Fragment] = []
+        self.pending: dict[int, PendingExchange] = {}
+        self._learning_rates = LearningRates(optimizer)
+        self._rates = self._learning_rates.by_group()
+        self.fell = [False] * fragments  # a learning rate fell since a fragment was exchanged
+        self._agreed = [0] * fragments  # the window in which each fragment's anchors were last agreed on
+        self._begun: set[int] = set()  # what was under way when the world ended
+        self._side: SideChannel | None = None
+        self._world, self._channel = World(), None  # type: tuple[World, World | None]
+
+    # A world -----------------------------------------------------------------------------------------------------
+
+    def start(self, world: World) -> None:
+        """Fragments, where they are needed, with buckets in this world."""
+        self._world = world
+        if world.size == 1 and self.reducer.exact and not self._always:
+            self.fragments = []
+            return
+        if not self.fragments:
+            if self.reducer.check is not None:
+                self.reducer.check(self._optimizer, world)
+            parts = split_evenly(list(self._model.named_parameters()), self._count)
+            check_real(self.reducer, [named for part in parts for named in part])
+            self.fragments = [Fragment(i, part, self.reducer, self._optimizer) for i, part in enumerate(parts)]
+        inline = self._behind or self.reducer.stages is None or not overlap_pays(world)
+        if self._behind and world.size > 1:
+            device = next((p.device for p in self._model.parameters() if p.is_cuda), None)
+            self._side = SideChannel(world, device, inline=inline, behind=True)
+            self._channel = self._side.channel
+        else:
+            self._channel = world.channel(inline=inline)
+        for fragment in self.fragments:
+            self._build(fragment)
+
+    def warn_if_more_than_dense(self) -> None:
+        """Say so where the reducer would send more than the exact mean does."""
+        for fragment in self.fragments:
+            fragment.reduction.warn_if_more_than_dense(self._world)
+
+    def _build(self, fragment: Fragment) -> None:
+        self.run(lambda channel: fragment.build(channel, self._bucket_bytes))
+
+    def stop(self) -> None:
+        """Let go of buckets, thread and channel; what is under way ends first."""
+        if self._side is not None:
+            self._side.finish()
+        if self._channel is not None:
+            for fragment in self.fragments:
+                fragment.release(self._channel)
+            self._channel.close()
+        self._side = self._channel = None
+
+    def run(self, job: Callable[[World], T]) -> T:
+        """Run a job on the channel after what is under way there, and wait for it."""
+        return self._submit(job).wait()
+
+    def _submit(self, job: Callable[[World], T]) -> Handle[T]:
+        if self._side is not None:
+            return self._side.start(job)
+        assert self._channel is not None, "a world that exchanges something"
+        return Handle.of(job(self._channel))
+
+    # Exchanges ---------------------------------------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        """The optimizer is about to move the parameters: what has become trainable takes part from here."""
+        for fragment in self.fragments:
+            fragment.follow()
+            fragment.together = False
+
+    def update_learning_rates(self) -> None:
+        """Remember that a learning rate fell, until every fragment's exchange has said so."""
+        now = self._learning_rates.by_group()
+        if any(new < old for new, old in zip(now, self._rates, strict=False)):
+            self.fell = [True] * self._count
+        self._rates = now
+
+    def begin(self, fragment: Fragment, window: int, *, delay: int = 0, agree_on_decay: bool = False) -> None:
+        """Take the fragment's differences and start their exchange, to be applied `delay` windows later.
+
+        `agree_on_decay`: all ranks hear whether a learning rate fell on some rank (always, under a reducer that
+        compresses).
+        """
+        if not fragment.has_its_buckets:
+            self._build(fragment)
+        fragment.fill()
+        mine, self.fell[fragment.index] = self.fell[fragment.index], False
+        asks = agree_on_decay or not self.reducer.exact
+        buffers = self._buffers_to_share() if fragment.index == 0 else []
+        if delay:
+            buffers = [b.clone() for b in buffers]
+
+        def exchange(channel: World) -> bool:
+            fell = mine
+            if asks:
+                flag = torch.tensor([mine], dtype=torch.uint8)
+                channel.all_reduce(flag, "max", tag="decay").wait()
+                fell = bool(flag.item())
+                fragment.reduction.set_decayed(fell)
+            fragment.reduce(channel)
+            share_buffers(buffers, self._buffers, channel)
+            return fell
+
+        handle = self._submit(exchange)
+        self.pending[fragment.index] = PendingExchange(window + delay, handle, fragment.means, buffers)
+
+    def finish(self, fragment: Fragment, window: int) -> tuple[dict[str, Tensor], bool]:
+        """The mean of the differences, and whether a learning rate fell on some rank (if the ranks agreed on it)."""
+        pending = self.pending.pop(fragment.index)
+        fell = self._wait_for(pending)
+        for mine, agreed in zip(self._buffers_to_share(), pending.buffers, strict=False):
+            if mine.data_ptr() != agreed.data_ptr():
+                mine.copy_(agreed)
+        self._agreed[fragment.index] = window
+        return pending.means(), fell
+
+    def _wait_for(self, pending: PendingExchange) -> bool:
+        ledger = self._world.ledger
+        start = ledger.clock()
+        fell = pending.handle.wait()
+        if self._behind:
+            ledger.close_span("blocked", start, ledger.clock())
+        return fell
+
+    def _buffers_to_share(self) -> list[Tensor]:
+        if self._buffers == "local" or self._world.size == 1:
+            return []
+        return [b.detach() for b in self._model.buffers()]
+
+    @torch.no_grad()
+    def fill_with_means(self, model: nn.Module) -> None:
+        """Give a copy of the model the mean of all ranks' parameters and buffers (every rank calls it)."""
+        if self._world.size > 1:
+            self.run(partial(self._fill_with_means, model))
+
+    def _fill_with_means(self, model: nn.Module, channel: World) -> None:
+        theirs = dict(model.named_parameters())
+        for fragment in self.fragments:
+            differences = [fragment.difference(name) for name in fragment.live]
+            channel.all_reduce(differences, "mean", tag="consolidate").wait()
+            for name, difference in zip(fragment.live, differences, strict=True):
+                theirs[name].detach().copy_(fragment.anchors[name] - difference)
+        share_buffers([b.detach() for b in model.buffers()], "average", channel)
+
+    # State -------------------------------------------------------------------------------------------------------
+
+    def shared_state(self) -> dict[str, Any]:
+        """Anchors are left out where they are the model's parameters, bit by bit, on every rank."""
+        under_way = {}
+        for index, pending in sorted(self.pending.items()):
+            fell = self._wait_for(pending)  # every rank has begun it, so it ends without more
+            under_way[str(index)] = {
+                "due": pending.due,
+                "heard": fell,
+                "means": {name: mean.clone() for name, mean in sorted(pending.means().items())},
+                "buffers": pending.buffers,
+            }
+        same = all(f.together and all(f.anchors[n].dtype == f.params[n].dtype for n in f.live) for f in self.fragments)
+        anchors = {name: f.anchors[name] for f in self.fragments for name in f.live}
+        return {
+            "anchors": None if same else anchors,
+            "fragments": len(self.fragments),
+            "under way": under_way,
+            "reducer": [f.reduction.state_dict()["shared"] for f in self.fragments],
+            "rates": list(self._rates),
+            "fell": list(self.fell),
+            "agreed": list(self._agreed),
+        }
+
+    def local_state(self) -> dict[str, Any]:
+        """What this rank's reducers keep."""
+        return {"reducer": [f.reduction.state_dict()["local"] for f in self.fragments]}
+
+    @torch.no_grad()
+    def load_shared(self, shared: dict[str, Any]) -> None:
+        """Anchors, and exchanges that were under way."""
+        count = shared["fragments"]
+        if self.fragments and count not in (0, len(self.fragments)):
+            raise ValueError(
+                f"the checkpoint has {count} fragment(s), this strategy {len(self.fragments)}: go on with the "
+                "number of fragments it was saved with"
+            )
+        self.forget_pending()
+        self._rates, self._agreed = list(shared["rates"]), list(shared["agreed"])
+        self.fell = list(shared["fell"])
+        for fragment in self.fragments:
+            fragment.set_anchors(shared["anchors"])
+        for index, saved in shared["under way"].items() if self.fragments else ():
+            anchors = self.fragments[int(index)].anchors
+            means = {name: torch.empty_like(anchors[name]).copy_(mean) for name, mean in saved["means"].items()}
+            buffers = [b.to(self._world.device, copy=True) for b in saved["buffers"]]
+            handle = Handle.of(saved["heard"])
+            self.pending[int(index)] = PendingExchange(saved["due"], handle, partial(dict, means), buffers)
+
+    def load_locals(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]]) -> None:
+        """What the ranks' reducers kept, if the fragments are the same."""
+        if len(self.fragments) == shared["fragments"]:
+            for i, fragment in enumerate(self.fragments):
+                fragment.reduction.load_state_dict(shared["reducer"][i], [part["reducer"][i] for part in locals_])
+
+    def forget_pending(self, *, keep_arrived: bool = False) -> list[int]:
+        """Wait for what is under way, and forget it, or keep what arrived; gives the fragments that arrived."""
+        arrived, self._begun = [], set(self.pending)
+        for index, pending in sorted(self.pending.items()):
+            try:
+                pending.handle.wait()
+                arrived.append(index)
+            except Exception:  # noqa: PERF203 - a lost rank: what was under way does not arrive
+                continue
+        self.pending = {i: self.pending[i] for i in arrived} if keep_arrived else {}
+        return arrived
+
+    # Another world, another strategy -----------------------------------------------------------------------------
+
+    def progress(self) -> dict[str, Any]:
+        """When each fragment was last agreed on, and which exchanges were begun since and have arrived."""
+        return {"agreed": list(self._agreed), "begun": sorted(self._begun), "arrived": sorted(self.pending)}
+
+    def move_reducers(self, change: Change, shared: dict[str, Any], dropped: set[int]) -> None:
+        """Bring the reducers' states over; not what belongs to exchanges that were `dropped`."""
+        for fragment, kept in zip(self.fragments, shared["reducer"], strict=False):
+            keep = change.keeps and fragment.index not in dropped
+            fragment.reduction.move(kept, keep=keep, factor=change.factor)
+
+    def average_parameters(self, change: Change) -> None:
+        """The anchors are the source's by now: parameters become x0 - mean(x0 - x_i), over all who stayed."""
+        world = change.world
+        named = [(f, name) for f in self.fragments for name in f.live]
+        sums = [f.difference(name) if change.keeps else torch.zeros_like(f.anchors[name]) for f, name in named]
+        world.all_reduce(sums, "sum", tag="rebind").wait()
+        share(self._model, world, change.source)
+        for (fragment, name), total in zip(named, sums, strict=True):
+            fragment.params[name].detach().copy_(fragment.anchors[name] - total / len(change.stayed))
+
+    def unsent(self) -> Unsent | None:
+        """What the fragments' reducers have kept back, of all parameters."""
+        parts = [fragment.reduction.unsent() for fragment in self.fragments]
+        if not parts:
+            return None
+        shared = {
+            "each": {name: entries for part in parts for name, entries in part.shared["each"].items()},
+            "decayed": any(part.shared["decayed"] for part in parts),
+            "rates": {name: rate for part in parts for name, rate in part.shared["rates"].items()},
+        }
+        local = {name: entries for part in parts for name, entries in part.local.items()}
+        return parts[0]._replace(shared=shared, local=local)
+
+    def take_unsent(self, unsent: Unsent) -> None:
+        """Each fragment's reducer goes on with what was kept back of its parameters."""
+        for fragment in self.fragments:
+            fragment.reduction.take_unsent(unsent.only(list(fragment.params)))
+
+
+class AnchoredReplica(PeriodicReplica):
+    """Local training whose differences to the last agreed model are exchanged. A method says when, in `meet()`."""
+
+    own_optimizer: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -48,324 +430,144 @@ class AnchoredReplica(PeriodicReplica):
         optimizer: Optimizer,
         world: World,
         strategy: Strategy,
+        anchors: Anchors,
         *,
-        reducer: Reducer | None,
-        buffers: Buffers,
         accumulate: int,
-        bucket_bytes: int,
-        fragments: int = 1,
-        streaming: bool = False,
     ) -> None:
+        self.anchors = anchors
         super().__init__(model, optimizer, world, strategy, accumulate=accumulate)
-        self.reducer = reducer if reducer is not None else dense()
-        self.streaming, self._buffers, self._bucket_bytes = streaming, buffers, bucket_bytes
-        self._count = fragments
-        self.fragments: list[Fragment] = []
-        self.trips: dict[int, Trip] = {}
-        self._courier: Courier | None = None
-        self._rates = self._rates_now()
-        self._fell = [False] * fragments  # a learning rate fell since a fragment was exchanged
-        self._agreed = [0] * fragments  # the window in which each fragment's anchors were last agreed on
-        self._begun: set[int] = set()  # what was under way when the world ended
-        try:
-            if self.reducer.check is not None:
-                self.reducer.check(optimizer, world)
-            self._start()
-            for fragment in self.fragments:
-                fragment.reduction.warn_if_more_than_dense(world)
-        except BaseException:
-            self.close()
-            raise
+        anchors.warn_if_more_than_dense()
 
-    @property
-    def needed(self) -> bool:
-        """Whether there is anything to do at a meeting in this world."""
-        return self.world.size > 1 or not self.reducer.exact
+    def start(self) -> None:
+        self.anchors.start(self.world)
 
-    @property
-    def hears_of_decay(self) -> bool:
-        """Whether an exchange brings to every rank that a learning rate fell on some rank."""
-        return not self.reducer.exact
-
-    def _start(self) -> None:
-        """Fragments, where they are needed, with buckets in this world."""
-        if not self.needed:
-            self.fragments = []
-            return
-        if not self.fragments:
-            parts = divided(list(self.model.named_parameters()), self._count)
-            check_real(self.reducer, [named for part in parts for named in part])
-            self.fragments = [Fragment(i, part, self.reducer, self.optimizer) for i, part in enumerate(parts)]
-        inline = self.streaming or self.reducer.stages is None or not overlap_pays(self.world)
-        device = next((p.device for p in self.model.parameters() if p.is_cuda), None)
-        self._courier = Courier(self.world, device, inline=inline, behind=self.streaming and self.world.size > 1)
-        for fragment in self.fragments:
-            self._build(fragment)
-
-    def _build(self, fragment: Fragment) -> None:
-        self.in_order(lambda channel: fragment.build(channel, self._bucket_bytes))
-
-    def _stop(self) -> None:
-        """Let go of buckets, thread and channel; what is under way ends first."""
-        if self._courier is not None:
-            self._courier.finish()
-            for fragment in self.fragments:
-                fragment.release(self._courier.channel)
-            self._courier.channel.close()
-            self._courier = None
-
-    def in_order(self, job: Callable[[World], T]) -> T:
-        """Run a job on the channel after what is under way there, and wait for it."""
-        return self._start_job(job).wait()
-
-    def _start_job(self, job: Callable[[World], T]) -> Handle[T]:
-        assert self._courier is not None, "a world that exchanges something"
-        return self._courier.start(job)
-
-    # Meetings ----------------------------------------------------------------------------------------------------
+    def stop(self, change: Change | None = None) -> None:
+        self.anchors.stop()
+        if change is None:
+            self.anchors.pending = {}
 
     def advance(self) -> None:
-        for fragment in self.fragments:
-            fragment.follow()  # before the optimizer moves what has become trainable
-            fragment.together = False
+        self.anchors.before_step()
         super().advance()
-
-    def note_rates(self) -> None:
-        """Remember that a learning rate fell, until every fragment's exchange has said so."""
-        now = self._rates_now()
-        if any(new < old for new, old in zip(now, self._rates, strict=False)):
-            self._fell = [True] * self._count
-        self._rates = now
-
-    def _rates_now(self) -> list[float]:
-        return [_plain(group.get("lr", math.nan)) for group in self.optimizer.param_groups]
-
-    def begin(self, fragment: Fragment, delay: int = 0) -> None:
-        """Take the fragment's differences and start their exchange, to be applied `delay` windows later."""
-        if not fragment.laid_out:
-            self._build(fragment)
-        fragment.take()
-        fell, self._fell[fragment.index] = self._fell[fragment.index], False
-        asks = self.hears_of_decay
-        buffers = self._buffers_to_share() if fragment.index == 0 else []
-        if delay:
-            buffers = [b.clone() for b in buffers]
-
-        def exchange(channel: World) -> bool:
-            heard = fell
-            if asks:
-                flag = torch.tensor([fell], dtype=torch.uint8)
-                channel.all_reduce(flag, "max", tag="decay").wait()
-                heard = bool(flag.item())
-                fragment.reduction.heard(heard)
-            fragment.reduce(channel)
-            share_buffers(buffers, self._buffers, channel)
-            return heard
-
-        self.trips[fragment.index] = Trip(self.met + delay, self._start_job(exchange), fragment.means, buffers)
-
-    def arrive(self, fragment: Fragment) -> tuple[dict[str, Tensor], bool]:
-        """The mean of the differences, and whether a learning rate fell on some rank (if `hears_of_decay`)."""
-        trip = self.trips.pop(fragment.index)
-        heard = self._awaited(trip)
-        for mine, agreed in zip(self._buffers_to_share(), trip.buffers, strict=False):
-            if mine.data_ptr() != agreed.data_ptr():
-                mine.copy_(agreed)
-        self._agreed[fragment.index] = self.met
-        return trip.means(), heard
-
-    def _awaited(self, trip: Trip) -> bool:
-        ledger = self.world.ledger
-        start = ledger.clock()
-        heard = trip.handle.wait()
-        if self.streaming:
-            ledger.close_span("blocked", start, ledger.clock())
-        return heard
-
-    def _buffers_to_share(self) -> list[Tensor]:
-        if self._buffers == "local" or self.world.size == 1:
-            return []
-        return [b.detach() for b in self.model.buffers()]
-
-    # The model to evaluate ---------------------------------------------------------------------------------------
 
     def consolidate(self) -> nn.Module:
         """A copy of the model with the mean of all ranks' parameters and buffers (every rank calls it)."""
-        super().consolidate()
-        made = self.copied()
-        if self.world.size > 1:
-            with torch.no_grad():
-                self.in_order(partial(self._fill_with_means, made))
+        self.meet_if_due()
+        made = self.copy_model()
+        self.anchors.fill_with_means(made)
         return made
 
-    def _fill_with_means(self, made: nn.Module, channel: World) -> None:
-        theirs = dict(made.named_parameters())
-        for fragment in self.fragments:
-            moved = [fragment.moved(name) for name in fragment.live]
-            channel.all_reduce(moved, "mean", tag="consolidate").wait()
-            for name, difference in zip(fragment.live, moved, strict=True):
-                theirs[name].detach().copy_(fragment.anchors[name] - difference)
-        share_buffers([b.detach() for b in made.buffers()], "average", channel)
+    def shared_state(self) -> dict[str, Any]:
+        return {**super().shared_state(), **self.anchors.shared_state()}
 
-    # State -------------------------------------------------------------------------------------------------------
+    def local_state(self) -> dict[str, Any]:
+        return self.anchors.local_state()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Anchors are left out where they are the model's parameters, bit by bit, on every rank."""
-        shared = super().state_dict()["shared"]
-        under_way = {}
-        for index, trip in sorted(self.trips.items()):
-            heard = self._awaited(trip)  # every rank has begun it, so it ends without more
-            under_way[str(index)] = {
-                "due": trip.due,
-                "heard": heard,
-                "means": {name: mean.clone() for name, mean in sorted(trip.means().items())},
-                "buffers": trip.buffers,
-            }
-        kept = [fragment.reduction.state_dict() for fragment in self.fragments]
-        same = all(f.together and all(f.anchors[n].dtype == f.params[n].dtype for n in f.live) for f in self.fragments)
-        anchors = {name: f.anchors[name] for f in self.fragments for name in f.live}
-        shared |= {
-            "anchors": None if same else anchors,
-            "fragments": len(self.fragments),
-            "under way": under_way,
-            "reducer": [k["shared"] for k in kept],
-            "rates": list(self._rates),
-            "fell": list(self._fell),
-            "agreed": list(self._agreed),
-        }
-        return {"shared": shared, "local": {"reducer": [k["local"] for k in kept]}}
-
-    def load_state_dict(self, state: dict[str, Any], *, same_world: bool = True) -> None:
+    def load_shared(self, shared: dict[str, Any]) -> None:
         """At another world size the parameters are the mean of the former ranks' (see `un.load`): with the anchors
         as they were, the next exchange gives what theirs would have given."""
-        if "anchors" not in state["shared"]:
+        if "anchors" not in shared:
             raise ValueError(
                 "the checkpoint is of a strategy that keeps no anchors: load it with the strategy that it was saved "
                 f"with, then call replica.switch({type(self.strategy).__name__!r})"
             )
-        super().load_state_dict(state, same_world=same_world)
-        self._take_shared(state["shared"])
-        parts = [state["local"]] if same_world else state["locals"]
-        if len(self.fragments) == state["shared"]["fragments"]:
-            for i, fragment in enumerate(self.fragments):
-                fragment.reduction.load_state_dict(state["shared"]["reducer"][i], [p["reducer"][i] for p in parts])
+        super().load_shared(shared)
+        self.anchors.load_shared(shared)
 
-    @torch.no_grad()
-    def _take_shared(self, shared: dict[str, Any]) -> None:
-        """Anchors, and exchanges that were under way: the part of a state that all ranks share."""
-        count = shared["fragments"]
-        if self.fragments and count not in (0, len(self.fragments)):
-            raise ValueError(
-                f"the checkpoint has {count} fragment(s), this strategy {len(self.fragments)}: go on with the "
-                "number of fragments it was saved with"
-            )
-        self._forget_trips()
-        self._rates, self._agreed = list(shared["rates"]), list(shared["agreed"])
-        self._fell = list(shared["fell"])
-        for fragment in self.fragments:
-            _take_anchors(fragment, shared["anchors"])
-        for index, trip in shared["under way"].items() if self.fragments else ():
-            anchors = self.fragments[int(index)].anchors
-            means = {name: torch.empty_like(anchors[name]).copy_(mean) for name, mean in trip["means"].items()}
-            buffers = [b.to(self.world.device, copy=True) for b in trip["buffers"]]
-            self.trips[int(index)] = Trip(trip["due"], Handle.of(trip["heard"]), partial(dict, means), buffers)
+    def load_local(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]], *, same_world: bool) -> None:
+        self.anchors.load_locals(shared, locals_)
 
-    # Another world -----------------------------------------------------------------------------------------------
+    def unsent(self) -> Unsent | None:
+        return self.anchors.unsent()
 
-    def rebind(self, world: World, *, source: int = 0) -> str:
-        """Those who stayed (they last agreed on the same anchors as `source`, in a world of its size) bring their
-        parameters: everyone goes on from their mean. They keep their optimizer's state; others get `source`'s."""
-        self._ended = 0
-        size, arrived = self.world.size, self._forget_trips(keep=True)
-        state = self.state_dict()["shared"]
-        mine = {"size": size, "agreed": state["agreed"], "arrived": arrived, "begun": sorted(self._begun)}
-        self._stop()
-        self.move_to(world)
-        every = world.gather_objects(mine)
-        stayed, dropped = _stayed(every, source)
-        state, steps, optimizer = world.broadcast_object(
-            [state, world.ledger.step_count, self.optimizer.state_dict()] if world.rank == source else None, source
+    def take_unsent(self, unsent: Unsent) -> None:
+        if unsent.unit == "parameters" and self.anchors.fragments:
+            self.anchors.take_unsent(unsent)
+        else:
+            super().take_unsent(unsent)
+
+    # Another world: those who stayed last agreed on the same anchors as the source, in a world of its size. They bring
+    # their parameters, and keep their optimizer's state.
+
+    def settle(self, *, is_source: bool) -> None:
+        self._unmet = 0
+        self.anchors.forget_pending(keep_arrived=True)
+
+    def progress(self) -> dict[str, Any]:
+        return self.anchors.progress()
+
+    def got_as_far(self, progress: Any, source: Any) -> bool:
+        return bool(progress["agreed"] == source["agreed"])
+
+    def check_change(self, change: Change) -> None:
+        """An exchange counts where it has arrived at all who stayed."""
+        every = change.progress
+        begun = {index for r in change.stayed for index in every[r]["begun"]}
+        self._dropped = {i for i in begun if any(i not in every[r]["arrived"] for r in change.stayed)}
+
+    def take_model(self, change: Change) -> str:
+        """With the anchors: see `carry`."""
+        return (
+            f"parameters: the mean of {len(change.stayed)} of the {change.former_size} former ranks; anchors and "
+            f"buffers from rank {change.source} of {change.world.size}; optimizer states: their own where ranks "
+            f"stayed, else that of rank {change.source}"
         )
-        if world.rank not in stayed:
-            self.optimizer.load_state_dict(optimizer)
-        if world.ledger.step_count != steps:
-            world.ledger.resume(steps)
-        self.step = state["step"]
-        state["under way"] = {i: trip for i, trip in state["under way"].items() if int(i) not in dropped}
-        self._start()
-        with torch.no_grad():
-            self._gather(state, stayed, source)
-        for fragment, kept in zip(self.fragments, state["reducer"], strict=False):
-            keep = world.rank in stayed and fragment.index not in dropped
-            fragment.reduction.move(kept, keep=keep, factor=world.size / size)
-        move_batch_norm(self.model, world)
-        return _told(every[source]["size"], len(stayed), dropped, self.step, source, world.size)
 
-    def _gather(self, state: dict[str, Any], stayed: list[int], source: int) -> None:
-        """Anchors from `source`, parameters from all who stayed: x0 - mean(x0 - x_i)."""
-        if state["anchors"] is None or not self.fragments:  # they have the same
-            share(self.model, self.world, source)
-            self._take_shared(state)
-            return
-        self._take_shared(state)
-        stays = self.world.rank in stayed
-        named = [(f, name) for f in self.fragments for name in f.live]
-        moved = [f.moved(name) if stays else torch.zeros_like(f.anchors[name]) for f, name in named]
-        self.world.all_reduce(moved, "sum", tag="rebind").wait()
-        share(self.model, self.world, source)
-        for (fragment, name), total in zip(named, moved, strict=True):
-            fragment.params[name].detach().copy_(fragment.anchors[name] - total / len(stayed))
-
-    def _forget_trips(self, *, keep: bool = False) -> list[int]:
-        """Wait for what is under way, and forget it, or keep what arrived; gives the fragments that arrived."""
-        arrived, self._begun = [], set(self.trips)
-        for index, trip in sorted(self.trips.items()):
-            try:
-                trip.handle.wait()
-                arrived.append(index)
-            except Exception:  # noqa: PERF203 - a lost rank: what was under way does not arrive
-                continue
-        self.trips = {i: self.trips[i] for i in arrived} if keep else {}
-        return arrived
-
-    def close(self) -> None:
-        super().close()
-        self._stop()
-        self.trips = {}
+    def carry(self, change: Change, shared: dict[str, Any]) -> str:
+        dropped = self._dropped
+        shared["under way"] = {i: saved for i, saved in shared["under way"].items() if int(i) not in dropped}
+        if shared["anchors"] is None or not self.anchors.fragments:  # all who stayed have the same parameters
+            share(self.model, change.world, change.source)
+            self.load_shared(shared)
+        else:
+            self.load_shared(shared)
+            self.anchors.average_parameters(change)
+        self.anchors.move_reducers(change, shared, dropped)
+        if not dropped:
+            return ""
+        return (
+            f"the exchange of {len(dropped)} fragment(s) did not arrive: their differences go with the next "
+            "one, what their reducers kept back is gone"
+        )
 
 
-def _take_anchors(fragment: Fragment, anchors: dict[str, Tensor] | None) -> None:
-    """Set a fragment's anchors; None: they are the parameters."""
-    fragment.live = [n for n, p in fragment.params.items() if p.requires_grad or n in (anchors or {})]
-    for name in fragment.live:
-        fragment.set_anchor(name, (anchors or {}).get(name, fragment.params[name].detach()))
-    fragment.together = anchors is None
+def split_evenly(named: Sequence[tuple[str, Parameter]], count: int) -> list[list[tuple[str, Parameter]]]:
+    """The parameters in `count` parts of about equal bytes, each in the model's order: the largest first, always to
+    the part that has least."""
+    weights = [p.numel() * p.element_size() if p.requires_grad else 0 for _, p in named]
+    trainable = sum(p.requires_grad for _, p in named)
+    if count > trainable:
+        raise ValueError(
+            f"fragments={count}, but the model has {trainable} trainable tensors: give at most so many fragments"
+        )
+    loads, parts = [0] * count, [[] for _ in range(count)]  # type: tuple[list[int], list[list[int]]]
+    for i in sorted(range(len(named)), key=lambda i: (-weights[i], i)):
+        part = loads.index(min(loads))
+        loads[part] += weights[i]
+        parts[part].append(i)
+    return [[named[i] for i in sorted(part)] for part in parts]
 
 
-def _stayed(every: list[dict[str, Any]], source: int) -> tuple[list[int], set[int]]:
-    """Who was in `source`'s world and last agreed on what it did; which exchanges did not arrive at all of them."""
-    former = every[source]
-    same = [r for r, o in enumerate(every) if (o["size"], o["agreed"]) == (former["size"], former["agreed"])]
-    stayed = [source] if former["size"] == 1 else same
-    begun = {index for r in stayed for index in every[r]["begun"]}
-    return stayed, {index for index in begun if any(index not in every[r]["arrived"] for r in stayed)}
-
-
-def _told(former: int, stayed: int, dropped: set[int], step: int, source: int, size: int) -> str:
-    text = (
-        f"parameters: the mean of {stayed} of the {former} former ranks; anchors, buffers and step {step} from rank "
-        f"{source} of {size}; optimizer states: their own where ranks stayed, else that of rank {source}; gradients "
-        "that were not stepped are dropped"
+def check_settings(strategy: Any) -> None:
+    """Refuse what no method that exchanges differences can work with."""
+    counts = (
+        ("every", "windows from one exchange to the next"),
+        ("accumulate", "backward passes a window"),
+        ("bucket_bytes", "bytes a bucket"),
     )
-    if dropped:
-        text += (
-            f"; the exchange of {len(dropped)} fragment(s) did not arrive: their differences go with the next one, "
-            "what their reducers kept back is gone"
+    for name, meaning in counts:
+        check_count(name, getattr(strategy, name), meaning)
+    if strategy.buffers not in ("average", "broadcast", "local"):
+        raise ValueError(f"buffers must be 'average', 'broadcast' or 'local', got {strategy.buffers!r}")
+    if strategy.reducer is not None and not isinstance(strategy.reducer, Reducer):
+        name = type(strategy).__name__
+        raise TypeError(
+            f"reducer must be a Reducer such as unisono.reducers.dense.dense(), got {strategy.reducer!r}; for a text, "
+            f"write it into the spec: '{name}(reducer={strategy.reducer})'"
         )
-    return text
 
 
-def _plain(lr: Any) -> float:
-    if isinstance(lr, Tensor):
-        return math.nan if lr.is_cuda else float(lr)  # reading one from a device would hold the program up
-    return float(lr)
+def widen(param: Tensor) -> Tensor:
+    """A copy that small changes add up in: float32 of 16-bit numbers."""
+    dtype = torch.float32 if param.is_floating_point() and param.element_size() < 4 else param.dtype
+    return param.detach().to(dtype, copy=True)

@@ -1,4 +1,4 @@
-"""Replicas whose models differ from rank to rank: parameters as lines to send, whom to send them to, and the mean.
+"""Models that differ from rank to rank: parameters as lines to send, and whom to send them to.
 
 What decentralised and asynchronous averaging share. A graph says who hears whom in each exchange; its weights make
 a doubly stochastic matrix, so the mean over the ranks stays what it is.
@@ -11,11 +11,8 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from unisono.strategies._periodic import PeriodicReplica
-from unisono.strategy import Strategy, share
-from unisono.sync_batch_norm import move_batch_norm
+from unisono.buckets import FlatLayout
 from unisono.world import World
 
 Graph = Literal["all", "shift_one", "ring", "exponential"]
@@ -67,19 +64,20 @@ class Lines:
         for param in params:
             groups.setdefault((param.dtype, param.device), []).append(param)
         self.params = [p for group in groups.values() for p in group]
-        self._groups = list(groups.values())
+        # Contiguous: a line is mixed with other ranks' lines, number by number.
+        self._layouts = [FlatLayout(group, align_bytes=0, contiguous=True) for group in groups.values()]
         self._wide = wide
 
     def new(self) -> list[Tensor]:
         """Lines of unset memory."""
         made = []
-        for group in self._groups:
-            small = self._wide and group[0].is_floating_point() and group[0].element_size() < 4
-            dtype = torch.float32 if small else group[0].dtype
-            made.append(torch.empty(sum(p.numel() for p in group), dtype=dtype, device=group[0].device))
+        for layout in self._layouts:
+            first = layout.tensors[0]
+            small = self._wide and first.is_floating_point() and first.element_size() < 4
+            made.append(torch.empty(layout.numel, dtype=torch.float32 if small else first.dtype, device=first.device))
         return made
 
-    def filled(self) -> list[Tensor]:
+    def copy(self) -> list[Tensor]:
         """Lines with the parameters' values."""
         made = self.new()
         self.fill(made)
@@ -95,11 +93,8 @@ class Lines:
 
     def views(self, lines: Sequence[Tensor]) -> list[Tensor]:
         """Views of lines in the shapes of `params`, and in their order."""
-        views: list[Tensor] = []
-        for line, group in zip(lines, self._groups, strict=True):
-            parts = line.split([p.numel() for p in group])
-            views += [part.view(p.shape) for part, p in zip(parts, group, strict=True)]
-        return views
+        pairs = zip(self._layouts, lines, strict=True)
+        return [view for layout, line in pairs for view in layout.views(line)]
 
 
 Received = list[list[Tensor]]  # by the rank heard: its lines
@@ -124,88 +119,19 @@ def swap(
     return finish
 
 
-class ApartReplica(PeriodicReplica):
-    """A replica whose parameters are this rank's own. The model to evaluate is the mean over the ranks.
+class ExchangedParameters:
+    """The parameters that ranks average, as lines; none may become trainable while ranks exchange them."""
 
-    A method says how it starts and stops its exchange. In a checkpoint every rank's model is kept where it differs.
-    """
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.params = [p for p in model.parameters() if p.requires_grad]
+        self._known = set(self.params)
 
-    def __init__(
-        self, model: nn.Module, optimizer: Optimizer, world: World, strategy: Strategy, *, accumulate: int
-    ) -> None:
-        super().__init__(model, optimizer, world, strategy, accumulate=accumulate)
-        self.lines = self._lay_out()
-
-    def start(self) -> None:
-        """Begin to talk to the ranks of `self.world`; their models are the same now."""
-        raise NotImplementedError
-
-    def stop(self) -> None:
-        """Talk no more."""
-        raise NotImplementedError
-
-    def _lay_out(self) -> Lines:
-        self._exchanged = {p for p in self.model.parameters() if p.requires_grad}
-        return Lines([p for p in self.model.parameters() if p in self._exchanged])
-
-    def check_parameters(self) -> None:
+    def check(self) -> None:
         """Refuse parameters that were unfrozen since."""
-        for name, param in self.model.named_parameters():
-            if param.requires_grad and param not in self._exchanged:
+        for name, param in self._model.named_parameters():
+            if param.requires_grad and param not in self._known:
                 raise RuntimeError(
                     f"{name!r} was frozen when the exchange began and learns now: ranks would drift apart in it. "
                     "Call replica.rebind(replica.world) on every rank after unfreezing"
                 )
-
-    @torch.no_grad()
-    def consolidate(self) -> nn.Module:
-        """A copy that holds the mean over the ranks, with the same bits on each; training goes on undisturbed."""
-        self.meet_if_due()
-        made = self.copied()
-        _become_mean(made, self.world)
-        return made
-
-    def rebind(self, world: World, *, source: int = 0) -> str:
-        self.stop()
-        mine = [self.world.size, self.step]
-        self.move_to(world)
-        every = world.gather_objects(mine)
-        same = [r for r, other in enumerate(every) if other == every[source]]
-        stayed = same if every[source][0] > 1 else [source]
-        with torch.no_grad():
-            if len(stayed) == 1:
-                share(self.model, world, source)
-            else:
-                _become_mean(self.model, world, stayed, source)
-        packed = world.broadcast_object(
-            {"optimizer": self.optimizer.state_dict(), "step": self.step, "steps": world.ledger.step_count}, source
-        )
-        if world.rank not in stayed:
-            self.optimizer.load_state_dict(packed["optimizer"])
-            self.step = packed["step"]
-            world.ledger.resume(packed["steps"])
-        move_batch_norm(self.model, world)
-        self.lines = self._lay_out()
-        self.start()
-        return (
-            f"every rank goes on at step {self.step} with the mean of the models of {len(stayed)} rank(s) that stayed; "
-            f"these keep their optimizers, {world.size - len(stayed)} other(s) have rank {source}'s; gradients that "
-            "were not stepped are dropped"
-        )
-
-    def close(self) -> None:
-        super().close()
-        self.stop()
-
-
-def _become_mean(model: nn.Module, world: World, ranks: Sequence[int] | None = None, source: int = 0) -> None:
-    """Numbers with a fraction become the mean over the ranks (or over some of them), others rank `source`'s."""
-    if world.size == 1:
-        return
-    tensors = [t.detach() for t in (*model.parameters(), *model.buffers())]
-    means = [t for t in tensors if t.is_floating_point() or t.is_complex()]
-    if ranks is not None:
-        for t in means:
-            t.mul_(1.0 / len(ranks)) if world.rank in ranks else t.zero_()
-    world.all_reduce(means, "mean" if ranks is None else "sum", tag="consolidate").wait()
-    world.broadcast([t for t in tensors if not (t.is_floating_point() or t.is_complex())], source).wait()

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.nn import Parameter
+from torch import nn
 from torch.optim import Optimizer
 
 from unisono.buckets import BUCKET_BYTES, LARGE_BUCKET_BYTES
-from unisono.exchange.overlap import Exchange
+from unisono.exchange.overlap import Exchange, split_sparse
 from unisono.exchange.reduction import Reduction, check_real, overlap_pays
 from unisono.exchange.windows import Counter
 from unisono.reducer import Reducer
 from unisono.reducers.dense import dense
-from unisono.strategy import Replica, Strategy, share, share_buffers
-from unisono.sync_batch_norm import move_batch_norm
+from unisono.strategy import Change, Replica, Strategy, Unsent, share_buffers
 from unisono.world import World
 
 
@@ -69,20 +68,20 @@ class AllReduceReplica(Replica):
         self.reducer = strategy.reducer if strategy.reducer is not None else dense()
         if self.reducer.check is not None:
             self.reducer.check(optimizer, world)
-        self._reduction = Reduction(self.reducer, optimizer, self._share_buffers)
+        self._reduction = Reduction(self.reducer, optimizer, self._share_buffers, "gradients")
         self._exchange: Exchange | Counter | None = None
         try:
-            self._start()
+            self.start()
         except BaseException:
             self.close()
             raise
 
-    def _start(self) -> None:
+    def start(self) -> None:
         if self.world.size == 1 and self.reducer.exact:
             last = [p for p in self.model.parameters() if p.requires_grad][-1]  # the first that backward reaches
             self._exchange = Counter(last, accumulate=self.strategy.accumulate, advance=self.advance)
             return
-        dense_ones, sparse_ones = _by_kind(self.model)
+        dense_ones, sparse_ones = split_sparse(self.model)
         check_real(self.reducer, dense_ones)
         pays = overlap_pays(self.world)
         self._exchange = Exchange(
@@ -122,69 +121,39 @@ class AllReduceReplica(Replica):
         super().watch(scaler)
         self._reduction.scale = scaler.get_scale
 
-    def state_dict(self) -> dict[str, Any]:
-        kept = self._reduction.state_dict()
-        return {"shared": {"step": self.step, "reducer": kept["shared"]}, "local": {"reducer": kept["local"]}}
+    def shared_state(self) -> dict[str, Any]:
+        return {**super().shared_state(), "reducer": self._reduction.state_dict()["shared"]}
 
-    def load_state_dict(self, state: dict[str, Any], *, same_world: bool = True) -> None:
-        self.step = state["shared"]["step"]
-        if "each" not in state["shared"].get("reducer", ()):  # another strategy's checkpoint
-            return
-        parts = [state["local"]] if same_world else state["locals"]
-        self._reduction.load_state_dict(state["shared"]["reducer"], [part["reducer"] for part in parts])
+    def local_state(self) -> dict[str, Any]:
+        return {"reducer": self._reduction.state_dict()["local"]}
 
-    def rebind(self, world: World, *, source: int = 0) -> str:
+    def load_local(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]], *, same_world: bool) -> None:
+        if "each" in shared.get("reducer", ()):  # else it is another strategy's checkpoint
+            self._reduction.load_state_dict(shared["reducer"], [part["reducer"] for part in locals_])
+
+    def unsent(self) -> Unsent:
+        return self._reduction.unsent()
+
+    def take_unsent(self, unsent: Unsent) -> None:
+        if unsent.unit == "gradients":
+            self._reduction.take_unsent(unsent)
+        else:
+            super().take_unsent(unsent)
+
+    def stop(self, change: Change | None = None) -> None:
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None
-        mine = {"size": self.world.size, "step": self.step, "own": self._reduction.keeps_own}
-        self.world = world
-        self.model.zero_grad()  # those of the former world: a rank that comes has none
-        told = self._carry(mine, source)
-        if world.size > 1:
-            share(self.model, world, source)
-            packed = world.broadcast_object(
-                {"optimizer": self.optimizer.state_dict(), "step": self.step, "steps": world.ledger.step_count}, source
-            )
-            if world.rank != source:
-                self.optimizer.load_state_dict(packed["optimizer"])
-                self.step = packed["step"]
-                world.ledger.resume(packed["steps"])
-        move_batch_norm(self.model, world)
-        self._start()
-        return (
-            f"model, optimizer and step {self.step} from rank {source} of {world.size}; "
-            f"gradients that were not stepped are dropped{told}"
-        )
 
-    def _carry(self, mine: dict[str, Any], source: int) -> str:
-        """Bring the reducer's state into the new world; says what became of the ranks' own parts of it."""
-        every = self.world.gather_objects(mine)
-        former, shared = every[source], self.world.broadcast_object(self._reduction.state_dict()["shared"], source)
-        stayed = [
-            r for r, other in enumerate(every) if (other["size"], other["step"]) == (former["size"], former["step"])
-        ]
-        keep = self.world.rank in stayed
-        self._reduction.move(shared, keep=keep, factor=self.world.size / former["size"])
-        if not former["own"]:
-            return ""
-        lost = former["size"] - len(stayed)
-        told = f"; what {len(stayed)} of the {former['size']} former ranks had still to send stays with them"
-        if self.world.size != former["size"]:
-            told += f", times {self.world.size}/{former['size']}"
-        return told + (f"; that of {lost} lost rank(s) is gone" if lost > 0 else "")
+    def progress(self) -> list[Any]:
+        return [self.step, self._reduction.keeps_own]
+
+    def carry(self, change: Change, shared: dict[str, Any]) -> str:
+        """Bring the reducer's state into the new world."""
+        self._reduction.move(shared["reducer"], keep=change.keeps, factor=change.factor)
+        _, keeps_own = change.progress[change.source]
+        return change.describe_unsent() if keeps_own else ""
 
     def close(self) -> None:
         super().close()
-        if self._exchange is not None:
-            self._exchange.close()
-            self._exchange = None
-
-
-def _by_kind(model: nn.Module) -> tuple[list[tuple[str, Parameter]], list[tuple[str, Parameter]]]:
-    """The parameters with dense gradients, and those of embeddings with sparse ones."""
-    sparse: set[Tensor] = {
-        m.weight for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse
-    }
-    named = list(model.named_parameters())
-    return [(n, p) for n, p in named if p not in sparse], [(n, p) for n, p in named if p in sparse]
+        self.stop()

@@ -19,11 +19,12 @@ from torch.optim import Optimizer
 
 from unisono.background import Lane
 from unisono.buckets import BUCKET_BYTES
-from unisono.exchange.overlap import Exchange
+from unisono.exchange.overlap import Exchange, split_sparse
 from unisono.exchange.reduction import Reduction, overlap_pays
 from unisono.reducers.dense import dense
-from unisono.strategies._graphs import ApartReplica, Lines
-from unisono.strategy import Replica, Strategy, check_count
+from unisono.strategies._graphs import ExchangedParameters, Lines
+from unisono.strategy import Change, PeriodicReplica, Replica, Strategy
+from unisono.strategy.replica import check_count
 from unisono.world import World
 
 _ROUND_S = 2.0  # a round, when the program ends
@@ -126,7 +127,7 @@ class Averager:
             self._closing = True
             self._changed.notify_all()
 
-    def see_off(self) -> None:
+    def drain_at_exit(self) -> None:
         """Stay until the others have had their next round: they would take me for dead."""
         self._lane.close(self._every_s + _ROUND_S)
 
@@ -180,7 +181,7 @@ class Averager:
         """The model with what is pending, and the number of steps made."""
         with self._changed:
             self._changed.wait_for(lambda: not self._stepping or self._closing)
-            copy = self._lines.filled()
+            copy = self._lines.copy()
             torch._foreach_add_(copy, self._pending)
             _finish_on_device(copy)
             return copy, self.steps
@@ -200,41 +201,38 @@ def _end_all() -> None:
     for averager in list(_averagers):
         averager.end()
     for averager in list(_averagers):
-        averager.see_off()
+        averager.drain_at_exit()
 
 
-class AsyncAverageReplica(ApartReplica):
+class AsyncAverageReplica(PeriodicReplica):
     """A model that the program alone writes; the averager's part is added between windows."""
 
     strategy: async_average
+    own_models = own_optimizer = True
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: async_average) -> None:
         self._averager: Averager | None = None
         super().__init__(model, optimizer, world, strategy, accumulate=strategy.accumulate)
-        self.start()
 
     def start(self) -> None:
         self._warming = False
+        self._exchanged = ExchangedParameters(self.model)
         if self.world.size == 1:
             return
-        self._averager = Averager(self.lines, self.world, self.strategy.every_s)
+        self._averager = Averager(Lines(self._exchanged.params), self.world, self.strategy.every_s)
         weakref.finalize(self, self._averager.end).atexit = False
         self._warming = self.step < self.strategy.warmup
         if self._warming:
-            self._counter.close()
-            self._counter = self._synchronous()  # type: ignore[assignment]
+            self.windows.close()
+            self.windows = self._synchronous()
 
     def _synchronous(self) -> Exchange:
         """Counts windows as a Counter does, and leaves the mean gradients."""
-        embeddings = (m for m in self.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
-        sparse = {m.weight for m in embeddings if m.sparse}
-        named = list(self.model.named_parameters())
         pays = overlap_pays(self.world)
         return Exchange(
-            [(name, p) for name, p in named if p not in sparse],
-            [(name, p) for name, p in named if p in sparse],
+            *split_sparse(self.model),
             self.world,
-            Reduction(dense(), self.optimizer, lambda world: None),
+            Reduction(dense(), self.optimizer, lambda world: None, "gradients"),
             bucket_bytes=BUCKET_BYTES,
             overlap=pays,
             inline=not pays,
@@ -242,7 +240,7 @@ class AsyncAverageReplica(ApartReplica):
             advance=self.advance,
         )
 
-    def stop(self) -> None:
+    def stop(self, change: Change | None = None) -> None:
         if self._averager is not None:
             self._averager.close()
             self._averager = None
@@ -283,13 +281,13 @@ class AsyncAverageReplica(ApartReplica):
     def meet(self) -> None:
         if self._averager is None:
             return
-        self.check_parameters()
+        self._exchanged.check()
         if self.met < self.strategy.warmup:
             return
-        if self._warming and not self._ended:
+        if self._warming and not self._unmet:
             self._warming = False
-            self._counter.close()
-            self._counter = self._new_counter(self.strategy.accumulate)
+            self.windows.close()
+            self.windows = self.new_counter()
         self._averager.start()
         self._averager.apply()
 
@@ -300,7 +298,7 @@ class AsyncAverageReplica(ApartReplica):
                 self._averager.apply()
         return state
 
-    def load_state_dict(self, state: dict[str, Any], *, same_world: bool = True) -> None:
-        super().load_state_dict(state, same_world=same_world)
+    def load_shared(self, shared: dict[str, Any]) -> None:
+        super().load_shared(shared)
         if self._averager is not None:
             self._averager.forget()

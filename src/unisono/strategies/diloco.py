@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from unisono.buckets import BUCKET_BYTES
 from unisono.reducer import Reducer
-from unisono.strategies._anchored import AnchoredReplica
-from unisono.strategies._fragments import Fragment, check_settings
-from unisono.strategy import Buffers, Replica, Strategy, check_count
+from unisono.strategies._anchored import AnchoredReplica, Anchors, Fragment, check_settings
+from unisono.strategy import Buffers, Replica, Strategy
+from unisono.strategy.replica import check_count
 from unisono.world import World
 
 
@@ -93,37 +93,33 @@ class DiLoCoReplica(AnchoredReplica):
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: diloco) -> None:
         self.mix = (0.5 if strategy.delay else 0.0) if strategy.mix is None else strategy.mix
         self._outer: torch.optim.SGD | None = None
-        super().__init__(
+        anchors = Anchors(
             model,
             optimizer,
-            world,
-            strategy,
             reducer=strategy.reducer,
             buffers=strategy.buffers,
-            accumulate=strategy.accumulate,
             bucket_bytes=strategy.bucket_bytes,
             fragments=strategy.fragments,
-            streaming=strategy.delay > 0,
+            behind=strategy.delay > 0,
+            always=True,  # the outer optimizer has its effect on one worker too
         )
-
-    @property
-    def needed(self) -> bool:
-        return True  # the outer optimizer has its effect on one worker too
+        super().__init__(model, optimizer, world, strategy, anchors, accumulate=strategy.accumulate)
 
     def meet(self) -> None:
         """1. begin: the fragments whose window this is; 2. apply: those whose delay is over."""
-        self.note_rates()
-        every, count = self.strategy.every, len(self.fragments)
-        for f, fragment in enumerate(self.fragments):
+        anchors = self.anchors
+        anchors.update_learning_rates()
+        every, count = self.strategy.every, len(anchors.fragments)
+        for f, fragment in enumerate(anchors.fragments):
             if (self.met - (f + 1) * every // count) % every == 0:
-                self.begin(fragment, self.strategy.delay)
-        for fragment in self.fragments:
-            trip = self.trips.get(fragment.index)
-            if trip is not None and self.met >= trip.due:
+                anchors.begin(fragment, self.met, delay=self.strategy.delay)
+        for fragment in anchors.fragments:
+            pending = anchors.pending.get(fragment.index)
+            if pending is not None and self.met >= pending.due:
                 self._apply(fragment)
 
     def _apply(self, fragment: Fragment) -> None:
-        means, _ = self.arrive(fragment)
+        means, _ = self.anchors.finish(fragment, self.met)
         outer = self._outer_optimizer(fragment)
         for name, mean in means.items():
             fragment.anchors[name].grad = mean
@@ -145,16 +141,15 @@ class DiLoCoReplica(AnchoredReplica):
         group["params"] += [anchor for anchor in anchors if anchor not in known]
         return self._outer
 
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
+    def shared_state(self) -> dict[str, Any]:
         states = self._outer.state if self._outer is not None else {}
-        anchors = {name: a for fragment in self.fragments for name, a in fragment.anchors.items()}
-        state["shared"]["outer"] = {n: states[a].get("momentum_buffer") for n, a in anchors.items() if a in states}
-        return state
+        anchors = {name: a for fragment in self.anchors.fragments for name, a in fragment.anchors.items()}
+        momenta = {n: states[a].get("momentum_buffer") for n, a in anchors.items() if a in states}
+        return {**super().shared_state(), "outer": momenta}
 
-    def _take_shared(self, shared: dict[str, Any]) -> None:
-        super()._take_shared(shared)
-        for fragment in self.fragments:
+    def load_shared(self, shared: dict[str, Any]) -> None:
+        super().load_shared(shared)
+        for fragment in self.anchors.fragments:
             states = self._outer_optimizer(fragment).state
             for name, anchor in fragment.anchors.items():
                 states.pop(anchor, None)

@@ -6,7 +6,7 @@ et al. 2018, arXiv:1803.06443); the exponential graph (Ying et al. 2021, arXiv:2
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.kernels.quantise import bytes_nbytes, decode_bytes, encode_bytes
-from unisono.strategies._graphs import ApartReplica, Graph, Lines, Neighbours, Received, neighbours, swap
-from unisono.strategy import Replica, Strategy, check_count
+from unisono.strategies._graphs import ExchangedParameters, Graph, Lines, Neighbours, Received, neighbours, swap
+from unisono.strategy import Change, PeriodicReplica, Replica, Strategy
+from unisono.strategy.replica import check_count
 from unisono.world import World
 
 _GRAPHS = ("all", "shift_one", "ring", "exponential")
@@ -82,25 +83,29 @@ class gossip(Strategy):
             )
 
 
-class GossipReplica(ApartReplica):
+class GossipReplica(PeriodicReplica):
     """Models as they are."""
 
     strategy: gossip
+    own_models = own_optimizer = True
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: gossip) -> None:
         super().__init__(model, optimizer, world, strategy, accumulate=strategy.accumulate)
-        self._unmixed = 0  # windows that have ended, whose exchange is not mixed in yet
-        self.start()
+
+    def check_world(self, world: World) -> None:
+        self.strategy.check_world(world)
 
     def start(self) -> None:
+        self._exchanged = ExchangedParameters(self.model)
+        self.lines = Lines(self._exchanged.params)
         self._channel = self.world.channel(inline=False) if self.world.size > 1 else None
         self._finish: Callable[[], Received] | None = None
         self._mine = self.lines.new()
         self._before: list[Tensor] | None = None  # my model when a step with a closure began
         self._theirs: list[list[Tensor]] = []
-        self._unmixed = 0
+        self._unmixed = 0  # windows that have ended, whose exchange is not mixed in yet
 
-    def stop(self) -> None:
+    def stop(self, change: Change | None = None) -> None:
         self._finish = None
         if self._channel is not None:
             self._channel.close()
@@ -117,7 +122,7 @@ class GossipReplica(ApartReplica):
         if self._finish is not None or not self._due(window):
             return
         assert self._channel is not None
-        self.check_parameters()
+        self._exchanged.check()
         self.lines.fill(self._mine)
         if self.strategy.graph == "all":
             handle = self._channel.all_reduce(self._mine, "mean", tag="gossip")
@@ -136,7 +141,7 @@ class GossipReplica(ApartReplica):
         finish, self._finish = self._finish, None
         stepped = None
         if self._before is not None:
-            stepped = self.lines.filled()
+            stepped = self.lines.copy()
             torch._foreach_sub_(stepped, self._before)
             self.lines.put(self._before)
             self._before = None
@@ -152,7 +157,7 @@ class GossipReplica(ApartReplica):
         if stepped is not None:
             torch._foreach_add_(params, self.lines.views(stepped))
 
-    def _settle(self, later: int) -> None:
+    def _mix_all(self, later: int) -> None:
         """Mix what was exchanged for windows that have ended, but for the last `later`."""
         while self._unmixed > later:
             self._unmixed -= 1
@@ -166,34 +171,30 @@ class GossipReplica(ApartReplica):
     def _about_to_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         changed = super()._about_to_step(optimizer, args, kwargs)
         if self._closure is not None and self._due(self.step + 1):  # backward comes inside the step: mix after it
-            self._settle(0)
+            self._mix_all(0)
             with torch.no_grad():
                 self._begin(self.step + 1)
-                self._before = self.lines.filled()
+                self._before = self.lines.copy()
         return changed
 
     def before_step(self) -> None:
         super().before_step()
-        self._settle(0)
+        self._mix_all(0)
 
     def meet(self) -> None:
-        self._settle(self._ended)
+        self._mix_all(self._unmet)
         if self.strategy.overlap:
             self._begin(self.met + 1)
 
-    def load_state_dict(self, state: dict[str, Any], *, same_world: bool = True) -> None:
-        super().load_state_dict(state, same_world=same_world)
+    def load_shared(self, shared: dict[str, Any]) -> None:
+        super().load_shared(shared)
         self._unmixed = 0
         if self._finish is not None:  # of the model that was there before
             self._finish()
             self._finish = None
 
-    def rebind(self, world: World, *, source: int = 0) -> str:
-        self.strategy.check_world(world)
-        return super().rebind(world, source=source)
 
-
-class LowPrecisionReplica(ApartReplica):
+class LowPrecisionReplica(PeriodicReplica):
     """Differences from what the neighbours know, a byte a number.
 
     My own copy and the neighbours' copies of it change by the same bytes, so they stay the same bit by bit. Only the
@@ -201,12 +202,13 @@ class LowPrecisionReplica(ApartReplica):
     """
 
     strategy: gossip
+    own_models = own_optimizer = True
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: gossip) -> None:
         super().__init__(model, optimizer, world, strategy, accumulate=strategy.accumulate)
-        self.start()
 
     def start(self) -> None:
+        self._exchanged = ExchangedParameters(self.model)
         self._channel = self.world.channel(inline=False) if self.world.size > 1 else None
         self._finish: Callable[[], Received] | None = None
         self._who = neighbours("ring", 0, self.world.rank, self.world.size)
@@ -214,11 +216,11 @@ class LowPrecisionReplica(ApartReplica):
 
     def _copies_of_mine(self) -> None:
         """All ranks have one model: so it is what everyone knows of the others."""
-        self._wide = Lines(self.lines.params, wide=True)
-        self.own = self._wide.filled()
-        self.copies = [self._wide.filled() for _ in self._who.heard]
+        self._wide = Lines(self._exchanged.params, wide=True)
+        self.own = self._wide.copy()
+        self.copies = [self._wide.copy() for _ in self._who.heard]
 
-    def stop(self) -> None:
+    def stop(self, change: Change | None = None) -> None:
         self._finish = None
         if self._channel is not None:
             self._channel.close()
@@ -227,9 +229,9 @@ class LowPrecisionReplica(ApartReplica):
     def meet(self) -> None:
         if self._channel is None or self.met % self.strategy.every:
             return
-        self.check_parameters()
+        self._exchanged.check()
         self._hear()
-        changes = self._wide.filled()  # x after the optimizer's step
+        changes = self._wide.copy()  # x after the optimizer's step
         torch._foreach_add_(changes, self.own, alpha=self._who.own - 2.0)
         for copy in self.copies:
             torch._foreach_add_(changes, copy, alpha=self._who.weight)
@@ -253,22 +255,20 @@ class LowPrecisionReplica(ApartReplica):
                 for line, code in zip(copy, codes, strict=True):
                     decode_bytes(code, _BLOCK, line, add=True)
 
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
+    def local_state(self) -> dict[str, Any]:
         self._hear()
-        state["local"] = {"own": self.own, "copies": self.copies}
-        return state
+        return {"own": self.own, "copies": self.copies}
 
-    def load_state_dict(self, state: dict[str, Any], *, same_world: bool = True) -> None:
-        super().load_state_dict(state, same_world=same_world)
+    def load_local(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]], *, same_world: bool) -> None:
         self._hear()
         self._copies_of_mine()  # in another world all ranks have the mean of those that saved
         if same_world:
-            if "own" not in state["local"]:
+            [local] = locals_
+            if "own" not in local:
                 raise ValueError(
                     "the checkpoint is of gossip without bits=8, whose ranks know nothing of each other's models: load "
                     f"it as it was saved, then call replica.switch({'gossip(bits=8)'!r})"
                 )
-            torch._foreach_copy_(self.own, state["local"]["own"])
-            for copy, saved in zip(self.copies, state["local"]["copies"], strict=True):
+            torch._foreach_copy_(self.own, local["own"])
+            for copy, saved in zip(self.copies, local["copies"], strict=True):
                 torch._foreach_copy_(copy, saved)

@@ -12,12 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.strategies._periodic import PeriodicReplica
-from unisono.strategy import Replica, Strategy, share
-from unisono.sync_batch_norm import move_batch_norm
+from unisono.buckets import FlatLayout
+from unisono.strategy import Change, PeriodicReplica, Replica, Strategy
 from unisono.world import World
-
-_ALIGN = 64  # bytes: a parameter starts on a cache line of its own
 
 
 @dataclass(frozen=True)
@@ -60,15 +57,14 @@ class HogwildReplica(PeriodicReplica):
     strategy: hogwild
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: hogwild) -> None:
-        shared = _shared(model, world)
+        self._shared: list[Tensor] = []  # views of the memory of all, one for each parameter
         super().__init__(model, optimizer, world, strategy, accumulate=strategy.accumulate)
-        self._place(shared)
 
-    def _place(self, shared: list[Tensor]) -> None:
+    def start(self) -> None:
         """Let the parameters lie in the memory of all; rank 0's values become everyone's."""
-        self._lent = shared
+        self._shared = _allocate_shared(self.model, self.world)
         with torch.no_grad():
-            for param, view in zip(self.model.parameters(), shared, strict=True):
+            for param, view in zip(self.model.parameters(), self._shared, strict=True):
                 if self.world.rank == 0:
                     view.copy_(param)
                 param.data = view
@@ -84,7 +80,7 @@ class HogwildReplica(PeriodicReplica):
         if self.world.size == 1:
             return self.model
         self.world.barrier(tag="hogwild")
-        made = self.copied()
+        made = self.copy_model()
         self.world.broadcast([b.detach() for b in made.buffers()], tag="buffers").wait()
         self.world.barrier(tag="hogwild")
         return made
@@ -95,43 +91,25 @@ class HogwildReplica(PeriodicReplica):
             self.world.barrier(tag="hogwild")
         return super().state_dict()
 
-    def rebind(self, world: World, *, source: int = 0) -> str:
-        self._own()
-        self.move_to(world)
-        if world.size > 1:
-            share(self.model, world, source)
-            mine = {"optimizer": self.optimizer.state_dict(), "step": self.step, "steps": world.ledger.step_count}
-            packed = world.broadcast_object(mine if world.rank == source else None, source)
-            if world.rank != source:
-                self.optimizer.load_state_dict(packed["optimizer"])
-                self.step = packed["step"]
-                world.ledger.resume(packed["steps"])
-        move_batch_norm(self.model, world)
-        self._place(_shared(self.model, world))
-        return f"model, optimizer and step {self.step} from rank {source} of {world.size}, in memory that these share"
+    def take_model(self, change: Change) -> str:
+        return super().take_model(change) + ", in memory that these share"
 
-    def _own(self) -> None:
+    def stop(self, change: Change | None = None) -> None:
         """Bring the parameters back into memory of this worker's own, unless another replica has moved them since."""
-        for param, view in zip(self.model.parameters(), self._lent, strict=True):
+        for param, view in zip(self.model.parameters(), self._shared, strict=bool(self._shared)):
             if param.data_ptr() == view.data_ptr():
                 param.data = param.data.clone()
-        self._lent = []
-
-    def close(self) -> None:
-        super().close()
-        self._own()
+        self._shared = []
 
 
-def _shared(model: nn.Module, world: World) -> list[Tensor]:
+def _allocate_shared(model: nn.Module, world: World) -> list[Tensor]:
     """Memory of all ranks for every parameter, laid out like it."""
     params = list(model.parameters())
     if world.size == 1:
         return [p.data for p in params]
-    sizes = [-(-p.numel() * p.element_size() // _ALIGN) * _ALIGN for p in params]
-    line = world.shared(max(1, sum(sizes)), torch.uint8)
-    views = []
-    for part, param in zip(line[: sum(sizes)].split(sizes), params, strict=True):
-        flat = part[: param.numel() * param.element_size()].view(param.dtype)
-        dense = torch.empty_like(param, device="meta")  # keeps the order of dimensions, drops gaps
-        views.append(flat.as_strided(param.shape, dense.stride()))
-    return views
+    views: dict[Tensor, Tensor] = {}
+    for dtype in dict.fromkeys(p.dtype for p in params):
+        layout = FlatLayout([p for p in params if p.dtype == dtype])
+        line = world.shared(max(1, layout.numel), dtype)
+        views |= dict(zip(layout.tensors, layout.views(line), strict=True))
+    return [views[p] for p in params]

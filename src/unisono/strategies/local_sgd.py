@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from unisono.buckets import BUCKET_BYTES
 from unisono.reducer import Reducer
-from unisono.strategies._anchored import AnchoredReplica
-from unisono.strategies._fragments import check_settings
-from unisono.strategy import Buffers, Replica, Strategy, check_count
+from unisono.strategies._anchored import AnchoredReplica, Anchors, check_settings
+from unisono.strategy import Buffers, Replica, Strategy
+from unisono.strategy.replica import check_count
 from unisono.world import World
 
 
@@ -62,27 +62,17 @@ class LocalSGDReplica(AnchoredReplica):
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: local_sgd) -> None:
         self._since: int | None = strategy.start if strategy.start != "decay" else None  # local from here on
-        super().__init__(
-            model,
-            optimizer,
-            world,
-            strategy,
-            reducer=strategy.reducer,
-            buffers=strategy.buffers,
-            accumulate=strategy.accumulate,
-            bucket_bytes=strategy.bucket_bytes,
+        anchors = Anchors(
+            model, optimizer, reducer=strategy.reducer, buffers=strategy.buffers, bucket_bytes=strategy.bucket_bytes
         )
-
-    @property
-    def hears_of_decay(self) -> bool:
-        return super().hears_of_decay or self._since is None
+        super().__init__(model, optimizer, world, strategy, anchors, accumulate=strategy.accumulate)
 
     def meet(self) -> None:
-        self.note_rates()
+        self.anchors.update_learning_rates()
         if not self._due():
             return
-        fell = self._fell[0]
-        if self.fragments:
+        fell = self.anchors.fell[0]
+        if self.anchors.fragments:
             fell = self._average()
         if fell and self._since is None:
             self._since = self.met
@@ -94,22 +84,20 @@ class LocalSGDReplica(AnchoredReplica):
 
     def _average(self) -> bool:
         """Exchange, and go on from the mean; whether a learning rate fell on some rank."""
-        [fragment] = self.fragments
-        self.begin(fragment)
-        means, fell = self.arrive(fragment)
+        [fragment] = self.anchors.fragments
+        self.anchors.begin(fragment, self.met, agree_on_decay=self._since is None)
+        means, fell = self.anchors.finish(fragment, self.met)
         torch._foreach_sub_([fragment.anchors[name] for name in means], list(means.values()))
         fragment.return_to_anchors()
         if self.strategy.momentum == "average" and self.world.size > 1:
-            self.in_order(lambda channel: average_momentum(self.optimizer, channel))
+            self.anchors.run(lambda channel: average_momentum(self.optimizer, channel))
         return fell
 
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        state["shared"]["since"] = self._since
-        return state
+    def shared_state(self) -> dict[str, Any]:
+        return {**super().shared_state(), "since": self._since}
 
-    def _take_shared(self, shared: dict[str, Any]) -> None:
-        super()._take_shared(shared)
+    def load_shared(self, shared: dict[str, Any]) -> None:
+        super().load_shared(shared)
         if self.strategy.start == "decay":
             self._since = shared.get("since")
 

@@ -5,6 +5,7 @@ BAGUA (Gan et al. 2021, arXiv:2107.01499), after 1-bit Adam (Tang et al. 2021, a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,9 @@ from unisono.exchange.overlap import Exchange
 from unisono.exchange.reduction import Reduction, overlap_pays
 from unisono.exchange.windows import Counter
 from unisono.reducer import Reduced, Reducer, Stages, State, staged, stages_of
-from unisono.strategy import Replica, Strategy, check_count, share
-from unisono.sync_batch_norm import move_batch_norm
+from unisono.spec import build
+from unisono.strategy import Change, Replica, Strategy, Unsent
+from unisono.strategy.replica import check_count
 from unisono.world import World
 
 
@@ -89,12 +91,13 @@ class QAdamReplica(Replica):
     strategy: qadam
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: qadam) -> None:
-        from unisono.spec import build
-
         super().__init__(model, optimizer, world, strategy)
         self.reducer: Reducer = strategy.reducer if strategy.reducer is not None else build("bytegrad", kind="reducer")
         self._reduction = Reduction(
-            staged(lambda bucket: {"momenta": self.reducer.init(bucket)}, self._stages), optimizer, self._share_buffers
+            staged(lambda bucket: {"momenta": self.reducer.init(bucket)}, self._stages),
+            optimizer,
+            self._share_buffers,
+            "momenta",
         )
         self._frozen: dict[str, float] = {}  # by parameter: 1 - b2^T
         self._switched = False
@@ -103,12 +106,12 @@ class QAdamReplica(Replica):
         try:
             if self.reducer.check is not None:
                 self.reducer.check(optimizer, world)
-            self._start()
+            self.start()
         except BaseException:
             self.close()
             raise
 
-    def _start(self) -> None:
+    def start(self) -> None:
         accumulate, named = self.strategy.accumulate, list(self.model.named_parameters())
         if self.world.size == 1:
             last = [p for _, p in named if p.requires_grad][-1]
@@ -237,58 +240,52 @@ class QAdamReplica(Replica):
         super().watch(scaler)
         self._reduction.scale = scaler.get_scale
 
-    def state_dict(self) -> dict[str, Any]:
-        kept = self._reduction.state_dict()
-        return {"shared": {**self._shared(), "reducer": kept["shared"]}, "local": {"reducer": kept["local"]}}
+    def shared_state(self) -> dict[str, Any]:
+        return {
+            **super().shared_state(),
+            "frozen": dict(self._frozen),
+            "switched": self._switched,
+            "reducer": self._reduction.state_dict()["shared"],
+        }
 
-    def _shared(self) -> dict[str, Any]:
-        return {"step": self.step, "frozen": dict(self._frozen), "switched": self._switched}
+    def local_state(self) -> dict[str, Any]:
+        return {"reducer": self._reduction.state_dict()["local"]}
 
-    def _take(self, shared: dict[str, Any]) -> None:
-        self.step, self._frozen = shared["step"], dict(shared.get("frozen", {}))
-        self._switched = shared.get("switched", False)
+    def load_shared(self, shared: dict[str, Any]) -> None:
+        super().load_shared(shared)
+        self._frozen, self._switched = dict(shared.get("frozen", {})), shared.get("switched", False)
 
-    def load_state_dict(self, state: dict[str, Any], *, same_world: bool = True) -> None:
-        self._take(state["shared"])
-        if "frozen" not in state["shared"]:  # another strategy's checkpoint
+    def load_local(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]], *, same_world: bool) -> None:
+        if "frozen" in shared:  # else it is another strategy's checkpoint
+            self._reduction.load_state_dict(shared["reducer"], [part["reducer"] for part in locals_])
+
+    def unsent(self) -> Unsent:
+        """In momenta; as gradients they would be 1 / (1 - b1) times as much."""
+        kept, beta1 = self._reduction.unsent(), self._beta1()
+        return kept.convert("gradients", lambda name: 1.0 / (1.0 - beta1.get(name, 0.0)))
+
+    def take_unsent(self, unsent: Unsent) -> None:
+        if unsent.unit != "gradients":
+            super().take_unsent(unsent)
             return
-        parts = [state["local"]] if same_world else state["locals"]
-        self._reduction.load_state_dict(state["shared"]["reducer"], [part["reducer"] for part in parts])
+        beta1 = self._beta1()
+        self._reduction.take_unsent(unsent.convert("momenta", lambda name: 1.0 - beta1.get(name, 0.0)))
 
-    def rebind(self, world: World, *, source: int = 0) -> str:
+    def _beta1(self) -> dict[str, float]:
+        """By parameter: how much of the momentum stays from step to step."""
+        betas = {p: group["betas"][0] for group in self.optimizer.param_groups for p in group["params"]}
+        return {name: betas[p] for name, p in self.model.named_parameters() if p in betas}
+
+    def stop(self, change: Change | None = None) -> None:
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None
-        mine = {"size": self.world.size, "step": self.step}
-        self.world = world
-        self.model.zero_grad()
-        every = world.gather_objects(mine)
-        packed = world.broadcast_object(
-            {
-                **self._shared(),
-                "optimizer": self.optimizer.state_dict(),
-                "reducer": self._reduction.state_dict()["shared"],
-                "steps": world.ledger.step_count,
-            },
-            source,
-        )
-        keep = every[world.rank] == every[source]
-        self._reduction.move(packed["reducer"], keep=keep, factor=world.size / every[source]["size"])
-        if world.size > 1:
-            share(self.model, world, source)
-        if world.rank != source:
-            self.optimizer.load_state_dict(packed["optimizer"])
-            self._take(packed)
-            world.ledger.resume(packed["steps"])
-        move_batch_norm(self.model, world)
-        self._start()
-        return (
-            f"model, optimizer, frozen v and step {self.step} from rank {source} of {world.size}; gradients that were "
-            "not stepped are dropped"
-        )
+
+    def carry(self, change: Change, shared: dict[str, Any]) -> str:
+        self.load_shared(shared)
+        self._reduction.move(shared["reducer"], keep=change.keeps, factor=change.factor)
+        return "frozen v as well"
 
     def close(self) -> None:
         super().close()
-        if self._exchange is not None:
-            self._exchange.close()
-            self._exchange = None
+        self.stop()

@@ -6,20 +6,16 @@ Koliousis, Watcharapichat, Weidlich, Mai, Costa, Pietzuch, 2019 (arXiv:1901.0224
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from unisono.buckets import BUCKET_BYTES
-from unisono.strategies.crossbow.learners import Batches
-from unisono.strategies.crossbow.replica import CenteredReplica
-from unisono.strategies.crossbow.tuning import Tuning
-from unisono.strategy import Replica, Strategy, check_count
-from unisono.sync_batch_norm import SyncBatchNorm
+from unisono.strategies.crossbow.replica import CrossbowReplica
+from unisono.strategy import Replica, Strategy
+from unisono.strategy.replica import check_count
 from unisono.world import World
 
 
@@ -81,96 +77,6 @@ class crossbow(Strategy):
                 f"alpha={self.alpha} with {k} learners in all would make them swing about the central model ever "
                 f"further: give at most {most:.3g}, or None for 1 / {k}"
             )
-
-
-class CrossbowReplica(CenteredReplica):
-    """Learners in turn or side by side, their number and how often they meet as the tuners say."""
-
-    strategy: crossbow
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: crossbow) -> None:
-        self.tuning = Tuning(strategy.learners, strategy.every, strategy.tune_every)
-        self._side_by_side = False
-        super().__init__(
-            model,
-            optimizer,
-            world,
-            strategy,
-            learners=self.tuning.learners,
-            every=self.tuning.every,
-            alpha=strategy.alpha,
-            momentum=strategy.momentum,
-            drop=strategy.drop,
-            accumulate=strategy.accumulate,
-            bucket_bytes=strategy.bucket_bytes,
-        )
-
-    # Tuning ------------------------------------------------------------------------------------------------------
-
-    def after_round(self) -> None:
-        """Between rounds: at intervals, change the number of learners, or how often they meet."""
-        observed = self.tuning.observed(self.met, self.world.ledger)
-        if observed is None:
-            return
-        sums = torch.tensor([*observed, self._side_by_side], dtype=torch.float64)
-        self.start_job(lambda channel: channel.all_reduce(sums, "sum", tag="tuning").wait()).wait()
-        throughput, communication, compute, users = sums.tolist()
-        why = self.tuning.decide(throughput, communication, compute, side_by_side=users == self.world.size)
-        self._side_by_side = False
-        if why:
-            self.every = self.tuning.every
-            self.resize(self.tuning.learners)
-            told = {"learners": self.tuning.learners, "every": self.tuning.every, "throughput": throughput}
-            self.world.ledger.event("crossbow", **told, why=why)
-
-    def shared_state(self) -> dict[str, Any]:
-        return {**super().shared_state(), "tuning": self.tuning.state_dict()}
-
-    def take_shared(self, shared: dict[str, Any]) -> None:
-        super().take_shared(shared)
-        self.tuning.load_state_dict(shared["tuning"])
-        self.wanted, self.every = self.tuning.learners, self.tuning.every
-
-    # Side by side ------------------------------------------------------------------------------------------------
-
-    def batches(self, loader: Iterable[Any]) -> Iterator[Batches]:
-        """The loader's batches, so many at a time as `learn` runs side by side."""
-        return self.learners.batches(loader, self.strategy.accumulate, self.world)
-
-    def learn(
-        self,
-        loss_of: Callable[[nn.Module, Any], Tensor],
-        batches: Sequence[Any],
-        *,
-        adjust: Callable[[], object] | None = None,
-    ) -> list[Tensor]:
-        """Run the learners side by side, in threads (streams on CUDA): `accumulate` batches each, and a step each.
-
-        `loss_of(model, batch)` computes the loss with the model it is given; enter autocast inside it. `adjust()` is
-        called before each learner's step, with its gradients in `replica.model`: to clip them, say. The loop has no
-        backward and no step of its own. The arithmetic is that of the plain loop. Returns the losses.
-
-        for batches in replica.batches(loader):
-            replica.learn(lambda model, batch: loss_fn(model(batch[0]), batch[1]), batches)
-        """
-        if self.learners.count > 1 and any(isinstance(m, SyncBatchNorm) for m in self.model.modules()):
-            raise ValueError(
-                "SyncBatchNorm cannot run in several learners at a time, as their collectives would mix: use "
-                "BatchNorm, or the plain loop, in which learners take turns"
-            )
-        losses, self._side_by_side = [], True
-        self.meet_if_due()
-        for shares in self.learners.shares(batches, self.strategy.accumulate, self.world):
-            self.begin()
-            found, grads = self.learners.gradients(loss_of, shares)
-            losses += found
-            for each in grads:
-                self.learners.put(each)
-                if adjust is not None:
-                    adjust()
-                self.optimizer.step()  # ends the window, and with it this learner's turn
-                self.model.zero_grad()
-        return losses
 
 
 def _check_within(name: str, value: object, wanted: str, above: float, most: float) -> None:

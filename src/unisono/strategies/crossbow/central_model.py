@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from unisono.buckets import Bucket, layout
-from unisono.strategies._fragments import wide
+from unisono.buckets import Bucket, group_into_buckets, on_device
+from unisono.strategies._anchored import widen
 from unisono.world import World
 
 
-class Center:
+class CentralModel:
     """The central model z and its velocity v = z - z_before (float32 for 16-bit parameters), the same on every rank.
 
     Learners are given as lists of tensors in the order of `named`. A parameter takes part from when it is trainable.
@@ -26,7 +26,7 @@ class Center:
         self.z: dict[str, Tensor] = {}
         self.velocity: dict[str, Tensor] = {}
         self.buckets: list[Bucket] = []
-        self._taken: dict[str, Tensor] = {}  # w - z of the learner at work
+        self._difference: dict[str, Tensor] = {}  # w - z of the learner at work
         self.follow()
 
     def follow(self) -> None:
@@ -36,9 +36,9 @@ class Center:
                 self._add(name, param.detach())
 
     def _add(self, name: str, value: Tensor) -> None:
-        self.z[name] = wide(value)
+        self.z[name] = widen(value)
         self.velocity[name] = torch.zeros_like(self.z[name])
-        self._taken[name] = torch.zeros_like(self.z[name])
+        self._difference[name] = torch.zeros_like(self.z[name])
 
     def _of(self, learner: Sequence[Tensor]) -> list[Tensor]:
         """A learner's tensors that take part, in the order of z."""
@@ -47,7 +47,8 @@ class Center:
 
     # Buckets -----------------------------------------------------------------------------------------------------
 
-    def laid_out(self) -> bool:
+    @property
+    def has_its_buckets(self) -> bool:
         """Whether the buckets are those of the parameters that take part."""
         return {name for bucket in self.buckets for name in bucket.names} == set(self.z)
 
@@ -55,9 +56,9 @@ class Center:
         """Lay the buckets out; the memory is the channel's (every rank calls it alike)."""
         self.release(channel)
         named: list[Any] = list(self.z.items())
-        for i, some in enumerate(layout(named, bucket_bytes)):
+        for i, some in enumerate(group_into_buckets(named, bucket_bytes)):
             device = some[0][1].device
-            bucket = Bucket(i, some, channel.empty if device.type == "cpu" else partial(_on, device))
+            bucket = Bucket(i, some, channel.empty if device.type == "cpu" else partial(on_device, device))
             bucket.tag = f"corrections/{i}"
             self.buckets.append(bucket)
 
@@ -76,23 +77,23 @@ class Center:
     def fill(self, learners: Sequence[Sequence[Tensor]]) -> None:
         """Write the sum of w_j - z over these learners into the buckets."""
         held = self.sums()
-        sums, scratch, z = [held[n] for n in self.z], list(self._taken.values()), list(self.z.values())
+        sums, scratch, z = [held[n] for n in self.z], list(self._difference.values()), list(self.z.values())
         _difference(sums, self._of(learners[0]), z)
         for learner in learners[1:]:
             _difference(scratch, self._of(learner), z)
             torch._foreach_add_(sums, scratch)
 
-    def take(self, learner: Sequence[Tensor]) -> None:
+    def remember(self, learner: Sequence[Tensor]) -> None:
         """Remember w - z."""
-        _difference(list(self._taken.values()), self._of(learner), list(self.z.values()))
+        _difference(list(self._difference.values()), self._of(learner), list(self.z.values()))
 
     def correct(self, learner: Sequence[Tensor], alpha: float) -> None:
-        """w <- w - alpha (what `take` remembered)."""
-        mine, taken = self._of(learner), list(self._taken.values())
-        if all(w.dtype == x.dtype for w, x in zip(mine, taken, strict=True)):
-            torch._foreach_sub_(mine, taken, alpha=alpha)
+        """w <- w - alpha (what `remember` took)."""
+        mine, kept = self._of(learner), list(self._difference.values())
+        if all(w.dtype == x.dtype for w, x in zip(mine, kept, strict=True)):
+            torch._foreach_sub_(mine, kept, alpha=alpha)
         else:
-            torch._foreach_copy_(mine, [w.to(x.dtype) - alpha * x for w, x in zip(mine, taken, strict=True)])
+            torch._foreach_copy_(mine, [w.to(x.dtype) - alpha * x for w, x in zip(mine, kept, strict=True)])
 
     def move(self, sums: dict[str, Tensor], alpha: float, momentum: float) -> None:
         """z <- z + alpha sums + momentum (z - z_before), by its velocity: v <- alpha sums + momentum v; z <- z + v.
@@ -136,7 +137,3 @@ def _difference(out: list[Tensor], w: list[Tensor], z: list[Tensor]) -> None:
         torch._foreach_sub_(out, z)
     else:
         torch._foreach_copy_(out, [x.to(c.dtype) - c.to(x.dtype).to(c.dtype) for x, c in zip(w, z, strict=True)])
-
-
-def _on(device: torch.device, n: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(n, dtype=dtype, device=device)

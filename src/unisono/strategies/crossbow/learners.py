@@ -43,10 +43,10 @@ class Batches(list[Any]):
 
 
 class Learners:
-    """`count` learners of one model; learner `turn` is in it. `copied()` makes a copy of the module."""
+    """`count` learners of one model; learner `turn` is in it. `copy_model()` makes a copy of the module."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, copied: Callable[[], nn.Module]) -> None:
-        self.model, self.optimizer, self._copied = model, optimizer, copied
+    def __init__(self, model: nn.Module, optimizer: Optimizer, copy_model: Callable[[], nn.Module]) -> None:
+        self.model, self.optimizer, self._copy_model = model, optimizer, copy_model
         self.named: list[tuple[str, Parameter]] = list(model.named_parameters())
         self.turn = 0
         self.parked: dict[int, Parked] = {}
@@ -100,9 +100,9 @@ class Learners:
         for learner in range(self.count, count):
             params = [torch.empty_like(p).copy_(p) for p in mine.params]
             buffers = [b.clone() for b in mine.buffers]
-            self.parked[learner] = Parked(params, buffers, _copied_state(mine.state))
+            self.parked[learner] = Parked(params, buffers, _copy_state(mine.state))
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """The one in the model stays; threads and the others are gone."""
         for lane in self._lanes:
             lane.close()
@@ -144,7 +144,7 @@ class Learners:
             self._streams.append(torch.cuda.Stream(device))
         jobs = [_job(loss_of, m, s, self._stream(i)) for i, (m, s) in enumerate(zip(modules, shares, strict=True))]
         handles = [lane.submit(job) for lane, job in zip(self._lanes, jobs[1:], strict=False)]
-        losses = _all_ended([Handle(jobs[0]), *handles])
+        losses = _wait_for_all([Handle(jobs[0]), *handles])
         for i in range(len(shares) if device is not None else 0):
             torch.cuda.current_stream(device).wait_stream(self._streams[i])
         grads = []
@@ -168,7 +168,7 @@ class Learners:
     def _module(self, learner: int) -> nn.Module:
         """A copy of the module that computes with the learner's own tensors, in the model's modes."""
         if learner not in self._modules:
-            self._modules[learner] = self._copied()
+            self._modules[learner] = self._copy_model()
         made = self._modules[learner]
         for theirs, tensor, (_, mine) in zip(made.parameters(), self.params(learner), self.named, strict=True):
             theirs.data = tensor
@@ -203,9 +203,9 @@ class Learners:
             mine = [b.detach() for b in self.model.buffers()]
             buffers = [torch.empty_like(b).copy_(x) for b, x in zip(mine, state["buffers"], strict=True)]
             kept = {self.named[int(i)][1]: one for i, one in state["state"].items()}
-            self.parked[learner] = Parked(params, buffers, {p: self._placed(p, one) for p, one in kept.items()})
+            self.parked[learner] = Parked(params, buffers, {p: self._place_state(p, one) for p, one in kept.items()})
 
-    def _placed(self, param: Parameter, state: State) -> State:
+    def _place_state(self, param: Parameter, state: State) -> State:
         """An optimizer's state of one parameter, on the devices where the learner in the model has its own."""
         here = self.optimizer.state.get(param, {})
         return {key: _like(value, here.get(key), param) for key, value in state.items()}
@@ -219,7 +219,7 @@ def _like(value: Any, model: Any, param: Tensor) -> Any:
     return value.to(device, copy=True)
 
 
-def _copied_state(state: State) -> State:
+def _copy_state(state: State) -> State:
     return {param: {key: copy.deepcopy(value) for key, value in one.items()} for param, one in state.items()}
 
 
@@ -253,7 +253,7 @@ def _counting(module: nn.Module, weight: float) -> Iterator[None]:
             hook.remove()
 
 
-def _all_ended(handles: Sequence[Handle[list[Tensor]]]) -> list[list[Tensor]]:
+def _wait_for_all(handles: Sequence[Handle[list[Tensor]]]) -> list[list[Tensor]]:
     """Every result; where some failed, the first error, once all have ended."""
     results, errors = [], []
     for handle in handles:

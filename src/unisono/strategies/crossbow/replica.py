@@ -1,26 +1,29 @@
-"""Replicas with several learners around a central model: what each worker does in a round, and what is kept of it."""
+"""The replica of crossbow: what each worker does in a round with its learners and the central model."""
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.background import Handle
-from unisono.strategies._fragments import Courier
-from unisono.strategies._periodic import PeriodicReplica
-from unisono.strategies.crossbow.central_model import Center
-from unisono.strategies.crossbow.learners import Learners
-from unisono.strategy import Strategy, share, share_buffers, taken
-from unisono.sync_batch_norm import move_batch_norm
+from unisono.exchange.learning_rates import LearningRates
+from unisono.exchange.side_channel import SideChannel
+from unisono.strategies.crossbow.central_model import CentralModel
+from unisono.strategies.crossbow.learners import Batches, Learners
+from unisono.strategies.crossbow.tuning import Tuning
+from unisono.strategy import Change, PeriodicReplica, bound_parameters, share, share_buffers
+from unisono.sync_batch_norm import SyncBatchNorm
 from unisono.world import World
+
+if TYPE_CHECKING:
+    from unisono.strategies.crossbow import crossbow
 
 T = TypeVar("T")
 
@@ -33,56 +36,41 @@ class Sum:
     sums: Callable[[], dict[str, Tensor]]
 
 
-class CenteredReplica(PeriodicReplica):
+class CrossbowReplica(PeriodicReplica):
     """A round is one window of each learner of this worker, in turn; all workers have the same number of learners.
 
     1. begin: before the first forward of a round that synchronises, w_j - z is summed over the learners here, and the
        sum over all workers is begun, behind the program: it depends on no gradient of the round;
     2. step: each learner takes its optimizer's step, and then its correction, from before the step;
-    3. end: the sum has arrived, and moves the central model.
-
-    `every`: rounds from one that synchronises to the next. `alpha`: None is 1 / (learners in all). A learning rate has
-    dropped when it is at most `drop` of its highest since the last drop.
+    3. end: the sum has arrived, and moves the central model. At intervals, the tuners change the number of learners, or
+       how often they meet.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        world: World,
-        strategy: Strategy,
-        *,
-        learners: int,
-        every: int,
-        alpha: float | None,
-        momentum: float,
-        drop: float,
-        accumulate: int,
-        bucket_bytes: int,
-    ) -> None:
-        super().__init__(model, optimizer, world, strategy, accumulate=accumulate)
-        self._ahead = model.register_forward_pre_hook(partial(_begin_if_due, weakref.ref(self)))
-        self.wanted, self.every = learners, every
-        self._alpha, self.momentum, self.drop, self._bucket_bytes = alpha, momentum, drop, bucket_bytes
-        self.learners = Learners(model, optimizer, self.copied)
-        self.center = Center(self.learners.named)
+    strategy: crossbow
+    own_optimizer: ClassVar[bool] = True
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: crossbow) -> None:
+        self.tuning = Tuning(strategy.learners, strategy.every, strategy.tune_every)
+        self._side_by_side = False  # `learn` ran since the tuners last decided
+        self.wanted, self.every = self.tuning.learners, self.tuning.every
         self.rounds, self._alone = 0, 0  # rounds so far; those since the last that synchronised
         self._looked = False  # the learner at work was looked at before its step
         self._exchange: Sum | None = None
         self._stale: Sum | None = None  # begun on every rank, and no longer wanted
-        self._high, self._dropped = self._rates(), False
-        self._courier: Courier | None = None
-        self.learners.resize(learners)
-        try:
-            self._start()
-        except BaseException:
-            self.close()
-            raise
+        self._learning_rates = LearningRates(optimizer)
+        self._high, self._dropped = self._learning_rates.by_group(), False
+        self._side: SideChannel | None = None
+        self._ahead: Any = None
+        self.learners = Learners(model, optimizer, self.copy_model)
+        self.center = CentralModel(self.learners.named)
+        super().__init__(model, optimizer, world, strategy, accumulate=strategy.accumulate)
+        # After the base's hook: the ranks meet before the next round begins.
+        self._ahead = model.register_forward_pre_hook(partial(_begin_if_due, weakref.ref(self)))
 
     @property
     def alpha(self) -> float:
         """The part of its difference to the central model that a learner gives up."""
-        given = self._alpha
+        given = self.strategy.alpha
         return given if given is not None else 1.0 / (self.world.size * self.learners.count)
 
     @property
@@ -90,25 +78,27 @@ class CenteredReplica(PeriodicReplica):
         """Whether this round synchronises."""
         return self._alone + 1 >= self.every
 
-    def _start(self) -> None:
+    def start(self) -> None:
         device = next((p.device for p in self.model.parameters() if p.is_cuda), None)
-        self._courier = Courier(self.world, device, inline=True, behind=self.world.size > 1)
+        self._side = SideChannel(self.world, device, inline=True, behind=self.world.size > 1)
+        if self.learners.count < self.wanted:
+            self.learners.resize(self.wanted)
         self._build()
 
     def _build(self) -> None:
-        self.start_job(lambda channel: self.center.build(channel, self._bucket_bytes)).wait()
+        self._submit(lambda channel: self.center.build(channel, self.strategy.bucket_bytes)).wait()
 
-    def start_job(self, job: Callable[[World], T]) -> Handle[T]:
+    def _submit(self, job: Callable[[World], T]) -> Handle[T]:
         """Run a job on the replica's channel, after those before it; where there are others, behind the program."""
-        assert self._courier is not None, "a replica that is not closed"
-        return self._courier.start(job)
+        assert self._side is not None, "a replica that is not closed"
+        return self._side.start(job)
 
-    def _stop(self) -> None:
-        if self._courier is not None:
-            self._courier.finish()
-            self.center.release(self._courier.channel)
-            self._courier.channel.close()
-            self._courier = None
+    def stop(self, change: Change | None = None) -> None:
+        if self._side is not None:
+            self._side.finish()
+            self.center.release(self._side.channel)
+            self._side.channel.close()
+            self._side = None
 
     # A round: begin, step, end -----------------------------------------------------------------------------------
 
@@ -118,13 +108,13 @@ class CenteredReplica(PeriodicReplica):
         if not self.due or self._exchange is not None:
             return
         if self._stale is not None:
-            self._awaited(self._stale)
+            self._wait_for(self._stale)
             self._stale = None
         self.center.follow()
-        if not self.center.laid_out():
+        if not self.center.has_its_buckets:
             self._build()
         self.center.fill([self.learners.params(j) for j in range(self.learners.count)])
-        self._note_rates()
+        self._update_learning_rates()
         dropped = torch.tensor([self._dropped], dtype=torch.uint8)
 
         def exchange(channel: World) -> bool:
@@ -133,24 +123,24 @@ class CenteredReplica(PeriodicReplica):
             channel.all_reduce(dropped, "max", tag="drop").wait()
             return bool(dropped.item())
 
-        self._exchange = Sum(self.start_job(exchange), self.center.sums)
+        self._exchange = Sum(self._submit(exchange), self.center.sums)
 
     def _about_to_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
-        self._take()
+        self._look()
         return super()._about_to_step(optimizer, args, kwargs)
 
     @torch.no_grad()
-    def _take(self) -> None:
+    def _look(self) -> None:
         """How far the learner at work is from z, as it is before the step."""
         self.center.follow()
         self.begin()
         if self.due:
-            self.center.take(self.learners.params(self.learners.turn))
+            self.center.remember(self.learners.params(self.learners.turn))
             self._looked = True
 
     def meet(self) -> None:
         if not self._looked:  # the step was skipped
-            self._take()
+            self._look()
         if self.due:
             self.center.correct(self.learners.params(self.learners.turn), self.alpha)
         self._looked = False
@@ -162,19 +152,19 @@ class CenteredReplica(PeriodicReplica):
     def _end_round(self) -> None:
         if self.due:
             assert self._exchange is not None, "begun before the round's first step"
-            dropped = self._awaited(self._exchange)
-            self.center.move(self._exchange.sums(), self.alpha, self.momentum)
+            dropped = self._wait_for(self._exchange)
+            self.center.move(self._exchange.sums(), self.alpha, self.strategy.momentum)
             self._exchange, self._alone = None, 0
             if dropped:
-                self._high, self._dropped = self._rates(), False
+                self._high, self._dropped = self._learning_rates.by_group(), False
                 self.restart()
                 self.world.ledger.event("crossbow", restart=self.met, why="a learning rate dropped")
         else:
             self._alone += 1
         self.rounds += 1
-        self.after_round()
+        self._tune()
 
-    def _awaited(self, exchange: Sum) -> bool:
+    def _wait_for(self, exchange: Sum) -> bool:
         ledger = self.world.ledger
         start = ledger.clock()
         heard = exchange.heard.wait()
@@ -189,20 +179,29 @@ class CenteredReplica(PeriodicReplica):
             self.center.copy_to(self.learners.params(j))
         self.center.rest()
 
-    def _rates(self) -> list[float]:
-        rates = [group.get("lr", math.nan) for group in self.optimizer.param_groups]
-        return [math.nan if isinstance(r, Tensor) and r.is_cuda else float(r) for r in rates]
-
-    def _note_rates(self) -> None:
+    def _update_learning_rates(self) -> None:
         """Whether a rate has dropped from its highest. A schedule that falls a little in each window must not restart
         in each: a restart takes back what the learners did since the central model last moved."""
-        now, most = self._rates(), self.drop * (1.0 + 1e-9)
+        now, most = self._learning_rates.by_group(), self.strategy.drop * (1.0 + 1e-9)
         self._dropped |= any(new < high and new <= most * high for new, high in zip(now, self._high, strict=False))
         if not self._dropped:
             self._high = [max(pair) for pair in zip(now, self._high, strict=False)] + now[len(self._high) :]
 
-    def after_round(self) -> None:
-        """Between two rounds, on every rank."""
+    def _tune(self) -> None:
+        """Between rounds: at intervals, change the number of learners, or how often they meet."""
+        observed = self.tuning.observe(self.met, self.world.ledger)
+        if observed is None:
+            return
+        sums = torch.tensor([*observed, self._side_by_side], dtype=torch.float64)
+        self._submit(lambda channel: channel.all_reduce(sums, "sum", tag="tuning").wait()).wait()
+        throughput, communication, compute, users = sums.tolist()
+        why = self.tuning.decide(throughput, communication, compute, side_by_side=users == self.world.size)
+        self._side_by_side = False
+        if why:
+            self.every = self.tuning.every
+            self.resize(self.tuning.learners)
+            decided = {"learners": self.tuning.learners, "every": self.tuning.every, "throughput": throughput}
+            self.world.ledger.event("crossbow", **decided, why=why)
 
     def resize(self, count: int) -> None:
         """Between two rounds: learners that are new begin at z, with the optimizer state of the first."""
@@ -212,18 +211,59 @@ class CenteredReplica(PeriodicReplica):
         for j in range(before, count):
             self.center.copy_to(self.learners.params(j))
 
+    # Side by side ------------------------------------------------------------------------------------------------
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Batches]:
+        """The loader's batches, so many at a time as `learn` runs side by side."""
+        return self.learners.batches(loader, self.strategy.accumulate, self.world)
+
+    def learn(
+        self,
+        loss_of: Callable[[nn.Module, Any], Tensor],
+        batches: Sequence[Any],
+        *,
+        adjust: Callable[[], object] | None = None,
+    ) -> list[Tensor]:
+        """Run the learners side by side, in threads (streams on CUDA): `accumulate` batches each, and a step each.
+
+        `loss_of(model, batch)` computes the loss with the model it is given; enter autocast inside it. `adjust()` is
+        called before each learner's step, with its gradients in `replica.model`: to clip them, say. The loop has no
+        backward and no step of its own. The arithmetic is that of the plain loop. Returns the losses.
+
+        for batches in replica.batches(loader):
+            replica.learn(lambda model, batch: loss_fn(model(batch[0]), batch[1]), batches)
+        """
+        if self.learners.count > 1 and any(isinstance(m, SyncBatchNorm) for m in self.model.modules()):
+            raise ValueError(
+                "SyncBatchNorm cannot run in several learners at a time, as their collectives would mix: use "
+                "BatchNorm, or the plain loop, in which learners take turns"
+            )
+        losses, self._side_by_side = [], True
+        self.meet_if_due()
+        for shares in self.learners.shares(batches, self.strategy.accumulate, self.world):
+            self.begin()
+            found, grads = self.learners.gradients(loss_of, shares)
+            losses += found
+            for each in grads:
+                self.learners.put(each)
+                if adjust is not None:
+                    adjust()
+                self.optimizer.step()  # ends the window, and with it this learner's turn
+                self.model.zero_grad()
+        return losses
+
     # The model to evaluate, and state ----------------------------------------------------------------------------
 
-    def copied(self) -> nn.Module:
-        made = super().copied()
+    def copy_model(self) -> nn.Module:
+        made = super().copy_model()
         made._forward_pre_hooks.pop(self._ahead.id, None)
         return made
 
     @torch.no_grad()
     def consolidate(self) -> nn.Module:
         """A copy that holds the central model, and the mean of all learners' buffers (every rank calls it)."""
-        super().consolidate()
-        made = self.copied()
+        self.meet_if_due()
+        made = self.copy_model()
         self.center.copy_to([p.detach() for p in made.parameters()])
         buffers = [b.detach() for b in made.buffers()]
         for i, buffer in enumerate(buffers):
@@ -236,52 +276,54 @@ class CenteredReplica(PeriodicReplica):
         return made
 
     def shared_state(self) -> dict[str, Any]:
-        """What all ranks have alike, between rounds."""
+        """In mid-round the sum is part of it: what learners that have stepped gave to it is gone."""
+        sums, exchange = None, self._exchange
+        if self.learners.turn and exchange is not None:  # begun on every rank, so it ends without more
+            sums = {"heard": self._wait_for(exchange), "sums": {n: x.clone() for n, x in exchange.sums().items()}}
         return {
-            **super().state_dict()["shared"],
+            **super().shared_state(),
             **self.center.state_dict(),
             "learners": self.learners.count,
             "rounds": self.rounds,
             "alone": self._alone,
             "high": list(self._high),
             "dropped": self._dropped,
+            "tuning": self.tuning.state_dict(),
+            "turn": self.learners.turn,
+            "under way": sums,
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        """In mid-round the sum is part of it: what learners that have stepped gave to it is gone."""
-        shared = self.shared_state()
-        sums, exchange = None, self._exchange
-        if self.learners.turn and exchange is not None:  # begun on every rank, so it ends without more
-            sums = {"heard": self._awaited(exchange), "sums": {n: x.clone() for n, x in exchange.sums().items()}}
-        shared |= {"turn": self.learners.turn, "under way": sums}
-        return {"shared": shared, "local": {"others": self.learners.state_dict()}}
+    def local_state(self) -> dict[str, Any]:
+        return {"others": self.learners.state_dict()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any], *, same_world: bool = True) -> None:
-        """In another world, or with another number of learners, all learners begin at the central model."""
-        shared = state["shared"]
-        if "center" not in shared:
+        if "center" not in state["shared"]:
             raise ValueError(
                 "the checkpoint is of a strategy without a central model: load it with the strategy that it was "
                 "saved with, then call replica.switch('crossbow')"
             )
         self._forget()
         super().load_state_dict(state, same_world=same_world)
-        self.take_shared(shared)
-        if same_world and shared["learners"] == self.wanted:
-            self.learners.load_state_dict(state["local"]["others"], shared["turn"])
-            if shared["under way"] is not None:
-                sums = {name: x.to(self.center.z[name]) for name, x in shared["under way"]["sums"].items()}
-                self._exchange = Sum(Handle.of(shared["under way"]["heard"]), partial(dict, sums))
-        else:
-            self._all_at_center()
 
-    def take_shared(self, shared: dict[str, Any]) -> None:
-        """Go on from another's `shared_state`; sets `wanted`, where the number of learners is part of it."""
-        self.step, self.rounds, self._alone = shared["step"], shared["rounds"], shared["alone"]
+    def load_shared(self, shared: dict[str, Any]) -> None:
+        super().load_shared(shared)
+        self.rounds, self._alone = shared["rounds"], shared["alone"]
         self.center.load_state_dict(shared)
         self._high, self._dropped = list(shared["high"]), shared["dropped"]
         self._looked = False
+        self.tuning.load_state_dict(shared["tuning"])
+        self.wanted, self.every = self.tuning.learners, self.tuning.every
+
+    def load_local(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]], *, same_world: bool) -> None:
+        """In another world, or with another number of learners, all learners begin at the central model."""
+        if not same_world or shared["learners"] != self.wanted:
+            self._all_at_center()
+            return
+        self.learners.load_state_dict(locals_[0]["others"], shared["turn"])
+        if shared["under way"] is not None:
+            sums = {name: x.to(self.center.z[name]) for name, x in shared["under way"]["sums"].items()}
+            self._exchange = Sum(Handle.of(shared["under way"]["heard"]), partial(dict, sums))
 
     def _all_at_center(self) -> None:
         """The model's optimizer state is every learner's, and a round begins."""
@@ -295,52 +337,48 @@ class CenteredReplica(PeriodicReplica):
             self.begin()
         self._stale, self._exchange = self._exchange or self._stale, None
 
-    # Another world -----------------------------------------------------------------------------------------------
+    # Another world: all learners begin at the source's central model; who was in its world keeps its optimizer's state.
 
-    @torch.no_grad()
-    def rebind(self, world: World, *, source: int = 0) -> str:
-        """All learners begin at `source`'s central model; who was in its world keeps its optimizer's state."""
-        self._ended = 0
-        size = self.world.size
-        self._stop()
-        self._exchange = self._stale = None
+    def settle(self, *, is_source: bool) -> None:
+        self._unmet = 0
+        self._exchange = self._stale = None  # its world ends
         self.learners.turn_to(0)
-        self.move_to(world)
-        every = world.gather_objects([size, self.rounds])
-        mine = [self.shared_state(), world.ledger.step_count, self.optimizer.state_dict()]
-        shared, steps, optimizer = world.broadcast_object(mine if world.rank == source else None, source)
-        share(self.model, world, source)
-        stayed = size == every[source][0] > 1 and self.rounds >= every[source][1] - 1
-        if not stayed and world.rank != source:
-            self.optimizer.load_state_dict(optimizer)
-        if world.ledger.step_count != steps:
-            world.ledger.resume(steps)
-        self.take_shared(shared)
-        if stayed and self.learners.count == self.wanted:
+
+    def progress(self) -> int:
+        return self.rounds
+
+    def got_as_far(self, progress: int, source: int) -> bool:
+        """A rank may have been lost in mid-round: some have ended it, some have not."""
+        return progress >= source - 1
+
+    def take_model(self, change: Change) -> str:
+        share(self.model, change.world, change.source)
+        return (
+            f"every learner begins at the central model of rank {change.source} of {change.world.size}, at rest; "
+            f"optimizer states: their own where ranks stayed, else that of rank {change.source}"
+        )
+
+    def carry(self, change: Change, shared: dict[str, Any]) -> str:
+        self.load_shared(shared)
+        if change.keeps and self.learners.count == self.wanted and change.former_size > 1:
             self.restart()
         else:
             self._all_at_center()
-        self._start()
-        move_batch_norm(self.model, world)
-        return (
-            f"every learner begins at the central model of rank {source} of {world.size}, at rest, in step "
-            f"{self.step}; optimizer states: their own where ranks stayed, else that of rank {source}; gradients "
-            "that were not stepped are dropped"
-        )
+        return ""
 
     def close(self) -> None:
         """The model holds the central model (unless another replica trains it by now)."""
         super().close()
-        self._ahead.remove()
-        self._stop()
-        if not taken({param: name for name, param in self.learners.named}):
+        if self._ahead is not None:
+            self._ahead.remove()
+        if not bound_parameters({param: name for name, param in self.learners.named}):
             with torch.no_grad():
                 self.center.copy_to(self.learners.params(self.learners.turn))
-        self.learners.leave()
+        self.learners.close()
         self._exchange = self._stale = None
 
 
-def _begin_if_due(replica: weakref.ref[CenteredReplica], model: nn.Module, _: Any) -> None:
+def _begin_if_due(replica: weakref.ref[CrossbowReplica], model: nn.Module, _: Any) -> None:
     alive = replica()
     if alive is not None and model.training and torch.is_grad_enabled():
         alive.begin()

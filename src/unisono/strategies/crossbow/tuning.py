@@ -37,8 +37,8 @@ class LearnersTuner:
             return self.learners
         rose = self.before is None or throughput > self.before * (1.0 + self.gain)
         if rose and self.learners < self.most:
-            told = "try one more" if self.before is None else "the last one raised the throughput enough"
-            self.before, self.learners, self.why = throughput, self.learners + 1, told
+            why = "try one more" if self.before is None else "the last one raised the throughput enough"
+            self.before, self.learners, self.why = throughput, self.learners + 1, why
         elif rose:
             self.settled, self.why = True, "as many as there may be"
         else:
@@ -113,7 +113,7 @@ class Tuning:
         """Whether there is anything left to decide."""
         return self._every is not None or (self._learners is not None and not self._learners.settled)
 
-    def observed(self, step: int, ledger: Ledger) -> list[float] | None:
+    def observe(self, step: int, ledger: Ledger) -> list[float] | None:
         """Called after every round. At the end of an interval: this rank's windows a second, and the seconds that it
         stood still for communication and that it computed. The first round is left out: its memory is new."""
         if not self.under_way:

@@ -1,4 +1,4 @@
-"""Who serves whom: parameters parted among servers, a world of two for each worker and server, and the leaving.
+"""Who serves whom: parameters split among servers, a world of two for each worker and server, and the leaving.
 
 Worker and server ranks are those of the world in which all of them meet.
 """
@@ -14,26 +14,25 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 from torch.nn import Parameter
 
-from unisono.strategies.parameter_server.protocol import Coder, Desk, Local, Remote, Settled
+from unisono.strategies.parameter_server.protocol import Coder, LocalLink, RemoteLink, RequestLoop, Settled
 from unisono.strategies.parameter_server.server import Server
 from unisono.world import World
 
 
-class Party:
-    """My ways to the servers, and the desks of the server that is here, if one is."""
+class Connections:
+    """My links to the servers, and the loops of the server that is here, if one is."""
 
-    def __init__(self, ways: Sequence[Local | Remote], desks: Sequence[Desk]) -> None:
-        self.ways, self.desks = list(ways), list(desks)
+    def __init__(self, links: Sequence[LocalLink | RemoteLink], loops: Sequence[RequestLoop]) -> None:
+        self.links, self.loops = list(links), list(loops)
         self._lock = threading.Lock()
         self._left = False
-        _parties.add(self)
+        _connected.add(self)
 
     def settle(self, buffers: bytes) -> list[Settled]:
         """What every server holds when all workers rest; a rank that serves goes on when all have been told."""
-        found = [way.settle(buffers) for way in self.ways]
-        for way in self.ways:
-            if isinstance(way, Local):
-                way.server.told(way.worker, wait=True)
+        found = [link.settle(buffers) for link in self.links]
+        for link in self.links:
+            link.wait_until_all_settled()
         return found
 
     def leave(self) -> None:
@@ -41,58 +40,57 @@ class Party:
         with self._lock:
             left, self._left = self._left, True
         if not left:
-            for way in self.ways:
-                way.bye()
+            for link in self.links:
+                link.disconnect()
 
     def finish(self) -> None:
         """Leave, and serve the others until they have left too."""
         self.leave()
-        for desk in self.desks:
-            desk.wait()
-        self._let_go()
+        for loop in self.loops:
+            loop.wait()
+        self._release()
 
     def abandon(self) -> None:
         """End at once, also where others have not left."""
         self._left = True
-        for desk in self.desks:
-            desk.close()
-        self._let_go()
+        for loop in self.loops:
+            loop.close()
+        self._release()
 
-    def _let_go(self) -> None:
-        for way in self.ways:
-            if isinstance(way, Remote):
-                way.pair.close()
-        for desk in self.desks:
-            desk.pair.close()
-        _parties.discard(self)
+    def _release(self) -> None:
+        for link in self.links:
+            link.close()
+        for loop in self.loops:
+            loop.pair.close()
+        _connected.discard(self)
 
 
-_parties: set[Party] = set()
+_connected: set[Connections] = set()
 
 
 @atexit.register
-def _see_off() -> None:
+def _drain_at_exit() -> None:
     """At the end of the program: serve those that still train, unless this program has failed.
 
     All servers are told first: a rank that waits for the others of one may be what they wait for at another.
     """
-    parties, failed = list(_parties), getattr(sys, "last_value", None) is not None
-    for party in parties:
+    connected, failed = list(_connected), getattr(sys, "last_value", None) is not None
+    for connections in connected:
         if not failed:
-            party.leave()
-    for party in parties:
+            connections.leave()
+    for connections in connected:
         if failed:
-            party.abandon()
+            connections.abandon()
         else:
-            party.finish()
+            connections.finish()
 
 
-def when_forgotten(owner: object, party: Party) -> None:
+def leave_when_forgotten(owner: object, connections: Connections) -> None:
     """Leave when `owner` is gone without a close."""
-    weakref.finalize(owner, party.leave).atexit = False
+    weakref.finalize(owner, connections.leave).atexit = False
 
 
-def arrange(
+def connect(
     world: World,
     parts: Sequence[Sequence[Parameter]],
     places: Sequence[int],
@@ -100,34 +98,34 @@ def arrange(
     *,
     server: Callable[[Sequence[Parameter]], Server],
     coder: Callable[[Sequence[Parameter], int, int], Coder | None],
-) -> Party:
-    """Every rank's ways and desks: `parts[i]` of the parameters is served on rank `places[i]`.
+) -> Connections:
+    """Every rank's links and loops: `parts[i]` of the parameters is served on rank `places[i]`.
 
     `server(part)` makes a server; `coder(part, worker, i)` what its pushes are compressed with.
     """
     me = world.rank
     pairs = _pairs(world, [(w, s) for s in places for w in workers if w != s])
-    ways: list[Local | Remote] = []
-    desks: list[Desk] = []
+    links: list[LocalLink | RemoteLink] = []
+    loops: list[RequestLoop] = []
     for i, (place, part) in enumerate(zip(places, parts, strict=True)):
         here = server(part) if place == me else None
         if here is not None:
-            desks += [Desk(here, pairs[w, me], w, part, coder(part, w, i)) for w in workers if w != me]
+            loops += [RequestLoop(here, pairs[w, me], w, part, coder(part, w, i)) for w in workers if w != me]
         if me in workers:
             targets: Sequence[Tensor] = part  # wherever their memory will be: another replica may move it
             mine = coder(part, me, i)
             if here is not None:
-                ways.append(Local(here, me, targets, mine))
+                links.append(LocalLink(here, me, targets, mine))
             else:
-                ways.append(Remote(pairs[me, place], place, len(workers), targets, mine))
-    return Party(ways, desks)
+                links.append(RemoteLink(pairs[me, place], place, len(workers), targets, mine))
+    return Connections(links, loops)
 
 
-def parted(params: Sequence[Parameter], count: int) -> list[list[Parameter]]:
+def split_parameters(params: Sequence[Parameter], count: int) -> list[list[Parameter]]:
     """Whole tensors, the largest first to the part that has least; in their own order there.
 
     >>> import torch
-    >>> [[p.numel() for p in part] for part in parted([Parameter(torch.zeros(n)) for n in (3, 9, 4, 1)], 2)]
+    >>> [[p.numel() for p in part] for part in split_parameters([Parameter(torch.zeros(n)) for n in (3, 9, 4, 1)], 2)]
     [[9], [3, 4, 1]]
     """
     loads = [0] * count

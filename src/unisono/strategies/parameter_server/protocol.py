@@ -18,11 +18,11 @@ from unisono import packing
 from unisono.background import Handle, Lane
 from unisono.kernels.noise import noise
 from unisono.reducer import Codec
-from unisono.strategies.parameter_server.server import Answer, Grads, Layout, Server, Settings
+from unisono.strategies.parameter_server.server import Answer, ByteLayout, Grads, Server, Settings
 from unisono.world import PeerLost, World
 from unisono.world.ledger import Record
 
-PUSH, TICK, SETTLE, FETCH, PUT, BYE = range(1, 7)
+PUSH, TICK, SETTLE, FETCH, PUT, LEAVE = range(1, 7)
 Settled = tuple[list[Tensor], bytes, list[dict[str, Any]]]  # parameters, buffers, states of the optimizer
 _WORKER, _SERVER = 0, 1  # ranks in the world of a pair
 
@@ -30,7 +30,7 @@ _WORKER, _SERVER = 0, 1  # ranks in the world of a pair
 class Coder:
     """Gradients as bytes by a codec; with `feedback`, what did not get through is added to the next ones."""
 
-    def __init__(self, codec: Codec, layout: Layout, *, feedback: bool, seed: tuple[int, int]) -> None:
+    def __init__(self, codec: Codec, layout: ByteLayout, *, feedback: bool, seed: tuple[int, int]) -> None:
         """`seed`: the worker and the server, so that each pair draws its own random numbers."""
         self.codec, self.layout, self.seed = codec, layout, seed
         self.residual = torch.zeros(sum(layout.counts)) if feedback else None
@@ -64,8 +64,8 @@ class Coder:
         self._rates = rates
 
 
-class Local:
-    """A worker's way to the server in its own process."""
+class LocalLink:
+    """A worker's link to the server in its own process."""
 
     def __init__(self, server: Server, worker: int, targets: Sequence[Tensor], coder: Coder | None) -> None:
         self.server, self.worker, self.targets, self.coder = server, worker, targets, coder
@@ -98,17 +98,25 @@ class Local:
     def put(self, params: Sequence[Tensor], states: Sequence[dict[str, Any]]) -> None:
         self.server.put(params, states)
 
-    def bye(self) -> None:
+    def wait_until_all_settled(self) -> None:
+        """A rank that serves goes on when all workers have their answers."""
+        self.server.confirm_settled(self.worker, wait=True)
+
+    def disconnect(self) -> None:
+        """Tell the server that this worker comes no more."""
         self.server.leave(self.worker)
 
+    def close(self) -> None:
+        """There is nothing to let go of."""
 
-class Remote:
-    """A worker's way to a server in another process."""
+
+class RemoteLink:
+    """A worker's link to a server in another process."""
 
     def __init__(self, pair: World, rank: int, workers: int, targets: Sequence[Tensor], coder: Coder | None) -> None:
         """`rank`: the server's, in the world of all."""
         self.pair, self.rank, self.targets, self.coder = pair, rank, targets, coder
-        self.layout = Layout(targets)
+        self.layout = ByteLayout(targets)
         self._line = self.layout.empty()
         self._views = self.layout.views(self._line)
         self._head = torch.zeros(4 + workers, dtype=torch.int64)
@@ -145,10 +153,17 @@ class Remote:
         self._ask(PUT, packing.to_bytes([[p.detach() for p in params], list(states)]))
         self._answer()
 
-    def bye(self) -> None:
+    def wait_until_all_settled(self) -> None:
+        """The server waits for that."""
+
+    def close(self) -> None:
+        """Let go of the world of the two."""
+        self.pair.close()
+
+    def disconnect(self) -> None:
         with suppress(PeerLost, RuntimeError, ValueError):  # it may be gone as well
             if not self._owed:
-                self._ask(BYE)
+                self._ask(LEAVE)
             elif self.pair.transport is not None:  # it is still at my last request, and would not hear me
                 self.pair.transport.abandon(PeerLost("the worker left before it was answered"))
                 self.pair.close()
@@ -156,7 +171,7 @@ class Remote:
     def _ask(self, kind: int, text: bytes = b"", line: Tensor | None = None, there: Sequence[bool] = ()) -> None:
         flags = [int(x) for x in there] or [0] * len(self.targets)
         head = torch.tensor([kind, len(text), 0 if line is None else line.numel(), *flags])
-        self._owed = {BYE: 0, SETTLE: 2}.get(kind, 1)
+        self._owed = {LEAVE: 0, SETTLE: 2}.get(kind, 1)
         try:
             self.pair.send(head, _SERVER, tag="ask").wait()
             if text:
@@ -201,7 +216,7 @@ class Remote:
         )
 
 
-class Desk:
+class RequestLoop:
     """Where a server takes one worker's requests, in a thread of its own."""
 
     def __init__(self, server: Server, pair: World, worker: int, like: Sequence[Tensor], coder: Coder | None) -> None:
@@ -241,7 +256,7 @@ class Desk:
         assert self.pair.transport is not None
         self.pair.transport.recv(self._head, _WORKER)  # not in the ledger: an idle server moves nothing
         kind, text_bytes, line_bytes, *there = self._head.tolist()
-        if kind == BYE:
+        if kind == LEAVE:
             return False
         text = torch.empty(text_bytes, dtype=torch.uint8)
         if text_bytes:
@@ -270,7 +285,7 @@ class Desk:
             line, rest = self.server.settle(self.worker, text)
             self._send(line)
             self._send(_line_of(rest))
-            self.server.told(self.worker)
+            self.server.confirm_settled(self.worker)
         elif kind == FETCH:
             self._send(_line_of(packing.to_bytes(list(self.server.fetch()))))
         elif kind == PUT:

@@ -1,6 +1,6 @@
 """A parameter server: it holds part of the parameters and their optimizer, and takes what workers push.
 
-It knows nothing of messages: whoever speaks for a worker (see `pushpull`) calls its methods from a thread of its
+It knows nothing of messages: whoever speaks for a worker (see protocol.py) calls its methods from a thread of its
 own, and is held there for as long as the worker has to wait.
 """
 
@@ -35,7 +35,7 @@ class Answer(NamedTuple):
     clocks: list[int]
 
 
-class Layout:
+class ByteLayout:
     """Tensors one after the other in a line of bytes, each on a border of 64."""
 
     def __init__(self, like: Iterable[Tensor]) -> None:
@@ -79,7 +79,7 @@ class Server:
     ) -> None:
         """`params`: my part of what `optimizer` holds; values and optimizer state are copied from there."""
         self._changed = threading.Condition(threading.RLock())
-        self.layout = Layout(params)
+        self.layout = ByteLayout(params)
         self.staleness, self.delay = staleness, delay
         self._line = self.layout.empty()
         self._params = [Parameter(view) for view in self.layout.views(self._line)]
@@ -95,7 +95,7 @@ class Server:
         self._rounds = 0
         self._round: dict[int, Grads | None] = {}  # what the workers pushed in this round
         self._resting: set[int] = set()
-        self._untold: set[int] = set()  # those that have not had their answer when all rested
+        self._unanswered: set[int] = set()  # those that have not had their answer when all rested
         self._buffers: dict[int, bytes] = {}
         self._settles = 0
         self._settled: tuple[Tensor, bytes] = (self._line, b"")
@@ -131,13 +131,13 @@ class Server:
             self._wait(lambda: self._settles > number)
             return self._settled
 
-    def told(self, worker: int, *, wait: bool = False) -> None:
+    def confirm_settled(self, worker: int, *, wait: bool = False) -> None:
         """This worker has its answer to `settle`; `wait`: return when all have theirs."""
         with self._changed:
-            self._untold.discard(worker)
+            self._unanswered.discard(worker)
             self._changed.notify_all()
             if wait:
-                self._wait(lambda: not self._untold)
+                self._wait(lambda: not self._unanswered)
 
     def fetch(self) -> tuple[Tensor, list[dict[str, Any]]]:
         """The parameters as they are now, and the optimizer's state of each."""
@@ -151,14 +151,14 @@ class Server:
             for param, value, state in zip(self._params, params, states, strict=True):
                 param.copy_(value)
                 if state:
-                    self._optimizer.state[param] = {k: _at_home(v) for k, v in state.items()}
+                    self._optimizer.state[param] = {k: _copy_to_host(v) for k, v in state.items()}
 
     def leave(self, worker: int) -> None:
         """This worker comes no more."""
         with self._changed:
             self._clocks.pop(worker, None)
             self._resting.discard(worker)
-            self._untold.discard(worker)
+            self._unanswered.discard(worker)
             self._look_again()
 
     def close(self) -> None:
@@ -207,7 +207,7 @@ class Server:
             first = min(self._resting)
             line, states = self.fetch()
             self._settled = line, packing.to_bytes([self._buffers[first], states])
-            self._untold = set(self._resting)
+            self._unanswered = set(self._resting)
             self._resting.clear()
             self._buffers.clear()
             self._settles += 1
@@ -291,6 +291,6 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _at_home(value: Any) -> Any:
+def _copy_to_host(value: Any) -> Any:
     """A server works in the memory of the host, on copies of its own."""
     return value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)

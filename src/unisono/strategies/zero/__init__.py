@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from unisono.sizes import parse_size
 from unisono.strategies.zero.optimizer_shards import check
 from unisono.strategies.zero.replica import DTYPES, ZeroReplica
-from unisono.strategy import Replica, Strategy, check_count
+from unisono.strategy import Replica, Strategy
+from unisono.strategy.replica import check_count
 from unisono.world import World
 
 Place = Literal["device", "cpu", "disk"]

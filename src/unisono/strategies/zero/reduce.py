@@ -24,7 +24,7 @@ from torch.autograd import Variable
 from torch.utils.checkpoint import CheckpointFunction
 
 from unisono.background import Handle, Lane
-from unisono.exchange.overlap import scaled
+from unisono.exchange.overlap import scale_gradient
 from unisono.exchange.windows import Windows, if_alive
 from unisono.strategies.zero.keeping import Keeping
 from unisono.strategies.zero.sharded_gradient import ShardedGradient
@@ -364,7 +364,9 @@ class Backward(Windows, Keeping):
             hook.remove()
         self._weighting = []
         if weight != 1.0:
-            self._weighting = [unit.params[slot].register_hook(partial(scaled, weight)) for unit, slot in self._places]
+            self._weighting = [
+                unit.params[slot].register_hook(partial(scale_gradient, weight)) for unit, slot in self._places
+            ]
 
     def close(self) -> None:
         """Take the hooks off."""

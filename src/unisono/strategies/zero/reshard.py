@@ -23,6 +23,7 @@ class Movable(Replica):
     """A replica whose model and optimizer are split into units."""
 
     strategy: zero
+    splits_state = True
     units: list[Unit]
     _offload: Offloading | None
     _original: list[list[Tensor]]  # what the optimizer's groups held
@@ -67,7 +68,7 @@ class Movable(Replica):
                 key: x.to(unit.master.device) if isinstance(x, Tensor) and x.dim() else x for key, x in state.items()
             }
 
-    def resume(self) -> None:
+    def split_again(self) -> None:
         """Split them again."""
         self._start()
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from unisono.buckets import layout
+from unisono.buckets import group_into_buckets
 
 _ALIGN = 64  # bytes: a parameter starts on a cache line, and so does a shard
 _SMALL = 64  # a module this many times smaller than a unit may be stays with its parent
@@ -126,7 +126,7 @@ def units_by_size(model: nn.Module, unit_bytes: int, *, dtype: torch.dtype | Non
     found = []
     for own in (False, True):
         some = [(name, p) for name, p in named if (p in wide) == own]
-        found += [(list(reversed(group)), None if own else dtype) for group in layout(some, unit_bytes)]
+        found += [(list(reversed(group)), None if own else dtype) for group in group_into_buckets(some, unit_bytes)]
     found.sort(key=lambda one: order[one[0][0][1]])
     return [_unit(i, group, None, compute, size, rank) for i, (group, compute) in enumerate(found)]
 

@@ -9,41 +9,43 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unisono.exchange.reduction import Reduction
-from unisono.strategy import Replica, Strategy
+from unisono.exchange.reduction import Unsent
+from unisono.spec import build, describe
+from unisono.strategy.replica import Replica, Strategy
 from unisono.world import World
 
 
-def switch(replica: Replica, strategy: Strategy) -> Replica:
+def switch(replica: Replica, strategy: str | Strategy) -> Replica:
     """Bind `strategy` to the replica's model and optimizer, on every rank; a refusal leaves everything as it was.
 
     1. agree: every rank asks for the same strategy at the same step;
     2. gather: the model becomes the one that `consolidate()` gives, and the optimizer's states their mean, on every
        rank (where ranks had the same, nothing changes);
-    3. go on: the new replica counts on, and takes over what a reducer had still to send.
+    3. go on: the new replica counts on, and takes over what a reducer had still to send, in its own unit.
     """
-    from unisono.spec import describe
-
+    built: Strategy = build(strategy, kind="strategy")
     world, model = replica.world, replica.model
-    _agree(describe(strategy), replica.step, world)
+    _agree(describe(built), replica.step, world)
     consolidated = replica.consolidate()
+    unsent = replica.unsent()
     replica.restore()
     before = copy.deepcopy([model.state_dict(), replica.optimizer.state_dict()])
     _gather(model, consolidated)
-    _same_optimizer(replica.optimizer, world)
+    _average_optimizer(replica.optimizer, world)
+    new: Replica | None = None
     try:
-        new = strategy.bind(model, replica.optimizer, world)
+        new = built.bind(model, replica.optimizer, world)
+        new.step = replica.step
+        if unsent is not None:
+            _hand_over(unsent, new)
     except BaseException:
+        if new is not None:
+            new.restore()
+            new.close()
         model.load_state_dict(before[0])
         replica.optimizer.load_state_dict(before[1])
-        replica.resume()
+        replica.split_again()
         raise
-    new.step = replica.step
-    old_reduction, new_reduction = (getattr(r, "_reduction", None) for r in (replica, new))
-    if isinstance(old_reduction, Reduction) and isinstance(new_reduction, Reduction):
-        kept = old_reduction.state_dict()
-        new_reduction.load_state_dict(kept["shared"], [kept["local"]])
-        new_reduction.scale = old_reduction.scale  # what was kept is in its units
     if replica.scaler is not None:
         new.watch(replica.scaler)
     replica.close()
@@ -53,8 +55,8 @@ def switch(replica: Replica, strategy: Strategy) -> Replica:
 def _agree(strategy: str, step: int, world: World) -> None:
     every = world.gather_objects([strategy, step])
     if any(other != every[0] for other in every):
-        told = "; ".join(f"rank {r} asks for {text} at step {at}" for r, (text, at) in enumerate(every))
-        raise ValueError(f"the ranks do not switch alike: {told}. Every rank must call switch() at the same step")
+        asked = "; ".join(f"rank {r} asks for {text} at step {at}" for r, (text, at) in enumerate(every))
+        raise ValueError(f"the ranks do not switch alike: {asked}. Every rank must call switch() at the same step")
 
 
 @torch.no_grad()
@@ -67,7 +69,22 @@ def _gather(model: nn.Module, consolidated: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _same_optimizer(optimizer: torch.optim.Optimizer, world: World) -> None:
+def _hand_over(unsent: Unsent, new: Replica) -> None:
+    """What was still to be sent goes to the new replica. Differences of parameters that it has no use for are applied
+    now: that is what sending them would have done."""
+    taken = new.unsent()
+    if unsent.unit != "parameters" or (taken is not None and taken.unit == "parameters"):
+        new.take_unsent(unsent)
+        return
+    for name, param in new.model.named_parameters():
+        total = unsent.total(name)
+        if total is not None:
+            new.world.all_reduce(total, "mean", tag="switch").wait()
+            param.detach().sub_(total)
+
+
+@torch.no_grad()
+def _average_optimizer(optimizer: torch.optim.Optimizer, world: World) -> None:
     """Momenta that differ between ranks become their mean: ranks with one model and other momenta would part."""
     if world.size == 1:
         return

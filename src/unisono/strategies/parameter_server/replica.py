@@ -1,0 +1,287 @@
+"""The worker's side: its copy of the model, whose optimizer steps nothing, because the servers' optimizers do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from unisono import packing
+from unisono.exchange.overlap import scale_gradient
+from unisono.strategies.parameter_server.placement import (
+    Connections,
+    connect,
+    leave_when_forgotten,
+    split_parameters,
+)
+from unisono.strategies.parameter_server.protocol import Coder, LocalLink, RemoteLink
+from unisono.strategies.parameter_server.server import ByteLayout, Grads, Server, Settings, options_of
+from unisono.strategy import Change, PeriodicReplica
+from unisono.sync_batch_norm import move_batch_norm
+from unisono.world import World
+
+if TYPE_CHECKING:
+    from unisono.strategies.parameter_server import parameter_server
+
+
+class ServedReplica(PeriodicReplica):
+    """A worker's copy of the model. Its optimizer steps nothing: the servers' optimizers do."""
+
+    strategy: parameter_server
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: parameter_server) -> None:
+        self.strategy = strategy
+        self._parts: list[list[Parameter]] = []
+        self._connections: Connections | None = None
+        self._connect(model, optimizer, world, own=strategy.place == "own")  # servers on their own end here
+        self._connected = True
+        self._stashed: list[tuple[Parameter, Tensor | None]] = []
+        self._pushed = False  # this window's gradients are on their link
+        self._at_home = True  # the optimizer's states are here as well
+        self._known: Settings | None = None  # the options that the servers know of
+        self._ahead: Counter[int] = Counter()
+        self._missed: Counter[int] = Counter()
+        self._clocks: list[int] = []
+        super().__init__(model, optimizer, world, strategy, accumulate=strategy.accumulate)
+        self._hooks.append(optimizer.register_state_dict_pre_hook(lambda _: self._fetch()))
+
+    def start(self) -> None:
+        """In a new world, servers are beside the first ranks."""
+        if not self._connected:
+            self._at_home, self._known = True, None
+            self._connect(self.model, self.optimizer, self.world, own=False)
+            self._connected = True
+
+    def _connect(self, model: nn.Module, optimizer: Optimizer, world: World, *, own: bool) -> None:
+        """Make links to the servers, and those servers that are here."""
+        strategy, n, me = self.strategy, world.size, world.rank
+        count = min(strategy.servers, n)
+        self._parts, self._connections = [], None
+        if n == 1 and strategy.reducer is None:  # the optimizer does it all
+            return
+        self._parts = split_parameters([p for group in optimizer.param_groups for p in group["params"]], count)
+        workers = range(n - count if own else n)
+        self._connections = connect(
+            world,
+            self._parts,
+            range(n - count, n) if own else range(count),
+            workers,
+            server=partial(_server, optimizer, workers, strategy),
+            coder=partial(_coder, strategy),
+        )
+        if own:
+            world.narrow(workers)
+        if me not in workers:
+            self._connections.finish()
+            raise SystemExit(0)
+        if own:
+            move_batch_norm(model, world)
+        leave_when_forgotten(self, self._connections)
+
+    @property
+    def _links(self) -> Sequence[LocalLink | RemoteLink]:
+        return self._connections.links if self._connections is not None else ()
+
+    # Training ---------------------------------------------------------------------------------------------------
+
+    def sync(self) -> None:
+        """End the window; what it gave is pushed when the optimizer steps."""
+        self.windows.before_step()
+
+    def before_step(self) -> None:
+        """Push the gradients, pull the parameters, and leave the optimizer nothing to do."""
+        self.windows.before_step()
+        while self._unmet > 1:  # a window before this one was skipped
+            self._unmet -= 1
+            self.meet()
+        if self._connections is None:
+            return
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
+        grads = {p: p.grad for p in held}
+        if any(p not in grads for part in self._parts for p in part) or len(held) != sum(map(len, self._parts)):
+            raise ValueError("the optimizer's parameters have changed since un.parallel: make it anew with all of them")
+        scale = self._unscale()
+        self._stashed = list(grads.items())
+        if scale is not None:
+            dense = {p: None if g is None else _plain_grad(g, scale) for p, g in grads.items()}
+            self._exchange([[dense[p] for p in part] for part in self._parts])
+        else:
+            self._exchange([None] * len(self._parts))
+        for p in held:
+            p.grad = None
+        self._pushed = True
+
+    def _unscale(self) -> float | None:
+        """What to multiply gradients with; None: AMP found an overflow. Fused optimizers leave both to the step."""
+        found, scale = (getattr(self.optimizer, name, None) for name in ("found_inf", "grad_scale"))
+        if isinstance(found, Tensor) and bool(found.item()):
+            return None
+        return 1.0 / float(scale.item()) if isinstance(scale, Tensor) else 1.0
+
+    def after_step(self) -> None:
+        super().after_step()
+        for param, grad in self._stashed:  # for those who look at them after the step
+            param.grad = grad
+        self._stashed, self._pushed = [], False
+
+    def meet(self) -> None:
+        """A window whose step was skipped is still a window of mine."""
+        if not self._pushed and self._connections is not None:
+            self._exchange([None] * len(self._parts))
+        self._pushed = False
+
+    @torch.no_grad()
+    def _exchange(self, grads: Sequence[Grads | None]) -> None:
+        if self._at_home:
+            self.optimizer.state.clear()  # the servers go on with it
+            self._at_home = False
+        options = options_of(self.optimizer)
+        settings, self._known = None if options == self._known else options, options
+        rates = {p: group.get("lr", 0.0) for group in self.optimizer.param_groups for p in group["params"]}
+        for link, part, given in zip(self._links, self._parts, grads, strict=True):
+            code = None
+            if link.coder is not None and given is not None:
+                code = link.coder.encode(given, self.step, [float(rates[p]) for p in part])
+            link.push(given, settings, code)
+        answers = [link.pull() for link in self._links]
+        ahead, missed = max(a.ahead for a in answers), max(a.missed for a in answers)
+        self._ahead[ahead] += 1
+        self._missed[missed] += 1
+        self._clocks = answers[0].clocks
+        self.world.ledger.event("staleness", ahead=ahead, missed=missed, clocks=self._clocks)
+
+    def weight_changed(self, weight: float) -> None:
+        """Gradients count by their share of the global batch (uneven ends; see `World.weight`)."""
+        self.weigh_gradients(None if weight == 1.0 else partial(scale_gradient, weight))
+
+    # Progress ---------------------------------------------------------------------------------------------------
+
+    def staleness(self) -> dict[str, dict[int, int]]:
+        """Histograms over my windows: how many "ahead" of the slowest worker each began, and how many pushes of
+        others it "missed": applied between its pull and its push."""
+        return {"ahead": dict(sorted(self._ahead.items())), "missed": dict(sorted(self._missed.items()))}
+
+    def progress(self) -> list[int]:
+        """The windows of every worker, as I heard last; -1 for one that has left."""
+        return list(self._clocks)
+
+    # State ------------------------------------------------------------------------------------------------------
+
+    def consolidate(self) -> nn.Module:
+        """The servers' parameters when every worker has come here, with the first worker's buffers."""
+        self.meet_if_due()
+        made = self.copy_model()
+        self._rest(made, buffers=True)
+        return made
+
+    @torch.no_grad()
+    def _rest(self, model: nn.Module, *, buffers: bool) -> None:
+        """When all workers rest: the servers' parameters into `model`, the optimizer's states home."""
+        if self._connections is None:
+            return
+        mine = packing.to_bytes([b.detach() for b in model.buffers()]) if buffers else b""
+        same = dict(zip(self.model.parameters(), model.parameters(), strict=True))
+        for part, (values, theirs, states) in zip(self._parts, self._connections.settle(mine), strict=True):
+            for param, value in zip(part, values, strict=True):
+                same[param].copy_(value)
+            self._take(part, states)
+            if buffers:
+                for buffer, value in zip(model.buffers(), packing.from_bytes(theirs), strict=True):
+                    buffer.copy_(value)
+        self._at_home = True
+
+    def _take(self, part: Sequence[Parameter], states: Sequence[dict[str, Any]]) -> None:
+        for param, state in zip(part, states, strict=True):
+            if state:
+                self.optimizer.state[param] = {k: _move_beside(v, param) for k, v in state.items()}
+
+    @torch.no_grad()
+    def _fetch(self, *, params: bool = False) -> None:
+        """Bring the optimizer's states home, as they are now, and maybe the parameters."""
+        if self._at_home or self._connections is None:
+            return
+        for link, part in zip(self._links, self._parts, strict=True):
+            values, states = link.fetch()
+            for param, value in zip(part, values if params else (), strict=params):
+                param.copy_(value)
+            self._take(part, states)
+        self._at_home = True
+
+    def local_state(self) -> dict[str, Any]:
+        """Every rank calls it: model and optimizer then hold what the servers do, for any strategy to go on with."""
+        self._rest(self.model, buffers=False)
+        named = {p: name for name, p in self.model.named_parameters()}
+        return {
+            "residuals": {
+                named[p]: piece.clone()
+                for link, part in zip(self._links, self._parts, strict=True)
+                if link.coder is not None and link.coder.residual is not None
+                for p, piece in zip(part, link.coder.residual.split(link.coder.layout.counts), strict=True)
+            }
+        }
+
+    @torch.no_grad()
+    def load_local(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]], *, same_world: bool) -> None:
+        """Model and optimizer are loaded: the first worker brings both to the servers."""
+        named = {p: name for name, p in self.model.named_parameters()}
+        for link, part in zip(self._links, self._parts, strict=True):
+            if self.world.rank == 0:
+                link.put(part, [dict(self.optimizer.state.get(p, {})) for p in part])
+            if link.coder is not None and link.coder.residual is not None:
+                for p, piece in zip(part, link.coder.residual.split(link.coder.layout.counts), strict=True):
+                    found = [own["residuals"][named[p]] for own in locals_ if named[p] in own.get("residuals", {})]
+                    piece.copy_(torch.stack(found).double().sum(0) / len(locals_)) if found else piece.zero_()
+        self._at_home, self._known = True, None
+
+    def settle(self, *, is_source: bool) -> None:
+        """The source brings parameters and optimizer states from the servers."""
+        if is_source:
+            self._at_home = False
+            self._fetch(params=True)
+
+    def stop(self, change: Change | None = None) -> None:
+        connections, self._connections, self._connected = self._connections, None, False
+        if connections is not None and change is None:
+            connections.finish()
+        elif connections is not None:
+            connections.abandon()
+
+    def carry(self, change: Change, shared: dict[str, Any]) -> str:
+        super().carry(change, shared)
+        servers = len(self._parts) or 1
+        return f"on {servers} server(s) beside the first ranks; pushes that were not applied are dropped"
+
+    def close(self) -> None:
+        """The optimizer's states come home; a rank with a server stays until all workers have closed theirs."""
+        try:
+            self._fetch()
+        finally:
+            super().close()
+
+
+def _server(
+    optimizer: Optimizer, workers: Sequence[int], strategy: parameter_server, part: Sequence[Parameter]
+) -> Server:
+    return Server(part, optimizer, workers, staleness=strategy.staleness, delay=strategy.delay)
+
+
+def _coder(strategy: parameter_server, part: Sequence[Parameter], worker: int, server: int) -> Coder | None:
+    if strategy.reducer is None or strategy.reducer.codec is None:
+        return None
+    return Coder(strategy.reducer.codec, ByteLayout(part), feedback=strategy.feedback, seed=(worker, server))
+
+
+def _plain_grad(grad: Tensor, scale: float) -> Tensor:
+    dense = grad.to_dense() if grad.is_sparse else grad
+    return dense if scale == 1.0 else dense * scale
+
+
+def _move_beside(value: Any, param: Tensor) -> Any:
+    """A state from a server, where the optimizer would have made it: counts stay on the host."""
+    return value.to(param.device) if isinstance(value, Tensor) and value.dim() else value

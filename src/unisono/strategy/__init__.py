@@ -1,0 +1,29 @@
+"""Strategy: what is exchanged and when. `parallel()` binds one to a model and its optimizer and gives a `Replica`."""
+
+from __future__ import annotations
+
+from unisono.strategy.binding import parallel
+from unisono.strategy.periodic import PeriodicReplica
+from unisono.strategy.replica import (
+    Buffers,
+    Change,
+    Replica,
+    Strategy,
+    Unsent,
+    bound_parameters,
+    share,
+    share_buffers,
+)
+
+__all__ = [
+    "Buffers",
+    "Change",
+    "PeriodicReplica",
+    "Replica",
+    "Strategy",
+    "Unsent",
+    "bound_parameters",
+    "parallel",
+    "share",
+    "share_buffers",
+]

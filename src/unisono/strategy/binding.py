@@ -1,0 +1,134 @@
+"""`un.parallel`: binds a strategy to a model and its optimizer, once all ranks are known to hold the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import gc
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from unisono.spec import build, describe
+from unisono.strategy.replica import Replica, Strategy, bound_parameters, share
+from unisono.world import World, join
+
+observer: Callable[[nn.Module, Optimizer, Strategy, World], Replica] | None = None  # binds instead (`unisono memory`)
+
+
+def parallel(
+    model: nn.Module,
+    optimizer: Optimizer,
+    strategy: str | Strategy = "allreduce",
+    *,
+    world: World | None = None,
+    **settings: Any,
+) -> Replica:
+    """Train `model` together with the other ranks of `world`; the loop stays as it is.
+
+    `strategy` is a spec such as "allreduce(accumulate=4)" or an object; `settings` override its fields.
+    The model stays the same module. Rank 0's parameters and buffers become everyone's.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> parallel(model, optimizer, "allreduce", world=World()).step
+    0
+    """
+    built = build(strategy, kind="strategy")
+    if settings:
+        built = _with_settings(built, settings)
+    check(model, optimizer)
+    world = world if world is not None else join()
+    if not isinstance(world, World):
+        raise TypeError(f"world must be a World such as un.join() gives, got {world!r}")
+    if observer is not None:
+        return observer(model, optimizer, built, world)
+    if world.size > 1:
+        agree(model, optimizer, describe(built), world)
+        share(model, world)
+    replica: Replica = built.bind(model, optimizer, world)
+    world.ledger.restart()
+    return replica
+
+
+def _with_settings(strategy: Strategy, settings: dict[str, Any]) -> Strategy:
+    """`strategy` with some of its fields replaced."""
+    name = type(strategy).__name__
+    fields: list[str] = [f.name for f in dataclasses.fields(strategy)] if dataclasses.is_dataclass(strategy) else []
+    for key in settings:
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(fields) or 'none'}"
+            raise TypeError(f"{name} has no setting {key!r}; {hint}")
+    changed: Strategy = dataclasses.replace(strategy, **settings)  # type: ignore[type-var]
+    return changed
+
+
+def check(model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse a model without trainable parameters or already bound, and an optimizer that holds others."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    names = {param: name for name, param in model.named_parameters()}
+    if not any(param.requires_grad for param in names):
+        raise ValueError(
+            f"{type(model).__name__} has no trainable parameters ({len(names)} in all): there is nothing to "
+            "exchange; set requires_grad_(True) on what should learn"
+        )
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = [p for p in held if p not in names]
+    if foreign:
+        raise ValueError(
+            f"the optimizer holds {len(foreign)} parameter(s) that are not the model's, the first of shape "
+            f"{tuple(foreign[0].shape)}: make it from model.parameters() of the same model, after moving the "
+            "model to its device"
+        )
+    _check_free(names)
+
+
+def _check_free(names: dict[nn.Parameter, str]) -> None:
+    """Refuse parameters that another replica watches: their gradients would be exchanged twice."""
+    if not bound_parameters(names):
+        return
+    gc.collect()  # one that nobody holds any more, but its own hooks, watches nothing
+    held = bound_parameters(names)
+    if held:
+        raise ValueError(
+            f"{len(held)} parameter(s) of the model, the first {held[0]!r}, are already trained by another "
+            "replica: call close() on that one first, or give un.parallel one module that holds both"
+        )
+
+
+def agree(model: nn.Module, optimizer: Optimizer, strategy: str, world: World) -> None:
+    """Raise, on every rank, where ranks hold different models or settings, naming parameter and rank."""
+    lines = [*_description(model, optimizer), f"strategy: {strategy}"]
+    mark = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+    if len(set(world.gather_objects(mark))) == 1:
+        return
+    every = world.gather_objects(lines)
+    for i in range(max(len(other) for other in every)):
+        here = [other[i] if i < len(other) else "nothing" for other in every]
+        if len(set(here)) > 1:
+            told = "; ".join(f"rank {r} has {line}" for r, line in enumerate(here))
+            raise ValueError(
+                f"the ranks do not train the same thing: {told}. Every rank must build the same model, optimizer "
+                "and strategy"
+            )
+
+
+def _description(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
+    """What must be the same on every rank, a line each."""
+    for name, x in model.named_parameters():
+        frozen = "" if x.requires_grad else ", frozen"
+        order = "" if x.is_contiguous() else f", strides {list(x.stride())}"  # a bucket holds it in its memory order
+        yield f"parameter {name}: {str(x.dtype).removeprefix('torch.')} {list(x.shape)}{order}{frozen}"
+    for name, buffer in model.named_buffers():
+        yield f"buffer {name}: {str(buffer.dtype).removeprefix('torch.')} {list(buffer.shape)}"
+    for i, group in enumerate(optimizer.param_groups):
+        plain = [f"{k}={v!r}" for k, v in group.items() if isinstance(v, bool | int | float | str | tuple)]
+        yield f"optimizer: {type(optimizer).__name__}, group {i} of {len(group['params'])} tensors, {', '.join(plain)}"

@@ -1,0 +1,210 @@
+"""Replicas that train alone and meet the others between windows: what the model-exchanging strategies share."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.exchange.overlap import Exchange
+from unisono.exchange.windows import Counter
+from unisono.strategy.replica import Change, Replica, Strategy, share
+from unisono.world import World
+
+
+class PeriodicReplica(Replica):
+    """Counts windows of backward passes; after each, `meet()` may exchange parameters.
+
+    `meet()` runs exactly once per window, after the optimizer's step. AMP may skip the step on one rank alone: then it
+    runs late, before the next forward pass or when the model or its state is asked for, back to back with the next, so
+    that ranks never drift apart. `replica.watch(scaler)` lets it run in time, so that no rank waits for that one. A
+    step with a closure (LBFGS) is one window, however often it calls the closure.
+
+    A method overrides `start()` (called at the end of the construction, and again in every new world), `stop()` and
+    `meet()`.
+    """
+
+    own_models: ClassVar[bool] = False  # ranks' parameters differ: the model to evaluate is their mean
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, world: World, strategy: Strategy, *, accumulate: int = 1
+    ) -> None:
+        super().__init__(model, optimizer, world, strategy)
+        self.accumulate = accumulate
+        self.windows: Counter | Exchange = self.new_counter()
+        self._unmet = 0  # windows that have ended, and after which the ranks have not met
+        self._closure: AbstractContextManager[None] | None = None  # a step with a closure is under way
+        self._forward = model.register_forward_pre_hook(partial(_meet_if_due, weakref.ref(self)))
+        self._weighting: list[Any] = []
+        self._follow_weight()
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def new_counter(self) -> Counter:
+        """Counts windows from now on, by hooks on the parameters."""
+        *others, last = [p for p in self.model.parameters() if p.requires_grad]  # the last: backward reaches it first
+        return Counter(last, accumulate=self.accumulate, advance=self.advance, others=others)
+
+    @property
+    def met(self) -> int:
+        """The number of the window that `meet()` is about: windows so far, less those that are still to be met."""
+        return self.step - self._unmet
+
+    def meet(self) -> None:
+        """Between two windows: exchange what is due. Every rank comes here after every window."""
+        raise NotImplementedError
+
+    def meet_if_due(self) -> None:
+        """Meet, if a window has ended since."""
+        self.windows.catch_up()
+        while self._unmet:
+            self._unmet -= 1
+            with torch.no_grad():
+                self.meet()
+
+    # Around the optimizer's step ---------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        super().advance()
+        self._unmet += 1
+
+    def _about_to_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+        self._leave_closure()  # of a step before this one that failed
+        changed = super()._about_to_step(optimizer, args, kwargs)
+        if changed is not None:  # ranks may call their closures more or less often
+            self._closure = self.windows.no_sync()
+            self._closure.__enter__()
+        return changed
+
+    def _leave_closure(self) -> bool:
+        closure, self._closure = self._closure, None
+        if closure is not None:
+            closure.__exit__(None, None, None)
+        return closure is not None
+
+    def before_step(self) -> None:
+        self.windows.before_step()
+
+    def after_step(self) -> None:
+        if self._leave_closure():
+            self.windows.before_step()
+        self.windows.after_step()
+        self.meet_if_due()
+
+    def watch(self, scaler: torch.amp.GradScaler) -> None:
+        """Meet after `scaler.update()` where the step was skipped."""
+        super().watch(scaler)
+        update, me = scaler.update, weakref.ref(self)
+
+        def update_and_meet(*args: Any, **kwargs: Any) -> None:
+            update(*args, **kwargs)
+            _meet_if_due(me)
+
+        scaler.update = update_and_meet  # type: ignore[method-assign]
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.windows.no_sync()
+
+    def _follow_weight(self) -> None:
+        self.world.on_weight(self)
+        self.weight_changed(self.world.weight)
+
+    def weight_changed(self, weight: float) -> None:
+        """A batch of weight zero stands in for one that is missing (see `World.weight`): its gradient is zero."""
+        self.weigh_gradients(None if weight else torch.zeros_like)
+
+    def weigh_gradients(self, change: Any) -> None:
+        """Let every gradient be what `change(gradient)` gives; None: leave them as they are."""
+        for hook in self._weighting:
+            hook.remove()
+        params = [p for p in self.model.parameters() if p.requires_grad] if change is not None else []
+        self._weighting = [p.register_hook(change) for p in params]
+
+    # The model, and state ----------------------------------------------------------------------------------------
+
+    def consolidate(self) -> nn.Module:
+        """The model; where ranks have their own, a copy that holds their mean, with the same bits on each (every
+        rank calls it, and training goes on undisturbed)."""
+        self.meet_if_due()
+        if not self.own_models:
+            return self.model
+        made = self.copy_model()
+        average_models(made, self.world)
+        return made
+
+    def copy_model(self) -> nn.Module:
+        """A copy of the model that belongs to no replica."""
+        made = copy.deepcopy(self.model)
+        made._forward_pre_hooks.pop(self._forward.id, None)
+        return made
+
+    def state_dict(self) -> dict[str, Any]:
+        self.meet_if_due()  # ranks that did not skip their step have met, or wait for this one
+        return super().state_dict()
+
+    def load_shared(self, shared: dict[str, Any]) -> None:
+        super().load_shared(shared)
+        self._unmet = 0
+
+    # Another world -----------------------------------------------------------------------------------------------
+
+    def enter(self, world: World) -> None:
+        self.world.off_weight(self)
+        super().enter(world)
+        self._unmet = 0
+        self.windows.close()
+        self.windows = self.new_counter()
+        self._follow_weight()
+
+    def take_model(self, change: Change) -> str:
+        """Where ranks have their own models: the mean of those that stayed."""
+        if not self.own_models:
+            return super().take_model(change)
+        if len(change.stayed) == 1:
+            share(self.model, change.world, change.source)
+        else:
+            average_models(self.model, change.world, change.stayed, change.source)
+        others = change.world.size - len(change.stayed)
+        return (
+            f"the mean of the models of {len(change.stayed)} rank(s) that stayed; these keep their optimizers, "
+            f"{others} other(s) have rank {change.source}'s"
+        )
+
+    def close(self) -> None:
+        super().close()
+        self.world.off_weight(self)
+        self.windows.close()
+        self._forward.remove()
+        self._unmet = 0
+        self.weigh_gradients(None)
+        self.stop()
+
+
+def _meet_if_due(replica: weakref.ref[PeriodicReplica], *_: Any) -> None:
+    alive = replica()
+    if alive is not None:
+        alive.meet_if_due()
+
+
+@torch.no_grad()
+def average_models(model: nn.Module, world: World, ranks: Sequence[int] | None = None, source: int = 0) -> None:
+    """Numbers with a fraction become the mean over the ranks (or over some of them), others rank `source`'s."""
+    if world.size == 1:
+        return
+    tensors = [t.detach() for t in (*model.parameters(), *model.buffers())]
+    means: list[Tensor] = [t for t in tensors if t.is_floating_point() or t.is_complex()]
+    if ranks is not None:
+        for t in means:
+            t.mul_(1.0 / len(ranks)) if world.rank in ranks else t.zero_()
+    world.all_reduce(means, "mean" if ranks is None else "sum", tag="consolidate").wait()
+    world.broadcast([t for t in tensors if not (t.is_floating_point() or t.is_complex())], source).wait()

@@ -1,0 +1,352 @@
+"""Strategy and Replica: a method with its settings, and this rank's copy of the model under it."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.exchange.reduction import Unsent as Unsent
+from unisono.runtime import status
+from unisono.sync_batch_norm import move_batch_norm
+from unisono.world import World
+
+Buffers = Literal["average", "broadcast", "local"]
+_replicas: weakref.WeakSet[Replica] = weakref.WeakSet()  # those that watch a model
+_replicas_lock = threading.Lock()
+
+
+class Strategy(ABC):
+    """A method with its settings; the classes are frozen dataclasses whose fields are the settings."""
+
+    @abstractmethod
+    def bind(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
+        """Refuse what cannot work, by name and with the reason; else start watching the model."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """From one world to another: who stayed, in the ranks of the new world.
+
+    A rank stayed if it was in the same world as rank `source` and had got as far (see `Replica.progress`).
+    """
+
+    world: World  # the new one
+    source: int  # the rank whose state all go on from
+    former_size: int  # of the world that `source` comes from
+    former_ranks: tuple[int, ...]  # of every rank of the new world, in the world that it comes from
+    progress: tuple[Any, ...]  # of every rank of the new world: how far it got
+    stayed: tuple[int, ...]
+
+    @property
+    def keeps(self) -> bool:
+        """Whether this rank stayed."""
+        return self.world.rank in self.stayed
+
+    @property
+    def lost(self) -> int:
+        """How many ranks of the former world are not here any more."""
+        return self.former_size - len(self.stayed)
+
+    @property
+    def factor(self) -> float:
+        """New size over former size: what the ranks that stayed had still to send counts so many times, so that it
+        weighs the same in the mean over the ranks."""
+        return self.world.size / self.former_size
+
+    def describe_unsent(self) -> str:
+        """What becomes of what the former ranks had still to send."""
+        text = f"what {len(self.stayed)} of the {self.former_size} former ranks had still to send stays with them"
+        if self.world.size != self.former_size:
+            text += f", times {self.world.size}/{self.former_size}"
+        return text + (f"; that of {self.lost} lost rank(s) is gone" if self.lost > 0 else "")
+
+
+class Replica:
+    """This rank's copy of the model under a strategy. The defaults do nothing; a method overrides what it needs.
+
+    Three groups of methods:
+
+    - during training, called by hooks on the optimizer: `before_step`, `after_step`;
+    - state: `shared_state`, `load_shared`, `local_state` and `load_local` for checkpoints and new worlds, `unsent` and
+      `take_unsent` for `switch`;
+    - another world: `rebind` is the same for all methods; they override its steps `check_change`, `settle`, `stop`,
+      `take_model`, `start` and `carry`.
+    """
+
+    splits_state: ClassVar[bool] = False  # model and optimizer are split over the ranks: see `sharded_state`
+    own_optimizer: ClassVar[bool] = False  # ranks' optimizer states differ: those that stay in a new world keep theirs
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: Strategy) -> None:
+        self.model, self.optimizer, self.world, self.strategy = model, optimizer, world, strategy
+        self.scaler: torch.amp.GradScaler | None = None  # the one that it was told to watch
+        self.step = 0  # windows of backward passes so far (not optimizer steps: AMP may skip those)
+        self._hooks: list[Any] = [
+            optimizer.register_step_pre_hook(self._about_to_step),
+            optimizer.register_step_post_hook(lambda *_: self.after_step()),
+        ]
+        with _replicas_lock:
+            _replicas.add(self)
+
+    # Training ----------------------------------------------------------------------------------------------------
+
+    def _about_to_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+        """With a closure (LBFGS), backward happens inside the step, as often as it is called."""
+        closure = kwargs["closure"] if "closure" in kwargs else args[1] if len(args) > 1 else None
+        if closure is None:
+            return self.before_step()
+        rest = {name: value for name, value in kwargs.items() if name != "closure"}
+        return (args[0], _then(closure, self.before_step), *args[2:]), rest
+
+    def before_step(self) -> None:
+        """The optimizer is about to step."""
+
+    def after_step(self) -> None:
+        """The optimizer has stepped."""
+
+    def advance(self) -> None:
+        """Count a window, and end the ledger's step."""
+        self.step += 1
+        self.world.ledger.step(self)
+        status.note(step=self.world.ledger.step_count)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Exchange nothing inside the block: gradients stay local and add up."""
+        return nullcontext()
+
+    def sync(self) -> None:
+        """End the window now, on every rank: what has added up so far is exchanged. `optimizer.step()` does it
+        too; call it before clipping or AMP's unscaling where the last window of an epoch may be short."""
+        self.before_step()
+
+    def watch(self, scaler: torch.amp.GradScaler) -> None:
+        """Follow the loss scale of AMP: a method that keeps part of a gradient for later keeps it in the units of
+        its step. Without it, that part counts twice or half once, after each change of the scale."""
+        self.scaler = scaler
+
+    def consolidate(self) -> nn.Module:
+        """The model to evaluate or to save: here, the model itself."""
+        return self.model
+
+    def restore(self) -> None:
+        """Give model and optimizer back whole where they are split over the ranks; every rank calls it.
+
+        `close()` follows, or `split_again()`.
+        """
+
+    def split_again(self) -> None:
+        """Take them back after `restore()`."""
+
+    def close(self) -> None:
+        """Stop watching; the model is an ordinary one again."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self.world.ledger.leave(self)
+        with _replicas_lock:
+            _replicas.discard(self)
+
+    # State -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs beside model and optimizer: "shared" by all ranks, and "local" to this one."""
+        return {"shared": self.shared_state(), "local": self.local_state()}
+
+    def load_state_dict(self, state: dict[str, Any], *, same_world: bool = True) -> None:
+        """Take `state_dict()`'s state; at another world size `state["locals"]` has every old rank's part."""
+        locals_ = [state["local"]] if same_world else state["locals"]
+        self.load_shared(state["shared"])
+        self.load_local(state["shared"], locals_, same_world=same_world)
+
+    def shared_state(self) -> dict[str, Any]:
+        """What all ranks have alike, beside model and optimizer. It takes no other rank to find out."""
+        return {"step": self.step}
+
+    def local_state(self) -> dict[str, Any]:
+        """What is this rank's own."""
+        return {}
+
+    def load_shared(self, shared: dict[str, Any]) -> None:
+        """Take `shared_state()`: a checkpoint's, or that of the rank that all go on from in a new world."""
+        self.step = shared["step"]
+
+    def load_local(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]], *, same_world: bool) -> None:
+        """Take `local_state()`: in the same world mine is the only one of `locals_`, else every former rank's is
+        there. `shared` is the checkpoint's, and has been taken."""
+
+    def sharded_state(self) -> dict[str, Any] | None:
+        """Where model and optimizer are split over the ranks: what this one holds, as {"model", "optimizer"} with a
+        `Piece` in place of each tensor that is split. None where they are whole."""
+        return None
+
+    def load_sharded_state(self, whole: dict[str, Any], *, same_world: bool) -> None:
+        """Take my part of a checkpoint's model and optimizer, a `Stored` in place of every tensor."""
+        raise TypeError(f"{type(self.strategy).__name__} does not split model and optimizer over the ranks")
+
+    # Another strategy --------------------------------------------------------------------------------------------
+
+    def switch(self, strategy: str | Strategy) -> Replica:
+        """Go on with another strategy, from here on: `replica = replica.switch("powersgd(rank=2)")`.
+
+        Every rank calls it at the same step. Returns the replica to use from now on; this one is closed. What a
+        reducer had still to send goes over to the next, where that keeps such a memory too.
+        """
+        from unisono.strategy.switching import switch
+
+        return switch(self, strategy)
+
+    def unsent(self) -> Unsent | None:
+        """What this rank has kept back to send later, with the unit it is in; None where a method keeps nothing."""
+        return None
+
+    def take_unsent(self, unsent: Unsent) -> None:
+        """Send later what another method has kept back; ValueError where there is no way to do that."""
+        if unsent.is_empty:
+            return
+        name = type(self.strategy).__name__
+        raise ValueError(
+            f"{unsent.spec} has kept back {unsent.unit} that it has still to send, and {name} has no place for them: "
+            "switch to 'allreduce' first, which drops them and says so"
+        )
+
+    # Another world -----------------------------------------------------------------------------------------------
+
+    def rebind(self, world: World, *, source: int = 0) -> str:
+        """Go on in another world; rank `source` of it has the state to go on from. Says what was done.
+
+        1. who stayed: every rank says where it comes from and how far it got; a world that cannot work is refused;
+        2. stop: let go of all that belongs to the former world;
+        3. take over: model, optimizer, step and the ledger's count of steps;
+        4. start: begin to exchange with the ranks of the new world;
+        5. carry: bring the method's own state over.
+        """
+        self.check_world(world)
+        self.settle(is_source=world.rank == source)
+        mine = [self.world.size, self.world.rank, self.progress()]
+        change = self._who_stayed(world, source, world.gather_objects(mine))
+        self.check_change(change)
+        shared = self.shared_state() if world.rank == source else None
+        self.stop(change)
+        self.enter(world)
+        taken = self.take_model(change)
+        shared = self._follow_source(change, shared)
+        move_batch_norm(self.model, world)
+        self.start()
+        with torch.no_grad():
+            carried = self.carry(change, shared)
+        dropped = "gradients that were not stepped are dropped"
+        return "; ".join(filter(None, [f"step {self.step}: {taken}", carried, dropped]))
+
+    def _who_stayed(self, world: World, source: int, every: Sequence[Any]) -> Change:
+        size, _, progress = every[source]
+        same = [r for r, (n, _, theirs) in enumerate(every) if n == size and self.got_as_far(theirs, progress)]
+        stayed = same if size > 1 else [source]
+        _, ranks, progresses = zip(*every, strict=True)
+        return Change(world, source, size, tuple(ranks), tuple(progresses), tuple(stayed))
+
+    def _follow_source(self, change: Change, shared: dict[str, Any] | None) -> dict[str, Any]:
+        """The optimizer's state, the step and the ledger's count, and the method's `shared_state()` of the source."""
+        world = change.world
+        if world.rank == change.source:
+            packed = {
+                "optimizer": self.optimizer.state_dict(),
+                "step": self.step,
+                "steps": world.ledger.step_count,
+                "shared": shared,
+            }
+        else:
+            packed = {}
+        packed = world.broadcast_object(packed, change.source)
+        if world.rank != change.source:
+            if not (self.own_optimizer and change.keeps):
+                self.optimizer.load_state_dict(packed["optimizer"])
+            self.step = packed["step"]
+            if world.ledger.step_count != packed["steps"]:
+                world.ledger.resume(packed["steps"])
+        return packed["shared"]  # type: ignore[no-any-return]
+
+    def check_world(self, world: World) -> None:
+        """Refuse a world that the method cannot work in."""
+
+    def settle(self, *, is_source: bool) -> None:
+        """The former world ends: wait for what still arrives, forget what does not."""
+
+    def progress(self) -> Any:
+        """How far this rank got: plain values, the same on ranks that went through the same exchanges."""
+        return self.step
+
+    def got_as_far(self, progress: Any, source: Any) -> bool:
+        """Whether a rank of the source's former world got as far as the source, by what `progress` gave."""
+        return bool(progress == source)
+
+    def check_change(self, change: Change) -> None:
+        """Refuse a change that loses what is needed; nothing has changed yet."""
+
+    def stop(self, change: Change | None = None) -> None:
+        """Let go of channels, threads and memory of the former world. `close()` calls it too, without a change."""
+
+    def enter(self, world: World) -> None:
+        """Be in another world. Gradients that were not stepped are those of the former one: a rank that comes has
+        none."""
+        self.world = world
+        self.model.zero_grad()
+
+    def take_model(self, change: Change) -> str:
+        """Make the model the one to go on from; says which that is."""
+        if change.world.size > 1:
+            share(self.model, change.world, change.source)
+        return f"model and optimizer from rank {change.source} of {change.world.size}"
+
+    def start(self) -> None:
+        """Begin to exchange with the ranks of `self.world`; model and optimizer are those to go on from."""
+
+    def carry(self, change: Change, shared: dict[str, Any]) -> str:
+        """Take the source's `shared_state()`, and keep what is this rank's own; says what became of that, or ""."""
+        self.load_shared(shared)
+        return ""
+
+
+def _then(closure: Callable[[], Any], call: Callable[[], None]) -> Callable[[], Any]:
+    def both() -> Any:
+        loss = closure()
+        call()
+        return loss
+
+    return both
+
+
+def bound_parameters(names: dict[nn.Parameter, str]) -> list[str]:
+    """Which of these parameters a replica watches, by name."""
+    with _replicas_lock:
+        return [names[p] for replica in _replicas for p in replica.model.parameters() if p in names]
+
+
+def share(model: nn.Module, world: World, src: int = 0) -> None:
+    """Give every rank rank `src`'s parameters and buffers."""
+    tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
+    with torch.no_grad():
+        world.broadcast(tensors, src, tag="initial state").wait()
+
+
+def share_buffers(buffers: Sequence[Tensor], how: Buffers, world: World) -> None:
+    """Make buffers the same on every rank: numbers with a fraction become their mean, the others are rank 0's."""
+    if how == "local" or not buffers:
+        return
+    floats = [b for b in buffers if how == "average" and (b.is_floating_point() or b.is_complex())]
+    others = [b for b in buffers if not any(b is x for x in floats)]
+    world.all_reduce(floats, "mean", tag="buffers").wait()
+    world.broadcast(others, tag="buffers").wait()
+
+
+def check_count(name: str, value: object, meaning: str, *, least: int = 1) -> None:
+    """Refuse a setting that is not a whole number of at least `least`."""
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name} counts {meaning}: expected a whole number of at least {least}, got {value!r}")

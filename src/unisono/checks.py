@@ -183,7 +183,9 @@ def validate(method: Callable[P, R]) -> Callable[P, R]:
     def check_and_call(*args: P.args, **kwargs: P.kwargs) -> R:
         hints = read_annotations(method)
         for name, value in signature.bind(*args, **kwargs).arguments.items():
-            check_setting(name, value, hints.get(name, Any), owner=method.__name__)
+            several = signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
+            for one in value if several else [value]:
+                check_setting(name, one, hints.get(name, Any), owner=method.__name__)
         return method(*args, **kwargs)
 
     return check_and_call
@@ -231,8 +233,11 @@ def _accepts(value: Any, hint: Any, *, rules: bool = True) -> bool:
     if origin is Literal:
         return any(value == member and type(value) is type(member) for member in members)
     if (origin or hint) in (list, tuple, Sequence):
-        item = members[0] if members else Any
-        return isinstance(value, list | tuple) and all(_accepts(x, item, rules=rules) for x in value)
+        if not isinstance(value, list | tuple):
+            return False
+        fixed = origin is tuple and members[-1] is not Ellipsis
+        items = members if fixed else (members[0] if members else Any,) * len(value)
+        return len(items) == len(value) and all(_accepts(x, m, rules=rules) for x, m in zip(value, items, strict=True))
     if origin is not None or not isinstance(hint, type) or hint in (Any, object):
         return True  # a kind of annotation that says nothing of values
     if hint in (int, float):
@@ -275,7 +280,8 @@ def _expected(hint: Any) -> list[str]:
     if origin is Literal:
         return [repr(member) for member in members]
     if (origin or hint) in (list, tuple, Sequence):
-        return [f"a list, each {_join(_expected(members[0]))}" if members else "a list"]
+        each = "" if not members or (origin is tuple and members[-1] is not Ellipsis) else _join(_expected(members[0]))
+        return [f"a list, each {each}" if each else f"a list such as {hint}" if members else "a list"]
     name = getattr(hint, "__name__", str(hint))
     return _KINDS.get(hint) or [f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name} object"]
 

@@ -56,6 +56,9 @@ Block = Annotated[int, Satisfies(lambda n: n >= 64 and not n & (n - 1), "a power
         (Method | None, [Method(), None], ["method"]),
         (str | list[str], ["a", ["a", "b"], ("a",), []], [3, ["a", 1], None]),
         (Sequence[int], [[1], (2, 3)], ["12", [True]]),
+        (tuple[int, str], [(1, "a")], [(1,), (1, 2), ("a", 1), 1]),
+        (tuple[int, ...], [(), (1, 2)], [("a",), 1]),
+        (list, [[1, "a"], []], [1]),
         (Annotated[str | list[str], Note("patterns")], ["a"], [3]),
         (Any, [1, None, "x"], []),
         (object, [1, None], []),
@@ -154,6 +157,14 @@ def test_the_arguments_of_a_function_are_checked_and_its_signature_stays() -> No
         method(0.5, feedback=1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="missing a required argument"):
         method()  # type: ignore[call-arg]
+
+    @validate
+    def several(*counts: Count) -> int:
+        return len(counts)
+
+    assert several(1, 2) == 2
+    with pytest.raises(ValueError, match="counts backward passes a window"):
+        several(1, 0)
 
 
 def test_annotations_that_cannot_be_resolved_check_nothing() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from unisono.buckets import Bucket
+from unisono.checks import validate
 from unisono.reducer import Reduced, Reducer, Stages, State, rescale, residual_like, staged, stages_of
 from unisono.reducers._subsets import finite
 from unisono.world import World
@@ -19,6 +20,7 @@ from unisono.world import World
 _CHUNK = 1 << 18  # numbers added at a time: what was written is still in the cache when it is copied
 
 
+@validate
 def error_feedback(inner: Reducer) -> Reducer:
     """Keep what `inner` does not send: p = g + e; `inner` reduces p; e <- p - sent.
 
@@ -34,8 +36,6 @@ def error_feedback(inner: Reducer) -> Reducer:
     >>> build("error_feedback(bf16)", kind="reducer").memory
     True
     """
-    if not isinstance(inner, Reducer):
-        raise TypeError(f"error_feedback takes a reducer such as bf16(), got {inner!r}")
     if inner.memory:
         return inner
     if inner.noise >= 1:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.buckets import Bucket
+from unisono.checks import validate
 from unisono.reducer import Reduced, Reducer, Stages, State, rescale_inside, staged, stages_of
 from unisono.reducers._subsets import finite, keep_where, lines_of, mean_in_place
 from unisono.world import World
@@ -26,6 +27,7 @@ class _Levels(NamedTuple):
     ranks: str  # who leads whom
 
 
+@validate
 def hierarchical(across: Reducer, *, inside: Reducer | None = None) -> Reducer:
     """Reduce inside each host, then across hosts, between one leader of each, and give the result back inside.
 
@@ -47,9 +49,6 @@ def hierarchical(across: Reducer, *, inside: Reducer | None = None) -> Reducer:
     >>> build("hierarchical(bf16)", kind="reducer").spec
     'hierarchical(across=bf16)'
     """
-    for name, value in (("across", across), ("inside", inside)):
-        if not isinstance(value, Reducer) and not (name == "inside" and value is None):
-            raise TypeError(f"hierarchical takes a reducer such as bf16() as {name}, got {value!r}")
     worlds: WeakKeyDictionary[World, _Levels] = WeakKeyDictionary()
 
     def init(bucket: Bucket) -> State:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import fnmatch
+from typing import Annotated
 from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 
 from unisono.buckets import Bucket
+from unisono.checks import AtLeast, Note, validate
 from unisono.reducer import Reducer, Stages, State, all_reduce_bytes, staged
 from unisono.reducers._subsets import Part, in_parts, runs, widen
 from unisono.world import World
 
+Patterns = Annotated[str | list[str], Note("patterns of names, such as '*.weight' or ['head.*', '*.bias']")]
 
+
+@validate
 def masked(
     inner: Reducer,
     *,
-    only: str | list[str] = "*",
-    skip: str | list[str] = "",
-    min_size: int = 0,
+    only: Patterns = "*",
+    skip: Patterns = "",
+    min_size: Annotated[int, AtLeast(0, "elements")] = 0,
     rest: Reducer | None = None,
 ) -> Reducer:
     """Reduce by `inner` the tensors that the mask lets through, and the rest by `rest`.
@@ -35,12 +40,7 @@ def masked(
     >>> build("masked(bf16, skip='head.*', min_size=1024)", kind="reducer").exact
     False
     """
-    for name, value in (("inner", inner), ("rest", rest)):
-        if not isinstance(value, Reducer) and not (name == "rest" and value is None):
-            raise TypeError(f"masked takes a reducer such as bf16() as {name}, got {value!r}")
-    if type(min_size) is not int or min_size < 0:
-        raise ValueError(f"min_size counts elements: expected a whole number of at least 0, got {min_size!r}")
-    wanted, unwanted = _patterns("only", only), _patterns("skip", skip)
+    wanted, unwanted = _split_patterns(only), _split_patterns(skip)
     found: WeakKeyDictionary[Bucket, tuple[list[int], list[int]]] = WeakKeyDictionary()
 
     def sorted_out(bucket: Bucket) -> tuple[list[int], list[int]]:
@@ -87,10 +87,8 @@ def masked(
     )
 
 
-def _patterns(name: str, given: str | list[str]) -> list[str]:
+def _split_patterns(given: Patterns) -> list[str]:
     texts = [given] if isinstance(given, str) else given
-    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-        raise TypeError(f"{name} takes patterns of names, such as '*.weight' or ['head.*', '*.bias'], got {given!r}")
     return [part.strip() for text in texts for part in text.split(",") if part.strip()]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from unisono.checks import validate
 from unisono.kernels.quantise import Levels
 from unisono.reducer import Reducer
-from unisono.reducers._quantised import quantised, whole_number, wire_of
+from unisono.reducers._quantised import Bits, Block, quantised, wire_of
 
 
-def nuqsgd(bits: int = 4, *, block: int = 8192, elias: bool = False, seed: int = 0) -> Reducer:
+@validate
+def nuqsgd(bits: Bits = 4, *, block: Block = 8192, elias: bool = False, seed: int = 0) -> Reducer:
     """Send a sign and one of the levels {0, 2^-s, ..., 1/2, 1} for every number, s = 2^(bits-1) - 2; unbiased.
 
     With the block's norm |v| and r = |v_i| / |v| between neighbouring levels lo and hi:
@@ -31,4 +33,4 @@ def nuqsgd(bits: int = 4, *, block: int = 8192, elias: bool = False, seed: int =
     4100
     """
     levels = Levels(bits, block, exponential=True)
-    return quantised("nuqsgd", wire_of("nuqsgd", levels, elias), whole_number("nuqsgd", "seed", seed), levels.noise)
+    return quantised("nuqsgd", wire_of(levels, elias), seed, levels.noise)

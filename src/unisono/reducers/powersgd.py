@@ -6,18 +6,27 @@ import hashlib
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import Annotated
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from unisono.buckets import Bucket
+from unisono.checks import AtLeast, Range, validate
 from unisono.kernels import lowrank
 from unisono.reducer import Reduced, Reducer, Stages, State, all_reduce_bytes, rescale, residual_like, staged
 from unisono.world import World
 
 
-def powersgd(rank: int = 4, *, feedback: bool = True, min_saving: float = 2.0, seed: int = 0) -> Reducer:
+@validate
+def powersgd(
+    rank: Annotated[int, AtLeast(1, "the columns of the factors (2 to 4 are usual)")] = 4,
+    *,
+    feedback: bool = True,
+    min_saving: Annotated[float, Range("how many times smaller the factors must be", at_least=1)] = 2.0,
+    seed: int = 0,
+) -> Reducer:
     """Send two thin factors of each matrix: one step of a power iteration, begun where the last one ended.
 
     A gradient G of shape (n, ...) is a matrix M = G + e of n rows, the rest its columns. In three phases:
@@ -42,7 +51,6 @@ def powersgd(rank: int = 4, *, feedback: bool = True, min_saving: float = 2.0, s
     >>> torch.allclose(reduced.mean[0], torch.outer(torch.arange(64.0), torch.ones(64)), atol=1e-4)
     True
     """
-    _check(rank, feedback, min_saving, seed)
     plans: WeakKeyDictionary[Bucket, _Plan] = WeakKeyDictionary()
 
     def plan_of(bucket: Bucket) -> _Plan:
@@ -97,23 +105,6 @@ def _phases(plan: _Plan, bucket: Bucket, state: State, world: World) -> Stages:
     # 3. The mean P Q^T and the residual; where a number is not finite, on whatever rank, all ranks see it here
     lowrank.finish(layout, flat, residual, room.unit, mine, room.q, room.rest, q, room.largest())
     return Reduced(bucket.tensors, partial(plan.sent, bucket, mine, given)), {**state, "q": plan.kept}
-
-
-def _check(rank: int, feedback: bool, min_saving: float, seed: int) -> None:
-    for name, value in (("rank", rank), ("seed", seed)):
-        if type(value) is not int:
-            raise TypeError(f"{name} must be a whole number, got {value!r}")
-    if rank < 1:
-        raise ValueError(f"rank counts the columns of the factors: expected at least 1 (2 to 4 are usual), got {rank}")
-    if type(feedback) is not bool:
-        raise TypeError(f"feedback must be True or False, got {feedback!r}")
-    if type(min_saving) not in (int, float):
-        raise TypeError(f"min_saving must be a number, got {min_saving!r}")
-    if not 1 <= min_saving < math.inf:
-        raise ValueError(
-            f"min_saving says how many times smaller the factors must be: expected at least 1 (the default is 2; less "
-            f"than 1 would send more than the gradient itself), got {min_saving}"
-        )
 
 
 def _factor_dtype(bucket: Bucket) -> torch.dtype:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from unisono.checks import validate
 from unisono.kernels.quantise import Levels
 from unisono.reducer import Reducer
-from unisono.reducers._quantised import quantised, whole_number, wire_of
+from unisono.reducers._quantised import Bits, Block, quantised, wire_of
 
 
-def qsgd(bits: int = 4, *, block: int = 8192, elias: bool = False, seed: int = 0) -> Reducer:
+@validate
+def qsgd(bits: Bits = 4, *, block: Block = 8192, elias: bool = False, seed: int = 0) -> Reducer:
     """Send a sign and one of s + 1 uniform levels for every number: unbiased, so no error feedback is needed.
 
     With the block's norm |v| and r = |v_i| / |v| between levels l/s and (l+1)/s, where s = 2^(bits-1) - 1:
@@ -28,4 +30,4 @@ def qsgd(bits: int = 4, *, block: int = 8192, elias: bool = False, seed: int = 0
     8196
     """
     levels = Levels(bits, block, exponential=False)
-    return quantised("qsgd", wire_of("qsgd", levels, elias), whole_number("qsgd", "seed", seed), levels.noise)
+    return quantised("qsgd", wire_of(levels, elias), seed, levels.noise)

@@ -8,14 +8,16 @@ import torch
 from torch import Tensor
 
 from unisono.buckets import Bucket
+from unisono.checks import validate
 from unisono.kernels.bits import pack, unpack
 from unisono.kernels.noise import Noise, bits, noise
 from unisono.reducer import Reduced, Reducer, Stages, State, staged
-from unisono.reducers._quantised import line_for, part_length, parts_of, put, whole_number
+from unisono.reducers._quantised import line_for, part_length, parts_of, put
 from unisono.reducers._signs import Signs, signs_of
 from unisono.world import World
 
 
+@validate
 def signsgd(*, seed: int = 0) -> Reducer:
     """Send signs, and return the majority's: -1, +1, or 0 where the vote is tied.
 
@@ -38,7 +40,6 @@ def signsgd(*, seed: int = 0) -> Reducer:
     >>> build("signsgd", kind="reducer").exact
     False
     """
-    whole_number("signsgd", "seed", seed)
 
     def stages(bucket: Bucket, state: State, world: World) -> Stages:
         after, line = {"step": state["step"] + 1}, bucket.flat

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from unisono.buckets import Bucket
 from unisono.checks import Note, Satisfies
+from unisono.facts import Sizes
 from unisono.kernels import elias as gamma
 from unisono.kernels import quantise
 from unisono.kernels.noise import Noise, noise
@@ -105,6 +106,12 @@ def quantised(name: str, wire: Wire, seed: int = 0, noise_bound: float = 0.0) ->
     return staged(
         lambda bucket: {"step": 0}, stages, sends=sends if wire.even else None, codec=codec, noise=noise_bound
     )
+
+
+def count_bytes(message: Callable[[int], int]) -> Callable[[Sizes], int]:
+    """For FACTS: a message to every other rank, or a part to each and the mean of a part to all, whichever is less.
+    `message(n)` is the bytes of n numbers. Written apart from `sends`, so that one proves the other."""
+    return lambda sizes: sizes.gather(min(message(sizes.numbers), 2 * message(sizes.share(sizes.numbers))))
 
 
 def part_length(n: int, size: int) -> int:

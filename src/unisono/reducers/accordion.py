@@ -15,9 +15,22 @@ from torch.optim import Optimizer
 
 from unisono.buckets import Bucket
 from unisono.checks import AtLeast, Range, validate
+from unisono.facts import Example, Facts
 from unisono.reducer import Reduced, Reducer, Stages, State, residual_like, staged
 from unisono.reducers._subsets import Part, finite, in_parts, keep_where
 from unisono.world import World
+
+FACTS = Facts(
+    [
+        Example("accordion(low=powersgd(rank=2), high=powersgd(rank=1), every=2)"),
+        Example("accordion(low=dense, high=topk(k=0.1), every=1)"),
+    ],
+    refuses={"dense, bf16, every=0": "every", "dense, bf16, threshold=0": "threshold", "dense, 5": "high"},
+    trains_as=[
+        "allreduce(reducer=accordion(low=powersgd(rank=2), high=powersgd(rank=1), every=2))",
+        "allreduce(reducer=accordion(low=dense, high=topk(k=0.1), every=1))",
+    ],
+)
 
 
 @validate

@@ -4,14 +4,22 @@ BAGUA: Gan et al. 2021, arXiv:2107.01499."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from unisono.checks import validate
+from unisono.facts import Example, Facts
 from unisono.kernels.noise import Noise
 from unisono.kernels.quantise import bytes_nbytes, decode_bytes, encode_bytes
 from unisono.reducer import Reducer
-from unisono.reducers._quantised import Block, Wire, quantised
+from unisono.reducers._quantised import Block, Wire, count_bytes, quantised
+
+FACTS = Facts(
+    [Example("bytegrad", memory=False, bytes=count_bytes(lambda n: n + 8 * math.ceil(n / 2048)))],
+    refuses={"block=100": "power of two"},
+)
 
 
 @validate

@@ -13,11 +13,22 @@ from torch import Tensor
 
 from unisono.buckets import Bucket
 from unisono.checks import validate
+from unisono.facts import Example, Facts
 from unisono.reducer import Reduced, Reducer, Stages, State, rescale, residual_like, staged, stages_of
 from unisono.reducers._subsets import finite
 from unisono.world import World
 
 _CHUNK = 1 << 18  # numbers added at a time: what was written is still in the cache when it is copied
+
+FACTS = Facts(
+    [
+        Example("error_feedback(bf16)", rounds_mean=True, bytes=lambda sizes: sizes.sent_by("bf16")),
+        Example("error_feedback(nuqsgd)", bytes=lambda sizes: sizes.sent_by("nuqsgd")),
+        Example("error_feedback(topk(k=0.1, feedback=False))", bytes=lambda sizes: sizes.sent_by("topk(k=0.1)")),
+    ],
+    refuses={"dens": "dense", "qsgd(bits=2)": "grow without bound"},
+    trains_as=["allreduce(reducer=error_feedback(nuqsgd(bits=4)))"],
+)
 
 
 @validate

@@ -12,9 +12,15 @@ from torch.optim import Optimizer
 
 from unisono.buckets import Bucket
 from unisono.checks import validate
+from unisono.facts import Example, Facts
 from unisono.reducer import Reduced, Reducer, Stages, State, rescale_inside, staged, stages_of
 from unisono.reducers._subsets import finite, keep_where, lines_of, mean_in_place
 from unisono.world import World
+
+FACTS = Facts(
+    [Example("hierarchical(topk(k=0.1))", bytes=lambda sizes: sizes.sent_by("dense"))],  # all ranks on one host
+    refuses={"5": "across", "bf16, inside=5": "inside"},
+)
 
 
 class _Levels(NamedTuple):

@@ -10,11 +10,33 @@ from torch.optim import Optimizer
 
 from unisono.buckets import Bucket
 from unisono.checks import AtLeast, Note, validate
+from unisono.facts import Example, Facts
 from unisono.reducer import Reducer, Stages, State, all_reduce_bytes, staged
 from unisono.reducers._subsets import Part, in_parts, runs, widen
 from unisono.world import World
 
 Patterns = Annotated[str | list[str], Note("patterns of names, such as '*.weight' or ['head.*', '*.bias']")]
+
+FACTS = Facts(
+    [
+        Example(
+            "masked(topk(k=0.1), skip='p6')",  # the suite's tensors are p0, p1, ...
+            bytes=lambda sizes: (
+                sizes.sent_by("topk(k=0.1)", [shape for i, shape in enumerate(sizes.shapes) if i != 6])
+                + sizes.sent_by("dense", sizes.shapes[6:7])
+            ),
+        ),
+        Example(
+            "masked(powersgd(rank=1), only='p1*', rest=dense)",
+            bytes=lambda sizes: (
+                sizes.sent_by("powersgd(rank=1)", [sizes.shapes[1], *sizes.shapes[10:]])
+                + sizes.sent_by("dense", [sizes.shapes[0], *sizes.shapes[2:10]])
+            ),
+        ),
+    ],
+    refuses={"bf16, min_size=-1": "min_size", "bf16, only=3": "only", "5": "inner"},
+    trains_as=["allreduce(reducer=masked(topk(k=0.1), only='*.weight'))"],
+)
 
 
 @validate

@@ -9,10 +9,21 @@ from torch import Tensor
 
 from unisono.buckets import Bucket
 from unisono.checks import validate
+from unisono.facts import Example, Facts, Sizes
 from unisono.reducer import Reduced, Reducer, Stages, State, rescale, residual_like, staged
 from unisono.reducers._quantised import line_for, put, working_dtype
 from unisono.reducers._signs import Signs, signs_of
 from unisono.world import World
+
+
+def _count_bytes(sizes: Sizes) -> int:
+    return sizes.gather(sizes.numbers // 8 + 4 * len(sizes.shapes))
+
+
+FACTS = Facts(
+    [Example("onebit", bytes=_count_bytes), Example("onebit(feedback=False)", memory=False, bytes=_count_bytes)],
+    refuses={"feedback=1": "feedback"},
+)
 
 
 @validate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated
 from weakref import WeakKeyDictionary
@@ -14,9 +14,39 @@ from torch import Tensor
 
 from unisono.buckets import Bucket
 from unisono.checks import AtLeast, Range, validate
+from unisono.facts import Example, Facts, Sizes
 from unisono.kernels import lowrank
 from unisono.reducer import Reduced, Reducer, Stages, State, all_reduce_bytes, rescale, residual_like, staged
 from unisono.world import World
+
+
+def _count_bytes(rank: int) -> Callable[[Sizes], int]:
+    """Two factors of each matrix that they make at least twice smaller; the rest goes with the first of them."""
+
+    def count(sizes: Sizes) -> int:
+        left = right = 0
+        rest = sizes.in_vectors
+        for shape in sizes.matrices:
+            rows, columns = shape[0], math.prod(shape) // shape[0]
+            small = min(rank, rows, columns)
+            if rows * columns >= 2 * small * (rows + columns):
+                left, right = left + small * rows, right + small * columns
+            else:
+                rest += rows * columns
+        return sizes.all_reduce(4 * (left + rest)) + sizes.all_reduce(4 * right)
+
+    return count
+
+
+FACTS = Facts(
+    [
+        Example("powersgd(rank=1)", bytes=_count_bytes(1)),
+        Example("powersgd(rank=2)", bytes=_count_bytes(2)),
+        Example("powersgd(rank=2, feedback=False)", memory=False, bytes=_count_bytes(2)),
+    ],
+    refuses={"rank=0": "rank", "min_saving=0.5": "min_saving", "feedback=1": "feedback", "seed=0.5": "seed"},
+    trains_as=["allreduce(reducer=powersgd(rank=1, min_saving=1.0), overlap=True, bucket_bytes=256)"],
+)
 
 
 @validate

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
 from unisono.checks import validate
+from unisono.facts import Example, Facts
 from unisono.kernels.quantise import Levels
 from unisono.reducer import Reducer
-from unisono.reducers._quantised import Bits, Block, quantised, wire_of
+from unisono.reducers._quantised import Bits, Block, count_bytes, quantised, wire_of
+
+FACTS = Facts(
+    [
+        Example("qsgd", memory=False, bytes=count_bytes(lambda n: n // 2 + 4 * math.ceil(n / 8192))),
+        Example("qsgd(bits=8, block=64)", memory=False, bytes=count_bytes(lambda n: n + 4 * math.ceil(n / 64))),
+        Example("qsgd(elias=True)", memory=False),
+    ],
+    refuses={"bits=3": "bits", "block=100": "power of two", "elias=1": "elias", "seed=0.5": "seed"},
+)
 
 
 @validate

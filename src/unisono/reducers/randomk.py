@@ -15,9 +15,26 @@ from torch import Tensor
 
 from unisono.buckets import Bucket
 from unisono.checks import Range, validate
+from unisono.facts import Example, Facts, Sizes
 from unisono.kernels.select import count_of, fold, narrowed, restore
 from unisono.reducer import Reduced, Reducer, Stages, State, all_reduce_bytes, rescale, residual_like, staged
 from unisono.world import World
+
+
+def _count_bytes(sizes: Sizes) -> int:
+    """Of a tenth: values only, as every rank knows the places; vectors in full."""
+    kept = sum(max(1, round(0.1 * math.prod(shape))) for shape in sizes.matrices)
+    return sizes.all_reduce(4 * (kept + sizes.in_vectors))
+
+
+FACTS = Facts(
+    [
+        Example("randomk(k=0.1)", bytes=_count_bytes),
+        Example("randomk(k=0.1, feedback=False)", memory=False, bytes=_count_bytes),
+    ],
+    refuses={"k=0": "fraction", "feedback=1": "feedback", "seed=0.5": "seed"},
+    trains_as=["allreduce(reducer=randomk(k=0.3))"],
+)
 
 
 @validate

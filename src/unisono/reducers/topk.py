@@ -7,7 +7,7 @@ masking, local clipping and ramped sparsity: Lin et al., "Deep Gradient Compress
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -17,11 +17,37 @@ from torch.optim import Optimizer
 
 from unisono.buckets import Bucket
 from unisono.checks import AtLeast, Range, validate
+from unisono.facts import Example, Facts, Sizes
 from unisono.kernels.select import Plan, Segment, count_of, narrowed, restore, spread, top
 from unisono.reducer import Reduced, Reducer, Stages, State, all_reduce_bytes, rescale, residual_like, staged
 from unisono.world import World
 
 _RAMP_FROM, _RAMP_BY = 0.25, 0.25  # the paper's warm-up sends 25 %, 6.25 %, 1.5625 %, ...
+
+
+def _count_bytes(k: float) -> Callable[[Sizes], int]:
+    """A value and a place for each number of a matrix that is sent, to every other rank; vectors in full."""
+
+    def count(sizes: Sizes) -> int:
+        kept = sum(max(1, round(k * math.prod(shape))) for shape in sizes.matrices)
+        return sizes.gather(8 * kept) + sizes.all_reduce(4 * sizes.in_vectors)
+
+    return count
+
+
+FACTS = Facts(
+    [
+        Example("topk(k=0.1)", bytes=_count_bytes(0.1)),
+        Example("topk(k=0.1, feedback=False)", memory=False, bytes=_count_bytes(0.1)),
+        Example(
+            "topk(k=0.1, momentum=0.9, clip=1.0, ramp=3)",
+            conserves=False,
+            bytes=lambda sizes: _count_bytes(0.25 if sizes.step < 3 else 0.1)(sizes),
+        ),
+    ],
+    refuses={"k=0": "fraction", "k=5": "k=0.05", "momentum=1": "momentum", "clip=0": "clip", "ramp=-1": "ramp"},
+    trains_as=["allreduce(reducer=topk(k=0.1), overlap=True)", "allreduce(reducer=topk(k=0.1, clip=1.0, ramp=2))"],
+)
 
 
 class _Options(NamedTuple):

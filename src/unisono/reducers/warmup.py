@@ -6,9 +6,20 @@ from typing import Annotated
 
 from unisono.buckets import Bucket
 from unisono.checks import AtLeast, validate
+from unisono.facts import Example, Facts
 from unisono.reducer import Reducer, Stages, State, staged, stages_of
 from unisono.reducers._subsets import mean_in_place
 from unisono.world import World
+
+FACTS = Facts(
+    [
+        Example(
+            "warmup(topk(k=0.1), steps=2)",
+            bytes=lambda sizes: sizes.sent_by("dense" if sizes.step < 2 else "topk(k=0.1)"),
+        )
+    ],
+    refuses={"bf16, steps=-1": "steps", "5, steps=1": "inner"},
+)
 
 
 @validate

@@ -22,9 +22,10 @@ from typing import Any, Literal
 import torch
 
 from unisono.checks import AtLeast, Note, Range, Satisfies, find_fault, read_annotations
+from unisono.facts import Example, Facts
 from unisono.spec.grammar import NUMBERS, Spec, SpecError, parse, write
 
-__all__ = ["Spec", "SpecError", "build", "describe", "extend", "names", "parse"]
+__all__ = ["Spec", "SpecError", "build", "describe", "extend", "names", "parse", "read_facts"]
 
 Kind = Literal["strategy", "reducer"]
 _FOLDERS: dict[str, str] = {"strategy": "unisono.strategies", "reducer": "unisono.reducers"}
@@ -67,9 +68,18 @@ def _files(kind: Kind) -> dict[str, Path]:
     return {name: file for name, file in files.items() if not name.startswith("_")}
 
 
+def read_facts(name: str, kind: Kind) -> Facts:
+    """What a method says of itself: `FACTS` in its file. Without them, its bare name is an example of it."""
+    return typing.cast(Facts, getattr(_module(name, kind), "FACTS", Facts([Example(name)])))
+
+
+def _module(name: str, kind: Kind) -> types.ModuleType:
+    return importlib.import_module(f"{_FOLDERS[kind]}.{name}")
+
+
 def _factory(name: str, kind: Kind) -> Callable[..., Any]:
     """The class or function a method's file defines. An error in the file itself comes through as it is."""
-    module = importlib.import_module(f"{_FOLDERS[kind]}.{name}")
+    module = _module(name, kind)
     factory = getattr(module, name, None)
     if not callable(factory):
         raise ImportError(f"{module.__file__} must define a class or function named {name!r}")

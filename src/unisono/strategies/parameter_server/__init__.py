@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 
 from unisono import packing
+from unisono.facts import Example, Facts
 from unisono.reducer import Reducer
 from unisono.strategies._periodic import PeriodicReplica
 from unisono.strategies.parameter_server.placement import Party, arrange, parted, when_forgotten
@@ -26,6 +27,24 @@ from unisono.strategies.parameter_server.server import Grads, Layout, Server, Se
 from unisono.strategy import Replica, Strategy, share
 from unisono.sync_batch_norm import move_batch_norm
 from unisono.world import World
+
+FACTS = Facts(
+    [
+        Example("parameter_server"),
+        Example("parameter_server(staleness=2)", varies=True),
+        Example("parameter_server(reducer=nuqsgd)"),
+    ],
+    refuses={
+        "servers=0": "servers",
+        "servers=9": "servers",
+        "staleness=-1": "staleness",
+        "delay=-1": "delay",
+        "accumulate=0": "accumulate",
+        "feedback=True": "feedback",
+        "reducer=powersgd": "codec",
+    },
+    own_gradients=True,
+)
 
 
 @dataclass(frozen=True)

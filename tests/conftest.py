@@ -18,6 +18,12 @@ for signum in (signal.SIGINT, signal.SIGHUP):  # ignored in the background and u
 NETWORK = Path(__file__).parent / "network"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--reducers", action="append", default=[], help="a folder of reducers for the conformance suite")
+    parser.addoption("--strategies", action="append", default=[], help="a folder of strategies for the same")
+    parser.addoption("--rewrite-golden", action="store_true", help="write tests/golden/*.json anew")
+
+
 @cache
 def why_no_network() -> str:
     """Empty where network namespaces can be made; otherwise the reason to skip."""

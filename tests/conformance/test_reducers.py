@@ -1,7 +1,4 @@
-"""What every reducer in the catalog must do, in worlds of 1, 2 and 3 threads. A new file adds its own tests.
-
-A reducer with parameters of its own gets an entry in SPECS; each has its closed form of bytes in BYTES.
-"""
+"""What every reducer must do, in worlds of 1, 2 and 3 threads. A new file adds its own tests: see conftest.py."""
 
 from __future__ import annotations
 
@@ -13,172 +10,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from method_cases import Case, count_bytes
 from unisono import packing
 from unisono.buckets import Bucket
+from unisono.facts import Sizes
 from unisono.reducer import Reduced, Reducer, State
-from unisono.spec import build, describe, names
+from unisono.spec import build, describe
 from unisono.world import World
 from unisono.world.transports.threads import run_threads
 
-Form = Callable[[list[Tensor], int, int], int]
-
-# name: specs to test it with, where the bare name will not do
-SPECS: dict[str, list[str]] = {
-    "topk": ["topk(k=0.1)", "topk(k=0.1, feedback=False)", "topk(k=0.1, momentum=0.9, clip=1.0, ramp=3)"],
-    "randomk": ["randomk(k=0.1)", "randomk(k=0.1, feedback=False)"],
-    "powersgd": ["powersgd(rank=1)", "powersgd(rank=2)", "powersgd(rank=2, feedback=False)"],
-    "qsgd": ["qsgd", "qsgd(bits=8, block=64)", "qsgd(elias=True)"],
-    "nuqsgd": ["nuqsgd", "nuqsgd(bits=8, block=64)", "nuqsgd(elias=True)"],
-    "onebit": ["onebit", "onebit(feedback=False)"],
-    "error_feedback": ["error_feedback(bf16)", "error_feedback(nuqsgd)", "error_feedback(topk(k=0.1, feedback=False))"],
-    "warmup": ["warmup(topk(k=0.1), steps=2)"],
-    "masked": ["masked(topk(k=0.1), skip='p6')", "masked(powersgd(rank=1), only='p1*', rest=dense)"],
-    "hierarchical": ["hierarchical(topk(k=0.1))"],
-    "accordion": [
-        "accordion(low=powersgd(rank=2), high=powersgd(rank=1), every=2)",
-        "accordion(low=dense, high=topk(k=0.1), every=1)",
-    ],
-}
-MEMORYLESS = {"bf16", "fp16", "qsgd", "nuqsgd", "bytegrad", "signsgd"}  # unbiased, or nearly exact, or a vote
-NOT_CONSERVING = {"topk(k=0.1, momentum=0.9, clip=1.0, ramp=3)"}  # adds momentum of its own
-ROUNDED = {"error_feedback(bf16)"}  # the mean itself is rounded, on all ranks alike: that part is no rank's to keep
+KIND = "reducer"
 SIZES = [1, 2, 3]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 STEPS = 5
-
-
-def all_reduced(nbytes: int, n: int) -> int:
-    return math.ceil(2 * (n - 1) * nbytes / n)
-
-
-def padded(tensors: list[Tensor]) -> int:
-    """Bytes of a bucket: every tensor starts on a cache line."""
-    return sum(64 * math.ceil(x.numel() * x.element_size() / 64) for x in tensors)
-
-
-def largest(k: float, tensors: list[Tensor]) -> int:
-    """How many numbers a fraction of each matrix is, at least one."""
-    return sum(min(x.numel(), max(1, round(k * x.numel()))) for x in tensors if x.dim() >= 2 and x.numel())
-
-
-def vectors(tensors: list[Tensor]) -> int:
-    return sum(x.numel() for x in tensors if x.dim() < 2)
-
-
-def top(k: float) -> Form:
-    """A value and a place for each that is sent, to every other rank; vectors in full."""
-    return lambda tensors, n, step: (n - 1) * largest(k, tensors) * 8 + all_reduced(4 * vectors(tensors), n)
-
-
-def random(k: float) -> Form:
-    return lambda tensors, n, step: all_reduced(4 * (largest(k, tensors) + vectors(tensors)), n)
-
-
-def low_rank(r: int) -> Form:
-    """Two factors of each matrix that they make at least twice smaller, the rest with the first of them."""
-
-    def form(tensors: list[Tensor], n: int, step: int) -> int:
-        left = right = rest = 0
-        for x in tensors:
-            rows = x.shape[0] if x.dim() >= 2 and x.numel() else 0
-            columns = x.numel() // rows if rows else 0
-            small = min(r, rows, columns)
-            if rows and x.numel() >= 2 * small * (rows + columns):
-                left, right = left + small * rows, right + small * columns
-            else:
-                rest += x.numel()
-        return all_reduced(4 * (left + rest), n) + all_reduced(4 * right, n)
-
-    return form
-
-
-def messages(nbytes: Callable[[int], int]) -> Form:
-    """To every other rank, or a part to each and the mean of a part to all: whichever is less."""
-
-    def form(tensors: list[Tensor], n: int, step: int) -> int:
-        d = padded(tensors) // 4
-        part = 64 * math.ceil(d / n / 64)
-        return (n - 1) * min(nbytes(d), 2 * nbytes(part))
-
-    return form
-
-
-def coded(bits: int, block: int) -> Form:
-    """So many bits a number and a norm a block."""
-    return messages(lambda d: math.ceil(bits * d / 8) + 4 * math.ceil(d / block))
-
-
-def signs(tensors: list[Tensor], n: int, step: int) -> int:
-    """A bit a number and four bytes a tensor; in parts, two bits a number for the outcome."""
-    d, t = padded(tensors) // 4, len(tensors)
-    part = 64 * math.ceil(d / n / 64)
-    return (n - 1) * min(4 * t + d // 8, 4 * t + part // 8 + part // 4)
-
-
-def either(first: Form, then: Form, steps: int) -> Form:
-    return lambda tensors, n, step: (first if step < steps else then)(tensors, n, step)
-
-
-def some(names: Callable[[str], bool], inside: Form, outside: Form) -> Form:
-    """The tensors p0, p1, ... in two parts."""
-
-    def form(tensors: list[Tensor], n: int, step: int) -> int:
-        chosen = [x for i, x in enumerate(tensors) if names(f"p{i}")]
-        others = [x for i, x in enumerate(tensors) if not names(f"p{i}")]
-        return inside(chosen, n, step) + outside(others, n, step)
-
-    return form
-
-
-def dense(tensors: list[Tensor], n: int, step: int) -> int:
-    return all_reduced(padded(tensors), n)
-
-
-def half(tensors: list[Tensor], n: int, step: int) -> int:
-    return all_reduced(padded(tensors) // 2, n)
-
-
-# spec: bytes that one rank sends to reduce these float32 tensors in a world of n, at a step; None: the data decide
-BYTES: dict[str, Form | None] = {
-    "dense": dense,
-    "bf16": half,
-    "fp16": half,
-    "topk(k=0.1)": top(0.1),
-    "topk(k=0.1, feedback=False)": top(0.1),
-    "topk(k=0.1, momentum=0.9, clip=1.0, ramp=3)": either(top(0.25), top(0.1), 3),
-    "randomk(k=0.1)": random(0.1),
-    "randomk(k=0.1, feedback=False)": random(0.1),
-    "powersgd(rank=1)": low_rank(1),
-    "powersgd(rank=2)": low_rank(2),
-    "powersgd(rank=2, feedback=False)": low_rank(2),
-    "qsgd": coded(4, 8192),
-    "qsgd(bits=8, block=64)": coded(8, 64),
-    "qsgd(elias=True)": None,
-    "nuqsgd": coded(4, 8192),
-    "nuqsgd(bits=8, block=64)": coded(8, 64),
-    "nuqsgd(elias=True)": None,
-    "bytegrad": messages(lambda d: d + 8 * math.ceil(d / 2048)),
-    "signsgd": signs,
-    "onebit": lambda tensors, n, step: (n - 1) * (padded(tensors) // 32 + 4 * len(tensors)),
-    "onebit(feedback=False)": lambda tensors, n, step: (n - 1) * (padded(tensors) // 32 + 4 * len(tensors)),
-    "error_feedback(bf16)": half,
-    "error_feedback(nuqsgd)": coded(4, 8192),
-    "error_feedback(topk(k=0.1, feedback=False))": top(0.1),
-    "warmup(topk(k=0.1), steps=2)": either(dense, top(0.1), 2),
-    "masked(topk(k=0.1), skip='p6')": some(lambda name: name != "p6", top(0.1), dense),
-    "masked(powersgd(rank=1), only='p1*', rest=dense)": some(lambda name: name[:2] == "p1", low_rank(1), dense),
-    "hierarchical(topk(k=0.1))": dense,  # all ranks on one host
-    "accordion(low=powersgd(rank=2), high=powersgd(rank=1), every=2)": None,
-    "accordion(low=dense, high=topk(k=0.1), every=1)": None,
-}
-
-CASES = [spec for name in names("reducer") for spec in SPECS.get(name, [name])]
-reducers = pytest.mark.parametrize("name", CASES)
 sizes = pytest.mark.parametrize("size", SIZES)
 
 
-def reducer_of(name: str) -> Reducer:
-    built: Reducer = build(name, kind="reducer")
+def reducer_of(case: Case) -> Reducer:
+    built: Reducer = build(case.spec, kind="reducer")
     return built
 
 
@@ -204,12 +53,12 @@ def numbers(rank: int, step: int = 0, dtype: torch.dtype = torch.float32) -> lis
 
 
 def reduced(
-    name: str, size: int, inputs: Callable[[int, int], list[Tensor]], steps: int = 1
+    case: Case, size: int, inputs: Callable[[int, int], list[Tensor]], steps: int = 1
 ) -> list[list[tuple[list[Tensor], list[Tensor], list[Tensor] | None]]]:
     """Per rank and step: copies of mean, sent, and the residual that the state keeps."""
 
     def work(world: World) -> list[Any]:
-        reducer, found = reducer_of(name), []
+        reducer, found = reducer_of(case), []
         bucket = bucket_of(inputs(world.rank, 0), world)
         state = reducer.init(bucket)
         for step in range(steps):
@@ -256,11 +105,10 @@ def close(a: Tensor, b: Tensor, dtype: torch.dtype, *, ulps: float = 2.0) -> boo
 # The mean ------------------------------------------------------------------------------------------------------
 
 
-@reducers
 @sizes
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_mean_has_the_same_bits_on_every_rank(name: str, size: int, dtype: torch.dtype) -> None:
-    results = reduced(name, size, lambda rank, step: numbers(rank, step, dtype), STEPS)
+def test_the_mean_has_the_same_bits_on_every_rank(case: Case, size: int, dtype: torch.dtype) -> None:
+    results = reduced(case, size, lambda rank, step: numbers(rank, step, dtype), STEPS)
     for step in range(STEPS):
         for other in results[1:]:
             assert all(map(torch.equal, other[step][0], results[0][step][0])), f"step {step}"
@@ -269,31 +117,29 @@ def test_the_mean_has_the_same_bits_on_every_rank(name: str, size: int, dtype: t
         assert torch.isfinite(mean).all()
 
 
-@reducers
 @sizes
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_exact_reducers_give_the_mean(name: str, size: int, dtype: torch.dtype) -> None:
-    if not reducer_of(name).exact:
+def test_exact_reducers_give_the_mean(case: Case, size: int, dtype: torch.dtype) -> None:
+    if not reducer_of(case).exact:
         pytest.skip("not exact")
-    results = reduced(name, size, lambda rank, step: numbers(rank, step, dtype))
+    results = reduced(case, size, lambda rank, step: numbers(rank, step, dtype))
     expected = mean_of([numbers(rank, 0, dtype) for rank in range(size)])
     for mean, wanted in zip(results[0][0][0], expected, strict=True):
         assert close(mean, wanted, dtype)
 
 
-@reducers
 @sizes
-def test_what_is_not_sent_is_kept(name: str, size: int) -> None:
+def test_what_is_not_sent_is_kept(case: Case, size: int) -> None:
     """input + residual before = sent + residual after, on every rank; without feedback, input - sent is lost."""
-    if name in NOT_CONSERVING:
+    if not case.example.conserves:
         pytest.skip("its residual is of another quantity")
-    results = reduced(name, size, lambda rank, step: numbers(rank, step, torch.float64), STEPS)
-    assert (results[0][0][2] is not None) == reducer_of(name).memory
+    results = reduced(case, size, lambda rank, step: numbers(rank, step, torch.float64), STEPS)
+    assert (results[0][0][2] is not None) == reducer_of(case).memory
     for rank, rows in enumerate(results):
         before = [torch.zeros_like(x) for x in numbers(rank, 0, torch.float64)]
         for step, (_, sent, residual) in enumerate(rows):
             given = numbers(rank, step, torch.float64)
-            if residual is None and not reducer_of(name).exact:
+            if residual is None and not reducer_of(case).exact:
                 continue  # lossy without memory: nothing to add up
             after = residual or [torch.zeros_like(x) for x in given]
             for x, e, s, r in zip(given, before, sent, after, strict=True):
@@ -301,12 +147,12 @@ def test_what_is_not_sent_is_kept(name: str, size: int) -> None:
             before = after
 
 
-@reducers
 @sizes
-def test_nothing_is_lost_over_time(name: str, size: int) -> None:
+def test_nothing_is_lost_over_time(case: Case, size: int) -> None:
     """Sum of outputs + mean residual = sum of mean inputs."""
-    results = reduced(name, size, lambda rank, step: numbers(rank, step, torch.float64), STEPS)
-    if name in NOT_CONSERVING | ROUNDED or not (reducer_of(name).memory or reducer_of(name).exact):
+    results = reduced(case, size, lambda rank, step: numbers(rank, step, torch.float64), STEPS)
+    lossless = reducer_of(case).memory or reducer_of(case).exact
+    if not case.example.conserves or case.example.rounds_mean or not lossless:
         pytest.skip("no error feedback, or not of all")
     zeros = [torch.zeros_like(x) for x in numbers(0, 0, torch.float64)]
     residuals = mean_of([rows[-1][2] or zeros for rows in results])
@@ -317,40 +163,38 @@ def test_nothing_is_lost_over_time(name: str, size: int) -> None:
         assert close(out + residuals[i], given, torch.float64, ulps=1024)
 
 
-def test_a_method_without_memory_is_known_as_one() -> None:
-    """So that a reducer that loses what it does not send is one on purpose."""
-    for name in CASES:
-        reducer, plain = reducer_of(name), name.partition("(")[0]
-        assert reducer.memory or reducer.exact or plain in MEMORYLESS or "feedback=False" in name, name
+def test_it_is_what_its_facts_say(case: Case) -> None:
+    """So that a reducer that loses what it does not send, or that is not exact, is one on purpose."""
+    reducer = reducer_of(case)
+    assert reducer.memory == case.example.memory
+    assert reducer.exact == case.example.exact
+    assert case.spec.partition("(")[0] == case.name
 
 
-@reducers
 @sizes
-def test_zeros_give_zeros(name: str, size: int) -> None:
+def test_zeros_give_zeros(case: Case, size: int) -> None:
     shapes = [(4, 4), (3,), (), (0,)]
-    results = reduced(name, size, lambda rank, step: [torch.zeros(shape) for shape in shapes], 3)
+    results = reduced(case, size, lambda rank, step: [torch.zeros(shape) for shape in shapes], 3)
     for mean, _, _ in results[0]:
         assert all(torch.equal(x, torch.zeros_like(x)) for x in mean)
 
 
-@reducers
 @sizes
-def test_a_bucket_with_nothing_in_it(name: str, size: int) -> None:
-    results = reduced(name, size, lambda rank, step: [torch.zeros(0, 3)], 2)
+def test_a_bucket_with_nothing_in_it(case: Case, size: int) -> None:
+    results = reduced(case, size, lambda rank, step: [torch.zeros(0, 3)], 2)
     assert all(rows[-1][0][0].shape == (0, 3) for rows in results)
 
 
-@reducers
 @sizes
 @pytest.mark.parametrize("bad", [-math.inf, math.nan])
 @pytest.mark.parametrize("where", [0, 2, 14], ids=["matrix", "scalar", "large matrix"])
 def test_an_overflow_on_one_rank_is_seen_by_all_and_changes_no_memory(
-    name: str, size: int, bad: float, where: int
+    case: Case, size: int, bad: float, where: int
 ) -> None:
     """AMP decides from the gradients whether to skip a step: every rank must see the same. What was kept stays."""
 
     def work(world: World) -> list[bool]:
-        reducer, finite = reducer_of(name), []
+        reducer, finite = reducer_of(case), []
         bucket = bucket_of(numbers(world.rank), world)
         state = reducer.init(bucket)
         for step in range(5):
@@ -371,9 +215,8 @@ def test_an_overflow_on_one_rank_is_seen_by_all_and_changes_no_memory(
     assert run_threads(work, size) == [[True, True, True, False, True]] * size
 
 
-@reducers
 @sizes
-def test_an_overflow_while_rates_change_leaves_what_is_kept_at_its_weight(name: str, size: int) -> None:
+def test_an_overflow_while_rates_change_leaves_what_is_kept_at_its_weight(case: Case, size: int) -> None:
     """AMP halves its scale after each overflow, and the next step may overflow again."""
 
     def weights(bucket: Bucket, state: State) -> list[Tensor]:
@@ -385,7 +228,7 @@ def test_an_overflow_while_rates_change_leaves_what_is_kept_at_its_weight(name: 
         return found
 
     def work(world: World) -> None:
-        reducer, bucket = reducer_of(name), bucket_of(numbers(world.rank), world)
+        reducer, bucket = reducer_of(case), bucket_of(numbers(world.rank), world)
         state = reducer.init(bucket)
         for step, lr in enumerate((0.5, 0.5, 0.5, 1.0)):
             given = numbers(world.rank, step)
@@ -400,24 +243,22 @@ def test_an_overflow_while_rates_change_leaves_what_is_kept_at_its_weight(name: 
     run_threads(work, size)
 
 
-@reducers
-def test_fp16_does_not_overflow_in_the_sum(name: str) -> None:
-    results = reduced(name, 3, lambda rank, step: [torch.full((4, 4), 60000.0, dtype=torch.float16)])
+def test_fp16_does_not_overflow_in_the_sum(case: Case) -> None:
+    results = reduced(case, 3, lambda rank, step: [torch.full((4, 4), 60000.0, dtype=torch.float16)])
     assert torch.isfinite(results[0][0][0][0]).all()
 
 
 # Bytes, state, spec --------------------------------------------------------------------------------------------
 
 
-@reducers
 @sizes
-def test_bytes_sent_match_the_closed_form(name: str, size: int) -> None:
-    """The one written here, and the one that the reducer itself gives (for warnings and plans)."""
-    assert name in BYTES, f"add the closed form of the bytes that {name} sends to BYTES in {__file__}"
-    form, dtype = BYTES[name], torch.float32
+def test_bytes_sent_match_the_closed_form(case: Case, size: int) -> None:
+    """The one among its facts, and the one that the reducer itself gives (for warnings and plans)."""
+    form, dtype, shapes = case.example.bytes, torch.float32, [tuple(x.shape) for x in numbers(0)]
+    assert form is not None or reducer_of(case).sends is None, "its facts have no closed form, yet data do not decide"
 
     def work(world: World) -> list[tuple[int, int | None]]:
-        reducer, found = reducer_of(name), []
+        reducer, found = reducer_of(case), []
         bucket = bucket_of(numbers(world.rank, 0, dtype), world)
         state = reducer.init(bucket)
         for step in range(STEPS):
@@ -431,7 +272,7 @@ def test_bytes_sent_match_the_closed_form(name: str, size: int) -> None:
     for rows in run_threads(work, size):
         for step, (sent, _) in enumerate(rows):
             if form is not None:
-                assert sent == form(numbers(0), size, step), f"step {step}"
+                assert sent == form(Sizes(shapes, size, step, count_bytes)), f"step {step}"
         assert rows[-1][1] is None or rows[-1][0] == rows[-1][1]
 
 
@@ -441,11 +282,10 @@ def test_padding_in_a_bucket_is_less_than_a_cache_line_a_tensor() -> None:
     assert 0 <= bucket.nbytes - sum(x.numel() * x.element_size() for x in tensors) < 64 * len(tensors)
 
 
-@reducers
 @sizes
-def test_a_saved_state_goes_on_bit_by_bit(name: str, size: int) -> None:
+def test_a_saved_state_goes_on_bit_by_bit(case: Case, size: int) -> None:
     def work(world: World) -> None:
-        reducer = reducer_of(name)
+        reducer = reducer_of(case)
         bucket = bucket_of(numbers(world.rank), world)
         state = reducer.init(bucket)
         for step in range(2):
@@ -469,7 +309,15 @@ def test_a_saved_state_goes_on_bit_by_bit(name: str, size: int) -> None:
     run_threads(work, size)
 
 
-@reducers
-def test_its_spec_builds_it_again(name: str) -> None:
-    reducer = reducer_of(name)
+def test_its_spec_builds_it_again(case: Case) -> None:
+    reducer = reducer_of(case)
     assert build(describe(reducer), kind="reducer") == reducer
+
+
+# Settings ------------------------------------------------------------------------------------------------------
+
+
+def test_bad_settings_are_refused_with_the_reason(refusal: tuple[Case, str]) -> None:
+    case, setting = refusal
+    with pytest.raises((ValueError, TypeError), match=case.facts.refuses[setting]):
+        build(f"{case.name}({setting})", kind="reducer")

@@ -1,4 +1,4 @@
-"""What every strategy in the catalog must do, in worlds of threads. A new file adds its own tests."""
+"""What every strategy must do, in worlds of threads. A new file adds its own tests: see conftest.py."""
 
 from __future__ import annotations
 
@@ -13,136 +13,16 @@ import torch
 from torch import Tensor, nn
 
 import unisono as un
+from method_cases import Case
 from unisono import packing
-from unisono.spec import build, describe, names
+from unisono.spec import build, describe
 from unisono.world import World
 from unisono.world.transports.threads import run_threads
 
-SPECS: dict[str, str] = {  # name: a spec to test it with, where the bare name will not do
-    "local_sgd": "local_sgd(every=3, start=1)",
-    "diloco": "diloco(every=3)",
-    "qadam": "qadam(warmup=2)",
-}
-EXACT = {  # equal to one process on the joined batch, to rounding
-    *("allreduce", "zero", "zero(stage=1)", "zero(stage=3)", "zero(stage=2, unit_bytes=64, overlap=True)"),
-}
-LOCAL = {
-    "local_sgd",
-    "diloco",
-    "gossip",
-    "async_average",
-    "crossbow",
-    "parameter_server",
-    "hogwild",
-}  # gradients and momenta are each rank's own
-VARYING = {
-    "async_average",
-    "hogwild",
-    "parameter_server(staleness=2)",
-}  # what meets what depends on time: two runs differ
-SPLIT = {"zero"}  # a rank that is lost takes its part of the state along
-ADAM = {"qadam"}  # needs an Adam
-REFUSED: dict[str, dict[str, str]] = {  # name: settings that must be refused, and a word of the reason
-    "allreduce": {
-        "accumulate=0": "accumulate",
-        "accumulate=-3": "accumulate",
-        "buffers=sometimes": "buffers",
-        "bucket_bytes=0": "bucket_bytes",
-    },
-    "local_sgd": {
-        "every=0": "every",
-        "start=-1": "start",
-        "start=soon": "start",
-        "momentum=both": "momentum",
-        "buffers=sometimes": "buffers",
-        "accumulate=0": "accumulate",
-    },
-    "diloco": {
-        "every=0": "every",
-        "outer_lr=0.0": "outer_lr",
-        "outer_momentum=1.0": "outer_momentum",
-        "fragments=0": "fragments",
-        "fragments=4, every=3": "at most",
-        "delay=-1": "delay",
-        "delay=5, every=5": "below",
-        "mix=1.0": "mix",
-    },
-    "gossip": {
-        "accumulate=0": "accumulate",
-        "every=0": "every",
-        "bits=4": "bits",
-        "graph=star": "graph",
-        "'all', bits=8": "ring",
-    },
-    "async_average": {"accumulate=0": "accumulate", "every_s=-1.0": "every_s", "warmup=-1": "warmup"},
-    "crossbow": {
-        "learners=0": "learners",
-        "every=0": "every",
-        "alpha=2.0": "alpha",
-        "alpha=0.0": "alpha",
-        "momentum=1.0": "momentum",
-        "drop=0.0": "drop",
-        "tune_every=0": "tune_every",
-        "accumulate=0": "accumulate",
-        "bucket_bytes=0": "bucket_bytes",
-    },
-    "parameter_server": {
-        "servers=0": "servers",
-        "servers=9": "servers",
-        "staleness=-1": "staleness",
-        "delay=-1": "delay",
-        "accumulate=0": "accumulate",
-        "feedback=True": "feedback",
-        "reducer=powersgd": "codec",
-    },
-    "hogwild": {"accumulate=0": "accumulate", "accumulate=-1": "accumulate"},
-    "zero": {
-        "stage=0": "stage",
-        "stage=4": "stage",
-        "precision=fp8": "precision",
-        "accumulate=0": "accumulate",
-        "unit_bytes=0": "unit_bytes",
-        "buffers=sometimes": "buffers",
-    },
-    "qadam": {"accumulate=0": "accumulate", "warmup=0": "warmup", "bucket_bytes=0": "bucket_bytes"},
-}
-
-COMPOSED = [  # every reducer under the strategy that exchanges gradients, and other settings of the others
-    *(f"allreduce(reducer={plain})" for plain in ("bf16", "fp16", "bytegrad", "signsgd", "onebit", "qsgd", "nuqsgd")),
-    "allreduce(reducer=topk(k=0.1), overlap=True)",
-    "allreduce(reducer=topk(k=0.1, clip=1.0, ramp=2))",
-    "allreduce(reducer=randomk(k=0.3))",
-    "allreduce(reducer=powersgd(rank=1, min_saving=1.0), overlap=True, bucket_bytes=256)",
-    "allreduce(reducer=error_feedback(nuqsgd(bits=4)))",
-    "allreduce(reducer=warmup(topk(k=0.1), steps=2))",
-    "allreduce(reducer=masked(topk(k=0.1), only='*.weight'))",
-    "allreduce(reducer=hierarchical(topk(k=0.1)))",
-    "allreduce(reducer=accordion(low=powersgd(rank=2), high=powersgd(rank=1), every=2))",
-    "allreduce(reducer=accordion(low=dense, high=topk(k=0.1), every=1))",
-    "local_sgd(every=2, start=0, momentum=average)",
-    "local_sgd(every=2, start=1, reducer=topk(k=0.2))",
-    "local_sgd(every=3, start=decay)",
-    "diloco(every=4, fragments=2, delay=1)",
-    "diloco(every=4, fragments=3, delay=3, reducer=powersgd(rank=1, min_saving=1.0))",
-    "gossip(bits=8)",
-    "gossip(exponential)",
-    "async_average(warmup=1)",
-    "crossbow(learners=2, every=2)",
-    "crossbow(learners=auto, every=auto, tune_every=2)",
-    "parameter_server(staleness=2)",
-    "parameter_server(reducer=nuqsgd)",
-    "zero(stage=1)",
-    "zero(stage=2, unit_bytes=64, overlap=True)",
-    "zero(stage=3)",
-]
-strategies = pytest.mark.parametrize("name", [*names("strategy"), *COMPOSED])
-sizes = pytest.mark.parametrize("size", [1, 2, 3])
+KIND = "strategy"
 TIGHT = 1e-12
 EACH = 3  # samples a rank and step
-
-
-def spec_of(name: str) -> str:
-    return SPECS.get(name, name)
+sizes = pytest.mark.parametrize("size", [1, 2, 3])
 
 
 def make(seed: int = 0) -> nn.Module:
@@ -150,24 +30,20 @@ def make(seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)).double()
 
 
-def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    if plain(name) in ADAM:
+def optimizer_of(case: Case | None, model: nn.Module) -> torch.optim.Optimizer:
+    if case is not None and case.facts.needs_adam:
         return torch.optim.AdamW(model.parameters(), lr=0.01)
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-
-
-def plain(name: str) -> str:
-    return name.partition("(")[0]
 
 
 MODELS = threading.Lock()  # torch.manual_seed is the process's: one thread makes a model at a time
 
 
-def started(name: str, world: World, seed: int = 0, **settings: Any) -> tuple[nn.Module, Any, un.Replica]:
+def started(case: Case, world: World, seed: int = 0, **settings: Any) -> tuple[nn.Module, Any, un.Replica]:
     with MODELS:
         model = make(seed)
-    optimizer = optimizer_of(name, model)
-    return model, optimizer, un.parallel(model, optimizer, spec_of(name), world=world, **settings)
+    optimizer = optimizer_of(case, model)
+    return model, optimizer, un.parallel(model, optimizer, case.spec, world=world, **settings)
 
 
 def batch(step: int, rank: int, n: int = EACH) -> Tensor:
@@ -202,7 +78,7 @@ def one_process(ranks_at: Callable[[int], list[int]], steps: int, clip: float | 
     """The reference: plain PyTorch on the joined batches."""
     with MODELS:
         model = make()
-    optimizer = optimizer_of("", model)
+    optimizer = optimizer_of(None, model)
     for t in range(steps):
         optimizer.zero_grad()
         loss_of(model, torch.cat([batch(t, rank) for rank in ranks_at(t)])).backward()
@@ -215,12 +91,11 @@ def one_process(ranks_at: Callable[[int], list[int]], steps: int, clip: float | 
 # Training ------------------------------------------------------------------------------------------------------
 
 
-@strategies
 @sizes
 @pytest.mark.parametrize("clip", [None, 0.05])
-def test_all_ranks_end_alike_and_as_one_process_would(name: str, size: int, clip: float | None) -> None:
+def test_all_ranks_end_alike_and_as_one_process_would(case: Case, size: int, clip: float | None) -> None:
     def work(world: World) -> tuple[list[Tensor], int]:
-        model, optimizer, replica = started(name, world, seed=world.rank)  # rank 0's start counts
+        model, optimizer, replica = started(case, world, seed=world.rank)  # rank 0's start counts
         train(model, optimizer, world.rank, range(6), clip)
         ended = values(replica.consolidate()), replica.step
         replica.close()
@@ -230,27 +105,25 @@ def test_all_ranks_end_alike_and_as_one_process_would(name: str, size: int, clip
     for result, steps in results:
         assert_same(result, results[0][0])
         assert steps == 6
-    if name in EXACT:
+    if case.example.exact:
         reference = one_process(lambda t: list(range(size)), 6, clip)
         assert_same(results[0][0], values(reference), tolerance=TIGHT)
 
 
-@strategies
-def test_a_world_of_one_is_the_bare_loop(name: str) -> None:
-    if name not in EXACT:
+def test_a_world_of_one_is_the_bare_loop(case: Case) -> None:
+    if not case.example.exact:
         pytest.skip("compresses also where it is alone")
-    model, optimizer, replica = started(name, World())
+    model, optimizer, replica = started(case, World())
     bare = one_process(lambda t: [0], 5)
     train(model, optimizer, 0, range(5))
     assert_same(values(replica.consolidate()), values(bare))
 
 
-@strategies
 @sizes
 @pytest.mark.parametrize("windows", [[2, 2, 2], [2, 2, 1]], ids=["even", "short last window"])
-def test_accumulation(name: str, size: int, windows: list[int]) -> None:
+def test_accumulation(case: Case, size: int, windows: list[int]) -> None:
     def work(world: World) -> list[Tensor]:
-        model, optimizer, replica = started(name, world)
+        model, optimizer, replica = started(case, world)
         for w, passes in enumerate(windows):
             optimizer.zero_grad()
             for k in range(passes):
@@ -264,10 +137,10 @@ def test_accumulation(name: str, size: int, windows: list[int]) -> None:
     results = run_threads(work, size)
     for result in results:
         assert_same(result, results[0])
-    if name in EXACT:
+    if case.example.exact:
         with MODELS:
             model = make()
-        optimizer = optimizer_of(name, model)
+        optimizer = optimizer_of(case, model)
         for w, passes in enumerate(windows):
             optimizer.zero_grad()
             for k in range(passes):
@@ -276,11 +149,10 @@ def test_accumulation(name: str, size: int, windows: list[int]) -> None:
         assert_same(results[0], values(model), tolerance=TIGHT)
 
 
-@strategies
 @sizes
-def test_overflow_on_one_rank_skips_the_step_on_all_that_share_gradients(name: str, size: int) -> None:
+def test_overflow_on_one_rank_skips_the_step_on_all_that_share_gradients(case: Case, size: int) -> None:
     def work(world: World) -> tuple[list[Tensor], list[float], int]:
-        model, optimizer, replica = started(name, world)
+        model, optimizer, replica = started(case, world)
         scaler, scales = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=100), []
         replica.watch(scaler)
         for t in range(4):
@@ -298,7 +170,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all_that_share_gradients(name: s
     for rank, (parameters, scales, _) in enumerate(results):
         assert_same(parameters, results[0][0])
         assert all(torch.isfinite(x).all() for x in parameters)
-        alone = plain(name) in LOCAL and rank != size - 1
+        alone = case.facts.own_gradients and rank != size - 1
         assert scales == ([64.0] * 4 if alone else [64.0, 32.0, 32.0, 32.0])
     if size > 1:  # alone, nothing sees a backward pass whose step is skipped
         assert results[0][2] == 4, "a window counts, also where its optimizer step was skipped"
@@ -314,22 +186,21 @@ class Branches(nn.Module):
         return self.ways[which](x)
 
 
-@strategies
 @sizes
-def test_parameters_unused_on_some_ranks_or_all(name: str, size: int) -> None:
+def test_parameters_unused_on_some_ranks_or_all(case: Case, size: int) -> None:
     def work(world: World) -> list[Tensor]:
         with MODELS:
             torch.manual_seed(0)
             model = Branches().double()
         before = model.state_dict()["never.weight"].detach().clone()
-        optimizer = optimizer_of(name, model)
-        replica = un.parallel(model, optimizer, spec_of(name), world=world)
+        optimizer = optimizer_of(case, model)
+        replica = un.parallel(model, optimizer, case.spec, world=world)
         for t in range(4):
             optimizer.zero_grad()
             model(batch(t, world.rank), (world.rank + t) % 3).square().mean().backward()
             optimizer.step()
         assert model.never.weight.grad is None
-        assert_same([model.state_dict()["never.weight"]], [before], tolerance=1e-6 if "bits" in name else 0.0)
+        assert_same([model.state_dict()["never.weight"]], [before], tolerance=1e-6 if case.example.rounds_mean else 0.0)
         ended = values(replica.consolidate())
         replica.close()
         return ended
@@ -342,20 +213,19 @@ def test_parameters_unused_on_some_ranks_or_all(name: str, size: int) -> None:
 # State ---------------------------------------------------------------------------------------------------------
 
 
-@strategies
 @sizes
-def test_a_saved_run_goes_on_bit_by_bit(name: str, size: int) -> None:
-    if {name, plain(name)} & VARYING and size > 1:
+def test_a_saved_run_goes_on_bit_by_bit(case: Case, size: int) -> None:
+    if case.example.varies and size > 1:
         pytest.skip("two runs differ")
 
     def work(world: World) -> None:
-        model, optimizer, replica = started(name, world)
+        model, optimizer, replica = started(case, world)
         train(model, optimizer, world.rank, range(3))
         saved = packing.to_bytes(
             {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict(), "replica": replica.state_dict()}
         )
         train(model, optimizer, world.rank, range(3, 6))
-        other, other_optimizer, other_replica = started(name, world, seed=5)
+        other, other_optimizer, other_replica = started(case, world, seed=5)
         loaded = packing.from_bytes(saved)
         other.load_state_dict(loaded["model"])
         other_optimizer.load_state_dict(loaded["optimizer"])
@@ -373,15 +243,14 @@ def test_a_saved_run_goes_on_bit_by_bit(name: str, size: int) -> None:
     run_threads(work, size)
 
 
-@strategies
 @pytest.mark.parametrize("comes_back", ["as it left", "as a new process"])
-def test_a_world_that_shrinks_and_grows(name: str, comes_back: str) -> None:
+def test_a_world_that_shrinks_and_grows(case: Case, comes_back: str) -> None:
     """4 ranks for 2 steps, 3 for 2, 4 again for 3; rank 3 leaves, and is brought up to date when it is back."""
-    if plain(name) in SPLIT:
+    if case.facts.splits_state:
         pytest.skip("a rank that leaves takes its part along: see tests/unit/test_zero.py")
 
     def work(world: World) -> tuple[list[Tensor], list[Any], list[str], int, int]:
-        model, optimizer, replica = started(name, world)
+        model, optimizer, replica = started(case, world)
         train(model, optimizer, world.rank, range(2))
         smaller = world.split([[0, 1, 2], [3]])
         told = []
@@ -392,7 +261,7 @@ def test_a_world_that_shrinks_and_grows(name: str, comes_back: str) -> None:
             told.append(replica.rebind(smaller))
             train(model, optimizer, world.rank, range(2, 4))
         elif comes_back == "as a new process":
-            model, optimizer, replica = started(name, World(), seed=9)
+            model, optimizer, replica = started(case, World(), seed=9)
         else:
             with torch.no_grad():
                 for x in model.parameters():
@@ -401,7 +270,7 @@ def test_a_world_that_shrinks_and_grows(name: str, comes_back: str) -> None:
         told.append(replica.rebind(again, source=0))
         train(model, optimizer, world.rank, range(4, 7))
         model_now = replica.consolidate()
-        kind = "exp_avg" if plain(name) in ADAM else "momentum_buffer"
+        kind = "exp_avg" if case.facts.needs_adam else "momentum_buffer"
         momenta = [optimizer.state[p][kind].clone() for p in model.parameters()]
         ended = values(model_now), momenta, told, replica.step, again.ledger.step_count
         replica.close()
@@ -410,24 +279,23 @@ def test_a_world_that_shrinks_and_grows(name: str, comes_back: str) -> None:
     results = run_threads(work, 4)
     for parameters, momenta, told, step, steps in results:
         assert_same(parameters, results[0][0])
-        if plain(name) not in LOCAL:
+        if not case.facts.own_gradients:
             assert_same(momenta, results[0][1])
         assert step == steps == 7
         for text in told:
             assert isinstance(text, str)
             assert len(text.split()) > 3, f"rebind must say what it did, got {text!r}"
-    if name in EXACT:
+    if case.example.exact:
         reference = one_process(lambda t: [0, 1, 2] if t in (2, 3) else [0, 1, 2, 3], 7)
         assert_same(results[0][0], values(reference), tolerance=TIGHT)
 
 
-@strategies
-def test_a_world_that_shrinks_to_one(name: str) -> None:
-    if plain(name) in SPLIT:
+def test_a_world_that_shrinks_to_one(case: Case) -> None:
+    if case.facts.splits_state:
         pytest.skip("a rank that leaves takes its part along: see tests/unit/test_zero.py")
 
     def work(world: World) -> list[Tensor] | None:
-        model, optimizer, replica = started(name, world)
+        model, optimizer, replica = started(case, world)
         train(model, optimizer, world.rank, range(2))
         alone = world.split([[0], [1]])
         if world.rank == 1:
@@ -438,16 +306,15 @@ def test_a_world_that_shrinks_to_one(name: str) -> None:
 
     result = run_threads(work, 2)[0]
     assert result is not None
-    if name in EXACT:
+    if case.example.exact:
         assert_same(result, values(one_process(lambda t: [0, 1] if t < 2 else [0], 4)), tolerance=TIGHT)
 
 
-@strategies
-def test_gradients_of_the_former_world_are_not_stepped(name: str) -> None:
+def test_gradients_of_the_former_world_are_not_stepped(case: Case) -> None:
     """A rank that comes has none: a step with what others still have would count it as zero."""
 
     def work(world: World) -> list[Tensor]:
-        model, optimizer, replica = started(name, world)
+        model, optimizer, replica = started(case, world)
         loss_of(model, batch(0, world.rank)).backward()
         replica.rebind(world.split([[0, 1]]))
         optimizer.step()
@@ -456,46 +323,38 @@ def test_gradients_of_the_former_world_are_not_stepped(name: str) -> None:
 
     results = run_threads(work, 2)
     assert_same(results[0], results[1])
-    if name in EXACT:
+    if case.example.exact:
         assert_same(results[0], values(one_process(lambda t: [0, 1], 2)), tolerance=TIGHT)
 
 
 # Settings ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "setting"), [(n, s) for n, cases in REFUSED.items() for s in cases])
 @sizes
-def test_bad_settings_are_refused_with_the_reason(name: str, setting: str, size: int) -> None:
+def test_bad_settings_are_refused_with_the_reason(refusal: tuple[Case, str], size: int) -> None:
+    case, setting = refusal
+
     def work(world: World) -> None:
         model = make()
-        with pytest.raises((ValueError, TypeError), match=REFUSED[name][setting]):
-            un.parallel(model, optimizer_of(name, model), f"{name}({setting})", world=world)
-        replica = un.parallel(
-            model, optimizer_of(name, model), spec_of(name), world=world
-        )  # nothing of it was left behind
+        with pytest.raises((ValueError, TypeError), match=case.facts.refuses[setting]):
+            un.parallel(model, optimizer_of(case, model), f"{case.name}({setting})", world=world)
+        replica = un.parallel(model, optimizer_of(case, model), case.spec, world=world)  # nothing of it was left behind
         replica.close()
 
     run_threads(work, size)
 
 
-@pytest.mark.parametrize("name", names("strategy"))
-def test_every_strategy_has_a_test_of_what_it_refuses(name: str) -> None:
-    assert name in REFUSED, f"add settings that {name} refuses to REFUSED in {__file__} ({{}} if there are none)"
-
-
-@strategies
-def test_its_spec_builds_it_again_and_it_cannot_be_changed(name: str) -> None:
-    strategy = build(spec_of(name))
+def test_its_spec_builds_it_again_and_it_cannot_be_changed(case: Case) -> None:
+    strategy = build(case.spec)
     assert build(describe(strategy)) == strategy
     assert copy.copy(strategy) == strategy
     with pytest.raises(AttributeError):
         strategy.something = 1
 
 
-@strategies
-def test_after_close_the_model_is_an_ordinary_one(name: str) -> None:
+def test_after_close_the_model_is_an_ordinary_one(case: Case) -> None:
     def work(world: World) -> None:
-        model, optimizer, replica = started(name, world)
+        model, optimizer, replica = started(case, world)
         train(model, optimizer, world.rank, range(2))
         replica.restore()
         replica.close()

@@ -419,7 +419,7 @@ def test_other_thresholds_are_refused(threshold: Any) -> None:
 
 
 def test_what_is_no_reducer_is_refused() -> None:
-    with pytest.raises(TypeError, match="as low"):
+    with pytest.raises(TypeError, match="low must be a Reducer object"):
         accordion("dense", bf16())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="as high"):
+    with pytest.raises(TypeError, match="high must be a Reducer object"):
         accordion(dense(), None)  # type: ignore[arg-type]

@@ -155,7 +155,7 @@ def test_it_sends_what_the_inner_one_sends_and_refuses_what_is_no_reducer() -> N
     reducer = error_feedback(every_other())
     assert reducer.sends is not None
     assert reducer.sends(make(World()), 2) == 7
-    with pytest.raises(TypeError, match="takes a reducer"):
+    with pytest.raises(TypeError, match="inner must be a Reducer object"):
         error_feedback("bf16")  # type: ignore[arg-type]
     assert build("error_feedback(bf16)", kind="reducer").memory
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import unisono as un
-from unisono.strategy import binding
 from unisono.cli import main
 from unisono.footprint.report import Report
 from unisono.footprint.script import ScriptError, of_script
+from unisono.strategy import binding
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 ROOMY: dict[str, Any] = {"device_memory": "1TiB", "host_memory": "10TiB", "disk": "100TiB"}

@@ -349,7 +349,7 @@ def test_worlds_are_split_once() -> None:
 
 
 def test_what_is_no_reducer_is_refused() -> None:
-    with pytest.raises(TypeError, match="as across"):
+    with pytest.raises(TypeError, match="across must be a Reducer object"):
         hierarchical("bf16")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="as inside"):
+    with pytest.raises(TypeError, match="inside must be a Reducer object"):
         hierarchical(bf16(), inside="dense")  # type: ignore[arg-type]

@@ -112,9 +112,9 @@ def test_what_both_cannot_read_is_refused() -> None:
     for bad in (3, ["a", 1], None):
         with pytest.raises(TypeError, match="patterns of names"):
             masked(bf16(), only=bad)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="as rest"):
+    with pytest.raises(TypeError, match="rest must be a Reducer object or None, got 'dense'"):
         masked(bf16(), rest="dense")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="as inner"):
+    with pytest.raises(TypeError, match="inner must be a Reducer object, got None"):
         masked(None)  # type: ignore[arg-type]
 
 

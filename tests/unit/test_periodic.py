@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from unisono.strategy import PeriodicReplica
-from unisono.strategy import Strategy
+from unisono.strategy import PeriodicReplica, Strategy
 from unisono.world import World
 from unisono.world.transports.threads import run_threads
 

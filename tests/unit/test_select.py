@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from unisono.kernels import select
-from unisono.kernels.select import Plan, Segment, count_of, fraction, restore, top
+from unisono.kernels.select import Plan, Segment, count_of, restore, top
 
 # dtype of the gradient, dtype of the residual (None: there is none)
 KINDS = [
@@ -143,15 +143,3 @@ def test_counts_are_at_least_one_and_at_most_all() -> None:
     assert [count_of(0.01, n) for n in (1, 99, 100, 1000, 25_000_000)] == [1, 1, 1, 10, 250_000]
     assert [count_of(1.0, n) for n in (1, 7)] == [1, 7]
     assert count_of(0.29, 100) == 29  # 0.29 * 100 is a little less
-
-
-@pytest.mark.parametrize("bad", [0, 0.0, -0.1, 1.5, 10, math.nan, math.inf])
-def test_a_fraction_is_more_than_0_and_at_most_1(bad: float) -> None:
-    with pytest.raises(ValueError, match="0 < k <= 1"):
-        fraction("k", bad)
-
-
-@pytest.mark.parametrize("bad", ["0.1", None, True, [0.1]])
-def test_a_fraction_is_a_number(bad: object) -> None:
-    with pytest.raises(TypeError, match="expected a number"):
-        fraction("k", bad)  # type: ignore[arg-type]

@@ -62,5 +62,5 @@ def test_other_counts_are_refused(steps: Any) -> None:
 
 
 def test_what_is_no_reducer_is_refused() -> None:
-    with pytest.raises(TypeError, match="takes a reducer"):
+    with pytest.raises(TypeError, match="inner must be a Reducer object"):
         warmup("bf16", 1)  # type: ignore[arg-type]

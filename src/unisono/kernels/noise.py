@@ -79,6 +79,16 @@ def bits(source: Noise, n: int, device: torch.device | str = "cpu") -> Tensor:
     return torch.where(x > 0x7FFFFFFF, x - (1 << 32), x).to(torch.int32)
 
 
+def uniform(source: Noise, n: int, device: torch.device | str = "cpu") -> Tensor:
+    """The first n numbers of a stream, float32 from 0 to below 1 in steps of 2^-24.
+
+    >>> x = uniform(noise(0, 1), 1000)
+    >>> bool((x >= 0).all()), bool((x < 1).all()), round(float(x.mean()), 1)
+    (True, True, 0.5)
+    """
+    return ((bits(source, n, device) >> 8) & 0xFFFFFF) * 2.0**-24
+
+
 def draw(source: Noise, out: Words, spare: Words) -> None:
     """Fill `out`, at most CHUNK words of uint32, using `spare` of the same length."""
     np.add(_COUNTER[: len(out)], np.uint32((source.start * WEYL + source.shift) & _WORD), out=out)

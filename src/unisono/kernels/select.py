@@ -46,16 +46,6 @@ class Plan:
         self.tables: dict[Any, Any] = {}
 
 
-def fraction(name: str, k: float) -> float:
-    """`k` if it is a fraction of a whole: more than 0, at most 1."""
-    if isinstance(k, bool) or not isinstance(k, (int, float)):
-        raise TypeError(f"{name} is the fraction of a tensor that is sent: expected a number, got {k!r}")
-    if not 0 < k <= 1:
-        hint = f"; for {k:g} %, write {name}={k / 100:g}" if 1 < k <= 100 else ""
-        raise ValueError(f"{name} is the fraction of a tensor that is sent: expected 0 < {name} <= 1, got {k!r}{hint}")
-    return float(k)
-
-
 def count_of(k: float, length: int) -> int:
     """How many of `length` numbers a fraction is: at least one.
 

@@ -9,12 +9,14 @@ Phases of the second form, which sends 2(N-1)/N messages instead of N-1:
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from unisono.buckets import Bucket
+from unisono.checks import Note, Satisfies
+from unisono.facts import Sizes
 from unisono.kernels import elias as gamma
 from unisono.kernels import quantise
 from unisono.kernels.noise import Noise, noise
@@ -22,6 +24,11 @@ from unisono.kernels.quantise import Levels
 from unisono.reducer import Codec, Reduced, Reducer, Stages, State, staged
 from unisono.world import World
 
+Bits = Annotated[Literal[2, 4, 8], Note("a sign and a level: so they fill bytes")]
+Block = Annotated[
+    int,
+    Satisfies(lambda n: 64 <= n <= 16384 and not n & (n - 1), "a power of two from 64 to 16384 (numbers a block)"),
+]
 Exchanged = Generator[None, None, Reduced]
 _PART = 64  # numbers: parts start at multiples
 
@@ -39,15 +46,8 @@ class Wire(NamedTuple):
     even: bool = True
 
 
-def wire_of(name: str, levels: Levels, elias: bool) -> Wire:
+def wire_of(levels: Levels, elias: bool) -> Wire:
     """The wire of random rounding to levels: packed codes, or Elias's code of them."""
-    if type(levels.bits) is not int or levels.bits not in (2, 4, 8):
-        raise ValueError(
-            f"{name}: bits must be 2, 4 or 8, so that codes (a sign and a level each) fill bytes, got {levels.bits!r}"
-        )
-    checked_block(name, levels.block)
-    if type(elias) is not bool:
-        raise TypeError(f"{name}: elias must be True (Elias's code) or False (packed bits), got {elias!r}")
 
     def encode(x: Tensor, source: Noise) -> Tensor:
         code = torch.empty(levels.nbytes(x.numel()), dtype=torch.uint8, device=x.device)
@@ -70,20 +70,6 @@ def wire_of(name: str, levels: Levels, elias: bool) -> Wire:
         decode(code, out, parts, add)
 
     return Wire(levels.nbytes, encode_short, decode_short, False) if elias else Wire(levels.nbytes, encode, decode)
-
-
-def checked_block(name: str, block: int) -> int:
-    """A number of numbers that share a scale."""
-    if type(block) is not int or not 64 <= block <= 16384 or block & (block - 1):
-        raise ValueError(f"{name}: block must be a power of two from 64 to 16384 (numbers a block), got {block!r}")
-    return block
-
-
-def whole_number(name: str, what: str, value: int) -> int:
-    """A setting that is a whole number."""
-    if type(value) is not int:
-        raise TypeError(f"{name}: {what} must be a whole number, got {value!r}")
-    return value
 
 
 def quantised(name: str, wire: Wire, seed: int = 0, noise_bound: float = 0.0) -> Reducer:
@@ -120,6 +106,12 @@ def quantised(name: str, wire: Wire, seed: int = 0, noise_bound: float = 0.0) ->
     return staged(
         lambda bucket: {"step": 0}, stages, sends=sends if wire.even else None, codec=codec, noise=noise_bound
     )
+
+
+def count_bytes(message: Callable[[int], int]) -> Callable[[Sizes], int]:
+    """For FACTS: a message to every other rank, or a part to each and the mean of a part to all, whichever is less.
+    `message(n)` is the bytes of n numbers. Written apart from `sends`, so that one proves the other."""
+    return lambda sizes: sizes.gather(min(message(sizes.numbers), 2 * message(sizes.share(sizes.numbers))))
 
 
 def part_length(n: int, size: int) -> int:

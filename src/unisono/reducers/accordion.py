@@ -5,9 +5,8 @@ Agarwal et al., "Accordion: Adaptive Gradient Communication via Critical Learnin
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,12 +14,33 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.buckets import Bucket
+from unisono.checks import AtLeast, Range, validate
+from unisono.facts import Example, Facts
 from unisono.reducer import Reduced, Reducer, Stages, State, residual_like, staged
 from unisono.reducers._subsets import Part, finite, in_parts, keep_where
 from unisono.world import World
 
+FACTS = Facts(
+    [
+        Example("accordion(low=powersgd(rank=2), high=powersgd(rank=1), every=2)"),
+        Example("accordion(low=dense, high=topk(k=0.1), every=1)"),
+    ],
+    refuses={"dense, bf16, every=0": "every", "dense, bf16, threshold=0": "threshold", "dense, 5": "high"},
+    trains_as=[
+        "allreduce(reducer=accordion(low=powersgd(rank=2), high=powersgd(rank=1), every=2))",
+        "allreduce(reducer=accordion(low=dense, high=topk(k=0.1), every=1))",
+    ],
+)
 
-def accordion(low: Reducer, high: Reducer, *, every: int = 1000, threshold: float = 0.5) -> Reducer:
+
+@validate
+def accordion(
+    low: Reducer,
+    high: Reducer,
+    *,
+    every: Annotated[int, AtLeast(1, "steps a window")] = 1000,
+    threshold: Annotated[float, Range("a share of a norm", above=0)] = 0.5,
+) -> Reducer:
     """Two levels of compression, chosen anew for each tensor at the end of every window of `every` steps.
 
     With D the sum of a tensor's gradients over a window, in the root mean square over the ranks, it is in a critical
@@ -43,7 +63,6 @@ def accordion(low: Reducer, high: Reducer, *, every: int = 1000, threshold: floa
     >>> build("accordion(dense, bf16, every=100)", kind="reducer").spec
     'accordion(low=dense, high=bf16, every=100)'
     """
-    _check(low, high, every, threshold)
     spare: WeakKeyDictionary[Bucket, Tensor] = WeakKeyDictionary()
 
     def init(bucket: Bucket) -> State:
@@ -95,18 +114,6 @@ def accordion(low: Reducer, high: Reducer, *, every: int = 1000, threshold: floa
         check=check,
         noise=max(low.noise, high.noise),
     )
-
-
-def _check(low: Reducer, high: Reducer, every: int, threshold: float) -> None:
-    for name, value in (("low", low), ("high", high)):
-        if not isinstance(value, Reducer):
-            raise TypeError(f"accordion takes a reducer such as bf16() as {name}, got {value!r}")
-    if type(every) is not int or every < 1:
-        raise ValueError(f"every counts steps a window: expected a whole number of at least 1, got {every!r}")
-    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 < threshold < math.inf:
-        raise ValueError(
-            f"threshold is a share of a norm: expected a number above 0 (the paper: 0.5), got {threshold!r}"
-        )
 
 
 # Decisions -------------------------------------------------------------------------------------------------------

@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 
 from unisono.buckets import Bucket
+from unisono.facts import Example, Facts
 from unisono.reducer import Reducer, Stages, State, staged
 from unisono.reducers._cast import cast_bytes, cast_codec, cast_stages
 from unisono.world import World
+
+FACTS = Facts([Example("bf16", memory=False, bytes=lambda sizes: sizes.all_reduce(2 * sizes.numbers))])
 
 
 def bf16() -> Reducer:

@@ -4,16 +4,26 @@ BAGUA: Gan et al. 2021, arXiv:2107.01499."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from unisono.checks import validate
+from unisono.facts import Example, Facts
 from unisono.kernels.noise import Noise
 from unisono.kernels.quantise import bytes_nbytes, decode_bytes, encode_bytes
 from unisono.reducer import Reducer
-from unisono.reducers._quantised import Wire, checked_block, quantised
+from unisono.reducers._quantised import Block, Wire, count_bytes, quantised
+
+FACTS = Facts(
+    [Example("bytegrad", memory=False, bytes=count_bytes(lambda n: n + 8 * math.ceil(n / 2048)))],
+    refuses={"block=100": "power of two"},
+)
 
 
-def bytegrad(*, block: int = 2048) -> Reducer:
+@validate
+def bytegrad(*, block: Block = 2048) -> Reducer:
     """Send every number as one of 256 steps from its block's least to its greatest, rounded to the nearest.
 
         step = (max - min)/255,  q_i = round((v_i - low)/step),  Q(v_i) = low + q_i step
@@ -29,7 +39,6 @@ def bytegrad(*, block: int = 2048) -> Reducer:
     >>> build("bytegrad", kind="reducer").codec.nbytes(2048)
     2056
     """
-    checked_block("bytegrad", block)
 
     def encode(x: Tensor, _: Noise) -> Tensor:
         code = torch.empty(bytes_nbytes(x.numel(), block), dtype=torch.uint8, device=x.device)

@@ -12,13 +12,26 @@ import torch
 from torch import Tensor
 
 from unisono.buckets import Bucket
+from unisono.checks import validate
+from unisono.facts import Example, Facts
 from unisono.reducer import Reduced, Reducer, Stages, State, rescale, residual_like, staged, stages_of
 from unisono.reducers._subsets import finite
 from unisono.world import World
 
 _CHUNK = 1 << 18  # numbers added at a time: what was written is still in the cache when it is copied
 
+FACTS = Facts(
+    [
+        Example("error_feedback(bf16)", rounds_mean=True, bytes=lambda sizes: sizes.sent_by("bf16")),
+        Example("error_feedback(nuqsgd)", bytes=lambda sizes: sizes.sent_by("nuqsgd")),
+        Example("error_feedback(topk(k=0.1, feedback=False))", bytes=lambda sizes: sizes.sent_by("topk(k=0.1)")),
+    ],
+    refuses={"dens": "dense", "qsgd(bits=2)": "grow without bound"},
+    trains_as=["allreduce(reducer=error_feedback(nuqsgd(bits=4)))"],
+)
 
+
+@validate
 def error_feedback(inner: Reducer) -> Reducer:
     """Keep what `inner` does not send: p = g + e; `inner` reduces p; e <- p - sent.
 
@@ -34,8 +47,6 @@ def error_feedback(inner: Reducer) -> Reducer:
     >>> build("error_feedback(bf16)", kind="reducer").memory
     True
     """
-    if not isinstance(inner, Reducer):
-        raise TypeError(f"error_feedback takes a reducer such as bf16(), got {inner!r}")
     if inner.memory:
         return inner
     if inner.noise >= 1:

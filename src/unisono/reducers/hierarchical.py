@@ -11,9 +11,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.buckets import Bucket
+from unisono.checks import validate
+from unisono.facts import Example, Facts
 from unisono.reducer import Reduced, Reducer, Stages, State, rescale_inside, staged, stages_of
 from unisono.reducers._subsets import finite, keep_where, lines_of, mean_in_place
 from unisono.world import World
+
+FACTS = Facts(
+    [Example("hierarchical(topk(k=0.1))", bytes=lambda sizes: sizes.sent_by("dense"))],  # all ranks on one host
+    refuses={"5": "across", "bf16, inside=5": "inside"},
+)
 
 
 class _Levels(NamedTuple):
@@ -26,6 +33,7 @@ class _Levels(NamedTuple):
     ranks: str  # who leads whom
 
 
+@validate
 def hierarchical(across: Reducer, *, inside: Reducer | None = None) -> Reducer:
     """Reduce inside each host, then across hosts, between one leader of each, and give the result back inside.
 
@@ -47,9 +55,6 @@ def hierarchical(across: Reducer, *, inside: Reducer | None = None) -> Reducer:
     >>> build("hierarchical(bf16)", kind="reducer").spec
     'hierarchical(across=bf16)'
     """
-    for name, value in (("across", across), ("inside", inside)):
-        if not isinstance(value, Reducer) and not (name == "inside" and value is None):
-            raise TypeError(f"hierarchical takes a reducer such as bf16() as {name}, got {value!r}")
     worlds: WeakKeyDictionary[World, _Levels] = WeakKeyDictionary()
 
     def init(bucket: Bucket) -> State:

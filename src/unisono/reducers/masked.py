@@ -3,22 +3,49 @@
 from __future__ import annotations
 
 import fnmatch
+from typing import Annotated
 from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 
 from unisono.buckets import Bucket
+from unisono.checks import AtLeast, Note, validate
+from unisono.facts import Example, Facts
 from unisono.reducer import Reducer, Stages, State, all_reduce_bytes, staged
 from unisono.reducers._subsets import Part, in_parts, runs, widen
 from unisono.world import World
 
+Patterns = Annotated[str | list[str], Note("patterns of names, such as '*.weight' or ['head.*', '*.bias']")]
 
+FACTS = Facts(
+    [
+        Example(
+            "masked(topk(k=0.1), skip='p6')",  # the suite's tensors are p0, p1, ...
+            bytes=lambda sizes: (
+                sizes.sent_by("topk(k=0.1)", [shape for i, shape in enumerate(sizes.shapes) if i != 6])
+                + sizes.sent_by("dense", sizes.shapes[6:7])
+            ),
+        ),
+        Example(
+            "masked(powersgd(rank=1), only='p1*', rest=dense)",
+            bytes=lambda sizes: (
+                sizes.sent_by("powersgd(rank=1)", [sizes.shapes[1], *sizes.shapes[10:]])
+                + sizes.sent_by("dense", [sizes.shapes[0], *sizes.shapes[2:10]])
+            ),
+        ),
+    ],
+    refuses={"bf16, min_size=-1": "min_size", "bf16, only=3": "only", "5": "inner"},
+    trains_as=["allreduce(reducer=masked(topk(k=0.1), only='*.weight'))"],
+)
+
+
+@validate
 def masked(
     inner: Reducer,
     *,
-    only: str | list[str] = "*",
-    skip: str | list[str] = "",
-    min_size: int = 0,
+    only: Patterns = "*",
+    skip: Patterns = "",
+    min_size: Annotated[int, AtLeast(0, "elements")] = 0,
     rest: Reducer | None = None,
 ) -> Reducer:
     """Reduce by `inner` the tensors that the mask lets through, and the rest by `rest`.
@@ -35,12 +62,7 @@ def masked(
     >>> build("masked(bf16, skip='head.*', min_size=1024)", kind="reducer").exact
     False
     """
-    for name, value in (("inner", inner), ("rest", rest)):
-        if not isinstance(value, Reducer) and not (name == "rest" and value is None):
-            raise TypeError(f"masked takes a reducer such as bf16() as {name}, got {value!r}")
-    if type(min_size) is not int or min_size < 0:
-        raise ValueError(f"min_size counts elements: expected a whole number of at least 0, got {min_size!r}")
-    wanted, unwanted = _patterns("only", only), _patterns("skip", skip)
+    wanted, unwanted = _split_patterns(only), _split_patterns(skip)
     found: WeakKeyDictionary[Bucket, tuple[list[int], list[int]]] = WeakKeyDictionary()
 
     def sorted_out(bucket: Bucket) -> tuple[list[int], list[int]]:
@@ -87,10 +109,8 @@ def masked(
     )
 
 
-def _patterns(name: str, given: str | list[str]) -> list[str]:
+def _split_patterns(given: Patterns) -> list[str]:
     texts = [given] if isinstance(given, str) else given
-    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-        raise TypeError(f"{name} takes patterns of names, such as '*.weight' or ['head.*', '*.bias'], got {given!r}")
     return [part.strip() for text in texts for part in text.split(",") if part.strip()]
 
 

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import math
+
+from unisono.checks import validate
+from unisono.facts import Example, Facts
 from unisono.kernels.quantise import Levels
 from unisono.reducer import Reducer
-from unisono.reducers._quantised import quantised, whole_number, wire_of
+from unisono.reducers._quantised import Bits, Block, count_bytes, quantised, wire_of
+
+FACTS = Facts(
+    [
+        Example("nuqsgd", memory=False, bytes=count_bytes(lambda n: n // 2 + 4 * math.ceil(n / 8192))),
+        Example("nuqsgd(bits=8, block=64)", memory=False, bytes=count_bytes(lambda n: n + 4 * math.ceil(n / 64))),
+        Example("nuqsgd(elias=True)", memory=False),
+    ],
+    refuses={"bits=3": "bits", "block=100": "power of two", "elias=1": "elias", "seed=0.5": "seed"},
+)
 
 
-def nuqsgd(bits: int = 4, *, block: int = 8192, elias: bool = False, seed: int = 0) -> Reducer:
+@validate
+def nuqsgd(bits: Bits = 4, *, block: Block = 8192, elias: bool = False, seed: int = 0) -> Reducer:
     """Send a sign and one of the levels {0, 2^-s, ..., 1/2, 1} for every number, s = 2^(bits-1) - 2; unbiased.
 
     With the block's norm |v| and r = |v_i| / |v| between neighbouring levels lo and hi:
@@ -31,4 +45,4 @@ def nuqsgd(bits: int = 4, *, block: int = 8192, elias: bool = False, seed: int =
     4100
     """
     levels = Levels(bits, block, exponential=True)
-    return quantised("nuqsgd", wire_of("nuqsgd", levels, elias), whole_number("nuqsgd", "seed", seed), levels.noise)
+    return quantised("nuqsgd", wire_of(levels, elias), seed, levels.noise)

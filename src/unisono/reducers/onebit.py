@@ -8,12 +8,25 @@ import torch
 from torch import Tensor
 
 from unisono.buckets import Bucket
+from unisono.checks import validate
+from unisono.facts import Example, Facts, Sizes
 from unisono.reducer import Reduced, Reducer, Stages, State, rescale, residual_like, staged
 from unisono.reducers._quantised import line_for, put, working_dtype
 from unisono.reducers._signs import Signs, signs_of
 from unisono.world import World
 
 
+def _count_bytes(sizes: Sizes) -> int:
+    return sizes.gather(sizes.numbers // 8 + 4 * len(sizes.shapes))
+
+
+FACTS = Facts(
+    [Example("onebit", bytes=_count_bytes), Example("onebit(feedback=False)", memory=False, bytes=_count_bytes)],
+    refuses={"feedback=1": "feedback"},
+)
+
+
+@validate
 def onebit(*, feedback: bool = True) -> Reducer:
     """Send the signs of p = g + e, and for each tensor the mean of |p|; keep what that leaves out in e.
 
@@ -31,8 +44,6 @@ def onebit(*, feedback: bool = True) -> Reducer:
     >>> build("onebit", kind="reducer").memory
     True
     """
-    if type(feedback) is not bool:
-        raise TypeError(f"onebit: feedback must be True (keep what is not sent) or False, got {feedback!r}")
 
     def init(bucket: Bucket) -> State:
         if not feedback:

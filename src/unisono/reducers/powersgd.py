@@ -4,20 +4,59 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Annotated
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from unisono.buckets import Bucket
+from unisono.checks import AtLeast, Range, validate
+from unisono.facts import Example, Facts, Sizes
 from unisono.kernels import lowrank
 from unisono.reducer import Reduced, Reducer, Stages, State, all_reduce_bytes, rescale, residual_like, staged
 from unisono.world import World
 
 
-def powersgd(rank: int = 4, *, feedback: bool = True, min_saving: float = 2.0, seed: int = 0) -> Reducer:
+def _count_bytes(rank: int) -> Callable[[Sizes], int]:
+    """Two factors of each matrix that they make at least twice smaller; the rest goes with the first of them."""
+
+    def count(sizes: Sizes) -> int:
+        left = right = 0
+        rest = sizes.in_vectors
+        for shape in sizes.matrices:
+            rows, columns = shape[0], math.prod(shape) // shape[0]
+            small = min(rank, rows, columns)
+            if rows * columns >= 2 * small * (rows + columns):
+                left, right = left + small * rows, right + small * columns
+            else:
+                rest += rows * columns
+        return sizes.all_reduce(4 * (left + rest)) + sizes.all_reduce(4 * right)
+
+    return count
+
+
+FACTS = Facts(
+    [
+        Example("powersgd(rank=1)", bytes=_count_bytes(1)),
+        Example("powersgd(rank=2)", bytes=_count_bytes(2)),
+        Example("powersgd(rank=2, feedback=False)", memory=False, bytes=_count_bytes(2)),
+    ],
+    refuses={"rank=0": "rank", "min_saving=0.5": "min_saving", "feedback=1": "feedback", "seed=0.5": "seed"},
+    trains_as=["allreduce(reducer=powersgd(rank=1, min_saving=1.0), overlap=True, bucket_bytes=256)"],
+)
+
+
+@validate
+def powersgd(
+    rank: Annotated[int, AtLeast(1, "the columns of the factors (2 to 4 are usual)")] = 4,
+    *,
+    feedback: bool = True,
+    min_saving: Annotated[float, Range("how many times smaller the factors must be", at_least=1)] = 2.0,
+    seed: int = 0,
+) -> Reducer:
     """Send two thin factors of each matrix: one step of a power iteration, begun where the last one ended.
 
     A gradient G of shape (n, ...) is a matrix M = G + e of n rows, the rest its columns. In three phases:
@@ -42,7 +81,6 @@ def powersgd(rank: int = 4, *, feedback: bool = True, min_saving: float = 2.0, s
     >>> torch.allclose(reduced.mean[0], torch.outer(torch.arange(64.0), torch.ones(64)), atol=1e-4)
     True
     """
-    _check(rank, feedback, min_saving, seed)
     plans: WeakKeyDictionary[Bucket, _Plan] = WeakKeyDictionary()
 
     def plan_of(bucket: Bucket) -> _Plan:
@@ -97,23 +135,6 @@ def _phases(plan: _Plan, bucket: Bucket, state: State, world: World) -> Stages:
     # 3. The mean P Q^T and the residual; where a number is not finite, on whatever rank, all ranks see it here
     lowrank.finish(layout, flat, residual, room.unit, mine, room.q, room.rest, q, room.largest())
     return Reduced(bucket.tensors, partial(plan.sent, bucket, mine, given)), {**state, "q": plan.kept}
-
-
-def _check(rank: int, feedback: bool, min_saving: float, seed: int) -> None:
-    for name, value in (("rank", rank), ("seed", seed)):
-        if type(value) is not int:
-            raise TypeError(f"{name} must be a whole number, got {value!r}")
-    if rank < 1:
-        raise ValueError(f"rank counts the columns of the factors: expected at least 1 (2 to 4 are usual), got {rank}")
-    if type(feedback) is not bool:
-        raise TypeError(f"feedback must be True or False, got {feedback!r}")
-    if type(min_saving) not in (int, float):
-        raise TypeError(f"min_saving must be a number, got {min_saving!r}")
-    if not 1 <= min_saving < math.inf:
-        raise ValueError(
-            f"min_saving says how many times smaller the factors must be: expected at least 1 (the default is 2; less "
-            f"than 1 would send more than the gradient itself), got {min_saving}"
-        )
 
 
 def _factor_dtype(bucket: Bucket) -> torch.dtype:

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import math
+
+from unisono.checks import validate
+from unisono.facts import Example, Facts
 from unisono.kernels.quantise import Levels
 from unisono.reducer import Reducer
-from unisono.reducers._quantised import quantised, whole_number, wire_of
+from unisono.reducers._quantised import Bits, Block, count_bytes, quantised, wire_of
+
+FACTS = Facts(
+    [
+        Example("qsgd", memory=False, bytes=count_bytes(lambda n: n // 2 + 4 * math.ceil(n / 8192))),
+        Example("qsgd(bits=8, block=64)", memory=False, bytes=count_bytes(lambda n: n + 4 * math.ceil(n / 64))),
+        Example("qsgd(elias=True)", memory=False),
+    ],
+    refuses={"bits=3": "bits", "block=100": "power of two", "elias=1": "elias", "seed=0.5": "seed"},
+)
 
 
-def qsgd(bits: int = 4, *, block: int = 8192, elias: bool = False, seed: int = 0) -> Reducer:
+@validate
+def qsgd(bits: Bits = 4, *, block: Block = 8192, elias: bool = False, seed: int = 0) -> Reducer:
     """Send a sign and one of s + 1 uniform levels for every number: unbiased, so no error feedback is needed.
 
     With the block's norm |v| and r = |v_i| / |v| between levels l/s and (l+1)/s, where s = 2^(bits-1) - 1:
@@ -28,4 +42,4 @@ def qsgd(bits: int = 4, *, block: int = 8192, elias: bool = False, seed: int = 0
     8196
     """
     levels = Levels(bits, block, exponential=False)
-    return quantised("qsgd", wire_of("qsgd", levels, elias), whole_number("qsgd", "seed", seed), levels.noise)
+    return quantised("qsgd", wire_of(levels, elias), seed, levels.noise)

@@ -7,18 +7,43 @@ from __future__ import annotations
 
 import hashlib
 import math
+from typing import Annotated
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from unisono.buckets import Bucket
-from unisono.kernels.select import count_of, fold, fraction, narrowed, restore
+from unisono.checks import Range, validate
+from unisono.facts import Example, Facts, Sizes
+from unisono.kernels.select import count_of, fold, narrowed, restore
 from unisono.reducer import Reduced, Reducer, Stages, State, all_reduce_bytes, rescale, residual_like, staged
 from unisono.world import World
 
 
-def randomk(k: float = 0.01, *, feedback: bool = True, seed: int = 0) -> Reducer:
+def _count_bytes(sizes: Sizes) -> int:
+    """Of a tenth: values only, as every rank knows the places; vectors in full."""
+    kept = sum(max(1, round(0.1 * math.prod(shape))) for shape in sizes.matrices)
+    return sizes.all_reduce(4 * (kept + sizes.in_vectors))
+
+
+FACTS = Facts(
+    [
+        Example("randomk(k=0.1)", bytes=_count_bytes),
+        Example("randomk(k=0.1, feedback=False)", memory=False, bytes=_count_bytes),
+    ],
+    refuses={"k=0": "fraction", "feedback=1": "feedback", "seed=0.5": "seed"},
+    trains_as=["allreduce(reducer=randomk(k=0.3))"],
+)
+
+
+@validate
+def randomk(
+    k: Annotated[float, Range("the fraction of a tensor that is sent", above=0, at_most=1, percent=True)] = 0.01,
+    *,
+    feedback: bool = True,
+    seed: int = 0,
+) -> Reducer:
     """K places of each tensor, the same on every rank: p = e + g; all-reduce p there; e <- p - what was sent.
 
     The places follow from the seed, the step and the tensor's name, so only the numbers are sent: AR(itemsize * K)
@@ -38,11 +63,6 @@ def randomk(k: float = 0.01, *, feedback: bool = True, seed: int = 0) -> Reducer
     >>> int((reduced.mean[0] != 0).sum()), int((state["residual"] != 0).sum())
     (1, 3)
     """
-    fraction("k", k)
-    if not isinstance(feedback, bool):
-        raise TypeError(f"feedback must be True or False, got {feedback!r}")
-    if type(seed) is not int:
-        raise TypeError(f"seed must be a whole number, got {seed!r}")
     works: WeakKeyDictionary[Bucket, _Work] = WeakKeyDictionary()
 
     def init(bucket: Bucket) -> State:

@@ -8,14 +8,26 @@ import torch
 from torch import Tensor
 
 from unisono.buckets import Bucket
+from unisono.checks import validate
+from unisono.facts import Example, Facts, Sizes
 from unisono.kernels.bits import pack, unpack
 from unisono.kernels.noise import Noise, bits, noise
 from unisono.reducer import Reduced, Reducer, Stages, State, staged
-from unisono.reducers._quantised import line_for, part_length, parts_of, put, whole_number
+from unisono.reducers._quantised import line_for, part_length, parts_of, put
 from unisono.reducers._signs import Signs, signs_of
 from unisono.world import World
 
 
+def _count_bytes(sizes: Sizes) -> int:
+    """A bit a number and four bytes a tensor; by parts, two bits a number more for the outcome."""
+    floats, part = 4 * len(sizes.shapes), sizes.share(sizes.numbers)
+    return sizes.gather(floats + min(sizes.numbers // 8, part // 8 + part // 4))
+
+
+FACTS = Facts([Example("signsgd", memory=False, bytes=_count_bytes)], refuses={"seed=0.5": "seed"})
+
+
+@validate
 def signsgd(*, seed: int = 0) -> Reducer:
     """Send signs, and return the majority's: -1, +1, or 0 where the vote is tied.
 
@@ -38,7 +50,6 @@ def signsgd(*, seed: int = 0) -> Reducer:
     >>> build("signsgd", kind="reducer").exact
     False
     """
-    whole_number("signsgd", "seed", seed)
 
     def stages(bucket: Bucket, state: State, world: World) -> Stages:
         after, line = {"step": state["step"] + 1}, bucket.flat

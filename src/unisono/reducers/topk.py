@@ -7,8 +7,8 @@ masking, local clipping and ramped sparsity: Lin et al., "Deep Gradient Compress
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Annotated, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,11 +16,38 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.buckets import Bucket
-from unisono.kernels.select import Plan, Segment, count_of, fraction, narrowed, restore, spread, top
+from unisono.checks import AtLeast, Range, validate
+from unisono.facts import Example, Facts, Sizes
+from unisono.kernels.select import Plan, Segment, count_of, narrowed, restore, spread, top
 from unisono.reducer import Reduced, Reducer, Stages, State, all_reduce_bytes, rescale, residual_like, staged
 from unisono.world import World
 
 _RAMP_FROM, _RAMP_BY = 0.25, 0.25  # the paper's warm-up sends 25 %, 6.25 %, 1.5625 %, ...
+
+
+def _count_bytes(k: float) -> Callable[[Sizes], int]:
+    """A value and a place for each number of a matrix that is sent, to every other rank; vectors in full."""
+
+    def count(sizes: Sizes) -> int:
+        kept = sum(max(1, round(k * math.prod(shape))) for shape in sizes.matrices)
+        return sizes.gather(8 * kept) + sizes.all_reduce(4 * sizes.in_vectors)
+
+    return count
+
+
+FACTS = Facts(
+    [
+        Example("topk(k=0.1)", bytes=_count_bytes(0.1)),
+        Example("topk(k=0.1, feedback=False)", memory=False, bytes=_count_bytes(0.1)),
+        Example(
+            "topk(k=0.1, momentum=0.9, clip=1.0, ramp=3)",
+            conserves=False,
+            bytes=lambda sizes: _count_bytes(0.25 if sizes.step < 3 else 0.1)(sizes),
+        ),
+    ],
+    refuses={"k=0": "fraction", "k=5": "k=0.05", "momentum=1": "momentum", "clip=0": "clip", "ramp=-1": "ramp"},
+    trains_as=["allreduce(reducer=topk(k=0.1), overlap=True)", "allreduce(reducer=topk(k=0.1, clip=1.0, ramp=2))"],
+)
 
 
 class _Options(NamedTuple):
@@ -32,14 +59,15 @@ class _Options(NamedTuple):
     ramp: int
 
 
+@validate
 def topk(
-    k: float = 0.01,
+    k: Annotated[float, Range("the fraction of a tensor that is sent", above=0, at_most=1, percent=True)] = 0.01,
     *,
     feedback: bool = True,
-    momentum: float = 0.0,
+    momentum: Annotated[float, Range(at_least=0, below=1)] = 0.0,
     masking: bool = True,
-    clip: float | None = None,
-    ramp: int = 0,
+    clip: Annotated[float | None, Range("the largest norm of a tensor's gradient", above=0)] = None,
+    ramp: Annotated[int, AtLeast(0, "steps")] = 0,
 ) -> Reducer:
     """The k largest of each tensor: p = e + g; send the top k of |p| with their places; e <- p - what was sent.
 
@@ -64,7 +92,9 @@ def topk(
     >>> reduced.mean[0].tolist(), state["residual"][:4].tolist()
     ([[0.0, -4.0], [0.0, 0.0]], [1.0, 0.0, 2.0, 0.5])
     """
-    options = _checked(_Options(k, feedback, momentum, masking, clip, ramp))
+    if momentum and not feedback:
+        raise ValueError("momentum correction adds velocities up in the residual: it needs feedback=True")
+    options = _Options(k, feedback, momentum, masking, clip, ramp)
     works: WeakKeyDictionary[Bucket, _Work] = WeakKeyDictionary()
 
     def init(bucket: Bucket) -> State:
@@ -245,28 +275,6 @@ def _fraction_at(step: int, options: _Options) -> float:
         return options.k
     levels = math.ceil(math.log(options.k / _RAMP_FROM, _RAMP_BY) - 1e-9)
     return float(_RAMP_FROM * _RAMP_BY ** (step * levels // options.ramp))
-
-
-def _checked(options: _Options) -> _Options:
-    k, feedback, momentum, masking, clip, ramp = options
-    fraction("k", k)
-    for name, flag in (("feedback", feedback), ("masking", masking)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be True or False, got {flag!r}")
-    for name, number in (("momentum", momentum), ("clip", 1.0 if clip is None else clip)):
-        if isinstance(number, bool) or not isinstance(number, (int, float)):
-            raise TypeError(f"{name} must be a number, got {number!r}")
-    if not 0 <= momentum < 1:
-        raise ValueError(f"momentum must be at least 0 and less than 1, got {momentum!r}")
-    if momentum and not feedback:
-        raise ValueError("momentum correction adds velocities up in the residual: it needs feedback=True")
-    if clip is not None and not 0 < clip < math.inf:
-        raise ValueError(f"clip is the largest norm of a tensor's gradient: expected more than 0, got {clip!r}")
-    if type(ramp) is not int:
-        raise TypeError(f"ramp counts steps: expected a whole number, got {ramp!r}")
-    if ramp < 0:
-        raise ValueError(f"ramp counts steps: expected 0 or more, got {ramp}")
-    return options
 
 
 def _check_momentum(optimizer: Optimizer, world: World) -> None:

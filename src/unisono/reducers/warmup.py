@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from unisono.buckets import Bucket
+from unisono.checks import AtLeast, validate
+from unisono.facts import Example, Facts
 from unisono.reducer import Reducer, Stages, State, staged, stages_of
 from unisono.reducers._subsets import mean_in_place
 from unisono.world import World
 
+FACTS = Facts(
+    [
+        Example(
+            "warmup(topk(k=0.1), steps=2)",
+            bytes=lambda sizes: sizes.sent_by("dense" if sizes.step < 2 else "topk(k=0.1)"),
+        )
+    ],
+    refuses={"bf16, steps=-1": "steps", "5, steps=1": "inner"},
+)
 
-def warmup(inner: Reducer, steps: int) -> Reducer:
+
+@validate
+def warmup(inner: Reducer, steps: Annotated[int, AtLeast(0, "exact reductions")]) -> Reducer:
     """The exact mean for `steps` reductions, then `inner`.
 
     A reduction is one window of backward passes: a step that AMP skips counts too.
@@ -22,10 +37,6 @@ def warmup(inner: Reducer, steps: int) -> Reducer:
     >>> build("warmup(bf16, steps=100)", kind="reducer").spec
     'warmup(inner=bf16, steps=100)'
     """
-    if not isinstance(inner, Reducer):
-        raise TypeError(f"warmup takes a reducer such as bf16(), got {inner!r}")
-    if type(steps) is not int or steps < 0:
-        raise ValueError(f"steps counts exact reductions: expected a whole number of at least 0, got {steps!r}")
 
     def init(bucket: Bucket) -> State:
         return {"step": 0, "inner": inner.init(bucket)}

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from unisono.spec.grammar import Spec, SpecError, parse
-from unisono.spec.methods import build, describe, extend, names
+from unisono.spec.methods import build, describe, extend, names, read_facts
 
-__all__ = ["Spec", "SpecError", "build", "describe", "extend", "names", "parse"]
+__all__ = ["Spec", "SpecError", "build", "describe", "extend", "names", "parse", "read_facts"]

@@ -21,9 +21,11 @@ from typing import Any, Literal
 
 import torch
 
+from unisono.checks import AtLeast, Note, Range, Satisfies, find_fault, read_annotations
+from unisono.facts import Example, Facts
 from unisono.spec.grammar import NUMBERS, Spec, SpecError, parse, write
 
-__all__ = ["Spec", "SpecError", "build", "describe", "extend", "names", "parse"]
+__all__ = ["Spec", "SpecError", "build", "describe", "extend", "names", "parse", "read_facts"]
 
 Kind = Literal["strategy", "reducer"]
 _FOLDERS: dict[str, str] = {"strategy": "unisono.strategies", "reducer": "unisono.reducers"}
@@ -66,9 +68,18 @@ def _files(kind: Kind) -> dict[str, Path]:
     return {name: file for name, file in files.items() if not name.startswith("_")}
 
 
+def read_facts(name: str, kind: Kind) -> Facts:
+    """What a method says of itself: `FACTS` in its file. Without them, its bare name is an example of it."""
+    return typing.cast(Facts, getattr(_module(name, kind), "FACTS", Facts([Example(name)])))
+
+
+def _module(name: str, kind: Kind) -> types.ModuleType:
+    return importlib.import_module(f"{_FOLDERS[kind]}.{name}")
+
+
 def _factory(name: str, kind: Kind) -> Callable[..., Any]:
     """The class or function a method's file defines. An error in the file itself comes through as it is."""
-    module = importlib.import_module(f"{_FOLDERS[kind]}.{name}")
+    module = _module(name, kind)
     factory = getattr(module, name, None)
     if not callable(factory):
         raise ImportError(f"{module.__file__} must define a class or function named {name!r}")
@@ -142,9 +153,9 @@ def _build(spec: Spec, kind: Kind) -> Any:
 
 def _bind(spec: Spec, factory: Callable[..., Any]) -> inspect.BoundArguments:
     """Check a spec's arguments against the method's signature and turn each into what its parameter takes."""
-    signature, hints = inspect.signature(factory), _hints(factory)
+    signature, hints = inspect.signature(factory), read_annotations(factory)
     parameters = signature.parameters
-    usage = f"{spec.name}{signature.replace(return_annotation=inspect.Signature.empty)}"
+    usage = f"{spec.name}{_without_annotations(signature)}"
     plain = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     rest = next((p for p in parameters.values() if p.kind is p.VAR_POSITIONAL), None)
     args = []
@@ -169,10 +180,12 @@ def _bind(spec: Spec, factory: Callable[..., Any]) -> inspect.BoundArguments:
 
 def _argument(spec: Spec, name: str, value: Any, hints: Mapping[str, Any], position: int) -> Any:
     try:
-        return _convert(value, hints.get(name, Any))
+        converted = _convert(value, hints.get(name, Any))
     except _MismatchError as mismatch:
         got = f"got {write(value)}{mismatch}"
         return spec.fail(f"{spec.name}({name}=...) takes {_expected(hints[name])}; {got}", position)
+    fault = find_fault(name, converted, hints.get(name, Any))
+    return spec.fail(f"{spec.name}: {fault}", position) if fault else converted
 
 
 class _MismatchError(Exception):
@@ -246,13 +259,10 @@ def _convert_word(value: Spec, hint: Any) -> Any:
     raise _MismatchError(f"; did you mean {near[0]}?" if near else "")
 
 
-def _hints(factory: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of a method's parameters; none where they cannot be resolved."""
-    plain_class = inspect.isclass(factory) and not dataclasses.is_dataclass(factory)
-    try:
-        return typing.get_type_hints(factory.__init__ if plain_class else factory, include_extras=True)
-    except (NameError, TypeError):
-        return {}
+def _without_annotations(signature: inspect.Signature) -> inspect.Signature:
+    empty = inspect.Signature.empty
+    plain = [parameter.replace(annotation=empty) for parameter in signature.parameters.values()]
+    return signature.replace(parameters=plain, return_annotation=empty)
 
 
 def _kind_of(hint: Any) -> Kind | None:
@@ -270,6 +280,11 @@ def _is_reducer(obj: Any) -> bool:
 
 def _expected(hint: Any) -> str:
     members = typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Annotated:
+        words = _expected(members[0])
+        for rule in members[1:]:
+            words = rule.expected(words) if isinstance(rule, AtLeast | Note | Range | Satisfies) else words
+        return words
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return " or ".join(_expected(m) for m in members)
     if typing.get_origin(hint) is Literal:

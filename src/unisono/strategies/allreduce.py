@@ -15,10 +15,21 @@ from unisono.buckets import BUCKET_BYTES, LARGE_BUCKET_BYTES
 from unisono.exchange.overlap import Exchange, split_sparse
 from unisono.exchange.reduction import Reduction, check_real, overlap_pays
 from unisono.exchange.windows import Counter
+from unisono.facts import Example, Facts
 from unisono.reducer import Reducer
 from unisono.reducers.dense import dense
 from unisono.strategy import Change, Replica, Strategy, Unsent, share_buffers
 from unisono.world import World
+
+FACTS = Facts(
+    [Example("allreduce", exact=True)],
+    refuses={
+        "accumulate=0": "accumulate",
+        "accumulate=-3": "accumulate",
+        "buffers=sometimes": "buffers",
+        "bucket_bytes=0": "bucket_bytes",
+    },
+)
 
 
 @dataclass(frozen=True)

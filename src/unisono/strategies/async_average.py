@@ -21,6 +21,7 @@ from unisono.background import Lane
 from unisono.buckets import BUCKET_BYTES
 from unisono.exchange.overlap import Exchange, split_sparse
 from unisono.exchange.reduction import Reduction, overlap_pays
+from unisono.facts import Example, Facts
 from unisono.reducers.dense import dense
 from unisono.strategies._graphs import ExchangedParameters, Lines
 from unisono.strategy import Change, PeriodicReplica, Replica, Strategy
@@ -28,6 +29,12 @@ from unisono.strategy.replica import check_count
 from unisono.world import World
 
 _ROUND_S = 2.0  # a round, when the program ends
+
+FACTS = Facts(
+    [Example("async_average", varies=True), Example("async_average(warmup=1)", varies=True)],
+    refuses={"accumulate=0": "accumulate", "every_s=-1.0": "every_s", "warmup=-1": "warmup"},
+    own_gradients=True,
+)
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,31 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.buckets import BUCKET_BYTES
+from unisono.facts import Example, Facts
 from unisono.reducer import Reducer
 from unisono.strategies._anchored import AnchoredReplica, Anchors, Fragment, check_settings
 from unisono.strategy import Buffers, Replica, Strategy
 from unisono.strategy.replica import check_count
 from unisono.world import World
+
+FACTS = Facts(
+    [
+        Example("diloco(every=3)"),
+        Example("diloco(every=4, fragments=2, delay=1)"),
+        Example("diloco(every=4, fragments=3, delay=3, reducer=powersgd(rank=1, min_saving=1.0))"),
+    ],
+    refuses={
+        "every=0": "every",
+        "outer_lr=0.0": "outer_lr",
+        "outer_momentum=1.0": "outer_momentum",
+        "fragments=0": "fragments",
+        "fragments=4, every=3": "at most",
+        "delay=-1": "delay",
+        "delay=5, every=5": "below",
+        "mix=1.0": "mix",
+    },
+    own_gradients=True,
+)
 
 
 @dataclass(frozen=True)

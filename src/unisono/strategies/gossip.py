@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unisono.facts import Example, Facts
 from unisono.kernels.quantise import bytes_nbytes, decode_bytes, encode_bytes
 from unisono.strategies._graphs import ExchangedParameters, Graph, Lines, Neighbours, Received, neighbours, swap
 from unisono.strategy import Change, PeriodicReplica, Replica, Strategy
@@ -22,6 +23,18 @@ from unisono.world import World
 
 _GRAPHS = ("all", "shift_one", "ring", "exponential")
 _BLOCK = 2048  # numbers that share a least and a greatest
+
+FACTS = Facts(
+    [Example("gossip"), Example("gossip(bits=8)", rounds_mean=True), Example("gossip(exponential)")],
+    refuses={
+        "accumulate=0": "accumulate",
+        "every=0": "every",
+        "bits=4": "bits",
+        "graph=star": "graph",
+        "'all', bits=8": "ring",
+    },
+    own_gradients=True,
+)
 
 
 @dataclass(frozen=True)

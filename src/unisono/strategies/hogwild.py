@@ -13,8 +13,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.buckets import FlatLayout
+from unisono.facts import Example, Facts
 from unisono.strategy import Change, PeriodicReplica, Replica, Strategy
 from unisono.world import World
+
+FACTS = Facts(
+    [Example("hogwild", varies=True)],
+    refuses={"accumulate=0": "accumulate", "accumulate=-1": "accumulate"},
+    own_gradients=True,
+)
 
 
 @dataclass(frozen=True)

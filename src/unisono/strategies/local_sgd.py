@@ -14,11 +14,30 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.buckets import BUCKET_BYTES
+from unisono.facts import Example, Facts
 from unisono.reducer import Reducer
 from unisono.strategies._anchored import AnchoredReplica, Anchors, check_settings
 from unisono.strategy import Buffers, Replica, Strategy
 from unisono.strategy.replica import check_count
 from unisono.world import World
+
+FACTS = Facts(
+    [
+        Example("local_sgd(every=3, start=1)"),
+        Example("local_sgd(every=2, start=0, momentum=average)"),
+        Example("local_sgd(every=2, start=1, reducer=topk(k=0.2))"),
+        Example("local_sgd(every=3, start=decay)"),
+    ],
+    refuses={
+        "every=0": "every",
+        "start=-1": "start",
+        "start=soon": "start",
+        "momentum=both": "momentum",
+        "buffers=sometimes": "buffers",
+        "accumulate=0": "accumulate",
+    },
+    own_gradients=True,
+)
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,18 @@ from unisono.buckets import BUCKET_BYTES, Bucket
 from unisono.exchange.overlap import Exchange
 from unisono.exchange.reduction import Reduction, overlap_pays
 from unisono.exchange.windows import Counter
+from unisono.facts import Example, Facts
 from unisono.reducer import Reduced, Reducer, Stages, State, staged, stages_of
 from unisono.spec import build
 from unisono.strategy import Change, Replica, Strategy, Unsent
 from unisono.strategy.replica import check_count
 from unisono.world import World
+
+FACTS = Facts(
+    [Example("qadam(warmup=2)")],
+    refuses={"accumulate=0": "accumulate", "warmup=0": "warmup", "bucket_bytes=0": "bucket_bytes"},
+    needs_adam=True,
+)
 
 
 @dataclass(frozen=True)

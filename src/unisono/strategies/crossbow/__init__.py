@@ -13,10 +13,31 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.buckets import BUCKET_BYTES
+from unisono.facts import Example, Facts
 from unisono.strategies.crossbow.replica import CrossbowReplica
 from unisono.strategy import Replica, Strategy
 from unisono.strategy.replica import check_count
 from unisono.world import World
+
+FACTS = Facts(
+    [
+        Example("crossbow"),
+        Example("crossbow(learners=2, every=2)"),
+        Example("crossbow(learners=auto, every=auto, tune_every=2)"),
+    ],
+    refuses={
+        "learners=0": "learners",
+        "every=0": "every",
+        "alpha=2.0": "alpha",
+        "alpha=0.0": "alpha",
+        "momentum=1.0": "momentum",
+        "drop=0.0": "drop",
+        "tune_every=0": "tune_every",
+        "accumulate=0": "accumulate",
+        "bucket_bytes=0": "bucket_bytes",
+    },
+    own_gradients=True,
+)
 
 
 @dataclass(frozen=True)

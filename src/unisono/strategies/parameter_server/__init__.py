@@ -12,10 +12,29 @@ from typing import Literal
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from unisono.facts import Example, Facts
 from unisono.reducer import Reducer
 from unisono.strategies.parameter_server.replica import ServedReplica
 from unisono.strategy import Replica, Strategy
 from unisono.world import World
+
+FACTS = Facts(
+    [
+        Example("parameter_server"),
+        Example("parameter_server(staleness=2)", varies=True),
+        Example("parameter_server(reducer=nuqsgd)"),
+    ],
+    refuses={
+        "servers=0": "servers",
+        "servers=9": "servers",
+        "staleness=-1": "staleness",
+        "delay=-1": "delay",
+        "accumulate=0": "accumulate",
+        "feedback=True": "feedback",
+        "reducer=powersgd": "codec",
+    },
+    own_gradients=True,
+)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Literal
 from torch import nn
 from torch.optim import Optimizer
 
+from unisono.facts import Example, Facts
 from unisono.sizes import parse_size
 from unisono.strategies.zero.optimizer_shards import check
 from unisono.strategies.zero.replica import DTYPES, ZeroReplica
@@ -19,6 +20,24 @@ from unisono.strategy.replica import check_count
 from unisono.world import World
 
 Place = Literal["device", "cpu", "disk"]
+
+FACTS = Facts(
+    [
+        Example("zero", exact=True),
+        Example("zero(stage=1)", exact=True),
+        Example("zero(stage=2, unit_bytes=64, overlap=True)", exact=True),
+        Example("zero(stage=3)", exact=True),
+    ],
+    refuses={
+        "stage=0": "stage",
+        "stage=4": "stage",
+        "precision=fp8": "precision",
+        "accumulate=0": "accumulate",
+        "unit_bytes=0": "unit_bytes",
+        "buffers=sometimes": "buffers",
+    },
+    splits_state=True,
+)
 
 
 @dataclass(frozen=True)

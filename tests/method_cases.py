@@ -1,0 +1,49 @@
+"""What there is to test: every method's examples, with what it says of itself."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from unisono.facts import Example, Facts, Sizes
+from unisono.spec import names, read_facts
+from unisono.spec.methods import Kind
+
+
+class Case(NamedTuple):
+    """An example of a method."""
+
+    name: str
+    facts: Facts
+    example: Example
+
+    @property
+    def spec(self) -> str:
+        return self.example.spec
+
+
+def find_cases(kind: Kind) -> list[Case]:
+    """The examples of all methods of a kind; among the strategies also reducers, under those they train with."""
+    cases = [
+        Case(name, facts, example)
+        for name, facts in ((name, read_facts(name, kind)) for name in names(kind))
+        for example in facts.examples
+    ]
+    if kind == "strategy":
+        for name in names("reducer"):
+            facts = read_facts(name, "reducer")
+            first = facts.examples[0]
+            examples = [Example(spec) for spec in facts.trains_as] or [
+                Example(f"allreduce(reducer={first.spec})", exact=first.exact)
+            ]
+            for example in examples:
+                strategy = example.spec.partition("(")[0]
+                cases.append(Case(strategy, read_facts(strategy, "strategy"), example))
+    return cases
+
+
+def count_bytes(spec: str, sizes: Sizes) -> int:
+    """What an example of a reducer sends, by its own closed form."""
+    examples: dict[str, Any] = {case.spec: case.example for case in find_cases("reducer")}
+    form = examples[spec].bytes
+    assert form is not None, f"{spec} has no closed form"
+    return int(form(sizes))

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from unisono.sync_batch_norm import sync_batch_norm
     from unisono.trainer import Trainer
     from unisono.world import Handle, Mismatch, PeerLost, World, join
-    from unisono.world.transports.simulated import simulate
-    from unisono.world.transports.threads import run_threads
+    from unisono.world.virtual import run_threads, simulate
 
 __version__ = "0.1.0"
 
@@ -44,10 +43,10 @@ _LAZY = {
     "on": "unisono.launchers",
     "parallel": "unisono.strategy",
     "read_checkpoint": "unisono.checkpoint.plain",
-    "run_threads": "unisono.world.transports.threads",
+    "run_threads": "unisono.world.virtual",
     "save": "unisono.checkpoint",
     "shard": "unisono.data",
-    "simulate": "unisono.world.transports.simulated",
+    "simulate": "unisono.world.virtual",
     "sync_batch_norm": "unisono.sync_batch_norm",
 }
 

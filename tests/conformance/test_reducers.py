@@ -18,7 +18,7 @@ from unisono.buckets import Bucket
 from unisono.reducer import Reduced, Reducer, State
 from unisono.spec import build, describe, names
 from unisono.world import World
-from unisono.world.transports.threads import run_threads
+from unisono.world.virtual import run_threads
 
 Form = Callable[[list[Tensor], int, int], int]
 

@@ -16,7 +16,7 @@ import unisono as un
 from unisono import packing
 from unisono.spec import build, describe, names
 from unisono.world import World
-from unisono.world.transports.threads import run_threads
+from unisono.world.virtual import run_threads
 
 SPECS: dict[str, str] = {  # name: a spec to test it with, where the bare name will not do
     "local_sgd": "local_sgd(every=3, start=1)",

@@ -13,7 +13,7 @@ import torch
 import unisono as un
 from unisono.checkpoint.slices import Piece, Stored
 from unisono.world import World
-from unisono.world.transports.threads import run_threads
+from unisono.world.virtual import run_threads
 
 State = dict[Any, Any]  # of tensors by name; of an optimizer's state by number
 

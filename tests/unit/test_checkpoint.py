@@ -22,7 +22,7 @@ from unisono.checkpoint import CheckpointError
 from unisono.checkpoint import folder as checkpoint_folder
 from unisono.checkpoint import safetensors as tensorfile
 from unisono.world import World
-from unisono.world.transports.threads import run_threads
+from unisono.world.virtual import run_threads
 
 
 def net(*, dropout: float = 0.0, norm: bool = False) -> torch.nn.Module:

@@ -12,7 +12,7 @@ from torch import nn
 from unisono.strategies._periodic import PeriodicReplica
 from unisono.strategy import Strategy
 from unisono.world import World
-from unisono.world.transports.threads import run_threads
+from unisono.world.virtual import run_threads
 
 
 class Meets(Strategy):

@@ -23,7 +23,7 @@ from unisono.checkpoint import safetensors as tensorfile
 from unisono.checkpoint import slices as pieces
 from unisono.checkpoint.slices import Piece, Span, Stored, uncovered
 from unisono.world import World
-from unisono.world.transports.threads import run_threads
+from unisono.world.virtual import run_threads
 
 # Pieces ---------------------------------------------------------------------------------------------------
 

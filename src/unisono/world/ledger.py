@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from unisono.world import World
     from unisono.world.timeline import Report
+    from unisono.world.world import World
 
 KEPT = 100_000  # records, spans and rows kept in detail; totals go on for ever
 

@@ -1,4 +1,4 @@
-"""How a process finds the others: reads what its launcher left and picks the transports that fit."""
+"""How a process finds the others: `join` reads what its launcher left and picks the transports that fit."""
 
 from __future__ import annotations
 
@@ -6,21 +6,52 @@ import itertools
 import os
 import socket
 import sys
+import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 
 from unisono.runtime.place import Place, number, read_place
-from unisono.world import World
 from unisono.world.stores import attempt_of, engine_store
 from unisono.world.transports import Transport
+from unisono.world.world import World
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+__all__ = ["enter", "join", "meet"]
+
 TIMEOUT_S = 1800.0
 _meetings = itertools.count()
+_here = threading.local()
+_process: list[World] = []
+
+
+def join(device: str | torch.device | None = None) -> World:
+    """The world that this process was started in; a world of one where it was started alone.
+
+    Reads what the launcher left (`unisono run`, `torchrun`, or an initialised torch.distributed), meets the
+    other ranks, and returns the same world each time. `device` is "cpu" or "cuda"; by default CUDA where
+    there is one for every worker of this host.
+    """
+    world = getattr(_here, "world", None)
+    if world is not None:
+        return world  # type: ignore[no-any-return]
+    if not _process:
+        _process.append(meet(device))
+        _process[0].on_close = _process.clear
+    elif device is not None and torch.device(device).type != _process[0].device.type:
+        raise ValueError(
+            f"this process already joined with device {str(_process[0].device)!r}, got device={str(device)!r}: "
+            "give the device at the first un.join()"
+        )
+    return _process[0]
+
+
+def enter(world: World | None) -> None:
+    """Make `world` what `join()` returns in this thread (None: back to the process's)."""
+    _here.world = world
 
 
 def meet(device: str | torch.device | None = None) -> World:

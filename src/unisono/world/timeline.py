@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from unisono.world import World
 from unisono.world.ledger import Event, Ledger, Record, Row, Span, Totals, as_json
+from unisono.world.world import World
 
 TRACED = 20_000  # events a rank that travel for the trace: the latest
 _PINGS = 8

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -30,13 +29,10 @@ from unisono.world.operands import (
     shapes_of_all,
 )
 from unisono.world.operations import Schedule
-from unisono.world.transports import Mismatch, Op, PeerLost, Transport, group_of
+from unisono.world.transports import Op, Transport, group_of
 from unisono.world.transports.arithmetic import check_op
 
-__all__ = ["Handle", "Mismatch", "Op", "PeerLost", "World", "join"]
-
-_here = threading.local()
-_process: list[World] = []
+__all__ = ["World"]
 
 
 class World:
@@ -73,6 +69,7 @@ class World:
         self.transport = transport
         self.shards: dict[str, Any] = {}
         self.pending_shards: dict[str, Any] = {}
+        self.on_close: Callable[[], None] | None = None
         self._schedule = Schedule(name, transport, accelerated, self.ledger, inline=inline)
         self._splits = 0
         self._children: dict[World, None] = {}
@@ -354,38 +351,11 @@ class World:
         parent = self._parent() if self._parent is not None else None
         if parent is not None:  # it would hold my memory
             parent._children.pop(self, None)
-        if _process and _process[0] is self:
-            _process.clear()
+        if self.on_close is not None:
+            self.on_close()
 
     def _objects(self, obj: Any) -> list[Any]:
         data = packing.to_bytes(obj)
         record = self._schedule.record("objects", "", (self.size - 1) * len(data))
         found = self._schedule.run(record, None, lambda transport: (math.nan, transport.exchange(data))).wait()
         return [packing.from_bytes(message) for message in found]
-
-
-def join(device: str | torch.device | None = None) -> World:
-    """The world that this process was started in; a world of one where it was started alone.
-
-    Reads what the launcher left (`unisono run`, `torchrun`, or an initialised torch.distributed), meets the
-    other ranks, and returns the same world each time. `device` is "cpu" or "cuda"; by default CUDA where
-    there is one for every worker of this host.
-    """
-    world = getattr(_here, "world", None)
-    if world is not None:
-        return world  # type: ignore[no-any-return]
-    if not _process:
-        from unisono.world.rendezvous import meet
-
-        _process.append(meet(device))
-    elif device is not None and torch.device(device).type != _process[0].device.type:
-        raise ValueError(
-            f"this process already joined with device {str(_process[0].device)!r}, got device={str(device)!r}: "
-            "give the device at the first un.join()"
-        )
-    return _process[0]
-
-
-def enter(world: World | None) -> None:
-    """Make `world` what `join()` returns in this thread (None: back to the process's)."""
-    _here.world = world

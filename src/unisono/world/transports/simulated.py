@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from unisono.world import World
-from unisono.world.ledger import Ledger
 from unisono.world.transports import UNKNOWN, Op, Transport, group_of
 from unisono.world.transports.arithmetic import widened
 
@@ -79,27 +75,6 @@ class SimulatedTransport(Transport):
         return SimulatedTransport(
             mine.index(self.rank), len(mine), bits_per_s=self.bits_per_s, latency_s=self.latency_s, parent=self
         )
-
-
-def simulate(size: int, *, rank: int = 0, bits_per_s: float = 1e9, latency_s: float = 1e-4, per_host: int = 1) -> World:
-    """A world of `size` ranks of which only this one exists, for costs without machines.
-
-    >>> import torch
-    >>> world = simulate(4, bits_per_s=1e9, latency_s=0.0)
-    >>> _ = world.all_reduce(torch.empty(250_000, device="meta")).wait()
-    >>> world.transport.seconds
-    0.012
-    """
-    if size < 1 or not 0 <= rank < size:
-        raise ValueError(f"expected size >= 1 and 0 <= rank < size, got size={size}, rank={rank}")
-    if not (bits_per_s > 0 and latency_s >= 0 and math.isfinite(latency_s)):
-        raise ValueError(f"expected bits_per_s > 0 and latency_s >= 0, got {bits_per_s} and {latency_s}")
-    hosts = [f"host{r // per_host}" for r in range(size)]
-    if size == 1:
-        return World(None, hosts=hosts)
-    transport = SimulatedTransport(rank, size, bits_per_s=bits_per_s, latency_s=latency_s)
-    ledger = Ledger(rank, clock=lambda: time.perf_counter() + transport.seconds)
-    return World(transport, hosts=hosts, ledger=ledger)
 
 
 def _multiply(x: Tensor, times: int) -> None:

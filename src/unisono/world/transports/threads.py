@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +14,8 @@ from torch import Tensor
 from unisono.world.transports import Mismatch, Op, PeerLost, Transport, group_of
 from unisono.world.transports.arithmetic import combine
 
-T = TypeVar("T")
 
-
-class _Hub:
+class Hub:
     """What the threads of one world share: a place to meet, and letter boxes."""
 
     def __init__(self, size: int, timeout_s: float) -> None:
@@ -32,7 +30,7 @@ class _Hub:
         self.letters: dict[tuple[int, int], deque[Tensor]] = {}
         self.lost: str | None = None
         self.left: set[int] = set()  # ranks that closed this world
-        self.subs: dict[tuple[int, ...], list[_Hub]] = {}
+        self.subs: dict[tuple[int, ...], list[Hub]] = {}
 
     def lose(self, why: str) -> None:
         with self.changed:
@@ -59,7 +57,7 @@ class ThreadTransport(Transport):
 
     name = "threads"
 
-    def __init__(self, hub: _Hub, rank: int) -> None:
+    def __init__(self, hub: Hub, rank: int) -> None:
         self.hub = hub
         self.rank, self.size = rank, hub.size
         self._splits = 0
@@ -164,51 +162,6 @@ class ThreadTransport(Transport):
         with self.hub.changed:
             made = self.hub.subs.setdefault(key, [])
             if not made:
-                made.append(_Hub(len(mine), self.hub.timeout_s))
+                made.append(Hub(len(mine), self.hub.timeout_s))
         self._meet("split", [list(group) for group in groups])
         return ThreadTransport(made[0], mine.index(self.rank))
-
-
-def run_threads(
-    fn: Callable[..., T], size: int, *, hosts: Sequence[str] | None = None, timeout_s: float = 60.0
-) -> list[T]:
-    """Run `fn(world)` on `size` threads, each a rank; returns every rank's result, or raises the first error.
-
-    `hosts` names each rank's host, for `split`; `timeout_s` is how long a rank waits for another.
-
-    >>> import torch
-    >>> run_threads(lambda world: world.all_reduce(torch.tensor(float(world.rank)), "sum").wait().item(), 3)
-    [3.0, 3.0, 3.0]
-    """
-    from unisono.world import World, enter
-
-    if not callable(fn):
-        raise TypeError(f"run_threads takes a function of a world, got {fn!r}")
-    if size < 1:
-        raise ValueError(f"a world has at least one rank, got size={size}")
-    hub = _Hub(size, timeout_s)
-    results: list[Any] = [None] * size
-    errors: list[BaseException | None] = [None] * size
-
-    def work(rank: int) -> None:
-        transport = ThreadTransport(hub, rank) if size > 1 else None
-        world = World(transport, hosts=hosts or ["localhost"] * size)
-        enter(world)
-        try:
-            results[rank] = fn(world)
-        except BaseException as error:
-            errors[rank] = error
-            hub.lose(f"rank {rank} failed: {error!r}")
-        finally:
-            enter(None)
-            world.close()
-
-    threads = [threading.Thread(target=work, args=(r,), name=f"rank {r}", daemon=True) for r in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    failed = [e for e in errors if e is not None]
-    if failed:
-        raise next((e for e in failed if not isinstance(e, PeerLost)), failed[0])
-    return results

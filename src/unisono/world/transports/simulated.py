@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from unisono.world.transports import UNKNOWN, Op, Transport, group_of
-from unisono.world.transports.arithmetic import widened
+from unisono.world.transports import UNKNOWN, Op, Transport, find_group
+from unisono.world.transports.arithmetic import widen
 
 
 class SimulatedTransport(Transport):
@@ -71,7 +71,7 @@ class SimulatedTransport(Transport):
         return [data] * self.size
 
     def split(self, groups: Sequence[Sequence[int]]) -> Transport:
-        mine = group_of(groups, self.rank, self.size)
+        mine = find_group(groups, self.rank, self.size)
         return SimulatedTransport(
             mine.index(self.rank), len(mine), bits_per_s=self.bits_per_s, latency_s=self.latency_s, parent=self
         )
@@ -80,7 +80,7 @@ class SimulatedTransport(Transport):
 def _multiply(x: Tensor, times: int) -> None:
     """The sum of `times` equal tensors, for every dtype."""
     if not x.is_meta:
-        x.copy_(widened(x).mul(times))
+        x.copy_(widen(x).mul(times))
 
 
 def _bytes(parts: Sequence[Tensor]) -> int:

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.world.transports import Mismatch, Op, PeerLost, Transport, group_of
+from unisono.world.transports import Mismatch, Op, PeerLost, Transport, find_group
 from unisono.world.transports.arithmetic import combine
 
 
 class Hub:
-    """What the threads of one world share: a place to meet, and letter boxes."""
+    """What the threads of one world share: a place to meet, and message boxes."""
 
     def __init__(self, size: int, timeout_s: float) -> None:
         self.size = size
@@ -27,7 +27,7 @@ class Hub:
         self.arrived = 0
         self.round = 0
         self.found: tuple[list[Any], float] = ([], 0.0)
-        self.letters: dict[tuple[int, int], deque[Tensor]] = {}
+        self.messages: dict[tuple[int, int], deque[Tensor]] = {}
         self.lost: str | None = None
         self.left: set[int] = set()  # ranks that closed this world
         self.subs: dict[tuple[int, ...], list[Hub]] = {}
@@ -43,10 +43,10 @@ class Hub:
     def wait_for(self, ready: Callable[[], bool], what: str, ranks: Sequence[int]) -> None:
         """With the lock held; `ranks` are those that are waited for."""
 
-        def vain() -> bool:
+        def is_in_vain() -> bool:
             return self.lost is not None or not self.left.isdisjoint(ranks)
 
-        if not self.changed.wait_for(lambda: ready() or vain(), self.timeout_s):
+        if not self.changed.wait_for(lambda: ready() or is_in_vain(), self.timeout_s):
             raise PeerLost(f"{what}: no answer within {self.timeout_s:g} s")
         if not ready():
             raise PeerLost(f"{what}: {self.lost or f'rank {min(self.left)} has closed this world'}")
@@ -80,7 +80,7 @@ class ThreadTransport(Transport):
             raise Mismatch(f"{what}: the ranks disagree; {told}")
         return [item for _, _, item in found], last
 
-    def _part(self, what: str) -> None:
+    def _end(self, what: str) -> None:
         """All have read what the others brought."""
         self._meet(what, "end")
 
@@ -89,7 +89,7 @@ class ThreadTransport(Transport):
         results = [torch.empty_like(p) for p in parts]
         for i, result in enumerate(results):
             combine([rank[i] for rank in ranks], op, result)
-        self._part("all_reduce")
+        self._end("all_reduce")
         for part, result in zip(parts, results, strict=True):
             part.copy_(result)
         return last
@@ -98,7 +98,7 @@ class ThreadTransport(Transport):
         ranks, last = self._meet("reduce_scatter", (op, f"{list(counts)} x {x.dtype}"), x)
         result = torch.empty_like(out)
         combine([torch.split(other, list(counts))[self.rank] for other in ranks], op, result)
-        self._part("reduce_scatter")
+        self._end("reduce_scatter")
         out.copy_(result)
         return last
 
@@ -107,7 +107,7 @@ class ThreadTransport(Transport):
         ranks, last = self._meet("all_gather", f"{sizes} x {x.dtype}", x)
         for out, other in zip(outs, ranks, strict=True):
             out.copy_(other)
-        self._part("all_gather")
+        self._end("all_gather")
         return last
 
     def broadcast(self, parts: Sequence[Tensor], src: int) -> float:
@@ -115,32 +115,32 @@ class ThreadTransport(Transport):
         if self.rank != src:
             for part, other in zip(parts, ranks[src], strict=True):
                 part.copy_(other)
-        self._part("broadcast")
+        self._end("broadcast")
         return last
 
     def all_to_all(self, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> float:
         ranks, last = self._meet("all_to_all", str(parts[0].dtype), parts)
         for out, other in zip(outs, ranks, strict=True):
             out.copy_(other[self.rank])
-        self._part("all_to_all")
+        self._end("all_to_all")
         return last
 
     def send(self, x: Tensor, dst: int) -> None:
         with self.hub.changed:
-            self.hub.letters.setdefault((self.rank, dst), deque()).append(x.clone())
+            self.hub.messages.setdefault((self.rank, dst), deque()).append(x.clone())
             self.hub.changed.notify_all()
 
     def recv(self, x: Tensor, src: int) -> None:
         with self.hub.changed:
-            box = self.hub.letters.setdefault((src, self.rank), deque())
+            box = self.hub.messages.setdefault((src, self.rank), deque())
             self.hub.wait_for(lambda: bool(box), f"recv from rank {src}", [src])
-            letter = box.popleft()
-        if letter.numel() != x.numel() or letter.dtype != x.dtype:
+            message = box.popleft()
+        if message.numel() != x.numel() or message.dtype != x.dtype:
             raise Mismatch(
-                f"recv from rank {src}: it sent {letter.dtype} of {letter.numel()}, "
+                f"recv from rank {src}: it sent {message.dtype} of {message.numel()}, "
                 f"I receive into {x.dtype} of {x.numel()}"
             )
-        x.copy_(letter)
+        x.copy_(message)
 
     def shared(self, n: int, dtype: torch.dtype) -> Tensor:
         first: Tensor = self._meet("shared", f"{n} x {dtype}", torch.zeros(n, dtype=dtype))[0][0]
@@ -156,7 +156,7 @@ class ThreadTransport(Transport):
         return self._meet("exchange", "", data)[0]
 
     def split(self, groups: Sequence[Sequence[int]]) -> Transport:
-        mine = group_of(groups, self.rank, self.size)
+        mine = find_group(groups, self.rank, self.size)
         self._splits += 1
         key = (self._splits, *mine)
         with self.hub.changed:

@@ -90,6 +90,15 @@ class Replica:
         """Take `state_dict()`'s state; at another world size `state["locals"]` has every old rank's part."""
         self.step = state["shared"]["step"]
 
+    def sharded_state(self) -> dict[str, Any] | None:
+        """Model and optimizer as a checkpoint takes them, with a `unisono.checkpoint.slices.Piece` in place of each
+        tensor that is split over the ranks; None: nothing is. Must not talk to other ranks."""
+        return None
+
+    def load_sharded_state(self, whole: dict[str, Any], *, same_world: bool) -> None:
+        """Take my part of a checkpoint's model and optimizer, where `sharded_state()` is not None."""
+        raise NotImplementedError(f"{type(self).__name__} splits its state, and does not say how to load it")
+
     def consolidate(self) -> nn.Module:
         """The model to evaluate or to save: here, the model itself."""
         return self.model

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from unisono.batch_norm import sync_batch_norm
     from unisono.callbacks import Callback, EarlyStopping
     from unisono.checkpoint import CheckpointError, Loaded, load, save
     from unisono.checkpoint.plain import read_checkpoint
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
     from unisono.launchers import EngineError, WorkerError, launch, on
     from unisono.map_reduce import mapreduce
     from unisono.strategy import Replica, Strategy, parallel
-    from unisono.sync_batch_norm import sync_batch_norm
     from unisono.trainer import Trainer
     from unisono.world import Handle, Mismatch, PeerLost, World, join
     from unisono.world.virtual import run_threads, simulate
@@ -47,7 +47,7 @@ _LAZY = {
     "save": "unisono.checkpoint",
     "shard": "unisono.data",
     "simulate": "unisono.world.virtual",
-    "sync_batch_norm": "unisono.sync_batch_norm",
+    "sync_batch_norm": "unisono.batch_norm",
 }
 
 __all__ = [

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import unisono as un
+from unisono.batch_norm import sync_batch_norm
 from unisono.spec import build
 from unisono.strategies.crossbow.tuning import LearnersTuner, PeriodTuner, Tuning
-from unisono.sync_batch_norm import sync_batch_norm
 from unisono.world import World
 from unisono.world.virtual import run_threads
 

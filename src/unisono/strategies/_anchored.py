@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.background import Handle
+from unisono.batch_norm import move_batch_norm
 from unisono.exchange.reduction import check_real, overlap_pays
 from unisono.reducer import Reducer
 from unisono.reducers.dense import dense
 from unisono.strategies._fragments import Courier, Fragment, divided
 from unisono.strategies._periodic import PeriodicReplica
 from unisono.strategy import Buffers, Strategy, share, share_buffers
-from unisono.sync_batch_norm import move_batch_norm
 from unisono.world import World
 
 T = TypeVar("T")

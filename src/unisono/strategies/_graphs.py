@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unisono.batch_norm import move_batch_norm
 from unisono.strategies._periodic import PeriodicReplica
 from unisono.strategy import Strategy, share
-from unisono.sync_batch_norm import move_batch_norm
 from unisono.world import World
 
 Graph = Literal["all", "shift_one", "ring", "exponential"]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from unisono.batch_norm import move_batch_norm
 from unisono.buckets import BUCKET_BYTES, LARGE_BUCKET_BYTES
 from unisono.exchange.overlap import Exchange
 from unisono.exchange.reduction import Reduction, check_real, overlap_pays
@@ -18,7 +19,6 @@ from unisono.exchange.windows import Counter
 from unisono.reducer import Reducer
 from unisono.reducers.dense import dense
 from unisono.strategy import Replica, Strategy, share, share_buffers
-from unisono.sync_batch_norm import move_batch_norm
 from unisono.world import World
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unisono.batch_norm import move_batch_norm
 from unisono.strategies._periodic import PeriodicReplica
 from unisono.strategy import Replica, Strategy, share
-from unisono.sync_batch_norm import move_batch_norm
 from unisono.world import World
 
 _ALIGN = 64  # bytes: a parameter starts on a cache line of its own

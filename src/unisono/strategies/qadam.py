@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
+from unisono.batch_norm import move_batch_norm
 from unisono.buckets import BUCKET_BYTES, Bucket
 from unisono.exchange.overlap import Exchange
 from unisono.exchange.reduction import Reduction, overlap_pays
 from unisono.exchange.windows import Counter
 from unisono.reducer import Reduced, Reducer, Stages, State, staged, stages_of
 from unisono.strategy import Replica, Strategy, check_count, share
-from unisono.sync_batch_norm import move_batch_norm
 from unisono.world import World
 
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unisono.batch_norm import SyncBatchNorm
 from unisono.buckets import BUCKET_BYTES
 from unisono.strategies.crossbow.learners import Batches
 from unisono.strategies.crossbow.replica import CenteredReplica
 from unisono.strategies.crossbow.tuning import Tuning
 from unisono.strategy import Replica, Strategy, check_count
-from unisono.sync_batch_norm import SyncBatchNorm
 from unisono.world import World
 
 

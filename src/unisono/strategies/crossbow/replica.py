@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.background import Handle
+from unisono.batch_norm import move_batch_norm
 from unisono.strategies._fragments import Courier
 from unisono.strategies._periodic import PeriodicReplica
 from unisono.strategies.crossbow.central_model import Center
 from unisono.strategies.crossbow.learners import Learners
 from unisono.strategy import Strategy, share, share_buffers, taken
-from unisono.sync_batch_norm import move_batch_norm
 from unisono.world import World
 
 T = TypeVar("T")

@@ -18,13 +18,13 @@ from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 
 from unisono import packing
+from unisono.batch_norm import move_batch_norm
 from unisono.reducer import Reducer
 from unisono.strategies._periodic import PeriodicReplica
 from unisono.strategies.parameter_server.placement import Party, arrange, parted, when_forgotten
 from unisono.strategies.parameter_server.protocol import Coder, Local, Remote
 from unisono.strategies.parameter_server.server import Grads, Layout, Server, Settings, options_of
 from unisono.strategy import Replica, Strategy, share
-from unisono.sync_batch_norm import move_batch_norm
 from unisono.world import World
 
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from unisono.batch_norm import move_batch_norm
 from unisono.strategies.zero import optimizer_shards as optimizers
 from unisono.strategies.zero.offloading import Offloading
 from unisono.strategies.zero.units import Unit
 from unisono.strategy import Replica, share
-from unisono.sync_batch_norm import move_batch_norm
 from unisono.world import World
 
 if TYPE_CHECKING:

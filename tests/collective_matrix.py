@@ -178,7 +178,7 @@ def check_outs(world: World) -> None:
         assert [o.tolist() for o in outs] == [[r] * 3 for r in range(size)]
 
 
-def check_letters(world: World) -> None:
+def check_direct_messages(world: World) -> None:
     """Neighbours send to each other, all beginning with the send; small, empty, and larger than any box."""
     size, me = world.size, world.rank
     after, before = (me + 1) % size, (me - 1) % size
@@ -194,7 +194,7 @@ def check_letters(world: World) -> None:
     sent = world.send(values(me, [6, 4], torch.float32)[::2], after)
     world.recv(strided, before).wait()
     sent.wait()
-    check_equal(strided, values(before, [6, 4], torch.float32)[::2], "non-contiguous letters")
+    check_equal(strided, values(before, [6, 4], torch.float32)[::2], "non-contiguous direct messages")
     handles = [world.send(torch.tensor([me, i]), after) for i in range(5)]  # in order, several on their way
     for i in range(5):
         assert world.recv(torch.zeros(2, dtype=torch.int64), before).wait().tolist() == [before, i]
@@ -262,7 +262,7 @@ def check_worlds_inside(world: World) -> None:
 CHECKS: dict[str, Callable[[World], None]] = {
     "lists and layouts": check_lists_and_layouts,
     "outs": check_outs,
-    "letters": lambda world: check_letters(world) if world.size > 1 else None,
+    "direct messages": lambda world: check_direct_messages(world) if world.size > 1 else None,
     "async": check_async,
     "objects": check_objects,
     "worlds inside": check_worlds_inside,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from unisono.batch_norm import sync_batch_norm
     from unisono.callbacks import Callback, EarlyStopping
     from unisono.checkpoint import CheckpointError, Loaded, load, save
     from unisono.checkpoint.plain import read_checkpoint
@@ -13,11 +14,9 @@ if TYPE_CHECKING:
     from unisono.launchers import EngineError, WorkerError, launch, on
     from unisono.map_reduce import mapreduce
     from unisono.strategy import Replica, Strategy, parallel
-    from unisono.sync_batch_norm import sync_batch_norm
     from unisono.trainer import Trainer
     from unisono.world import Handle, Mismatch, PeerLost, World, join
-    from unisono.world.transports.simulated import simulate
-    from unisono.world.transports.threads import run_threads
+    from unisono.world.virtual import run_threads, simulate
 
 __version__ = "0.1.0"
 
@@ -44,11 +43,11 @@ _LAZY = {
     "on": "unisono.launchers",
     "parallel": "unisono.strategy",
     "read_checkpoint": "unisono.checkpoint.plain",
-    "run_threads": "unisono.world.transports.threads",
+    "run_threads": "unisono.world.virtual",
     "save": "unisono.checkpoint",
     "shard": "unisono.data",
-    "simulate": "unisono.world.transports.simulated",
-    "sync_batch_norm": "unisono.sync_batch_norm",
+    "simulate": "unisono.world.virtual",
+    "sync_batch_norm": "unisono.batch_norm",
 }
 
 __all__ = [

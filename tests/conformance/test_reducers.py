@@ -17,7 +17,7 @@ from unisono.facts import Sizes
 from unisono.reducer import Reduced, Reducer, State
 from unisono.spec import build, describe
 from unisono.world import World
-from unisono.world.transports.threads import run_threads
+from unisono.world.virtual import run_threads
 
 KIND = "reducer"
 SIZES = [1, 2, 3]

@@ -17,7 +17,7 @@ from method_cases import Case
 from unisono import packing
 from unisono.spec import build, describe
 from unisono.world import World
-from unisono.world.transports.threads import run_threads
+from unisono.world.virtual import run_threads
 
 KIND = "strategy"
 TIGHT = 1e-12

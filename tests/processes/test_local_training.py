@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import unisono as un
 from unisono.world import World
-from unisono.world.transports.threads import run_threads
+from unisono.world.virtual import run_threads
 
 SPECS = [
     "local_sgd(every=3, start=2, momentum=average)",

@@ -13,7 +13,7 @@ import torch
 import unisono as un
 from unisono.checkpoint.slices import Piece, Stored
 from unisono.world import World
-from unisono.world.transports.threads import run_threads
+from unisono.world.virtual import run_threads
 
 State = dict[Any, Any]  # of tensors by name; of an optimizer's state by number
 
@@ -69,8 +69,8 @@ class Split:
         self.parameters = dict(replica.model.named_parameters())
         self.loaded: State | None = None
         self.same_world: bool | None = None
-        replica.sharded_state = self.sharded_state  # type: ignore[attr-defined]
-        replica.load_sharded_state = self.load_sharded_state  # type: ignore[attr-defined]
+        replica.sharded_state = self.sharded_state
+        replica.load_sharded_state = self.load_sharded_state
         replica.model.register_state_dict_pre_hook(self.refuse)
         self.quiet = False
 
@@ -139,7 +139,7 @@ def change_pieces(replica: un.Replica, change: Callable[[State, int], None]) -> 
         change(state["model"], replica.world.rank)
         return state
 
-    replica.sharded_state = changed  # type: ignore[attr-defined]
+    replica.sharded_state = changed
     return split
 
 

@@ -20,7 +20,7 @@ import unisono as un
 from unisono.strategies.async_average import AsyncAverageReplica
 from unisono.world import World
 from unisono.world.transports import PeerLost
-from unisono.world.transports.threads import run_threads
+from unisono.world.virtual import run_threads
 
 MODELS = threading.Lock()
 

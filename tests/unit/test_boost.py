@@ -18,7 +18,7 @@ from sklearn.utils.estimator_checks import check_estimator  # noqa: E402
 
 from unisono.boost import LightGBM, XGBoost  # noqa: E402
 from unisono.estimators import Files  # noqa: E402
-from unisono.world.transports.threads import run_threads  # noqa: E402
+from unisono.world.virtual import run_threads  # noqa: E402
 
 BOTH = pytest.mark.parametrize("kind", [XGBoost, LightGBM])
 SMALL = {"n_estimators": 10, "n_jobs": 1}

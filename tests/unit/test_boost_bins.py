@@ -13,7 +13,7 @@ lightgbm = pytest.importorskip("lightgbm", reason="pip install 'unisono[boost]'"
 from unisono.boost import LightGBM  # noqa: E402
 from unisono.boost.lgbm_bins import sampled  # noqa: E402
 from unisono.boost.rows import Shard  # noqa: E402
-from unisono.world.transports.threads import run_threads  # noqa: E402
+from unisono.world.virtual import run_threads  # noqa: E402
 
 SMALL = {"n_estimators": 10, "n_jobs": 1}
 

@@ -11,7 +11,7 @@ lightgbm = pytest.importorskip("lightgbm", reason="pip install 'unisono[boost]'"
 from unisono.boost import Bagged, Forest  # noqa: E402
 from unisono.boost.ensembles import FOREST  # noqa: E402
 from unisono.boost.task import library_of  # noqa: E402
-from unisono.world.transports.threads import run_threads  # noqa: E402
+from unisono.world.virtual import run_threads  # noqa: E402
 
 LIBRARIES = pytest.mark.parametrize("library", ["xgboost", "lightgbm"])
 KINDS = pytest.mark.parametrize("kind", [Forest, Bagged])

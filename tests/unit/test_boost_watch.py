@@ -11,7 +11,7 @@ from unisono.boost import watch
 from unisono.boost.watch import BoostingFailed, watched
 from unisono.world import World
 from unisono.world.transports import PeerLost
-from unisono.world.transports.threads import run_threads
+from unisono.world.virtual import run_threads
 
 
 def test_each_rank_gets_its_own_result():

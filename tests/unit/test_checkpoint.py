@@ -17,12 +17,11 @@ import torch
 from safetensors.torch import load_file
 
 import unisono as un
-from unisono import checkpoint
-from unisono.checkpoint import CheckpointError
-from unisono.checkpoint import folder as checkpoint_folder
-from unisono.checkpoint import safetensors as tensorfile
+from unisono import rng
+from unisono.checkpoint import CheckpointError, safetensors
+from unisono.checkpoint.folder import read_folder
 from unisono.world import World
-from unisono.world.transports.threads import run_threads
+from unisono.world.virtual import run_threads
 
 
 def net(*, dropout: float = 0.0, norm: bool = False) -> torch.nn.Module:
@@ -213,12 +212,12 @@ def test_what_differs_between_ranks_comes_back_to_each_and_is_averaged_at_anothe
 def test_a_new_rank_draws_other_numbers_than_the_ones_that_were_there(tmp_path):
     """In processes of their own, as ranks that are threads share one generator."""
     un.save(tmp_path, make())
-    state = checkpoint_folder.read(next(tmp_path.iterdir()), 0, 1).owns[0]["rng"]
+    state = read_folder(next(tmp_path.iterdir()), 0, 1).owns[0]["rng"]
     draws = set()
     for rank in (None, 1, 2):
-        checkpoint.rng.restore(state, torch.device("cpu"))
+        rng.restore(state, torch.device("cpu"))
         if rank is not None:
-            checkpoint.rng.derive(state, rank)
+            rng.derive(state, rank)
         draws.add((random.random(), np.random.rand(), torch.rand(1).item()))
     assert len({x for draw in draws for x in draw}) == 9
 
@@ -272,8 +271,8 @@ def test_a_file_of_tensors_is_read_back_and_shared_memory_is_no_obstacle(tmp_pat
         "none": torch.empty(0, 3),
         "é": torch.tensor(1),
     }
-    written = tensorfile.write(tmp_path / "x", tensors)
-    back, read = tensorfile.read(tmp_path / "x")
+    written = safetensors.write(tmp_path / "x", tensors)
+    back, read = safetensors.read(tmp_path / "x")
     assert read == written
     for reader in (back, load_file(tmp_path / "x")):
         assert reader.keys() == tensors.keys()
@@ -282,7 +281,7 @@ def test_a_file_of_tensors_is_read_back_and_shared_memory_is_no_obstacle(tmp_pat
     for end in range(0, len(data), 7):
         (tmp_path / "y").write_bytes(data[:end])
         with pytest.raises(ValueError, match=r"y (is cut short|has a broken header)"):
-            tensorfile.read(tmp_path / "y")
+            safetensors.read(tmp_path / "y")
 
 
 def test_the_newest_k_remain_and_saving_again_at_a_step_replaces(tmp_path):
@@ -352,9 +351,9 @@ def test_every_flipped_byte_is_noticed(tmp_path):
         for position in range(0, len(data), 5):
             (folder / file).write_bytes(data[:position] + bytes([data[position] ^ 4]) + data[position + 1 :])
             with pytest.raises((CheckpointError, ValueError), match=r"manifest|shared"):
-                checkpoint_folder.read(folder, 0, 1)
+                read_folder(folder, 0, 1)
         (folder / file).write_bytes(data)
-    checkpoint_folder.read(folder, 0, 1)
+    read_folder(folder, 0, 1)
 
 
 def test_ranks_agree_to_skip_what_one_of_them_finds_damaged(tmp_path):
@@ -399,8 +398,8 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
         (os, "rename", OSError("broken rename")),
         (os, "rename", KeyboardInterrupt()),
         (os, "fsync", FULL),
-        (tensorfile, "write", FULL),
-        (tensorfile, "write_bytes", FULL),
+        (safetensors, "write", FULL),
+        (safetensors, "write_bytes", FULL),
         (Path, "mkdir", PermissionError("no")),
     ],
 )
@@ -428,7 +427,7 @@ def test_an_interrupted_save_leaves_the_former_checkpoints_and_nothing_else(
 def test_a_disk_that_fills_up_on_one_rank_raises_on_every_rank(tmp_path, monkeypatch):
     run_threads(lambda world: un.save(tmp_path, make(world)), 3)
     before = steps(tmp_path)
-    fired = interrupt(monkeypatch, tensorfile, "write", FULL, when=lambda path, _: path.name.startswith("rank-00001"))
+    fired = interrupt(monkeypatch, safetensors, "write", FULL, when=lambda path, _: path.name.startswith("rank-00001"))
 
     def saving(world):
         replica = make(world)
@@ -511,7 +510,7 @@ def test_no_checkpoint_is_said_on_every_rank(tmp_path):
 
 
 def test_a_path_that_not_all_ranks_see_is_said_with_the_remedy(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "_VISIBLE_WITHIN_S", 0.1)
+    monkeypatch.setattr("unisono.checkpoint.checkpoint._VISIBLE_WITHIN_S", 0.1)
 
     def saving(world):
         un.save(tmp_path / str(world.rank), make(world))

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import unisono as un
+from unisono.batch_norm import sync_batch_norm
 from unisono.spec import build
 from unisono.strategies.crossbow.tuning import LearnersTuner, PeriodTuner, Tuning
-from unisono.sync_batch_norm import sync_batch_norm
 from unisono.world import World
-from unisono.world.transports.threads import run_threads
+from unisono.world.virtual import run_threads
 
 
 def make(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:

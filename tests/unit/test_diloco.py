@@ -17,7 +17,8 @@ from unisono import packing
 from unisono.background import Handle
 from unisono.strategies._anchored import split_evenly
 from unisono.world import PeerLost, World
-from unisono.world.transports.threads import ThreadTransport, run_threads
+from unisono.world.transports.threads import ThreadTransport
+from unisono.world.virtual import run_threads
 
 TWO = [["0.weight"], ["0.bias", "2.weight", "2.bias"]]  # what two fragments of the model are
 

@@ -15,7 +15,7 @@ from unisono.launchers.engines.engine import Engine
 from unisono.launchers.engines.mpi import Mpi
 from unisono.launchers.engines.slurm import Slurm, job_script
 from unisono.runtime.place import read_place
-from unisono.world.stores import attempt_of
+from unisono.world.stores import agree_on_attempt
 
 SLURM = {
     "SLURM_JOB_ID": "7",
@@ -82,7 +82,7 @@ def test_an_attempt_meets_only_itself_in_a_store_that_others_used() -> None:
     def attempt(ranks: list[int]) -> list[str]:
         found: dict[int, str] = {}
         threads = [
-            threading.Thread(target=lambda r=rank: found.update({r: attempt_of(store, r, 3, timeout_s=20)}))
+            threading.Thread(target=lambda r=rank: found.update({r: agree_on_attempt(store, r, 3, timeout_s=20)}))
             for rank in ranks
         ]
         for thread in threads:
@@ -103,7 +103,7 @@ def test_rank_0_does_not_wait_for_ever() -> None:
     store = dist.HashStore()
     store.set("hello/1", "of a worker that died")
     with pytest.raises(TimeoutError, match=r"ranks \[1\] did not come"):
-        attempt_of(store, 0, 2, timeout_s=0.1)
+        agree_on_attempt(store, 0, 2, timeout_s=0.1)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from unisono.kernels.quantise import bytes_nbytes
 from unisono.strategies._graphs import neighbours
 from unisono.strategies.gossip import LowPrecisionReplica
 from unisono.world import World
-from unisono.world.transports.threads import run_threads
+from unisono.world.virtual import run_threads
 
 MODELS = threading.Lock()
 GRAPHS = ["ring", "shift_one", "exponential", "all"]

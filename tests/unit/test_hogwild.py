@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import unisono as un
 from unisono.world import World
-from unisono.world.transports.threads import run_threads
+from unisono.world.virtual import run_threads
 
 MODELS = threading.Lock()
 

@@ -16,7 +16,7 @@ from unisono import World, run_threads
 from unisono.world import ledger
 from unisono.world.ledger import Ledger, Record
 from unisono.world.timeline import Report
-from unisono.world.transports.gloo import MessageTransport
+from unisono.world.transports.gloo import GlooTransport
 
 
 class Clock:
@@ -239,7 +239,7 @@ def test_messages_learn_the_last_arrival_when_the_ledgers_are_gathered(tmp_path:
     reports: list[Report] = []
 
     def work(rank: int) -> None:
-        world = World(MessageTransport(store, rank, 2, timeout_s=20), hosts=["a", "b"])
+        world = World(GlooTransport(store, rank, 2, timeout_s=20), hosts=["a", "b"])
         world.barrier()
         world.ledger.restart()
         for _ in range(2):

@@ -15,8 +15,7 @@ from unisono.reducer import Reducer
 from unisono.reducers.onebit import onebit
 from unisono.reducers.signsgd import signsgd
 from unisono.world import World
-from unisono.world.transports.simulated import simulate
-from unisono.world.transports.threads import run_threads
+from unisono.world.virtual import run_threads, simulate
 
 SHAPES = [(40, 30), (7,), (), (0,), (1500,)]
 Inputs = Callable[[int, int], list[Tensor]]

@@ -16,7 +16,7 @@ from unisono.reducers.dense import dense
 from unisono.spec import SpecError
 from unisono.strategies.allreduce import allreduce
 from unisono.world import World
-from unisono.world.transports.threads import run_threads
+from unisono.world.virtual import run_threads
 
 
 def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
@@ -285,7 +285,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         for name, value in values.items():
             monkeypatch.setenv(name, value)
 
-    monkeypatch.setattr("unisono.world.world._process", [])
+    monkeypatch.setattr("unisono.world.rendezvous._process", [])
     return set_to
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import unisono as un
 from unisono.strategies.parameter_server.server import Server, optimizer_over
 from unisono.world import World
-from unisono.world.transports.threads import run_threads
+from unisono.world.virtual import run_threads
 
 MODELS = threading.Lock()  # torch.manual_seed is the process's
 Make = Callable[[nn.Module], torch.optim.Optimizer]

@@ -11,7 +11,7 @@ from torch import nn
 
 from unisono.strategy import PeriodicReplica, Strategy
 from unisono.world import World
-from unisono.world.transports.threads import run_threads
+from unisono.world.virtual import run_threads
 
 
 class Meets(Strategy):

@@ -15,8 +15,7 @@ from unisono.kernels import lowrank
 from unisono.reducer import Reducer, State
 from unisono.reducers.powersgd import powersgd
 from unisono.world import World
-from unisono.world.transports.simulated import simulate
-from unisono.world.transports.threads import run_threads
+from unisono.world.virtual import run_threads, simulate
 
 SIZES = [1, 2, 3]
 ranks = pytest.mark.parametrize("rank", [1, 2, 4])

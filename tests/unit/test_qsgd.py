@@ -16,8 +16,7 @@ from unisono.reducers.nuqsgd import nuqsgd
 from unisono.reducers.qsgd import qsgd
 from unisono.spec import build
 from unisono.world import World
-from unisono.world.transports.simulated import simulate
-from unisono.world.transports.threads import run_threads
+from unisono.world.virtual import run_threads, simulate
 
 SPECS = ["qsgd", "nuqsgd", "nuqsgd(bits=8)", "nuqsgd(elias=True)", "bytegrad"]
 each_method = pytest.mark.parametrize("spec", SPECS)

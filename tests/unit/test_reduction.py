@@ -18,7 +18,7 @@ from unisono.reducer import Reduced, Reducer, Stages, State, rescale, residual_l
 from unisono.spec import build
 from unisono.strategies.allreduce import allreduce
 from unisono.world import World
-from unisono.world.transports.threads import run_threads
+from unisono.world.virtual import run_threads
 
 
 def halves(log: list[Any] | None = None, waits: Any = None) -> Reducer:

@@ -30,7 +30,7 @@ import unisono as un
 from unisono.checkpoint import CheckpointError
 from unisono.checkpoint.slices import Piece
 from unisono.world import World
-from unisono.world.transports.threads import run_threads
+from unisono.world.virtual import run_threads
 
 
 @pytest.fixture

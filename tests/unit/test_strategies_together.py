@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import unisono as un
 from unisono.world import World
-from unisono.world.transports.threads import run_threads
+from unisono.world.virtual import run_threads
 
 MODELS = threading.Lock()
 MEETING = ["local_sgd(every=2, start=0)", "diloco(every=2)", "gossip", "gossip(bits=8)", "crossbow", "parameter_server"]

@@ -14,7 +14,7 @@ from unisono.buckets import Bucket
 from unisono.reducer import Reducer
 from unisono.reducers.topk import topk
 from unisono.world import World
-from unisono.world.transports.threads import run_threads
+from unisono.world.virtual import run_threads
 
 SHAPES: list[tuple[int, ...]] = [(20, 30), (7,), (), (0, 3), (5, 2, 4), (200, 150), (1, 1)]
 Inputs = Callable[[int, int], list[Tensor]]

@@ -16,7 +16,7 @@ from unisono.callbacks import Callback, EarlyStopping, History, show
 from unisono.checkpoint import save
 from unisono.trainer import Trainer
 from unisono.world import World
-from unisono.world.transports.threads import run_threads
+from unisono.world.virtual import run_threads
 
 X = torch.randn(53, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 Y = (X @ torch.arange(6.0, dtype=torch.float64) > 0).long()

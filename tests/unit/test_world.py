@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 
 import unisono as un
-from collective_matrix import CHECKS, DTYPES, check_dtype, check_equal, check_letters, reference, values
+from collective_matrix import CHECKS, DTYPES, check_direct_messages, check_dtype, check_equal, reference, values
 from unisono import Mismatch, PeerLost, World, run_threads
 from unisono.background import Lane
 from unisono.world.transports.arithmetic import combine
-from unisono.world.transports.gloo import MessageTransport
-from unisono.world.transports.meeting_page import ROW
+from unisono.world.transports.gloo import GlooTransport
+from unisono.world.transports.meeting_page import PAGE_NAME, ROW
 from unisono.world.transports.shared import SharedTransport
-from unisono.world.transports.two_level import HostsTransport
+from unisono.world.transports.two_level import TwoLevelTransport
 
 
 def on_threads(fn: Callable[[World], Any], make: Callable[[int], World], size: int) -> list[Any]:
@@ -49,7 +49,7 @@ def on_threads(fn: Callable[[World], Any], make: Callable[[int], World], size: i
 
 def run_shared(fn: Callable[[World], Any], size: int, *, timeout_s: float = 20.0) -> list[Any]:
     """Through the shared memory of one host."""
-    fd = os.memfd_create("unisono-board")
+    fd = os.memfd_create(PAGE_NAME)
 
     def make(rank: int) -> World:
         return World(SharedTransport(fd, rank, size, timeout_s=timeout_s), hosts=["localhost"] * size)
@@ -66,7 +66,7 @@ def run_messages(fn: Callable[[World], Any], size: int) -> list[Any]:
 
     def make(rank: int) -> World:
         hosts = [f"host{r}" for r in range(size)]
-        return World(MessageTransport(store, rank, size, timeout_s=20.0), hosts=hosts)
+        return World(GlooTransport(store, rank, size, timeout_s=20.0), hosts=hosts)
 
     return on_threads(fn, make, size)
 
@@ -74,19 +74,20 @@ def run_messages(fn: Callable[[World], Any], size: int) -> list[Any]:
 def run_hosts(fn: Callable[[World], Any], hosts: str) -> list[Any]:
     """Through both: a letter for each rank's host."""
     store, size = dist.HashStore(), len(hosts)
-    boards = {host: os.memfd_create("unisono-board") for host in hosts}
+    pages = {host: os.memfd_create(PAGE_NAME) for host in hosts}
 
     def make(rank: int) -> World:
         mine = [r for r in range(size) if hosts[r] == hosts[rank]]
-        flat = MessageTransport(store, rank, size, timeout_s=20.0)
-        board = boards[hosts[rank]]
-        inside = SharedTransport(board, mine.index(rank), len(mine), timeout_s=20.0) if len(mine) > 1 else None
-        return World(HostsTransport.over(flat, inside, list(hosts)), hosts=list(hosts))
+        flat = GlooTransport(store, rank, size, timeout_s=20.0)
+        inside = (
+            SharedTransport(pages[hosts[rank]], mine.index(rank), len(mine), timeout_s=20.0) if len(mine) > 1 else None
+        )
+        return World(TwoLevelTransport.build(flat, inside, list(hosts)), hosts=list(hosts))
 
     try:
         return on_threads(fn, make, size)
     finally:
-        for fd in boards.values():
+        for fd in pages.values():
             os.close(fd)
 
 
@@ -115,13 +116,13 @@ def test_every_collective_equals_one_process_in_shared_memory(dtype: torch.dtype
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("name", CHECKS)
-def test_lists_letters_objects_and_groups_in_threads(name: str, size: int) -> None:
+def test_lists_direct_messages_objects_and_groups_in_threads(name: str, size: int) -> None:
     run_threads(CHECKS[name], size)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", CHECKS)
-def test_lists_letters_objects_and_groups_in_shared_memory(name: str, size: int) -> None:
+def test_lists_direct_messages_objects_and_groups_in_shared_memory(name: str, size: int) -> None:
     run_shared(CHECKS[name], size)
 
 
@@ -137,13 +138,13 @@ def test_every_collective_equals_one_process_between_hosts(dtype: torch.dtype) -
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", CHECKS)
-def test_lists_letters_objects_and_groups_through_messages(name: str, size: int) -> None:
+def test_lists_direct_messages_objects_and_groups_through_messages(name: str, size: int) -> None:
     run_messages(CHECKS[name], size)
 
 
 @pytest.mark.parametrize("hosts", ["aabb", "aab", "baabc"])
 @pytest.mark.parametrize("name", CHECKS)
-def test_lists_letters_objects_and_groups_between_hosts(name: str, hosts: str) -> None:
+def test_lists_direct_messages_objects_and_groups_between_hosts(name: str, hosts: str) -> None:
     run_hosts(CHECKS[name], hosts)
 
 
@@ -213,22 +214,22 @@ def test_more_small_messages_than_slots_are_under_way_at_once() -> None:
 
 
 def test_counters_go_round_at_two_to_the_32() -> None:
-    """Meetings, small messages and letters count in 32 bits, which a long run exceeds."""
+    """Meetings, small and direct messages count in 32 bits, which a long run exceeds."""
     near = 2**32 - 20
 
     def work(world: World) -> None:
         transport = world.transport
         assert isinstance(transport, SharedTransport)
-        board, box, letters = transport._board, transport._postbox, transport._letters
+        page, small, direct = transport._page, transport._small, transport._direct
         world.barrier()
         gate.wait()
-        board._round = box._next = near
-        board.words.publish(world.rank * ROW, near)
-        board.words.publish(box._rows[world.rank], near)
-        board.words.publish(box._rows[world.rank] + 4, near - 16)
+        page._round = small._next = near
+        page.counters.publish(world.rank * ROW, near)
+        page.counters.publish(small._rows[world.rank], near)
+        page.counters.publish(small._rows[world.rank] + 4, near - 16)
         for other in range(world.size):
-            board.words.publish(letters._row(world.rank, other), near)
-            board.words.publish(letters._row(other, world.rank) + 4, near)
+            page.counters.publish(direct._row(world.rank, other), near)
+            page.counters.publish(direct._row(other, world.rank) + 4, near)
         gate.wait()
         for i in range(40):
             assert world.all_reduce(torch.tensor([i + world.rank]), "sum").wait().item() == 2 * i + 1
@@ -236,9 +237,9 @@ def test_counters_go_round_at_two_to_the_32() -> None:
             assert world.all_reduce(x, "max").wait().eq(1).all()
             assert world.gather_objects(i) == [i, i]
         for _ in range(10):
-            check_letters(world)
-        assert board._round > 2**32
-        assert box._next > 2**32
+            check_direct_messages(world)
+        assert page._round > 2**32
+        assert small._next > 2**32
 
     gate = threading.Barrier(2, timeout=20)
     run_shared(work, 2)

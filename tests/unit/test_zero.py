@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import unisono as un
 from unisono.strategies.zero.units import choose, units_by_module
 from unisono.world import World
-from unisono.world.transports.threads import run_threads
+from unisono.world.virtual import run_threads
 
 MODELS = threading.Lock()  # torch.manual_seed is the process's
 WIDTH, VOCABULARY, LENGTH = 8, 11, 5

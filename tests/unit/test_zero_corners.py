@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import unisono as un
 from unisono.world import World
-from unisono.world.transports.threads import run_threads
+from unisono.world.virtual import run_threads
 
 N = 6
 SPECS = ["zero(stage=1)", "zero(stage=2, unit_bytes=300)", "zero(stage=3, unit_bytes=300)"]

@@ -18,7 +18,7 @@ from unisono.offload.disk import DiskError
 from unisono.offload.host import available_bytes
 from unisono.strategies.zero import offloading
 from unisono.world import World
-from unisono.world.transports.threads import run_threads
+from unisono.world.virtual import run_threads
 
 PLACES = [("cpu", "device"), ("disk", "device"), ("cpu", "cpu"), ("disk", "cpu"), ("disk", "disk")]
 MATRIX = [

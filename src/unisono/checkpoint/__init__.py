@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from unisono.checkpoint.checkpoint import CheckpointError, Loaded, load, newest, save, warn_of
+from unisono.checkpoint.checkpoint import CheckpointError, Loaded, Savable, load, save
 
-__all__ = ["CheckpointError", "Loaded", "load", "newest", "save", "warn_of"]
+__all__ = ["CheckpointError", "Loaded", "Savable", "load", "save"]

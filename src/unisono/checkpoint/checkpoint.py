@@ -11,21 +11,30 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from unisono import rng
-from unisono.checkpoint import folder as folders
-from unisono.checkpoint.slices import Held, Piece, uncovered
-from unisono.checkpoint.split import SPLIT, merged
+from unisono.checkpoint.folder import (
+    Contents,
+    Files,
+    begin_folder,
+    find_candidates,
+    publish_folder,
+    read_folder,
+    remove_replaced,
+    write_rank,
+    write_shared,
+)
+from unisono.checkpoint.slices import Held, Piece, Stored, find_gaps
+from unisono.checkpoint.split import SPLIT, merge_trees
 from unisono.packing import pack
 from unisono.world import World
 
-if TYPE_CHECKING:
-    from unisono.strategy import Replica
-
-__all__ = ["CheckpointError", "Loaded", "load", "newest", "save", "warn_of"]
+__all__ = ["CheckpointError", "Loaded", "Savable", "find_newest", "load", "save", "warn_of_damage"]
 
 _VISIBLE_WITHIN_S = 5.0  # a network disk may show a new folder late
 
@@ -44,10 +53,42 @@ class Loaded(NamedTuple):
     extra: Any
 
 
+@runtime_checkable
+class Savable(Protocol):
+    """What saving and loading ask of a replica."""
+
+    @property
+    def world(self) -> World: ...
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def optimizer(self) -> Optimizer: ...
+
+    @property
+    def strategy(self) -> object: ...
+
+    @property
+    def step(self) -> int: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The strategy's own state: "shared" by all ranks, and "local" to this one."""
+
+    def load_state_dict(self, state: dict[str, Any], *, same_world: bool) -> None:
+        """Take it up again; from a world of another size, `state["locals"]` has every old rank's part."""
+
+    def sharded_state(self) -> dict[str, Any] | None:
+        """Model and optimizer with a `Piece` in place of each tensor that is split; None: nothing is."""
+
+    def load_sharded_state(self, whole: dict[str, Any], *, same_world: bool) -> None:
+        """Take my part of a model and an optimizer that have a `Stored` in place of each tensor."""
+
+
 # Saving ---------------------------------------------------------------------------------------------------
 
 
-def save(path: str | os.PathLike[str], replica: Replica, *, keep: int | None = 3, extra: Any = None) -> str:
+def save(path: str | os.PathLike[str], replica: Savable, *, keep: int | None = 3, extra: Any = None) -> str:
     """Write model, optimizer, strategy, shards, RNG and step as a new checkpoint in the folder `path`.
 
     Every rank calls it with a path on a disk that all ranks see. It is written beside the others under a
@@ -67,9 +108,9 @@ def save(path: str | os.PathLike[str], replica: Replica, *, keep: int | None = 3
     saving = _Saving(Path(path), replica, keep, extra)
     world, what = replica.world, f"no checkpoint was written to {path}, the former ones are as they were"
     try:
-        reports = _together(world, what, saving.prepare)
-        files = _together(world, what, lambda: saving.write(reports))
-        name = _together(world, what, lambda: saving.publish(files))[0]
+        reports = _do_together(world, what, saving.prepare)
+        files = _do_together(world, what, lambda: saving.write(reports))
+        name = _do_together(world, what, lambda: saving.publish(files))[0]
     except BaseException:
         if world.rank == 0 and saving.writing is not None:
             shutil.rmtree(saving.writing, ignore_errors=True)
@@ -78,14 +119,14 @@ def save(path: str | os.PathLike[str], replica: Replica, *, keep: int | None = 3
 
 
 def _check_replica(what: str, replica: object) -> None:
-    if not hasattr(replica, "world"):
+    if not isinstance(replica, Savable):
         raise TypeError(f"un.{what} takes the replica that un.parallel returned, got {type(replica).__name__}")
 
 
 class _Saving:
     """One save, in three phases; after each, the ranks agree that all went well."""
 
-    def __init__(self, root: Path, replica: Replica, keep: int | None, extra: Any) -> None:
+    def __init__(self, root: Path, replica: Savable, keep: int | None, extra: Any) -> None:
         self.root, self.replica, self.keep, self.extra = root, replica, keep, extra
         self.world = replica.world
         self.writing: Path | None = None
@@ -93,7 +134,7 @@ class _Saving:
     def prepare(self) -> dict[str, Any]:
         """1. Take the state apart; rank 0 makes the hidden folder and says what its tensors are."""
         state, parts = self.replica.state_dict(), self.replica.sharded_state()
-        model = _bare(self.replica.model)
+        model = _unwrap(self.replica.model)
         whole = {
             "model": model.state_dict() if parts is None else parts["model"],
             "versions": {name: {"version": x._version} for name, x in model.named_modules(remove_duplicate=False)},
@@ -112,27 +153,27 @@ class _Saving:
         self.own = pack({"local": state["local"], "rng": rng.capture(self.world.device)})
         report: dict[str, Any] = {"split": None}
         if parts is not None:
-            held = {name: piece.held() for name, piece in pieces.items()}
+            held = {name: piece.describe() for name, piece in pieces.items()}
             report["split"] = [{key: self.tree[key] for key in SPLIT}, held]
         if self.world.rank == 0:
-            self.writing = folders.begin(self.root, self.replica.step)
+            self.writing = begin_folder(self.root, self.replica.step)
             alone = self.world.size == 1
-            report |= {"name": self.writing.name, "digests": {} if alone else self._digests()}
+            report |= {"name": self.writing.name, "digests": {} if alone else self._digest()}
         return report
 
-    def write(self, reports: Sequence[Mapping[str, Any]]) -> folders.Files:
+    def write(self, reports: Sequence[Mapping[str, Any]]) -> Files:
         """2. Rank 0 writes what it has; every rank writes where it differs from that, and what is its own."""
         rank, self.writing = self.world.rank, self.root / reports[0]["name"]
         wholes = self._merge([report["split"] for report in reports])
         _wait_until_visible(self.writing, self.world.host)
         if rank == 0:
             tree = self.tree if self.pieces is None else self.tree | {"pieces": wholes}
-            files = folders.write_shared(self.writing, tree, self.tensors)
-            return files | folders.write_rank(self.writing, rank, self.own, pieces=self.pieces)
-        mine, digests = self._digests(), reports[0]["digests"]
+            files = write_shared(self.writing, tree, self.tensors)
+            return files | write_rank(self.writing, rank, self.own, pieces=self.pieces)
+        mine, digests = self._digest(), reports[0]["digests"]
         differs = {key: tensor for key, tensor in self.tensors.items() if mine[key] != digests.get(key)}
         tree = self._compared() if mine[""] != digests[""] else None
-        return folders.write_rank(self.writing, rank, self.own, tree=tree, differs=differs, pieces=self.pieces)
+        return write_rank(self.writing, rank, self.own, tree=tree, differs=differs, pieces=self.pieces)
 
     def _merge(self, parts: Sequence[tuple[Any, dict[str, Held]] | None]) -> dict[str, list[Any]]:
         """Where the state is split: make the tree of all ranks' parts; dtype and shape of the whole of each piece."""
@@ -143,23 +184,23 @@ class _Saving:
             raise CheckpointError(
                 f"{len(split)} of {len(parts)} ranks have split their state; give every rank the same strategy"
             )
-        problems = uncovered([held for _, held in split])
+        problems = find_gaps([held for _, held in split])
         wholes = {name: [dtype, shape] for _, held in split for name, (dtype, shape, _) in held.items()}
         problems += [f"{name} is split elsewhere, and whole here" for name in self.tensors if name in wholes]
         if problems:
             more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
             raise CheckpointError(f"the ranks' parts do not make up the whole: {'; '.join(problems[:4])}{more}")
-        self.tree |= merged([tree for tree, _ in split])
+        self.tree |= merge_trees([tree for tree, _ in split])
         return wholes
 
     def _compared(self) -> dict[str, Any]:
         """The tree in which ranks may differ: where the state is split, all have one tree of it."""
         return {key: part for key, part in self.tree.items() if self.pieces is None or key not in SPLIT}
 
-    def _digests(self) -> dict[str, bytes]:
-        return _digests(self._compared(), self.tensors)
+    def _digest(self) -> dict[str, bytes]:
+        return _digest(self._compared(), self.tensors)
 
-    def publish(self, files: list[folders.Files]) -> str | None:
+    def publish(self, files: list[Files]) -> str | None:
         """3. Rank 0 gives the folder its name, and removes the oldest."""
         if self.world.rank:
             return None
@@ -167,13 +208,13 @@ class _Saving:
         joined = {name: entry for part in files for name, entry in part.items()}
         step = self.replica.step
         is_split = self.pieces is not None
-        made = folders.publish(self.writing, joined, step=step, world_size=self.world.size, is_split=is_split)
+        made = publish_folder(self.writing, joined, step=step, world_size=self.world.size, is_split=is_split)
         self.writing = None
-        folders.remove(made, step=step, keep=self.keep)
+        remove_replaced(made, step=step, keep=self.keep)
         return made.name
 
 
-def _digests(tree: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+def _digest(tree: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
     """A digest of every tensor (dtype, shape, bytes) by name, and of the tree under the empty name."""
 
     def digest(*parts: Any) -> bytes:
@@ -203,7 +244,7 @@ def _wait_until_visible(folder: Path, host: str) -> None:
 # Loading --------------------------------------------------------------------------------------------------
 
 
-def load(path: str | os.PathLike[str], replica: Replica, *, strict: bool = True) -> Loaded:
+def load(path: str | os.PathLike[str], replica: Savable, *, strict: bool = True) -> Loaded:
     """Take up the newest whole checkpoint in the folder `path` (or `path` itself, if it is one).
 
     Every rank calls it. All ranks load the same one; what is damaged is skipped, with a warning that says why.
@@ -224,34 +265,35 @@ def load(path: str | os.PathLike[str], replica: Replica, *, strict: bool = True)
     """
     _check_replica("load", replica)
     world, root = replica.world, Path(path)
-    strategy, lazy = type(replica.strategy).__name__, replica.splits_state
-    found, folder, skipped = newest(
-        root, world, lambda folder: folders.read(folder, world.rank, world.size, strategy, lazy=lazy)
+    strategy, what = type(replica.strategy).__name__, f"{root} could not be loaded"
+    is_split = _do_together(world, what, lambda: replica.sharded_state() is not None)[world.rank]
+    found, folder, skipped = find_newest(
+        root, world, lambda folder: read_folder(folder, world.rank, world.size, strategy, lazy=is_split)
     )
     if world.rank == 0:
-        warn_of(found, folder, skipped, stacklevel=3)
-    _together(world, f"{folder} could not be loaded", lambda: _apply(found, replica, strict=strict))
+        warn_of_damage(found, folder, skipped, stacklevel=3)
+    _do_together(world, f"{folder} could not be loaded", lambda: _apply(found, replica, strict=strict))
     positions = [state["epoch"] for state in found.whole["shards"].values() if "epoch" in state]
     return Loaded(found.step, positions[0] if positions else 0, str(folder), skipped, found.whole["extra"])
 
 
-def newest(
-    root: Path, world: World, read: Callable[[Path], folders.Contents]
-) -> tuple[folders.Contents, Path, list[tuple[str, str]]]:
+def find_newest(
+    root: Path, world: World, read: Callable[[Path], Contents]
+) -> tuple[Contents, Path, list[tuple[str, str]]]:
     """The newest checkpoint that every rank could `read` whole, and those that are not, with the reasons."""
 
-    def list_them() -> list[list[str]]:
-        found = folders.candidates(root) if world.rank == 0 else []
+    def list_candidates() -> list[list[str]]:
+        found = find_candidates(root) if world.rank == 0 else []
         return [[str(c.path.relative_to(root)), c.problem] for c in found]
 
-    names = _together(world, f"{root} could not be read", list_them)[0]
+    names = _do_together(world, f"{root} could not be read", list_candidates)[0]
     if not names:
         raise FileNotFoundError(f"no checkpoint at {root}: expected a folder that un.save has written to")
     skipped: list[tuple[str, str]] = []
     for name, problem in names:
-        result: folders.Contents | str = problem or _try_to_read(root / name, world, read)
+        result: Contents | str = problem or _try_to_read(root / name, world, read)
         reasons = world.gather_objects(result if isinstance(result, str) else "")
-        if isinstance(result, folders.Contents) and not any(reasons):
+        if isinstance(result, Contents) and not any(reasons):
             return result, root / name, skipped
         why = {reason: rank for rank, reason in reversed(list(enumerate(reasons))) if reason}
         told = [reason if reasons[0] == reason else f"rank {rank}: {reason}" for reason, rank in why.items()]
@@ -260,16 +302,16 @@ def newest(
     raise CheckpointError(f"no whole checkpoint at {root}; restore one from a copy, or give another path:{lines}")
 
 
-def _try_to_read(folder: Path, world: World, read: Callable[[Path], folders.Contents]) -> folders.Contents | str:
+def _try_to_read(folder: Path, world: World, read: Callable[[Path], Contents]) -> Contents | str:
     if not folder.is_dir():
         return f"it cannot be seen from {world.host}; give a path on one disk that all hosts share"
     try:
         return read(folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return _short(error)
+        return _shorten(error)
 
 
-def warn_of(found: folders.Contents, folder: Path, skipped: list[tuple[str, str]], *, stacklevel: int) -> None:
+def warn_of_damage(found: Contents, folder: Path, skipped: list[tuple[str, str]], *, stacklevel: int) -> None:
     """Say which checkpoints were damaged, and what became the mean of several ranks'."""
     if skipped:
         lines = "".join(f"\n  skipped {where}: {why}" for where, why in skipped)
@@ -283,7 +325,7 @@ def warn_of(found: folders.Contents, folder: Path, skipped: list[tuple[str, str]
         )
 
 
-def _apply(found: folders.Contents, replica: Replica, *, strict: bool) -> None:
+def _apply(found: Contents, replica: Savable, *, strict: bool) -> None:
     """Put everything in its place; what can be checked is checked before anything is touched."""
     world, whole = replica.world, found.whole
     _apply_model_and_optimizer(found, replica, strict=strict)
@@ -303,15 +345,15 @@ def _apply(found: folders.Contents, replica: Replica, *, strict: bool) -> None:
         rng.derive(states[0], world.rank)
 
 
-def _apply_model_and_optimizer(found: folders.Contents, replica: Replica, *, strict: bool) -> None:
-    model, saved, optimizer = _bare(replica.model), OrderedDict(found.whole["model"]), found.whole["optimizer"]
+def _apply_model_and_optimizer(found: Contents, replica: Savable, *, strict: bool) -> None:
+    model, saved, optimizer = _unwrap(replica.model), OrderedDict(found.whole["model"]), found.whole["optimizer"]
     parts = replica.sharded_state()
     mine = model.state_dict() if parts is None else parts["model"]
     groups = replica.optimizer.param_groups if parts is None else parts["optimizer"]["param_groups"]
     _check_model(mine, saved, strict=strict)
     kinds = (type(replica.optimizer).__name__, found.whole["optimizer_type"])
     fits = _check_optimizer(groups, optimizer["param_groups"], kinds, strict=strict)
-    if replica.splits_state:
+    if parts is not None:
         fitting = {name: value for name, value in saved.items() if name in mine}
         whole = {"model": fitting, "optimizer": optimizer if fits else None}
         replica.load_sharded_state(whole, same_world=found.same_world)
@@ -329,7 +371,9 @@ def _check_model(mine: Mapping[str, Any], saved: Mapping[str, Any], *, strict: b
         problems += [f"the model has no {name!r}" for name in saved if name not in mine]
     for name, value in mine.items():
         other: Any = saved.get(name)
-        if not hasattr(value, "shape") or not hasattr(other, "shape") or torch.nn.parameter.is_lazy(value):
+        if not isinstance(value, Tensor | Piece) or not isinstance(other, Tensor | Stored):
+            continue  # a module's extra state
+        if isinstance(value, Tensor) and nn.parameter.is_lazy(value):
             continue
         if value.shape != other.shape:
             problems.append(f"{name!r} has shape {tuple(other.shape)} there, {tuple(value.shape)} in the model")
@@ -359,7 +403,7 @@ def _check_optimizer(mine: Sequence[Any], saved: Sequence[Any], kinds: tuple[str
 # Inside ---------------------------------------------------------------------------------------------------
 
 
-def _together(world: World, what: str, do: Callable[[], Any]) -> list[Any]:
+def _do_together(world: World, what: str, do: Callable[[], Any]) -> list[Any]:
     """Every rank's result of `do`, which must not talk to others; where it fails on any rank, all ranks raise.
 
     A TypeError or ValueError stays itself on its own rank, as it is about what the caller gave.
@@ -369,7 +413,7 @@ def _together(world: World, what: str, do: Callable[[], Any]) -> list[Any]:
         result = do()
     except Exception as caught:
         error = caught
-    answers = world.gather_objects([result, None if error is None else _short(error)])
+    answers = world.gather_objects([result, None if error is None else _shorten(error)])
     failed = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(answers) if problem is not None]
     if isinstance(error, TypeError | ValueError):
         raise error
@@ -379,12 +423,12 @@ def _together(world: World, what: str, do: Callable[[], Any]) -> list[Any]:
     return [answer[0] for answer in answers]
 
 
-def _bare(model: torch.nn.Module) -> torch.nn.Module:
+def _unwrap(model: nn.Module) -> nn.Module:
     """The module itself, where torch.compile has put another around it."""
     inner = getattr(model, "_orig_mod", model)
-    return inner if isinstance(inner, torch.nn.Module) else model
+    return inner if isinstance(inner, nn.Module) else model
 
 
-def _short(error: BaseException) -> str:
+def _shorten(error: BaseException) -> str:
     plain = isinstance(error, ValueError | CheckpointError)
     return str(error) if plain else f"{type(error).__name__}: {error}"

@@ -21,12 +21,22 @@ from typing import Any, NamedTuple
 
 import torch
 
-from unisono.checkpoint import safetensors as tensorfile
-from unisono.checkpoint import split
+from unisono.checkpoint import safetensors, split
 from unisono.checkpoint.slices import Piece, Span, Stored
 from unisono.packing import unpack
 
-__all__ = ["Candidate", "Contents", "begin", "candidates", "publish", "read", "remove", "write_rank", "write_shared"]
+__all__ = [
+    "Candidate",
+    "Contents",
+    "Files",
+    "begin_folder",
+    "find_candidates",
+    "publish_folder",
+    "read_folder",
+    "remove_replaced",
+    "write_rank",
+    "write_shared",
+]
 
 Tensors = dict[str, torch.Tensor]
 Files = dict[str, list[int]]  # name -> size and CRC-32
@@ -57,12 +67,12 @@ class Contents(NamedTuple):
 # Writing --------------------------------------------------------------------------------------------------
 
 
-def begin(root: Path, step: int) -> Path:
+def begin_folder(root: Path, step: int) -> Path:
     """A hidden folder to write in; removes what an interrupted save has left."""
     root.mkdir(parents=True, exist_ok=True)
     for stale in [*root.glob(".writing-*"), *root.glob(".removing-*")]:
         shutil.rmtree(stale, ignore_errors=True)
-    writing = root / f".writing-{_step_name(step)}-{secrets.token_hex(8)}"
+    writing = root / f".writing-{_name_step(step)}-{secrets.token_hex(8)}"
     writing.mkdir()
     return writing
 
@@ -89,40 +99,40 @@ def write_rank(
     if pieces is not None:
         written, entry["pieces"] = split.write_pieces(folder, rank, pieces)
         if written:
-            files[split.file_name(rank)] = list(written)
-    return files | _write_pair(folder, _rank_name(rank), entry, own_tensors | differs)
+            files[split.name_file(rank)] = list(written)
+    return files | _write_pair(folder, _name_rank(rank), entry, own_tensors | differs)
 
 
-def publish(writing: Path, files: Files, *, step: int, world_size: int, is_split: bool = False) -> Path:
+def publish_folder(writing: Path, files: Files, *, step: int, world_size: int, is_split: bool = False) -> Path:
     """Complete a folder with its manifest and give it its name, in one step that happens or does not."""
     root = writing.parent
     manifest = {
         "format": _SPLIT_FORMAT if is_split else _FORMAT,
         "step": step,
-        "serial": max((c.serial for c in candidates(root)), default=0) + 1,
+        "serial": max((c.serial for c in find_candidates(root)), default=0) + 1,
         "world_size": world_size,
         "torch": torch.__version__,
         "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "files": files,
     }
-    manifest["crc32"] = _crc(manifest)
-    tensorfile.write_bytes(writing / _MANIFEST, [json.dumps(manifest, indent=1).encode()])
+    manifest["crc32"] = _sum_crc(manifest)
+    safetensors.write_bytes(writing / _MANIFEST, [json.dumps(manifest, indent=1).encode()])
     _sync_folder(writing)
-    target, again = root / _step_name(step), 1
+    target, again = root / _name_step(step), 1
     while target.exists():  # saved at this step before; the former one goes when this is in place
         again += 1
-        target = root / f"{_step_name(step)}-{again}"
+        target = root / f"{_name_step(step)}-{again}"
     os.rename(writing, target)
     _sync_folder(root)
     return target
 
 
-def remove(newest: Path, *, step: int, keep: int | None) -> None:
+def remove_replaced(newest: Path, *, step: int, keep: int | None) -> None:
     """Remove what `newest` replaces: another checkpoint of its step, and all but `keep` of the whole ones.
 
     Each leaves under a hidden name first, so that none is ever seen in part.
     """
-    former = [c for c in candidates(newest.parent) if not c.problem and c.path != newest]
+    former = [c for c in find_candidates(newest.parent) if not c.problem and c.path != newest]
     same_step = [c.path for c in former if c.step == step]
     others = [c.path for c in former if c.step != step]
     for folder in same_step + ([] if keep is None else others[keep - 1 :]):
@@ -138,8 +148,8 @@ def _write_pair(folder: Path, stem: str, tree: Any, tensors: Tensors) -> Files:
     text = json.dumps(tree, separators=(",", ":")).encode()
     plain, packed = f"{stem}.json", f"{stem}.safetensors"
     return {
-        plain: list(tensorfile.write_bytes(folder / plain, [text])),
-        packed: list(tensorfile.write(folder / packed, tensors)),
+        plain: list(safetensors.write_bytes(folder / plain, [text])),
+        packed: list(safetensors.write(folder / packed, tensors)),
     }
 
 
@@ -154,7 +164,7 @@ def _sync_folder(folder: Path) -> None:
 # Reading --------------------------------------------------------------------------------------------------
 
 
-def candidates(root: Path) -> list[Candidate]:
+def find_candidates(root: Path) -> list[Candidate]:
     """The checkpoints in a folder, newest save first; those that cannot be judged come before all others.
 
     A folder that is a checkpoint itself is the only one.
@@ -165,7 +175,7 @@ def candidates(root: Path) -> list[Candidate]:
     return sorted(map(_judge, folders), key=lambda c: (bool(c.problem), c.serial, c.path.name), reverse=True)
 
 
-def read(
+def read_folder(
     folder: Path, rank: int, world_size: int, strategy: str = "", *, lazy: bool = False, owns: bool = True
 ) -> Contents:
     """Read and verify the shared part and mine; in a world of another size, or for another strategy than that which
@@ -174,20 +184,20 @@ def read(
     Files that are not read in one go are verified before, each by one of the ranks: all must have returned before
     anything is used. Raises OSError or ValueError, with the reason, for what is not whole.
     """
-    manifest = _manifest(folder)
+    manifest = _read_manifest(folder)
     source = _Source(folder, manifest["files"], lazy)
     is_split, saved_by = manifest["format"] == _SPLIT_FORMAT, manifest["world_size"]
     same_world = saved_by == world_size
     all_files = is_split or lazy or not same_world or rank == 0  # rank 0 looks after all of them
-    source.check_sizes("" if all_files else ("shared.", f"{_rank_name(rank)}."))
+    source.check_sizes("" if all_files else ("shared.", f"{_name_rank(rank)}."))
     if is_split or lazy:
         source.verify(rank, world_size)
     tree = source.tree("shared")
     wholes = tree.pop("pieces", {})
     same_world &= tree.get("strategy_type", strategy) == strategy or not strategy
     used = [rank] if same_world else list(range(saved_by))
-    entries = {r: source.tree(_rank_name(r)) for r in (range(saved_by) if is_split else used)}
-    tensors, kept = source.tensors("shared"), {r: source.tensors(_rank_name(r)) for r in used}
+    entries = {r: source.tree(_name_rank(r)) for r in (range(saved_by) if is_split else used)}
+    tensors, kept = source.tensors("shared"), {r: source.tensors(_name_rank(r)) for r in used}
     different = [{key: kept[r][key] for key in entries[r]["differs"]} for r in used]
     averaged = []
     if same_world:
@@ -196,10 +206,10 @@ def read(
     else:
         averaged = list(_average(tensors, different))
     if is_split:
-        tensors = _absent(source, entries, tensors) | tensors
-        tensors |= split.stored_pieces(folder, wholes, [entries[r].get("pieces", {}) for r in entries])
+        tensors = _find_absent(source, entries, tensors) | tensors
+        tensors |= split.find_pieces(folder, wholes, [entries[r].get("pieces", {}) for r in entries])
     own_parts = [unpack(entries[r]["own"], _Full(kept[r])) for r in used] if owns else []
-    return Contents(manifest["step"], _whole(tree, tensors, lazy), same_world, own_parts, averaged)
+    return Contents(manifest["step"], _assemble(tree, tensors, lazy), same_world, own_parts, averaged)
 
 
 class _Source:
@@ -222,23 +232,23 @@ class _Source:
         """My share of the files of tensors, by their checksums."""
         names = sorted(name for name in self.files if name.endswith(".safetensors"))
         for name in names[rank::world_size]:
-            self._check(name, tensorfile.checksum(self.folder / name))
+            self._check(name, safetensors.checksum(self.folder / name))
 
     def tree(self, stem: str) -> dict[str, Any]:
         text = (self.folder / f"{stem}.json").read_bytes()
-        self._check(f"{stem}.json", tensorfile.Written(len(text), zlib.crc32(text)))
+        self._check(f"{stem}.json", safetensors.Written(len(text), zlib.crc32(text)))
         return dict(json.loads(text))
 
     def tensors(self, stem: str) -> dict[str, Stored]:
         """In memory, and verified; or where they lie."""
         path = self.folder / f"{stem}.safetensors"
         if self.lazy:
-            return tensorfile.index(path)
-        tensors, found = tensorfile.read(path)
+            return safetensors.index(path)
+        tensors, found = safetensors.read(path)
         self._check(path.name, found)
         return {name: Stored.of(tensor, name) for name, tensor in tensors.items()}
 
-    def _check(self, name: str, found: tensorfile.Written) -> None:
+    def _check(self, name: str, found: safetensors.Written) -> None:
         if list(found) != self.files[name]:
             raise ValueError(f"{name} is damaged: its checksum differs")
 
@@ -259,19 +269,19 @@ class _Full(Mapping[str, torch.Tensor]):
         return len(self._stored)
 
 
-def _whole(tree: dict[str, Any], tensors: Mapping[str, Stored], lazy: bool) -> dict[str, Any]:
+def _assemble(tree: dict[str, Any], tensors: Mapping[str, Stored], lazy: bool) -> dict[str, Any]:
     if not lazy:
         return dict(unpack(tree, _Full(tensors)))
     rest = {key: part for key, part in tree.items() if key not in split.SPLIT}
-    return dict(unpack(rest, _Full(tensors))) | {key: split.lazily(tree[key], tensors) for key in split.SPLIT}
+    return dict(unpack(rest, _Full(tensors))) | {key: split.unpack_lazily(tree[key], tensors) for key in split.SPLIT}
 
 
-def _absent(source: _Source, entries: Mapping[int, Any], tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+def _find_absent(source: _Source, entries: Mapping[int, Any], tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     """Of tensors that rank 0 did not have: those of the first rank that had them."""
     found: dict[str, Stored] = {}
     for rank, entry in entries.items():
         if names := [name for name in entry["differs"] if name not in tensors and name not in found]:
-            own = source.tensors(_rank_name(rank))
+            own = source.tensors(_name_rank(rank))
             found |= {name: own[name] for name in names}
     return found
 
@@ -288,11 +298,11 @@ def _average(tensors: dict[str, Stored], different: list[dict[str, Stored]]) -> 
             continue
         if any(x.shape != first.shape or x.dtype != first.dtype for x in others):
             continue
-        tensors[name] = _mean(first, others, len(different))
+        tensors[name] = _make_mean(first, others, len(different))
         yield name
 
 
-def _mean(first: Stored, others: list[Stored], count: int) -> Stored:
+def _make_mean(first: Stored, others: list[Stored], count: int) -> Stored:
     """The mean over `count` ranks; those that are not among the others have the first."""
 
     def read_mean(start: int, stop: int) -> torch.Tensor:
@@ -306,13 +316,13 @@ def _mean(first: Stored, others: list[Stored], count: int) -> Stored:
 
 def _judge(folder: Path) -> Candidate:
     try:
-        manifest = _manifest(folder)
+        manifest = _read_manifest(folder)
     except (OSError, ValueError) as error:
         return Candidate(folder, problem=str(error))
     return Candidate(folder, manifest["step"], manifest["serial"])
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
+def _read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((folder / _MANIFEST).read_bytes())
         claimed = manifest.pop("crc32")
@@ -320,20 +330,20 @@ def _manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(f"it has no {_MANIFEST}") from None
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise ValueError(f"{_MANIFEST} is damaged") from None
-    if claimed != _crc(manifest):
+    if claimed != _sum_crc(manifest):
         raise ValueError(f"{_MANIFEST} is damaged: its checksum differs")
     if manifest["format"] not in (_FORMAT, _SPLIT_FORMAT):
         raise ValueError(f"it has format {manifest['format']}, this version reads {_FORMAT} and {_SPLIT_FORMAT}")
     return dict(manifest)
 
 
-def _step_name(step: int) -> str:
+def _name_step(step: int) -> str:
     return f"step-{step:010d}"
 
 
-def _rank_name(rank: int) -> str:
+def _name_rank(rank: int) -> str:
     return f"rank-{rank:05d}"
 
 
-def _crc(manifest: Mapping[str, Any]) -> int:
+def _sum_crc(manifest: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())

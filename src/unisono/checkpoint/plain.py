@@ -9,9 +9,9 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unisono.checkpoint import folder as folders
-from unisono.checkpoint import newest, warn_of
-from unisono.checkpoint import safetensors as tensorfile
+from unisono.checkpoint import safetensors
+from unisono.checkpoint.checkpoint import find_newest, warn_of_damage
+from unisono.checkpoint.folder import Contents, read_folder
 from unisono.checkpoint.slices import Stored
 from unisono.world import World
 
@@ -79,26 +79,26 @@ def export_model(path: str | os.PathLike[str], out: str | os.PathLike[str], *, o
     if left := [name for name in model if name not in stored]:
         warnings.warn(f"{target} is without {', '.join(left)}: no tensors, they stay in {folder}", stacklevel=2)
     for name, value in stored.items():
-        if not tensorfile.storable(value.dtype):
+        if not safetensors.is_storable(value.dtype):
             raise ValueError(
                 f"{name} is of {value.dtype}, which a safetensors file has no name for; "
                 "un.read_checkpoint gives it in Python"
             )
-    entries = [tensorfile.Entry(name, x.dtype, x.shape, x.chunks()) for name, x in stored.items()]
+    entries = [safetensors.Entry(name, x.dtype, x.shape, x.chunks()) for name, x in stored.items()]
     writing = target.with_name(f".{target.name}-{secrets.token_hex(8)}")
     try:
         metadata = {"format": "pt", "step": str(found.step)}  # readers of such files ask for "format"
-        size_bytes, _ = tensorfile.write_stream(writing, entries, metadata=metadata)
+        size_bytes, _ = safetensors.write_stream(writing, entries, metadata=metadata)
         os.replace(writing, target)
     finally:
         writing.unlink(missing_ok=True)
     return Exported(str(target), str(folder), found.step, len(stored), size_bytes)
 
 
-def _read(path: str | os.PathLike[str], *, lazy: bool, stacklevel: int) -> tuple[folders.Contents, Path]:
+def _read(path: str | os.PathLike[str], *, lazy: bool, stacklevel: int) -> tuple[Contents, Path]:
     root = Path(path)
-    found, folder, skipped = newest(root, World(), lambda folder: folders.read(folder, 0, 1, lazy=lazy, owns=False))
-    warn_of(found, folder, skipped, stacklevel=stacklevel)
+    found, folder, skipped = find_newest(root, World(), lambda folder: read_folder(folder, 0, 1, lazy=lazy, owns=False))
+    warn_of_damage(found, folder, skipped, stacklevel=stacklevel)
     return found, folder
 
 

@@ -19,7 +19,7 @@ import torch
 
 from unisono.checkpoint.slices import CHUNK_BYTES, Span, Stored
 
-__all__ = ["Entry", "Written", "checksum", "index", "read", "storable", "write", "write_bytes", "write_stream"]
+__all__ = ["Entry", "Written", "checksum", "index", "is_storable", "read", "write", "write_bytes", "write_stream"]
 
 _DTYPES = {
     "F64": torch.float64, "I64": torch.int64, "F32": torch.float32, "I32": torch.int32, "F16": torch.float16,
@@ -78,14 +78,14 @@ def write_stream(path: Path, entries: Iterable[Entry], *, metadata: Mapping[str,
         header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    body = (_bytes_of(part) for entry in ordered for part in entry.parts if part.numel())
+    body = (_view_bytes(part) for entry in ordered for part in entry.parts if part.numel())
     written = write_bytes(path, chain([len(text).to_bytes(8, "little"), text], body))
     if written.size != 8 + len(text) + end:
         raise ValueError(f"{path.name}: its tensors have {end} bytes, {written.size - 8 - len(text)} came")
     return written
 
 
-def storable(dtype: torch.dtype) -> bool:
+def is_storable(dtype: torch.dtype) -> bool:
     """Whether safetensors has a name for it."""
     return dtype in _NAMES
 
@@ -94,18 +94,18 @@ def read(path: Path) -> tuple[dict[str, torch.Tensor], Written]:
     """Read a safetensors file; every tensor gets memory of its own. ValueError for a malformed file."""
     tensors: dict[str, torch.Tensor] = {}
     with _Reader(path) as reader:
-        for name, dtype, shape, _ in reader.layout():
+        for name, dtype, shape, _ in reader.read_layout():
             tensors[name] = torch.empty(shape, dtype=dtype)
             if tensors[name].numel():
-                reader.fill(_bytes_of(tensors[name]))
+                reader.fill(_view_bytes(tensors[name]))
         return tensors, Written(reader.size, reader.crc)
 
 
 def index(path: Path) -> dict[str, Stored]:
     """The tensors of a safetensors file, to be read when they are needed; nothing is verified but the layout."""
     with _Reader(path) as reader:
-        layout = reader.layout()
-    return {name: _stored(path, name, dtype, shape, offset) for name, dtype, shape, offset in layout}
+        layout = reader.read_layout()
+    return {name: _make_stored(path, name, dtype, shape, offset) for name, dtype, shape, offset in layout}
 
 
 def checksum(path: Path) -> Written:
@@ -139,13 +139,13 @@ class _Reader:
             self.crc = zlib.crc32(chunk, self.crc)
         return buffer
 
-    def layout(self) -> list[tuple[str, torch.dtype, list[int], int]]:
+    def read_layout(self) -> list[tuple[str, torch.dtype, list[int], int]]:
         """Name, dtype, shape and place of each tensor, in the order of their bytes: those come next."""
         length = int.from_bytes(self.fill(bytearray(min(8, self.size))), "little")
         if self.size < 8 or length > min(self.size - 8, _MAX_HEADER_BYTES):
             raise ValueError(f"{self.path.name} is cut short or has a broken header")
         start = 8 + length
-        found = _layout(self.fill(bytearray(length)), self.size - start, self.path.name)
+        found = _parse_layout(self.fill(bytearray(length)), self.size - start, self.path.name)
         return [(name, dtype, shape, start + offset) for name, dtype, shape, offset in found]
 
 
@@ -156,18 +156,18 @@ def _read_into(file: Any, rest: memoryview, path: Path) -> None:
         rest = rest[count:]
 
 
-def _stored(path: Path, name: str, dtype: torch.dtype, shape: list[int], offset: int) -> Stored:
+def _make_stored(path: Path, name: str, dtype: torch.dtype, shape: list[int], offset: int) -> Stored:
     def read_part(start: int, stop: int) -> torch.Tensor:
         part = torch.empty(stop - start, dtype=dtype)
         with open(path, "rb", buffering=0) as file:
             file.seek(offset + start * dtype.itemsize)
-            _read_into(file, memoryview(_bytes_of(part)).cast("B"), path)
+            _read_into(file, memoryview(_view_bytes(part)).cast("B"), path)
         return part
 
     return Stored(shape, dtype, [Span(0, math.prod(shape), read_part)], name)
 
 
-def _layout(header: bytes, body_bytes: int, name: str) -> list[tuple[str, torch.dtype, list[int], int]]:
+def _parse_layout(header: bytes, body_bytes: int, name: str) -> list[tuple[str, torch.dtype, list[int], int]]:
     """Each tensor's name, dtype, shape and place, in the order of their bytes; they fill the body without a hole."""
     try:
         entries = json.loads(header)
@@ -188,5 +188,5 @@ def _layout(header: bytes, body_bytes: int, name: str) -> list[tuple[str, torch.
     return layout
 
 
-def _bytes_of(tensor: torch.Tensor) -> Any:
+def _view_bytes(tensor: torch.Tensor) -> Any:
     return tensor.reshape(-1).view(torch.uint8).numpy().data

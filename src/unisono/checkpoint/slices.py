@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["CHUNK_BYTES", "Held", "Piece", "Span", "Stored", "uncovered"]
+__all__ = ["CHUNK_BYTES", "Held", "Piece", "Span", "Stored", "find_gaps"]
 
 CHUNK_BYTES = 8 << 20  # the most that is read at a time
 
@@ -52,7 +52,7 @@ class Piece:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", torch.Size(self.shape))
-        object.__setattr__(self, "spans", _ordered(self.spans, self.numel()))
+        object.__setattr__(self, "spans", _order(self.spans, self.numel()))
 
     @classmethod
     def of(cls, held: Tensor, start: int, *, shape: Sequence[int]) -> Piece:
@@ -66,7 +66,7 @@ class Piece:
         """How many elements the whole tensor has."""
         return math.prod(self.shape)
 
-    def held(self) -> Held:
+    def describe(self) -> Held:
         """What this rank holds, in plain values."""
         return str(self.dtype).removeprefix("torch."), list(self.shape), [[a, b] for a, b, _ in self.spans]
 
@@ -74,7 +74,7 @@ class Piece:
         """The elements of one span in order, a bounded number at a time; each checked."""
         step = max(1, CHUNK_BYTES // self.dtype.itemsize)
         for first in range(start, stop, step):
-            yield _checked(read, first, min(first + step, stop), self.dtype)
+            yield _read_checked(read, first, min(first + step, stop), self.dtype)
 
 
 class Stored:
@@ -89,10 +89,10 @@ class Stored:
         self, shape: Sequence[int], dtype: torch.dtype, spans: Iterable[Span | tuple[int, int, Read]], name: str = ""
     ) -> None:
         self.shape, self.dtype, self.name = torch.Size(shape), dtype, name
-        self._spans = _ordered(spans, self.numel())
+        self._spans = _order(spans, self.numel())
         self._starts = [span.start for span in self._spans]
         self._memory: Tensor | None = None
-        if hole := _hole([[a, b] for a, b, _ in self._spans], self.numel()):
+        if hole := _find_hole([[a, b] for a, b, _ in self._spans], self.numel()):
             raise ValueError(f"{name or 'a stored tensor'} of {self.numel()} elements: {hole}")
 
     @classmethod
@@ -140,7 +140,7 @@ class Stored:
         """All elements in order, a bounded number at a time."""
         return (part for _, part in self._parts(0, self.numel()))
 
-    def viewed(self, dtype: torch.dtype, shape: Sequence[int]) -> Stored:
+    def view_as(self, dtype: torch.dtype, shape: Sequence[int]) -> Stored:
         """These bytes (of dtype uint8) as a tensor of another dtype and shape."""
         size = dtype.itemsize
         span = Span(0, math.prod(shape), lambda a, b: self.read(a * size, b * size).view(dtype))
@@ -153,7 +153,7 @@ class Stored:
         if self._memory is not None or not 0 < (stop - start) * self.dtype.itemsize <= CHUNK_BYTES:
             return None
         span = self._spans[bisect_right(self._starts, start) - 1]
-        return _checked(span.read, start, stop, self.dtype) if stop <= span.stop else None
+        return _read_checked(span.read, start, stop, self.dtype) if stop <= span.stop else None
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         step = max(1, CHUNK_BYTES // self.dtype.itemsize)
@@ -161,7 +161,7 @@ class Stored:
         while start < stop:
             span = self._spans[index]
             last = min(stop, span.stop, start + step)
-            yield start, _checked(span.read, start, last, self.dtype)
+            yield start, _read_checked(span.read, start, last, self.dtype)
             start = last
             index += start == span.stop
 
@@ -169,7 +169,7 @@ class Stored:
         return f"Stored({self.name or 'tensor'}: {self.dtype} {list(self.shape)})"
 
 
-def uncovered(holds: Sequence[dict[str, Held]]) -> list[str]:
+def find_gaps(holds: Sequence[dict[str, Held]]) -> list[str]:
     """What is wrong with the pieces of all ranks (by name): different wholes, elements that none or several hold."""
     problems = []
     for name in dict.fromkeys(name for held in holds for name in held):
@@ -179,12 +179,12 @@ def uncovered(holds: Sequence[dict[str, Held]]) -> list[str]:
         if other is not None:
             there = holds[other][name]
             problems.append(f"{name} is {dtype} {shape} on rank {first}, {there[0]} {list(there[1])} on rank {other}")
-        elif hole := _hole(sorted(span for _, (_, _, spans) in ranks for span in spans), math.prod(shape)):
+        elif hole := _find_hole(sorted(span for _, (_, _, spans) in ranks for span in spans), math.prod(shape)):
             problems.append(f"{name} {shape}: {hole}")
     return problems
 
 
-def _ordered(spans: Iterable[Any], numel: int) -> tuple[Span, ...]:
+def _order(spans: Iterable[Any], numel: int) -> tuple[Span, ...]:
     ordered = sorted((Span(*span) for span in spans), key=lambda span: span[:2])
     for start, stop, _ in ordered:
         if not 0 <= start <= stop <= numel:
@@ -192,7 +192,7 @@ def _ordered(spans: Iterable[Any], numel: int) -> tuple[Span, ...]:
     return tuple(span for span in ordered if span.start < span.stop)
 
 
-def _hole(spans: Iterable[Sequence[int]], numel: int) -> str:
+def _find_hole(spans: Iterable[Sequence[int]], numel: int) -> str:
     """Says where spans, in order, do not hold each of `numel` elements exactly once."""
     position = 0
     for start, stop in spans:
@@ -204,7 +204,7 @@ def _hole(spans: Iterable[Sequence[int]], numel: int) -> str:
     return f"no rank holds elements {position} to {numel}" if position < numel else ""
 
 
-def _checked(read: Read, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+def _read_checked(read: Read, start: int, stop: int, dtype: torch.dtype) -> Tensor:
     got = read(start, stop)
     if got.dtype != dtype or got.shape != (stop - start,):
         raise RuntimeError(

@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 
-from unisono.checkpoint import safetensors as tensorfile
+from unisono.checkpoint import safetensors
 from unisono.checkpoint.slices import Piece, Span, Stored
 from unisono.packing import unpack
 
-__all__ = ["SPLIT", "file_name", "lazily", "merged", "stored_pieces", "write_pieces"]
+__all__ = ["SPLIT", "find_pieces", "merge_trees", "name_file", "unpack_lazily", "write_pieces"]
 
 SPLIT = ("model", "optimizer")  # the parts of the state that may hold pieces
 
 Spans = dict[str, list[list[int]]]  # name -> [start, stop] of each span
 
 
-def file_name(rank: int) -> str:
+def name_file(rank: int) -> str:
     """The file of a rank's pieces."""
     return f"pieces-{rank:05d}.safetensors"
 
@@ -32,28 +32,28 @@ def file_name(rank: int) -> str:
 # Writing --------------------------------------------------------------------------------------------------
 
 
-def write_pieces(folder: Path, rank: int, pieces: Mapping[str, Piece]) -> tuple[tensorfile.Written | None, Spans]:
+def write_pieces(folder: Path, rank: int, pieces: Mapping[str, Piece]) -> tuple[safetensors.Written | None, Spans]:
     """Write a rank's elements as a stream; says which they are. None: it holds no element, and there is no file."""
-    spans = {name: held for name, piece in pieces.items() if (held := piece.held()[2])}
+    spans = {name: held for name, piece in pieces.items() if (held := piece.describe()[2])}
     if not spans:
         return None, {}
-    return tensorfile.write_stream(folder / file_name(rank), _entries(pieces)), spans
+    return safetensors.write_stream(folder / name_file(rank), _list_entries(pieces)), spans
 
 
-def _entries(pieces: Mapping[str, Piece]) -> Iterator[tensorfile.Entry]:
+def _list_entries(pieces: Mapping[str, Piece]) -> Iterator[safetensors.Entry]:
     for name, piece in pieces.items():
         for start, stop, read in piece.spans:
             count, chunks, dtype = stop - start, piece.chunks(start, stop, read), piece.dtype
-            if not tensorfile.storable(dtype):
+            if not safetensors.is_storable(dtype):
                 count, chunks, dtype = count * dtype.itemsize, (x.view(torch.uint8) for x in chunks), torch.uint8
-            yield tensorfile.Entry(_line_name(name, start, stop), dtype, [count], chunks)
+            yield safetensors.Entry(_name_line(name, start, stop), dtype, [count], chunks)
 
 
-def _line_name(name: str, start: int, stop: int) -> str:
+def _name_line(name: str, start: int, stop: int) -> str:
     return f"{name}[{start}:{stop}]"
 
 
-def merged(trees: Sequence[Any]) -> Any:
+def merge_trees(trees: Sequence[Any]) -> Any:
     """One packed tree with what is in any of them: a rank may leave out the state of what it holds nothing of.
 
     Where two have a value in the same place, the first counts.
@@ -65,26 +65,26 @@ def merged(trees: Sequence[Any]) -> Any:
 
 
 def _union(a: Any, b: Any) -> Any:
-    first, second = _items(a), _items(b)
+    first, second = _read_items(a), _read_items(b)
     if first is None or second is None:
         return a
     both = {key: _union(first[key], second[key]) if key in second else first[key] for key in first}
     both |= {key: value for key, value in second.items() if key not in first}
-    tag = _tag(a) or _tag(b)
+    tag = _read_tag(a) or _read_tag(b)
     if not tag:
         return both
     numbered = all(type(key) is int for key in both)
     return {tag: [[key, both[key]] for key in (sorted(both) if numbered else both)]}
 
 
-def _items(tree: Any) -> dict[Any, Any] | None:
+def _read_items(tree: Any) -> dict[Any, Any] | None:
     """What a packed dict holds; None for everything else."""
-    if not isinstance(tree, dict) or _tag(tree) not in ("", "!dict", "!ordered"):
+    if not isinstance(tree, dict) or _read_tag(tree) not in ("", "!dict", "!ordered"):
         return None
-    return dict(tree[_tag(tree)]) if _tag(tree) else tree
+    return dict(tree[_read_tag(tree)]) if _read_tag(tree) else tree
 
 
-def _tag(tree: dict[str, Any]) -> str:
+def _read_tag(tree: dict[str, Any]) -> str:
     first = next(iter(tree), "")
     return first if first.startswith("!") else ""
 
@@ -92,27 +92,27 @@ def _tag(tree: dict[str, Any]) -> str:
 # Reading --------------------------------------------------------------------------------------------------
 
 
-def stored_pieces(folder: Path, wholes: Mapping[str, Sequence[Any]], ranks: Sequence[Spans]) -> dict[str, Stored]:
+def find_pieces(folder: Path, wholes: Mapping[str, Sequence[Any]], ranks: Sequence[Spans]) -> dict[str, Stored]:
     """Every split tensor (dtype and shape by name), over the files of all ranks; ValueError where a part is missing."""
     spans: dict[str, list[Span]] = {name: [] for name in wholes}
-    kinds = {name: _dtype(dtype) for name, (dtype, _) in wholes.items()}
+    kinds = {name: _find_dtype(dtype) for name, (dtype, _) in wholes.items()}
     for rank, held in enumerate(ranks):
-        lines = tensorfile.index(folder / file_name(rank)) if held else {}
+        lines = safetensors.index(folder / name_file(rank)) if held else {}
         for name, places in held.items():
             for start, stop in places:
-                spans[name].append(_span(lines[_line_name(name, start, stop)], start, stop, kinds[name]))
+                spans[name].append(_make_span(lines[_name_line(name, start, stop)], start, stop, kinds[name]))
     return {name: Stored(shape, kinds[name], spans[name], name) for name, (_, shape) in wholes.items()}
 
 
-def _span(line: Stored, start: int, stop: int, dtype: torch.dtype) -> Span:
+def _make_span(line: Stored, start: int, stop: int, dtype: torch.dtype) -> Span:
     if line.dtype != dtype:
-        line = line.viewed(dtype, [stop - start])
+        line = line.view_as(dtype, [stop - start])
     if line.shape != (stop - start,):
         raise ValueError(f"{line!r} should have {stop - start} elements")
     return Span(start, stop, lambda a, b: line.read(a - start, b - start))
 
 
-def lazily(tree: Any, stored: Mapping[str, Stored]) -> Any:
+def unpack_lazily(tree: Any, stored: Mapping[str, Stored]) -> Any:
     """What `unisono.packing.unpack` gives, with a Stored in place of every tensor."""
     found: dict[str, Any] = {}
 
@@ -121,7 +121,7 @@ def lazily(tree: Any, stored: Mapping[str, Stored]) -> Any:
             return [walk(x) for x in node]
         if not isinstance(node, dict):
             return node
-        tag = _tag(node)
+        tag = _read_tag(node)
         if tag == "!tensor":
             return {tag: place(node[tag], node)}
         if tag in ("!array", "!blob"):
@@ -134,13 +134,13 @@ def lazily(tree: Any, stored: Mapping[str, Stored]) -> Any:
             found.setdefault(name, stored[name])
             return name
         key = f"{name} as {node['dtype']}"
-        found.setdefault(key, stored[name].viewed(_dtype(node["dtype"]), node["shape"]))
+        found.setdefault(key, stored[name].view_as(_find_dtype(node["dtype"]), node["shape"]))
         return key
 
     return unpack(walk(tree), found)
 
 
-def _dtype(name: str) -> torch.dtype:
+def _find_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"it names an unknown dtype {name!r}; this torch is {torch.__version__}")

@@ -28,7 +28,7 @@ from unisono.footprint.trace import fake, fake_mode
 from unisono.footprint.watch import Watch
 from unisono.strategy import Replica, Strategy, binding
 from unisono.world import World, enter
-from unisono.world.transports.simulated import simulate
+from unisono.world.virtual import simulate
 
 __all__ = ["ScriptError", "of_script"]
 

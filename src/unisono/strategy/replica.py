@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unisono.batch_norm import move_batch_norm
 from unisono.exchange.reduction import Unsent as Unsent
 from unisono.runtime import status
-from unisono.sync_batch_norm import move_batch_norm
 from unisono.world import World
 
 Buffers = Literal["average", "broadcast", "local"]
@@ -82,7 +82,6 @@ class Replica:
       `take_model`, `start` and `carry`.
     """
 
-    splits_state: ClassVar[bool] = False  # model and optimizer are split over the ranks: see `sharded_state`
     own_optimizer: ClassVar[bool] = False  # ranks' optimizer states differ: those that stay in a new world keep theirs
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: Strategy) -> None:
@@ -184,11 +183,13 @@ class Replica:
 
     def sharded_state(self) -> dict[str, Any] | None:
         """Where model and optimizer are split over the ranks: what this one holds, as {"model", "optimizer"} with a
-        `Piece` in place of each tensor that is split. None where they are whole."""
+        `unisono.checkpoint.slices.Piece` in place of each tensor that is split. None where they are whole. Must not
+        talk to other ranks."""
         return None
 
     def load_sharded_state(self, whole: dict[str, Any], *, same_world: bool) -> None:
-        """Take my part of a checkpoint's model and optimizer, a `Stored` in place of every tensor."""
+        """Take my part of a checkpoint's model and optimizer, with a `unisono.checkpoint.slices.Stored` in place of
+        every tensor: where `sharded_state()` is not None."""
         raise TypeError(f"{type(self.strategy).__name__} does not split model and optimizer over the ranks")
 
     # Another strategy --------------------------------------------------------------------------------------------

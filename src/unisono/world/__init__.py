@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from unisono.background import Handle
+from unisono.world.rendezvous import enter, join
 from unisono.world.transports import Mismatch, Op, PeerLost
-from unisono.world.world import World, enter, join
+from unisono.world.world import World
 
 __all__ = ["Handle", "Mismatch", "Op", "PeerLost", "World", "enter", "join"]

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from unisono.world import World
     from unisono.world.timeline import Report
+    from unisono.world.world import World
 
 KEPT = 100_000  # records, spans and rows kept in detail; totals go on for ever
 
@@ -60,10 +60,10 @@ class Event:
         >>> str(Event("accordion", 0.0, 7, {"why": "the end of a window", "norms": {"w": 0.5}}))
         "accordion: why=the end of a window, norms={'w': 0.5}"
         """
-        told = {
+        values = {
             k: f"{len(v)} values" if isinstance(v, dict | list) and len(v) > 8 else v for k, v in self.values.items()
         }
-        return f"{self.kind}: " + ", ".join(f"{name}={value}" for name, value in told.items())
+        return f"{self.kind}: " + ", ".join(f"{name}={value}" for name, value in values.items())
 
 
 @dataclass(slots=True)
@@ -171,10 +171,10 @@ class Ledger:
         elif owner is not counts:
             return
         now = self.clock()
-        records, spans = _taken(self._fresh, self.step_count), _taken(self._fresh_spans, self.step_count)
+        records, spans = _take(self._fresh, self.step_count), _take(self._fresh_spans, self.step_count)
         if len(self.rows) == self.rows.maxlen:
             self._dropped.add(self.rows[0])
-        self.rows.append(_row(self.step_count, self._open_since, now, records, spans))
+        self.rows.append(_divide(self.step_count, self._open_since, now, records, spans))
         self.step_count += 1
         self._open_since = now
 
@@ -243,19 +243,19 @@ class Ledger:
         return gather(self, world)
 
     def settle(self, last_arrivals: dict[tuple[str, int], float]) -> None:
-        """Fill in when the last rank arrived, by (channel, sequence), and part the rows anew."""
+        """Fill in when the last rank arrived, by (channel, sequence), and divide the rows anew."""
         changed = set()
         for record in list(self.records):
             key = (record.channel, record.sequence)
             if record.last != record.last and key in last_arrivals:
                 record.last = min(max(last_arrivals[key], record.start), record.end)
                 changed.add(record.step)
-        records, spans = _by_step(list(self.records)), _by_step(list(self.spans))
+        records, spans = _group_by_step(list(self.records)), _group_by_step(list(self.spans))
         since = self.spans[0].end if len(self.spans) == self.spans.maxlen else float("-inf")
         for i, row in enumerate(self.rows):
             mine = [r for r in records.get(row.step, []) if r.end >= row.start]  # not what `restart` left out
             if row.step in changed and len(mine) == row.collectives and row.start >= since:  # nothing was dropped
-                self.rows[i] = _row(row.step, row.start, row.start + row.wall, mine, spans.get(row.step, []))
+                self.rows[i] = _divide(row.step, row.start, row.start + row.wall, mine, spans.get(row.step, []))
 
 
 def _check_plain(kind: str, value: Any) -> None:
@@ -278,7 +278,7 @@ def as_json(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _taken(fresh: deque[E], step: int) -> list[E]:
+def _take(fresh: deque[E], step: int) -> list[E]:
     """What is there now, as a step's; taken out one by one: other threads may be appending."""
     entries = [fresh.popleft() for _ in range(len(fresh))]
     for entry in entries:
@@ -286,26 +286,26 @@ def _taken(fresh: deque[E], step: int) -> list[E]:
     return entries
 
 
-def _by_step(entries: Iterable[E]) -> dict[int, list[E]]:
+def _group_by_step(entries: Iterable[E]) -> dict[int, list[E]]:
     groups: dict[int, list[E]] = {}
     for entry in entries:
         groups.setdefault(entry.step, []).append(entry)
     return groups
 
 
-def _row(step: int, start: float, end: float, records: Sequence[Record], spans: Sequence[Span]) -> Row:
-    """Part a step's wall time. Only time that the program stood still counts as communication or waiting.
+def _divide(step: int, start: float, end: float, records: Sequence[Record], spans: Sequence[Span]) -> Row:
+    """Divide a step's wall time. Only time that the program stood still counts as communication or waiting.
 
     Spans may touch or hold each other: a moment is counted once, as blocked before as data.
     """
     if not records and not spans:  # a world of one
         return Row(step, start, end - start, end - start, 0.0, 0.0, 0.0, 0.0, 0, 0)
-    blocked = _union((max(s.start, start), min(s.end, end)) for s in spans if s.kind == "blocked")
-    loading = _union((max(s.start, start), min(s.end, end)) for s in spans if s.kind == "data")
-    late = _union((r.start, r.last) for r in records)
-    moving = _union((r.start if r.last != r.last else max(r.start, r.last), r.end) for r in records)
-    still, waiting = _length(blocked), _overlap(blocked, late)
-    data = _length(loading) - _overlap(loading, blocked)
+    blocked = _merge((max(s.start, start), min(s.end, end)) for s in spans if s.kind == "blocked")
+    loading = _merge((max(s.start, start), min(s.end, end)) for s in spans if s.kind == "data")
+    late = _merge((r.start, r.last) for r in records)
+    moving = _merge((r.start if r.last != r.last else max(r.start, r.last), r.end) for r in records)
+    still, waiting = _sum_lengths(blocked), _sum_overlap(blocked, late)
+    data = _sum_lengths(loading) - _sum_overlap(loading, blocked)
     return Row(
         step,
         start,
@@ -314,7 +314,7 @@ def _row(step: int, start: float, end: float, records: Sequence[Record], spans: 
         communication=max(0.0, still - waiting),
         waiting=waiting,
         data=data,
-        hidden=max(0.0, _length(moving) - _overlap(moving, blocked)),
+        hidden=max(0.0, _sum_lengths(moving) - _sum_overlap(moving, blocked)),
         bytes_sent=sum(r.bytes_sent for r in records),
         collectives=len(records),
     )
@@ -323,10 +323,10 @@ def _row(step: int, start: float, end: float, records: Sequence[Record], spans: 
 Interval = tuple[float, float]
 
 
-def _union(intervals: Iterable[Interval]) -> list[Interval]:
+def _merge(intervals: Iterable[Interval]) -> list[Interval]:
     """Sorted, disjoint intervals that cover the same time; those without length, or of unknown end, are left out.
 
-    >>> _union([(3.0, 4.0), (0.0, 2.0), (1.0, 2.5), (5.0, 5.0)])
+    >>> _merge([(3.0, 4.0), (0.0, 2.0), (1.0, 2.5), (5.0, 5.0)])
     [(0.0, 2.5), (3.0, 4.0)]
     """
     merged: list[Interval] = []
@@ -338,14 +338,14 @@ def _union(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
-def _length(intervals: Iterable[Interval]) -> float:
+def _sum_lengths(intervals: Iterable[Interval]) -> float:
     return sum(b - a for a, b in intervals)
 
 
-def _overlap(left: Sequence[Interval], right: Sequence[Interval]) -> float:
+def _sum_overlap(left: Sequence[Interval], right: Sequence[Interval]) -> float:
     """How long two sorted, disjoint lists of intervals coincide.
 
-    >>> _overlap([(0.0, 2.0), (3.0, 6.0)], [(1.0, 4.0), (5.0, 9.0)])
+    >>> _sum_overlap([(0.0, 2.0), (3.0, 6.0)], [(1.0, 4.0), (5.0, 9.0)])
     3.0
     """
     total, i, j = 0.0, 0, 0

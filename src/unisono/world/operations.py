@@ -1,24 +1,26 @@
-"""A world's operations: run in one order, on the transport that fits, and recorded with their times."""
+"""The operations of a world: their tensors checked and laid out as lines of memory, run in one order on the transport
+that fits, and recorded with their times."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from unisono import packing
 from unisono.background import Handle, Lane, in_background
 from unisono.runtime import status
 from unisono.world.ledger import Ledger, Record
-from unisono.world.operands import flat, put_back
-from unisono.world.transports import Op, Transport
-from unisono.world.transports.cuda_route import Route, on_device
+from unisono.world.transports import Mismatch, Op, Transport
+from unisono.world.transports.cuda_route import Route, choose_route
 
 T = TypeVar("T")
 
 
-class Schedule:
+class Operations:
     """Collectives run one after the other; each direction of `send` and `recv` has an order of its own.
 
     `inline`: they run in the thread that calls, instead of a thread behind the program.
@@ -32,7 +34,7 @@ class Schedule:
         self.closed = False
         self._transport = base
         self.inline = inline
-        self._lanes: dict[str, Lane] = {}
+        self._queues: dict[str, Lane] = {}
         self._sequences: dict[str, int] = {}
 
     @property
@@ -41,11 +43,11 @@ class Schedule:
         assert self._transport is not None, "a world of one moves nothing"
         return self._transport
 
-    def record(self, op: str, tag: str, bytes_sent: int, *, lane: str = "main") -> Record:
+    def record(self, op: str, tag: str, bytes_sent: int, *, queue: str = "main") -> Record:
         """The record of an operation that begins now; its number is the same on every rank."""
         if self.closed:
             raise RuntimeError(f"{self.name!r} is closed: nothing more can be sent through it")
-        channel = self.name if lane == "main" else f"{self.name}:{lane}"
+        channel = self.name if queue == "main" else f"{self.name}:{queue}"
         sequence = self._sequences.get(channel, 0)
         self._sequences[channel] = sequence + 1
         return Record(op, tag, bytes_sent, channel, sequence)
@@ -58,7 +60,7 @@ class Schedule:
             self.base.sequence = sequence + 1
             return run()
 
-        return job() if self.inline else self._lane("main").submit(job).wait()
+        return job() if self.inline else self._queue("main").submit(job).wait()
 
     def post(self, x: Tensor, op: Op, record: Record, result: T) -> Handle[T] | None:
         """A small all-reduce that needs no thread: begun here, ended by whoever waits. None: not offered.
@@ -68,7 +70,7 @@ class Schedule:
         if x.device.type != "cpu" or not x.numel():
             return None
         plain = x.layout == torch.strided and x.is_contiguous() and not x.is_conj() and not x.is_neg()
-        line = x if plain else flat(x)
+        line = x if plain else flatten(x)
         record.start = self.ledger.clock()
         posted = self.base.post(line, op, record.sequence + 1)
         if posted is None:
@@ -82,24 +84,24 @@ class Schedule:
                 put_back(x, line)
             record.end = self.ledger.clock()
             self.ledger.close_record(record)
-            self._stood_still(began, record.end)
+            self._record_blocked(began, record.end)
             return result
 
         return Handle(wait, ready)
 
     def run(
-        self, record: Record, like: Tensor | None, run: Callable[[Transport], tuple[float, T]], lane: str = "main"
+        self, record: Record, like: Tensor | None, run: Callable[[Transport], tuple[float, T]], queue: str = "main"
     ) -> Handle[T]:
         """Do `run` in order, on the transport for `like`'s device, and record it.
 
         `run` returns when the last rank arrived, and the result.
         """
         base = self.base
-        route = Route(base) if like is None or not like.is_cuda else on_device(base, self.accelerated, like)
+        route = Route(base) if like is None or not like.is_cuda else choose_route(base, self.accelerated, like)
 
         def job() -> T:
             status.note(doing=f"{record.op} {record.tag}")
-            if lane == "main":
+            if queue == "main":
                 base.sequence = record.sequence + 1
             record.start = self.ledger.clock()
             with route.around():
@@ -109,17 +111,20 @@ class Schedule:
             status.note(doing="")
             return value
 
-        if self.inline or route.on_stream:
+        finish = route.finish
+        if finish is not None:
             value = job()
-            if not route.on_stream:
-                self._stood_still(record.start, record.end)
-            return Handle(lambda: _after(run, route.finish(value)))
-        handle = self._lane(lane).submit(job)
+            return Handle(lambda: _keep_until_now(run, finish(value)))
+        if self.inline:
+            value = job()
+            self._record_blocked(record.start, record.end)
+            return Handle.of(value)
+        handle = self._queue(queue).submit(job)
 
         def wait() -> T:
             began = self.ledger.clock()
             value = handle.wait()
-            self._stood_still(began, self.ledger.clock())
+            self._record_blocked(began, self.ledger.clock())
             return value
 
         return Handle(wait, handle.done)
@@ -127,23 +132,153 @@ class Schedule:
     def close(self) -> None:
         """Run what is queued, then let go of the threads and the transports."""
         self.closed = True
-        for lane in self._lanes.values():
-            lane.close()
+        for queue in self._queues.values():
+            queue.close()
         for transport in (self._transport, self.accelerated):
             if transport is not None:
                 transport.close()
 
-    def _lane(self, name: str) -> Lane:
-        if name not in self._lanes:
-            self._lanes[name] = Lane(f"unisono {self.name} {name}")
-        return self._lanes[name]
+    def _queue(self, name: str) -> Lane:
+        if name not in self._queues:
+            self._queues[name] = Lane(f"unisono {self.name} {name}")
+        return self._queues[name]
 
-    def _stood_still(self, start: float, end: float) -> None:
+    def _record_blocked(self, start: float, end: float) -> None:
         """The program waited for an exchange, unless this is a thread that works behind it."""
         if not in_background():
             self.ledger.close_span("blocked", start, end)
 
 
-def _after(run: Callable[[Transport], object], value: T) -> T:
+def _keep_until_now(run: Callable[[Transport], object], value: T) -> T:
     """`value`; what `run` holds, the memory that a stream reads, is kept until here."""
     return value
+
+
+# Memory ------------------------------------------------------------------------------------------------------
+
+
+def flatten(x: Tensor) -> Tensor:
+    """`x` as one contiguous line: the same memory where it can be."""
+    if x.layout != torch.strided:
+        raise TypeError(f"a collective takes dense tensors, got layout {x.layout}: send its indices and values")
+    return x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+def put_back(x: Tensor, line: Tensor) -> None:
+    """Copy the result into `x` where `flatten` had to copy."""
+    if x.numel() and x.data_ptr() != line.data_ptr():
+        x.detach().copy_(line.view(x.shape))
+
+
+def provide_line(what: str, given: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor:
+    """A line of memory for a result of `shape`: the one given, or a new one."""
+    if given is None:
+        return torch.empty(math.prod(shape), dtype=like.dtype, device=like.device)
+    if tuple(given.shape) != tuple(shape) or given.dtype != like.dtype or not given.is_contiguous():
+        raise ValueError(
+            f"{what}: out must be contiguous {like.dtype} of shape {tuple(shape)}, "
+            f"got {given.dtype} of shape {tuple(given.shape)}"
+        )
+    return given.detach().view(-1)
+
+
+def pass_through(what: str, out: Tensor | None, x: Tensor) -> Tensor:
+    """The result in a world of one: `x`, or `out` filled with it."""
+    if out is None:
+        return x
+    provide_line(what, out, x.shape, x).copy_(flatten(x))
+    return out
+
+
+def group_by_dtype(lines: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Lines that can travel as one, in the order in which their dtypes first occur."""
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for line in lines:
+        groups.setdefault(line.dtype, []).append(line)
+    return list(groups.values())
+
+
+def count_bytes(parts: Sequence[Tensor]) -> int:
+    """Bytes of their elements."""
+    return sum(p.numel() * p.element_size() for p in parts)
+
+
+# Checks ------------------------------------------------------------------------------------------------------
+
+
+def list_tensors(what: str, x: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """One tensor or several, all on one device."""
+    if isinstance(x, Tensor):
+        return [x]
+    if not isinstance(x, Iterable):
+        raise TypeError(f"{what} takes a tensor or a list of tensors, got {x!r}: put a number into torch.tensor(...)")
+    parts = list(x)
+    for part in parts:
+        if not isinstance(part, Tensor):
+            raise TypeError(f"{what} takes a tensor or a list of tensors, got {type(part).__name__} in it")
+    devices = {p.device for p in parts}
+    if len(devices) > 1:
+        raise ValueError(f"{what} needs tensors of one device, got {sorted(map(str, devices))}: call it for each")
+    return parts
+
+
+def check_one_each(what: str, parts: Sequence[Tensor], size: int) -> list[Tensor]:
+    """One tensor for each rank, all of one dtype."""
+    pieces = list_tensors(what, parts) if not isinstance(parts, Tensor) else list(parts)
+    if len(pieces) != size:
+        raise ValueError(f"{what} needs one tensor for each of the {size} ranks, got {len(pieces)}")
+    if len({p.dtype for p in pieces}) > 1:
+        raise TypeError(f"{what} needs tensors of one dtype, got {sorted({str(p.dtype) for p in pieces})}")
+    return pieces
+
+
+def split_rows(x: Tensor, size: int) -> list[Tensor]:
+    """The rows of `x` in `size` equal parts."""
+    if x.dim() == 0 or x.shape[0] % size:
+        raise ValueError(
+            f"reduce_scatter of a tensor needs a first dimension divisible by the {size} ranks, "
+            f"got shape {tuple(x.shape)}: pad it, or pass a list of {size} tensors"
+        )
+    each = x.shape[0] // size
+    return [x[r * each : (r + 1) * each] for r in range(size)]
+
+
+def check_rank(what: str, rank: int, me: int, size: int, *, other: bool = False) -> None:
+    """Refuse a rank that is not here, or is me where another is meant."""
+    if isinstance(rank, bool) or not isinstance(rank, int):
+        raise TypeError(f"{what} needs a rank as a whole number, got {rank!r}")
+    if not 0 <= rank < size or (other and rank == me):
+        who = "another rank" if other else "a rank"
+        raise ValueError(f"{what} needs {who} of 0..{size - 1}, got {rank} (I am rank {me})")
+
+
+def list_groups(by: Literal["host"] | Sequence[Sequence[int]], hosts: Sequence[str]) -> list[list[int]]:
+    """The groups of ranks that a split names."""
+    if by == "host":
+        return [[r for r, other in enumerate(hosts) if other == host] for host in dict.fromkeys(hosts)]
+    if isinstance(by, str):
+        raise ValueError(f"split takes 'host' or lists of ranks, got {by!r}")
+    return [list(group) for group in by]
+
+
+# Agreement ---------------------------------------------------------------------------------------------------
+
+
+def gather_shapes(transport: Transport, x: Tensor, tag: str) -> list[tuple[int, ...]]:
+    """Every rank's shape, of tensors of one dtype."""
+    seen = _exchange_shapes(transport, [str(x.dtype), list(x.shape)], f"all_gather {tag!r}")
+    return [tuple(shape) for _, shape in seen]
+
+
+def swap_shapes(transport: Transport, pieces: Sequence[Tensor], tag: str) -> list[tuple[int, ...]]:
+    """The shape of what every rank sends to me, of tensors of one dtype."""
+    seen = _exchange_shapes(transport, [str(pieces[0].dtype), [list(p.shape) for p in pieces]], f"all_to_all {tag!r}")
+    return [tuple(shapes[transport.rank]) for _, shapes in seen]
+
+
+def _exchange_shapes(transport: Transport, mine: list[Any], what: str) -> list[Any]:
+    seen = [packing.from_bytes(message) for message in transport.exchange(packing.to_bytes(mine))]
+    if len({dtype for dtype, _ in seen}) > 1:
+        told = ", ".join(f"rank {r} {dtype}" for r, (dtype, _) in enumerate(seen))
+        raise Mismatch(f"{what}: the ranks' dtypes differ: {told}")
+    return seen

@@ -1,4 +1,4 @@
-"""How a process finds the others: reads what its launcher left and picks the transports that fit."""
+"""How a process finds the others: `join` reads what its launcher left and picks the transports that fit."""
 
 from __future__ import annotations
 
@@ -6,60 +6,92 @@ import itertools
 import os
 import socket
 import sys
+import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 
 from unisono.runtime.place import Place, number, read_place
-from unisono.world import World
-from unisono.world.stores import attempt_of, engine_store
+from unisono.world.stores import agree_on_attempt, open_engine_store
 from unisono.world.transports import Transport
+from unisono.world.transports.meeting_page import PAGE_NAME
+from unisono.world.world import World
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+__all__ = ["enter", "join", "meet"]
+
 TIMEOUT_S = 1800.0
 _meetings = itertools.count()
+_here = threading.local()
+_process: list[World] = []
+
+
+def join(device: str | torch.device | None = None) -> World:
+    """The world that this process was started in; a world of one where it was started alone.
+
+    Reads what the launcher left (`unisono run`, `torchrun`, or an initialised torch.distributed), meets the
+    other ranks, and returns the same world each time. `device` is "cpu" or "cuda"; by default CUDA where
+    there is one for every worker of this host.
+    """
+    world = getattr(_here, "world", None)
+    if world is not None:
+        return world  # type: ignore[no-any-return]
+    if not _process:
+        _process.append(meet(device))
+        _process[0].on_close = _process.clear
+    elif device is not None and torch.device(device).type != _process[0].device.type:
+        raise ValueError(
+            f"this process already joined with device {str(_process[0].device)!r}, got device={str(device)!r}: "
+            "give the device at the first un.join()"
+        )
+    return _process[0]
+
+
+def enter(world: World | None) -> None:
+    """Make `world` what `join()` returns in this thread (None: back to the process's)."""
+    _here.world = world
 
 
 def meet(device: str | torch.device | None = None) -> World:
     """The world that the environment describes."""
-    place = _place()
+    place = _find_place()
     rank, size = place.rank, place.size
     local_size = place.local_size or (1 if size == 1 else 0)
-    chosen = _device(device, place.local_rank, local_size or 1)
+    chosen = _choose_device(device, place.local_rank, local_size or 1)
     if size == 1:
         return World(None, device=chosen, hosts=[socket.gethostname()])
     timeout_s = float(os.environ.get("UNISONO_TIMEOUT_S", TIMEOUT_S))
-    board = _inherited_board()
-    if board is not None and local_size == size:
+    fd = _find_inherited_page()
+    if fd is not None and local_size == size:
         from unisono.world.transports.shared import SharedTransport
 
-        transport: Transport = SharedTransport.inherited(board, rank, size, timeout_s=timeout_s)
+        transport: Transport = SharedTransport.from_inherited(fd, rank, size, timeout_s=timeout_s)
         hosts = [socket.gethostname()] * size
     else:
         from unisono.world.transports.two_level import connect
 
-        transport, hosts = connect(_store(place), rank, size, timeout_s=timeout_s)
-    accelerated = _nccl(transport, chosen, timeout_s) if _wants_nccl(transport, chosen) else None
+        transport, hosts = connect(_open_store(place), rank, size, timeout_s=timeout_s)
+    accelerated = _connect_nccl(transport, chosen, timeout_s) if _wants_nccl(transport, chosen) else None
     return World(transport, device=chosen, hosts=hosts, accelerated=accelerated)
 
 
-def _inherited_board() -> int | None:
+def _find_inherited_page() -> int | None:
     """The descriptor of the page that the launcher left open for its workers, if it is really that."""
     text = os.environ.get("UNISONO_SHM_FD", "")
     try:  # a program that a worker starts inherits the variable, but not the descriptor
-        return int(text) if "unisono-board" in os.readlink(f"/proc/self/fd/{int(text)}") else None
+        return int(text) if PAGE_NAME in os.readlink(f"/proc/self/fd/{int(text)}") else None
     except (ValueError, OSError):
         return None
 
 
-def _place() -> Place:
+def _find_place() -> Place:
     """My rank, the size of the world, and the same on this host."""
     import torch.distributed as dist
 
-    place = read_place() or _mpi_place() or Place("", 0, 1)
+    place = read_place() or _find_mpi_place() or Place("", 0, 1)
     if dist.is_available() and dist.is_initialized():
         same = (place.rank, place.size) == (dist.get_rank(), dist.get_world_size())
         near = (place.local_rank, place.local_size) if same else (0, 0)
@@ -67,7 +99,7 @@ def _place() -> Place:
     return place
 
 
-def _mpi_place() -> Place | None:
+def _find_mpi_place() -> Place | None:
     """The world of mpi4py, where the program uses it and the engine left no variables that we know."""
     if "mpi4py.MPI" not in sys.modules:
         return None
@@ -82,7 +114,7 @@ def _mpi_place() -> Place | None:
     return place
 
 
-def _device(asked: str | torch.device | None, local_rank: int, local_size: int) -> torch.device:
+def _choose_device(asked: str | torch.device | None, local_rank: int, local_size: int) -> torch.device:
     if asked is None:
         fits = torch.cuda.is_available() and torch.cuda.device_count() >= local_size
         return torch.device("cuda", local_rank) if fits else torch.device("cpu")
@@ -102,7 +134,7 @@ def _device(asked: str | torch.device | None, local_rank: int, local_size: int) 
     return device
 
 
-def _store(place: Place) -> Store:
+def _open_store(place: Place) -> Store:
     """The store that the launcher hosts; with a prefix of this attempt, so a restart meets only itself.
 
     A world that is joined after another was closed is a meeting of its own.
@@ -122,7 +154,7 @@ def _store(place: Place) -> Store:
             "found: start the program with `unisono run -n N` or torchrun"
         )
     if missing:
-        return dist.PrefixStore(f"unisono/{meeting}", engine_store(place, meeting))
+        return dist.PrefixStore(f"unisono/{meeting}", open_engine_store(place, meeting))
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
@@ -133,7 +165,7 @@ def _store(place: Place) -> Store:
         multi_tenant=True,  # a later init_process_group of the program may use the same address
     )
     if hosted and "UNISONO_ATTEMPT" not in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's own store
-        attempt = attempt_of(dist.PrefixStore(f"unisono/{meeting}", store), place.rank, place.size)
+        attempt = agree_on_attempt(dist.PrefixStore(f"unisono/{meeting}", store), place.rank, place.size)
     return dist.PrefixStore(f"unisono/{attempt}/{meeting}", store)
 
 
@@ -141,17 +173,17 @@ def _wants_nccl(transport: Transport, device: torch.device) -> bool:
     """Whether every rank has a CUDA device of its own (NCCL refuses two ranks on one)."""
     import torch.distributed as dist
 
-    mine = f"{_machine()} {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else ""
+    mine = f"{_read_boot_id()} {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else ""
     every = transport.exchange(mine.encode())
     return dist.is_nccl_available() and b"" not in every and len(set(every)) == len(every)
 
 
-def _machine() -> str:
+def _read_boot_id() -> str:
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read().strip()
 
 
-def _nccl(transport: Transport, device: torch.device, timeout_s: float) -> Transport:
+def _connect_nccl(transport: Transport, device: torch.device, timeout_s: float) -> Transport:
     from unisono.world.transports.nccl import NcclTransport
 
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")

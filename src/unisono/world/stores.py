@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 TIMEOUT_S = 300.0
 
 
-def engine_store(place: Place, meeting: int, *, timeout_s: float = TIMEOUT_S) -> Store:
+def open_engine_store(place: Place, meeting: int, *, timeout_s: float = TIMEOUT_S) -> Store:
     """A store for the workers of an MPI or Slurm job that have nothing but the engine's variables."""
     if "mpi4py.MPI" in sys.modules:
-        return _mpi_store(timeout_s)
+        return _open_mpi_store(timeout_s)
     if place.local_size == place.size and place.job and sys.platform == "linux":
-        return _one_host_store(place, meeting, timeout_s)
+        return _open_one_host_store(place, meeting, timeout_s)
     if place.engine == "Slurm":
-        return _slurm_store(place, meeting, timeout_s)
+        return _open_slurm_store(place, meeting, timeout_s)
     try:
         import mpi4py.MPI  # noqa: F401
     except ImportError as error:
@@ -43,10 +43,10 @@ def engine_store(place: Place, meeting: int, *, timeout_s: float = TIMEOUT_S) ->
             "each other: install mpi4py (pip install 'unisono[mpi]'), start with `unisono run --on mpi -n N`, or set "
             "MASTER_ADDR (a host's address) and MASTER_PORT (a free port there)"
         ) from error
-    return _mpi_store(timeout_s)
+    return _open_mpi_store(timeout_s)
 
 
-def _tcp(host: str, port: int, *, serve: bool, timeout_s: float) -> TCPStore:
+def _open_tcp_store(host: str, port: int, *, serve: bool, timeout_s: float) -> TCPStore:
     from torch.distributed import TCPStore
 
     return TCPStore(
@@ -59,18 +59,18 @@ def _tcp(host: str, port: int, *, serve: bool, timeout_s: float) -> TCPStore:
     )
 
 
-def _mpi_store(timeout_s: float) -> Store:
+def _open_mpi_store(timeout_s: float) -> Store:
     from mpi4py import MPI
 
     world, store, found = MPI.COMM_WORLD, None, None
     if world.rank == 0:
-        store = _tcp("0.0.0.0", 0, serve=True, timeout_s=timeout_s)
-        found = (_own_address(), store.port)
+        store = _open_tcp_store("0.0.0.0", 0, serve=True, timeout_s=timeout_s)
+        found = (_find_own_address(), store.port)
     host, port = world.bcast(found, root=0)
-    return store if store is not None else _tcp(host, port, serve=False, timeout_s=timeout_s)
+    return store if store is not None else _open_tcp_store(host, port, serve=False, timeout_s=timeout_s)
 
 
-def _own_address() -> str:
+def _find_own_address() -> str:
     """The address from which this host would speak to others; nothing is sent."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -81,14 +81,14 @@ def _own_address() -> str:
         return "127.0.0.1"
 
 
-def _one_host_store(place: Place, meeting: int, timeout_s: float) -> Store:
+def _open_one_host_store(place: Place, meeting: int, timeout_s: float) -> Store:
     name = f"\0unisono {os.getuid()} {place.engine} {place.job} {meeting}"
     deadline = time.monotonic() + timeout_s
     with socket.socket(socket.AF_UNIX) as sock:
         if place.rank == 0:
             sock.bind(name)
             sock.listen(place.size)
-            store = _tcp("127.0.0.1", 0, serve=True, timeout_s=timeout_s)
+            store = _open_tcp_store("127.0.0.1", 0, serve=True, timeout_s=timeout_s)
             for _ in range(place.size - 1):
                 sock.settimeout(max(0.01, deadline - time.monotonic()))
                 other, _ = sock.accept()
@@ -105,10 +105,10 @@ def _one_host_store(place: Place, meeting: int, timeout_s: float) -> Store:
                 time.sleep(0.01)
         sock.settimeout(max(0.01, deadline - time.monotonic()))
         port = struct.unpack("<I", sock.recv(4, socket.MSG_WAITALL))[0]
-    return _tcp("127.0.0.1", port, serve=False, timeout_s=timeout_s)
+    return _open_tcp_store("127.0.0.1", port, serve=False, timeout_s=timeout_s)
 
 
-def _slurm_store(place: Place, meeting: int, timeout_s: float) -> Store:
+def _open_slurm_store(place: Place, meeting: int, timeout_s: float) -> Store:
     host = place.first_host
     try:
         socket.getaddrinfo(host, None)
@@ -116,7 +116,7 @@ def _slurm_store(place: Place, meeting: int, timeout_s: float) -> Store:
         host = place.launch_address
     port = 15_000 + zlib.crc32(f"{place.job} {meeting}".encode()) % 15_000
     try:
-        return _tcp(host, port, serve=place.rank == 0, timeout_s=timeout_s)
+        return _open_tcp_store(host, port, serve=place.rank == 0, timeout_s=timeout_s)
     except RuntimeError as error:
         raise RuntimeError(
             f"the workers of Slurm job {place.job} were to meet at {host}:{port} ({error}): start with `unisono run "
@@ -124,7 +124,7 @@ def _slurm_store(place: Place, meeting: int, timeout_s: float) -> Store:
         ) from error
 
 
-def attempt_of(store: Store, rank: int, size: int, *, timeout_s: float = TIMEOUT_S) -> str:
+def agree_on_attempt(store: Store, rank: int, size: int, *, timeout_s: float = TIMEOUT_S) -> str:
     """A name that exactly the workers of this attempt agree on, in a store where earlier attempts left theirs.
 
     Each rank writes a fresh number of its own and waits for an answer to just that number. Rank 0 answers all numbers

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from unisono.world import World
 from unisono.world.ledger import Event, Ledger, Record, Row, Span, Totals, as_json
+from unisono.world.world import World
 
 TRACED = 20_000  # events a rank that travel for the trace: the latest
 _PINGS = 8
@@ -107,7 +107,7 @@ def gather(ledger: Ledger, world: World) -> Report:
     2. arrivals: where a transport did not know when the last rank arrived, from all ranks' own times;
     3. totals and events.
     """
-    offset = _offset(world)
+    offset = _measure_offset(world)
     offsets = [float(o) for o in world.gather_objects(offset)]
     unknown: dict[tuple[str, int], float] = {
         (r.channel, r.sequence): r.start + offset
@@ -115,10 +115,10 @@ def gather(ledger: Ledger, world: World) -> Report:
         if r.last != r.last and r.op not in ("send", "recv")
     }
     if any(world.gather_objects(bool(unknown))):
-        arrivals = world.gather_objects(_columns(unknown))
+        arrivals = world.gather_objects(_to_columns(unknown))
         latest: dict[tuple[str, int], float] = {}
         for columns in arrivals:
-            for key, at in _rows(columns):
+            for key, at in _from_columns(columns):
                 latest[key] = max(latest.get(key, at), at)
         ledger.settle({key: at - offset for key, at in latest.items()})
     mine = {
@@ -139,7 +139,7 @@ def gather(ledger: Ledger, world: World) -> Report:
     )
 
 
-def _offset(world: World) -> float:
+def _measure_offset(world: World) -> float:
     """Seconds to add to my clock to have rank 0's: the quickest of some messages there and back."""
     best, offset = float("inf"), 0.0
     token = torch.zeros(1, dtype=torch.float64)
@@ -161,7 +161,7 @@ def _offset(world: World) -> float:
     return offset
 
 
-def _columns(times: dict[tuple[str, int], float]) -> dict[str, tuple[list[int], list[float]]]:
+def _to_columns(times: dict[tuple[str, int], float]) -> dict[str, tuple[list[int], list[float]]]:
     columns: dict[str, tuple[list[int], list[float]]] = {}
     for (channel, sequence), at in times.items():
         numbers, starts = columns.setdefault(channel, ([], []))
@@ -170,7 +170,7 @@ def _columns(times: dict[tuple[str, int], float]) -> dict[str, tuple[list[int], 
     return columns
 
 
-def _rows(columns: dict[str, Sequence[Sequence[float]]]) -> list[tuple[tuple[str, int], float]]:
+def _from_columns(columns: dict[str, Sequence[Sequence[float]]]) -> list[tuple[tuple[str, int], float]]:
     return [
         ((channel, int(number)), at)
         for channel, (numbers, starts) in columns.items()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,29 +13,26 @@ from torch import Tensor
 from unisono import packing
 from unisono.background import Handle
 from unisono.world.ledger import Ledger
-from unisono.world.operands import (
-    as_list,
-    by_dtype,
+from unisono.world.operations import (
+    Operations,
+    check_one_each,
     check_rank,
-    flat,
-    groups_by,
-    kept,
-    memory,
-    nbytes_of,
-    one_each,
+    count_bytes,
+    flatten,
+    gather_shapes,
+    group_by_dtype,
+    list_groups,
+    list_tensors,
+    pass_through,
+    provide_line,
     put_back,
-    rows_each,
-    shapes_for_me,
-    shapes_of_all,
+    split_rows,
+    swap_shapes,
 )
-from unisono.world.operations import Schedule
-from unisono.world.transports import Mismatch, Op, PeerLost, Transport, group_of
+from unisono.world.transports import SMALL_BYTES, Op, Transport, find_group
 from unisono.world.transports.arithmetic import check_op
 
-__all__ = ["Handle", "Mismatch", "Op", "PeerLost", "World", "join"]
-
-_here = threading.local()
-_process: list[World] = []
+__all__ = ["World"]
 
 
 class World:
@@ -73,7 +69,8 @@ class World:
         self.transport = transport
         self.shards: dict[str, Any] = {}
         self.pending_shards: dict[str, Any] = {}
-        self._schedule = Schedule(name, transport, accelerated, self.ledger, inline=inline)
+        self.on_close: Callable[[], None] | None = None
+        self._operations = Operations(name, transport, accelerated, self.ledger, inline=inline)
         self._splits = 0
         self._children: dict[World, None] = {}
         self._parent: weakref.ref[World] | None = None
@@ -87,12 +84,12 @@ class World:
     @property
     def inline(self) -> bool:
         """Whether collectives run in the thread that calls them: nothing then goes on behind it."""
-        return self._schedule.inline or self.size == 1
+        return self._operations.inline or self.size == 1
 
     @property
     def has_nccl(self) -> bool:
         """Whether CUDA tensors travel from device to device."""
-        return self._schedule.accelerated is not None
+        return self._operations.accelerated is not None
 
     # The weight of my batch ------------------------------------------------------------------------------
 
@@ -123,24 +120,26 @@ class World:
 
         The result has the same bits on every rank. Sends 2(N-1)/N of its bytes.
         """
-        parts = as_list("all_reduce", x)
+        parts = list_tensors("all_reduce", x)
         for part in parts:
             check_op(part.dtype, op)
         if self.size == 1 or not parts:
             return Handle.of(x)
-        nbytes = nbytes_of(parts)
-        record = self._schedule.record("all_reduce", tag, math.ceil(2 * (self.size - 1) * nbytes / self.size))
-        if len(parts) == 1 and nbytes <= 4096 and (posted := self._schedule.post(parts[0], op, record, x)) is not None:
-            return posted
-        lines = [flat(p) for p in parts]
+        nbytes = count_bytes(parts)
+        record = self._operations.record("all_reduce", tag, math.ceil(2 * (self.size - 1) * nbytes / self.size))
+        if len(parts) == 1 and nbytes <= SMALL_BYTES:
+            posted = self._operations.post(parts[0], op, record, x)
+            if posted is not None:
+                return posted
+        lines = [flatten(p) for p in parts]
 
         def run(transport: Transport) -> tuple[float, Any]:
-            last = [transport.all_reduce(group, op) for group in by_dtype(lines)]
+            last = [transport.all_reduce(group, op) for group in group_by_dtype(lines)]
             for part, line in zip(parts, lines, strict=True):
                 put_back(part, line)
             return last[0], x
 
-        return self._schedule.run(record, parts[0], run)
+        return self._operations.run(record, parts[0], run)
 
     def reduce_scatter(
         self, parts: Any, op: Op = "mean", *, out: Tensor | None = None, tag: str = ""
@@ -150,20 +149,21 @@ class World:
         `out`: contiguous memory for the result. Sends (N-1)/N of the bytes.
         """
         whole = isinstance(parts, Tensor)
-        pieces = rows_each(parts, self.size) if whole else one_each("reduce_scatter", parts, self.size)
+        pieces = split_rows(parts, self.size) if whole else check_one_each("reduce_scatter", parts, self.size)
         check_op(pieces[0].dtype, op)
         mine = pieces[self.rank]
         if self.size == 1:
-            return Handle.of(kept("reduce_scatter", out, mine))
-        x = flat(parts) if whole else torch.cat([flat(p) for p in pieces])
+            return Handle.of(pass_through("reduce_scatter", out, mine))
+        x = flatten(parts) if whole else torch.cat([flatten(p) for p in pieces])
         counts = [p.numel() for p in pieces]
-        target = memory("reduce_scatter", out, mine.shape, mine)
-        record = self._schedule.record("reduce_scatter", tag, math.ceil((self.size - 1) * nbytes_of([x]) / self.size))
+        target = provide_line("reduce_scatter", out, mine.shape, mine)
+        bytes_sent = math.ceil((self.size - 1) * count_bytes([x]) / self.size)
+        record = self._operations.record("reduce_scatter", tag, bytes_sent)
 
         def run(transport: Transport) -> tuple[float, Tensor]:
             return transport.reduce_scatter(x, counts, op, target), target.view(mine.shape)
 
-        return self._schedule.run(record, mine, run)
+        return self._operations.run(record, mine, run)
 
     def all_gather(
         self, x: Tensor, *, even: bool = False, out: Sequence[Tensor] | None = None, tag: str = ""
@@ -172,19 +172,19 @@ class World:
         (which saves a small message). `out`: one contiguous tensor a rank for the results.
         Sends (N-1) times my bytes.
         """
-        into = [None] * self.size if out is None else one_each("all_gather(out=...)", out, self.size)
+        into = [None] * self.size if out is None else check_one_each("all_gather(out=...)", out, self.size)
         if self.size == 1:
-            return Handle.of([kept("all_gather", into[0], x) if into[0] is not None else x.clone()])
-        record = self._schedule.record("all_gather", tag, (self.size - 1) * nbytes_of([x]))
-        line = flat(x)
+            return Handle.of([pass_through("all_gather", into[0], x) if into[0] is not None else x.clone()])
+        record = self._operations.record("all_gather", tag, (self.size - 1) * count_bytes([x]))
+        line = flatten(x)
 
         def run(transport: Transport) -> tuple[float, list[Tensor]]:
-            shapes = [tuple(x.shape)] * self.size if even else shapes_of_all(self._schedule.base, x, tag)
-            outs = [memory("all_gather", o, s, x) for o, s in zip(into, shapes, strict=True)]
+            shapes = [tuple(x.shape)] * self.size if even else gather_shapes(self._operations.base, x, tag)
+            outs = [provide_line("all_gather", o, s, x) for o, s in zip(into, shapes, strict=True)]
             last = transport.all_gather(line, outs)
             return last, [o.view(s) for o, s in zip(outs, shapes, strict=True)]
 
-        return self._schedule.run(record, x, run)
+        return self._operations.run(record, x, run)
 
     def broadcast(self, x: Any, src: int = 0, *, tag: str = "") -> Handle[Any]:
         """Replace `x` (a tensor, or a list of tensors) on every rank by rank `src`'s.
@@ -192,12 +192,12 @@ class World:
         Counted as the bytes once for every rank but one, as in a chain.
         """
         check_rank("broadcast", src, self.rank, self.size)
-        parts = as_list("broadcast", x)
+        parts = list_tensors("broadcast", x)
         if self.size == 1 or not parts:
             return Handle.of(x)
         end_of_chain = (self.rank - src) % self.size == self.size - 1
-        record = self._schedule.record("broadcast", tag, 0 if end_of_chain else nbytes_of(parts))
-        lines = [flat(p) for p in parts]
+        record = self._operations.record("broadcast", tag, 0 if end_of_chain else count_bytes(parts))
+        lines = [flatten(p) for p in parts]
 
         def run(transport: Transport) -> tuple[float, Any]:
             last = transport.broadcast([line.view(torch.uint8) for line in lines], src)
@@ -205,25 +205,24 @@ class World:
                 put_back(part, line)
             return last, x
 
-        return self._schedule.run(record, parts[0], run)
+        return self._operations.run(record, parts[0], run)
 
     def all_to_all(self, parts: Sequence[Tensor], *, tag: str = "") -> Handle[list[Tensor]]:
         """Send `parts[r]` to rank r; returns what every rank sent to me, in rank order. Shapes may differ."""
-        pieces = one_each("all_to_all", parts, self.size)
+        pieces = check_one_each("all_to_all", parts, self.size)
         if self.size == 1:
             return Handle.of([pieces[0].clone()])
-        record = self._schedule.record(
-            "all_to_all", tag, nbytes_of([p for r, p in enumerate(pieces) if r != self.rank])
-        )
-        lines = [flat(p) for p in pieces]
+        bytes_sent = count_bytes([p for r, p in enumerate(pieces) if r != self.rank])
+        record = self._operations.record("all_to_all", tag, bytes_sent)
+        lines = [flatten(p) for p in pieces]
 
         def run(transport: Transport) -> tuple[float, list[Tensor]]:
-            shapes = shapes_for_me(self._schedule.base, pieces, tag)
-            outs = [memory("all_to_all", None, s, pieces[0]) for s in shapes]
+            shapes = swap_shapes(self._operations.base, pieces, tag)
+            outs = [provide_line("all_to_all", None, s, pieces[0]) for s in shapes]
             last = transport.all_to_all(lines, outs)
             return last, [o.view(s) for o, s in zip(outs, shapes, strict=True)]
 
-        return self._schedule.run(record, pieces[0], run)
+        return self._operations.run(record, pieces[0], run)
 
     def send(self, x: Tensor, dst: int, *, tag: str = "") -> Handle[Tensor]:
         """Send `x` to rank `dst`, which receives into a tensor of the same size and dtype.
@@ -232,27 +231,27 @@ class World:
         sends and receives, then wait.
         """
         check_rank("send", dst, self.rank, self.size, other=True)
-        record = self._schedule.record("send", tag, nbytes_of([x]), lane=f"send-{dst}")
-        line = flat(x)
+        record = self._operations.record("send", tag, count_bytes([x]), queue=f"send-{dst}")
+        line = flatten(x)
 
         def run(transport: Transport) -> tuple[float, Tensor]:
             transport.send(line, dst)
             return math.nan, x
 
-        return self._schedule.run(record, x, run, lane=f"send-{dst}")
+        return self._operations.run(record, x, run, queue=f"send-{dst}")
 
     def recv(self, x: Tensor, src: int, *, tag: str = "") -> Handle[Tensor]:
         """Receive into `x` from rank `src`."""
         check_rank("recv", src, self.rank, self.size, other=True)
-        record = self._schedule.record("recv", tag, 0, lane=f"recv-{src}")
-        line = flat(x)
+        record = self._operations.record("recv", tag, 0, queue=f"recv-{src}")
+        line = flatten(x)
 
         def run(transport: Transport) -> tuple[float, Tensor]:
             transport.recv(line, src)
             put_back(x, line)
             return math.nan, x
 
-        return self._schedule.run(record, x, run, lane=f"recv-{src}")
+        return self._operations.run(record, x, run, queue=f"recv-{src}")
 
     def barrier(self, *, tag: str = "") -> None:
         """Return when every rank has called it."""
@@ -274,15 +273,15 @@ class World:
 
         Every rank calls it alike; `[[0, 2], [1]]` numbers the ranks of a group in the order given.
         """
-        groups = groups_by(by, self.hosts)
-        mine = group_of(groups, self.rank, self.size)
+        groups = list_groups(by, self.hosts)
+        mine = find_group(groups, self.rank, self.size)
         self._splits += 1
         name = f"{self.name}/{self._splits}[{','.join(map(str, mine))}]"
         base, fast = None, None
         if self.size > 1:
-            parent = self._schedule.accelerated
-            base, fast = self._schedule.call(
-                lambda: (self._schedule.base.split(groups), parent.split(groups) if parent else None)
+            parent = self._operations.accelerated
+            base, fast = self._operations.call(
+                lambda: (self._operations.base.split(groups), parent.split(groups) if parent else None)
             )
             if len(mine) == 1:  # a world of one moves nothing
                 for transport in (base, fast):
@@ -317,7 +316,7 @@ class World:
         """
         rest = [r for r in range(self.size) if r not in ranks]
         other = self.split([list(ranks), rest] if rest else [list(ranks)])
-        for name in ("rank", "size", "hosts", "host", "local_rank", "local_size", "name", "transport", "_schedule"):
+        for name in ("rank", "size", "hosts", "host", "local_rank", "local_size", "name", "transport", "_operations"):
             mine, theirs = getattr(self, name), getattr(other, name)
             setattr(self, name, theirs)
             setattr(other, name, mine)
@@ -330,7 +329,7 @@ class World:
         """
         if self.size == 1:
             return torch.zeros(n, dtype=dtype)
-        return self._schedule.call(lambda: self._schedule.base.shared(n, dtype))
+        return self._operations.call(lambda: self._operations.base.shared(n, dtype))
 
     def empty(self, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Memory for `n` elements that this world moves fastest: shared between the workers of a host.
@@ -339,7 +338,7 @@ class World:
         """
         if self.size == 1 or self.device.type != "cpu":
             return torch.empty(n, dtype=dtype, device=self.device)
-        return self._schedule.call(lambda: self._schedule.base.empty(n, dtype))
+        return self._operations.call(lambda: self._operations.base.empty(n, dtype))
 
     def release(self, x: Tensor) -> None:
         """Give memory of `empty` back."""
@@ -350,42 +349,15 @@ class World:
         """Let go of threads, sockets and shared memory, also of the worlds split from this one."""
         for child in list(self._children):
             child.close()
-        self._schedule.close()
+        self._operations.close()
         parent = self._parent() if self._parent is not None else None
         if parent is not None:  # it would hold my memory
             parent._children.pop(self, None)
-        if _process and _process[0] is self:
-            _process.clear()
+        if self.on_close is not None:
+            self.on_close()
 
     def _objects(self, obj: Any) -> list[Any]:
         data = packing.to_bytes(obj)
-        record = self._schedule.record("objects", "", (self.size - 1) * len(data))
-        found = self._schedule.run(record, None, lambda transport: (math.nan, transport.exchange(data))).wait()
+        record = self._operations.record("objects", "", (self.size - 1) * len(data))
+        found = self._operations.run(record, None, lambda transport: (math.nan, transport.exchange(data))).wait()
         return [packing.from_bytes(message) for message in found]
-
-
-def join(device: str | torch.device | None = None) -> World:
-    """The world that this process was started in; a world of one where it was started alone.
-
-    Reads what the launcher left (`unisono run`, `torchrun`, or an initialised torch.distributed), meets the
-    other ranks, and returns the same world each time. `device` is "cpu" or "cuda"; by default CUDA where
-    there is one for every worker of this host.
-    """
-    world = getattr(_here, "world", None)
-    if world is not None:
-        return world  # type: ignore[no-any-return]
-    if not _process:
-        from unisono.world.rendezvous import meet
-
-        _process.append(meet(device))
-    elif device is not None and torch.device(device).type != _process[0].device.type:
-        raise ValueError(
-            f"this process already joined with device {str(_process[0].device)!r}, got device={str(device)!r}: "
-            "give the device at the first un.join()"
-        )
-    return _process[0]
-
-
-def enter(world: World | None) -> None:
-    """Make `world` what `join()` returns in this thread (None: back to the process's)."""
-    _here.world = world

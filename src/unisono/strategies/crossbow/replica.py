@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.background import Handle
+from unisono.batch_norm import SyncBatchNorm
 from unisono.exchange.learning_rates import LearningRates
 from unisono.exchange.side_channel import SideChannel
 from unisono.strategies.crossbow.central_model import CentralModel
 from unisono.strategies.crossbow.learners import Batches, Learners
 from unisono.strategies.crossbow.tuning import Tuning
 from unisono.strategy import Change, PeriodicReplica, bound_parameters, share, share_buffers
-from unisono.sync_batch_norm import SyncBatchNorm
 from unisono.world import World
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unisono import packing
+from unisono.batch_norm import move_batch_norm
 from unisono.exchange.overlap import scale_gradient
 from unisono.strategies.parameter_server.placement import (
     Connections,
@@ -23,7 +24,6 @@ from unisono.strategies.parameter_server.placement import (
 from unisono.strategies.parameter_server.protocol import Coder, LocalLink, RemoteLink
 from unisono.strategies.parameter_server.server import ByteLayout, Grads, Server, Settings, options_of
 from unisono.strategy import Change, PeriodicReplica
-from unisono.sync_batch_norm import move_batch_norm
 from unisono.world import World
 
 if TYPE_CHECKING:

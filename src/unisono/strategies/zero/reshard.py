@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from unisono.batch_norm import move_batch_norm
 from unisono.strategies.zero import optimizer_shards as optimizers
 from unisono.strategies.zero.offloading import Offloading
 from unisono.strategies.zero.units import Unit
 from unisono.strategy import Replica, share
-from unisono.sync_batch_norm import move_batch_norm
 from unisono.world import World
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ class Movable(Replica):
     """A replica whose model and optimizer are split into units."""
 
     strategy: zero
-    splits_state = True
     units: list[Unit]
     _offload: Offloading | None
     _original: list[list[Tensor]]  # what the optimizer's groups held

@@ -11,6 +11,7 @@ from torch import Tensor
 
 Op = Literal["sum", "mean", "max", "min"]
 UNKNOWN = float("nan")
+SMALL_BYTES = 4096  # an all-reduce of one tensor up to this size is offered to `Transport.post`
 
 
 class PeerLost(RuntimeError):
@@ -94,7 +95,7 @@ class Transport(ABC):
         """Let go of sockets, threads and memory."""
 
 
-def group_of(groups: Sequence[Sequence[int]], rank: int, size: int) -> list[int]:
+def find_group(groups: Sequence[Sequence[int]], rank: int, size: int) -> list[int]:
     """The group that holds `rank`, after checking that the groups part all ranks."""
     flat = sorted(r for group in groups for r in group)
     if flat != list(range(size)):

@@ -36,7 +36,7 @@ def check_op(dtype: torch.dtype, op: Op) -> None:
         raise TypeError(f"{dtype} has no order: '{op}' is not defined")
 
 
-def widened(x: Tensor) -> Tensor:
+def widen(x: Tensor) -> Tensor:
     """`x` in a dtype that sums without loss or overflow: itself, or a copy where its own is narrow."""
     return x.to(_WIDE.get(x.dtype, x.dtype))
 
@@ -61,7 +61,7 @@ def combine(parts: Sequence[Tensor], op: Op, out: Tensor) -> None:
         wide = torch.empty_like(out, dtype=_WIDE[dtype])
         _fold([p.to(wide.dtype) for p in parts], op, wide)
         out.copy_(wide)
-    elif len(parts) > 1 and _same(out, parts[1:]):
+    elif len(parts) > 1 and _is_among(out, parts[1:]):
         kept = torch.empty_like(out)
         _fold(parts, op, kept)
         out.copy_(kept)
@@ -82,7 +82,7 @@ def _fold(parts: Sequence[Tensor], op: Op, out: Tensor) -> None:
         out.mul_(1.0 / len(parts))
 
 
-def _same(out: Tensor, parts: Sequence[Tensor]) -> bool:
+def _is_among(out: Tensor, parts: Sequence[Tensor]) -> bool:
     return any(p.data_ptr() == out.data_ptr() for p in parts)
 
 

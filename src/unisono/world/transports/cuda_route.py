@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,14 +19,13 @@ class Route:
 
     transport: Transport
     around: Callable[[], AbstractContextManager[None]] = nullcontext
-    finish: Callable[[Any], Any] = field(default=lambda value: value)
-    on_stream: bool = False  # the host returns at once: the order of the stream is the order of the operations
+    finish: Callable[[Any], Any] | None = None  # where the host returns at once: the stream has the operations' order
 
 
 _streams: dict[int, torch.cuda.Stream] = {}
 
 
-def on_device(base: Transport, accelerated: Transport | None, x: Tensor) -> Route:
+def choose_route(base: Transport, accelerated: Transport | None, x: Tensor) -> Route:
     """The route of an operation on CUDA tensor `x`."""
     ready = torch.cuda.Event()
     ready.record(torch.cuda.current_stream(x.device))
@@ -34,17 +33,17 @@ def on_device(base: Transport, accelerated: Transport | None, x: Tensor) -> Rout
     if accelerated is None:
 
         @contextmanager
-        def synchronised() -> Iterator[None]:
+        def synchronise() -> Iterator[None]:
             ready.synchronize()
             with torch.cuda.stream(stream):
                 yield
                 stream.synchronize()
 
-        return Route(Staged(base), synchronised)
+        return Route(StagedTransport(base), synchronise)
     done = torch.cuda.Event()
 
     @contextmanager
-    def on_side_stream() -> Iterator[None]:
+    def use_side_stream() -> Iterator[None]:
         stream.wait_event(ready)
         with torch.cuda.stream(stream):
             yield
@@ -58,10 +57,10 @@ def on_device(base: Transport, accelerated: Transport | None, x: Tensor) -> Rout
                 result.record_stream(here)  # its memory is the side stream's: not to be given out while it is read here
         return value
 
-    return Route(accelerated, on_side_stream, finish, on_stream=True)
+    return Route(accelerated, use_side_stream, finish)
 
 
-class Staged(Transport):
+class StagedTransport(Transport):
     """CUDA tensors over a CPU transport: down to the host, across, and up again."""
 
     name = "staged"
@@ -100,7 +99,7 @@ class Staged(Transport):
         return self.base.exchange(data)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Transport:
-        return Staged(self.base.split(groups))
+        return StagedTransport(self.base.split(groups))
 
     def _both(self, parts: Sequence[Tensor], run: Callable[[list[Tensor]], float]) -> float:
         host = [p.cpu() for p in parts]

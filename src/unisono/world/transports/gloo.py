@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono.world.transports import UNKNOWN, Mismatch, Op, PeerLost, Transport, group_of
+from unisono.world.transports import UNKNOWN, Mismatch, Op, PeerLost, Transport, find_group
 from unisono.world.transports.arithmetic import combine
-from unisono.world.transports.liveness import RollCall
+from unisono.world.transports.liveness import Liveness
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -33,14 +33,14 @@ _AHEAD = 8  # receives posted before they are needed
 _SMALL = 64 << 10
 _NATIVE = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-_LETTER = 1 << 30  # the tag of `send` and `recv`, apart from those of the rings
+_DIRECT_TAG = 1 << 30  # the tag of `send` and `recv`, apart from those of the rings
 _SIGN = 128  # bytes that a rank tells its neighbour before an operation
 _ATTEMPTS = 3  # to connect
 _PATIENCE_S = 30.0  # for the others to fail as well
 _INLINE = 512 - 8  # bytes of an object that travel with its size
 
 
-def _connected(store: Store, rank: int, size: int, timeout_s: float) -> Any:
+def _connect(store: Store, rank: int, size: int, timeout_s: float) -> Any:
     """A gloo group of all ranks. Its connections fail now and then for no reason that lasts (about one group in a
     thousand on a busy machine): the ranks tell each other in the store, and all try again."""
     problem = ""
@@ -65,14 +65,14 @@ def _connected(store: Store, rank: int, size: int, timeout_s: float) -> Any:
     raise PeerLost(f"the {size} ranks could not connect in {_ATTEMPTS} attempts: {problem}")
 
 
-def _talking(method: F) -> F:
+def _translate_errors(method: F) -> F:
     """Turn a broken connection into `PeerLost`, and let go of the group, so that the other ranks notice too.
 
     Nothing may keep the group alive: the frames of the error are cleared, and it is no cause or context.
     """
 
     @wraps(method)
-    def run(self: MessageTransport, *args: Any) -> Any:
+    def run(self: GlooTransport, *args: Any) -> Any:
         try:
             return method(self, *args)
         except (PeerLost, NotImplementedError):
@@ -80,12 +80,12 @@ def _talking(method: F) -> F:
         except (Mismatch, RuntimeError) as error:
             problem, odds = str(error), isinstance(error, Mismatch)
             traceback.clear_frames(error.__traceback__)
-        raise self._failed(method.__name__, problem, odds)
+        raise self._explain_failure(method.__name__, problem, odds)
 
     return run  # type: ignore[return-value]
 
 
-class MessageTransport(Transport):
+class GlooTransport(Transport):
     """One rank of a gloo group of our own: the default group of torch.distributed is left alone.
 
     Before an operation each rank tells the next what it is about to do: gloo ends the process when sizes differ.
@@ -96,16 +96,16 @@ class MessageTransport(Transport):
     def __init__(self, store: Store, rank: int, size: int, *, timeout_s: float) -> None:
         self.rank, self.size = rank, size
         self._store, self._timeout_s = store, timeout_s
-        self._rolls = RollCall(store, rank, size)
-        self._gloo: Any = _connected(store, rank, size, timeout_s)
+        self._liveness = Liveness(store, rank, size)
+        self._gloo: Any = _connect(store, rank, size, timeout_s)
         self._splits = 0
         self._rounds = 0
 
     # Collectives -----------------------------------------------------------------------------------------
 
-    @_talking
+    @_translate_errors
     def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
-        x = _joined(parts)
+        x = _join(parts)
         self._agree("all_reduce", f"{op} of {x.numel()} x {x.dtype}")
         if x.numel():
             if x.dtype in _NATIVE:
@@ -117,7 +117,7 @@ class MessageTransport(Transport):
             else:
                 self._narrow(x, op)
         if len(parts) > 1:
-            _apart(x, parts)
+            _copy_parts(x, parts)
         return UNKNOWN
 
     def _native(self, x: Tensor, op: Op) -> None:
@@ -139,7 +139,7 @@ class MessageTransport(Transport):
         self._swap(x.split(list(counts)), came)
         combine(came, op, out)
 
-    @_talking
+    @_translate_errors
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], op: Op, out: Tensor) -> float:
         """A ring: what arrives has come through all ranks before me; I add mine and pass it on."""
         self._agree("reduce_scatter", f"{op} of {x.numel()} x {x.dtype} ({_digest(counts)})")
@@ -155,8 +155,8 @@ class MessageTransport(Transport):
         came: list[Tensor] = []
         for step, chunk in enumerate(order[1:]):
             target = out if chunk == self.rank else scratch[step % 3][: counts[chunk]]
-            own += _pieces(chunks[chunk], room)
-            came += _pieces(target, room)
+            own += _cut_pieces(chunks[chunk], room)
+            came += _cut_pieces(target, room)
             step_of += [step] * (len(came) - len(step_of))
 
         def arrived(i: int) -> None:
@@ -164,14 +164,14 @@ class MessageTransport(Transport):
             if step_of[i] < self.size - 2:
                 flow.send(came[i])
 
-        flow = _Flow(self, _pieces(chunks[order[0]], room))
+        flow = _Flow(self, _cut_pieces(chunks[order[0]], room))
         flow.receive(came, arrived)
         flow.settle()
         if op == "mean":
             out.mul_(1.0 / self.size)
         return UNKNOWN
 
-    @_talking
+    @_translate_errors
     def all_gather(self, x: Tensor, outs: Sequence[Tensor]) -> float:
         """A ring: each rank passes on what it receives, segment by segment."""
         sizes = [out.numel() for out in outs]
@@ -186,14 +186,14 @@ class MessageTransport(Transport):
         outs[self.rank].copy_(x)
         room = max(1, SEGMENT // x.element_size())
         order = [(self.rank - s) % self.size for s in range(self.size)]  # order[s]: sent in step s; the last is kept
-        lists = [_pieces(outs[r], room) for r in order]
+        lists = [_cut_pieces(outs[r], room) for r in order]
         pieces = [piece for pieces in lists[1:] for piece in pieces]
         passed = len(pieces) - len(lists[-1])
         flow = _Flow(self, lists[0])
         flow.receive(pieces, lambda i: flow.send(pieces[i]) if i < passed else None)
         flow.settle()
 
-    @_talking
+    @_translate_errors
     def broadcast(self, parts: Sequence[Tensor], src: int) -> float:
         """A chain from `src` on: each rank passes a segment on while the next one comes."""
         parts = [p.view(torch.uint8) for p in parts]
@@ -202,14 +202,14 @@ class MessageTransport(Transport):
         if not nbytes:
             return UNKNOWN
         if nbytes <= _SMALL or self.size == 2:
-            x = _joined(parts)
+            x = _join(parts)
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor = src, 0
             self.group.broadcast([x], options).wait()
             if len(parts) > 1:
-                _apart(x, parts)
+                _copy_parts(x, parts)
             return UNKNOWN
-        pieces = [piece for part in parts for piece in _pieces(part, SEGMENT)]
+        pieces = [piece for part in parts for piece in _cut_pieces(part, SEGMENT)]
         place = (self.rank - src) % self.size
         flow = _Flow(self, pieces if place == 0 else [])
         if place > 0:
@@ -218,7 +218,7 @@ class MessageTransport(Transport):
         flow.settle()
         return UNKNOWN
 
-    @_talking
+    @_translate_errors
     def all_to_all(self, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> float:
         self._agree("all_to_all", str(parts[0].dtype))
         self._swap(parts, outs)
@@ -237,25 +237,25 @@ class MessageTransport(Transport):
         for work in works:
             work.wait()
 
-    @_talking
+    @_translate_errors
     def send(self, x: Tensor, dst: int) -> None:
-        sign = _signed(f"{x.numel()} x {x.dtype}")
-        told = self.group.send([sign], dst, _LETTER)
+        sign = _encode(f"{x.numel()} x {x.dtype}")
+        told = self.group.send([sign], dst, _DIRECT_TAG)
         if x.numel():
-            self.group.send([x], dst, _LETTER).wait()
+            self.group.send([x], dst, _DIRECT_TAG).wait()
         told.wait()
 
-    @_talking
+    @_translate_errors
     def recv(self, x: Tensor, src: int) -> None:
         sign = torch.empty(_SIGN, dtype=torch.uint8)
-        self.group.recv([sign], src, _LETTER).wait()
-        mine = _signed(f"{x.numel()} x {x.dtype}")
+        self.group.recv([sign], src, _DIRECT_TAG).wait()
+        mine = _encode(f"{x.numel()} x {x.dtype}")
         if not sign.equal(mine):
-            raise Mismatch(f"recv from rank {src}: it sent {_words(sign)}, I receive into {_words(mine)}")
+            raise Mismatch(f"recv from rank {src}: it sent {_decode(sign)}, I receive into {_decode(mine)}")
         if x.numel():
-            self.group.recv([x], src, _LETTER).wait()
+            self.group.recv([x], src, _DIRECT_TAG).wait()
 
-    @_talking
+    @_translate_errors
     def exchange(self, data: bytes) -> list[bytes]:
         """Every rank's size and first bytes in one round; the rest, where there is any, in another."""
         self._agree("exchange", "of objects or shapes")
@@ -274,14 +274,14 @@ class MessageTransport(Transport):
         return [out.numpy().tobytes() for out in outs]
 
     def split(self, groups: Sequence[Sequence[int]]) -> Transport:
-        mine = group_of(groups, self.rank, self.size)
+        mine = find_group(groups, self.rank, self.size)
         self._splits += 1
         name = f"{self._splits}/{'-'.join(map(str, mine))}"
         store = dist.PrefixStore(name, self._store)
-        return MessageTransport(store, mine.index(self.rank), len(mine), timeout_s=self._timeout_s)
+        return GlooTransport(store, mine.index(self.rank), len(mine), timeout_s=self._timeout_s)
 
     def abandon(self, why: Exception) -> None:
-        self._rolls.accuse(why)
+        self._liveness.report(why)
         self._gloo = None
 
     def close(self) -> None:
@@ -303,7 +303,7 @@ class MessageTransport(Transport):
 
     def _agree(self, what: str, sign: str) -> None:
         """Tell the next rank what I am about to do, and hear it from the previous one."""
-        mine = _signed(f"{what} {sign}" + (f" as collective {self.sequence}" if self.sequence else ""))
+        mine = _encode(f"{what} {sign}" + (f" as collective {self.sequence}" if self.sequence else ""))
         theirs = torch.empty(_SIGN, dtype=torch.uint8)
         previous, tag = (self.rank - 1) % self.size, self.next_round()
         heard = self.group.recv([theirs], previous, tag)
@@ -312,17 +312,18 @@ class MessageTransport(Transport):
         told.wait()
         if not theirs.equal(mine):
             raise Mismatch(
-                f"{what}: the ranks disagree; rank {previous} has {_words(theirs)}, rank {self.rank} has {_words(mine)}"
+                f"{what}: the ranks disagree; rank {previous} has {_decode(theirs)}, "
+                f"rank {self.rank} has {_decode(mine)}"
             )
 
-    def _failed(self, what: str, problem: str, odds: bool) -> Exception:
+    def _explain_failure(self, what: str, problem: str, odds: bool) -> Exception:
         """What to raise: my own finding, another rank's, or who is missing. The others are told, or see me leave."""
         if odds:
             self.abandon(found := Mismatch(problem))
             return found
         self._gloo = None
         short = problem.split(". This is typically")[0]
-        return self._rolls.accusation() or PeerLost(f"{what}: {self._rolls.missing()} ({short})")
+        return self._liveness.read_report() or PeerLost(f"{what}: {self._liveness.describe_missing()} ({short})")
 
 
 class _Flow:
@@ -332,7 +333,7 @@ class _Flow:
     of a piece that was sent before), what was sent from it must have left.
     """
 
-    def __init__(self, transport: MessageTransport, first: Sequence[Tensor]) -> None:
+    def __init__(self, transport: GlooTransport, first: Sequence[Tensor]) -> None:
         self._transport = transport
         self._tag = transport.next_round()
         self._next = (transport.rank + 1) % transport.size
@@ -370,26 +371,26 @@ class _Flow:
         self._sending.clear()
 
 
-def _pieces(x: Tensor, room: int) -> list[Tensor]:
+def _cut_pieces(x: Tensor, room: int) -> list[Tensor]:
     return list(x.split(room)) if x.numel() else []
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _join(parts: Sequence[Tensor]) -> Tensor:
     if len(parts) == 1:
         return parts[0]
     return torch.cat([p.view(torch.uint8) for p in parts]).view(parts[0].dtype)
 
 
-def _apart(x: Tensor, parts: Sequence[Tensor]) -> None:
+def _copy_parts(x: Tensor, parts: Sequence[Tensor]) -> None:
     for part, done in zip(parts, x.split([p.numel() for p in parts]), strict=True):
         part.copy_(done)
 
 
-def _signed(text: str) -> Tensor:
+def _encode(text: str) -> Tensor:
     return torch.frombuffer(bytearray(text.encode()[:_SIGN].ljust(_SIGN)), dtype=torch.uint8)
 
 
-def _words(sign: Tensor) -> str:
+def _decode(sign: Tensor) -> str:
     return sign.numpy().tobytes().decode("utf-8", "replace").strip()
 
 

@@ -18,7 +18,7 @@ DYING_S = 0.5  # a process that was killed may outlive its connections by a mome
 PATIENCE_S = 2.0  # for ranks of other machines to answer; those of this one are looked up
 
 
-class RollCall:
+class Liveness:
     """Each rank leaves its process at the start; after a failure each answers, and those that do not are named.
 
     A rank that leaves for another reason says so here too: the others only see its connections close.
@@ -26,16 +26,16 @@ class RollCall:
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
-        store.set(f"who/{rank}", json.dumps([socket.gethostname(), machine(), os.getpid()]))
+        store.set(f"who/{rank}", json.dumps([socket.gethostname(), identify_machine(), os.getpid()]))
 
-    def accuse(self, why: Exception) -> None:
+    def report(self, why: Exception) -> None:
         """Tell the others why I leave."""
         try:
             self._store.set("wrong", json.dumps([isinstance(why, Mismatch), str(why)]))
         except RuntimeError:
             return  # the store went with a rank
 
-    def accusation(self) -> Exception | None:
+    def read_report(self) -> Exception | None:
         """Why another rank left, if it said so."""
         try:
             if not self._store.check(["wrong"]):
@@ -45,17 +45,17 @@ class RollCall:
             return None
         return Mismatch(text) if odds else PeerLost(text)
 
-    def missing(self) -> str:
+    def describe_missing(self) -> str:
         """The ranks that died or do not answer, in words."""
         try:
             self._store.set(f"alive/{self._rank}", "1")
             who = [json.loads(self._store.get(f"who/{r}")) for r in range(self._size)]
-            near = [r for r in range(self._size) if who[r][1] == machine()]
+            near = [r for r in range(self._size) if who[r][1] == identify_machine()]
             far = [r for r in range(self._size) if r not in near]
             began = time.monotonic()
             deadline = began + PATIENCE_S
             while True:
-                gone = [f"rank {r} (process {who[r][2]} on {who[r][0]}) has died" for r in near if _died(who[r][2])]
+                gone = [f"rank {r} (process {who[r][2]} on {who[r][0]}) has died" for r in near if _has_died(who[r][2])]
                 silent = [r for r in far if not self._store.check([f"alive/{r}"])]
                 now = time.monotonic()
                 if gone or (not silent and now > began + DYING_S) or now > deadline:
@@ -67,7 +67,7 @@ class RollCall:
         return " and ".join(told) or "every rank is still there, but a connection broke"
 
 
-def machine() -> str:
+def identify_machine() -> str:
     """The same for two processes just when they can see each other by number."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -76,7 +76,7 @@ def machine() -> str:
         return socket.gethostname()
 
 
-def _died(pid: int) -> bool:
+def _has_died(pid: int) -> bool:
     if pid == os.getpid() or not hasattr(os, "pidfd_open"):
         return False
     try:

@@ -24,16 +24,16 @@ def open_published(address: str) -> int:
     return os.open(address, os.O_RDWR | os.O_CLOEXEC)
 
 
-def _mapped(fd: int, size: int) -> Tensor:
-    """The memory behind `fd`; holds no descriptor, as Python's own mmap would: a large model has many segments."""
+def _map(fd: int, size: int) -> Tensor:
+    """The memory behind `fd`; holds no descriptor, as Python's own mmap would: a large model has many mappings."""
     return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size, dtype=torch.uint8)
 
 
-class Segment:
+class MappedMemory:
     """`nbytes` of every rank's memory: `mine` to work in, `ranks[r]` to read and write rank r's."""
 
     def __init__(self, nbytes: int, rank: int, swap: Callable[[bytes], Sequence[bytes]]) -> None:
-        """`swap` gives every rank's bytes for mine; all ranks make a segment together."""
+        """`swap` gives every rank's bytes for mine; all ranks map together."""
         size = max(PAGE, -(-nbytes // PAGE) * PAGE)
         fd = os.memfd_create("unisono", os.MFD_CLOEXEC)
         try:
@@ -49,7 +49,7 @@ class Segment:
             for r, address in enumerate(addresses):
                 other = fd if r == rank else open_published(address)
                 try:
-                    self.ranks.append(_mapped(other, size)[:nbytes])
+                    self.ranks.append(_map(other, size)[:nbytes])
                 finally:
                     if other != fd:
                         os.close(other)

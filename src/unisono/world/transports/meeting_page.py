@@ -1,7 +1,8 @@
-"""Where the processes of one host meet: a page of shared memory with a counter a rank, and a futex to sleep on.
+"""The page of memory in which the processes of one host meet, add small tensors up and announce direct messages.
 
-The page is a memfd: it has no name in any file system and the kernel frees it with its last process, also
-after `kill -9`. Meeting costs a few microseconds where each worker has a core of its own.
+Meeting takes a counter a rank, and a futex to sleep on: a few microseconds where each worker has a core of its own.
+The page is a memfd: it has no name in any file system and the kernel frees it with its last process, also after
+`kill -9`.
 """
 
 from __future__ import annotations
@@ -12,21 +13,42 @@ import os
 import platform
 import select
 import struct
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
-from unisono.world.transports import PeerLost
+import torch
+from torch import Tensor
 
-ROW = 1024  # bytes a rank: counter, process id, two slots of (arrival time, number of the collective, item), last words
-_SLOT = 240
-_TOP = struct.Struct("dqH")
-ITEM_LIMIT = _SLOT - _TOP.size
-_COUNT, _PID, _SLOTS, _WORDS = 0, 4, 32, 512
+from unisono.world.transports import SMALL_BYTES, Mismatch, Op, PeerLost
+from unisono.world.transports.arithmetic import combine
+
+PAGE_NAME = "unisono-board"  # launchers that make the page give it this name
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _FUTEX = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "s390x": 238, "riscv64": 98}.get(platform.machine())
 _ORDERED = platform.machine() == "x86_64"  # stores are seen in order; elsewhere a lock orders them
 _CHECK_S = 0.05
 SPINS = 1000  # looks before sleeping, some 50 us: a wake-up costs as much
+
+# The page: a row of meetings for each rank, a row of small all-reduces for each, a row for each pair of ranks.
+ROW = 1024  # counter, process id, two slots of (arrival time, number of the collective, item), why the rank gave up
+_COUNT, _PID, _SLOTS, _REASON = 0, 4, 32, 512
+_SLOT = 240
+_TOP = struct.Struct("dqH")
+ITEM_LIMIT = _SLOT - _TOP.size
+_DEPTH = 16  # small all-reduces under way at once
+_SMALL_HEAD = 64  # time, operation, dtype, elements, number of the collective
+_SMALL_TOP = struct.Struct("dIIqq")
+_SMALL_SLOT = _SMALL_HEAD + SMALL_BYTES
+_SMALL_ROW = 64 + _DEPTH * _SMALL_SLOT
+_PAIR = 64  # chunks posted, chunks taken
+
+_CHUNK = 1 << 20  # bytes of a direct message that travel at a time
+_VIEWS = 4096  # kept for shapes that come again
+OP_CODES: dict[str, int] = {"sum": 0, "mean": 1, "max": 2, "min": 3}
+DTYPES: list[torch.dtype] = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
+DTYPE_CODES = {dtype: i for i, dtype in enumerate(DTYPES)}
 
 
 class _Time(ctypes.Structure):
@@ -36,7 +58,7 @@ class _Time(ctypes.Structure):
 _TIMEOUT = _Time(0, int(_CHECK_S * 1e9))
 
 
-def usable() -> bool:
+def is_supported() -> bool:
     """Whether this system has what shared memory here needs (Linux)."""
     return hasattr(os, "memfd_create") and _FUTEX is not None and os.path.isdir("/proc/self/fd")
 
@@ -44,14 +66,12 @@ def usable() -> bool:
 def fence() -> None:
     """Keep memory accesses before and after it apart: data is written before its counter, and read after it."""
     if not _ORDERED:
-        import threading
-
         for _ in range(2):
             with threading.Lock():
                 pass
 
 
-class Words:
+class Counters:
     """Counters in shared memory that a process can sleep on until another changes them."""
 
     def __init__(self, page: mmap.mmap) -> None:
@@ -85,12 +105,12 @@ class Words:
         self._view.release()
 
 
-def behind(counter: int, target: int) -> bool:
+def is_behind(counter: int, target: int) -> bool:
     """Whether a 32-bit counter, which may have wrapped, has yet to reach `target`."""
     return ((counter - target) & 0xFFFFFFFF) >= 0x80000000
 
 
-class Watch:
+class ProcessWatch:
     """Tells whether a peer process is still there."""
 
     def __init__(self, pids: Sequence[int]) -> None:
@@ -104,7 +124,7 @@ class Watch:
             self.close()
             raise PeerLost(f"local rank {rank} (process {pid}) has died") from None
 
-    def died(self, rank: int) -> bool:
+    def has_died(self, rank: int) -> bool:
         """Whether the process of `rank` is gone."""
         if self._fds[rank] < 0:
             return False
@@ -119,68 +139,70 @@ class Watch:
         self._fds = [-1] * len(self._fds)
 
 
-class Board:
+class MeetingPage:
     """The meeting page of one group of processes on one host."""
 
-    def __init__(self, fd: int, rank: int, size: int, *, timeout_s: float, spin: bool, room: int = 0) -> None:
-        """`fd` is a memfd that all share; `room` bytes after the rows, at `page[base:]`, are for others' use."""
+    def __init__(self, fd: int, rank: int, size: int, *, timeout_s: float, spin: bool) -> None:
+        """`fd` is a memfd that all share."""
         self.rank, self.size, self.spin = rank, size, spin
-        self.base = ROW * size
-        if os.fstat(fd).st_size < self.base + room:  # every rank sets the same size
-            os.ftruncate(fd, self.base + room)
-        self.page = mmap.mmap(fd, self.base + room)
-        self.words = Words(self.page)
+        self.small_rows = [size * ROW + r * _SMALL_ROW for r in range(size)]
+        self.pair_rows = size * (ROW + _SMALL_ROW)
+        nbytes = self.pair_rows + size * size * _PAIR
+        if os.fstat(fd).st_size < nbytes:  # every rank sets the same size
+            os.ftruncate(fd, nbytes)
+        self.memory = mmap.mmap(fd, nbytes)
+        self.counters = Counters(self.memory)
         self.sequence = 0  # the number of the collective that meets here
-        self.doubt: Callable[[int], None] | None = None  # asked about a rank that does not come to a meeting
+        self.on_missing: Callable[[int], None] | None = None  # asked about a rank that does not come to a meeting
         self._round = 0
         self._peers = [r for r in range(size) if r != rank]
-        struct.pack_into("i", self.page, rank * ROW + _PID, os.getpid())
-        self.watch: Watch | None = None
+        struct.pack_into("i", self.memory, rank * ROW + _PID, os.getpid())
+        self._watch: ProcessWatch | None = None
         self._timeout_s = timeout_s
         self.meet(b"")
-        pids = [int(struct.unpack_from("i", self.page, r * ROW + _PID)[0]) for r in range(size)]
-        self.watch = Watch(pids)
+        pids = [int(struct.unpack_from("i", self.memory, r * ROW + _PID)[0]) for r in range(size)]
+        self._watch = ProcessWatch(pids)
 
     def arrive(self, item: bytes = b"") -> None:
         """Put my item up and count me in; does not wait."""
         self._round += 1
         at = self.rank * ROW + _SLOTS + (self._round & 1) * _SLOT
-        _TOP.pack_into(self.page, at, time.perf_counter(), self.sequence, len(item))
+        _TOP.pack_into(self.memory, at, time.perf_counter(), self.sequence, len(item))
         if item:
-            self.page[at + _TOP.size : at + _TOP.size + len(item)] = item
-        self.words.publish(self.rank * ROW + _COUNT, self._round)
+            self.memory[at + _TOP.size : at + _TOP.size + len(item)] = item
+        self.counters.publish(self.rank * ROW + _COUNT, self._round)
 
     def await_all(self, what: str = "a collective") -> float:
         """Wait until every rank has arrived as often as I have; when the last one did."""
         for rank in self._peers:
-            self.await_word(rank * ROW + _COUNT, self._round, rank, what, self.doubt)
+            self.await_counter(rank * ROW + _COUNT, self._round, rank, what, self.on_missing)
         slot = _SLOTS + (self._round & 1) * _SLOT
-        return float(max(struct.unpack_from("d", self.page, r * ROW + slot)[0] for r in range(self.size)))
+        return float(max(struct.unpack_from("d", self.memory, r * ROW + slot)[0] for r in range(self.size)))
 
-    def await_word(
-        self, word: int, target: int, rank: int, what: str, doubt: Callable[[int], None] | None = None
+    def await_counter(
+        self, at: int, target: int, rank: int, what: str, on_missing: Callable[[int], None] | None = None
     ) -> None:
-        """Wait until the counter at `word`, which `rank` advances, has reached `target`."""
-        words = self.words
-        if not behind(words[word], target) or (self.spin and words.spin(word, target)):
+        """Wait until the counter `at`, which `rank` advances, has reached `target`."""
+        counters = self.counters
+        if not is_behind(counters[at], target) or (self.spin and counters.spin(at, target)):
             fence()
             return
         began = 0.0
-        while behind(seen := words[word], target):
-            words.sleep(word, seen)
+        while is_behind(seen := counters[at], target):
+            counters.sleep(at, seen)
             began = began or time.perf_counter()
-            if behind(words[word], target):
-                self._worry(word, target, rank, what, began)
-                if doubt is not None:
-                    doubt(rank)
+            if is_behind(counters[at], target):
+                self._check_peer(at, target, rank, what, began)
+                if on_missing is not None:
+                    on_missing(rank)
         fence()
 
-    def _worry(self, word: int, target: int, rank: int, what: str, began: float) -> None:
+    def _check_peer(self, at: int, target: int, rank: int, what: str, began: float) -> None:
         """Raise where `rank` has died, or has been waited for too long."""
-        who = f"local rank {rank}" + (f" (process {self.watch.pids[rank]})" if self.watch is not None else "")
-        if self.watch is not None and self.watch.died(rank) and behind(self.words[word], target):
+        who = f"local rank {rank}" + (f" (process {self._watch.pids[rank]})" if self._watch is not None else "")
+        if self._watch is not None and self._watch.has_died(rank) and is_behind(self.counters[at], target):
             raise self.give_up(PeerLost(f"{what}: {who} has died"))
-        if text := self.page[rank * ROW + _WORDS : rank * ROW + ROW].rstrip(b"\0"):
+        if text := self.memory[rank * ROW + _REASON : rank * ROW + ROW].rstrip(b"\0"):
             raise PeerLost(f"{what}: {who} gave up: {text.decode('utf-8', 'replace')}")
         if time.perf_counter() - began > self._timeout_s:
             raise self.give_up(
@@ -191,39 +213,208 @@ class Board:
             )
 
     def give_up(self, error: Exception) -> Exception:
-        """Leave my last words, for those who wait for me: I shall not come to another meeting."""
-        text = str(error).encode()[: ROW - _WORDS]
-        start = self.rank * ROW + _WORDS
-        self.page[start : start + len(text)] = text
+        """Leave the reason for those who wait for me: I shall not come to another meeting."""
+        text = str(error).encode()[: ROW - _REASON]
+        start = self.rank * ROW + _REASON
+        self.memory[start : start + len(text)] = text
         return error
 
-    def sequence_of(self, rank: int) -> int:
+    def read_sequence(self, rank: int) -> int:
         """The number of the collective of the last meeting that `rank` came to."""
-        at = rank * ROW + _SLOTS + (self.words[rank * ROW + _COUNT] & 1) * _SLOT
-        return int(_TOP.unpack_from(self.page, at)[1])
+        at = rank * ROW + _SLOTS + (self.counters[rank * ROW + _COUNT] & 1) * _SLOT
+        return int(_TOP.unpack_from(self.memory, at)[1])
 
-    def sequences(self) -> list[int]:
+    def read_sequences(self) -> list[int]:
         """Every rank's number of the collective of the meeting that just ended."""
         slot = _SLOTS + (self._round & 1) * _SLOT
-        return [int(_TOP.unpack_from(self.page, r * ROW + slot)[1]) for r in range(self.size)]
+        return [int(_TOP.unpack_from(self.memory, r * ROW + slot)[1]) for r in range(self.size)]
 
-    def items(self) -> list[bytes]:
+    def read_items(self) -> list[bytes]:
         """Every rank's item of the meeting that just ended."""
         slot = _SLOTS + (self._round & 1) * _SLOT
         found = []
         for r in range(self.size):
-            length = _TOP.unpack_from(self.page, r * ROW + slot)[2]
+            length = _TOP.unpack_from(self.memory, r * ROW + slot)[2]
             start = r * ROW + slot + _TOP.size
-            found.append(self.page[start : start + length])
+            found.append(self.memory[start : start + length])
         return found
 
     def meet(self, item: bytes = b"", what: str = "a collective") -> list[bytes]:
         """Arrive, wait for all, and read every rank's item."""
         self.arrive(item)
         self.await_all(what)
-        return self.items()
+        return self.read_items()
 
     def close(self) -> None:
-        if self.watch is not None:
-            self.watch.close()
-        self.words.close()
+        if self._watch is not None:
+            self._watch.close()
+        self.counters.close()
+
+
+class SmallAllReduce:
+    """All-reduces of at most `SMALL_BYTES` bytes: post mine, and sum when all have come.
+
+    A slot is written again after `_DEPTH` messages; by then its owner has ended the old one and knows that
+    the others have read it, because it waits for their counters of ended messages. These are announced now and
+    then, ahead of need, so that ranks in step do not wait for each other twice.
+    """
+
+    def __init__(self, page: MeetingPage) -> None:
+        self.page = page
+        self._rows = page.small_rows
+        self._memory = torch.frombuffer(page.memory, dtype=torch.uint8)
+        self._views: dict[tuple[torch.dtype, int, int], list[Tensor]] = {}
+        self._next = 0
+        self._open: dict[int, Callable[[], float]] = {}  # in the order posted
+        self._announced = 0  # all before this one are ended, and the others know
+        self._lock = threading.RLock()
+
+    def post(self, x: Tensor, op: Op, sequence: int) -> tuple[Callable[[], float], Callable[[], bool]]:
+        """Begin an all-reduce of contiguous `x`: what ends it and tells when the last rank came, and whether all have.
+
+        `sequence` is the collective's number in its world.
+        """
+        with self._lock:
+            k = self._next
+            self._next = k + 1
+            slot = k % _DEPTH
+            if k >= _DEPTH:
+                self._make_room(k - _DEPTH)
+            views = self._slot_views(x, slot)
+            views[self.page.rank].copy_(x.detach().view(-1))
+            head = self._rows[self.page.rank] + 64 + slot * _SMALL_SLOT
+            code = DTYPE_CODES[x.dtype]
+            _SMALL_TOP.pack_into(self.page.memory, head, time.perf_counter(), OP_CODES[op], code, x.numel(), sequence)
+            self.page.counters.publish(self._rows[self.page.rank], k + 1)
+            result: list[float] = []
+            wrong: list[Mismatch] = []
+
+            def finish() -> float:
+                with self._lock:
+                    if k in self._open:
+                        try:
+                            result.append(self._finish(k, x, op, views, sequence))
+                        except Mismatch as error:  # it is the error of who waits for this one, at any time
+                            wrong.append(error)
+                        del self._open[k]
+                        if next(iter(self._open), self._next) - self._announced >= _DEPTH // 2:
+                            self._announce()
+                    if wrong:
+                        raise wrong[0]
+                    return result[0]
+
+            self._open[k] = finish
+            counters, rows = self.page.counters, self._rows
+            return finish, lambda: k not in self._open or not any(is_behind(counters[row], k + 1) for row in rows)
+
+    def _make_room(self, old: int) -> None:
+        if old in self._open:
+            with suppress(Mismatch):
+                self._open[old]()
+        if self._announced <= old:
+            self._announce()
+        for r in range(self.page.size):
+            if r != self.page.rank:
+                self.page.await_counter(self._rows[r] + 4, old + 1, r, "a small all_reduce")
+
+    def _announce(self) -> None:
+        self._announced = next(iter(self._open), self._next - 1)  # the newest may be on its way
+        self.page.counters.publish(self._rows[self.page.rank] + 4, self._announced)
+
+    def _finish(self, k: int, x: Tensor, op: Op, views: list[Tensor], sequence: int) -> float:
+        page, slot = self.page, k % _DEPTH
+
+        def check_large(rank: int) -> None:
+            if sequence and page.read_sequence(rank) == sequence:
+                raise Mismatch(
+                    f"all_reduce: the ranks disagree; rank {page.rank} has a small one, of {x.numel()} x {x.dtype}, "
+                    f"where rank {rank} has a large one or another collective"
+                )
+
+        for r in range(page.size):
+            if r != page.rank:
+                page.await_counter(self._rows[r], k + 1, r, "a small all_reduce", check_large)
+        offset = 64 + slot * _SMALL_SLOT
+        heads = [_SMALL_TOP.unpack_from(page.memory, row + offset) for row in self._rows]
+        mine = heads[page.rank][1:]
+        if any(head[1:] != mine for head in heads):
+            names = list(OP_CODES)
+            told = ", ".join(
+                f"rank {r} has {names[o]} of {n} x {DTYPES[d]} as collective {i}"
+                for r, (_, o, d, n, i) in enumerate(heads)
+            )
+            raise Mismatch(f"all_reduce: the ranks disagree; {told}")
+        combine(views, op, x.detach().view(-1))
+        return float(max(head[0] for head in heads))
+
+    def holds(self, rank: int, sequence: int) -> bool:
+        """Whether `rank` has posted the collective with this number."""
+        starts = (self._rows[rank] + 64 + slot * _SMALL_SLOT for slot in range(_DEPTH))
+        return any(_SMALL_TOP.unpack_from(self.page.memory, start)[4] == sequence for start in starts)
+
+    def _slot_views(self, x: Tensor, slot: int) -> list[Tensor]:
+        key = (x.dtype, x.numel(), slot)
+        found = self._views.get(key)
+        if found is None:
+            if len(self._views) >= _VIEWS:
+                self._views.clear()
+            nbytes = x.numel() * x.element_size()
+            starts = [row + 64 + slot * _SMALL_SLOT + _SMALL_HEAD for row in self._rows]
+            found = [self._memory[s : s + nbytes].view(x.dtype) for s in starts]
+            self._views[key] = found
+        return found
+
+
+def count_outbox_bytes(size: int) -> int:
+    """Bytes of memory that a rank needs for its outboxes; only what is used is ever allocated."""
+    return size * 2 * (_CHUNK + 16)
+
+
+class DirectMessages:
+    """Messages from one rank to another, through outboxes of the sender's that all ranks have mapped."""
+
+    def __init__(self, page: MeetingPage, outboxes: Sequence[Tensor]) -> None:
+        """`outboxes[r]`: `count_outbox_bytes(size)` of rank r's memory, a part for each receiver."""
+        self.page = page
+        self._boxes = [boxes.split(2 * (_CHUNK + 16)) for boxes in outboxes]
+
+    def send(self, x: Tensor, dst: int) -> None:
+        """Send `x`'s bytes; blocks while two chunks wait to be taken."""
+        row = self._row(self.page.rank, dst)
+        box = self._boxes[self.page.rank][dst]
+        data = x.view(torch.uint8)
+        counters, what = self.page.counters, f"send to rank {dst}"
+        for chunk in _cut_chunks(data):
+            posted = counters[row]
+            self.page.await_counter(row + 4, posted - 1, dst, what)
+            at = (posted & 1) * (_CHUNK + 16)
+            box[at : at + 16].view(torch.int64).copy_(torch.tensor([data.numel(), DTYPE_CODES[x.dtype]]))
+            box[at + 16 : at + 16 + chunk.numel()].copy_(chunk)
+            counters.publish(row, posted + 1)
+
+    def recv(self, x: Tensor, src: int) -> None:
+        """Receive into `x`."""
+        row = self._row(src, self.page.rank)
+        box = self._boxes[src][self.page.rank]
+        data = x.view(torch.uint8)
+        counters, what = self.page.counters, f"recv from rank {src}"
+        for chunk in _cut_chunks(data):
+            taken = counters[row + 4]
+            self.page.await_counter(row, taken + 1, src, what)
+            at = (taken & 1) * (_CHUNK + 16)
+            nbytes, code = box[at : at + 16].view(torch.int64).tolist()
+            if nbytes != data.numel() or DTYPES[code] != x.dtype:
+                raise Mismatch(
+                    f"recv from rank {src}: it sent {nbytes} bytes of {DTYPES[code]}, "
+                    f"I receive into {data.numel()} bytes of {x.dtype}"
+                )
+            chunk.copy_(box[at + 16 : at + 16 + chunk.numel()])
+            counters.publish(row + 4, taken + 1)
+
+    def _row(self, src: int, dst: int) -> int:
+        return self.page.pair_rows + (src * self.page.size + dst) * _PAIR
+
+
+def _cut_chunks(data: Tensor) -> list[Tensor]:
+    """Pieces of at most a chunk; an empty message still is one."""
+    return list(data.split(_CHUNK)) if data.numel() else [data]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono.world.transports import UNKNOWN, Op, Transport, group_of
+from unisono.world.transports import UNKNOWN, Op, Transport, find_group
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -101,7 +101,7 @@ class NcclTransport(Transport):
         raise AssertionError("objects travel over the CPU transport")
 
     def split(self, groups: Sequence[Sequence[int]]) -> Transport:
-        mine = group_of(groups, self.rank, self.size)
+        mine = find_group(groups, self.rank, self.size)
         self._splits += 1
         store = dist.PrefixStore(f"{self._splits}/{'-'.join(map(str, mine))}", self._store)
         return NcclTransport(store, mine.index(self.rank), len(mine), self._device, timeout_s=self._timeout_s)

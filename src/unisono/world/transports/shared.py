@@ -16,18 +16,27 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from unisono.world.transports import Mismatch, Op, Transport, group_of
+from unisono.world.transports import SMALL_BYTES, Mismatch, Op, Transport, find_group
 from unisono.world.transports.arithmetic import combine
-from unisono.world.transports.mailbox import DTYPE_CODES, DTYPES, LIMIT, OP_CODES, Letters, Postbox, outbox_bytes, room
-from unisono.world.transports.mapped import Segment, open_published, publish
-from unisono.world.transports.meeting_page import ITEM_LIMIT, Board
+from unisono.world.transports.mapped import MappedMemory, open_published, publish
+from unisono.world.transports.meeting_page import (
+    DTYPE_CODES,
+    DTYPES,
+    ITEM_LIMIT,
+    OP_CODES,
+    PAGE_NAME,
+    DirectMessages,
+    MeetingPage,
+    SmallAllReduce,
+    count_outbox_bytes,
+)
 
 BLOCK = 4 << 20  # bytes a rank puts on the stage at a time
 _TILE = 1 << 20  # bytes reduced at a time in place: large enough for Python, small enough for the cache
 _SLACK = 512  # shares end on borders of cache lines
 _HEAD = struct.Struct("BBHqiq")
 _PLAN, _MARK = b"plan", b"exchange"  # how an item begins: what its rank came to do
-_INLINE = ITEM_LIMIT - len(_MARK) - 8  # bytes of an object that fit on the board itself
+_INLINE = ITEM_LIMIT - len(_MARK) - 8  # bytes of an object that fit on the page itself
 
 
 class SharedTransport(Transport):
@@ -39,18 +48,18 @@ class SharedTransport(Transport):
         """`fd`: a memfd that every rank of the group has open, empty when the first comes."""
         self.rank, self.size, self._timeout_s = rank, size, timeout_s
         spin = size <= len(os.sched_getaffinity(0))
-        self._board = Board(fd, rank, size, timeout_s=timeout_s, spin=spin, room=room(size))
-        self._postbox = Postbox(self._board)
-        self._board.doubt = self._doubt
-        self._segments: dict[int, tuple[int, Segment]] = {}
+        self._page = MeetingPage(fd, rank, size, timeout_s=timeout_s, spin=spin)
+        self._small = SmallAllReduce(self._page)
+        self._page.on_missing = self._check_small
+        self._mapped: dict[int, tuple[int, MappedMemory]] = {}
         self._made = 0
         self._turn = 0
         stage = -(-(2 * BLOCK + 2 * (BLOCK // size + _SLACK)) // 64) * 64
-        self._stage = self._make(stage + outbox_bytes(size))
-        self._letters = Letters(self._board, [r[stage:] for r in self._stage.ranks])
+        self._stage = self._map(stage + count_outbox_bytes(size))
+        self._direct = DirectMessages(self._page, [r[stage:] for r in self._stage.ranks])
 
     @classmethod
-    def inherited(cls, fd: int, rank: int, size: int, *, timeout_s: float) -> SharedTransport:
+    def from_inherited(cls, fd: int, rank: int, size: int, *, timeout_s: float) -> SharedTransport:
         """From a descriptor that the launcher left open."""
         try:
             return cls(fd, rank, size, timeout_s=timeout_s)
@@ -59,44 +68,44 @@ class SharedTransport(Transport):
 
     @property
     def sequence(self) -> int:
-        """The number of the collective now running: the board shows it to the others."""
-        return self._board.sequence
+        """The number of the collective now running: the page shows it to the others."""
+        return self._page.sequence
 
     @sequence.setter
     def sequence(self, value: int) -> None:
-        self._board.sequence = value
+        self._page.sequence = value
 
     # Collectives -----------------------------------------------------------------------------------------
 
     def post(self, x: Tensor, op: Op, sequence: int) -> tuple[Callable[[], float], Callable[[], bool]] | None:
-        return self._postbox.post(x, op, sequence) if x.numel() * x.element_size() <= LIMIT else None
+        return self._small.post(x, op, sequence) if x.numel() * x.element_size() <= SMALL_BYTES else None
 
     def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
         total = sum(p.numel() for p in parts)
-        place = self._place(parts[0]) if len(parts) == 1 else (-1, 0)
+        place = self._locate(parts[0]) if len(parts) == 1 else (-1, 0)
         dtype = parts[0].dtype
         stage = _Stage(self, dtype)
         early = op == "mean" and dtype in (torch.float32, torch.float64)
         scale = 1.0 / self.size if early else None
-        blocks = list(_blocks(parts, stage.elements))
+        blocks = list(_cut_blocks(parts, stage.elements))
         if place[0] < 0 and blocks:
             stage.put(blocks[0], self._turn, scale)
         heads, last = self._begin("all_reduce", op, dtype, total, place)
         if all(head[4:] == heads[0][4:] for head in heads) and place[0] >= 0:
             self._reduce_in_place(parts[0], op)
-            self._board.meet(what="all_reduce")
+            self._page.meet(what="all_reduce")
             return last
         if place[0] >= 0 and blocks:  # mine is in place but a peer's is not: all go over the stage
             stage.put(blocks[0], self._turn, scale)
         if any(head[4] >= 0 for head in heads):
-            self._board.meet(what="all_reduce")
+            self._page.meet(what="all_reduce")
         for i, block in enumerate(blocks):
             length = sum(p.numel() for p in block)
             stage.reduce(length, self._turn, "sum" if early else op)
             if i + 1 < len(blocks):
                 stage.put(blocks[i + 1], self._turn + 1, scale)
-            self._board.arrive()
-            self._board.await_all("all_reduce")
+            self._page.arrive()
+            self._page.await_all("all_reduce")
             stage.take(block, length, self._turn)
             self._turn += 1
         return last
@@ -104,43 +113,43 @@ class SharedTransport(Transport):
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], op: Op, out: Tensor) -> float:
         parts = x.split(list(counts))
         what = f"reduce_scatter of {list(counts)}"
-        heads, last = self._begin(what, op, x.dtype, x.numel(), self._place(x))
+        heads, last = self._begin(what, op, x.dtype, x.numel(), self._locate(x))
         if heads[0][4] >= 0 and all(head[4:] == heads[0][4:] for head in heads):
-            segment = self._segment(heads[0][4])
+            memory = self._find_mapped(heads[0][4])
             offset = heads[0][5] + sum(counts[: self.rank]) * x.element_size()
-            peers = [_typed(r, offset, out.numel(), x.dtype) for r in segment.ranks]
+            peers = [_view_as(r, offset, out.numel(), x.dtype) for r in memory.ranks]
             step = _TILE // x.element_size()
             for tiles in zip(out.split(step), *(p.split(step) for p in peers), strict=True):
                 combine(tiles[1:], op, tiles[0])
-            self._board.meet(what="reduce_scatter")
+            self._page.meet(what="reduce_scatter")
             return last
-        self._through(parts, [out] * self.size, x.dtype, lambda tiles, target: combine(tiles, op, target))
+        self._pass_pieces(parts, [out] * self.size, x.dtype, lambda tiles, target: combine(tiles, op, target))
         return last
 
     def all_to_all(self, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> float:
         longest = max(p.numel() for p in parts)
         heads, last = self._begin("all_to_all", "sum", parts[0].dtype, longest, (-1, 0), same=False)
-        self._through(parts, outs, parts[0].dtype, None, longest=max(head[3] for head in heads))
+        self._pass_pieces(parts, outs, parts[0].dtype, None, longest=max(head[3] for head in heads))
         return last
 
     def all_gather(self, x: Tensor, outs: Sequence[Tensor]) -> float:
-        heads, last = self._begin("all_gather", "sum", x.dtype, x.numel(), self._place(x), same=False)
+        heads, last = self._begin("all_gather", "sum", x.dtype, x.numel(), self._locate(x), same=False)
         if any(out.numel() != head[3] for out, head in zip(outs, heads, strict=True)):
             told = ", ".join(f"rank {r} has {head[3]}" for r, head in enumerate(heads))
             raise Mismatch(f"all_gather: the ranks have sizes that were not expected ({told}): are they even?")
         if all(head[4] >= 0 for head in heads):
             for out, head, r in zip(outs, heads, range(self.size), strict=True):
-                out.copy_(_typed(self._segment(head[4]).ranks[r], head[5], out.numel(), x.dtype))
-            self._board.meet(what="all_gather")
+                out.copy_(_view_as(self._find_mapped(head[4]).ranks[r], head[5], out.numel(), x.dtype))
+            self._page.meet(what="all_gather")
             return last
         stage = _Stage(self, x.dtype)
         longest = max(head[3] for head in heads)
         for start in range(0, longest, stage.elements):
             stage.put([x[start : start + stage.elements]], self._turn)
-            self._board.meet(what="all_gather")
+            self._page.meet(what="all_gather")
             for r, out in enumerate(outs):
                 target = out[start : start + stage.elements]
-                target.copy_(stage.of(r, self._turn)[: target.numel()])
+                target.copy_(stage.block_of(r, self._turn)[: target.numel()])
             self._turn += 1
         return last
 
@@ -148,12 +157,12 @@ class SharedTransport(Transport):
         total = sum(p.numel() for p in parts)
         _, last = self._begin(f"broadcast from {src}", "sum", parts[0].dtype, total, (-1, src))
         stage = _Stage(self, parts[0].dtype)
-        for block in _blocks(parts, stage.elements):
+        for block in _cut_blocks(parts, stage.elements):
             if self.rank == src:
                 stage.put(block, self._turn)
-            self._board.meet(what="broadcast")
+            self._page.meet(what="broadcast")
             if self.rank != src:
-                source, at = stage.of(src, self._turn), 0
+                source, at = stage.block_of(src, self._turn), 0
                 for part in block:
                     part.copy_(source[at : at + part.numel()])
                     at += part.numel()
@@ -161,13 +170,13 @@ class SharedTransport(Transport):
         return last
 
     def send(self, x: Tensor, dst: int) -> None:
-        self._letters.send(x, dst)
+        self._direct.send(x, dst)
 
     def recv(self, x: Tensor, src: int) -> None:
-        self._letters.recv(x, src)
+        self._direct.recv(x, src)
 
     def exchange(self, data: bytes) -> list[bytes]:
-        found = self._board.meet(_MARK + struct.pack("q", len(data)) + data[:_INLINE], "exchange")
+        found = self._page.meet(_MARK + struct.pack("q", len(data)) + data[:_INLINE], "exchange")
         if strays := [r for r, item in enumerate(found) if not item.startswith(_MARK)]:
             raise Mismatch(f"an exchange of objects or shapes: rank {strays[0]} is in another collective")
         sizes = [struct.unpack_from("q", item, len(_MARK))[0] for item in found]
@@ -181,63 +190,63 @@ class SharedTransport(Transport):
     # Groups and memory -----------------------------------------------------------------------------------
 
     def split(self, groups: Sequence[Sequence[int]]) -> Transport:
-        mine = group_of(groups, self.rank, self.size)
-        fd = os.memfd_create("unisono-board", os.MFD_CLOEXEC) if mine[0] == self.rank else -1
+        mine = find_group(groups, self.rank, self.size)
+        fd = os.memfd_create(PAGE_NAME, os.MFD_CLOEXEC) if mine[0] == self.rank else -1
         addresses = self.exchange(publish(fd).encode() if fd >= 0 else b"")
         if fd < 0:
             fd = open_published(addresses[mine[0]].decode())
         try:
-            self._board.meet()  # all have opened before the maker may close
+            self._page.meet()  # all have opened before the maker may close
             return SharedTransport(fd, mine.index(self.rank), len(mine), timeout_s=self._timeout_s)
         finally:
             os.close(fd)
 
     def empty(self, n: int, dtype: torch.dtype) -> Tensor:
-        segment = self._make(n * dtype.itemsize)
-        self._segments[segment.address] = (self._made, segment)
-        return segment.mine.view(dtype)
+        memory = self._map(n * dtype.itemsize)
+        self._mapped[memory.address] = (self._made, memory)
+        return memory.mine.view(dtype)
 
     def shared(self, n: int, dtype: torch.dtype) -> Tensor:
-        return self._make(n * dtype.itemsize).ranks[0].view(dtype)
+        return self._map(n * dtype.itemsize).ranks[0].view(dtype)
 
     def release(self, x: Tensor) -> None:
-        self._segments.pop(x.untyped_storage().data_ptr(), None)
+        self._mapped.pop(x.untyped_storage().data_ptr(), None)
 
     def abandon(self, why: Exception) -> None:
-        self._board.give_up(why)
+        self._page.give_up(why)
 
     def close(self) -> None:
-        self._segments.clear()
-        self._board.doubt = None
-        self._board.close()
+        self._mapped.clear()
+        self._page.on_missing = None
+        self._page.close()
 
     # Inside ----------------------------------------------------------------------------------------------
 
-    def _make(self, nbytes: int) -> Segment:
+    def _map(self, nbytes: int) -> MappedMemory:
         self._made += 1
-        return Segment(nbytes, self.rank, lambda mine: self._board.meet(mine, "sharing memory"))
+        return MappedMemory(nbytes, self.rank, lambda mine: self._page.meet(mine, "sharing memory"))
 
-    def _place(self, x: Tensor) -> tuple[int, int]:
-        """Which segment `x` lies in, and where; (-1, 0) for private memory."""
-        found = self._segments.get(x.untyped_storage().data_ptr())
+    def _locate(self, x: Tensor) -> tuple[int, int]:
+        """The number of the mapped memory that `x` lies in, and where in it; (-1, 0) for private memory."""
+        found = self._mapped.get(x.untyped_storage().data_ptr())
         if found is None or not x.numel():
             return -1, 0
         return found[0], x.data_ptr() - found[1].address
 
-    def _segment(self, number: int) -> Segment:
-        return next(segment for n, segment in self._segments.values() if n == number)
+    def _find_mapped(self, number: int) -> MappedMemory:
+        return next(memory for n, memory in self._mapped.values() if n == number)
 
     def _begin(
         self, what: str, op: Op, dtype: torch.dtype, count: int, place: tuple[int, int], *, same: bool = True
     ) -> tuple[list[tuple[int, ...]], float]:
         """Meet, and compare what each rank is about to do."""
         kind = crc32(what.encode()) & 0xFFFF
-        self._board.arrive(_PLAN + _HEAD.pack(OP_CODES[op], DTYPE_CODES[dtype], kind, count, *place))
-        last = self._board.await_all(what)
-        items = self._board.items()
+        self._page.arrive(_PLAN + _HEAD.pack(OP_CODES[op], DTYPE_CODES[dtype], kind, count, *place))
+        last = self._page.await_all(what)
+        items = self._page.read_items()
         heads = [_HEAD.unpack(i[4:]) if i.startswith(_PLAN) else (255, 0, 0, 0, -1, 0) for i in items]
         keep = 4 if same else 3
-        numbers = self._board.sequences()
+        numbers = self._page.read_sequences()
         if any(head[:keep] != heads[0][:keep] for head in heads) or len(set(numbers)) > 1:
             ops = list(OP_CODES)
             told = [
@@ -249,25 +258,25 @@ class SharedTransport(Transport):
             raise Mismatch(f"{what}: the ranks disagree; " + "; ".join(told))
         return heads, last
 
-    def _doubt(self, rank: int) -> None:
+    def _check_small(self, rank: int) -> None:
         """A rank that does not come may have posted this very collective as a small one."""
-        if self.sequence and self._postbox.holds(rank, self.sequence):
+        if self.sequence and self._small.holds(rank, self.sequence):
             raise Mismatch(
                 f"collective {self.sequence}: the ranks disagree; rank {rank} has a small all_reduce, "
                 f"rank {self.rank} a large one or another collective"
             )
 
     def _reduce_in_place(self, x: Tensor, op: Op) -> None:
-        number, offset = self._place(x)
-        lines = [_typed(r, offset, x.numel(), x.dtype) for r in self._segment(number).ranks]
-        start, stop = _share(x.numel(), self.rank, self.size)
+        number, offset = self._locate(x)
+        lines = [_view_as(r, offset, x.numel(), x.dtype) for r in self._find_mapped(number).ranks]
+        start, stop = _cut_share(x.numel(), self.rank, self.size)
         step = _TILE // x.element_size()
         for tiles in zip(*(line[start:stop].split(step) for line in lines), strict=True):
             combine(tiles, op, tiles[0])
             for other in tiles[1:]:
                 other.copy_(tiles[0])
 
-    def _through(
+    def _pass_pieces(
         self,
         parts: Sequence[Tensor],
         outs: Sequence[Tensor],
@@ -281,9 +290,11 @@ class SharedTransport(Transport):
         for start in range(0, max(p.numel() for p in parts) if longest is None else longest, room):
             for r, part in enumerate(parts):
                 piece = part[start : start + room]
-                stage.of(self.rank, self._turn)[r * room : r * room + piece.numel()].copy_(piece)
-            self._board.meet()
-            sources = [stage.of(r, self._turn)[self.rank * room : (self.rank + 1) * room] for r in range(self.size)]
+                stage.block_of(self.rank, self._turn)[r * room : r * room + piece.numel()].copy_(piece)
+            self._page.meet()
+            sources = [
+                stage.block_of(r, self._turn)[self.rank * room : (self.rank + 1) * room] for r in range(self.size)
+            ]
             if merge is not None:
                 target = outs[0][start : start + room]
                 merge([s[: target.numel()] for s in sources], target)
@@ -307,7 +318,7 @@ class _Stage:
         n = self._results
         self._takes = [[line[at + t * n : at + (t + 1) * n] for t in (0, 1)] for line in lines]
 
-    def of(self, rank: int, turn: int) -> Tensor:
+    def block_of(self, rank: int, turn: int) -> Tensor:
         return self._puts[rank][turn & 1]
 
     def put(self, block: Sequence[Tensor], turn: int, scale: float | None = None) -> None:
@@ -321,11 +332,11 @@ class _Stage:
             at += part.numel()
 
     def reduce(self, length: int, turn: int, op: Op) -> None:
-        start, stop = _share(length, self.rank, self.size)
+        start, stop = _cut_share(length, self.rank, self.size)
         combine([p[turn & 1][start:stop] for p in self._puts], op, self._takes[self.rank][turn & 1][: stop - start])
 
     def take(self, block: Sequence[Tensor], length: int, turn: int) -> None:
-        bounds = [_share(length, r, self.size) for r in range(self.size)]
+        bounds = [_cut_share(length, r, self.size) for r in range(self.size)]
         at = 0
         for part in block:
             for r, (start, stop) in enumerate(bounds):
@@ -335,18 +346,18 @@ class _Stage:
             at += part.numel()
 
 
-def _share(length: int, rank: int, size: int) -> tuple[int, int]:
+def _cut_share(length: int, rank: int, size: int) -> tuple[int, int]:
     """The part of `length` elements that `rank` reduces, on borders of cache lines."""
     each = -(-length // size)
     each = -(-each // 16) * 16
     return min(rank * each, length), min((rank + 1) * each, length)
 
 
-def _typed(line: Tensor, offset: int, count: int, dtype: torch.dtype) -> Tensor:
+def _view_as(line: Tensor, offset: int, count: int, dtype: torch.dtype) -> Tensor:
     return line[offset : offset + count * dtype.itemsize].view(dtype)
 
 
-def _blocks(parts: Sequence[Tensor], room: int) -> Iterator[list[Tensor]]:
+def _cut_blocks(parts: Sequence[Tensor], room: int) -> Iterator[list[Tensor]]:
     """The concatenation of `parts` cut into blocks of `room` elements, as lists of views."""
     block: list[Tensor] = []
     left = room

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from unisono.world import World
-from unisono.world.ledger import Ledger
-from unisono.world.transports import UNKNOWN, Op, Transport, group_of
-from unisono.world.transports.arithmetic import widened
+from unisono.world.transports import UNKNOWN, Op, Transport, find_group
+from unisono.world.transports.arithmetic import widen
 
 
 class SimulatedTransport(Transport):
@@ -75,37 +71,16 @@ class SimulatedTransport(Transport):
         return [data] * self.size
 
     def split(self, groups: Sequence[Sequence[int]]) -> Transport:
-        mine = group_of(groups, self.rank, self.size)
+        mine = find_group(groups, self.rank, self.size)
         return SimulatedTransport(
             mine.index(self.rank), len(mine), bits_per_s=self.bits_per_s, latency_s=self.latency_s, parent=self
         )
 
 
-def simulate(size: int, *, rank: int = 0, bits_per_s: float = 1e9, latency_s: float = 1e-4, per_host: int = 1) -> World:
-    """A world of `size` ranks of which only this one exists, for costs without machines.
-
-    >>> import torch
-    >>> world = simulate(4, bits_per_s=1e9, latency_s=0.0)
-    >>> _ = world.all_reduce(torch.empty(250_000, device="meta")).wait()
-    >>> world.transport.seconds
-    0.012
-    """
-    if size < 1 or not 0 <= rank < size:
-        raise ValueError(f"expected size >= 1 and 0 <= rank < size, got size={size}, rank={rank}")
-    if not (bits_per_s > 0 and latency_s >= 0 and math.isfinite(latency_s)):
-        raise ValueError(f"expected bits_per_s > 0 and latency_s >= 0, got {bits_per_s} and {latency_s}")
-    hosts = [f"host{r // per_host}" for r in range(size)]
-    if size == 1:
-        return World(None, hosts=hosts)
-    transport = SimulatedTransport(rank, size, bits_per_s=bits_per_s, latency_s=latency_s)
-    ledger = Ledger(rank, clock=lambda: time.perf_counter() + transport.seconds)
-    return World(transport, hosts=hosts, ledger=ledger)
-
-
 def _multiply(x: Tensor, times: int) -> None:
     """The sum of `times` equal tensors, for every dtype."""
     if not x.is_meta:
-        x.copy_(widened(x).mul(times))
+        x.copy_(widen(x).mul(times))
 
 
 def _bytes(parts: Sequence[Tensor]) -> int:

@@ -6,19 +6,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from unisono.world.transports import Mismatch, Op, PeerLost, Transport, group_of
+from unisono.world.transports import Mismatch, Op, PeerLost, Transport, find_group
 from unisono.world.transports.arithmetic import combine
 
-T = TypeVar("T")
 
-
-class _Hub:
-    """What the threads of one world share: a place to meet, and letter boxes."""
+class Hub:
+    """What the threads of one world share: a place to meet, and message boxes."""
 
     def __init__(self, size: int, timeout_s: float) -> None:
         self.size = size
@@ -29,10 +27,10 @@ class _Hub:
         self.arrived = 0
         self.round = 0
         self.found: tuple[list[Any], float] = ([], 0.0)
-        self.letters: dict[tuple[int, int], deque[Tensor]] = {}
+        self.messages: dict[tuple[int, int], deque[Tensor]] = {}
         self.lost: str | None = None
         self.left: set[int] = set()  # ranks that closed this world
-        self.subs: dict[tuple[int, ...], list[_Hub]] = {}
+        self.subs: dict[tuple[int, ...], list[Hub]] = {}
 
     def lose(self, why: str) -> None:
         with self.changed:
@@ -45,10 +43,10 @@ class _Hub:
     def wait_for(self, ready: Callable[[], bool], what: str, ranks: Sequence[int]) -> None:
         """With the lock held; `ranks` are those that are waited for."""
 
-        def vain() -> bool:
+        def is_in_vain() -> bool:
             return self.lost is not None or not self.left.isdisjoint(ranks)
 
-        if not self.changed.wait_for(lambda: ready() or vain(), self.timeout_s):
+        if not self.changed.wait_for(lambda: ready() or is_in_vain(), self.timeout_s):
             raise PeerLost(f"{what}: no answer within {self.timeout_s:g} s")
         if not ready():
             raise PeerLost(f"{what}: {self.lost or f'rank {min(self.left)} has closed this world'}")
@@ -59,7 +57,7 @@ class ThreadTransport(Transport):
 
     name = "threads"
 
-    def __init__(self, hub: _Hub, rank: int) -> None:
+    def __init__(self, hub: Hub, rank: int) -> None:
         self.hub = hub
         self.rank, self.size = rank, hub.size
         self._splits = 0
@@ -82,7 +80,7 @@ class ThreadTransport(Transport):
             raise Mismatch(f"{what}: the ranks disagree; {told}")
         return [item for _, _, item in found], last
 
-    def _part(self, what: str) -> None:
+    def _end(self, what: str) -> None:
         """All have read what the others brought."""
         self._meet(what, "end")
 
@@ -91,7 +89,7 @@ class ThreadTransport(Transport):
         results = [torch.empty_like(p) for p in parts]
         for i, result in enumerate(results):
             combine([rank[i] for rank in ranks], op, result)
-        self._part("all_reduce")
+        self._end("all_reduce")
         for part, result in zip(parts, results, strict=True):
             part.copy_(result)
         return last
@@ -100,7 +98,7 @@ class ThreadTransport(Transport):
         ranks, last = self._meet("reduce_scatter", (op, f"{list(counts)} x {x.dtype}"), x)
         result = torch.empty_like(out)
         combine([torch.split(other, list(counts))[self.rank] for other in ranks], op, result)
-        self._part("reduce_scatter")
+        self._end("reduce_scatter")
         out.copy_(result)
         return last
 
@@ -109,7 +107,7 @@ class ThreadTransport(Transport):
         ranks, last = self._meet("all_gather", f"{sizes} x {x.dtype}", x)
         for out, other in zip(outs, ranks, strict=True):
             out.copy_(other)
-        self._part("all_gather")
+        self._end("all_gather")
         return last
 
     def broadcast(self, parts: Sequence[Tensor], src: int) -> float:
@@ -117,32 +115,32 @@ class ThreadTransport(Transport):
         if self.rank != src:
             for part, other in zip(parts, ranks[src], strict=True):
                 part.copy_(other)
-        self._part("broadcast")
+        self._end("broadcast")
         return last
 
     def all_to_all(self, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> float:
         ranks, last = self._meet("all_to_all", str(parts[0].dtype), parts)
         for out, other in zip(outs, ranks, strict=True):
             out.copy_(other[self.rank])
-        self._part("all_to_all")
+        self._end("all_to_all")
         return last
 
     def send(self, x: Tensor, dst: int) -> None:
         with self.hub.changed:
-            self.hub.letters.setdefault((self.rank, dst), deque()).append(x.clone())
+            self.hub.messages.setdefault((self.rank, dst), deque()).append(x.clone())
             self.hub.changed.notify_all()
 
     def recv(self, x: Tensor, src: int) -> None:
         with self.hub.changed:
-            box = self.hub.letters.setdefault((src, self.rank), deque())
+            box = self.hub.messages.setdefault((src, self.rank), deque())
             self.hub.wait_for(lambda: bool(box), f"recv from rank {src}", [src])
-            letter = box.popleft()
-        if letter.numel() != x.numel() or letter.dtype != x.dtype:
+            message = box.popleft()
+        if message.numel() != x.numel() or message.dtype != x.dtype:
             raise Mismatch(
-                f"recv from rank {src}: it sent {letter.dtype} of {letter.numel()}, "
+                f"recv from rank {src}: it sent {message.dtype} of {message.numel()}, "
                 f"I receive into {x.dtype} of {x.numel()}"
             )
-        x.copy_(letter)
+        x.copy_(message)
 
     def shared(self, n: int, dtype: torch.dtype) -> Tensor:
         first: Tensor = self._meet("shared", f"{n} x {dtype}", torch.zeros(n, dtype=dtype))[0][0]
@@ -158,57 +156,12 @@ class ThreadTransport(Transport):
         return self._meet("exchange", "", data)[0]
 
     def split(self, groups: Sequence[Sequence[int]]) -> Transport:
-        mine = group_of(groups, self.rank, self.size)
+        mine = find_group(groups, self.rank, self.size)
         self._splits += 1
         key = (self._splits, *mine)
         with self.hub.changed:
             made = self.hub.subs.setdefault(key, [])
             if not made:
-                made.append(_Hub(len(mine), self.hub.timeout_s))
+                made.append(Hub(len(mine), self.hub.timeout_s))
         self._meet("split", [list(group) for group in groups])
         return ThreadTransport(made[0], mine.index(self.rank))
-
-
-def run_threads(
-    fn: Callable[..., T], size: int, *, hosts: Sequence[str] | None = None, timeout_s: float = 60.0
-) -> list[T]:
-    """Run `fn(world)` on `size` threads, each a rank; returns every rank's result, or raises the first error.
-
-    `hosts` names each rank's host, for `split`; `timeout_s` is how long a rank waits for another.
-
-    >>> import torch
-    >>> run_threads(lambda world: world.all_reduce(torch.tensor(float(world.rank)), "sum").wait().item(), 3)
-    [3.0, 3.0, 3.0]
-    """
-    from unisono.world import World, enter
-
-    if not callable(fn):
-        raise TypeError(f"run_threads takes a function of a world, got {fn!r}")
-    if size < 1:
-        raise ValueError(f"a world has at least one rank, got size={size}")
-    hub = _Hub(size, timeout_s)
-    results: list[Any] = [None] * size
-    errors: list[BaseException | None] = [None] * size
-
-    def work(rank: int) -> None:
-        transport = ThreadTransport(hub, rank) if size > 1 else None
-        world = World(transport, hosts=hosts or ["localhost"] * size)
-        enter(world)
-        try:
-            results[rank] = fn(world)
-        except BaseException as error:
-            errors[rank] = error
-            hub.lose(f"rank {rank} failed: {error!r}")
-        finally:
-            enter(None)
-            world.close()
-
-    threads = [threading.Thread(target=work, args=(r,), name=f"rank {r}", daemon=True) for r in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    failed = [e for e in errors if e is not None]
-    if failed:
-        raise next((e for e in failed if not isinstance(e, PeerLost)), failed[0])
-    return results

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from unisono.world.transports import UNKNOWN, Mismatch, Op, PeerLost, Transport, group_of
-from unisono.world.transports import meeting_page as boards
-from unisono.world.transports.arithmetic import widened
-from unisono.world.transports.gloo import MessageTransport
+from unisono.world.transports import UNKNOWN, Mismatch, Op, PeerLost, Transport, find_group
+from unisono.world.transports.arithmetic import widen
+from unisono.world.transports.gloo import GlooTransport
 from unisono.world.transports.mapped import open_published, publish
+from unisono.world.transports.meeting_page import PAGE_NAME, is_supported
 from unisono.world.transports.shared import SharedTransport
 
 if TYPE_CHECKING:
@@ -44,16 +44,16 @@ def connect(store: Store, rank: int, size: int, *, timeout_s: float) -> tuple[Tr
     everywhere, inside = _share(store, mine, rank, size, timeout_s)
     if inside is not None and len(mine) == size:
         return inside, hosts
-    messages = MessageTransport(PrefixStore("messages", store), rank, size, timeout_s=timeout_s)
+    messages = GlooTransport(PrefixStore("messages", store), rank, size, timeout_s=timeout_s)
     if not everywhere or len(set(hosts)) == size:
         return messages, hosts
-    return HostsTransport.over(messages, inside, hosts), hosts
+    return TwoLevelTransport.build(messages, inside, hosts), hosts
 
 
 def _identity() -> tuple[str, str]:
     """This host's name, and a key that two ranks share just when they can share memory."""
     name = os.environ.get("UNISONO_HOST", socket.gethostname())
-    if not boards.usable():
+    if not is_supported():
         return name, f"{name} {os.getpid()}"
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         boot = file.read().strip()
@@ -65,14 +65,14 @@ def _share(
     store: Store, mine: Sequence[int], rank: int, size: int, timeout_s: float
 ) -> tuple[bool, SharedTransport | None]:
     """Whether every rank anywhere can share memory on its host, and mine with the others of my host, if any."""
-    works = boards.usable() and os.environ.get("UNISONO_SHARED_MEMORY", "1") != "0"
-    fd = os.memfd_create("unisono-board", os.MFD_CLOEXEC) if works and rank == mine[0] else -1
+    works = is_supported() and os.environ.get("UNISONO_SHARED_MEMORY", "1") != "0"
+    fd = os.memfd_create(PAGE_NAME, os.MFD_CLOEXEC) if works and rank == mine[0] else -1
     try:
         if rank == mine[0]:
-            store.set(f"board/{rank}", publish(fd) if works else "")
+            store.set(f"page/{rank}", publish(fd) if works else "")
         elif works:
             try:
-                fd = open_published(store.get(f"board/{mine[0]}").decode())
+                fd = open_published(store.get(f"page/{mine[0]}").decode())
             except OSError:
                 works = False
         store.set(f"shares/{rank}", str(int(works)))
@@ -85,11 +85,11 @@ def _share(
             os.close(fd)
 
 
-def _together(method: F) -> F:
+def _fail_together(method: F) -> F:
     """When a phase fails on one rank, the others are waiting for it, on this host and on others: tell them."""
 
     @wraps(method)
-    def run(self: HostsTransport, *args: Any) -> Any:
+    def run(self: TwoLevelTransport, *args: Any) -> Any:
         try:
             return method(self, *args)
         except (Mismatch, PeerLost) as error:
@@ -103,7 +103,7 @@ def _together(method: F) -> F:
     return run  # type: ignore[return-value]
 
 
-class HostsTransport(Transport):
+class TwoLevelTransport(Transport):
     """Some ranks a host, on several hosts."""
 
     name = "shared memory and messages"
@@ -118,7 +118,7 @@ class HostsTransport(Transport):
         self._mine = self._groups[self._home]
 
     @classmethod
-    def over(cls, flat: Transport, inside: Transport | None, hosts: Sequence[str]) -> HostsTransport:
+    def build(cls, flat: Transport, inside: Transport | None, hosts: Sequence[str]) -> TwoLevelTransport:
         """Make the group of leaders (every rank calls it)."""
         leaders = [hosts.index(h) for h in dict.fromkeys(hosts)]
         rest = [r for r in range(flat.size) if r not in leaders]
@@ -128,10 +128,10 @@ class HostsTransport(Transport):
             across = None
         return cls(flat, inside, across, hosts)
 
-    @_together
+    @_fail_together
     def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
         if parts[0].dtype.itemsize == 1 and parts[0].is_floating_point():  # eight bits do not bear three roundings
-            wide = [widened(p) for p in parts]
+            wide = [widen(p) for p in parts]
             self.all_reduce(wide, op)
             for part, done in zip(parts, wide, strict=True):
                 part.copy_(done)
@@ -143,9 +143,9 @@ class HostsTransport(Transport):
             self._inside.broadcast(parts, 0)
         return UNKNOWN
 
-    @_together
+    @_fail_together
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], op: Op, out: Tensor) -> float:
-        pieces = [widened(p) if p.dtype.itemsize == 1 else p for p in x.split(list(counts))]
+        pieces = [widen(p) if p.dtype.itemsize == 1 else p for p in x.split(list(counts))]
         lists = [[pieces[r] for r in group] for group in self._groups]
         work = torch.cat([p for group in lists for p in group])
         sizes = [sum(p.numel() for p in group) for group in lists]
@@ -166,7 +166,7 @@ class HostsTransport(Transport):
             for part in parts:
                 part.mul_(len(self._mine) / self.size)
 
-    @_together
+    @_fail_together
     def all_gather(self, x: Tensor, outs: Sequence[Tensor]) -> float:
         local = [outs[r] for r in self._mine]
         if self._inside is not None:
@@ -183,7 +183,7 @@ class HostsTransport(Transport):
                 outs[r].copy_(piece)
         return UNKNOWN
 
-    @_together
+    @_fail_together
     def broadcast(self, parts: Sequence[Tensor], src: int) -> float:
         home = next(i for i, group in enumerate(self._groups) if src in group)
         if self._inside is not None and home == self._home:
@@ -194,7 +194,7 @@ class HostsTransport(Transport):
             self._inside.broadcast(parts, 0)
         return UNKNOWN
 
-    @_together
+    @_fail_together
     def all_to_all(self, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> float:
         return self._flat.all_to_all(parts, outs)
 
@@ -210,12 +210,12 @@ class HostsTransport(Transport):
         else:
             self._flat.recv(x, src)
 
-    @_together
+    @_fail_together
     def exchange(self, data: bytes) -> list[bytes]:
         return self._flat.exchange(data)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Transport:
-        members = group_of(groups, self.rank, self.size)
+        members = find_group(groups, self.rank, self.size)
         hosts = [self._hosts[r] for r in members]
         flat = self._flat.split(groups)
         inside = self._split_inside(groups)
@@ -224,7 +224,7 @@ class HostsTransport(Transport):
             return inside
         if len(set(hosts)) == len(hosts):
             return flat
-        return HostsTransport.over(flat, inside, hosts)
+        return TwoLevelTransport.build(flat, inside, hosts)
 
     def _split_inside(self, groups: Sequence[Sequence[int]]) -> Transport | None:
         """Shared memory among the ranks that are in my group and on my host."""

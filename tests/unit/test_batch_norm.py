@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import unisono as un
-from unisono.sync_batch_norm import SyncBatchNorm
+from unisono.batch_norm import SyncBatchNorm
 from unisono.world import World
-from unisono.world.transports.threads import run_threads
+from unisono.world.virtual import run_threads
 
 TIGHT = 1e-11
 

@@ -16,14 +16,12 @@ from split_replica import State, change_pieces, check_same, damage, make, save_s
 
 import unisono as un
 from unisono import cli
-from unisono.checkpoint import CheckpointError
-from unisono.checkpoint import folder as checkpoint_folder
-from unisono.checkpoint import plain as checkpoint_plain
-from unisono.checkpoint import safetensors as tensorfile
-from unisono.checkpoint import slices as pieces
-from unisono.checkpoint.slices import Piece, Span, Stored, uncovered
+from unisono.checkpoint import CheckpointError, safetensors, slices
+from unisono.checkpoint.folder import read_folder
+from unisono.checkpoint.plain import export_model
+from unisono.checkpoint.slices import Piece, Span, Stored, find_gaps
 from unisono.world import World
-from unisono.world.transports.threads import run_threads
+from unisono.world.virtual import run_threads
 
 # Pieces ---------------------------------------------------------------------------------------------------
 
@@ -31,7 +29,7 @@ from unisono.world.transports.threads import run_threads
 def test_reading_and_writing_take_a_bounded_number_of_bytes_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "CHUNK_BYTES", 256)
+    monkeypatch.setattr(slices, "CHUNK_BYTES", 256)
     line, asked = torch.arange(1000.0), []
 
     def read(start: int, stop: int) -> torch.Tensor:
@@ -40,15 +38,15 @@ def test_reading_and_writing_take_a_bounded_number_of_bytes_at_a_time(
 
     piece = Piece((10, 100), torch.float32, [Span(500, 1000, read), Span(0, 500, read)])
     entries = [
-        tensorfile.Entry(f"{start}", piece.dtype, [stop - start], piece.chunks(start, stop, reader))
+        safetensors.Entry(f"{start}", piece.dtype, [stop - start], piece.chunks(start, stop, reader))
         for start, stop, reader in piece.spans
     ]
     assert asked == []
-    tensorfile.write_stream(tmp_path / "x", entries)
+    safetensors.write_stream(tmp_path / "x", entries)
     assert max(stop - start for start, stop in asked) == 64
     assert sorted(asked)[0][0] == 0
     assert [a for a, _ in sorted(asked)[1:]] == [b for _, b in sorted(asked)[:-1]]
-    stored = tensorfile.index(tmp_path / "x")
+    stored = safetensors.index(tmp_path / "x")
     whole = Stored((10, 100), torch.float32, [(500, 1000, lambda a, b: stored["500"].read(a - 500, b - 500)),
                                               (0, 500, stored["0"].read)])  # fmt: skip
     assert all(chunk.numel() <= 64 for chunk in whole.chunks())
@@ -91,14 +89,14 @@ def test_every_dtype_and_shape_comes_back(tmp_path: Path) -> None:
 
     run_threads(saving, 2)
     model = un.read_checkpoint(tmp_path)["model"]
-    lazy = checkpoint_folder.read(tmp_path / "step-0000000000", 0, 1, lazy=True).whole["model"]
+    lazy = read_folder(tmp_path / "step-0000000000", 0, 1, lazy=True).whole["model"]
     for name, x in values.items():
         for key in (f"split.{name}", f"whole.{name}"):
             assert bytes_of(model[key]) == bytes_of(x), key
             assert (lazy[key].shape, lazy[key].dtype) == (x.shape, x.dtype)
             assert bytes_of(lazy[key].full()) == bytes_of(x), key
     with pytest.raises(ValueError, match=r"complex128 is of torch.complex128.*read_checkpoint"):
-        checkpoint_plain.export_model(tmp_path, tmp_path / "m.safetensors")
+        export_model(tmp_path, tmp_path / "m.safetensors")
 
 
 def test_a_tensor_with_two_names_is_kept_once_and_exported_under_both(tmp_path: Path) -> None:
@@ -116,7 +114,7 @@ def test_a_tensor_with_two_names_is_kept_once_and_exported_under_both(tmp_path: 
     assert not any("other" in name for name in names)
     state = un.read_checkpoint(tmp_path / "run")
     assert torch.equal(state["model"]["other"], state["model"]["0.weight"])
-    checkpoint_plain.export_model(tmp_path / "run", tmp_path / "m.safetensors")
+    export_model(tmp_path / "run", tmp_path / "m.safetensors")
     assert torch.equal(load_file(tmp_path / "m.safetensors")["other"], make().model.get_parameter("0.weight"))
 
 
@@ -132,8 +130,8 @@ def test_wrong_spans_reads_and_ranges_are_refused() -> None:
         short.read(2, 5)
     with pytest.raises(ValueError, match=r"out has shape \(3,\); expected \(2,\)"):
         short.read(0, 2, out=torch.zeros(3))
-    assert uncovered([{"x": ("float32", [0, 3], [])}, {}]) == []
-    assert uncovered([{}, {"x": ("float32", [4], [[0, 1], [3, 4]])}]) == ["x [4]: no rank holds elements 1 to 3"]
+    assert find_gaps([{"x": ("float32", [0, 3], [])}, {}]) == []
+    assert find_gaps([{}, {"x": ("float32", [4], [[0, 1], [3, 4]])}]) == ["x [4]: no rank holds elements 1 to 3"]
 
 
 def test_state_larger_than_memory_is_saved_loaded_and_exported(tmp_path: Path) -> None:
@@ -212,14 +210,14 @@ def test_export_writes_the_model_for_others(
 def test_export_refuses_what_it_cannot_write(tmp_path: Path, out: str, message: str) -> None:
     save_split(tmp_path, 1)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        checkpoint_plain.export_model(tmp_path, tmp_path / out)
+        export_model(tmp_path, tmp_path / out)
 
 
 def test_an_interrupted_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_split(tmp_path / "run", 2)
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
-        checkpoint_plain.export_model(tmp_path / "run", tmp_path / "m.safetensors")
+        export_model(tmp_path / "run", tmp_path / "m.safetensors")
     assert os.listdir(tmp_path) == ["run"]
 
 

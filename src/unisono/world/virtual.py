@@ -1,0 +1,84 @@
+"""Worlds without other processes: ranks as threads (`run_threads`), or one rank of N alone (`simulate`)."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from unisono.world.ledger import Ledger
+from unisono.world.rendezvous import enter
+from unisono.world.transports import PeerLost
+from unisono.world.transports.simulated import SimulatedTransport
+from unisono.world.transports.threads import Hub, ThreadTransport
+from unisono.world.world import World
+
+__all__ = ["run_threads", "simulate"]
+
+T = TypeVar("T")
+
+
+def run_threads(
+    fn: Callable[..., T], size: int, *, hosts: Sequence[str] | None = None, timeout_s: float = 60.0
+) -> list[T]:
+    """Run `fn(world)` on `size` threads, each a rank; returns every rank's result, or raises the first error.
+
+    `hosts` names each rank's host, for `split`; `timeout_s` is how long a rank waits for another.
+
+    >>> import torch
+    >>> run_threads(lambda world: world.all_reduce(torch.tensor(float(world.rank)), "sum").wait().item(), 3)
+    [3.0, 3.0, 3.0]
+    """
+    if not callable(fn):
+        raise TypeError(f"run_threads takes a function of a world, got {fn!r}")
+    if size < 1:
+        raise ValueError(f"a world has at least one rank, got size={size}")
+    hub = Hub(size, timeout_s)
+    results: list[Any] = [None] * size
+    errors: list[BaseException | None] = [None] * size
+
+    def work(rank: int) -> None:
+        transport = ThreadTransport(hub, rank) if size > 1 else None
+        world = World(transport, hosts=hosts or ["localhost"] * size)
+        enter(world)
+        try:
+            results[rank] = fn(world)
+        except BaseException as error:
+            errors[rank] = error
+            hub.lose(f"rank {rank} failed: {error!r}")
+        finally:
+            enter(None)
+            world.close()
+
+    threads = [threading.Thread(target=work, args=(r,), name=f"rank {r}", daemon=True) for r in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    failed = [e for e in errors if e is not None]
+    if failed:
+        raise next((e for e in failed if not isinstance(e, PeerLost)), failed[0])
+    return results
+
+
+def simulate(size: int, *, rank: int = 0, bits_per_s: float = 1e9, latency_s: float = 1e-4, per_host: int = 1) -> World:
+    """A world of `size` ranks of which only this one exists, for costs without machines.
+
+    >>> import torch
+    >>> world = simulate(4, bits_per_s=1e9, latency_s=0.0)
+    >>> _ = world.all_reduce(torch.empty(250_000, device="meta")).wait()
+    >>> world.transport.seconds
+    0.012
+    """
+    if size < 1 or not 0 <= rank < size:
+        raise ValueError(f"expected size >= 1 and 0 <= rank < size, got size={size}, rank={rank}")
+    if not (bits_per_s > 0 and latency_s >= 0 and math.isfinite(latency_s)):
+        raise ValueError(f"expected bits_per_s > 0 and latency_s >= 0, got {bits_per_s} and {latency_s}")
+    hosts = [f"host{r // per_host}" for r in range(size)]
+    if size == 1:
+        return World(None, hosts=hosts)
+    transport = SimulatedTransport(rank, size, bits_per_s=bits_per_s, latency_s=latency_s)
+    ledger = Ledger(rank, clock=lambda: time.perf_counter() + transport.seconds)
+    return World(transport, hosts=hosts, ledger=ledger)

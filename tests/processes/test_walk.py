@@ -1,0 +1,70 @@
+"""How many files a step passes through, from the start of backward() until the parameters have stepped: what a reader
+opens who follows a gradient. Counted on every thread of one worker of two."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+PROGRAM = """
+    import json, os, sys, threading, time
+    import torch, unisono as un
+    from torch import nn
+
+    root = os.path.dirname(un.__file__) + os.sep
+    entered, following, counting = {}, False, threading.local()
+
+    def follow(frame, event, _):
+        code = frame.f_code
+        if not code.co_filename.startswith(root):
+            return
+        if code.co_name == "advance":  # it ends the ledger's step, when the gradients have long been there
+            counting.step = event == "call"
+        elif following and event == "call" and not getattr(counting, "step", False):
+            entered.setdefault(code.co_filename.removeprefix(root), set()).add(code.co_name)
+
+    threading.setprofile(follow)  # before there is a world: its threads are followed too
+    sys.setprofile(follow)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    world = un.join(device="cpu")
+    model = nn.Sequential(nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 10))  # a bucket above 1 MiB, small parameters
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    replica = un.parallel(model, optimizer, sys.argv[1])
+    x = torch.randn(8, 600)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        following = step >= 3  # buffers are laid out by then
+        loss.backward()
+        optimizer.step()
+        time.sleep(0.1)  # a step on another thread goes on behind optimizer.step()
+        following = False
+    sys.setprofile(None)
+    threading.setprofile(None)
+    replica.close()
+    if world.rank == 0:
+        print(json.dumps({name: sorted(found) for name, found in sorted(entered.items())}))
+"""
+NOTES = {"world/ledger.py": {"close_record", "close_span"}, "runtime/status.py": {"note"}}  # they move nothing
+
+
+@pytest.mark.parametrize(
+    ("spec", "limit"),
+    [
+        ("allreduce", 13),  # to reach: 12
+        ("local_sgd(every=1, start=0)", 15),  # to reach: 12
+        ("zero(stage=3, optimizer_on=cpu)", 26),  # to reach: 18
+    ],
+)
+def test_a_step_passes_through_few_files(spec: str, limit: int, run_script: Callable[..., Any]) -> None:
+    status, out, err = run_script(PROGRAM, "-n", "2", args=[spec]).finish()
+    assert (status, err) == (0, "")
+    entered: dict[str, list[str]] = json.loads(out[out.index("{") :])
+    notes = [name for name, found in entered.items() if set(found) <= NOTES.get(name, set())]
+    listing = "\n".join(f"{name}: {', '.join(found)}" for name, found in entered.items())
+    print(f"{spec}: {len(entered) - len(notes)} files, and {len(notes)} that take notes\n{listing}")
+    assert len(entered) - len(notes) <= limit

@@ -234,10 +234,10 @@ def _memory(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
     (_check_module if options.module else _check_script)(options.program, parser)
     sizes, arguments = _memory_sizes(options)
 
-    from unisono.footprint.script import ScriptError, of_script
+    from unisono.footprint.script import ScriptError, predict_for_script
 
     try:
-        report = of_script(options.program, arguments, module=options.module, **sizes)
+        report = predict_for_script(options.program, arguments, module=options.module, **sizes)
     except ScriptError as error:
         print(f"unisono memory: {error}", file=sys.stderr)
         return 1

@@ -84,7 +84,7 @@ def measure(workers: int, epochs: int, width: int) -> Result | int:
         return status or Result(**json.loads(file.read_text()))
 
 
-def table(one: Result, many: Result) -> Any:
+def make_table(one: Result, many: Result) -> Any:
     """The comparison as a rich table."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -107,7 +107,7 @@ def table(one: Result, many: Result) -> Any:
     return grid
 
 
-def picture(one: Result, many: Result, path: Path) -> None:
+def draw(one: Result, many: Result, path: Path) -> None:
     """Throughput on the left, the split of a step of every worker on the right."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -145,15 +145,17 @@ def picture(one: Result, many: Result, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line, run both, print the table and write the picture."""
-    parser = argparse.ArgumentParser(prog="unisono demo", description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What the demo can be asked for."""
     parser.add_argument("-n", "--workers", type=int, default=2, help="local workers of the second run (default 2)")
     parser.add_argument("--epochs", type=int, default=20, help="epochs of each run (default 20)")
     parser.add_argument("--width", type=int, default=48, help="channels of the first layer (default 48)")
     parser.add_argument("--picture", type=Path, default=Path("demo.png"), help="where to draw (default demo.png)")
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # given to workers only
-    options = parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Run both, print the table and write the picture; in a worker, train. Returns the exit status."""
     if options.result is not None:
         result = train(options.epochs, options.width)
         if os.environ["RANK"] == "0":
@@ -178,10 +180,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results.append(outcome)
     console.print()
     one, many = results
-    console.print(table(one, many))
-    picture(one, many, options.picture)
+    console.print(make_table(one, many))
+    draw(one, many, options.picture)
     console.print(f"picture: {options.picture}")
     return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(prog="unisono demo", description=__doc__)
+    add_options(parser)
+    return run(parser.parse_args(arguments), parser)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-SPLIT = {"compute": "#2f6db3", "communication": "#e08a1e", "waiting": "#c23b50", "data": "#7a9a3b"}
+from unisono.progress import SPLIT
+
+COLOURS = dict(zip(SPLIT, ("#2f6db3", "#e08a1e", "#c23b50", "#7a9a3b"), strict=True))
 BATCH_SIZE = 128
 
 
@@ -127,7 +129,7 @@ def draw(one: Result, many: Result, path: Path) -> None:
     runs = [(result, rank) for result in (one, many) for rank in range(result.workers)]
     names = [f"{r.workers} worker{'s' * (r.workers > 1)}, rank {rank}" for r, rank in runs]
     left = [0.0] * len(runs)
-    for kind, colour in SPLIT.items():
+    for kind, colour in COLOURS.items():
         widths = [result.step_ms(kind)[rank] for result, rank in runs]
         split.barh(names, widths, left=left, color=colour, label=kind, height=0.6)
         left = [a + b for a, b in zip(left, widths, strict=True)]

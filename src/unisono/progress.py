@@ -93,7 +93,7 @@ class Display:
             words = {"description": f"epoch {epoch + 1}/{self.epochs}", **({"live": format_logs(live)} if live else {})}
             self._bar.update(self._task, completed=batch, **words)
 
-    def line(self, epoch: int, logs: Logs) -> None:
+    def print_line(self, epoch: int, logs: Logs) -> None:
         if self._console is not None:
             self._console.print(f"epoch {epoch + 1:>{len(str(self.epochs))}}/{self.epochs}   {format_logs(logs)}")
 

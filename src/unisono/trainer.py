@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from unisono.checkpoint import load, save
 from unisono.data import Shard, shard
-from unisono.data.settings import Settings
+from unisono.data.settings import ShardSettings
 from unisono.progress import SPLIT, Display, EarlyStopping, History, Logs
 from unisono.strategy import Strategy, parallel
 from unisono.world import World, join
@@ -127,7 +127,7 @@ class Trainer:
                 if validation is not None:
                     scores = self.evaluate(validation, batch_size)
                     logs |= {f"val_{name}": value for name, value in scores.items()}
-                display.line(len(self.history), logs)
+                display.print_line(len(self.history), logs)
                 self._end_epoch(logs)
                 sums = self._make_sums()
                 self._save(sums)
@@ -158,7 +158,7 @@ class Trainer:
         """A shard the world does not know: with nothing to resume, and never the one that is trained on."""
         from torch.utils.data import DataLoader
 
-        asked = Settings(batch_size, shuffle=None if isinstance(data, DataLoader) else False)
+        asked = ShardSettings(batch_size, shuffle=None if isinstance(data, DataLoader) else False)
         return Shard(data, asked, world=self.world, name="evaluation")
 
     def _check_agreement(self, batches: Shard, epochs: int, validation: Any) -> None:

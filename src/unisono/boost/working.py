@@ -10,7 +10,7 @@ import torch
 
 from unisono.boost.rows import Shard, agreed, shard_of
 from unisono.boost.task import Boosted, Evals, Task, library_of
-from unisono.data.tables import Part
+from unisono.data.tables import TablePart
 from unisono.map_reduce.parcel import opened, split
 from unisono.world import World, join
 
@@ -69,7 +69,7 @@ def work(settings: tuple[Task, Any], data: Any) -> tuple[str, Any]:
     world = join("cpu")
     try:
         data = opened(data)
-        apart = task.members and not task.shards and not isinstance(data, Part)
+        apart = task.members and not task.shards and not isinstance(data, TablePart)
         part = split(data, 0, 1) if apart else split(data, world.rank, world.size)
         found = fit_in_world(task, part, world, opened(evals))
     except ValueError as error:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unisono.data.tables import Part
+from unisono.data.tables import TablePart
 
 __all__ = ["bounds", "handed_over", "opened", "split"]
 
@@ -40,7 +40,7 @@ def split(data: Any, rank: int, size: int) -> Any:
     >>> split(([1, 2, 3, 4], None), 1, 2)
     ([3, 4], None)
     """
-    if data is None or isinstance(data, Part):
+    if data is None or isinstance(data, TablePart):
         return data
     if hasattr(data, "part") and callable(data.part):
         return data.part(rank, size)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from unisono.data.tables import Part
+from unisono.data.tables import TablePart
 from unisono.launchers.engines.pickled import Packed
 from unisono.launchers.engines.ray import is_dataset, read_dataset, split_dataset
 from unisono.map_reduce.combining import Found, answered, in_order, merged, opened
@@ -136,10 +136,10 @@ def is_dataset_like(data: Any) -> bool:
     return hasattr(data, "iter_batches") and type(data).__module__.startswith("ray.")
 
 
-def _table(part: int, data: Any) -> Part:
+def _table(part: int, data: Any) -> TablePart:
     columns: dict[str, list[Any]] = {}
     for batch in data.iter_batches(batch_size=None, batch_format="numpy"):
         for name, values in batch.items():
             columns.setdefault(name, []).append(values)
     name = f"part {part} of the Ray Dataset"
-    return Part.of({column: np.concatenate(values) for column, values in columns.items()}, name=name)
+    return TablePart.from_columns({column: np.concatenate(values) for column, values in columns.items()}, name=name)

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from unisono.data.tables import Part
+from unisono.data.tables import TablePart
 from unisono.launchers.engines.pickled import Packed
 from unisono.launchers.engines.spark import is_frame, is_rdd
 from unisono.launchers.table_files import arrow_columns
@@ -235,7 +235,7 @@ def _as_bytes(batches: Iterable[Any]) -> Iterator[Any]:
         yield pa.RecordBatch.from_arrays([pa.array([sink.getvalue().to_pybytes()], pa.binary())], names=["piece"])
 
 
-def _table(part: int, rows: list[Any]) -> Part:
+def _table(part: int, rows: list[Any]) -> TablePart:
     import pyarrow as pa
 
     name = f"partition {part} of the DataFrame"
@@ -251,7 +251,7 @@ def _table(part: int, rows: list[Any]) -> Part:
         else [item for some in values for item in some]
         for column, values in columns.items()
     }
-    return Part.of(whole, name=name)
+    return TablePart.from_columns(whole, name=name)
 
 
 # -- small things ------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from measure import finish, interleaved
 import unisono as un
 from unisono.boost import Forest, LightGBM, XGBoost
 from unisono.boost.address import reserved_port
-from unisono.map_reduce.parcel import handed_over, opened, split
+from unisono.map_reduce.worker_data import open_shared, share_arrays, split
 
 Rows = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 
@@ -104,7 +104,7 @@ def area(scores: Any, y: Any) -> float:
 def in_workers(sent: Any, rounds: int, repeats: int, kinds: list[str]) -> dict[str, float]:
     """Every ratio, measured in a standing world of two."""
     world = un.join("cpu")
-    whole: Rows = opened(sent)
+    whole: Rows = open_shared(sent)
     held = len(whole[0]) // 10
     train, test = (whole[0][held:], whole[1][held:]), (whole[0][:held], whole[1][:held])
     results: dict[str, float] = {}
@@ -211,7 +211,7 @@ def main() -> None:
         return
     # threads=2: XGBoost takes no more threads than OpenMP's limit in the environment, whatever nthread says, and the
     # library alone must have its 2. Ours has n_jobs=1.
-    with handed_over(made(asked.rows, asked.columns)) as sent:
+    with share_arrays(made(asked.rows, asked.columns)) as sent:
         arguments = (sent, asked.rounds, asked.repeats, asked.kinds.split(","))
         [results, _] = un.launch(in_workers, workers=2, args=arguments, threads=2)
     for name, value in results.items():

@@ -43,7 +43,7 @@ import unisono as un
 from unisono.estimators import LeastSquares
 from unisono.estimators.table import BLOCK_BYTES
 from unisono.map_reduce import mapreduce
-from unisono.map_reduce.parcel import handed_over, opened, split
+from unisono.map_reduce.worker_data import open_shared, share_arrays, split
 
 Rows = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 TOLERANCE = 1e-6
@@ -68,7 +68,7 @@ def in_workers(sent: Any, repeats: int) -> dict[str, Any]:
     from unisono.estimators.table import ArrayTable, Rows
 
     world = un.join("cpu")
-    x, y = split(opened(sent), world.rank, world.size)
+    x, y = split(open_shared(sent), world.rank, world.size)
 
     def fit(solver: str) -> LeastSquares:
         return LeastSquares(own_rows=True, speedup=False, solver=solver, tol=1e-8).fit(x, y)
@@ -220,7 +220,7 @@ def main() -> None:
     def keep(name: str, model: Any) -> None:
         fitted[name] = model.fit(x, y)
 
-    with handed_over(rows) as sent:
+    with share_arrays(rows) as sent:
         [inside, _] = un.launch(in_workers, workers=2, args=(sent, asked.repeats), threads=1)
     seconds = interleaved(
         {

@@ -66,9 +66,9 @@ def main() -> None:
     if asked.worker:
         worker(asked.repeats, asked.methods)
         return
-    from unisono.lab.hosts import why_not
+    from unisono.lab.hosts import find_obstacle
 
-    if reason := why_not():
+    if reason := find_obstacle():
         finish({"skipped": reason})
         return
     methods = list(dict.fromkeys(["dense", *asked.methods]))

@@ -1,102 +1,79 @@
-"""Unisono: train PyTorch models on many workers; what they tell each other, and when, is one line."""
+"""Unisono: train PyTorch models on many workers; what they tell each other, and when, is one line.
+
+Public is what `dir(unisono)` lists, with what the packages among it list in `__all__`, and every method under
+`unisono.strategies` and `unisono.reducers` by its spec. Everything else is internal and may change.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from unisono.batch_norm import sync_batch_norm
-    from unisono.callbacks import Callback, EarlyStopping
-    from unisono.checkpoint import CheckpointError, Loaded, load, save
-    from unisono.checkpoint.plain import read_checkpoint
-    from unisono.data import Shard, shard
-    from unisono.footprint import memory
-    from unisono.launchers import EngineError, WorkerError, launch, on
-    from unisono.map_reduce import mapreduce
-    from unisono.strategy import Replica, Strategy, parallel
-    from unisono.trainer import Trainer
-    from unisono.world import Handle, Mismatch, PeerLost, World, join
-    from unisono.world.virtual import run_threads, simulate
+if TYPE_CHECKING:  # the same as below, for type checkers: a test compares them
+    from unisono import boost as boost
+    from unisono import estimators as estimators
+    from unisono.batch_norm import sync_batch_norm as sync_batch_norm
+    from unisono.checkpoint import CheckpointError as CheckpointError
+    from unisono.checkpoint import Loaded as Loaded
+    from unisono.checkpoint import load as load
+    from unisono.checkpoint import save as save
+    from unisono.checkpoint.plain import read_checkpoint as read_checkpoint
+    from unisono.data import Shard as Shard
+    from unisono.data import shard as shard
+    from unisono.footprint import memory as memory
+    from unisono.launchers import EngineError as EngineError
+    from unisono.launchers import WorkerError as WorkerError
+    from unisono.launchers import launch as launch
+    from unisono.launchers import on as on
+    from unisono.map_reduce import mapreduce as mapreduce
+    from unisono.progress import EarlyStopping as EarlyStopping
+    from unisono.strategy import Replica as Replica
+    from unisono.strategy import Strategy as Strategy
+    from unisono.strategy import parallel as parallel
+    from unisono.trainer import Callback as Callback
+    from unisono.trainer import Trainer as Trainer
+    from unisono.world import Handle as Handle
+    from unisono.world import Mismatch as Mismatch
+    from unisono.world import PeerLost as PeerLost
+    from unisono.world import World as World
+    from unisono.world import join as join
+    from unisono.world.virtual import run_threads as run_threads
+    from unisono.world.virtual import simulate as simulate
 
 __version__ = "0.1.0"
 
-_LAZY = {
-    "Callback": "unisono.callbacks",
-    "CheckpointError": "unisono.checkpoint",
-    "EarlyStopping": "unisono.callbacks",
-    "EngineError": "unisono.launchers",
-    "Handle": "unisono.world",
-    "Loaded": "unisono.checkpoint",
-    "Mismatch": "unisono.world",
-    "PeerLost": "unisono.world",
-    "Replica": "unisono.strategy",
-    "Shard": "unisono.data",
-    "Strategy": "unisono.strategy",
-    "Trainer": "unisono.trainer",
-    "WorkerError": "unisono.launchers",
-    "World": "unisono.world",
-    "join": "unisono.world",
-    "launch": "unisono.launchers",
-    "load": "unisono.checkpoint",
-    "mapreduce": "unisono.map_reduce",
-    "memory": "unisono.footprint",
-    "on": "unisono.launchers",
-    "parallel": "unisono.strategy",
-    "read_checkpoint": "unisono.checkpoint.plain",
-    "run_threads": "unisono.world.virtual",
-    "save": "unisono.checkpoint",
-    "shard": "unisono.data",
-    "simulate": "unisono.world.virtual",
-    "sync_batch_norm": "unisono.batch_norm",
+_EXPORTS = {
+    "unisono": "boost estimators",  # these packages need extras: `un.boost.XGBoost`
+    "unisono.batch_norm": "sync_batch_norm",
+    "unisono.checkpoint": "CheckpointError Loaded load save",
+    "unisono.checkpoint.plain": "read_checkpoint",
+    "unisono.data": "Shard shard",
+    "unisono.footprint": "memory",
+    "unisono.launchers": "EngineError WorkerError launch on",
+    "unisono.map_reduce": "mapreduce",
+    "unisono.progress": "EarlyStopping",
+    "unisono.strategy": "Replica Strategy parallel",
+    "unisono.trainer": "Callback Trainer",
+    "unisono.world": "Handle Mismatch PeerLost World join",
+    "unisono.world.virtual": "run_threads simulate",
 }
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}
 
-__all__ = [
-    "Callback",
-    "CheckpointError",
-    "EarlyStopping",
-    "EngineError",
-    "Handle",
-    "Loaded",
-    "Mismatch",
-    "PeerLost",
-    "Replica",
-    "Shard",
-    "Strategy",
-    "Trainer",
-    "WorkerError",
-    "World",
-    "join",
-    "launch",
-    "load",
-    "mapreduce",
-    "memory",
-    "on",
-    "parallel",
-    "read_checkpoint",
-    "run_threads",
-    "save",
-    "shard",
-    "simulate",
-    "sync_batch_norm",
-]
+__all__ = sorted(["__version__", *_MODULE_OF])
 
 
 def __getattr__(name: str) -> Any:
     """Import each part when it is first asked for: the launcher and the command line need no torch."""
-    if name in _LAZY:
-        import importlib
-
-        value = getattr(importlib.import_module(_LAZY[name]), name)
-        globals()[name] = value
-        return value
+    import importlib
     import sys
 
-    if name in ("boost", "estimators"):  # these need extras: `un.boost.XGBoost`
-        import importlib
-
-        return importlib.import_module(f"unisono.{name}")
-    raise AttributeError(f"module 'unisono' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'unisono' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+    if _MODULE_OF[name] == __name__:
+        return importlib.import_module(f"{__name__}.{name}")
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])
+    return __all__

@@ -11,7 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-SPLIT = {"compute": "#2f6db3", "communication": "#e08a1e", "waiting": "#c23b50", "data": "#7a9a3b"}
+from unisono.progress import SPLIT
+
+COLOURS = dict(zip(SPLIT, ("#2f6db3", "#e08a1e", "#c23b50", "#7a9a3b"), strict=True))
 BATCH_SIZE = 128
 
 
@@ -84,7 +86,7 @@ def measure(workers: int, epochs: int, width: int) -> Result | int:
         return status or Result(**json.loads(file.read_text()))
 
 
-def table(one: Result, many: Result) -> Any:
+def make_table(one: Result, many: Result) -> Any:
     """The comparison as a rich table."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -107,7 +109,7 @@ def table(one: Result, many: Result) -> Any:
     return grid
 
 
-def picture(one: Result, many: Result, path: Path) -> None:
+def draw(one: Result, many: Result, path: Path) -> None:
     """Throughput on the left, the split of a step of every worker on the right."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -127,7 +129,7 @@ def picture(one: Result, many: Result, path: Path) -> None:
     runs = [(result, rank) for result in (one, many) for rank in range(result.workers)]
     names = [f"{r.workers} worker{'s' * (r.workers > 1)}, rank {rank}" for r, rank in runs]
     left = [0.0] * len(runs)
-    for kind, colour in SPLIT.items():
+    for kind, colour in COLOURS.items():
         widths = [result.step_ms(kind)[rank] for result, rank in runs]
         split.barh(names, widths, left=left, color=colour, label=kind, height=0.6)
         left = [a + b for a, b in zip(left, widths, strict=True)]
@@ -145,15 +147,17 @@ def picture(one: Result, many: Result, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line, run both, print the table and write the picture."""
-    parser = argparse.ArgumentParser(prog="unisono demo", description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What the demo can be asked for."""
     parser.add_argument("-n", "--workers", type=int, default=2, help="local workers of the second run (default 2)")
     parser.add_argument("--epochs", type=int, default=20, help="epochs of each run (default 20)")
     parser.add_argument("--width", type=int, default=48, help="channels of the first layer (default 48)")
     parser.add_argument("--picture", type=Path, default=Path("demo.png"), help="where to draw (default demo.png)")
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # given to workers only
-    options = parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Run both, print the table and write the picture; in a worker, train. Returns the exit status."""
     if options.result is not None:
         result = train(options.epochs, options.width)
         if os.environ["RANK"] == "0":
@@ -178,10 +182,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results.append(outcome)
     console.print()
     one, many = results
-    console.print(table(one, many))
-    picture(one, many, options.picture)
+    console.print(make_table(one, many))
+    draw(one, many, options.picture)
     console.print(f"picture: {options.picture}")
     return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(prog="unisono demo", description=__doc__)
+    add_options(parser)
+    return run(parser.parse_args(arguments), parser)
 
 
 if __name__ == "__main__":

@@ -13,18 +13,31 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from unisono.callbacks import SPLIT, Callback, Display, EarlyStopping, History, Logs
 from unisono.checkpoint import load, save
 from unisono.data import Shard, shard
-from unisono.data.settings import Settings
+from unisono.data.settings import ShardSettings
+from unisono.progress import SPLIT, Display, EarlyStopping, History, Logs
 from unisono.strategy import Strategy, parallel
 from unisono.world import World, join
 
-__all__ = ["Trainer"]
+__all__ = ["Callback", "Trainer"]
 
 REFRESH_STEPS = 10  # live values cost a tiny all-reduce; every rank counts the same steps, so all take part
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 Score = Callable[[Any, Any], "Tensor | float"]
+
+
+class Callback:
+    """Called on every rank; override what you need. `trainer.stop()` on any rank stops all after the same epoch."""
+
+    def on_step_end(self, trainer: Trainer, logs: Logs) -> None:
+        """After each optimizer step; `logs` has the `step` and this rank's own last `loss`."""
+
+    def on_epoch_end(self, trainer: Trainer, logs: Logs) -> None:
+        """After each epoch and its validation; `logs` is the world-wide row that went into the history."""
+
+    def on_fit_end(self, trainer: Trainer, history: History) -> None:
+        """After the last epoch."""
 
 
 class Trainer:
@@ -105,18 +118,18 @@ class Trainer:
         steps = None if batches.samples is None else len(batches)
         if steps is None and self.accumulate > 1:
             raise ValueError("accumulate needs data with a length, got a stream: use a larger batch_size instead")
-        self._agree(batches, epochs, validation)
+        self._check_agreement(batches, epochs, validation)
         sums = self._resume()
         with Display(enabled=self.progress and self.world.rank == 0, epochs=epochs, steps=steps) as display:
             display.live = self.world.broadcast_object(display.live)
             while len(self.history) < epochs and not self.history.stopped_early:
-                logs = self._epoch(batches, sums, display, steps)
+                logs = self._train_epoch(batches, sums, display, steps)
                 if validation is not None:
                     scores = self.evaluate(validation, batch_size)
                     logs |= {f"val_{name}": value for name, value in scores.items()}
-                display.line(len(self.history), logs)
+                display.print_line(len(self.history), logs)
                 self._end_epoch(logs)
-                sums = self._zeros()
+                sums = self._make_sums()
                 self._save(sums)
         for callback in self.callbacks:
             callback.on_fit_end(self, self.history)
@@ -128,27 +141,27 @@ class Trainer:
 
         The model is the one that the ranks agree on (`replica.consolidate()`), where theirs differ.
         """
-        model, sums = self.replica.consolidate(), self._zeros()
+        model, sums = self.replica.consolidate(), self._make_sums()
         training = model.training
-        batches = data if isinstance(data, Shard) else self._apart(data, batch_size)
+        batches = data if isinstance(data, Shard) else self._shard_for_evaluation(data, batch_size)
         model.eval()
         try:
             for batch in batches:
                 self._forward(model, batch, sums)
         finally:
             model.train(training)
-        return self._means(self.world.all_reduce(sums, "sum", tag="metrics").wait())
+        return self._compute_means(self.world.all_reduce(sums, "sum", tag="metrics").wait())
 
     # Inside ----------------------------------------------------------------------------------------------
 
-    def _apart(self, data: Any, batch_size: int) -> Shard:
+    def _shard_for_evaluation(self, data: Any, batch_size: int) -> Shard:
         """A shard the world does not know: with nothing to resume, and never the one that is trained on."""
         from torch.utils.data import DataLoader
 
-        asked = Settings(batch_size, shuffle=None if isinstance(data, DataLoader) else False)
+        asked = ShardSettings(batch_size, shuffle=None if isinstance(data, DataLoader) else False)
         return Shard(data, asked, world=self.world, name="evaluation")
 
-    def _agree(self, batches: Shard, epochs: int, validation: Any) -> None:
+    def _check_agreement(self, batches: Shard, epochs: int, validation: Any) -> None:
         """Refuse, on every rank, what would leave some ranks waiting for others that have no batch left."""
         asked = {
             "the data": repr(batches),
@@ -162,10 +175,12 @@ class Trainer:
         every = self.world.gather_objects(asked)
         for name in asked:
             if any(other[name] != asked[name] for other in every):
-                told = "; ".join(f"rank {rank} has {other[name]}" for rank, other in enumerate(every))
-                raise ValueError(f"the ranks differ in {name}: {told}. Call fit alike on all, with the whole data")
+                differences = "; ".join(f"rank {rank} has {other[name]}" for rank, other in enumerate(every))
+                raise ValueError(
+                    f"the ranks differ in {name}: {differences}. Call fit alike on all, with the whole data"
+                )
 
-    def _epoch(self, batches: Shard, sums: Tensor, display: Display, total: int | None) -> Logs:
+    def _train_epoch(self, batches: Shard, sums: Tensor, display: Display, total: int | None) -> Logs:
         """Train on what is left of this epoch; `sums` holds what was counted before a checkpoint."""
         self.model.train()
         counted = float(self.world.all_reduce(sums[:1].clone(), "sum", tag="metrics").wait())
@@ -178,16 +193,16 @@ class Trainer:
                 loss = self._forward(self.model, batch, sums)
                 torch.autograd.backward(self.scaler.scale(loss / window))
             if ends:
-                self._step()
+                self._step_optimizer()
                 steps += 1
                 for callback in self.callbacks:
                     callback.on_step_end(self, {"step": self.replica.step, "loss": loss.item()})
                 if self.save_every and self.replica.step % self.save_every == 0:
                     self._save(sums)
                 if display.live and steps % REFRESH_STEPS == 0:
-                    live = self._summary(sums, steps, counted, began)
+                    live = self._summarise(sums, steps, counted, began)
             display.advance(len(self.history), batches.batch, live)
-        return self._summary(sums, steps, counted, began)
+        return self._summarise(sums, steps, counted, began)
 
     def _forward(self, model: nn.Module, batch: Sequence[Tensor], sums: Tensor) -> Tensor:
         """The loss of my batch; adds it and the metrics to `sums`, times my samples."""
@@ -206,7 +221,7 @@ class Trainer:
                 )
         return loss
 
-    def _step(self) -> None:
+    def _step_optimizer(self) -> None:
         self.replica.sync()  # a strategy that accumulates may still hold gradients back: clip and unscale the means
         if self.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
@@ -233,26 +248,28 @@ class Trainer:
         self.history.stopped_early = bool(self.world.all_reduce(asked, "max", tag="stop").wait())
         self._stop = False
 
-    def _zeros(self) -> Tensor:
-        return torch.zeros(len(self._names()), dtype=torch.float64, device=self.world.device)
+    def _make_sums(self) -> Tensor:
+        return torch.zeros(len(self._sum_names), dtype=torch.float64, device=self.world.device)
 
-    def _names(self) -> list[str]:
+    @property
+    def _sum_names(self) -> list[str]:
         return ["samples", "loss", *self.metrics]
 
-    def _means(self, sums: Tensor) -> Logs:
+    def _compute_means(self, sums: Tensor) -> Logs:
         samples, *totals = sums.tolist()
-        return {name: total / max(samples, 1) for name, total in zip(self._names()[1:], totals, strict=True)}
+        return {name: total / max(samples, 1) for name, total in zip(self._sum_names[1:], totals, strict=True)}
 
-    def _summary(self, sums: Tensor, steps: int, counted: float, began: float) -> Logs:
+    def _summarise(self, sums: Tensor, steps: int, counted: float, began: float) -> Logs:
         """World-wide means so far, samples a second, and shares of the time (one small all-reduce)."""
         spent = self.world.ledger.totals(last=steps)
-        times = [getattr(spent, name) for name in SPLIT] + [time.perf_counter() - began]
+        elapsed_s = time.perf_counter() - began
+        times = [spent.compute, spent.communication, spent.waiting, spent.data, elapsed_s]  # as in SPLIT
         both = self.world.all_reduce(torch.cat([sums, sums.new_tensor(times)]), "sum", tag="metrics").wait()
-        logs, (*split, seconds) = self._means(both[: len(sums)]), both[len(sums) :].tolist()
+        logs, (*split, seconds) = self._compute_means(both[: len(sums)]), both[len(sums) :].tolist()
         logs["samples/s"] = (float(both[0]) - counted) * self.world.size / seconds
         return logs | {name: part / max(sum(split), 1e-9) for name, part in zip(SPLIT, split, strict=True)}
 
-    def _parts(self) -> dict[str, Any]:
+    def _find_stateful(self) -> dict[str, Any]:
         scaler = self.scaler if self.scaler.is_enabled() else None
         parts = {"scheduler": self.scheduler, "scaler": scaler, "early_stopping": self.early_stopping}
         return {name: part for name, part in parts.items() if part is not None}
@@ -260,15 +277,15 @@ class Trainer:
     def _save(self, sums: Tensor) -> None:
         if self.checkpoint is None:
             return
-        extra = {name: part.state_dict() for name, part in self._parts().items()}
+        extra = {name: part.state_dict() for name, part in self._find_stateful().items()}
         whole = self.world.all_reduce(sums.clone(), "sum", tag="metrics").wait().tolist()
-        named = dict(zip(self._names(), whole, strict=True))
+        named = dict(zip(self._sum_names, whole, strict=True))
         extra |= {"rows": self.history.rows, "stopped": self.history.stopped_early, "sums": named}
         save(self.checkpoint, self.replica, keep=self.keep, extra={"trainer": extra})
 
     def _resume(self) -> Tensor:
         """Load the newest checkpoint, if there is one; returns the sums of an epoch that it cut through."""
-        sums = self._zeros()
+        sums = self._make_sums()
         if self.checkpoint is None or not self.resume or len(self.history):
             return sums
         try:
@@ -278,12 +295,12 @@ class Trainer:
         if not isinstance(loaded.extra, dict) or "trainer" not in loaded.extra:
             raise ValueError(f"no Trainer wrote {loaded.path}: give another checkpoint folder, or resume=False")
         extra = loaded.extra["trainer"]
-        for name, part in self._parts().items():
+        for name, part in self._find_stateful().items():
             if name in extra:
                 part.load_state_dict(extra[name])
             elif self.world.rank == 0:
                 warnings.warn(f"{loaded.path} was saved without {name}: it starts anew", stacklevel=3)
         self.history = History(extra["rows"], stopped_early=extra["stopped"])
         unknown = math.nan if extra["sums"]["samples"] else 0.0  # of a metric that is new, in an epoch cut through
-        counted = [extra["sums"].get(name, unknown) for name in self._names()]
+        counted = [extra["sums"].get(name, unknown) for name in self._sum_names]
         return sums.new_tensor(counted) if self.world.rank == 0 else sums

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from unisono.lab.hosts import EmulatedHosts
-from unisono.lab.hosts import why_not as why_no_hosts
+from unisono.lab.hosts import find_obstacle as why_no_hosts
 
 CONFIG = """\
 Port {port}

@@ -19,9 +19,9 @@ from sklearn.utils.estimator_checks import check_estimator
 
 import unisono as un
 from unisono.estimators import Files, LeastSquares, LogisticRegression
-from unisono.map_reduce import native
-from unisono.map_reduce.parcel import split
+from unisono.map_reduce.map_reduce import find_native
 from unisono.map_reduce.rounds import Round
+from unisono.map_reduce.worker_data import split
 
 HOUSING = Path(__file__).parents[3] / "shared" / "data" / "california_housing.csv"
 
@@ -473,7 +473,7 @@ def test_a_fit_runs_on_an_engines_own_mapreduce(monkeypatch):
         asked.append((workers, on))
         return job.drive(Sequential(job, data, workers))
 
-    monkeypatch.setattr("unisono.estimators.base.native", lambda on: engine)
+    monkeypatch.setattr("unisono.estimators.base.find_native", lambda on: engine)
     model = LeastSquares(workers=3, on="somewhere").fit(x, y)
     assert asked == [(3, "somewhere")]
     np.testing.assert_allclose(model.coef_, lstsq(x, y)[0], rtol=1e-6)
@@ -490,5 +490,5 @@ def test_engines_are_found_by_the_name_of_a_file():
     class Engine:
         name = "No such engine"
 
-    assert native(Engine()) is None
-    assert native(None) is None
+    assert find_native(Engine()) is None
+    assert find_native(None) is None

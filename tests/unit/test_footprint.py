@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +18,24 @@ from torch.utils.checkpoint import checkpoint
 
 import unisono as un
 from unisono.exchange.overlap import Exchange
-from unisono.footprint.formula import Facts, Flow, Lines, Moments, Setting, need, settings
-from unisono.footprint.report import Report
-from unisono.strategies.allreduce import AllReduceReplica
+from unisono.footprint import formula
+from unisono.footprint.formula import (
+    SETTINGS,
+    STAGED,
+    Facts,
+    Setting,
+    StepMemory,
+    UnitSizes,
+    compute_need,
+    list_settings,
+)
+from unisono.footprint.memory_report import MemoryReport
+from unisono.offload import device, plan
+from unisono.offload.homes import Parts
+from unisono.offload.stepper import Stepper
+from unisono.spec import build
+from unisono.strategies.allreduce import AllReduceReplica, allreduce
+from unisono.strategies.zero import zero
 
 Case = tuple[nn.Module, Any, Callable[..., Tensor]]
 ROOMY: dict[str, Any] = {"device_memory": "1TiB", "host_memory": "10TiB", "disk": "100TiB"}
@@ -198,7 +216,7 @@ def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
 # The formulas ------------------------------------------------------------------------------------------------
 
 T, UNIT = 1_000_000, 1000
-MOMENTS: list[Moments] = ["fp32", "bf16"]
+MOMENTS = ["fp32", "bf16"]
 FACTS = Facts(
     trainable=T,
     trainable_bytes=4 * T,
@@ -209,9 +227,9 @@ FACTS = Facts(
     state_bytes=8 * T,
     state_other_bytes=0,
     step_bytes=0,
-    lines=Lines(0, (UNIT,) * (T // UNIT), UNIT // 2),
-    units=Lines(0, (UNIT,) * (T // UNIT), UNIT // 2),
-    flow=Flow(5000, 5000, 2500, 2500),
+    units_by_size=UnitSizes(0, (UNIT,) * (T // UNIT), UNIT // 2),
+    units_by_module=UnitSizes(0, (UNIT,) * (T // UNIT), UNIT // 2),
+    step_memory=StepMemory(5000, 5000, 2500, 2500),
 )
 
 
@@ -219,59 +237,85 @@ FACTS = Facts(
 @pytest.mark.parametrize("workers", [2, 8])
 def test_adam_in_bf16_needs_what_the_paper_says(stage: int, whole: int, divided: int, workers: int) -> None:
     """Bytes a parameter; the reduced gradient is fp32 here, the paper's 16-bit one would be 2 less."""
-    found = need(FACTS, Setting("zero", stage, "bf16"), workers)
+    found = compute_need(FACTS, Setting("zero", stage, "bf16"), workers)
     assert found.device == pytest.approx(T * (whole + divided / workers), rel=0.02)
     assert (found.host, found.disk) == (0, 0)
 
 
 def test_stage_1_that_accumulates_keeps_whole_gradients() -> None:
-    once, twice = (need(FACTS, Setting("zero", 1, "bf16", accumulate=n), 4) for n in (1, 2))
+    once, twice = (compute_need(FACTS, Setting("zero", 1, "bf16", accumulate=n), 4) for n in (1, 2))
     assert twice.gradients - once.gradients == pytest.approx(2 * T, rel=0.01)
 
 
 def test_what_leaves_the_device_is_on_the_host_or_on_disk() -> None:
-    here = need(FACTS, Setting("zero", 2, "bf16"), 4)
-    host = need(FACTS, Setting("zero", 2, "bf16", "cpu"), 4)
-    disk = need(FACTS, Setting("zero", 2, "bf16", "disk"), 4)
+    here = compute_need(FACTS, Setting("zero", 2, "bf16"), 4)
+    host = compute_need(FACTS, Setting("zero", 2, "bf16", "cpu"), 4)
+    disk = compute_need(FACTS, Setting("zero", 2, "bf16", "disk"), 4)
     assert here.optimizer == 12 * T // 4
     assert host.disk == 0
     assert host.optimizer < here.optimizer  # what passes through the device
-    assert host.host == 12 * T // 4 + T // 4  # and gradients as they come: 2 bytes, of the half that the CPU steps
+    # and gradients as they come: 2 bytes, of the half that the CPU steps
+    assert host.host == 12 * T // 4 + round(2 * T // 4 * (1 - STAGED))
+    assert pytest.approx(0.5, abs=0.01) == STAGED
     assert host.gradients < here.gradients
     assert disk.disk == 12 * T // 4
     assert disk.device < host.device < here.device
 
 
 def test_parameters_on_disk_leave_only_units_on_the_device() -> None:
-    found = need(FACTS, Setting("zero", 3, "bf16", "disk", "disk"), 4)
+    found = compute_need(FACTS, Setting("zero", 3, "bf16", "disk", "disk"), 4)
     assert found.parameters == 2 * 2 * UNIT
     assert found.disk == 12 * T // 4  # what computes is made from the master
 
 
 def test_16_bit_moments_halve_the_moments() -> None:
-    full, half = (need(FACTS, Setting("zero", 2, "bf16", "disk", moments=m), 4).disk for m in MOMENTS)
+    full, half = (compute_need(FACTS, Setting("zero", 2, "bf16", "disk", moments=m), 4).disk for m in MOMENTS)
     assert full - half == 2 * 2 * T // 4
 
 
 def test_every_stage_and_placement_is_there_once_and_reads_back() -> None:
-    every = settings(4, device_is_host=False)
+    every = list_settings(4, device_is_host=False)
     report = un.memory(nn.Linear(4, 4), workers=4, **ROOMY)
     assert len({s.spec for s in every}) == len(every)
     assert {(s.stage, s.optimizer_on) for s in every if s.stage} == {
         (stage, place) for stage in (1, 2, 3) for place in ("device", "cpu", "disk")
     }
     for setting in every:
-        assert report.need(setting.spec) == need(report.facts, setting, 4)
+        assert report.need(setting.spec) == compute_need(report.facts, setting, 4)
 
 
 def test_where_the_device_is_the_host_nothing_is_moved_to_the_host() -> None:
-    assert not any("cpu" in s.spec for s in settings(2, device_is_host=True))
+    assert not any("cpu" in s.spec for s in list_settings(2, device_is_host=True))
+
+
+def test_no_number_in_the_formulas_is_a_copy() -> None:
+    """Sizes and counts are imported from the code that has them: only the cores of another machine are assumed."""
+    tree = ast.parse(Path(formula.__file__).read_text(encoding="utf-8"))
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None]
+    literal = [ast.unparse(node) for node in assigned if isinstance(node.value, ast.Constant | ast.BinOp)]
+    assert literal == ["CORES = 16"]
+    assert (formula.SLOTS, formula.SLOT_ELEMENTS) == (device.SLOTS, plan.PART)
+    assert inspect.signature(Stepper).parameters["part_elements"].default == formula.DISK_PART_ELEMENTS
+    assert inspect.signature(Parts).parameters["buffers"].default == formula.DISK_BUFFERS
+    assert plan.staged_share(formula.CORES - 1) == formula.STAGED
+
+
+def test_what_a_spec_leaves_out_is_the_default_of_the_strategy() -> None:
+    report = report_for(device_memory="8GiB", host_memory="100GiB", disk="100GiB")
+    own = zero()
+    assert own == zero(stage=2), "the next line proves nothing about stage 1 otherwise"
+    assert report.need("zero") == report.need(f"zero(stage={own.stage})") != report.need("zero(stage=1, accumulate=2)")
+    assert Setting("zero", own.stage) == Setting("zero", **{name: getattr(own, name) for name in SETTINGS})
+    assert Setting().accumulate == allreduce().accumulate
+    for setting in list_settings(4, device_is_host=False):
+        built = build(setting.spec)
+        assert all(getattr(built, name) == getattr(setting, name) for name in SETTINGS if setting.stage)
 
 
 # What fits ---------------------------------------------------------------------------------------------------
 
 
-def report_for(**sizes: Any) -> Report:
+def report_for(**sizes: Any) -> MemoryReport:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(64)))  # 1 GiB of fp32
     return un.memory(model, adamw(model), batch=torch.empty(8, 2048, device="meta"), workers=4, **sizes)

@@ -13,8 +13,8 @@ from torch import nn
 
 import unisono as un
 from unisono.cli import main
-from unisono.footprint.report import Report
-from unisono.footprint.script import ScriptError, of_script
+from unisono.footprint.memory_report import MemoryReport
+from unisono.footprint.script import ScriptError, predict_for_script
 from unisono.strategy import binding
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
@@ -39,29 +39,29 @@ for images, labels in un.shard((x, y), batch_size=32):
     raise SystemExit("the first step did not end the run")
 """
 PARAMETERS = 50 * 300 + 300 + 300 * 10 + 10
-Ask = Callable[..., Report]
+Ask = Callable[..., MemoryReport]
 
 
 @pytest.fixture
 def ask(tmp_path: Path) -> Ask:
     """The report on a script of this text."""
 
-    def asked(text: str, *arguments: str, workers: int = 1) -> Report:
+    def asked(text: str, *arguments: str, workers: int = 1) -> MemoryReport:
         file = tmp_path / "train.py"
         file.write_text(dedent(text))
-        return of_script(str(file), arguments, workers=workers, **ROOMY)
+        return predict_for_script(str(file), arguments, workers=workers, **ROOMY)
 
     return asked
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_the_examples_run_as_far_as_needed(path: Path) -> None:
-    one, two = (of_script(str(path), ["--batch-size", "64"], workers=n, **ROOMY) for n in (1, 2))
+    one, two = (predict_for_script(str(path), ["--batch-size", "64"], workers=n, **ROOMY) for n in (1, 2))
     assert not one.left_out
     assert not two.left_out
-    assert one.facts.flow is not None
-    assert two.facts.flow is not None
-    assert 0.45 < two.facts.flow.alone / one.facts.flow.alone < 0.75  # half of the batch
+    assert one.facts.step_memory is not None
+    assert two.facts.step_memory is not None
+    assert 0.45 < two.facts.step_memory.alone / one.facts.step_memory.alone < 0.75  # half of the batch
 
 
 def test_a_script_gives_what_its_model_optimizer_and_batch_give(ask: Ask) -> None:
@@ -165,7 +165,7 @@ def test_only_the_first_model_counts(ask: Ask) -> None:
 
 def test_what_needs_values_is_answered_without_activations(ask: Ask) -> None:
     report = ask(HEAD + "un.parallel(model, optimizer)\nkept = model(x)[model(x) > 0].sum().backward()\n")
-    assert report.facts.flow is None
+    assert report.facts.step_memory is None
     assert report.need("allreduce").parameters == 4 * PARAMETERS
     assert report.need("allreduce").optimizer >= 8 * PARAMETERS
     assert any("the script failed before its first optimizer step (Dynamic" in what for what in report.left_out)
@@ -174,7 +174,7 @@ def test_what_needs_values_is_answered_without_activations(ask: Ask) -> None:
 def test_a_script_that_ends_without_a_step_is_answered_without_activations(ask: Ask) -> None:
     report = ask(HEAD + "un.parallel(model, optimizer)\n")
     assert any("ended without an optimizer step" in what for what in report.left_out)
-    assert report.facts.flow is None
+    assert report.facts.step_memory is None
 
 
 def test_what_fails_on_fakes_before_the_model_is_there_is_run_with_memory(ask: Ask) -> None:
@@ -265,5 +265,5 @@ def test_a_module_is_run_with_m(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "package_for_memory" / "__init__.py").touch()
     (tmp_path / "package_for_memory" / "train.py").write_text(HEAD + LOOP)
     monkeypatch.chdir(tmp_path)
-    report = of_script("package_for_memory.train", module=True, **ROOMY)
+    report = predict_for_script("package_for_memory.train", module=True, **ROOMY)
     assert report.facts.trainable == PARAMETERS

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.footprint.machine import machine
+from unisono.footprint.capacity import find_capacity
 from unisono.sizes import parse_size, show_size
 
 
@@ -54,12 +54,12 @@ def test_a_shown_size_reads_back_to_about_the_same(nbytes: int) -> None:
 
 
 def test_a_machine_takes_what_is_given_and_its_own_for_the_rest(tmp_path: Path) -> None:
-    given = machine("24GiB", "1 TiB", "2TB", workers=4)
+    given = find_capacity("24GiB", "1 TiB", "2TB", workers=4)
     assert (given.device, given.host, given.disk, given.guessed) == (24 << 30, 1 << 40, 2 * 10**12, ())
-    own = machine(1000, None, tmp_path, workers=1)
+    own = find_capacity(1000, None, tmp_path, workers=1)
     assert own.device == 1000
     assert own.guessed == ("host",)
     assert 1 << 20 < own.host < 1 << 50
     assert own.disk > 0
     with pytest.raises(ValueError, match=r"disk must be .* or a folder"):
-        machine(None, None, "/no/such/folder", workers=1)
+        find_capacity(None, None, "/no/such/folder", workers=1)

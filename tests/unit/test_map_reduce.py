@@ -15,8 +15,8 @@ import torch
 
 import unisono as un
 from unisono.launchers.engines.pickled import Packed
-from unisono.map_reduce import Job, mapreduce, run, spark
-from unisono.map_reduce.parcel import Mapped, handed_over, opened, split
+from unisono.map_reduce import MapReduce, mapreduce, run, spark
+from unisono.map_reduce.worker_data import SharedArray, open_shared, share_arrays, split
 
 SIZES = [1, 2, 3, 5]
 
@@ -119,7 +119,7 @@ def test_an_error_of_the_servers_program_reaches_every_rank():
 
     def caught(_):
         with pytest.raises(ValueError, match="the server found something"):
-            run(Job(lambda part, state: 0, "sum", drive), [1, 2, 3])
+            run(MapReduce(lambda part, state: 0, "sum", drive), [1, 2, 3])
         return True
 
     assert un.run_threads(caught, 3) == [True] * 3
@@ -180,10 +180,10 @@ def test_large_arrays_are_handed_over_as_they_are_and_small_ones_travel():
     c, f = rng.standard_normal((600, 400)), np.asfortranarray(rng.standard_normal((600, 400)))
     sparse = scipy.sparse.random(2000, 1000, density=0.1, format="csr", random_state=0)
     small = np.arange(5)
-    with handed_over((c, f, sparse, small, None)) as sent:
-        assert isinstance(sent[0], Mapped)
+    with share_arrays((c, f, sparse, small, None)) as sent:
+        assert isinstance(sent[0], SharedArray)
         assert sent[3] is small
-        got = opened(sent)
+        got = open_shared(sent)
         np.testing.assert_array_equal(got[0], c)
         np.testing.assert_array_equal(got[1], f)
         assert got[1].flags.f_contiguous
@@ -195,13 +195,13 @@ def test_large_arrays_are_handed_over_as_they_are_and_small_ones_travel():
 def test_an_array_that_is_mapped_from_a_file_is_not_copied(tmp_path):
     np.save(tmp_path / "x.npy", np.arange(300_000.0).reshape(1000, 300))
     x = np.load(tmp_path / "x.npy", mmap_mode="r")
-    with handed_over((x, np.asarray(x))) as sent:
+    with share_arrays((x, np.asarray(x))) as sent:
         assert [item.path for item in sent] == [str(tmp_path / "x.npy")] * 2
-        np.testing.assert_array_equal(opened(sent)[1], x)
-    with handed_over((x[5:], x[:, 5:], np.asfortranarray(x))) as sent:  # rows of it, columns of it, a copy of it
+        np.testing.assert_array_equal(open_shared(sent)[1], x)
+    with share_arrays((x[5:], x[:, 5:], np.asfortranarray(x))) as sent:  # rows of it, columns of it, a copy of it
         assert sent[0].path == str(tmp_path / "x.npy")
         assert sent[1].path != str(tmp_path / "x.npy") != sent[2].path
-        for got, given in zip(opened(sent), (x[5:], x[:, 5:], x), strict=True):
+        for got, given in zip(open_shared(sent), (x[5:], x[:, 5:], x), strict=True):
             np.testing.assert_array_equal(got, given)
 
 
@@ -213,7 +213,7 @@ def test_blocks_in_a_spark_process_are_left_out_of_its_garbage_collection_while_
     program = Packed((None, None, lambda rows: [Circle() for _ in rows]))
     try:
         spark._keep("run", program, 0, [1, 2, 3])
-        block = spark._blocks["run", 0]
+        block = spark._prepared["run", 0]
         assert len(block) == 3
         assert gc.get_freeze_count() > 0
         assert not any(item is block for item in gc.get_objects())  # frozen: not looked through after every task

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from unisono.callbacks import Callback, EarlyStopping, History, show
 from unisono.checkpoint import save
-from unisono.trainer import Trainer
+from unisono.progress import EarlyStopping, History, format_logs
+from unisono.trainer import Callback, Trainer
 from unisono.world import World
 from unisono.world.virtual import run_threads
 
@@ -438,7 +438,7 @@ def test_accumulation_over_a_stream_is_refused() -> None:
 
 
 def test_rows_are_shown_for_people() -> None:
-    assert show({"loss": 0.25, "samples/s": 1234.5, "compute": 0.9, "waiting": 0.1}).split("   ") == [
+    assert format_logs({"loss": 0.25, "samples/s": 1234.5, "compute": 0.9, "waiting": 0.1}).split("   ") == [
         "loss 0.2500",
         "1,234 samples/s",
         "compute 90% · waiting 10%",

@@ -20,8 +20,8 @@ from unisono.boost.working import fit_in_world, work
 from unisono.estimators.base import check_classification_targets, union_of_labels
 from unisono.estimators.files import Files
 from unisono.estimators.table import Rows
-from unisono.map_reduce import launched, mine
-from unisono.map_reduce.parcel import handed_over
+from unisono.map_reduce.map_reduce import launch_workers, take_part
+from unisono.map_reduce.worker_data import share_arrays
 from unisono.world import World, join
 
 try:
@@ -113,9 +113,9 @@ class BoostedEstimator(BaseEstimator):  # type: ignore[misc]
             self._check_same(source, evals, world)
             apart = bool(task.members) and not task.shards
             part = (source.part(0, 1) if hasattr(source, "part") else source) if apart else None
-            return fit_in_world(task, part if apart else mine(source, world, own=self.own_rows), world, evals)
-        with handed_over(evals) if self.on is None else contextlib.nullcontext(evals) as sent:
-            results = launched(work, (task, sent), source, workers=self.workers, on=self.on)
+            return fit_in_world(task, part if apart else take_part(source, world, own=self.own_rows), world, evals)
+        with share_arrays(evals) if self.on is None else contextlib.nullcontext(evals) as sent:
+            results = launch_workers(work, (task, sent), source, workers=self.workers, on=self.on)
         kind, value = results[0]
         if kind == "refused":
             raise ValueError(value)

@@ -10,8 +10,8 @@ import torch
 
 from unisono.boost.rows import Shard, agreed, shard_of
 from unisono.boost.task import Boosted, Evals, Task, library_of
-from unisono.data.tables import Part
-from unisono.map_reduce.parcel import opened, split
+from unisono.data.tables import TablePart
+from unisono.map_reduce.worker_data import open_shared, split
 from unisono.world import World, join
 
 __all__ = ["fit_in_world", "work"]
@@ -68,10 +68,10 @@ def work(settings: tuple[Task, Any], data: Any) -> tuple[str, Any]:
     task, evals = settings
     world = join("cpu")
     try:
-        data = opened(data)
-        apart = task.members and not task.shards and not isinstance(data, Part)
+        data = open_shared(data)
+        apart = task.members and not task.shards and not isinstance(data, TablePart)
         part = split(data, 0, 1) if apart else split(data, world.rank, world.size)
-        found = fit_in_world(task, part, world, opened(evals))
+        found = fit_in_world(task, part, world, open_shared(evals))
     except ValueError as error:
         return "refused", str(error)
     return "fitted", found if world.rank == 0 else None

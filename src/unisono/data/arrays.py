@@ -22,10 +22,10 @@ class Arrays:
 
     def __init__(self, data: Any, *, whole: bool = True) -> None:
         self.data, self.whole = data, whole
-        lengths = {name: _length(name, array) for name, array in leaves(data)}
+        lengths = {name: _count_rows(name, array) for name, array in list_arrays(data)}
         if len(set(lengths.values())) > 1:
             raise ValueError(
-                f"un.shard got arrays of different lengths: {_listing(lengths)}. Expected the same first "
+                f"un.shard got arrays of different lengths: {_format_lengths(lengths)}. Expected the same first "
                 "dimension for all, one row a sample. For a list of separate samples, give a Dataset "
                 "(__len__ and __getitem__)."
             )
@@ -35,7 +35,7 @@ class Arrays:
         return self.length
 
     def __getitem__(self, index: int) -> Any:
-        return _map(lambda array: array[index], self.data)
+        return _map_arrays(lambda array: array[index], self.data)
 
     def __getitems__(self, indices: list[int]) -> Any:
         return self.take(np.asarray(indices, dtype=np.int64)) if self.whole else [self[i] for i in indices]
@@ -51,7 +51,7 @@ class Arrays:
             picked = np.asarray(array)[indices]
             return torch.from_numpy(picked) if _is_numeric(picked) else picked
 
-        return _map(pick, self.data)
+        return _map_arrays(pick, self.data)
 
 
 def is_arrays(data: Any) -> bool:
@@ -65,7 +65,7 @@ def _is_array(x: Any) -> TypeGuard[Array]:
     return isinstance(x, torch.Tensor | np.ndarray)
 
 
-def leaves(data: Any) -> list[tuple[str, Array]]:
+def list_arrays(data: Any) -> list[tuple[str, Array]]:
     """The arrays in `data`, each with the name an error calls it by."""
     if _is_array(data):
         return [("data", data)]
@@ -73,7 +73,7 @@ def leaves(data: Any) -> list[tuple[str, Array]]:
     return [(f"[{key!r}]", array) for key, array in pairs]
 
 
-def _map(function: Callable[[Array], Any], data: Any) -> Any:
+def _map_arrays(function: Callable[[Array], Any], data: Any) -> Any:
     if _is_array(data):
         return function(data)
     if isinstance(data, Mapping):
@@ -83,7 +83,7 @@ def _map(function: Callable[[Array], Any], data: Any) -> Any:
     return type(data)(function(array) for array in data)
 
 
-def same_array(a: Array, b: Array) -> bool:
+def is_same_array(a: Array, b: Array) -> bool:
     """Whether both hold the same numbers: in the same memory, or in copies of one another."""
     if type(a) is not type(b) or a.shape != b.shape or a.dtype != b.dtype:
         return False
@@ -103,7 +103,7 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a, b) or (inexact and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
 
 
-def _length(name: str, array: Array) -> int:
+def _count_rows(name: str, array: Array) -> int:
     if array.ndim == 0:
         raise ValueError(f"un.shard got {name} without dimensions (a single number). Expected one row a sample.")
     return int(array.shape[0])
@@ -115,10 +115,10 @@ def _is_numeric(array: NDArray[Any]) -> bool:
     return array.dtype.isnative and array.dtype.itemsize <= widest.get(array.dtype.kind, 0)
 
 
-def pinned(batch: Any) -> Any:
+def pin(batch: Any) -> Any:
     """The batch in memory that a GPU copies from directly."""
-    return _map(lambda x: x.pin_memory() if isinstance(x, torch.Tensor) and x.device.type == "cpu" else x, batch)
+    return _map_arrays(lambda x: x.pin_memory() if isinstance(x, torch.Tensor) and x.device.type == "cpu" else x, batch)
 
 
-def _listing(lengths: Mapping[str, int]) -> str:
+def _format_lengths(lengths: Mapping[str, int]) -> str:
     return ", ".join(f"{name} has {length}" for name, length in lengths.items())

@@ -20,7 +20,7 @@ Partition = Literal["contiguous", "strided"]
 _WORD = 2**64
 
 
-def permutation(n: int, *, seed: int, epoch: int, stream: int = 0) -> Indices:
+def draw_permutation(n: int, *, seed: int, epoch: int, stream: int = 0) -> Indices:
     """A random order of `range(n)` that is the same on every machine and with every numpy version.
 
     Each index is given random high bits by the counter-based generator Philox, keyed by (seed, epoch), and
@@ -36,7 +36,7 @@ def permutation(n: int, *, seed: int, epoch: int, stream: int = 0) -> Indices:
     Returns:
         int32 where n fits in it, else int64; shape (n,).
 
-    >>> sorted(permutation(5, seed=0, epoch=0).tolist())
+    >>> sorted(draw_permutation(5, seed=0, epoch=0).tolist())
     [0, 1, 2, 3, 4]
     """
     key = np.array([seed % _WORD, epoch % _WORD], dtype=np.uint64)
@@ -47,15 +47,15 @@ def permutation(n: int, *, seed: int, epoch: int, stream: int = 0) -> Indices:
     words |= np.arange(n, dtype=np.uint64)
     words.sort()
     words &= low_bits
-    return words.astype(index_dtype(n))
+    return words.astype(choose_index_dtype(n))
 
 
-def index_dtype(n: int) -> type[np.signedinteger]:
+def choose_index_dtype(n: int) -> type[np.signedinteger]:
     """The smallest of int32 and int64 that counts to n."""
     return np.int32 if n < 2**31 else np.int64
 
 
-def global_order(
+def order_epoch(
     n: int, *, batch_size: int, seed: int, epoch: int, shuffle: bool, classes: Indices | None = None
 ) -> Indices:
     """The order of one epoch: global batch b is `order[b * batch_size : (b + 1) * batch_size]`.
@@ -66,25 +66,25 @@ def global_order(
         seed: With epoch, decides the order.
         epoch: Which pass over the data.
         shuffle: False keeps the samples in their own order (within each class, where `classes` is given).
-        classes: A class number 0, 1, ... for each sample: see `stratified_order`.
+        classes: A class number 0, 1, ... for each sample: see `stratify_order`.
 
     Returns:
         A permutation of `range(n)`.
 
-    >>> global_order(6, batch_size=4, seed=0, epoch=0, shuffle=False).tolist()
+    >>> order_epoch(6, batch_size=4, seed=0, epoch=0, shuffle=False).tolist()
     [0, 1, 2, 3, 4, 5]
     """
-    drawn = permutation(n, seed=seed, epoch=epoch) if shuffle else np.arange(n, dtype=index_dtype(n))
+    drawn = draw_permutation(n, seed=seed, epoch=epoch) if shuffle else np.arange(n, dtype=choose_index_dtype(n))
     if classes is None:
         return drawn
     # Where classes do not divide evenly, some batches get one sample more of a class. Which ones is drawn as
     # well: counted through in turn, a rare class would sit in neighbouring batches.
     full = n // batch_size
-    places = permutation(full, seed=seed, epoch=epoch if shuffle else 0, stream=1)
-    return stratified_order(drawn, classes, batch_size, places)
+    places = draw_permutation(full, seed=seed, epoch=epoch if shuffle else 0, stream=1)
+    return stratify_order(drawn, classes, batch_size, places)
 
 
-def stratified_order(drawn: Indices, classes: Indices, batch_size: int, places: Indices) -> Indices:
+def stratify_order(drawn: Indices, classes: Indices, batch_size: int, places: Indices) -> Indices:
     """Rearranges `drawn` so that every global batch has the class mix of the whole.
 
     A batch of m samples holds floor(m * n_c / n) or ceil(m * n_c / n) of class c, for every class and every
@@ -108,7 +108,7 @@ def stratified_order(drawn: Indices, classes: Indices, batch_size: int, places: 
     counts = np.bincount(classes).astype(np.int64)
     # 1. Of each class: `short` in the last batch, `base` in every full one, `spare` dealt over the full ones.
     base = counts * batch_size // n if full else np.zeros_like(counts)
-    short = _share_of_short_batch(counts, base, full=full, size=n - full * batch_size)
+    short = _fill_short_batch(counts, base, full=full, size=n - full * batch_size)
     spare = counts - full * base - short
     # 2. The batch of each sample: dealt in turn, first the even part of its class, then the spares.
     grouped = drawn[np.argsort(_narrow(classes[drawn]), kind="stable")]
@@ -122,7 +122,7 @@ def stratified_order(drawn: Indices, classes: Indices, batch_size: int, places: 
     return grouped[np.argsort(_narrow(row), kind="stable")]
 
 
-def _share_of_short_batch(counts: Indices, base: Indices, *, full: int, size: int) -> Indices:
+def _fill_short_batch(counts: Indices, base: Indices, *, full: int, size: int) -> Indices:
     """How many of each class go to the last, short batch of `size` samples, so that the full batches work
     out."""
     n = int(counts.sum())
@@ -142,13 +142,13 @@ def _narrow(keys: Indices) -> NDArray[np.integer]:
     return keys.astype(np.uint16) if keys.size and keys.max() < 2**16 else keys
 
 
-def part_of(m: int, *, rank: int, size: int, partition: Partition) -> slice:
+def slice_part(m: int, *, rank: int, size: int, partition: Partition) -> slice:
     """The part of a global batch of m samples that is `rank`'s, as a slice; parts differ by at most one
     sample.
 
-    >>> [part_of(7, rank=r, size=3, partition="contiguous") for r in range(3)]
+    >>> [slice_part(7, rank=r, size=3, partition="contiguous") for r in range(3)]
     [slice(0, 3, 1), slice(3, 5, 1), slice(5, 7, 1)]
-    >>> part_of(7, rank=1, size=3, partition="strided")
+    >>> slice_part(7, rank=1, size=3, partition="strided")
     slice(1, 7, 3)
     """
     if partition == "strided":
@@ -158,7 +158,7 @@ def part_of(m: int, *, rank: int, size: int, partition: Partition) -> slice:
     return slice(start, start + each + (rank < over), 1)
 
 
-def balanced_parts(costs: NDArray[np.float64], size: int) -> list[Indices]:
+def balance_parts(costs: NDArray[np.float64], size: int) -> list[Indices]:
     """Deals a batch so that every rank gets about the same cost: the longest sample first, to the least
     loaded rank.
 
@@ -172,7 +172,7 @@ def balanced_parts(costs: NDArray[np.float64], size: int) -> list[Indices]:
     Returns:
         For every rank, its positions in the batch, ascending.
 
-    >>> [part.tolist() for part in balanced_parts(np.array([3.0, 1.0, 2.0, 4.0]), 2)]
+    >>> [part.tolist() for part in balance_parts(np.array([3.0, 1.0, 2.0, 4.0]), 2)]
     [[1, 3], [0, 2]]
     """
     longest_first = np.argsort(-costs, kind="stable")

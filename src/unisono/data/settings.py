@@ -10,11 +10,11 @@ from typing import Any, Literal
 import torch
 
 from unisono.data.order import Partition
-from unisono.data.sources import Source, same_values
+from unisono.data.sources import Source, is_same_values
 
 
 @dataclass(frozen=True)
-class Settings:
+class ShardSettings:
     """What `shard` was asked for; None where the default or a DataLoader's own choice holds."""
 
     batch_size: int | None = None
@@ -31,56 +31,56 @@ class Settings:
     pin_memory: bool | None = None
 
     def __post_init__(self) -> None:
-        whole_number(self.seed, "seed", least=None)
+        check_whole_number(self.seed, "seed", least=None)
         if self.batch_size is not None:
-            whole_number(self.batch_size, "batch_size", least=1)
+            check_whole_number(self.batch_size, "batch_size", least=1)
         if self.num_workers is not None:
-            whole_number(self.num_workers, "num_workers")
+            check_whole_number(self.num_workers, "num_workers")
 
-    def same_as(self, other: Settings) -> bool:
+    def matches(self, other: ShardSettings) -> bool:
         """Whether both ask for the same."""
-        return all(same_values(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return all(is_same_values(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
 
 
-def loader_options(asked: Settings) -> dict[str, Any]:
+def select_loader_options(settings: ShardSettings) -> dict[str, Any]:
     """The DataLoader options among the settings."""
     options: dict[str, Any] = {}
-    if asked.num_workers is not None:
-        options["num_workers"] = int(asked.num_workers)
-    if asked.pin_memory is not None:
-        options["pin_memory"] = asked.pin_memory and torch.cuda.is_available()
+    if settings.num_workers is not None:
+        options["num_workers"] = int(settings.num_workers)
+    if settings.pin_memory is not None:
+        options["pin_memory"] = settings.pin_memory and torch.cuda.is_available()
     return options
 
 
-def shuffle_or_not(asked: bool | None, source: Source) -> bool:
+def decide_shuffle(wanted: bool | None, source: Source) -> bool:
     """Whether the order is drawn anew for every epoch."""
     if source.samples is None:
-        if asked:
+        if wanted:
             raise ValueError(
                 "un.shard got shuffle=True for an iterable dataset, whose samples come in the order it gives "
                 "them. Shuffle inside the dataset, the same on every rank (its set_epoch(n) is called where "
                 "it has one), and leave shuffle out."
             )
         return False
-    if asked is None:
+    if wanted is None:
         return True if source.shuffle is None else bool(source.shuffle)
     if source.sampler is not None or source.batch_sampler is not None:
         raise ValueError(
-            f"un.shard got shuffle={asked} with a DataLoader whose own sampler decides the order. "
+            f"un.shard got shuffle={wanted} with a DataLoader whose own sampler decides the order. "
             "Leave shuffle out, or leave the sampler out of the DataLoader."
         )
-    return asked
+    return wanted
 
 
-def check_choices(asked: Settings, source: Source) -> None:
+def check_choices(settings: ShardSettings, source: Source) -> None:
     """Refuses settings that do not go together, with the reason."""
-    if asked.partition not in (None, "contiguous", "strided"):
-        raise ValueError(f"un.shard got partition={asked.partition!r}. Expected 'contiguous' or 'strided'.")
-    if asked.weigh_by not in ("samples", "cost"):
-        raise ValueError(f"un.shard got weigh_by={asked.weigh_by!r}. Expected 'samples' or 'cost'.")
-    if asked.weigh_by == "cost" and asked.cost is None:
+    if settings.partition not in (None, "contiguous", "strided"):
+        raise ValueError(f"un.shard got partition={settings.partition!r}. Expected 'contiguous' or 'strided'.")
+    if settings.weigh_by not in ("samples", "cost"):
+        raise ValueError(f"un.shard got weigh_by={settings.weigh_by!r}. Expected 'samples' or 'cost'.")
+    if settings.weigh_by == "cost" and settings.cost is None:
         raise ValueError("un.shard got weigh_by='cost' without cost=. Expected a cost for every sample with it.")
-    deciding = [name for name in ("stratify", "cost", "partition") if getattr(asked, name) is not None]
+    deciding = [name for name in ("stratify", "cost", "partition") if getattr(settings, name) is not None]
     if len(deciding) > 1:
         raise ValueError(
             f"un.shard got {' and '.join(f'{name}=' for name in deciding)}, each of which decides which rank "
@@ -91,16 +91,16 @@ def check_choices(asked: Settings, source: Source) -> None:
             f"un.shard got {deciding[0]}= for an iterable dataset, whose samples are not known before they "
             "are read. Expected a map-style dataset, tensors or a list of files with it."
         )
-    if source.placed and deciding:
+    if source.divided and deciding:
         raise ValueError(
             f"un.shard got {deciding[0]}= for a table that is divided among the workers already: where a row lies "
             "decides which rank gets it. Leave it out, or divide the table accordingly before (repartition)."
         )
-    if asked.stratify is not None and (source.sampler is not None or source.batch_sampler is not None):
+    if settings.stratify is not None and (source.sampler is not None or source.batch_sampler is not None):
         raise ValueError("un.shard got stratify= with a DataLoader whose own sampler decides the order. Leave one out.")
 
 
-def whole_number(value: Any, name: str, *, least: int | None = 0) -> int:
+def check_whole_number(value: Any, name: str, *, least: int | None = 0) -> int:
     """`value` as an int of at least `least`, or an error that names the argument."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ValueError(f"un.shard got {name}={value!r}. Expected a whole number.")

@@ -7,21 +7,19 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count, islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from unisono.data.order import Indices, Partition, balanced_parts, global_order, part_of
+from unisono.data.order import Indices, Partition, balance_parts, order_epoch, slice_part
 from unisono.data.settings import (
-    Settings,
+    ShardSettings,
     check_choices,
-    loader_options,
-    shuffle_or_not,
-    whole_number,
+    check_whole_number,
+    decide_shuffle,
+    select_loader_options,
 )
-from unisono.data.sources import open_source, read_classes, read_costs, same_data, skip, to_device
-from unisono.data.tables import batches as placed_batches
-
-if TYPE_CHECKING:
-    from unisono.world import World
+from unisono.data.sources import is_same_data, move_to_device, open_source, read_classes, read_costs, skip
+from unisono.data.tables import select_batches
+from unisono.world import World, join
 
 _LOOKALIKES = 4  # so many unnamed shards of one make look like a dataset that is built anew for every epoch
 
@@ -86,7 +84,7 @@ def shard(
     [2, 3]
     [4]
     """
-    asked = Settings(
+    settings = ShardSettings(
         batch_size=batch_size,
         shuffle=shuffle,
         seed=seed,
@@ -100,9 +98,9 @@ def shard(
         num_workers=num_workers,
         pin_memory=pin_memory,
     )
-    here = _joined() if world is None else world
-    known = _known(here, data, asked, name)
-    return known if known is not None else _new(here, data, asked, name, epoch)
+    here = join() if world is None else world
+    known = _find_known(here, data, settings, name)
+    return known if known is not None else _make_shard(here, data, settings, name, epoch)
 
 
 class Shard:
@@ -117,27 +115,27 @@ class Shard:
         batch: Global batches of this epoch that were given out.
     """
 
-    def __init__(self, data: Any, asked: Settings, *, world: World, name: str, epoch: int = 0) -> None:
+    def __init__(self, data: Any, settings: ShardSettings, *, world: World, name: str, epoch: int = 0) -> None:
         self.named = True  # by the user: not to be found by its data
-        self.data, self.asked, self.name, self.world = data, asked, name, world
+        self.data, self.settings, self.name, self.world = data, settings, name, world
         self.source = source = open_source(
-            data, collate_fn=asked.collate_fn, read=asked.read, options=loader_options(asked)
+            data, collate_fn=settings.collate_fn, read=settings.read, options=select_loader_options(settings)
         )
-        self.samples, self.seed = source.samples, int(asked.seed)
+        self.samples, self.seed = source.samples, int(settings.seed)
         self._counts: list[int] = []  # the samples that lie with each rank, where all see different ones
-        if source.placed:
-            self._count(world)
-        self.batch_size = source.batch_size if asked.batch_size is None else int(asked.batch_size)
-        self.drop_last = bool(source.drop_last if asked.drop_last is None else asked.drop_last)
-        self.shuffle = shuffle_or_not(asked.shuffle, source)
-        check_choices(asked, source)
+        if source.divided:
+            self._count_samples(world)
+        self.batch_size = source.batch_size if settings.batch_size is None else int(settings.batch_size)
+        self.drop_last = bool(source.drop_last if settings.drop_last is None else settings.drop_last)
+        self.shuffle = decide_shuffle(settings.shuffle, source)
+        check_choices(settings, source)
         self._check_sizes(world)
-        has_classes, has_costs = asked.stratify is not None, asked.cost is not None
-        self._classes = read_classes(asked.stratify, source.samples or 0) if has_classes else None
-        self._costs = read_costs(asked.cost, source) if has_costs else None
-        self._partition: Partition = "strided" if has_classes else asked.partition or "contiguous"
+        has_classes, has_costs = settings.stratify is not None, settings.cost is not None
+        self._classes = read_classes(settings.stratify, source.samples or 0) if has_classes else None
+        self._costs = read_costs(settings.cost, source) if has_costs else None
+        self._partition: Partition = "strided" if has_classes else settings.partition or "contiguous"
         self.batch = self._first_batch = 0
-        self.epoch = whole_number(epoch, "epoch")
+        self.epoch = check_whole_number(epoch, "epoch")
         self._out: float | None = None  # the weight of the batch that is out
         self._reader = 0  # number of the newest iterator
         self._moves = 0  # how often position or world were changed
@@ -145,7 +143,7 @@ class Shard:
     def __repr__(self) -> str:
         whole = "a stream" if self.samples is None else f"{self.samples} samples"
         where = f"epoch {self.epoch}, batch {self.batch}"
-        return f"<Shard {self.name!r}: {whole}, {self.order_settings()}, {where}>"
+        return f"<Shard {self.name!r}: {whole}, {self.describe_order()}, {where}>"
 
     def __len__(self) -> int:
         """Batches in an epoch; the same on every rank."""
@@ -171,7 +169,7 @@ class Shard:
                 world = self.world
                 with world.ledger.span("data"):
                     if feed is None or moves != self._moves:  # moved: read on from the new place
-                        feed, moves = self._feed(world), self._moves
+                        feed, moves = self._read_batches(world), self._moves
                     given = next(feed, None)
                 if given is None:
                     break
@@ -187,41 +185,41 @@ class Shard:
             self.set_epoch(self.epoch + 1)
         finally:
             if me == self._reader:
-                self._put_down()
+                self._restore_weight()
 
-    def _put_down(self) -> None:
+    def _restore_weight(self) -> None:
         self._out = None
         # A loop over validation data may stand inside one over training data, whose batch is then still out.
         outer = [s._out for s in self.world.shards.values() if s._out is not None]
         self.world.weight = outer[-1] if outer else 1.0
 
-    def _feed(self, world: World) -> Iterator[tuple[Any, float]]:
-        feed = self._stream(world) if self.samples is None else self._indexed(world)
+    def _read_batches(self, world: World) -> Iterator[tuple[Any, float]]:
+        feed = self._read_stream(world) if self.samples is None else self._read_indexed(world)
         if world.device.type == "cpu":
             return feed
-        return ((to_device(batch, world.device), weight) for batch, weight in feed)
+        return ((move_to_device(batch, world.device), weight) for batch, weight in feed)
 
-    def _indexed(self, world: World) -> Iterator[tuple[Any, float]]:
+    def _read_indexed(self, world: World) -> Iterator[tuple[Any, float]]:
         weights: deque[float] = deque()  # of the batches that are being read ahead
         first = self.batch
 
         def parts() -> Iterator[tuple[Indices, int]]:
-            for number, (mine, weight) in enumerate(self._mine(world, first), first):
+            for number, (mine, weight) in enumerate(self._select_samples(world, first), first):
                 weights.append(weight)
-                yield mine, self._seed_of(number, world)
+                yield mine, self._derive_seed(number, world)
 
-        for batch in self.source.read(parts(), seed=self._seed_of(first, world)):
+        for batch in self.source.read(parts(), seed=self._derive_seed(first, world)):
             yield batch, weights.popleft()
 
-    def _mine(self, world: World, first: int) -> Iterator[tuple[Indices, float]]:
+    def _select_samples(self, world: World, first: int) -> Iterator[tuple[Indices, float]]:
         """My samples of each global batch from `first` on, and their weight."""
         if not self._counts:
-            for indices in self._global_batches(first):
-                mine, weight = self._deal(len(indices), world, indices)
+            for indices in self._iterate_global_batches(first):
+                mine, weight = self._assign(len(indices), world, indices)
                 yield indices[mine], weight
             return
         assert self.batch_size is not None
-        yield from placed_batches(
+        yield from select_batches(
             self._counts,
             rank=world.rank,
             batch_size=self.batch_size,
@@ -232,13 +230,13 @@ class Shard:
             shuffle=self.shuffle,
         )
 
-    def _seed_of(self, batch: int, world: World) -> int:
+    def _derive_seed(self, batch: int, world: World) -> int:
         place = f"{self.seed} {self.epoch} {batch} {world.rank}".encode()
         return int.from_bytes(hashlib.blake2b(place, digest_size=7).digest(), "big")
 
-    def _stream(self, world: World) -> Iterator[tuple[Any, float]]:
+    def _read_stream(self, world: World) -> Iterator[tuple[Any, float]]:
         assert self.batch_size is not None
-        stream = self.source.stream(epoch=self.epoch)
+        stream = self.source.read_stream(epoch=self.epoch)
         skip(stream, self.batch * self.batch_size)
         for first in count(self.batch):
             samples = list(islice(stream, self.batch_size))
@@ -246,21 +244,21 @@ class Shard:
                 raise ValueError(f"{self.name} got no samples from {type(self.data).__name__}. Expected at least one.")
             if not samples or (self.drop_last and len(samples) < self.batch_size):
                 return
-            mine, weight = self._deal(len(samples), world)
+            mine, weight = self._assign(len(samples), world)
             assert isinstance(mine, slice)
             yield self.source.collate(samples[mine]), weight
             if len(samples) < self.batch_size:
                 return
 
-    def _global_batches(self, start: int) -> Iterator[Indices]:
+    def _iterate_global_batches(self, start: int) -> Iterator[Indices]:
         source, size = self.source, self.batch_size
         if source.sampler is not None or source.batch_sampler is not None:
-            batches = source.sampler_batches(size or 0, seed=self.seed, epoch=self.epoch)
+            batches = source.draw_batches(size or 0, seed=self.seed, epoch=self.epoch)
             yield from batches[start : len(batches) if size is None else len(self)]
             return
         assert size is not None
         assert source.samples is not None
-        order = global_order(
+        order = order_epoch(
             source.samples,
             batch_size=size,
             seed=self.seed,
@@ -271,17 +269,17 @@ class Shard:
         for i in range(start, len(self)):
             yield order[i * size : (i + 1) * size]
 
-    def _deal(self, m: int, world: World, indices: Indices | None = None) -> tuple[slice | Indices, float]:
+    def _assign(self, m: int, world: World, indices: Indices | None = None) -> tuple[slice | Indices, float]:
         """My positions in a global batch of m samples, and their weight."""
         if self._costs is None or indices is None:
-            cut = part_of(m, rank=world.rank, size=world.size, partition=self._partition)
+            cut = slice_part(m, rank=world.rank, size=world.size, partition=self._partition)
             held = len(range(m)[cut])
             return (cut, held * world.size / m) if held else (slice(0, 1), 0.0)
         costs = self._costs[indices]
-        mine = balanced_parts(costs, world.size)[world.rank]
+        mine = balance_parts(costs, world.size)[world.rank]
         if not len(mine):
             return slice(0, 1), 0.0
-        if self.asked.weigh_by == "cost" and costs.any():
+        if self.settings.weigh_by == "cost" and costs.any():
             return mine, float(costs[mine].sum() * world.size / costs.sum())
         return mine, len(mine) * world.size / m
 
@@ -289,14 +287,14 @@ class Shard:
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of `epoch`; the epoch that is being read or resumed keeps its place."""
-        if whole_number(epoch, "epoch") != self.epoch:
+        if check_whole_number(epoch, "epoch") != self.epoch:
             self.epoch, self.batch, self._first_batch = epoch, 0, 0
             self._moves += 1
 
     def rebind(self, world: World) -> None:
         """Share the data among the ranks of another world; a pass that is under way goes on there."""
         if self._counts:
-            self._count(world)
+            self._count_samples(world)
         self._check_sizes(world)
         self.world.shards.pop(self.name, None)
         self.world, world.shards[self.name] = world, self
@@ -309,20 +307,20 @@ class Shard:
             "batch": self.batch,
             "seed": self.seed,
             "samples": self.samples,
-            "settings": self.order_settings(),
+            "settings": self.describe_order(),
             **({"counts": self._counts} if self._counts else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position, with its seed; ValueError where data or settings are not the saved ones."""
-        expected = {"samples": self.samples, "settings": self.order_settings()}
+        expected = {"samples": self.samples, "settings": self.describe_order()}
         for key, ours in expected.items():
             if state[key] != ours:
                 raise ValueError(
                     f"{self.name} was saved with {key}: {state[key]}, but is now made with {key}: {ours}. "
                     "Give the data and settings it was saved with, or start anew under another name=."
                 )
-        epoch, batch = whole_number(state["epoch"], "epoch"), whole_number(state["batch"], "batch")
+        epoch, batch = check_whole_number(state["epoch"], "epoch"), check_whole_number(state["batch"], "batch")
         if batch and self._counts != (counts := list(state.get("counts", []))):
             raise ValueError(
                 f"{self.name} was saved in mid-epoch with {counts} samples on the ranks, which now have "
@@ -333,7 +331,7 @@ class Shard:
         self.seed = int(state["seed"])
         self._moves += 1
 
-    def order_settings(self) -> str:
+    def describe_order(self) -> str:
         """The settings that decide the global batches, in words: what a saved position depends on."""
         own = self.source.batch_sampler if self.source.batch_sampler is not None else self.source.sampler
         order = type(own).__name__ if own is not None else "shuffled" if self.shuffle else "in order"
@@ -342,19 +340,19 @@ class Shard:
             return text
         return f"{text}, stratify={hashlib.blake2b(self._classes.tobytes(), digest_size=6).hexdigest()}"
 
-    def adopt(self, data: Any, asked: Settings) -> None:
+    def adopt(self, data: Any, settings: ShardSettings) -> None:
         """Read another object with the same number of samples and the same settings from now on."""
-        other = Shard(data, asked, world=self.world, name=self.name)
-        if (other.samples, other.order_settings()) != (self.samples, self.order_settings()):
+        other = Shard(data, settings, world=self.world, name=self.name)
+        if (other.samples, other.describe_order()) != (self.samples, self.describe_order()):
             raise ValueError(
                 f"un.shard got name={self.name!r} for other data or settings than before: {other!r}, where "
                 f"the name stands for {self!r}. Give each its own name, or leave names out."
             )
-        self.data, self.asked, self.source = data, asked, other.source
+        self.data, self.settings, self.source = data, settings, other.source
         self._classes, self._costs, self._partition = other._classes, other._costs, other._partition
         self._moves += 1
 
-    def _count(self, world: World) -> None:
+    def _count_samples(self, world: World) -> None:
         """Ask every rank how many samples lie with it."""
         self._counts = [int(n) for n in world.gather_objects(len(self.source.dataset))]
         self.samples = sum(self._counts)
@@ -389,28 +387,22 @@ class Shard:
             )
 
 
-def _joined() -> World:
-    from unisono.world import join
-
-    return join()
-
-
-def _known(world: World, data: Any, asked: Settings, name: str | None) -> Shard | None:
+def _find_known(world: World, data: Any, settings: ShardSettings, name: str | None) -> Shard | None:
     """The shard of this world that was made for the same data and settings, or under the same name."""
     if name is None:
         unnamed: list[Shard] = [s for s in world.shards.values() if not s.named]
-        return next((s for s in unnamed if s.asked.same_as(asked) and same_data(s.data, data)), None)
+        return next((s for s in unnamed if s.settings.matches(settings) and is_same_data(s.data, data)), None)
     known: Shard | None = world.shards.get(name)
-    if known is not None and not (known.asked.same_as(asked) and same_data(known.data, data)):
-        known.adopt(data, asked)
+    if known is not None and not (known.settings.matches(settings) and is_same_data(known.data, data)):
+        known.adopt(data, settings)
     return known
 
 
-def _new(world: World, data: Any, asked: Settings, name: str | None, epoch: int) -> Shard:
+def _make_shard(world: World, data: Any, settings: ShardSettings, name: str | None, epoch: int) -> Shard:
     chosen = name or next(free for i in count() if (free := f"shard{i}") not in world.shards)
-    made = Shard(data, asked, world=world, name=chosen, epoch=epoch)
+    made = Shard(data, settings, world=world, name=chosen, epoch=epoch)
     twins = [s for s in world.shards.values() if type(s.data) is type(data) and s.samples == made.samples]
-    if name is None and sum(s.order_settings() == made.order_settings() for s in twins) >= _LOOKALIKES:
+    if name is None and sum(s.describe_order() == made.describe_order() for s in twins) >= _LOOKALIKES:
         warnings.warn(
             f"un.shard made {chosen} for yet another {type(data).__name__} of the same size and settings, "
             "and each of them starts at its first epoch. Make the dataset once, before the loop over epochs, "

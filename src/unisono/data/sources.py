@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from unisono import rng
-from unisono.data.arrays import Arrays, is_arrays, leaves, pinned, same_array
-from unisono.data.order import Indices, index_dtype
-from unisono.data.tables import Part
+from unisono.data.arrays import Arrays, is_arrays, is_same_array, list_arrays
+from unisono.data.order import Indices, choose_index_dtype
+from unisono.data.tables import TablePart
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Source:
         sampler: A DataLoader's own sampler, where it decides the order; None where `un.shard` does.
         batch_sampler: A DataLoader's own batch sampler, where it decides the global batches.
         batch_size, shuffle, drop_last: What a DataLoader was set to; None where nothing was said.
-        placed: Whether the samples are this rank's own, and other ranks have others.
+        divided: Whether the samples are this rank's own, and other ranks have others.
     """
 
     dataset: Any
@@ -43,25 +43,25 @@ class Source:
     batch_size: int | None = None
     shuffle: bool | None = None
     drop_last: bool | None = None
-    placed: bool = False
+    divided: bool = False
 
     def __post_init__(self) -> None:
         self._lists = _IndexLists()
         self._loader: Any = None
 
-    def cost_of_each(self, cost: Callable[[Any], float]) -> NDArray[np.float64]:
+    def compute_costs(self, cost: Callable[[Any], float]) -> NDArray[np.float64]:
         """`cost(sample)` of every sample, in order; of the path where the samples are files."""
         assert self.samples is not None
-        items = self.dataset.paths if isinstance(self.dataset, Files) else self.dataset
+        items = self.dataset.paths if isinstance(self.dataset, FileList) else self.dataset
         return np.fromiter((float(cost(items[i])) for i in range(self.samples)), np.float64, self.samples)
 
-    def sampler_batches(self, batch_size: int, *, seed: int, epoch: int) -> list[Indices]:
+    def draw_batches(self, batch_size: int, *, seed: int, epoch: int) -> list[Indices]:
         """One epoch of global batches as the DataLoader's own sampler or batch sampler gives them."""
         chosen = self.batch_sampler if self.batch_sampler is not None else self.sampler
         _set_epoch(chosen, epoch)
         _set_epoch(getattr(chosen, "sampler", None), epoch)
         drawing = chosen if hasattr(chosen, "generator") else getattr(chosen, "sampler", None)
-        with _Seeded(drawing, seed, epoch):
+        with _SeededSampler(drawing, seed, epoch):
             drawn = list(chosen)
         if self.batch_sampler is not None:
             return [np.asarray(batch, dtype=np.int64) for batch in drawn]
@@ -75,11 +75,11 @@ class Source:
         """
         if isinstance(self.dataset, Arrays) and self.dataset.whole and not self.options.get("num_workers"):
             pin = self.options.get("pin_memory", False)
-            return (pinned(self.dataset.take(part)) if pin else self.dataset.take(part) for part, _ in parts)
+            return (pin(self.dataset.take(part)) if pin else self.dataset.take(part) for part, _ in parts)
         if self._loader is None:
             from torch.utils.data import DataLoader
 
-            dataset: Any = _Reseeding(self.dataset) if self.options.get("num_workers") else self.dataset
+            dataset: Any = _ReseededDataset(self.dataset) if self.options.get("num_workers") else self.dataset
             self._loader = DataLoader(
                 dataset,
                 batch_sampler=self._lists,
@@ -93,7 +93,7 @@ class Source:
         self._lists.parts = parts
         return iter(self._loader)
 
-    def stream(self, *, epoch: int) -> Iterator[Any]:
+    def read_stream(self, *, epoch: int) -> Iterator[Any]:
         """Yields the samples of an iterable dataset one by one, from the beginning."""
         _set_epoch(self.dataset, epoch)
         if not self.options.get("num_workers"):
@@ -121,7 +121,7 @@ class _SeededList(list[int]):
         self.seed = seed
 
 
-class _Reseeding:
+class _ReseededDataset:
     """A dataset in a process that reads ahead; its random numbers start anew with every batch.
 
     Torch seeds such a process once an epoch: a run resumed in mid-epoch would augment its samples in another way
@@ -137,7 +137,7 @@ class _Reseeding:
         return fetch(indices) if callable(fetch) else [self.dataset[i] for i in indices]
 
 
-class _Seeded:
+class _SeededSampler:
     """Within it, a torch sampler draws from a generator keyed by (seed, epoch): the same on every rank."""
 
     def __init__(self, sampler: Any, seed: int, epoch: int) -> None:
@@ -153,7 +153,7 @@ class _Seeded:
             self.sampler.generator = self.kept
 
 
-class Files:
+class FileList:
     """A list of files, each one sample: `read(path)`, or the path itself."""
 
     def __init__(self, paths: Sequence[Any], read: Callable[[Any], Any] | None) -> None:
@@ -194,46 +194,48 @@ def open_source(
 
     collate = collate_fn or default_collate
     if read is not None and not is_files(data):
-        raise TypeError(f"un.shard got read= for {_kind(data)}. Expected a list of files (str or Path) with it.")
+        raise TypeError(
+            f"un.shard got read= for {_describe_kind(data)}. Expected a list of files (str or Path) with it."
+        )
     if isinstance(data, DataLoader):
-        return _from_loader(data, collate_fn, options)
-    if isinstance(data, Part):
-        return _from_part(data, collate_fn, options)
+        return _open_loader(data, collate_fn, options)
+    if isinstance(data, TablePart):
+        return _open_part(data, collate_fn, options)
     if is_files(data):
-        files = Files(data, read)
+        files = FileList(data, read)
         return Source(files, len(data), collate if read or collate_fn else identity, options)
     if is_arrays(data) or type(data) is TensorDataset:
         arrays = Arrays(list(data.tensors) if type(data) is TensorDataset else data, whole=collate_fn is None)
         return Source(arrays, len(arrays), collate_fn or identity, options)
     if hasattr(data, "iloc") or isinstance(data, str | bytes | os.PathLike | Mapping | set):
         raise TypeError(
-            f"un.shard got {_kind(data)}. Expected tensors or arrays (or a tuple, list or dict of them), a "
+            f"un.shard got {_describe_kind(data)}. Expected tensors or arrays (or a tuple, list or dict of them), a "
             "map-style or iterable dataset, a DataLoader, or a list of files. A table becomes arrays with "
             "its to_numpy()."
         )
     if isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not hasattr(data, "__getitem__")):
         if isinstance(data, Iterator):
             raise TypeError(
-                f"un.shard got {_kind(data)}, which can be read only once. Expected an iterable dataset: an "
+                f"un.shard got {_describe_kind(data)}, which can be read only once. Expected an iterable dataset: an "
                 "object whose __iter__ starts the stream anew for every epoch."
             )
         return Source(data, None, collate, options)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return Source(data, len(data), collate, options)
-    raise TypeError(f"un.shard got {_kind(data)}. Expected a dataset: __getitem__ and __len__, or __iter__.")
+    raise TypeError(f"un.shard got {_describe_kind(data)}. Expected a dataset: __getitem__ and __len__, or __iter__.")
 
 
-def _from_part(part: Part, collate_fn: Callable[[list[Any]], Any] | None, options: dict[str, Any]) -> Source:
+def _open_part(part: TablePart, collate_fn: Callable[[list[Any]], Any] | None, options: dict[str, Any]) -> Source:
     """The rows that lie with this worker: whole columns where all are arrays, else row by row."""
     from torch.utils.data import default_collate
 
     columns = part.arrays
     if columns is None:
-        return Source(part, len(part), collate_fn or default_collate, options, placed=True)
-    return Source(Arrays(columns, whole=collate_fn is None), len(part), collate_fn or identity, options, placed=True)
+        return Source(part, len(part), collate_fn or default_collate, options, divided=True)
+    return Source(Arrays(columns, whole=collate_fn is None), len(part), collate_fn or identity, options, divided=True)
 
 
-def _from_loader(loader: Any, collate_fn: Callable[[list[Any]], Any] | None, options: dict[str, Any]) -> Source:
+def _open_loader(loader: Any, collate_fn: Callable[[list[Any]], Any] | None, options: dict[str, Any]) -> Source:
     from torch.utils.data import (
         BatchSampler,
         DistributedSampler,
@@ -258,7 +260,7 @@ def _from_loader(loader: Any, collate_fn: Callable[[list[Any]], Any] | None, opt
     # A loader without batches (batch_size=None) converts single samples: its collate_fn is not for batches.
     collates = loader.batch_sampler is not None or loader.batch_size is not None
     collate_fn = collate_fn or (loader.collate_fn if collates else None)
-    source = open_source(loader.dataset, collate_fn=_unless_default(collate_fn), read=None, options=own)
+    source = open_source(loader.dataset, collate_fn=_drop_default(collate_fn), read=None, options=own)
     source.batch_size, source.drop_last = loader.batch_size, bool(loader.drop_last)
     if source.samples is None:
         return source
@@ -287,7 +289,7 @@ def _from_loader(loader: Any, collate_fn: Callable[[list[Any]], Any] | None, opt
     return source
 
 
-def _unless_default(collate_fn: Callable[[list[Any]], Any] | None) -> Callable[[list[Any]], Any] | None:
+def _drop_default(collate_fn: Callable[[list[Any]], Any] | None) -> Callable[[list[Any]], Any] | None:
     from torch.utils.data import default_collate
 
     return None if collate_fn is default_collate else collate_fn
@@ -307,13 +309,13 @@ def read_numbers(name: str, values: Any, samples: int) -> NDArray[Any]:
 def read_classes(labels: Any, samples: int) -> Indices:
     """Class numbers 0, 1, ... of labels of any kind (numbers, strings), shape (samples,)."""
     values = read_numbers("stratify", labels, samples)
-    return np.unique(values, return_inverse=True)[1].reshape(-1).astype(index_dtype(samples))
+    return np.unique(values, return_inverse=True)[1].reshape(-1).astype(choose_index_dtype(samples))
 
 
 def read_costs(cost: Any, source: Source) -> NDArray[np.float64]:
     """The cost of every sample, given as an array or as a function of a sample; finite and 0 or more."""
     assert source.samples is not None
-    costs = source.cost_of_each(cost) if callable(cost) else read_numbers("cost", cost, source.samples)
+    costs = source.compute_costs(cost) if callable(cost) else read_numbers("cost", cost, source.samples)
     costs = costs.astype(np.float64)
     wrong = np.flatnonzero(~(np.isfinite(costs) & (costs >= 0)))
     if wrong.size:
@@ -325,7 +327,7 @@ def read_costs(cost: Any, source: Source) -> NDArray[np.float64]:
     return costs
 
 
-def same_data(a: Any, b: Any) -> bool:
+def is_same_data(a: Any, b: Any) -> bool:
     """Whether both are the same data: the same object, the same numbers, or another wrapper around them."""
     from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
@@ -334,29 +336,29 @@ def same_data(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if is_arrays(a):
-        ours, theirs = list(leaves(a)), list(leaves(b))
+        ours, theirs = list(list_arrays(a)), list(list_arrays(b))
         return [n for n, _ in ours] == [n for n, _ in theirs] and all(
-            same_array(x, y) for (_, x), (_, y) in zip(ours, theirs, strict=True)
+            is_same_array(x, y) for (_, x), (_, y) in zip(ours, theirs, strict=True)
         )
     if is_files(a):
         return bool(a == b)
-    if isinstance(a, Part):
+    if isinstance(a, TablePart):
         return bool(a.number == b.number)
     if type(a) is TensorDataset:
-        return same_data(a.tensors, b.tensors)
+        return is_same_data(a.tensors, b.tensors)
     if isinstance(a, DataLoader):
         plain = type(a.sampler) in (RandomSampler, SequentialSampler) and type(a.sampler) is type(b.sampler)
         settings = ("batch_size", "drop_last", "num_workers", "pin_memory")
         return (
             plain
             and all(getattr(a, s) == getattr(b, s) for s in settings)
-            and same_function(a.collate_fn, b.collate_fn)
-            and same_data(a.dataset, b.dataset)
+            and is_same_function(a.collate_fn, b.collate_fn)
+            and is_same_data(a.dataset, b.dataset)
         )
     return False
 
 
-def same_function(a: Any, b: Any) -> bool:
+def is_same_function(a: Any, b: Any) -> bool:
     """Whether two callables are one, also when a lambda in a loop was made anew."""
     if isinstance(a, FunctionType) and isinstance(b, FunctionType):
         cells = [[cell.cell_contents for cell in f.__closure__ or ()] for f in (a, b)]
@@ -365,24 +367,24 @@ def same_function(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def same_values(a: Any, b: Any) -> bool:
+def is_same_values(a: Any, b: Any) -> bool:
     """Whether two arguments that are None, a function or one number a sample say the same."""
     if a is b:
         return True
     if a is None or b is None or callable(a) or callable(b):
-        return callable(a) and callable(b) and same_function(a, b)
+        return callable(a) and callable(b) and is_same_function(a, b)
     ours, theirs = (v.detach().cpu().numpy() if isinstance(v, torch.Tensor) else np.asarray(v) for v in (a, b))
     return bool(np.array_equal(ours, theirs))
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
+def move_to_device(batch: Any, device: torch.device) -> Any:
     """The batch with its tensors on `device`; what is no tensor stays as it is."""
     if isinstance(batch, Mapping):
-        return {key: to_device(value, device) for key, value in batch.items()}
+        return {key: move_to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
+        return type(batch)(*(move_to_device(value, device) for value in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(to_device(value, device) for value in batch)
+        return type(batch)(move_to_device(value, device) for value in batch)
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=batch.device.type == "cpu" and batch.is_pinned())
     move = getattr(batch, "to", None)
@@ -405,5 +407,5 @@ def _set_epoch(thing: Any, epoch: int) -> None:
         hook(epoch)
 
 
-def _kind(data: Any) -> str:
+def _describe_kind(data: Any) -> str:
     return f"a {type(data).__name__}"

@@ -19,7 +19,8 @@ from unisono.estimators.fitting import Fitted, Task
 from unisono.estimators.report import Counted
 from unisono.estimators.table import Block, Rows, is_finite, problem_in
 from unisono.estimators.working import fit_in_world, job_of, work
-from unisono.map_reduce import Job, launched, mine, native
+from unisono.map_reduce import MapReduce
+from unisono.map_reduce.map_reduce import find_native, launch_workers, take_part
 from unisono.world import World, join
 
 try:
@@ -85,10 +86,10 @@ class LinearEstimator(BaseEstimator):  # type: ignore[misc]
         """The fitted model; sets what every estimator has after a fit."""
         if self.workers is None and self.on is None:
             found = self._here(task, source)
-        elif (engine := native(self.on)) is not None and not task.extra["strategy"]:
+        elif (engine := find_native(self.on)) is not None and not task.extra["strategy"]:
             found = self._on_engine(engine, task, source)
         else:
-            results = launched(work, (task, self.speedup), source, workers=self.workers, on=self.on)
+            results = launch_workers(work, (task, self.speedup), source, workers=self.workers, on=self.on)
             # A worker that had another part to play, such as a parameter server, has no result.
             kind, value = next(result for result in results if result is not None)
             if kind == "refused":
@@ -109,7 +110,7 @@ class LinearEstimator(BaseEstimator):  # type: ignore[misc]
         world = join()
         if isinstance(source, Rows) and not self.own_rows:
             _check_same_everywhere(source, world)
-        return fit_in_world(task, mine(source, world, own=self.own_rows), world, speedup=self.speedup)
+        return fit_in_world(task, take_part(source, world, own=self.own_rows), world, speedup=self.speedup)
 
     def _on_engine(self, engine: Callable[..., Any], task: Task, source: Any) -> Fitted:
         """By the engine's own MapReduce; `drive` runs in this process."""
@@ -120,7 +121,7 @@ class LinearEstimator(BaseEstimator):  # type: ignore[misc]
             found: Fitted = job.drive(counted)
             return found | {"report": replace(counted.report(), solver=found["solver"])}
 
-        found: Fitted = engine(Job(job.map, job.reduce, drive, job.prepare), source, self.workers, self.on)
+        found: Fitted = engine(MapReduce(job.map, job.reduce, drive, job.prepare), source, self.workers, self.on)
         return found
 
     # Data ---------------------------------------------------------------------------------------------------------

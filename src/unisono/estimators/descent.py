@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from unisono.estimators.fitting import Fitted, Scaling, Task, surveyed
 from unisono.estimators.table import Table, is_sparse
-from unisono.map_reduce import Job
+from unisono.map_reduce import MapReduce
 from unisono.map_reduce.rounds import Round, run_in_world
 from unisono.strategy import parallel
 from unisono.world import World
@@ -45,7 +45,7 @@ class Linear(nn.Module):
 
 def fit(task: Task, table: Table, world: World) -> tuple[Fitted, list[Round]]:
     """Epochs over every rank's own rows, a batch a step, each rank the same number of steps."""
-    found, rounds = run_in_world(Job(*surveyed(task)), table, world)
+    found, rounds = run_in_world(MapReduce(*surveyed(task)), table, world)
     scaling, labels = Scaling(*found["scaling"]), found["labels"]
     model = Linear(scaling)
     step = task.learning_rate or 1.0 / found["steepest"]

@@ -166,7 +166,7 @@ def fit(task: Task, ask: Ask) -> Fitted:
 
 
 def surveyed(task: Task) -> tuple[Any, ...]:
-    """A `Job`'s fields: what a solver outside of this file needs to know, in one result."""
+    """A `MapReduce`'s fields: what a solver outside of this file needs to know, in one result."""
 
     def drive(ask: Ask) -> Fitted:
         columns, targets, shift, labels, names = _peek(task, ask)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from unisono.estimators.base import ClassifierMixin, LinearEstimator, check_classification_targets, union_of_labels
 from unisono.estimators.online import Online
-from unisono.map_reduce import mine
+from unisono.map_reduce.map_reduce import take_part
 from unisono.world import join
 
 __all__ = ["LogisticRegression"]
@@ -102,7 +102,7 @@ class LogisticRegression(ClassifierMixin, LinearEstimator):  # type: ignore[misc
         world = join()
         rows = self._rows(X, np.searchsorted(self.classes_, y).astype(np.float64), weight)
         task = replace(self._task("logistic", classes=len(self.classes_)), extra={"batch_size": self.batch_size or 256})
-        online = self._online = online.improved(task, mine(rows, world, own=self.own_rows), world)
+        online = self._online = online.improved(task, take_part(rows, world, own=self.own_rows), world)
         self.n_iter_ = getattr(self, "n_iter_", 0) + 1
         return self._take(online.coef, online.intercept)
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from unisono.estimators.fitting import Scaling, Smooth, Task, answer, merged, surveyed
 from unisono.estimators.table import as_table
-from unisono.map_reduce import Ask, Job
+from unisono.map_reduce import Ask, MapReduce
 from unisono.map_reduce.rounds import run_in_world
 from unisono.world import World
 
@@ -42,12 +42,12 @@ class Online:
     def improved(self, task: Task, part: Any, world: World) -> Online:
         """After one pass over every rank's `part`."""
         table = as_table(part)
-        known, _ = run_in_world(Job(*surveyed(replace(task, learning_rate=1.0))), table, world)
+        known, _ = run_in_world(MapReduce(*surveyed(replace(task, learning_rate=1.0))), table, world)
         scaling = Scaling(*known["scaling"])
         grown = self._grown(scaling)
         most = max(world.gather_objects(table.rows))
         steps = -(-most // task.extra["batch_size"])
-        job = Job(answer, merged, lambda ask: grown._pass(task, ask, scaling, known["loss"], steps))
+        job = MapReduce(answer, merged, lambda ask: grown._pass(task, ask, scaling, known["loss"], steps))
         (coef, intercept, squared), _ = run_in_world(job, table, world)
         return replace(grown, coef=coef, intercept=intercept, squared=squared)
 

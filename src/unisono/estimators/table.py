@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from unisono.map_reduce.parcel import bounds
+from unisono.map_reduce.worker_data import find_bounds
 
 __all__ = ["ArrayTable", "Block", "Rows", "Table", "as_table", "is_sparse", "problem_in"]
 
@@ -54,7 +54,7 @@ class Rows(NamedTuple):
 
     def part(self, rank: int, size: int) -> Rows:
         """Part `rank` of `size` contiguous ones."""
-        start, stop = bounds(self.x.shape[0], rank, size)
+        start, stop = find_bounds(self.x.shape[0], rank, size)
         weight = None if self.weight is None else self.weight[start:stop]
         return Rows(self.x[start:stop], self.y[start:stop], weight, self.names, self.first + start)
 

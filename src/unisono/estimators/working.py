@@ -12,17 +12,17 @@ from unisono.estimators import descent, losses
 from unisono.estimators.fitting import Fitted, Task, answer, fit, merged
 from unisono.estimators.report import costs, measured_link, measured_speedup, sent_since
 from unisono.estimators.table import Table, as_table
-from unisono.map_reduce import Job
-from unisono.map_reduce.parcel import opened, split
+from unisono.map_reduce import MapReduce
 from unisono.map_reduce.rounds import run_in_world
+from unisono.map_reduce.worker_data import open_shared, split
 from unisono.world import World, join
 
 __all__ = ["fit_in_world", "job_of", "work"]
 
 
-def job_of(task: Task) -> Job:
+def job_of(task: Task) -> MapReduce:
     """The fit as a MapReduce program, for an engine that has its own."""
-    return Job(answer, merged, functools.partial(fit, task), functools.partial(as_table, target=task.target))
+    return MapReduce(answer, merged, functools.partial(fit, task), functools.partial(as_table, target=task.target))
 
 
 def fit_in_world(task: Task, part: Any, world: World, *, speedup: bool) -> Fitted:
@@ -33,7 +33,7 @@ def fit_in_world(task: Task, part: Any, world: World, *, speedup: bool) -> Fitte
         found, rounds = descent.fit(task, table, world)
     else:
         job = job_of(task)
-        found, rounds = run_in_world(Job(job.map, job.reduce, job.drive), table, world)
+        found, rounds = run_in_world(MapReduce(job.map, job.reduce, job.drive), table, world)
     report = costs(rounds, world.size)
     report.solver = found["solver"]
     if world.size > 1:
@@ -55,6 +55,6 @@ def work(settings: tuple[Task, bool], data: Any) -> tuple[str, Any]:
     task, speedup = settings
     world = join("cpu")
     try:
-        return "fitted", fit_in_world(task, split(opened(data), world.rank, world.size), world, speedup=speedup)
+        return "fitted", fit_in_world(task, split(open_shared(data), world.rank, world.size), world, speedup=speedup)
     except ValueError as error:
         return "refused", str(error)

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono.footprint.facts import find, flow_of, short
-from unisono.footprint.formula import Flow
-from unisono.footprint.machine import machine
-from unisono.footprint.report import Comparison, Report
+from unisono.footprint.capacity import find_capacity
+from unisono.footprint.facts import find_facts, format_error, trace_step
+from unisono.footprint.formula import StepMemory
+from unisono.footprint.memory_report import Comparison, MemoryReport
 from unisono.footprint.trace import Loss
 
-__all__ = ["Comparison", "Report", "memory"]
+__all__ = ["Comparison", "MemoryReport", "memory"]
 
 
 def memory(
@@ -29,7 +29,7 @@ def memory(
     device_memory: str | int | None = None,
     host_memory: str | int | None = None,
     disk: str | int | Path | None = None,
-) -> Report:
+) -> MemoryReport:
     """What each worker needs to train `model`, for allreduce and every stage and placement of zero; then what fits.
 
     Nothing is allocated: a step is run on fake tensors. The model may be on the meta device, so that one larger than
@@ -54,21 +54,23 @@ def memory(
     'zero(stage=1)'
     """
     _check(model, optimizer, workers, workers_per_host)
-    there = machine(device_memory, host_memory, disk, workers=min(workers, workers_per_host or workers))
+    there = find_capacity(device_memory, host_memory, disk, workers=min(workers, workers_per_host or workers))
     left_out: list[str] = []
-    flow: Flow | None = None
+    step_memory: StepMemory | None = None
     if batch is None:
         left_out.append("activations: give a batch= for them")
     else:
         try:
-            flow, left_out = flow_of(model, batch, loss)
+            step_memory, left_out = trace_step(model, batch, loss)
         except Exception as error:
-            left_out.append(f"activations: the model does not run on fake tensors with this batch ({short(error)})")
+            left_out.append(
+                f"activations: the model does not run on fake tensors with this batch ({format_error(error)})"
+            )
     if optimizer is None:
         optimizer = torch.optim.AdamW(model.parameters())
         left_out.append("your optimizer: AdamW was assumed; give optimizer= for another")
-    facts, more = find(model, optimizer, flow=flow)
-    return Report(facts, there, workers, (*left_out, *more), title=type(model).__name__)
+    facts, more = find_facts(model, optimizer, step_memory=step_memory)
+    return MemoryReport(facts, there, workers, (*left_out, *more), title=type(model).__name__)
 
 
 def _check(model: nn.Module, optimizer: Optimizer | None, workers: int, workers_per_host: int | None) -> None:

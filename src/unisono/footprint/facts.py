@@ -10,17 +10,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono.footprint.formula import Facts, Flow, Lines
-from unisono.footprint.trace import Loss, OptimizerState, activations, fake_mode, optimizer_state
-from unisono.footprint.watch import Peaks
+from unisono.footprint.formula import Facts, StepMemory, UnitSizes
+from unisono.footprint.live_bytes import Peaks
+from unisono.footprint.trace import Loss, OptimizerState, fake_mode, trace_activations, trace_optimizer
 from unisono.strategies.zero.units import Unit, unit_bytes_for, units_by_module, units_by_size
 
 
-def find(
+def find_facts(
     model: nn.Module,
     optimizer: Optimizer,
     *,
-    flow: Flow | None = None,
+    step_memory: StepMemory | None = None,
     backwards: int = 1,
 ) -> tuple[Facts, list[str]]:
     """The facts, and what could not be found, in words."""
@@ -29,11 +29,11 @@ def find(
     trainable = [p for p in params if p.requires_grad]
     frozen = [p for p in params if not p.requires_grad]
     try:
-        state = optimizer_state(optimizer, params, mode=fake_mode())
+        state = trace_optimizer(optimizer, params, mode=fake_mode())
     except Exception as error:
         state = OptimizerState()
         left_out.append(
-            f"the state of {type(optimizer).__name__}: its step does not run on fake tensors ({short(error)})"
+            f"the state of {type(optimizer).__name__}: its step does not run on fake tensors ({format_error(error)})"
         )
     seen = {id(b): b for b in model.buffers()}
     return Facts(
@@ -42,56 +42,62 @@ def find(
         frozen=sum(p.numel() for p in frozen),
         frozen_bytes=sum(p.nbytes for p in frozen),
         buffer_bytes=sum(b.nbytes for b in seen.values()),
-        state_elements=state.lines,
-        state_bytes=state.line_bytes,
+        state_elements=state.elements,
+        state_bytes=state.element_bytes,
         state_other_bytes=state.other_bytes,
         step_bytes=state.step_bytes,
-        lines=lines_by_size(model),
-        units=lines_by_module(model),
-        flow=flow,
+        units_by_size=measure_units_by_size(model),
+        units_by_module=measure_units_by_module(model),
+        step_memory=step_memory,
         device="cpu" if params[0].is_meta else params[0].device.type,
         backwards=backwards,
     ), left_out
 
 
-def lines_by_size(model: nn.Module) -> Lines:
+def measure_units_by_size(model: nn.Module) -> UnitSizes:
     """What stages 1 and 2 reduce together."""
     units = units_by_size(model, unit_bytes_for(model, None), dtype=None, size=1, rank=0)
-    return Lines(0, tuple(sorted((u.numel for u in units), reverse=True)), _waiting(units))
+    return UnitSizes(0, tuple(sorted((u.numel for u in units), reverse=True)), _count_waiting(units))
 
 
-def lines_by_module(model: nn.Module) -> Lines:
+def measure_units_by_module(model: nn.Module) -> UnitSizes:
     """What stage 3 gathers and reduces together."""
     units = units_by_module(model, unit_bytes_for(model, None), dtype=None, size=1, rank=0)
     sizes: dict[nn.Module | None, int] = {None: 0}
     for unit in units:
         sizes[unit.owner] = sizes.get(unit.owner, 0) + unit.numel
-    return Lines(sizes.pop(None), tuple(sorted(sizes.values(), reverse=True)), _waiting(units))
+    return UnitSizes(sizes.pop(None), tuple(sorted(sizes.values(), reverse=True)), _count_waiting(units))
 
 
-def _waiting(units: Sequence[Unit]) -> int:
+def _count_waiting(units: Sequence[Unit]) -> int:
     """All of a unit but its largest parameter, whose gradient is counted where it is made."""
     return max((u.numel - max(math.prod(shape) for shape in u.shapes) for u in units if u.trainable), default=0)
 
 
-def flow_of(model: nn.Module, batch: Any, loss: Loss | None) -> tuple[Flow, list[str]]:
+def trace_step(model: nn.Module, batch: Any, loss: Loss | None) -> tuple[StepMemory, list[str]]:
     """Run forward and backward on fakes, in the model's own precision and in bf16."""
     mode = fake_mode()
-    own = activations(model, batch, loss, mode=mode)
+    own = trace_activations(model, batch, loss, mode=mode)
     try:
-        half = activations(model, batch, loss, mode=mode, dtype=torch.bfloat16)
+        half = trace_activations(model, batch, loss, mode=mode, dtype=torch.bfloat16)
     except Exception as error:
-        note = f"a bf16 run: it failed ({short(error)}); with bf16, floating-point activations count half of fp32's"
-        return estimate(own), [note]
-    return Flow(own.flow, own.kept, half.flow, half.kept, own.rest), []
+        note = (
+            f"a bf16 run: it failed ({format_error(error)}); with bf16, floating-point activations count half of fp32's"
+        )
+        return estimate_from(own), [note]
+    return StepMemory(
+        own.without_gradients, own.with_gradients, half.without_gradients, half.with_gradients, own.rest
+    ), []
 
 
-def estimate(own: Peaks) -> Flow:
+def estimate_from(own: Peaks) -> StepMemory:
     """What bf16 needs, from a run in another precision: every floating-point number takes 2 bytes."""
-    return Flow(own.flow, own.kept, own.flow_narrow, own.kept_narrow, own.rest)
+    return StepMemory(
+        own.without_gradients, own.with_gradients, own.without_gradients_narrow, own.with_gradients_narrow, own.rest
+    )
 
 
-def short(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """An error in one line."""
     lines: Sequence[str] = str(error).strip().splitlines() or [""]
     text = lines[0] if len(lines[0]) <= 160 else f"{lines[0][:160]}..."

@@ -18,22 +18,28 @@ its reduced gradient (m = 0 where the master is the computing copy itself):
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import product
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-Place = Literal["device", "cpu", "disk"]
-Precision = Literal["bf16"]
-Moments = Literal["fp32", "bf16"]
+import torch
 
-BUCKET_BYTES = 25 << 20  # allreduce on a GPU copies gradients into a bucket when all of its gradients are there
-LINES_IN_FLIGHT = 3  # units of gradients that are being reduced, where that overlaps with backward
-UNITS_GATHERED = 2  # stage 3: the one at work and the one that comes next, beside the model's own
-STAGED = 0.5  # of the state on the host, the share that passes through the GPU to be stepped there (0.48 with 16 cores)
-SLOTS, SLOT_ELEMENTS = 3, 8 << 20  # parts of it that are on the GPU at a time
-DISK_BUFFERS, DISK_PART_ELEMENTS = 5, 4 << 20  # parts of the state on disk that are in host memory at a time
-HALF = 2  # bytes of bf16
-SINGLE = 4  # bytes of fp32
+from unisono.buckets import BUCKET_BYTES
+from unisono.offload.device import SLOTS
+from unisono.offload.homes import BUFFERS as DISK_BUFFERS
+from unisono.offload.plan import PART as SLOT_ELEMENTS
+from unisono.offload.plan import staged_share
+from unisono.offload.stepper import PART_ELEMENTS as DISK_PART_ELEMENTS
+from unisono.strategies.zero import Place, zero
+from unisono.strategies.zero.gather import UNITS_AT_ONCE
+from unisono.strategies.zero.offloading import MOMENTS
+from unisono.strategies.zero.reduce import LINES_IN_FLIGHT
+from unisono.strategies.zero.replica import DTYPES
+
+CORES = 16  # of the host beside a GPU, which is seldom this one; the link's threads take one of them
+STAGED = staged_share(CORES - 1)  # of the state on the host, the share that passes through the GPU to be stepped there
+MASTER_BYTES = torch.float32.itemsize  # of an element that is stepped, at least
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(zero)}
 
 
 @dataclass(frozen=True)
@@ -41,29 +47,30 @@ class Setting:
     """One line of the table: a strategy and where it keeps what."""
 
     strategy: Literal["allreduce", "zero"] = "allreduce"
-    stage: int = 0
-    precision: Precision | None = None
-    optimizer_on: Place = "device"
-    params_on: Place = "device"
-    moments: Moments = "fp32"
-    accumulate: int = 1
-    delayed_update: bool = False
+    stage: int = 0  # 0: allreduce
+    precision: str | None = DEFAULTS["precision"]
+    optimizer_on: Place = DEFAULTS["optimizer_on"]
+    params_on: Place = DEFAULTS["params_on"]
+    moments: str = DEFAULTS["moments"]
+    accumulate: int = DEFAULTS["accumulate"]
+    delayed_update: bool = DEFAULTS["delayed_update"]
 
     @property
     def spec(self) -> str:
-        """The text to give to `un.parallel`."""
+        """The text to give to `un.parallel`: the stage, and whatever differs from the defaults."""
         words = [] if self.strategy == "allreduce" else [f"stage={self.stage}"]
-        words += [f'precision="{self.precision}"'] if self.precision else []
-        words += [f'optimizer_on="{self.optimizer_on}"'] if self.optimizer_on != "device" else []
-        words += [f'params_on="{self.params_on}"'] if self.params_on != "device" else []
-        words += [f'moments="{self.moments}"'] if self.moments != "fp32" else []
-        words += [f"accumulate={self.accumulate}"] if self.accumulate != 1 else []
-        words += ["delayed_update=True"] if self.delayed_update else []
+        for name in SETTINGS[1:]:
+            value = getattr(self, name)
+            if value != DEFAULTS[name]:
+                words.append(f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}")
         return f"{self.strategy}({', '.join(words)})" if words else self.strategy
 
 
+SETTINGS = tuple(field.name for field in fields(Setting) if field.name != "strategy")  # of zero, under its own names
+
+
 @dataclass(frozen=True)
-class Flow:
+class StepMemory:
     """What a step holds beside parameters, state and complete gradients, at its worst moments, in bytes."""
 
     alone: int = 0  # activations and temporaries
@@ -74,7 +81,7 @@ class Flow:
 
 
 @dataclass(frozen=True)
-class Lines:
+class UnitSizes:
     """Elements of the parameters that are gathered and reduced together."""
 
     root: int  # those that the model itself needs
@@ -100,9 +107,9 @@ class Facts:
     state_bytes: int
     state_other_bytes: int
     step_bytes: int  # temporaries of the optimizer's step
-    lines: Lines  # stages 1 and 2: what is reduced together
-    units: Lines  # stage 3: what is gathered and reduced together
-    flow: Flow | None  # None: not known
+    units_by_size: UnitSizes  # stages 1 and 2: what is reduced together
+    units_by_module: UnitSizes  # stage 3: what is gathered and reduced together
+    step_memory: StepMemory | None  # None: not known
     device: str = "cpu"
     backwards: int = 1  # backward passes a step
 
@@ -125,7 +132,7 @@ class Need:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
 
 
-def need(facts: Facts, setting: Setting, workers: int, *, overlap: bool = True, apart: bool = True) -> Need:
+def compute_need(facts: Facts, setting: Setting, workers: int, *, overlap: bool = True, apart: bool = True) -> Need:
     """What one of `workers` workers needs.
 
     overlap: they exchange while they compute. apart: the device has memory of its own.
@@ -137,12 +144,12 @@ def need(facts: Facts, setting: Setting, workers: int, *, overlap: bool = True, 
 
 def _allreduce(facts: Facts, setting: Setting, workers: int) -> Need:
     gradients = facts.trainable_bytes
-    flow = facts.flow or Flow()
+    step_memory = facts.step_memory or StepMemory()
     passes = max(setting.accumulate, facts.backwards)
     if workers == 1 and passes == 1:  # no buckets: a gradient's memory is taken when it comes
-        beside = max(flow.with_gradients, gradients + facts.step_bytes + flow.rest) - gradients
+        beside = max(step_memory.with_gradients, gradients + facts.step_bytes + step_memory.rest) - gradients
     else:
-        beside = max(flow.alone, facts.step_bytes + flow.rest)
+        beside = max(step_memory.alone, facts.step_bytes + step_memory.rest)
     return Need(
         parameters=facts.trainable_bytes + facts.frozen_bytes,
         gradients=gradients,
@@ -155,14 +162,14 @@ def _allreduce(facts: Facts, setting: Setting, workers: int) -> Need:
 def _zero(facts: Facts, setting: Setting, workers: int, *, overlap: bool, apart: bool) -> Need:
     sizes = _sizes(facts, setting, workers)
     compute, away = sizes.compute, setting.optimizer_on != "device"
-    units = facts.units if setting.stage == 3 else facts.lines
-    flow = facts.flow or Flow()
+    units = facts.units_by_module if setting.stage == 3 else facts.units_by_size
+    step_memory = facts.step_memory or StepMemory()
 
     # device: parameters, and the units that are gathered
     here = setting.params_on == "device"
     values = compute * (sizes.shard if setting.stage == 3 else facts.trainable) if here else 0
     frozen = sizes.frozen if here else 0
-    gathered = compute * (units.root + sum(units.others[: UNITS_GATHERED if overlap else 1]))
+    gathered = compute * (units.root + sum(units.others[: UNITS_AT_ONCE if overlap else 1]))
     gathered = gathered if setting.stage == 3 else 0
     # device: gradients that stay, those that wait until their unit is complete, and those being reduced
     passes = max(setting.accumulate, facts.backwards)
@@ -173,7 +180,7 @@ def _zero(facts: Facts, setting: Setting, workers: int, *, overlap: bool, apart:
     kept = compute * units.largest / workers if away and passes == 1 else sizes.step * sizes.shard
     # device: what the optimizer needs there; the others are gone when it steps
     temporary = 0 if away else facts.step_bytes * sizes.step / sizes.own / workers
-    stepping = temporary + flow.rest - waiting - gathered
+    stepping = temporary + step_memory.rest - waiting - gathered
     staged = STAGED if away and here and apart and setting.optimizer_on == "cpu" else 0.0
     passing = min(SLOTS * min(SLOT_ELEMENTS, staged * units.largest / workers), staged * sizes.shard)
     slots = passing * sizes.state / max(1, sizes.shard)
@@ -184,7 +191,7 @@ def _zero(facts: Facts, setting: Setting, workers: int, *, overlap: bool, apart:
         parameters=round(values + frozen + gathered + shadow),
         gradients=round(whole + kept + waiting + reducing + staged * compute * sizes.shard),
         optimizer=round(slots if away else sizes.state) + (0 if away else facts.state_other_bytes),
-        activations=round(max(flow.alone_bf16 if setting.precision else flow.alone, stepping)),
+        activations=round(max(step_memory.alone_bf16 if setting.precision else step_memory.alone, stepping)),
         buffers=facts.buffer_bytes,
         host=round(host + (0 if setting.params_on != "cpu" else sizes.frozen)),
         disk=round(disk + (0 if setting.params_on != "disk" else sizes.frozen)),
@@ -205,13 +212,13 @@ class _Sizes(NamedTuple):
 
 def _sizes(facts: Facts, setting: Setting, workers: int) -> _Sizes:
     own = facts.trainable_bytes / max(1, facts.trainable)
-    compute = HALF if setting.precision else own
-    step = max(SINGLE, compute)
+    compute = DTYPES[setting.precision].itemsize if setting.precision else own
+    step = max(MASTER_BYTES, compute)
     wide, away = step != compute, setting.optimizer_on != "device"
     shard = -(-facts.trainable // workers)
-    moment = HALF if setting.moments == "bf16" else step
+    moment = step if setting.moments == DEFAULTS["moments"] else MOMENTS[setting.moments].itemsize
     state = (step * shard if wide or away else 0) + moment * facts.state_elements / workers
-    frozen = HALF * facts.frozen if setting.precision else facts.frozen_bytes
+    frozen = DTYPES[setting.precision].itemsize * facts.frozen if setting.precision else facts.frozen_bytes
     return _Sizes(own, compute, step, wide, shard, state, -(-frozen // (workers if setting.stage == 3 else 1)))
 
 
@@ -233,7 +240,7 @@ def _elsewhere(setting: Setting, sizes: _Sizes, largest: int, *, staged: float, 
     return lines + min(buffers, sizes.state), sizes.state
 
 
-def settings(workers: int, *, device_is_host: bool, half: bool = True, accumulate: int = 1) -> list[Setting]:
+def list_settings(workers: int, *, device_is_host: bool, half: bool = True, accumulate: int = 1) -> list[Setting]:
     """Every stage and placement, the fastest first.
 
     What stays on the device comes before what goes to the host, and that before what goes to disk; in each of these
@@ -245,13 +252,12 @@ def settings(workers: int, *, device_is_host: bool, half: bool = True, accumulat
     places: list[tuple[Place, Place]] = [
         ("device", "device"), ("cpu", "device"), ("cpu", "cpu"), ("disk", "device"), ("disk", "cpu"), ("disk", "disk")
     ]  # fmt: skip
-    every_moments: list[Moments] = ["fp32", "bf16"]
-    precisions: list[Precision | None] = [None, "bf16"] if half else [None]
+    precisions: list[str | None] = [None, *DTYPES] if half else [None]
     for optimizer_on, params_on in places:
         if device_is_host and "cpu" in (optimizer_on, params_on):
             continue
-        for moments, precision in product(every_moments, precisions):
-            if optimizer_on == "device" and (moments == "bf16" or (workers == 1 and precision is None)):
+        for moments, precision in product(MOMENTS, precisions):
+            if optimizer_on == "device" and (moments != DEFAULTS["moments"] or (workers == 1 and precision is None)):
                 continue  # alone and with everything here there is nothing to divide: allreduce needs as much or less
             found += [
                 Setting("zero", stage, precision, optimizer_on, params_on, moments, accumulate)

@@ -21,16 +21,16 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from unisono.footprint.facts import estimate, find, short
-from unisono.footprint.machine import machine
-from unisono.footprint.report import Report
-from unisono.footprint.trace import fake, fake_mode
-from unisono.footprint.watch import Watch
+from unisono.footprint.capacity import find_capacity
+from unisono.footprint.facts import estimate_from, find_facts, format_error
+from unisono.footprint.live_bytes import LiveBytes
+from unisono.footprint.memory_report import MemoryReport
+from unisono.footprint.trace import fake_mode, make_fake
 from unisono.strategy import Replica, Strategy, binding
 from unisono.world import World, enter
 from unisono.world.virtual import simulate
 
-__all__ = ["ScriptError", "of_script"]
+__all__ = ["ScriptError", "predict_for_script"]
 
 
 class ScriptError(RuntimeError):
@@ -50,7 +50,7 @@ class _Seen:
     stepped: bool = False
 
 
-def of_script(
+def predict_for_script(
     program: str,
     arguments: Sequence[str] = (),
     *,
@@ -60,13 +60,13 @@ def of_script(
     device_memory: str | int | None = None,
     host_memory: str | int | None = None,
     disk: str | int | Path | None = None,
-) -> Report:
+) -> MemoryReport:
     """`un.memory` for the model, optimizer and batches of a script that calls `un.parallel`.
 
     The script runs in this process, with `arguments` as its own, up to its first optimizer step. Where it does not
     run on fake tensors that far, activations are left out of the numbers, and the report says so.
     """
-    there = machine(device_memory, host_memory, disk, workers=min(workers, workers_per_host or workers))
+    there = find_capacity(device_memory, host_memory, disk, workers=min(workers, workers_per_host or workers))
     left_out: list[str] = []
     run = _Run(workers)
     error = run.go(program, arguments, module=module, mode=fake_mode())
@@ -74,19 +74,19 @@ def of_script(
         first = error
         run = _Run(workers, stop_at_parallel=True)  # with memory, but no further than the model
         error = run.go(program, arguments, module=module, mode=None)
-        left_out.append(f"activations: on fake tensors the script failed before un.parallel ({short(first)})")
+        left_out.append(f"activations: on fake tensors the script failed before un.parallel ({format_error(first)})")
     if run.seen is None:
         raise ScriptError(_no_model(program, error)) from error
-    flow = None
+    step_memory = None
     if run.seen.stepped:
-        flow = estimate(run.watch.peaks)
+        step_memory = estimate_from(run.watch.peaks)
     elif not left_out:
-        why = f"the script failed before its first optimizer step ({short(error)})" if error is not None else ""
+        why = f"the script failed before its first optimizer step ({format_error(error)})" if error is not None else ""
         left_out.append(f"activations: {why or 'the script ended without an optimizer step'}")
     backwards = max(run.watch.backwards.values(), default=1)
-    facts, more = find(run.seen.model, run.seen.optimizer, flow=flow, backwards=backwards)
+    facts, more = find_facts(run.seen.model, run.seen.optimizer, step_memory=step_memory, backwards=backwards)
     title = f"{program}, {type(run.seen.model).__name__}"
-    return Report(facts, there, workers, (*left_out, *more), title=title)
+    return MemoryReport(facts, there, workers, (*left_out, *more), title=title)
 
 
 class _Run:
@@ -95,7 +95,7 @@ class _Run:
     def __init__(self, workers: int, *, stop_at_parallel: bool = False) -> None:
         self.workers, self.stop_at_parallel = workers, stop_at_parallel
         self.seen: _Seen | None = None
-        self.watch = Watch("cpu", counting=False)
+        self.watch = LiveBytes("cpu", counting=False)
 
     def go(
         self, program: str, arguments: Sequence[str], *, module: bool, mode: FakeTensorMode | None
@@ -168,7 +168,7 @@ def _no_model(program: str, error: BaseException | None) -> str:
     if isinstance(error, SystemExit) and error.code not in (None, 0):
         return f"{program} ended with status {error.code} before it called un.parallel; see its own message above"
     if error is not None and not isinstance(error, SystemExit):
-        return f"{program} failed before it called un.parallel: {short(error)}"
+        return f"{program} failed before it called un.parallel: {format_error(error)}"
     return (
         f"{program} ended without calling un.parallel(model, optimizer, ...), from which model and optimizer are "
         "learned. Add the call (un.Trainer makes it too), or use un.memory(model, optimizer, ...) in a program"
@@ -217,7 +217,7 @@ def _fake_parameters(mode: FakeTensorMode) -> Iterator[None]:
         if isinstance(param, nn.Parameter) and not isinstance(param, FakeTensor) and not is_lazy(param):
             twin = getattr(param, "_fake", None)  # a parameter of two modules stays one
             if twin is None:
-                twin = nn.Parameter(fake(param, mode), requires_grad=param.requires_grad)
+                twin = nn.Parameter(make_fake(param, mode), requires_grad=param.requires_grad)
                 param._fake = twin  # type: ignore[attr-defined]
             param = twin
         register(self, name, param)

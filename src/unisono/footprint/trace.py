@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from unisono.footprint.watch import Peaks, Watch
+from unisono.footprint.live_bytes import LiveBytes, Peaks
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -28,8 +28,8 @@ Loss = Callable[[Any, Any], Tensor]
 class OptimizerState:
     """What an optimizer keeps and uses, in bytes."""
 
-    lines: int = 0  # elements of state that has the shape of its parameter
-    line_bytes: int = 0
+    elements: int = 0  # elements of state that has the shape of its parameter
+    element_bytes: int = 0
     other_bytes: int = 0  # step counts and the like
     step_bytes: int = 0  # temporaries of a step, at its worst moment
 
@@ -39,7 +39,7 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def fake(tensor: Tensor, mode: FakeTensorMode, *, dtype: torch.dtype | None = None) -> Tensor:
+def make_fake(tensor: Tensor, mode: FakeTensorMode, *, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor like this one that holds no memory; one on the meta device becomes one of the CPU."""
     device = torch.device("cpu") if tensor.is_meta else tensor.device
     narrowed = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -50,7 +50,9 @@ def fake(tensor: Tensor, mode: FakeTensorMode, *, dtype: torch.dtype | None = No
 
 
 @contextmanager
-def faked(model: nn.Module, mode: FakeTensorMode, *, dtype: torch.dtype | None = None) -> Iterator[dict[Tensor, Any]]:
+def replace_by_fakes(
+    model: nn.Module, mode: FakeTensorMode, *, dtype: torch.dtype | None = None
+) -> Iterator[dict[Tensor, Any]]:
     """Exchange the model's parameters and buffers for fakes inside the block; gives each one's fake."""
     fakes: dict[Tensor, Any] = {}
     spots: list[tuple[nn.Module, str, Tensor]] = []
@@ -59,12 +61,12 @@ def faked(model: nn.Module, mode: FakeTensorMode, *, dtype: torch.dtype | None =
             if param is not None:
                 spots.append((module, name, param))
                 if param not in fakes:
-                    fakes[param] = nn.Parameter(fake(param, mode, dtype=dtype), requires_grad=param.requires_grad)
+                    fakes[param] = nn.Parameter(make_fake(param, mode, dtype=dtype), requires_grad=param.requires_grad)
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 spots.append((module, name, buffer))
                 if buffer not in fakes:
-                    fakes[buffer] = fake(buffer, mode, dtype=dtype)
+                    fakes[buffer] = make_fake(buffer, mode, dtype=dtype)
     try:
         for module, name, tensor in spots:
             setattr(module, name, fakes[tensor])  # not into the dict: an LSTM keeps lists of its own
@@ -74,7 +76,7 @@ def faked(model: nn.Module, mode: FakeTensorMode, *, dtype: torch.dtype | None =
             setattr(module, name, tensor)
 
 
-def activations(
+def trace_activations(
     model: nn.Module, batch: Any, loss: Loss | None, *, mode: FakeTensorMode, dtype: torch.dtype | None = None
 ) -> Peaks:
     """Run forward, loss and backward on fakes. `dtype`: parameters, buffers and inputs are cast to it first.
@@ -83,8 +85,8 @@ def activations(
     last the target; a dict are its keyword arguments. Without a loss, backward starts from the sum of the output.
     """
     device = next(_device(p) for p in model.parameters())
-    watch = Watch(device)
-    with faked(model, mode, dtype=dtype), watch, torch.compiler.set_stance("force_eager"):
+    watch = LiveBytes(device)
+    with replace_by_fakes(model, mode, dtype=dtype), watch, torch.compiler.set_stance("force_eager"):
         given = tree_map_only(Tensor, lambda t: _input(t, mode, dtype, device), batch)
         hooks = watch.follow(model.parameters())
         try:
@@ -97,7 +99,7 @@ def activations(
 
 
 def _input(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None, device: str) -> Tensor:
-    return fake(tensor, mode, dtype=dtype).to(device).requires_grad_(tensor.requires_grad)
+    return make_fake(tensor, mode, dtype=dtype).to(device).requires_grad_(tensor.requires_grad)
 
 
 def _forward(model: nn.Module, batch: Any, loss: Loss | None) -> Tensor:
@@ -125,12 +127,12 @@ def _total(out: Any) -> Tensor:
     return torch.stack([t.sum() for t in leaves]).sum()
 
 
-def optimizer_state(optimizer: Optimizer, params: Sequence[Tensor], *, mode: FakeTensorMode) -> OptimizerState:
+def trace_optimizer(optimizer: Optimizer, params: Sequence[Tensor], *, mode: FakeTensorMode) -> OptimizerState:
     """Run one step of a copy of `optimizer` over fakes of those of its parameters that are in `params`."""
     known = set(params)
     groups, fakes = [], []
     for group in optimizer.param_groups:
-        mine = [nn.Parameter(fake(p, mode)) for p in group["params"] if p in known and p.requires_grad]
+        mine = [nn.Parameter(make_fake(p, mode)) for p in group["params"] if p in known and p.requires_grad]
         fakes += mine
         groups.append({**group, "params": mine})
     if not fakes:
@@ -139,21 +141,21 @@ def optimizer_state(optimizer: Optimizer, params: Sequence[Tensor], *, mode: Fak
     twin.param_groups, twin.state = groups, defaultdict(dict)
     twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     for param in fakes:
-        param.grad = fake(param, mode)
-    with Watch(_device(fakes[0]), scalar=1) as watch:
+        param.grad = make_fake(param, mode)
+    with LiveBytes(_device(fakes[0]), scalar=1) as watch:
         twin.step()
         kept = watch.alive
         watch.restart()
         twin.step()  # the second finds the state there: what it adds is temporary
-    lines = elements = other = 0
+    element_bytes = elements = other = 0
     for held, state in twin.state.items():
         for value in state.values():
             if isinstance(value, Tensor):
                 like = value.numel() == held.numel() and value.numel() > 1
-                lines += value.nbytes if like else 0
+                element_bytes += value.nbytes if like else 0
                 elements += value.numel() if like else 0
                 other += 0 if like else value.nbytes
-    return OptimizerState(elements, lines, other, max(0, watch.peaks.kept - kept))
+    return OptimizerState(elements, element_bytes, other, max(0, watch.peaks.with_gradients - kept))
 
 
 def _device(tensor: Tensor) -> str:

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 
-def why_not() -> str:
+def find_obstacle() -> str:
     """Empty where emulated hosts can be made, else the reason."""
     if os.geteuid() != 0:
         return "emulated hosts are network namespaces: run as root"
@@ -36,7 +36,7 @@ class EmulatedHosts:
     def __init__(self, count: int, *, bits_per_s: float | None = None) -> None:
         if not 1 <= count <= 200:
             raise ValueError(f"expected 1 to 200 hosts, got {count}")
-        if reason := why_not():
+        if reason := find_obstacle():
             raise RuntimeError(reason)
         self.count, self.bits_per_s = count, bits_per_s
         self._mark = f"un{os.getpid()}"
@@ -55,7 +55,7 @@ class EmulatedHosts:
         return subprocess.Popen(["ip", "netns", "exec", self.namespace(host), *command], env=dict(env), **options)
 
     def __enter__(self) -> EmulatedHosts:
-        _sweep()
+        _remove_left_over()
         try:
             _run("ip", "link", "add", f"{self._mark}br", "type", "bridge")
             _run("ip", "link", "set", f"{self._mark}br", "up")
@@ -93,7 +93,7 @@ class EmulatedHosts:
         subprocess.run(["ip", "link", "del", f"{self._mark}br"], capture_output=True)
 
 
-def _sweep() -> None:
+def _remove_left_over() -> None:
     """Remove what runs left that were killed: the names carry the ids of processes that are no more."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
     links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True).stdout

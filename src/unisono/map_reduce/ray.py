@@ -13,44 +13,46 @@ from typing import Any, Literal
 
 import numpy as np
 
-from unisono.data.tables import Part
+from unisono.data.tables import TablePart
 from unisono.launchers.engines.pickled import Packed
 from unisono.launchers.engines.ray import is_dataset, read_dataset, split_dataset
-from unisono.map_reduce.combining import Found, answered, in_order, merged, opened
-from unisono.map_reduce.parcel import split
-from unisono.map_reduce.rounds import Job, Round
+from unisono.map_reduce.answers import Answers, answer_part, merge_all, merge_answers, take_value
+from unisono.map_reduce.rounds import MapReduce, Round
+from unisono.map_reduce.worker_data import split
 
 __all__ = ["run"]
 
-_AT_ONCE = 8  # so few values are combined by the driver
-_LOSSES = 3  # of one part, in one round
+_DRIVER_COMBINES = 8  # so few values are combined by the driver
+_MOST_LOSSES = 3  # of one part, in one round
 
 
-def run(job: Job, data: Any, workers: int | None, on: Any) -> Any:
-    """Run the job on the Ray that `on` names, with `workers` parts (default: 2)."""
+def run(program: MapReduce, data: Any, workers: int | None, on: Any) -> Any:
+    """Run the program on the Ray that `on` names, with `workers` parts (default: 2)."""
     parts = workers or 2
     on.check(parts)
     if is_dataset(data):
         data = read_dataset(data, parts)  # before the actors take the slots
     ray, group, ours = on.open_group(parts)
     try:
-        link = _Link(job, data, ray, parts, lambda part: on.actor_options(group, part))
+        rounds = _RayRounds(program, data, ray, parts, lambda part: on.actor_options(group, part))
         try:
-            return job.drive(link)
+            return program.drive(rounds)
         finally:
-            link.close()
+            rounds.close()
     finally:
         on.close_group(ray, group, ours)
 
 
-class _Link:
+class _RayRounds:
     """The server's connection to the actors; see rounds.Ask."""
 
-    def __init__(self, job: Job, data: Any, ray: Any, parts: int, options: Callable[[int], dict[str, Any]]) -> None:
+    def __init__(
+        self, program: MapReduce, data: Any, ray: Any, parts: int, options: Callable[[int], dict[str, Any]]
+    ) -> None:
         self.workers, self.log = parts, list[Round]()
-        self._job, self._ray, self._options = job, ray, options
-        self._program = ray.put(Packed((job.map, job.reduce, job.prepare)))
-        self._kind = ray.remote(_Block)
+        self._program, self._ray, self._options = program, ray, options
+        self._packed = ray.put(Packed((program.map, program.reduce, program.prepare)))
+        self._kind = ray.remote(_PartActor)
         self._actors = [self._kind.options(**options(part)).remote() for part in range(parts)]
         if is_dataset(data):
             self._parts: list[Any] = [table for _, table in split_dataset(data, 0, self._actors)]
@@ -63,14 +65,14 @@ class _Link:
 
     def __call__(self, state: Any, *, reduce: Literal["sum"] | None = None) -> Any:
         start = time.perf_counter()
-        how = reduce or self._job.reduce
+        how = reduce or self._program.reduce
         sent = self._ray.put(state)
         refs = [actor.step.remote(sent) for actor in self._actors]
         try:
-            found = self._reduced(refs, how)
+            found = self._reduce(refs, how)
         except self._ray.exceptions.RayError:
-            found = self._mended(refs, sent, how)
-        value = opened(found, self.workers)
+            found = self._retry_lost(refs, sent, how)
+        value = take_value(found, self.workers)
         seconds = [found.seconds[part] for part in range(self.workers)]
         self.log.append(Round(time.perf_counter() - start, seconds))
         return value
@@ -82,64 +84,64 @@ class _Link:
                 self._ray.kill(actor)
 
     def _load(self, part: int) -> Any:
-        return self._actors[part].load.remote(part, self._program, self._parts[part])
+        return self._actors[part].load.remote(part, self._packed, self._parts[part])
 
-    def _reduced(self, refs: list[Any], how: Any) -> Found:
-        while len(refs) > _AT_ONCE:  # in pairs, by the actors
+    def _reduce(self, refs: list[Any], how: Any) -> Answers:
+        while len(refs) > _DRIVER_COMBINES:  # in pairs, by the actors
             pairs = [refs[i : i + 2] for i in range(0, len(refs), 2)]
             refs = [self._actors[i].combine.remote(how == "sum", *pair) for i, pair in enumerate(pairs)]
-        return in_order(self._ray.get(refs), how)
+        return merge_all(self._ray.get(refs), how)
 
-    def _mended(self, refs: list[Any], sent: Any, how: Any) -> Found:
+    def _retry_lost(self, refs: list[Any], sent: Any, how: Any) -> Answers:
         """The round once more for the parts whose actors are gone."""
         ray = self._ray
         founds = []
         for part, ref in enumerate(refs):
-            for attempt in range(_LOSSES + 1):
+            for attempt in range(_MOST_LOSSES + 1):
                 try:
                     founds.append(ray.get(ref))
                     break
                 except ray.exceptions.RayActorError:
-                    if attempt == _LOSSES:
+                    if attempt == _MOST_LOSSES:
                         raise
                     self._actors[part] = self._kind.options(**self._options(part)).remote()
                     ray.get(self._load(part))
                     ref = self._actors[part].step.remote(sent)
-        return in_order(founds, how)
+        return merge_all(founds, how)
 
 
-class _Block:
+class _PartActor:
     """Runs in Ray's process, and keeps one part."""
 
-    def load(self, part: int, program: Packed, data: Any) -> str:
+    def load(self, part: int, packed: Packed, data: Any) -> str:
         """Make the block; a word on what went wrong, or none."""
         self.part = part
-        self.map, self.reduce, prepare = program.open()
+        self.map, self.reduce, prepare = packed.open()
         try:
-            block = _table(part, data) if is_dataset_like(data) else data
+            block = _build_table(part, data) if _is_dataset_shard(data) else data
             self.block = block if prepare is None else prepare(block)
         except ValueError as error:
             return str(error) or type(error).__name__
         return ""
 
-    def step(self, state: Any) -> Found:
+    def step(self, state: Any) -> Answers:
         """One round's answer."""
-        return answered(self.part, self.map, self.block, state)
+        return answer_part(self.part, self.map, self.block, state)
 
-    def combine(self, plain_sum: bool, a: Found, b: Found | None = None) -> Found:
+    def combine(self, plain_sum: bool, a: Answers, b: Answers | None = None) -> Answers:
         """Two answers as one."""
-        return a if b is None else merged(a, b, "sum" if plain_sum else self.reduce)
+        return a if b is None else merge_answers(a, b, "sum" if plain_sum else self.reduce)
 
 
-def is_dataset_like(data: Any) -> bool:
+def _is_dataset_shard(data: Any) -> bool:
     """Whether it is a part of a Ray Dataset."""
     return hasattr(data, "iter_batches") and type(data).__module__.startswith("ray.")
 
 
-def _table(part: int, data: Any) -> Part:
+def _build_table(part: int, data: Any) -> TablePart:
     columns: dict[str, list[Any]] = {}
     for batch in data.iter_batches(batch_size=None, batch_format="numpy"):
         for name, values in batch.items():
             columns.setdefault(name, []).append(values)
     name = f"part {part} of the Ray Dataset"
-    return Part.of({column: np.concatenate(values) for column, values in columns.items()}, name=name)
+    return TablePart.from_columns({column: np.concatenate(values) for column, values in columns.items()}, name=name)

@@ -21,7 +21,7 @@ from torch import Tensor
 from unisono import packing
 from unisono.world import PeerLost, World
 
-__all__ = ["Ask", "Job", "Round", "run_in_world"]
+__all__ = ["Ask", "MapReduce", "Round", "run_in_world", "sum_values"]
 
 Reduce = Literal["sum"] | Callable[[Any, Any], Any]
 
@@ -45,7 +45,7 @@ class Ask(Protocol):
 
 
 @dataclass(frozen=True)
-class Job:
+class MapReduce:
     """A MapReduce program.
 
     `drive(ask)` is the server's program and returns the result; `prepare(part)` runs once on each worker, and what it
@@ -58,29 +58,29 @@ class Job:
     prepare: Callable[[Any], Any] | None = None
 
 
-def run_in_world(job: Job, part: Any, world: World) -> tuple[Any, list[Round]]:
-    """Run `job` with every rank's own `part`; returns the result and the rounds, on every rank."""
-    prepared = job.prepare(part) if job.prepare is not None else part
-    link = _Link(job, prepared, world)
+def run_in_world(program: MapReduce, part: Any, world: World) -> tuple[Any, list[Round]]:
+    """Run `program` with every rank's own `part`; returns the result and the rounds, on every rank."""
+    prepared = program.prepare(part) if program.prepare is not None else part
+    rounds = _WorldRounds(program, prepared, world)
     if world.rank != 0:
-        result = link.serve()
+        result = rounds.serve()
     else:
         try:
-            result = job.drive(link)
+            result = program.drive(rounds)
         except PeerLost:
             raise
         except Exception as error:
-            link.tell(("failed", isinstance(error, ValueError), str(error)))
+            rounds.send(("failed", isinstance(error, ValueError), str(error)))
             raise
-        link.tell(("ended", result, None))
-    return result, link.rounds()
+        rounds.send(("ended", result, None))
+    return result, rounds.rounds()
 
 
-class _Link:
+class _WorldRounds:
     """The server's connection to all workers, and each worker's to the server."""
 
-    def __init__(self, job: Job, part: Any, world: World) -> None:
-        self.job, self.part, self.world = job, part, world
+    def __init__(self, program: MapReduce, part: Any, world: World) -> None:
+        self.program, self.part, self.world = program, part, world
         self.workers = world.size
         self.log: list[Round] = []
         self._compute_s: list[float] = []
@@ -88,7 +88,7 @@ class _Link:
 
     def __call__(self, state: Any, *, reduce: Literal["sum"] | None = None) -> Any:
         start = time.perf_counter()
-        self.tell(("map", state, reduce))
+        self.send(("map", state, reduce))
         value = self._round(state, reduce)
         self.log.append(Round(time.perf_counter() - start))
         return value
@@ -96,7 +96,7 @@ class _Link:
     def serve(self) -> Any:
         """Answer rank 0 until it has its result, and return that."""
         while True:
-            what, first, second = self.hear()
+            what, first, second = self.receive()
             if what == "ended":
                 return first
             if what == "failed":
@@ -105,10 +105,10 @@ class _Link:
 
     def _round(self, state: Any, reduce: Literal["sum"] | None) -> Any:
         start = time.perf_counter()
-        value = self.job.map(self.part, state)
+        value = self.program.map(self.part, state)
         self._compute_s.append(time.perf_counter() - start)
-        how = reduce or self.job.reduce
-        return summed(value, self.world) if how == "sum" else _up_the_tree(value, how, self.world)
+        how = reduce or self.program.reduce
+        return sum_values(value, self.world) if how == "sum" else _combine_up_tree(value, how, self.world)
 
     def rounds(self) -> list[Round]:
         """The server's rounds with every worker's seconds, on every rank."""
@@ -118,7 +118,7 @@ class _Link:
 
     # Messages from rank 0 to all -------------------------------------------------------------------------------
 
-    def tell(self, message: tuple[Any, Any, Any]) -> None:
+    def send(self, message: tuple[Any, Any, Any]) -> None:
         if self.world.size == 1:
             return
         data = np.frombuffer(packing.to_bytes(message), dtype=np.uint8)
@@ -132,7 +132,7 @@ class _Link:
             self.world.broadcast(torch.from_numpy(data.copy()), tag="state").wait()
         self._usual_bytes = len(data)
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         head = torch.empty(8 + self._usual_bytes, dtype=torch.uint8)
         self.world.broadcast(head, tag="state").wait()
         length = int.from_bytes(head[:8].numpy().tobytes(), "little")
@@ -144,22 +144,22 @@ class _Link:
         return packing.from_bytes(data.numpy().tobytes())
 
 
-def summed(value: Any, world: World) -> Any:
+def sum_values(value: Any, world: World) -> Any:
     """The sum over all ranks of numbers, arrays or tensors, also in tuples, lists and dicts of one structure."""
     leaves: list[Tensor] = []
-    rebuild = _taken_apart(value, leaves)
+    rebuild = _flatten(value, leaves)
     if world.size > 1:
         world.all_reduce(leaves, "sum", tag="reduce").wait()
     return rebuild()
 
 
-def _taken_apart(value: Any, leaves: list[Tensor]) -> Callable[[], Any]:
+def _flatten(value: Any, leaves: list[Tensor]) -> Callable[[], Any]:
     """Put copies of the numbers into `leaves`; returns what builds the value again from them."""
     if isinstance(value, tuple | list):
-        parts = [_taken_apart(item, leaves) for item in value]
+        parts = [_flatten(item, leaves) for item in value]
         return lambda: type(value)(part() for part in parts)
     if isinstance(value, dict):
-        named = {key: _taken_apart(value[key], leaves) for key in value}
+        named = {key: _flatten(value[key], leaves) for key in value}
         return lambda: {key: part() for key, part in named.items()}
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.generic | np.ndarray | Tensor):
         raise TypeError(f'reduce="sum" adds numbers, arrays and tensors, got {type(value).__name__}: give a function')
@@ -170,7 +170,7 @@ def _taken_apart(value: Any, leaves: list[Tensor]) -> Callable[[], Any]:
     return array.numpy if isinstance(value, np.ndarray) else array.item
 
 
-def _up_the_tree(value: Any, reduce: Callable[[Any, Any], Any], world: World) -> Any:
+def _combine_up_tree(value: Any, reduce: Callable[[Any, Any], Any], world: World) -> Any:
     """All values combined in rank order, on rank 0: each rank sends once, log2(N) sends one after the other."""
     step = 1
     while step < world.size:

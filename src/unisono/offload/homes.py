@@ -107,6 +107,9 @@ class _Buffer:
         return self.memory[: aligned(self.part.slot.nbytes)]
 
 
+BUFFERS = 5  # parts of blocks on disk that are in memory at a time
+
+
 class Parts:
     """The buffers: at most `buffers` parts are in memory, whatever the size of the blocks.
 
@@ -114,7 +117,7 @@ class Parts:
     fails, the part stays in its buffer, so nothing is lost: `flush` tries again.
     """
 
-    def __init__(self, disk: Disk, *, buffers: int = 5, ahead: int = 2) -> None:
+    def __init__(self, disk: Disk, *, buffers: int = BUFFERS, ahead: int = 2) -> None:
         self.disk = disk
         self._limit, self._ahead = buffers, ahead
         self._buffers: list[_Buffer] = []  # least recently used first

@@ -1,7 +1,7 @@
 """Inside an engine's own process (a Ray actor, a Spark task): run one worker's agent there, beside the data.
 
-Also how tables get there: among the arguments of a function they are replaced by a `Part`, which every worker opens as
-its own rows (parts.py writes them, `unisono.data.tables` reads them).
+Also how tables get there: among the arguments of a function they are replaced by a `TablePart`, which every worker
+opens as its own rows (parts.py writes them, `unisono.data.tables` reads them).
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ def run_agent(env: Mapping[str, str], rank: int, workers: int, parts: Sequence[P
 def lift_tables(
     args: Sequence[Any], kwargs: Mapping[str, Any], is_table: Callable[[Any], bool]
 ) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:
-    """The arguments with a `Part` in place of each table, also inside lists, tuples and dicts; and the tables."""
+    """The arguments with a `TablePart` in place of each table, also inside lists, tuples and dicts; and the tables."""
     tables: list[Any] = []
 
     def lift(value: Any) -> Any:
         if is_table(value):
-            from unisono.data.tables import Part
+            from unisono.data.tables import TablePart
 
             number = next((i for i, table in enumerate(tables) if table is value), len(tables))
             if number == len(tables):
                 tables.append(value)
-            return Part.to_come(number)
+            return TablePart.placeholder(number)
         if type(value) in (list, tuple):
             return type(value)(lift(item) for item in value)
         if type(value) is dict:

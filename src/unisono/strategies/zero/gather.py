@@ -26,6 +26,7 @@ from unisono.strategies.zero.units import UNCALLED, WHOLE, Unit
 from unisono.world import World
 
 Fetch = Callable[[Unit], Tensor]
+UNITS_AT_ONCE = 2  # modules whose units are here: the one at work and the next, beside the model's own
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # others' are left alone
 
 

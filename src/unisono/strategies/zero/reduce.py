@@ -31,7 +31,7 @@ from unisono.strategies.zero.sharded_gradient import ShardedGradient
 from unisono.strategies.zero.units import Unit
 from unisono.world import World
 
-_LINES = 3  # in flight, where reducing overlaps with backward
+LINES_IN_FLIGHT = 3  # in flight, where reducing overlaps with backward
 
 
 class Backward(Windows, Keeping):
@@ -69,7 +69,7 @@ class Backward(Windows, Keeping):
         self._complete, self._reduced, self._finished, self._check = complete, reduced, finished, check
         on_cpu = units[0].params[0].device.type == "cpu"  # on a GPU, work is in the background anyway
         self._lane = Lane("unisono reduce") if overlap and world.size > 1 and on_cpu else None
-        self._lines = [self._line() for _ in range(_LINES if self._lane else 1)]
+        self._lines = [self._line() for _ in range(LINES_IN_FLIGHT if self._lane else 1)]
         self._running: deque[tuple[Handle[None], Tensor]] = deque()
         self._position = {unit: i for i, unit in enumerate(self.units)}
         self._places = [(unit, slot) for unit in self.units for slot in range(len(unit.params))]

@@ -15,7 +15,7 @@ _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 
 
 @dataclass(frozen=True)
-class Machine:
+class Capacity:
     """Bytes that there are: of a worker's device, of a host with `workers` workers on it, and of its disk.
 
     `device` None: the workers compute in the host's own memory.
@@ -27,7 +27,7 @@ class Machine:
     workers: int
     guessed: tuple[str, ...] = ()  # what was not given, and taken from this machine
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """In one line."""
         here = {name: " (this machine's)" if name in self.guessed else "" for name in ("device", "host", "disk")}
         shared = f", shared by {self.workers} workers" if self.workers > 1 else ""
@@ -37,13 +37,13 @@ class Machine:
         return "; ".join([f"{told[0]}, in which they compute", told[1]])
 
 
-def machine(
+def find_capacity(
     device_memory: str | int | None,
     host_memory: str | int | None,
     disk: str | int | Path | None,
     *,
     workers: int,
-) -> Machine:
+) -> Capacity:
     """Sizes as given; what is not given is this machine's. `disk` is a size, or a folder on that disk."""
     guessed: list[str] = []
     if device_memory is not None:
@@ -59,7 +59,7 @@ def machine(
         host = host_bytes()
         guessed.append("host")
     room, here = _room(disk)
-    return Machine(device, host, room, workers, (*guessed, "disk") if here else tuple(guessed))
+    return Capacity(device, host, room, workers, (*guessed, "disk") if here else tuple(guessed))
 
 
 def host_bytes() -> int:

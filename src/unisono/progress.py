@@ -1,31 +1,15 @@
-"""What a `Trainer` reports to: callbacks, early stopping, the history, and one progress display for the world."""
+"""What a `Trainer` reports: the history, when to stop early, and one progress display for the world."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from unisono.trainer import Trainer
-
-__all__ = ["Callback", "EarlyStopping", "History"]
+__all__ = ["Display", "EarlyStopping", "History", "format_logs"]
 
 SPLIT = ("compute", "communication", "waiting", "data")
 Logs = dict[str, float]
-
-
-class Callback:
-    """Called on every rank; override what you need. `trainer.stop()` on any rank stops all after the same epoch."""
-
-    def on_step_end(self, trainer: Trainer, logs: Logs) -> None:
-        """After each optimizer step; `logs` has the `step` and this rank's own last `loss`."""
-
-    def on_epoch_end(self, trainer: Trainer, logs: Logs) -> None:
-        """After each epoch and its validation; `logs` is the world-wide row that went into the history."""
-
-    def on_fit_end(self, trainer: Trainer, history: History) -> None:
-        """After the last epoch."""
 
 
 class History:
@@ -106,18 +90,18 @@ class Display:
 
     def advance(self, epoch: int, batch: int, live: Logs | None) -> None:
         if self._bar is not None:
-            words = {"description": f"epoch {epoch + 1}/{self.epochs}", **({"live": show(live)} if live else {})}
+            words = {"description": f"epoch {epoch + 1}/{self.epochs}", **({"live": format_logs(live)} if live else {})}
             self._bar.update(self._task, completed=batch, **words)
 
-    def line(self, epoch: int, logs: Logs) -> None:
+    def print_line(self, epoch: int, logs: Logs) -> None:
         if self._console is not None:
-            self._console.print(f"epoch {epoch + 1:>{len(str(self.epochs))}}/{self.epochs}   {show(logs)}")
+            self._console.print(f"epoch {epoch + 1:>{len(str(self.epochs))}}/{self.epochs}   {format_logs(logs)}")
 
 
-def show(logs: Logs) -> str:
+def format_logs(logs: Logs) -> str:
     """One row for people.
 
-    >>> show({"loss": 0.25, "samples/s": 12345.6, "compute": 0.9, "communication": 0.06, "waiting": 0.04})
+    >>> format_logs({"loss": 0.25, "samples/s": 12345.6, "compute": 0.9, "communication": 0.06, "waiting": 0.04})
     'loss 0.2500   12,346 samples/s   compute 90% · communication 6% · waiting 4%'
     """
     plain = {name: value for name, value in logs.items() if name not in (*SPLIT, "samples/s")}

@@ -39,14 +39,16 @@ class _Entry:
 class Peaks:
     """The most bytes that were alive at one time."""
 
-    flow: int = 0  # all but complete gradients
-    kept: int = 0  # all, complete gradients included
-    flow_narrow: int = 0  # as `flow` and `kept`, with floating-point numbers in 16 bits
-    kept_narrow: int = 0
+    without_gradients: int = 0  # all but complete gradients
+    with_gradients: int = 0  # all, complete gradients included
+    without_gradients_narrow: int = (
+        0  # as `without_gradients` and `with_gradients`, with floating-point numbers in 16 bits
+    )
+    with_gradients_narrow: int = 0
     rest: int = 0  # alive at the end of it all, gradients left out
 
 
-class Watch(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """Inside it, tensors of `device` are counted while `counting` is set.
 
     `scalar` is what a fake tensor answers when it is asked for its value; a bool is always False.
@@ -58,23 +60,23 @@ class Watch(TorchDispatchMode):
         self.peaks = Peaks()
         self.backwards: Counter[Tensor] = Counter()  # how often each parameter's gradient was complete
         self._entries: dict[int, _Entry] = {}
-        self._flow = self._flow_narrow = self._gradients = self._gradients_narrow = 0
+        self._without_gradients = self._without_gradients_narrow = self._gradients = self._gradients_narrow = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _SCALAR and isinstance(args[0], FakeTensor):
-            return _stand_in(args[0].dtype, self.scalar)
+            return _make_scalar(args[0].dtype, self.scalar)
         if not self.counting:
             return func(*args, **(kwargs or {}))
-        for tensor in _tensors((args, kwargs)):
-            self._entry(tensor)  # one that is new to us here was made outside: it counts nothing
+        for tensor in _iterate_tensors((args, kwargs)):
+            self._find_entry(tensor)  # one that is new to us here was made outside: it counts nothing
         out = func(*args, **(kwargs or {}))
         if func is _LSTM and isinstance(out[-1], FakeTensor):
             self.count(out[-1], nbytes=_LSTM_WORKSPACE * out[0].nbytes)
         if func is _LSTM_BACKWARD and isinstance(args[0], FakeTensor):
-            self._note(_LSTM_SCRATCH * args[7].nbytes + args[1].nbytes + args[2].nbytes)
-        for tensor in _tensors(out):
+            self._update_peaks(_LSTM_SCRATCH * args[7].nbytes + args[1].nbytes + args[2].nbytes)
+        for tensor in _iterate_tensors(out):
             self.count(tensor)
         return out
 
@@ -83,72 +85,73 @@ class Watch(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if id(storage) in self._entries or tensor.device.type != self.device:
             return
-        entry = self._entry(tensor)
+        entry = self._find_entry(tensor)
         entry.nbytes = storage.nbytes() if nbytes is None else nbytes
         wide = tensor.is_floating_point() and tensor.element_size() > 2
         entry.narrow = entry.nbytes * 2 // tensor.element_size() if wide else entry.nbytes
-        self._flow += entry.nbytes
-        self._flow_narrow += entry.narrow
-        self._note()
+        self._without_gradients += entry.nbytes
+        self._without_gradients_narrow += entry.narrow
+        self._update_peaks()
 
-    def gradient(self, tensor: Tensor) -> None:
+    def mark_gradient(self, tensor: Tensor) -> None:
         """`tensor` is a parameter's gradient, and complete."""
         self.count(tensor)
-        entry = self._entry(tensor)
+        entry = self._find_entry(tensor)
         if not entry.gradient:
             entry.gradient = True
-            self._flow -= entry.nbytes
-            self._flow_narrow -= entry.narrow
+            self._without_gradients -= entry.nbytes
+            self._without_gradients_narrow -= entry.narrow
             self._gradients += entry.nbytes
             self._gradients_narrow += entry.narrow
 
     def follow(self, params: Iterable[Tensor]) -> list[Any]:
-        """Take note of these parameters' gradients as they come; returns the hooks."""
+        """Mark these parameters' gradients as they come; returns the hooks."""
 
         def complete(param: Tensor) -> None:
             if self.counting:
                 self.backwards[param] += 1
                 if param.grad is not None and not param.grad.is_sparse:
-                    self.gradient(param.grad)
+                    self.mark_gradient(param.grad)
 
         return [p.register_post_accumulate_grad_hook(complete) for p in params if p.requires_grad]
 
     def restart(self) -> None:
         """Forget the peaks so far, but not what is alive."""
         self.peaks = Peaks()
-        self._note()
+        self._update_peaks()
 
     def finish(self) -> Peaks:
         """The peaks, with what is still alive."""
-        self.peaks.rest = self._flow
+        self.peaks.rest = self._without_gradients
         return self.peaks
 
     @property
     def alive(self) -> int:
         """Bytes alive now, gradients included."""
-        return self._flow + self._gradients
+        return self._without_gradients + self._gradients
 
-    def _note(self, scratch: int = 0) -> None:
+    def _update_peaks(self, scratch: int = 0) -> None:
         """Take the peaks; `scratch`: bytes that are there for this moment."""
-        peaks, flow, narrow = self.peaks, self._flow + scratch, self._flow_narrow + scratch // 2
-        peaks.flow = max(peaks.flow, flow)
-        peaks.kept = max(peaks.kept, flow + self._gradients)
-        peaks.flow_narrow = max(peaks.flow_narrow, narrow)
-        peaks.kept_narrow = max(peaks.kept_narrow, narrow + self._gradients_narrow)
+        peaks, now = self.peaks, self._without_gradients + scratch
+        narrow = self._without_gradients_narrow + scratch // 2
+        peaks.without_gradients = max(peaks.without_gradients, now)
+        peaks.with_gradients = max(peaks.with_gradients, now + self._gradients)
+        peaks.without_gradients_narrow = max(peaks.without_gradients_narrow, narrow)
+        peaks.with_gradients_narrow = max(peaks.with_gradients_narrow, narrow + self._gradients_narrow)
 
-    def _entry(self, tensor: Tensor) -> _Entry:
+    def _find_entry(self, tensor: Tensor) -> _Entry:
         storage = tensor.untyped_storage()
         key = id(storage)
         known = self._entries.get(key)
         if known is None:
             known = self._entries[key] = _Entry()
-            known.alive = weakref.ref(storage, self._death_of(key, known))
+            known.alive = weakref.ref(storage, self._make_death_callback(key, known))
         return known
 
-    def _death_of(self, key: int, entry: _Entry) -> Callable[[Any], None]:
+    def _make_death_callback(self, key: int, entry: _Entry) -> Callable[[Any], None]:
         me = weakref.ref(self)
 
-        def died(_: Any) -> None:
+        def forget(_: Any) -> None:
             watch = me()
             if watch is None:
                 return
@@ -157,19 +160,19 @@ class Watch(TorchDispatchMode):
                 watch._gradients -= entry.nbytes
                 watch._gradients_narrow -= entry.narrow
             else:
-                watch._flow -= entry.nbytes
-                watch._flow_narrow -= entry.narrow
+                watch._without_gradients -= entry.nbytes
+                watch._without_gradients_narrow -= entry.narrow
 
-        return died
+        return forget
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
+def _iterate_tensors(tree: Any) -> Iterator[Tensor]:
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
             yield leaf
 
 
-def _stand_in(dtype: torch.dtype, scalar: int) -> bool | int | float:
+def _make_scalar(dtype: torch.dtype, scalar: int) -> bool | int | float:
     if dtype == torch.bool:
         return False
     return float(scalar) if dtype.is_floating_point else scalar

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import unisono as un
-from unisono.data.tables import Part, batches, prefix
+from unisono.data.tables import TablePart, count_prefix, select_batches
 from unisono.launchers.table_files import PartFiles, listing
 
 COUNTS = [[5], [3, 3], [7, 1], [1, 1, 9], [4, 4, 4, 1]]
@@ -22,7 +22,7 @@ def test_a_prefix_is_that_of_all_samples_sorted_by_their_places(counts: list[int
     places = sorted((Fraction(2 * j + 1, 2 * n), rank) for rank, n in enumerate(counts) for j in range(n))
     for total in range(len(places) + 1):
         wanted = [sum(rank == r for _, rank in places[:total]) for r in range(len(counts))]
-        assert prefix(counts, total) == wanted
+        assert count_prefix(counts, total) == wanted
 
 
 @pytest.mark.parametrize("counts", COUNTS)
@@ -30,7 +30,7 @@ def test_a_prefix_is_that_of_all_samples_sorted_by_their_places(counts: list[int
 def test_batches_are_full_and_have_every_sample_once(counts: list[int], batch_size: int) -> None:
     number = -(-sum(counts) // batch_size)
     each = [
-        list(batches(counts, rank=r, batch_size=batch_size, first=0, stop=number, seed=3, epoch=1, shuffle=True))
+        list(select_batches(counts, rank=r, batch_size=batch_size, first=0, stop=number, seed=3, epoch=1, shuffle=True))
         for r in range(len(counts))
     ]
     for rank, mine in enumerate(each):
@@ -45,7 +45,7 @@ def test_a_shard_of_placed_rows_has_the_gradient_of_the_joined_batch() -> None:
     rows = [np.arange(5.0), np.arange(5.0, 7.0)]
 
     def work(world: un.World) -> list[tuple[list[float], float]]:
-        part = Part.of({"y": rows[world.rank]})
+        part = TablePart.from_columns({"y": rows[world.rank]})
         return [
             (batch["y"].tolist(), world.weight) for batch in un.shard(part, batch_size=4, shuffle=False, world=world)
         ]
@@ -60,7 +60,7 @@ def test_a_shard_of_placed_rows_has_the_gradient_of_the_joined_batch() -> None:
 
 def test_a_position_in_mid_epoch_needs_the_same_division() -> None:
     def work(world: un.World, counts: list[int], state: dict[str, Any] | None) -> Any:
-        shard = un.shard(Part.of({"y": np.zeros(counts[world.rank])}), batch_size=2, world=world)
+        shard = un.shard(TablePart.from_columns({"y": np.zeros(counts[world.rank])}), batch_size=2, world=world)
         if state is not None:
             shard.load_state_dict(state)
             return shard.batch
@@ -76,18 +76,20 @@ def test_a_position_in_mid_epoch_needs_the_same_division() -> None:
 
 def test_a_rank_without_rows_and_settings_that_move_rows_are_refused() -> None:
     with pytest.raises(ValueError, match=r"no row lies with rank 1: the ranks have \[3, 0\]"):
-        un.run_threads(lambda world: un.shard(Part.of({"y": np.zeros([3, 0][world.rank])}), 2, world=world), 2)
+        un.run_threads(
+            lambda world: un.shard(TablePart.from_columns({"y": np.zeros([3, 0][world.rank])}), 2, world=world), 2
+        )
     with pytest.raises(ValueError, match=r"got stratify= for a table that is divided among the workers already"):
-        un.shard(Part.of({"y": np.zeros(3)}), 2, stratify=[0, 1, 1])
+        un.shard(TablePart.from_columns({"y": np.zeros(3)}), 2, stratify=[0, 1, 1])
 
 
 # What the agent writes, the worker reads ------------------------------------------------------------------------------
 
 
-def reopened(monkeypatch: pytest.MonkeyPatch, *written: PartFiles) -> list[Part]:
+def reopened(monkeypatch: pytest.MonkeyPatch, *written: PartFiles) -> list[TablePart]:
     file = listing(written)
     monkeypatch.setenv("UNISONO_PARTS", f"/proc/{os.getpid()}/fd/{file.fileno()}")
-    parts = [Part(i) for i in range(len(written))]
+    parts = [TablePart(i) for i in range(len(written))]
     file.close()
     for each in written:  # what is mapped stays
         each.close()

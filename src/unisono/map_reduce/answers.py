@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-__all__ = ["Found", "answered", "in_order", "merged", "opened"]
+__all__ = ["Answers", "answer_part", "merge_all", "merge_answers", "take_value"]
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 @dataclass
-class Found:
+class Answers:
     """What some parts answered.
 
     `values` are (first part, last part, value), neighbours combined; `seconds` in `map` by part; `missing` parts whose
@@ -30,7 +30,7 @@ class Found:
     errors: list[tuple[int, list[str], str, str]] = field(default_factory=list)
 
 
-def answered(part: int, map_: Callable[[Any, Any], Any], block: Any, state: Any) -> Found:
+def answer_part(part: int, map_: Callable[[Any, Any], Any], block: Any, state: Any) -> Answers:
     """One part's answer, its error caught."""
     start = time.perf_counter()
     try:
@@ -41,24 +41,24 @@ def answered(part: int, map_: Callable[[Any, Any], Any], block: Any, state: Any)
         while frames is not None and os.path.dirname(frames.tb_frame.f_code.co_filename) == _HERE:
             frames = frames.tb_next
         trace = "".join(traceback.format_exception(type(error), error, frames))
-        return Found(errors=[(part, names, str(error), trace)])
-    return Found([(part, part, value)], {part: time.perf_counter() - start})
+        return Answers(errors=[(part, names, str(error), trace)])
+    return Answers([(part, part, value)], {part: time.perf_counter() - start})
 
 
-def merged(a: Found, b: Found, reduce: Literal["sum"] | Callable[[Any, Any], Any]) -> Found:
+def merge_answers(a: Answers, b: Answers, reduce: Literal["sum"] | Callable[[Any, Any], Any]) -> Answers:
     """Both together. A function combines neighbours only, so the order of the parts is kept."""
     values = sorted([*a.values, *b.values], key=lambda item: item[0])
     joined: list[tuple[int, int, Any]] = []
     for first, last, value in values:
         if joined and (reduce == "sum" or joined[-1][1] + 1 == first):
             before = joined.pop()
-            value = _sum(before[2], value) if reduce == "sum" else reduce(before[2], value)
+            value = _add(before[2], value) if reduce == "sum" else reduce(before[2], value)
             first = before[0]
         joined.append((first, last, value))
-    return Found(joined, a.seconds | b.seconds, a.missing + b.missing, a.errors + b.errors)
+    return Answers(joined, a.seconds | b.seconds, a.missing + b.missing, a.errors + b.errors)
 
 
-def opened(found: Found, parts: int) -> Any:
+def take_value(found: Answers, parts: int) -> Any:
     """The one value that is left; raises what went wrong: the user's ValueError as such, others as one report."""
     if found.errors:
         part, names, text, trace = min(found.errors)
@@ -72,22 +72,22 @@ def opened(found: Found, parts: int) -> Any:
     return found.values[0][2]
 
 
-def _sum(a: Any, b: Any) -> Any:
+def _add(a: Any, b: Any) -> Any:
     """Numbers, arrays and tensors added, also in tuples, lists and dicts of one structure."""
     if isinstance(a, tuple | list):
         if len(a) != len(b):
             raise TypeError(f'reduce="sum" got values of {len(a)} and {len(b)} items: expected one structure')
-        return type(a)(_sum(x, y) for x, y in zip(a, b, strict=True))
+        return type(a)(_add(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, dict):
-        return {key: _sum(a[key], b[key]) for key in a}
+        return {key: _add(a[key], b[key]) for key in a}
     if isinstance(a, bool | np.bool_) or not (hasattr(a, "__add__") and not isinstance(a, str | bytes)):
         raise TypeError(f'reduce="sum" adds numbers, arrays and tensors, got {type(a).__name__}: give a function')
     return a + b
 
 
-def in_order(founds: Sequence[Found], reduce: Literal["sum"] | Callable[[Any, Any], Any]) -> Found:
+def merge_all(founds: Sequence[Answers], reduce: Literal["sum"] | Callable[[Any, Any], Any]) -> Answers:
     """All of them merged."""
-    result = Found()
+    result = Answers()
     for found in founds:
-        result = merged(result, found, reduce)
+        result = merge_answers(result, found, reduce)
     return result

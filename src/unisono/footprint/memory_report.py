@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from unisono.footprint.formula import Facts, Need, Setting, need, settings
-from unisono.footprint.machine import Machine
+from unisono.footprint.capacity import Capacity
+from unisono.footprint.formula import SETTINGS, Facts, Need, Setting, compute_need, list_settings
 from unisono.sizes import show_size
-from unisono.spec.grammar import parse
+from unisono.spec import build, parse
+from unisono.strategies.zero import zero
 
 _BEST = 5  # of the settings that fit, so many are spelled out
 
@@ -20,7 +21,7 @@ class Row(NamedTuple):
 
     spec: str  # to give to un.parallel
     need: Need
-    lacking: str  # what there is too little of, in words; empty where it fits
+    shortage: str  # what there is too little of, in words; empty where it fits
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Report:
+class MemoryReport:
     """What each of `workers` workers needs under every setting. `print(report)` shows all of it.
 
     facts: what was found of the model, the optimizer and a step.
@@ -53,7 +54,7 @@ class Report:
     """
 
     facts: Facts
-    machine: Machine
+    machine: Capacity
     workers: int
     left_out: tuple[str, ...] = ()
     title: str = ""
@@ -65,21 +66,21 @@ class Report:
 
     def _settings(self) -> list[Setting]:
         half = self.facts.trainable_bytes > 2 * self.facts.trainable
-        return settings(self.workers, device_is_host=self.machine.device is None, half=half)
+        return list_settings(self.workers, device_is_host=self.machine.device is None, half=half)
 
     def fits(self) -> list[str]:
         """The settings that fit, the fastest first: texts to give to `un.parallel`."""
-        return [row.spec for row in self.rows if not row.lacking]
+        return [row.spec for row in self.rows if not row.shortage]
 
     def need(self, spec: str) -> Need:
         """What a worker needs under `spec`; settings that change nothing here may be in it."""
-        return self._need(_setting(spec))
+        return self._need(_read_setting(spec))
 
     def _need(self, setting: Setting) -> Need:
         # On one host all cores compute: what is exchanged waits (see `overlap_pays`).
         apart = self.machine.device is not None
         overlap = apart or self.workers > self.machine.workers
-        return need(self.facts, setting, self.workers, overlap=overlap, apart=apart)
+        return compute_need(self.facts, setting, self.workers, overlap=overlap, apart=apart)
 
     def compare(self, spec: str, **measured: int | None) -> Comparison:
         """Predicted against measured: `compare("zero(stage=2)", device=peak_bytes, host=..., disk=...)`."""
@@ -91,7 +92,7 @@ class Report:
 
     def _row(self, setting: Setting) -> Row:
         needed = self._need(setting)
-        return Row(setting.spec, needed, lacking(needed, self.machine))
+        return Row(setting.spec, needed, describe_shortage(needed, self.machine))
 
     # Words -----------------------------------------------------------------------------------------------
 
@@ -105,12 +106,12 @@ class Report:
         lines: list[list[str]] = [head]
         rows = self.rows
         plain = [row for row in rows if "moments" not in row.spec]
-        only_these = any(not row.lacking for row in rows) and all(row.lacking for row in plain)
+        only_these = any(not row.shortage for row in rows) and all(row.shortage for row in plain)
         for row in rows if only_these else plain:
             n = row.need
             total = [n.device, n.host] if with_host else [n.device + n.host]
             numbers = [*(getattr(n, kind) for kind in kinds), *total, n.disk]
-            lines.append([row.spec, *(show_size(x) for x in numbers), "no" if row.lacking else "yes"])
+            lines.append([row.spec, *(show_size(x) for x in numbers), "no" if row.shortage else "yes"])
         return _columns(lines)
 
     def __str__(self) -> str:
@@ -125,12 +126,12 @@ class Report:
         many = f"{self.workers} workers" if self.workers > 1 else "1 worker"
         return (
             f"{self.title or 'model'}: {f.trainable:,} trainable parameters{frozen}, {many}; bytes of one worker\n"
-            f"there is: {self.machine.words()}"
+            f"there is: {self.machine.describe()}"
         )
 
     def _advice(self) -> str:
         rows = self.rows
-        fitting = [row for row in rows if not row.lacking]
+        fitting = [row for row in rows if not row.shortage]
         if not fitting:
             return self._nothing_fits(rows)
         lines = ["fits, the fastest first:"]
@@ -158,8 +159,8 @@ class Report:
         return ", ".join(f"{show_size(x)} {where}" for x, where in told if x)
 
     def _nothing_fits(self, rows: Sequence[Row]) -> str:
-        least = min(rows, key=lambda row: excess(row.need, self.machine))
-        lines = [f"nothing fits. Closest: {least.spec}, which lacks {least.lacking}."]
+        least = min(rows, key=lambda row: compute_excess(row.need, self.machine))
+        lines = [f"nothing fits. Closest: {least.spec}, which lacks {least.shortage}."]
         f = self.facts
         if least.need.activations > least.need.device / 2:
             lines.append(
@@ -180,7 +181,7 @@ class Report:
         return found[0] if found else ""
 
 
-def lacking(needed: Need, there: Machine) -> str:
+def describe_shortage(needed: Need, there: Capacity) -> str:
     """What there is too little of, in words; empty where it fits."""
     told = []
     for name, wanted, has, many in _demands(needed, there):
@@ -190,12 +191,12 @@ def lacking(needed: Need, there: Machine) -> str:
     return " and ".join(told)
 
 
-def excess(needed: Need, there: Machine) -> float:
+def compute_excess(needed: Need, there: Capacity) -> float:
     """By what factor the scarcest resource is exceeded."""
     return max(wanted / max(1, has) for _, wanted, has, _ in _demands(needed, there))
 
 
-def _demands(needed: Need, there: Machine) -> list[tuple[str, int, int, int]]:
+def _demands(needed: Need, there: Capacity) -> list[tuple[str, int, int, int]]:
     many = there.workers
     if there.device is None:
         host = [("memory", (needed.device + needed.host) * many, there.host, many)]
@@ -211,25 +212,16 @@ def _doublings(workers: int) -> list[int]:
     return [workers * 2**i for i in range(1, 11)]
 
 
-def _setting(spec: str) -> Setting:
-    """The setting that a spec means here."""
-    told = parse(spec)
-    if told.name not in ("allreduce", "zero"):
+def _read_setting(spec: str) -> Setting:
+    """The setting that a spec means here; what it leaves out is the strategy's own default."""
+    if parse(spec).name not in ("allreduce", "zero"):
         raise ValueError(f"memory is known for allreduce and zero, got {spec!r}")
-    names = ["stage"] if told.name == "zero" else []
-    given: dict[str, Any] = {**dict(zip(names, told.args, strict=False)), **told.kwargs}
-    known = {field.name for field in dataclasses.fields(Setting)} - {"strategy"}
-    kept = {k: _word(v) for k, v in given.items() if k in known}
-    if told.name == "zero":
-        kept.setdefault("stage", 1)
-        if kept["stage"] not in (1, 2, 3):
-            raise ValueError(f"zero has stages 1, 2 and 3, got stage={kept['stage']!r}")
-    return Setting(told.name, **kept)  # type: ignore[arg-type]
-
-
-def _word(value: Any) -> Any:
-    """A bare word in a spec is a text."""
-    return getattr(value, "name", value)
+    strategy = build(spec)
+    if not isinstance(strategy, zero):
+        return Setting(accumulate=strategy.accumulate)
+    if strategy.stage not in (1, 2, 3):
+        raise ValueError(f"zero has stages 1, 2 and 3, got stage={strategy.stage!r}")
+    return Setting("zero", **{name: getattr(strategy, name) for name in SETTINGS})
 
 
 def _columns(lines: Sequence[Sequence[str]]) -> str:

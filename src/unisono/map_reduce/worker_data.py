@@ -15,19 +15,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unisono.data.tables import Part
+from unisono.data.tables import TablePart
 
-__all__ = ["bounds", "handed_over", "opened", "split"]
+__all__ = ["SharedArray", "SharedSparse", "count_rows", "find_bounds", "open_shared", "share_arrays", "split"]
 
 MAPPED_BYTES = 1 << 20  # smaller arrays travel with the function
 _ALIGN = 4096
 _COPY_BYTES = 1 << 24
 
 
-def bounds(rows: int, rank: int, size: int) -> tuple[int, int]:
+def find_bounds(rows: int, rank: int, size: int) -> tuple[int, int]:
     """The rows of part `rank` of `size` contiguous parts, which differ by one row at most.
 
-    >>> [bounds(10, rank, 3) for rank in range(3)]
+    >>> [find_bounds(10, rank, 3) for rank in range(3)]
     [(0, 3), (3, 6), (6, 10)]
     """
     return rows * rank // size, rows * (rank + 1) // size
@@ -40,20 +40,20 @@ def split(data: Any, rank: int, size: int) -> Any:
     >>> split(([1, 2, 3, 4], None), 1, 2)
     ([3, 4], None)
     """
-    if data is None or isinstance(data, Part):
+    if data is None or isinstance(data, TablePart):
         return data
     if hasattr(data, "part") and callable(data.part):
         return data.part(rank, size)
     if isinstance(data, tuple):
-        lengths = {len_rows(item) for item in data if item is not None}
+        lengths = {count_rows(item) for item in data if item is not None}
         if len(lengths) > 1:
             raise ValueError(f"a tuple of tables is split by rows: expected equal lengths, got {sorted(lengths)}")
-        return _like(data, [split(item, rank, size) for item in data])
-    first, last = bounds(len_rows(data), rank, size)
+        return _rebuild_tuple(data, [split(item, rank, size) for item in data])
+    first, last = find_bounds(count_rows(data), rank, size)
     return data.iloc[first:last] if hasattr(data, "iloc") else data[first:last]
 
 
-def len_rows(data: Any) -> int:
+def count_rows(data: Any) -> int:
     """Rows of a table, items of a list."""
     if hasattr(data, "shape") and len(data.shape):
         return int(data.shape[0])
@@ -66,7 +66,7 @@ def len_rows(data: Any) -> int:
 
 
 @dataclass(frozen=True)
-class Mapped:
+class SharedArray:
     """An array in memory that process `pid` holds open, or in a file."""
 
     path: str
@@ -89,8 +89,8 @@ class Mapped:
 
 
 @dataclass(frozen=True)
-class MappedSparse:
-    """A compressed sparse matrix (scipy's) whose arrays travel as `Mapped` or as they are."""
+class SharedSparse:
+    """A compressed sparse matrix (scipy's) whose arrays travel as `SharedArray` or as they are."""
 
     form: str
     shape: tuple[int, int]
@@ -101,23 +101,23 @@ class MappedSparse:
         import scipy.sparse
 
         kind = getattr(scipy.sparse, self.form)
-        return kind(tuple(opened(a) for a in self.arrays), shape=self.shape, copy=False)
+        return kind(tuple(open_shared(a) for a in self.arrays), shape=self.shape, copy=False)
 
 
 @contextlib.contextmanager
-def handed_over(data: Any) -> Iterator[Any]:
+def share_arrays(data: Any) -> Iterator[Any]:
     """`data` with large arrays replaced by where they lie; valid while the block runs, and only on this host.
 
     Nothing is left behind, however this process ends: the memory has no name in a file system.
     """
     arrays: list[np.ndarray[Any, Any]] = []
-    _collect(data, arrays)
+    _collect_arrays(data, arrays)
     offsets, total = [], 0
     for array in arrays:
         offsets.append(total)
         total += -(-array.nbytes // _ALIGN) * _ALIGN
     if not arrays or sys.platform != "linux":
-        yield _replaced(data, {})
+        yield _replace_arrays(data, {})
         return
     fd = os.memfd_create("unisono-data")
     try:
@@ -125,52 +125,52 @@ def handed_over(data: Any) -> Iterator[Any]:
         _fill(fd, arrays, offsets)
         path = f"/proc/{os.getpid()}/fd/{fd}"
         places = {
-            id(a): Mapped(path, offset, a.shape, a.dtype.str, _order(a))
+            id(a): SharedArray(path, offset, a.shape, a.dtype.str, _memory_order(a))
             for a, offset in zip(arrays, offsets, strict=True)
         }
-        yield _replaced(data, places)
+        yield _replace_arrays(data, places)
     finally:
         os.close(fd)
 
 
-def opened(data: Any) -> Any:
-    """What `handed_over` replaced, mapped again; anything else as it is."""
-    if isinstance(data, Mapped | MappedSparse):
+def open_shared(data: Any) -> Any:
+    """What `share_arrays` replaced, mapped again; anything else as it is."""
+    if isinstance(data, SharedArray | SharedSparse):
         return data.open()
-    return _like(data, [opened(item) for item in data]) if isinstance(data, tuple) else data
+    return _rebuild_tuple(data, [open_shared(item) for item in data]) if isinstance(data, tuple) else data
 
 
-def _like(data: tuple[Any, ...], items: Sequence[Any]) -> tuple[Any, ...]:
+def _rebuild_tuple(data: tuple[Any, ...], items: Sequence[Any]) -> tuple[Any, ...]:
     """A tuple of the same kind, named or not."""
     return type(data)(*items) if hasattr(data, "_fields") else tuple(items)
 
 
-def _order(array: np.ndarray[Any, Any]) -> str:
+def _memory_order(array: np.ndarray[Any, Any]) -> str:
     return "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
 
 
-def _collect(data: Any, found: list[np.ndarray[Any, Any]]) -> None:
+def _collect_arrays(data: Any, found: list[np.ndarray[Any, Any]]) -> None:
     if isinstance(data, tuple):
         for item in data:
-            _collect(item, found)
+            _collect_arrays(item, found)
     elif isinstance(data, np.ndarray) and data.nbytes >= MAPPED_BYTES and not data.dtype.hasobject:
-        if _in_file(data) is None:
+        if _locate_in_file(data) is None:
             found.append(data)
     elif _is_compressed(data):
         for item in (data.data, data.indices, data.indptr):
-            _collect(item, found)
+            _collect_arrays(item, found)
 
 
-def _replaced(data: Any, places: dict[int, Mapped]) -> Any:
+def _replace_arrays(data: Any, places: dict[int, SharedArray]) -> Any:
     if isinstance(data, tuple):
-        return _like(data, [_replaced(item, places) for item in data])
+        return _rebuild_tuple(data, [_replace_arrays(item, places) for item in data])
     if id(data) in places:
         return places[id(data)]
-    if isinstance(data, np.ndarray) and (place := _in_file(data)) is not None:
+    if isinstance(data, np.ndarray) and (place := _locate_in_file(data)) is not None:
         return place
     if _is_compressed(data):
-        arrays = tuple(_replaced(item, places) for item in (data.data, data.indices, data.indptr))
-        return MappedSparse(type(data).__name__, tuple(data.shape), arrays)
+        arrays = tuple(_replace_arrays(item, places) for item in (data.data, data.indices, data.indptr))
+        return SharedSparse(type(data).__name__, tuple(data.shape), arrays)
     return data
 
 
@@ -178,7 +178,7 @@ def _is_compressed(data: Any) -> bool:
     return type(data).__name__ in ("csr_matrix", "csr_array")
 
 
-def _in_file(data: np.ndarray[Any, Any]) -> Mapped | None:
+def _locate_in_file(data: np.ndarray[Any, Any]) -> SharedArray | None:
     """Where an array of `numpy.load(..., mmap_mode="r")` lies, or contiguous rows of it."""
     whole = data if isinstance(data, np.memmap) else data.base
     memory = getattr(whole, "_mmap", None)
@@ -188,14 +188,14 @@ def _in_file(data: np.ndarray[Any, Any]) -> Mapped | None:
         return None
     begin = whole.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY  # where the mapping starts
     offset = data.ctypes.data - np.frombuffer(memory, dtype=np.uint8).ctypes.data + begin
-    return Mapped(os.path.abspath(whole.filename), offset, data.shape, data.dtype.str, _order(data))
+    return SharedArray(os.path.abspath(whole.filename), offset, data.shape, data.dtype.str, _memory_order(data))
 
 
 def _fill(fd: int, arrays: Sequence[np.ndarray[Any, Any]], offsets: Sequence[int]) -> None:
     """Copy the arrays' bytes, on every core: first touch of fresh memory is most of the time."""
     jobs: list[tuple[npt.NDArray[np.uint8], int]] = []
     for array, offset in zip(arrays, offsets, strict=True):
-        line = array.reshape(-1, order="F" if _order(array) == "F" else "C").view(np.uint8)
+        line = array.reshape(-1, order="F" if _memory_order(array) == "F" else "C").view(np.uint8)
         starts = range(0, line.size, _COPY_BYTES)
         jobs += [(line[start : start + _COPY_BYTES], offset + start) for start in starts]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:

@@ -1,0 +1,71 @@
+"""What the commands share: how a command is added, and the arguments that several of them take."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any, Protocol
+
+__all__ = ["Commands", "check_program", "parse_count"]
+
+
+class Commands(Protocol):
+    """The command line, to which each command adds its own parser.
+
+    The parser's default `run(options, parser)` runs the command and returns the exit status; `parser` is that of the
+    whole command line, `options.parser` the command's own, where it is set.
+    """
+
+    def add_parser(self, name: str, **options: Any) -> argparse.ArgumentParser:
+        """A parser for the command `name`."""
+
+
+def parse_count(text: str) -> int:
+    """An argument that is a whole number from 1 up."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected a whole number from 1 up")
+    return number
+
+
+def check_program(name: str, parser: argparse.ArgumentParser, *, module: bool) -> None:
+    """End with an error where there is no such script, or module, that says what was perhaps meant."""
+    (_check_module if module else _check_script)(name, parser)
+
+
+def _check_script(name: str, parser: argparse.ArgumentParser) -> None:
+    path = Path(name)
+    if path.is_dir() and not (path / "__main__.py").exists():
+        parser.error(f"{name} is a folder without __main__.py; name the script in it")
+    if path.exists():
+        return
+    folder = path.parent if path.parent.is_dir() else Path()
+    near = {str(file): file.name for file in [*sorted(folder.glob("*.py")), *sorted(folder.glob("*/*.py"))]}
+    names = difflib.get_close_matches(path.name, near.values(), n=1, cutoff=0.6)
+    hint = next((f"; did you mean {file}?" for file, short in near.items() if names and short == names[0]), "")
+    if not hint and path.suffix != ".py" and os.sep not in name:
+        hint = "; a module is run with -m"
+    parser.error(f"no such script: {name} (looked in {path.absolute().parent}){hint}")
+
+
+def _check_module(name: str, parser: argparse.ArgumentParser) -> None:
+    if name.endswith(".py") and Path(name).exists():
+        parser.error(f"{name} is a file, -m takes a module; a file is run without -m: unisono run -n 2 {name}")
+    top = name.split(".")[0]
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.util.find_spec(top) is not None
+    except (ImportError, ValueError):
+        found = False
+    finally:
+        del sys.path[0]
+    if not found:
+        hint = f"; a file is run without -m: unisono run -n 2 {name}" if name.endswith(".py") else ""
+        parser.error(f"no module named {top!r} here or among the installed ones{hint}")

@@ -1,0 +1,62 @@
+"""The command line of `unisono`, and which commands it has."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+COMMANDS = ("run", "export", "memory", "strategies", "demo")  # in the order of the help; each is a file of this folder
+_DESCRIPTION = "Data-parallel training under one unchanged PyTorch loop."
+_EPILOG = """\
+examples:
+  unisono run -n 4 train.py --epochs 3     the same program in four workers on this machine
+  unisono run -n 2 -m project.train        a module instead of a file
+  unisono export run/save m.safetensors    a checkpoint's model as one file
+  unisono memory train.py --workers 4      what each worker will need, and the settings that fit
+  unisono strategies                       the methods that un.parallel knows
+  unisono demo                             train a small network with 1 and 2 workers, and see where the time goes
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: this process's) and return the exit status."""
+    parser = _make_parser()
+    options = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    if options.command is None:
+        parser.print_help()
+        return 2
+    status: int = options.run(options, parser)
+    return status
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="unisono",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    commands = parser.add_subparsers(dest="command", metavar="command")
+    for name in COMMANDS:
+        importlib.import_module(f"unisono.cli.{name}").add_command(commands)
+    return parser
+
+
+class _Version(argparse.Action):
+    """Shows the version."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from unisono import __version__
+
+        print(f"unisono {__version__}")
+        parser.exit()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

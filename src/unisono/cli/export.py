@@ -1,0 +1,48 @@
+"""`unisono export`: a checkpoint's model as one safetensors file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from unisono.cli.arguments import Commands
+
+__all__ = ["add_command"]
+
+_DESCRIPTION = """\
+Write the model of the newest whole checkpoint as one safetensors file, names as in the model's state_dict.
+
+It may be of any strategy, placement and number of workers. The tensors stream, in some ten MiB of memory. Model and
+optimizer in Python: un.read_checkpoint.
+"""
+
+
+def add_command(commands: Commands) -> None:
+    """Add `export` to the command line."""
+    parser = commands.add_parser(
+        "export",
+        help="write a checkpoint's model as one safetensors file",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("checkpoint", help="a folder that un.save wrote to, or one checkpoint in it")
+    parser.add_argument("out", metavar="out.safetensors", help="the file to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
+    parser.set_defaults(run=_export)
+
+
+def _export(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from unisono.checkpoint import CheckpointError
+    from unisono.checkpoint.plain import export_model
+
+    try:
+        done = export_model(options.checkpoint, options.out, overwrite=options.overwrite)
+    except FileExistsError:
+        parser.error(f"{options.out} exists: give another name, or --overwrite")
+    except (CheckpointError, OSError, ValueError) as error:
+        print(f"unisono export: {error}", file=sys.stderr)
+        return 1
+    size = f"{done.size_bytes / 1e6:.1f} MB" if done.size_bytes >= 1e5 else f"{done.size_bytes} bytes"
+    print(f"{done.path}: {done.tensors} tensors, {size}, from {done.checkpoint} (step {done.step})")
+    return 0

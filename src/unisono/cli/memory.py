@@ -1,0 +1,87 @@
+"""`unisono memory`: what each worker of a program will need, and the settings that fit."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from unisono.cli.arguments import Commands, check_program, parse_count
+
+__all__ = ["add_command"]
+
+_DESCRIPTION = """\
+What each worker of a program will need, for every stage and placement of zero, then the settings that fit.
+
+The program runs up to its first optimizer step, on parameters without memory; nothing is trained or exchanged, but what
+it does before is done (its data is read, its folders are made). What it prints goes to standard error.
+"""
+_EPILOG = """\
+Long options may also follow the program; what follows a -- is the program's in any case.
+Sizes: 24GiB (powers of 1024), 500MB (powers of 1000), or bytes. What is not given is this machine's; without a GPU
+and --device-memory, the workers compute in the host's memory. The exit status is 3 where nothing fits.
+
+examples:
+  unisono memory train.py --workers 4
+  unisono memory train.py --workers 8 --device-memory 24GiB --host-memory 256GiB --disk /scratch --epochs 3
+"""
+
+
+def add_command(commands: Commands) -> None:
+    """Add `memory` to the command line."""
+    parser = commands.add_parser(
+        "memory",
+        help="what each worker will need, and the settings that fit",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in `python -m`")
+    _add_sizes(parser, "-n")
+    parser.add_argument("program", nargs="?", metavar="script.py", help="the program (a module's name with -m)")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments, and our long options"
+    )
+    parser.set_defaults(run=_predict, parser=parser)
+
+
+def _add_sizes(parser: argparse.ArgumentParser, *short: str) -> None:
+    add = parser.add_argument
+    add(*short, "--workers", type=parse_count, metavar="N", help="how many workers in all; default: 1")
+    add("--workers-per-host", type=parse_count, metavar="K", help="how many share a host; default: all")
+    add("--device-memory", metavar="SIZE", help="what each worker's device has")
+    add("--host-memory", metavar="SIZE", help="what a host has, for all of its workers")
+    add("--disk", metavar="SIZE|DIR", help="room on a host's disk, or a folder on that disk")
+
+
+def _predict(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
+    parser: argparse.ArgumentParser = options.parser
+    if options.program is None:
+        parser.error("no program given; as in: unisono memory train.py --workers 2")
+    check_program(options.program, parser, module=options.module)
+    sizes, arguments = _split_sizes(options)
+
+    from unisono.footprint.script import ScriptError, predict_for_script
+
+    try:
+        report = predict_for_script(options.program, arguments, module=options.module, **sizes)
+    except ScriptError as error:
+        print(f"unisono memory: {error}", file=sys.stderr)
+        return 1
+    except ValueError as error:
+        parser.error(str(error))
+    print(report)
+    return 0 if report.fits() else 3
+
+
+def _split_sizes(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Our options before and behind the program, and the arguments that are the program's."""
+    behind: list[str] = options.arguments
+    cut = behind.index("--") if "--" in behind else len(behind)
+    parser = argparse.ArgumentParser(prog="unisono memory", add_help=False, allow_abbrev=False)
+    _add_sizes(parser)
+    found, rest = parser.parse_known_args(behind[:cut])
+    sizes = {k: v if v is not None else getattr(options, k) for k, v in vars(found).items()}
+    sizes["workers"] = sizes["workers"] or 1
+    return sizes, [*rest, *behind[cut + 1 :]]

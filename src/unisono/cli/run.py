@@ -1,0 +1,193 @@
+"""`unisono run`: a program in N workers, on this machine or on an engine.
+
+An option such as `--hosts` is the engine's field of the same name: an engine without that field does not take it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unisono.cli.arguments import Commands, check_program, parse_count
+from unisono.launchers import on
+from unisono.launchers.engines.engine import Engine, EngineError
+
+if TYPE_CHECKING:
+    from unisono.launchers.local import Job
+
+__all__ = ["add_command"]
+
+_DESCRIPTION = """\
+Run a program in N workers, on this machine or on an engine (--on): MPI, Slurm, Ray, Spark, torchrun, ssh to hosts.
+
+Options for unisono come before the program; everything after it is the program's own. When a worker fails, the others
+are stopped, one report says which and why, and the exit status is that worker's (128 + number after a signal). Ctrl-C
+stops everything within 2 seconds (a second Ctrl-C at once). No process that a worker started outlives the run.
+"""
+_EPILOG = """\
+output:
+  auto     one worker: as it is. Several: lines with the rank in front, "[1] loss 0.31"; on a terminal rank 0 writes
+           directly and without a prefix, so that a progress bar works
+  prefix   all ranks by lines, with the rank in front, also on a terminal
+  rank0    rank 0 only, as it is; of the others, a failed one's last 40 lines are shown
+  files    DIR/rank-0.out, DIR/rank-1.out, ... (both streams), nothing on the terminal but a failure
+
+examples:
+  unisono run -n 4 train.py --epochs 3
+  unisono run -n 4 --output files --output-dir logs train.py
+  unisono run -n 2 -m project.train --lr 0.1
+  unisono run --on mpi -n 8 --hosts a:4,b:4 train.py
+  unisono run --on slurm -n 8 --script job.sh --options=--time=1:00:00 train.py
+  unisono run --on torchrun -n 4 --max-restarts 2 train.py
+  unisono run --on ssh -n 8 --hosts a:4,b:4 train.py
+  unisono run --on ray -n 4 --address auto train.py
+  unisono run --on spark -n 4 --master spark://host:7077 train.py
+"""
+
+
+def add_command(commands: Commands) -> None:
+    """Add `run` to the command line."""
+    parser = commands.add_parser(
+        "run",
+        help="run a program in N workers, on this machine or on an engine",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("-n", "--workers", type=parse_count, required=True, metavar="N", help="how many workers")
+    parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in `python -m`")
+    parser.add_argument(
+        "--threads",
+        type=parse_count,
+        metavar="K",
+        help="computing threads a worker (OMP_NUM_THREADS); default: what is set, or the usable cores divided by N",
+    )
+    parser.add_argument(
+        "--output",
+        choices=("auto", "prefix", "rank0", "files"),
+        default="auto",
+        help="what becomes of the workers' output, see below; default: auto",
+    )
+    parser.add_argument("--output-dir", metavar="DIR", help="where --output files writes; default: unisono-output")
+    _add_engine_options(parser)
+    parser.add_argument("program", nargs="?", metavar="script.py", help="the program (a module's name with -m)")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the program's own arguments")
+    parser.set_defaults(run=_run, parser=parser)
+
+
+def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
+    parser: argparse.ArgumentParser = options.parser
+    if options.program is None:
+        parser.error("no program given; as in: unisono run -n 2 train.py")
+    if options.output_dir is not None and options.output != "files":
+        parser.error("--output-dir goes with --output files")
+    check_program(options.program, parser, module=options.module)
+
+    from unisono.launchers.local import Job
+    from unisono.launchers.terminal import run_in_terminal
+
+    job = Job(
+        [*(["-m"] if options.module else []), options.program, *options.arguments],
+        options.workers,
+        threads=options.threads,
+        output=options.output,
+        output_dir=options.output_dir,
+    )
+    status = _run_on_engine(options, parser, job)
+    return run_in_terminal(job) if status is None else status
+
+
+class _NotWritten(Exception):
+    """The file that was asked for cannot be written."""
+
+
+def _parse_names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def _parse_whole(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected a whole number from 0 up")
+    return int(text)
+
+
+_FIELDS: dict[str, dict[str, Any]] = {
+    "address": {"metavar": "HOST:PORT", "help": "a running Ray; default: one for this run (ray)"},
+    "master": {"metavar": "URL", "help": "spark://HOST:PORT, yarn, ...; default: local (spark)"},
+    "cpus": {"type": float, "metavar": "X", "help": "CPUs that a worker takes; default: 1 (ray)"},
+    "gpus": {"type": float, "metavar": "X", "help": "GPUs that a worker takes; default: 0 (ray)"},
+    "hosts": {
+        "type": _parse_names,
+        "metavar": "A,B",
+        "help": "hosts, with slots where given: a:4,b:4 (mpi, slurm, ssh)",
+    },
+    "max_restarts": {
+        "type": _parse_whole,
+        "metavar": "K",
+        "help": "start all again after a failure (torchrun, ssh, ray, spark)",
+    },
+    "python": {"metavar": "PATH", "help": "the hosts' Python, where it is another than here (mpi, slurm, ssh)"},
+    "wait_s": {"type": _parse_whole, "metavar": "S", "help": "how long to wait for room (slurm, ray, spark)"},
+    "options": {"type": shlex.split, "metavar": "TEXT", "help": "more options for mpirun, srun, torchrun or ssh"},
+}
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """`--on` and the engines' settings."""
+    group = parser.add_argument_group("engines")
+    choices = ("local", *on.__all__)
+    group.add_argument("--on", choices=choices, default="local", help="what starts the workers; default: local")
+    for name, how in _FIELDS.items():
+        group.add_argument(f"--{name.removesuffix('_s').replace('_', '-')}", dest=name, **how)
+    group.add_argument("--script", metavar="JOB.SH", help="write a script for sbatch and do not run (slurm)")
+    group.add_argument("--submit", action="store_true", help="hand the script to sbatch (slurm)")
+
+
+def _run_on_engine(options: argparse.Namespace, parser: argparse.ArgumentParser, job: Job) -> int | None:
+    """Run the job as the options say; None where it is a local one."""
+    given = {name: getattr(options, name) for name in _FIELDS if getattr(options, name) is not None}
+    known = set() if options.on == "local" else {field.name for field in dataclasses.fields(getattr(on, options.on))}
+    for name in given:
+        if name not in known:
+            parser.error(f"--{name.removesuffix('_s').replace('_', '-')} does not go with --on {options.on}")
+    if options.on != "slurm" and (options.script or options.submit):
+        parser.error("--script and --submit go with --on slurm")
+    if options.on == "local":
+        return None
+    engine: Engine = getattr(on, options.on)(**given)
+    try:
+        if options.script or options.submit:
+            return _write_script(engine, options, job)
+        return engine.run(job.program, job.workers, job=job)
+    except (EngineError, ImportError, _NotWritten) as error:
+        print(f"unisono run: {error}", file=sys.stderr)
+        return 1
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _write_script(engine: Engine, options: argparse.Namespace, job: Job) -> int:
+    from unisono.launchers.engines.slurm import Slurm, job_script, submit
+
+    assert isinstance(engine, Slurm)
+    more: dict[str, object] = {"--threads": job.threads, "--output": None if job.output == "auto" else job.output}
+    more["--output-dir"] = None if job.output_dir is None else str(job.output_dir)
+    run_options = [word for name, value in more.items() if value is not None for word in (name, str(value))]
+    text = job_script(engine, job.program, job.workers, run_options=run_options)
+    if options.script:
+        path = Path(options.script)
+        try:
+            path.write_text(text)
+            path.chmod(0o755)
+        except OSError as error:
+            raise _NotWritten(f"the job script could not be written to {path}: {error.strerror}") from None
+    if options.submit:
+        print(submit(text))
+    else:
+        print(f"{options.script} is written; submit it with: sbatch {shlex.quote(options.script)}")
+    return 0

@@ -1,0 +1,47 @@
+"""The command line as a whole: each command is a file, and none needs torch before it is run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from unisono import cli
+from unisono.cli.command_line import COMMANDS, main
+
+FOLDER = Path(cli.__file__).parent
+
+
+def test_every_file_that_adds_a_command_is_a_command() -> None:
+    found = {file.stem for file in FOLDER.glob("*.py") if "def add_command(" in file.read_text(encoding="utf-8")}
+    assert found == set(COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_help_of_its_own_and_a_line_in_that_of_all(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: unisono {name}" in capsys.readouterr().out
+    assert main([]) == 2
+    assert f"\n    {name}" in capsys.readouterr().out
+
+
+def test_the_command_line_runs_without_torch_and_numpy() -> None:
+    program = "import sys; from unisono.cli import main; main(['strategies']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    *listed, imported = done.stdout.splitlines()
+    assert imported == "False"
+    assert any(line.split()[:1] == ["allreduce"] for line in listed)
+
+
+def test_an_unknown_command_names_those_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["trian"])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert all(name in told for name in COMMANDS)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +19,17 @@ from torch.optim import Optimizer
 
 from unisono.background import Handle
 from unisono.buckets import Bucket, TrainableParameters, group_into_buckets, on_device
+from unisono.checks import AtLeast
 from unisono.exchange.learning_rates import LearningRates
 from unisono.exchange.reduction import Reduction, Unsent, check_real, overlap_pays
 from unisono.exchange.side_channel import SideChannel
 from unisono.reducer import Reducer
 from unisono.reducers.dense import dense
 from unisono.strategy import Buffers, Change, PeriodicReplica, Strategy, share, share_buffers
-from unisono.strategy.replica import check_count
 from unisono.world import World
 
 T = TypeVar("T")
+Every = Annotated[int, AtLeast(1, "windows from one exchange to the next")]
 
 
 class Fragment:
@@ -546,25 +547,6 @@ def split_evenly(named: Sequence[tuple[str, Parameter]], count: int) -> list[lis
         loads[part] += weights[i]
         parts[part].append(i)
     return [[named[i] for i in sorted(part)] for part in parts]
-
-
-def check_settings(strategy: Any) -> None:
-    """Refuse what no method that exchanges differences can work with."""
-    counts = (
-        ("every", "windows from one exchange to the next"),
-        ("accumulate", "backward passes a window"),
-        ("bucket_bytes", "bytes a bucket"),
-    )
-    for name, meaning in counts:
-        check_count(name, getattr(strategy, name), meaning)
-    if strategy.buffers not in ("average", "broadcast", "local"):
-        raise ValueError(f"buffers must be 'average', 'broadcast' or 'local', got {strategy.buffers!r}")
-    if strategy.reducer is not None and not isinstance(strategy.reducer, Reducer):
-        name = type(strategy).__name__
-        raise TypeError(
-            f"reducer must be a Reducer such as unisono.reducers.dense.dense(), got {strategy.reducer!r}; for a text, "
-            f"write it into the spec: '{name}(reducer={strategy.reducer})'"
-        )
 
 
 def widen(param: Tensor) -> Tensor:

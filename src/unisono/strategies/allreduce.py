@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from unisono.buckets import BUCKET_BYTES, LARGE_BUCKET_BYTES
+from unisono.checks import Note
 from unisono.exchange.overlap import Exchange, split_sparse
 from unisono.exchange.reduction import Reduction, check_real, overlap_pays
 from unisono.exchange.windows import Counter
 from unisono.facts import Example, Facts
 from unisono.reducer import Reducer
 from unisono.reducers.dense import dense
-from unisono.strategy import Change, Replica, Strategy, Unsent, share_buffers
+from unisono.strategy import Accumulate, BucketBytes, Buffers, Change, Replica, Strategy, Unsent, share_buffers
 from unisono.world import World
 
 FACTS = Facts(
@@ -45,27 +46,12 @@ class allreduce(Strategy):
     """
 
     reducer: Reducer | None = None
-    accumulate: int = 1
-    buffers: Literal["broadcast", "average", "local"] = "broadcast"
-    overlap: bool | None = None
-    bucket_bytes: int | None = None
+    accumulate: Accumulate = 1
+    buffers: Buffers = "broadcast"
+    overlap: Annotated[bool | None, Note("None: as it pays")] = None
+    bucket_bytes: BucketBytes | None = None
 
-    def bind(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
-        for name, meaning in (("accumulate", "backward passes a window"), ("bucket_bytes", "bytes a bucket")):
-            value = getattr(self, name)
-            if name == "bucket_bytes" and value is None:
-                continue
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name} counts {meaning}: expected a whole number of at least 1, got {value!r}")
-        if self.buffers not in ("broadcast", "average", "local"):
-            raise ValueError(f"buffers must be 'broadcast', 'average' or 'local', got {self.buffers!r}")
-        if self.overlap not in (True, False, None):
-            raise ValueError(f"overlap must be True, False or None (as it pays), got {self.overlap!r}")
-        if self.reducer is not None and not isinstance(self.reducer, Reducer):
-            raise TypeError(
-                f"reducer must be a Reducer such as unisono.reducers.dense.dense(), got {self.reducer!r}; for a text, "
-                f"write it into the spec: 'allreduce(reducer={self.reducer})'"
-            )
+    def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         return AllReduceReplica(model, optimizer, world, self)
 
 

@@ -6,12 +6,11 @@ BAGUA (Gan et al. 2021, arXiv:2107.01499).
 from __future__ import annotations
 
 import atexit
-import math
 import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +18,13 @@ from torch.optim import Optimizer
 
 from unisono.background import Lane
 from unisono.buckets import BUCKET_BYTES
+from unisono.checks import AtLeast, Range
 from unisono.exchange.overlap import Exchange, split_sparse
 from unisono.exchange.reduction import Reduction, overlap_pays
 from unisono.facts import Example, Facts
 from unisono.reducers.dense import dense
 from unisono.strategies._graphs import ExchangedParameters, Lines
-from unisono.strategy import Change, PeriodicReplica, Replica, Strategy
-from unisono.strategy.replica import check_count
+from unisono.strategy import Accumulate, Change, PeriodicReplica, Replica, Strategy
 from unisono.world import World
 
 _ROUND_S = 2.0  # a round, when the program ends
@@ -55,16 +54,11 @@ class async_average(Strategy):
     100
     """
 
-    every_s: float = 0.5
-    warmup: int = 0
-    accumulate: int = 1
+    every_s: Annotated[float, Range("seconds between averagings", at_least=0)] = 0.5
+    warmup: Annotated[int, AtLeast(0, "synchronous windows at the start")] = 0
+    accumulate: Accumulate = 1
 
-    def bind(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
-        check_count("accumulate", self.accumulate, "backward passes a window")
-        check_count("warmup", self.warmup, "synchronous windows at the start", least=0)
-        every_s = self.every_s
-        if isinstance(every_s, bool) or not isinstance(every_s, int | float) or not 0 <= every_s < math.inf:
-            raise ValueError(f"every_s is seconds between averagings: expected a number of at least 0, got {every_s!r}")
+    def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         return AsyncAverageReplica(model, optimizer, world, self)
 
 

@@ -5,20 +5,19 @@ DiLoCo: Douillard et al., 2023 (arXiv:2311.08105). Streaming DiLoCo: Douillard e
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from unisono.buckets import BUCKET_BYTES
+from unisono.checks import AtLeast, Range
 from unisono.facts import Example, Facts
 from unisono.reducer import Reducer
-from unisono.strategies._anchored import AnchoredReplica, Anchors, Fragment, check_settings
-from unisono.strategy import Buffers, Replica, Strategy
-from unisono.strategy.replica import check_count
+from unisono.strategies._anchored import AnchoredReplica, Anchors, Every, Fragment
+from unisono.strategy import Accumulate, BucketBytes, Buffers, Replica, Strategy
 from unisono.world import World
 
 FACTS = Facts(
@@ -62,22 +61,19 @@ class diloco(Strategy):
     0.7
     """
 
-    every: int = 100
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
+    every: Every = 100
+    outer_lr: Annotated[float, Range(above=0)] = 0.7
+    outer_momentum: Annotated[float, Range(at_least=0, below=1)] = 0.9
     nesterov: bool = True
-    fragments: int = 1
-    delay: int = 0
-    mix: float | None = None
+    fragments: Annotated[int, AtLeast(1, "parts of the model")] = 1
+    delay: Annotated[int, AtLeast(0, "windows until an exchange is used")] = 0
+    mix: Annotated[float | None, Range("the share that stays local", at_least=0, below=1)] = None
     reducer: Reducer | None = None
     buffers: Buffers = "average"
-    accumulate: int = 1
-    bucket_bytes: int = BUCKET_BYTES
+    accumulate: Accumulate = 1
+    bucket_bytes: BucketBytes = BUCKET_BYTES
 
-    def bind(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
-        check_settings(self)
-        check_count("fragments", self.fragments, "parts of the model")
-        check_count("delay", self.delay, "windows until an exchange is used", least=0)
+    def check(self, model: nn.Module, optimizer: Optimizer, world: World) -> None:
         if self.fragments > self.every:
             raise ValueError(
                 f"fragments={self.fragments} in every={self.every} windows: each fragment has a window of its own, so "
@@ -88,21 +84,9 @@ class diloco(Strategy):
                 f"delay={self.delay} with every={self.every}: an exchange must be used before the next one of its "
                 "fragment begins; give a delay below `every`"
             )
-        _check_number("outer_lr", self.outer_lr, "above 0", lambda x: x > 0)
-        _check_number("outer_momentum", self.outer_momentum, "from 0 to below 1", lambda x: 0 <= x < 1)
-        if self.mix is not None:
-            _check_number(
-                "mix", self.mix, "from 0 to below 1 (the share that stays local), or None", lambda x: 0 <= x < 1
-            )
-        if not isinstance(self.nesterov, bool):
-            raise ValueError(f"nesterov must be True or False, got {self.nesterov!r}")
+
+    def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         return DiLoCoReplica(model, optimizer, world, self)
-
-
-def _check_number(name: str, value: Any, expected: str, fits: Any) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not fits(value):
-        raise ValueError(f"{name} must be a number {expected}, got {value!r}")
 
 
 class DiLoCoReplica(AnchoredReplica):

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unisono.checks import AtLeast, Note
 from unisono.facts import Example, Facts
 from unisono.kernels.quantise import bytes_nbytes, decode_bytes, encode_bytes
 from unisono.strategies._graphs import ExchangedParameters, Graph, Lines, Neighbours, Received, neighbours, swap
-from unisono.strategy import Change, PeriodicReplica, Replica, Strategy
-from unisono.strategy.replica import check_count
+from unisono.strategy import Accumulate, Change, PeriodicReplica, Replica, Strategy
 from unisono.world import World
 
-_GRAPHS = ("all", "shift_one", "ring", "exponential")
 _BLOCK = 2048  # numbers that share a least and a greatest
 
 FACTS = Facts(
@@ -60,23 +59,15 @@ class gossip(Strategy):
     """
 
     graph: Graph = "ring"
-    bits: int | None = None
-    every: int = 1
+    bits: Annotated[Literal[8] | None, Note("8: a byte a number; None: models as they are")] = None
+    every: Annotated[int, AtLeast(1, "windows between two exchanges")] = 1
     overlap: bool = True
-    accumulate: int = 1
+    accumulate: Accumulate = 1
 
-    def bind(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
-        check_count("accumulate", self.accumulate, "backward passes a window")
-        check_count("every", self.every, "windows between two exchanges")
-        if type(self.overlap) is not bool:
-            raise TypeError(f"overlap must be True or False, got {self.overlap!r}")
-        if self.graph not in _GRAPHS:
-            raise ValueError(f"graph must be one of {', '.join(_GRAPHS)}, got {self.graph!r}")
+    def check(self, model: nn.Module, optimizer: Optimizer, world: World) -> None:
+        self.check_world(world)
         if self.bits is None:
-            self.check_world(world)
-            return GossipReplica(model, optimizer, world, self)
-        if type(self.bits) is not int or self.bits != 8:
-            raise ValueError(f"bits must be 8 (a byte a number) or None (models as they are), got {self.bits!r}")
+            return
         if self.graph != "ring":
             raise ValueError(
                 f"bits=8 keeps a copy of each neighbour's model, so neighbours must stay: use graph='ring', got "
@@ -85,7 +76,10 @@ class gossip(Strategy):
         for name, param in model.named_parameters():
             if param.requires_grad and param.is_complex():
                 raise ValueError(f"bits=8 sends real numbers, but {name!r} is {param.dtype}: use bits=None")
-        return LowPrecisionReplica(model, optimizer, world, self)
+
+    def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
+        kind = GossipReplica if self.bits is None else LowPrecisionReplica
+        return kind(model, optimizer, world, self)
 
     def check_world(self, world: World) -> None:
         """Refuse a world that the graph cannot pair."""

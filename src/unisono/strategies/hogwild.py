@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from unisono.buckets import FlatLayout
 from unisono.facts import Example, Facts
-from unisono.strategy import Change, PeriodicReplica, Replica, Strategy
+from unisono.strategy import Accumulate, Change, PeriodicReplica, Replica, Strategy
 from unisono.world import World
 
 FACTS = Facts(
@@ -35,14 +35,9 @@ class hogwild(Strategy):
     accumulate: backward passes a window; gradients add up locally, and `optimizer.step()` counts it.
     """
 
-    accumulate: int = 1
+    accumulate: Accumulate = 1
 
-    def bind(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
-        if type(self.accumulate) is not int or self.accumulate < 1:
-            raise ValueError(
-                f"accumulate counts backward passes a window: expected a whole number of at least 1, "
-                f"got {self.accumulate!r}"
-            )
+    def check(self, model: nn.Module, optimizer: Optimizer, world: World) -> None:
         hosts = list(dict.fromkeys(world.hosts))
         if len(hosts) > 1:
             raise ValueError(
@@ -55,6 +50,8 @@ class hogwild(Strategy):
                     f"hogwild trains in the memory of the host, but {name!r} is on {x.device}: keep the model on the "
                     "CPU, un.join(device='cpu'), or use parameter_server(staleness=None)"
                 )
+
+    def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         return HogwildReplica(model, optimizer, world, self)
 
 

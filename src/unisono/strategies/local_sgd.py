@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.buckets import BUCKET_BYTES
+from unisono.checks import AtLeast
 from unisono.facts import Example, Facts
 from unisono.reducer import Reducer
-from unisono.strategies._anchored import AnchoredReplica, Anchors, check_settings
-from unisono.strategy import Buffers, Replica, Strategy
-from unisono.strategy.replica import check_count
+from unisono.strategies._anchored import AnchoredReplica, Anchors, Every
+from unisono.strategy import Accumulate, BucketBytes, Buffers, Replica, Strategy
 from unisono.world import World
 
 FACTS = Facts(
@@ -57,20 +57,15 @@ class local_sgd(Strategy):
     8
     """
 
-    every: int = 16
-    start: int | Literal["decay"] = 100
+    every: Every = 16
+    start: Annotated[int, AtLeast(0, "windows of synchronous training")] | Literal["decay"] = 100
     reducer: Reducer | None = None
     momentum: Literal["local", "average"] = "local"
     buffers: Buffers = "average"
-    accumulate: int = 1
-    bucket_bytes: int = BUCKET_BYTES
+    accumulate: Accumulate = 1
+    bucket_bytes: BucketBytes = BUCKET_BYTES
 
-    def bind(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
-        check_settings(self)
-        if self.start != "decay":
-            check_count("start", self.start, "windows of synchronous training (or is 'decay')", least=0)
-        if self.momentum not in ("local", "average"):
-            raise ValueError(f"momentum must be 'local' or 'average', got {self.momentum!r}")
+    def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         return LocalSGDReplica(model, optimizer, world, self)
 
 

@@ -8,21 +8,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from unisono.buckets import BUCKET_BYTES, Bucket
+from unisono.checks import AtLeast, Note
 from unisono.exchange.overlap import Exchange
 from unisono.exchange.reduction import Reduction, overlap_pays
 from unisono.exchange.windows import Counter
 from unisono.facts import Example, Facts
 from unisono.reducer import Reduced, Reducer, Stages, State, staged, stages_of
 from unisono.spec import build
-from unisono.strategy import Change, Replica, Strategy, Unsent
-from unisono.strategy.replica import check_count
+from unisono.strategy import Accumulate, BucketBytes, Change, Replica, Strategy, Unsent
 from unisono.world import World
 
 FACTS = Facts(
@@ -57,26 +57,21 @@ class qadam(Strategy):
     1000
     """
 
-    warmup: int = 100
+    warmup: Annotated[int, AtLeast(1, "windows of plain Adam before v freezes")] = 100
     reducer: Reducer | None = None
-    accumulate: int = 1
-    overlap: bool | None = None
-    bucket_bytes: int = BUCKET_BYTES
+    accumulate: Accumulate = 1
+    overlap: Annotated[bool | None, Note("None: as it pays")] = None
+    bucket_bytes: BucketBytes = BUCKET_BYTES
 
-    def bind(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
-        check_count("warmup", self.warmup, "windows of plain Adam before v freezes")
-        check_count("accumulate", self.accumulate, "backward passes a window")
-        check_count("bucket_bytes", self.bucket_bytes, "bytes a bucket")
-        if self.overlap not in (True, False, None):
-            raise ValueError(f"overlap must be True, False or None (as it pays), got {self.overlap!r}")
-        if self.reducer is not None and not isinstance(self.reducer, Reducer):
-            raise TypeError(f"reducer must be a Reducer, got {self.reducer!r}; write it into the spec")
+    def check(self, model: nn.Module, optimizer: Optimizer, world: World) -> None:
         _check_adam(optimizer)
         if any(getattr(module, "sparse", False) is True for module in model.modules()):
             raise ValueError("Adam cannot step sparse gradients: make the embeddings with sparse=False")
         for name, param in model.named_parameters():
             if param.is_complex():
                 raise ValueError(f"qadam averages momenta of real numbers, but {name!r} is {param.dtype}")
+
+    def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         return QAdamReplica(model, optimizer, world, self)
 
 

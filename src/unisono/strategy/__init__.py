@@ -5,6 +5,8 @@ from __future__ import annotations
 from unisono.strategy.binding import parallel
 from unisono.strategy.periodic import PeriodicReplica
 from unisono.strategy.replica import (
+    Accumulate,
+    BucketBytes,
     Buffers,
     Change,
     Replica,
@@ -16,6 +18,8 @@ from unisono.strategy.replica import (
 )
 
 __all__ = [
+    "Accumulate",
+    "BucketBytes",
     "Buffers",
     "Change",
     "PeriodicReplica",

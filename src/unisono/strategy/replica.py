@@ -8,28 +8,40 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.batch_norm import move_batch_norm
+from unisono.checks import AtLeast, check_settings
 from unisono.exchange.reduction import Unsent as Unsent
 from unisono.runtime import status
 from unisono.world import World
 
 Buffers = Literal["average", "broadcast", "local"]
+Accumulate = Annotated[int, AtLeast(1, "backward passes a window")]
+BucketBytes = Annotated[int, AtLeast(1, "bytes a bucket")]
 _replicas: weakref.WeakSet[Replica] = weakref.WeakSet()  # those that watch a model
 _replicas_lock = threading.Lock()
 
 
 class Strategy(ABC):
-    """A method with its settings; the classes are frozen dataclasses whose fields are the settings."""
+    """A method with its settings: a frozen dataclass whose fields are the settings, checked by their annotations."""
 
-    @abstractmethod
     def bind(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         """Refuse what cannot work, by name and with the reason; else start watching the model."""
+        check_settings(self)
+        self.check(model, optimizer, world)
+        return self.make(model, optimizer, world)
+
+    def check(self, model: nn.Module, optimizer: Optimizer, world: World) -> None:  # noqa: B027 - most need none
+        """Refuse settings that do not go together, and a model, an optimizer or a world that the method cannot take."""
+
+    @abstractmethod
+    def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
+        """The replica; all has been checked."""
 
 
 @dataclass(frozen=True)
@@ -345,9 +357,3 @@ def share_buffers(buffers: Sequence[Tensor], how: Buffers, world: World) -> None
     others = [b for b in buffers if not any(b is x for x in floats)]
     world.all_reduce(floats, "mean", tag="buffers").wait()
     world.broadcast(others, tag="buffers").wait()
-
-
-def check_count(name: str, value: object, meaning: str, *, least: int = 1) -> None:
-    """Refuse a setting that is not a whole number of at least `least`."""
-    if type(value) is not int or value < least:
-        raise ValueError(f"{name} counts {meaning}: expected a whole number of at least {least}, got {value!r}")

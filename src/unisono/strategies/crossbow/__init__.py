@@ -5,18 +5,17 @@ Koliousis, Watcharapichat, Weidlich, Mai, Costa, Pietzuch, 2019 (arXiv:1901.0224
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
 from unisono.buckets import BUCKET_BYTES
+from unisono.checks import AtLeast, Note, Range
 from unisono.facts import Example, Facts
 from unisono.strategies.crossbow.replica import CrossbowReplica
-from unisono.strategy import Replica, Strategy
-from unisono.strategy.replica import check_count
+from unisono.strategy import Accumulate, BucketBytes, Replica, Strategy
 from unisono.world import World
 
 FACTS = Facts(
@@ -64,29 +63,19 @@ class crossbow(Strategy):
     0.9
     """
 
-    learners: int | Literal["auto"] = 1
-    every: int | Literal["auto"] = 1
-    alpha: float | None = None
-    momentum: float = 0.9
-    drop: float = 0.9
-    tune_every: int = 100
-    accumulate: int = 1
-    bucket_bytes: int = BUCKET_BYTES
+    learners: Annotated[int, AtLeast(1, "learners on a worker")] | Literal["auto"] = 1
+    every: Annotated[int, AtLeast(1, "windows between synchronisations")] | Literal["auto"] = 1
+    alpha: Annotated[float | None, Range(above=0, at_most=1), Note("None: 1 / learners in all")] = None
+    momentum: Annotated[float, Range(at_least=0, below=1)] = 0.9
+    drop: Annotated[float, Range(above=0, at_most=1)] = 0.9
+    tune_every: Annotated[int, AtLeast(1, "windows between decisions")] = 100
+    accumulate: Accumulate = 1
+    bucket_bytes: BucketBytes = BUCKET_BYTES
 
-    def bind(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
-        for name, meaning in (("learners", "learners on a worker"), ("every", "windows between synchronisations")):
-            if getattr(self, name) != "auto":
-                check_count(name, getattr(self, name), f"{meaning} (or is 'auto')")
-        check_count("tune_every", self.tune_every, "windows between decisions")
-        check_count("accumulate", self.accumulate, "backward passes a window")
-        check_count("bucket_bytes", self.bucket_bytes, "bytes a bucket")
-        if self.alpha is not None:
-            _check_within("alpha", self.alpha, "more than 0 and at most 1, or None for 1 / learners in all", 0.0, 1.0)
-        _check_within(
-            "momentum", self.momentum, "at least 0 and less than 1", math.nextafter(0, -1), math.nextafter(1, 0)
-        )
-        _check_within("drop", self.drop, "more than 0 and at most 1", 0.0, 1.0)
+    def check(self, model: nn.Module, optimizer: Optimizer, world: World) -> None:
         self._check_rest(world.size * (self.learners if self.learners != "auto" else 1))
+
+    def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         return CrossbowReplica(model, optimizer, world, self)
 
     def _check_rest(self, k: int) -> None:
@@ -98,8 +87,3 @@ class crossbow(Strategy):
                 f"alpha={self.alpha} with {k} learners in all would make them swing about the central model ever "
                 f"further: give at most {most:.3g}, or None for 1 / {k}"
             )
-
-
-def _check_within(name: str, value: object, wanted: str, above: float, most: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= most:
-        raise ValueError(f"{name} must be {wanted}, got {value!r}")

@@ -7,15 +7,16 @@ Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (201
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from unisono.checks import AtLeast, Note
 from unisono.facts import Example, Facts
 from unisono.reducer import Reducer
 from unisono.strategies.parameter_server.replica import ServedReplica
-from unisono.strategy import Replica, Strategy
+from unisono.strategy import Accumulate, Replica, Strategy
 from unisono.world import World
 
 FACTS = Facts(
@@ -52,22 +53,17 @@ class parameter_server(Strategy):
     accumulate: backward passes a window; gradients add up locally and are pushed when the optimizer steps.
     """
 
-    servers: int = 1
-    staleness: int | None = 0
-    delay: int = 0
+    servers: Annotated[int, AtLeast(1, "ranks that serve")] = 1
+    staleness: Annotated[
+        int | None, AtLeast(0, "windows that a worker may be ahead of the slowest"), Note("None: any")
+    ] = 0
+    delay: Annotated[int, AtLeast(0, "pushes of others that a worker waits for")] = 0
     place: Literal["beside", "own"] = "beside"
     reducer: Reducer | None = None
     feedback: bool = False
-    accumulate: int = 1
+    accumulate: Accumulate = 1
 
-    def bind(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
-        self._check_numbers(world)
-        if self.place not in ("beside", "own"):
-            raise ValueError(f"place must be 'beside' or 'own', got {self.place!r}")
-        if type(self.feedback) is not bool:
-            raise TypeError(f"feedback must be True or False, got {self.feedback!r}")
-        if self.reducer is not None and not isinstance(self.reducer, Reducer):
-            raise TypeError(f"reducer must be a Reducer such as qsgd(), got {self.reducer!r}")
+    def check(self, model: nn.Module, optimizer: Optimizer, world: World) -> None:
         if self.reducer is not None and self.reducer.codec is None:
             raise ValueError(
                 f"{self.reducer.spec or 'this reducer'} has no codec: it needs all ranks at once, and a push is "
@@ -75,27 +71,25 @@ class parameter_server(Strategy):
             )
         if self.feedback and self.reducer is None:
             raise ValueError("feedback keeps what a reducer's codec did not get through: give a reducer, got None")
+        self._check_counts(world)
         _check_model(model, optimizer, self)
-        return ServedReplica(model, optimizer, world, self)
 
-    def _check_numbers(self, world: World) -> None:
+    def _check_counts(self, world: World) -> None:
         own = self.place == "own"
         most = world.size - 1 if own else world.size
-        workers = world.size - (self.servers if own and type(self.servers) is int else 0)
-        for name, low, high, meaning in (
-            ("servers", 1, most, f"ranks that serve, in a world of {world.size}" + (" with a worker" if own else "")),
-            ("staleness", 0, None, "windows that a worker may be ahead of the slowest (None: any)"),
-            ("delay", 0, max(0, workers - 1), f"pushes of others that a worker waits for, of {workers} workers"),
-            ("accumulate", 1, None, "backward passes a window"),
-        ):
-            value = getattr(self, name)
-            if name == "staleness" and value is None:
-                continue
-            if type(value) is not int or value < low or (high is not None and value > high):
-                bounds = f"at least {low}" if high is None else f"{low} to {high}"
-                raise ValueError(f"{name} counts {meaning}: expected a whole number, {bounds}; got {value!r}")
+        if self.servers > most:
+            raise ValueError(
+                f"servers={self.servers} in a world of {world.size}: expected at most {most}"
+                + (", so that there is a worker" if own else "")
+            )
+        workers = world.size - (self.servers if own else 0)
+        if self.delay > max(0, workers - 1):
+            raise ValueError(f"delay={self.delay} of {workers} workers: a worker can wait for {workers - 1} others")
         if self.delay and self.staleness == 0:
             raise ValueError(f"delay={self.delay} needs staleness=None or above 0: with 0 all pushes are one step")
+
+    def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
+        return ServedReplica(model, optimizer, world, self)
 
 
 def _check_model(model: nn.Module, optimizer: Optimizer, strategy: parameter_server) -> None:

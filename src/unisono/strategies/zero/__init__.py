@@ -6,17 +6,17 @@ Offload: Ren et al., 2021, arXiv:2101.06840. Infinity: Rajbhandari et al., 2021,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
+from unisono.checks import AtLeast
 from unisono.facts import Example, Facts
 from unisono.sizes import parse_size
 from unisono.strategies.zero.optimizer_shards import check
-from unisono.strategies.zero.replica import DTYPES, ZeroReplica
-from unisono.strategy import Replica, Strategy
-from unisono.strategy.replica import check_count
+from unisono.strategies.zero.replica import ZeroReplica
+from unisono.strategy import Accumulate, Buffers, Replica, Strategy
 from unisono.world import World
 
 Place = Literal["device", "cpu", "disk"]
@@ -63,42 +63,27 @@ class zero(Strategy):
     disk: the folder for the scratch file. None: the system's folder for temporary files.
     """
 
-    stage: int = 2
+    stage: Literal[1, 2, 3] = 2
     precision: Literal["bf16"] | None = None
     optimizer_on: Place = "device"
     params_on: Place = "device"
-    accumulate: int = 1
-    buffers: Literal["broadcast", "average", "local"] = "broadcast"
+    accumulate: Accumulate = 1
+    buffers: Buffers = "broadcast"
     overlap: bool | None = None
-    unit_bytes: int | None = None
+    unit_bytes: Annotated[int | None, AtLeast(1, "bytes a unit")] = None
     delayed_update: bool = False
-    delay_after: int = 40
+    delay_after: Annotated[int, AtLeast(0, "steps")] = 40
     device_memory: str | int | None = None
     host_memory: str | int | None = None
     spill: float | None = None
     moments: Literal["fp32", "bf16"] = "fp32"
     disk: str | None = None
 
-    def bind(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
-        if self.stage not in (1, 2, 3) or isinstance(self.stage, bool):
-            raise ValueError(f"stage must be 1, 2 or 3, got {self.stage!r}")
-        check_count("accumulate", self.accumulate, "backward passes a window")
-        if self.unit_bytes is not None:
-            check_count("unit_bytes", self.unit_bytes, "bytes a unit")
-        for name, allowed in (
-            ("precision", (None, *DTYPES)),
-            ("buffers", ("broadcast", "average", "local")),
-            ("overlap", (True, False, None)),
-            ("optimizer_on", ("device", "cpu", "disk")),
-            ("params_on", ("device", "cpu", "disk")),
-            ("moments", ("fp32", "bf16")),
-            ("delayed_update", (True, False)),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {getattr(self, name)!r}")
-        check_count("delay_after", self.delay_after, "steps", least=0)
+    def check(self, model: nn.Module, optimizer: Optimizer, world: World) -> None:
         self._check_places()
         check(optimizer)
+
+    def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         return ZeroReplica(model, optimizer, world, self)
 
     def _check_places(self) -> None:

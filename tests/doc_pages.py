@@ -34,7 +34,7 @@ class Block(NamedTuple):
 
     @property
     def source(self) -> str:
-        """What is run: the text, with another number where the page's would take long: `<!-- smaller: 2048 -> 64 -->`."""
+        """What is run: the text, with a smaller number where `<!-- smaller: 2048 -> 64 -->` says so."""
         if not self.comment.startswith("smaller:"):
             return self.text
         large, small = self.comment.removeprefix("smaller:").split("->")

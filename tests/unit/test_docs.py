@@ -1,7 +1,7 @@
 """All code in README.md and docs runs: Python block by block, a page at a time, and commands through the parser.
 
 A page's blocks share one namespace, which begins with what a reader is assumed to have: a model, an optimizer, data.
-`<!-- not run: REASON -->` right above a block leaves it out; `<!-- smaller: 2048 -> 64 -->` runs it with another number.
+`<!-- not run: REASON -->` right above a block leaves it out; `<!-- smaller: 2048 -> 64 -->` runs it smaller.
 """
 
 from __future__ import annotations

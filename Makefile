@@ -10,7 +10,7 @@ ENGINES := $(VENV)/.engines
 # Several tests at a time (FAST), or several files (FILES: an engine's tests share its cluster, and wait for processes
 # more than they compute): what does not depend on how long things take. The others one after the other.
 STEADY := $(addprefix tests/processes/test_,zero_processes.py estimator_processes.py)
-FAST   := tests/unit tests/conformance $(STEADY)
+FAST   := tests/unit tests/conformance tests/golden $(STEADY)
 TRAIN  := $(addprefix tests/processes/test_,examples.py server_processes.py resume.py local_training.py \
 	strategy_processes.py ddp_parity.py)
 SLOW   := tests/processes tests/network $(addprefix --ignore=,$(STEADY) $(TRAIN))

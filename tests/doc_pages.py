@@ -32,6 +32,14 @@ class Block(NamedTuple):
         """Why it is not run: `<!-- not run: needs a Spark cluster -->`."""
         return self.comment.removeprefix("not run:").strip() if self.comment.startswith("not run:") else ""
 
+    @property
+    def source(self) -> str:
+        """What is run: the text, with a smaller number where `<!-- smaller: 2048 -> 64 -->` says so."""
+        if not self.comment.startswith("smaller:"):
+            return self.text
+        large, small = self.comment.removeprefix("smaller:").split("->")
+        return re.sub(rf"\b{large.strip()}\b", small.strip(), self.text)
+
 
 def blocks(page: Path) -> Iterator[Block]:
     """The blocks of a page, in order."""

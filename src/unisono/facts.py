@@ -72,6 +72,7 @@ class Example:
 
     Of a strategy:
     varies: what meets what depends on time, so two runs differ.
+    by_clock: it decides by times that it measured, so another machine may decide otherwise.
     """
 
     spec: str
@@ -82,6 +83,7 @@ class Example:
     conserves: bool = True
     bytes: Callable[[Sizes], int] | None = None
     varies: bool = False
+    by_clock: bool = False
 
 
 @dataclass(frozen=True)

@@ -210,8 +210,8 @@ def test_with_alpha_of_one_over_k_and_no_momentum_z_becomes_the_mean_of_the_lear
     run_threads(work, size)
 
 
-def test_golden_trajectory() -> None:
-    """One number: it changes if the maths does. f(x) = (x - b)^2 / 2 for b = 1 and 3, lr 0.1, by hand."""
+def test_a_trajectory_by_hand() -> None:
+    """f(x) = (x - b)^2 / 2 for b = 1 and 3, lr 0.1, by hand."""
 
     class Point(nn.Module):
         def __init__(self) -> None:

@@ -146,13 +146,6 @@ def test_a_plain_outer_optimizer_is_local_sgd() -> None:
         close(a, b, 0.0)
 
 
-def test_its_trajectory_is_the_one_recorded() -> None:
-    """Golden numbers: they change if the maths does."""
-    ends = run(2, 12, "diloco(every=4, fragments=2, delay=1)")
-    sums = [sum(x.sum().item() for x in end) for end in ends]
-    assert sums == pytest.approx([-5.172473953401799, -5.074728661752545], abs=1e-10)
-
-
 def test_fragments_have_about_equal_bytes_and_hold_every_parameter_once() -> None:
     model = nn.Sequential(*(nn.Linear(n, n) for n in (40, 40, 30, 30, 20, 50, 50, 10)))
     named = list(model.named_parameters())

@@ -171,22 +171,6 @@ def test_ten_steps_equal_the_reference(graph: str, size: int, overlap: bool) -> 
         torch.testing.assert_close(mine, flat(model), rtol=1e-12, atol=1e-12)
 
 
-def test_golden_values_of_the_ring() -> None:
-    def work(world: World) -> float:
-        model = make()
-        optimizer = momentum(model)
-        replica = un.parallel(model, optimizer, "gossip", world=world)
-        train(model, optimizer, world.rank, range(10))
-        total = flat(replica.consolidate()).sum().item()
-        replica.close()
-        return total
-
-    assert run_threads(work, 3) == pytest.approx([GOLDEN] * 3, rel=1e-9)
-
-
-GOLDEN = 1.3631391247196136
-
-
 @pytest.mark.parametrize("every", [2, 3])
 def test_exchanges_only_in_every_nth_window_with_accumulation_and_a_scheduler(every: int) -> None:
     """Two passes a window add up: the reference has them as one."""

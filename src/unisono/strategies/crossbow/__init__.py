@@ -22,7 +22,7 @@ FACTS = Facts(
     [
         Example("crossbow"),
         Example("crossbow(learners=2, every=2)"),
-        Example("crossbow(learners=auto, every=auto, tune_every=2)"),
+        Example("crossbow(learners=auto, every=auto, tune_every=2)", by_clock=True),
     ],
     refuses={
         "learners=0": "learners",

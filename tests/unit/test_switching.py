@@ -117,3 +117,85 @@ def test_ranks_that_do_not_switch_alike_are_told() -> None:
 
     with pytest.raises(ValueError, match="rank 1 asks for allreduce at step 0"):
         run_threads(work, 2)
+
+
+# What is still to be sent has a unit -----------------------------------------------------------------------------
+
+
+def residual_of(replica: un.Replica, name: str) -> Tensor:
+    unsent = replica.unsent()
+    assert unsent is not None
+    total = unsent.total(name)
+    assert total is not None
+    return total.clone()
+
+
+def adam(world: World, strategy: str) -> tuple[nn.Module, torch.optim.Optimizer, un.Replica]:
+    with MODELS:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, betas=(0.75, 0.999))
+    return model, optimizer, un.parallel(model, optimizer, strategy, world=world)
+
+
+def test_gradients_become_momenta_and_gradients_again() -> None:
+    """A gradient g moves an Adam's momentum by (1 - b1) g: so much of what was kept back is in the units of momenta."""
+
+    def work(world: World) -> None:
+        model, optimizer, replica = adam(world, "topk(k=0.1)")
+        train(model, optimizer, world.rank, range(3))
+        gradients = replica.state_dict()["local"]["reducer"]["0.weight"]["*residual"].clone()
+        assert gradients.abs().sum() > 0
+        replica = replica.switch("qadam(warmup=1, reducer=topk(k=0.1))")
+        momenta = replica.state_dict()["local"]["reducer"]["0.weight"]["*residual"].clone()
+        torch.testing.assert_close(momenta, gradients * 0.25)
+        replica = replica.switch("topk(k=0.1)")
+        torch.testing.assert_close(residual_of(replica, "0.weight"), gradients)
+        replica.close()
+
+    run_threads(work, 2)
+
+
+def test_differences_of_parameters_go_over_to_a_method_that_exchanges_such() -> None:
+    def work(world: World) -> None:
+        model, optimizer, replica = started(world, "local_sgd(every=1, start=0, reducer=topk(k=0.1))")
+        train(model, optimizer, world.rank, range(3))
+        kept = residual_of(replica, "0.weight")
+        replica = replica.switch("diloco(every=2, fragments=2, reducer=topk(k=0.1))")
+        assert torch.equal(residual_of(replica, "0.weight"), kept)
+        replica.close()
+
+    run_threads(work, 2)
+
+
+def test_differences_of_parameters_are_applied_where_the_next_method_has_no_use_for_them() -> None:
+    def work(world: World) -> None:
+        model, optimizer, replica = started(world, "local_sgd(every=1, start=0, reducer=topk(k=0.1))")
+        train(model, optimizer, world.rank, range(3))
+        agreed = dict(replica.consolidate().named_parameters())
+        kept = residual_of(replica, "0.weight")
+        mean = sum(torch.tensor(x, dtype=torch.float64) for x in world.gather_objects(kept.tolist())) / world.size
+        assert mean.abs().sum() > 0
+        replica = replica.switch("allreduce")
+        after = dict(model.named_parameters())["0.weight"].detach()
+        torch.testing.assert_close(after, agreed["0.weight"].detach() - mean, rtol=0, atol=1e-15)
+        replica.close()
+
+    run_threads(work, 2)
+
+
+@pytest.mark.parametrize("after", ["local_sgd(every=2, start=0, reducer=topk(k=0.1))", "gossip", "parameter_server"])
+def test_gradients_are_not_taken_for_something_else(after: str) -> None:
+    def work(world: World, refused: bool) -> list[Tensor]:
+        model, optimizer, replica = started(world, "topk(k=0.1)")
+        train(model, optimizer, world.rank, range(3))
+        if refused:
+            with pytest.raises(ValueError, match=r"topk.*kept back gradients.*switch to 'allreduce' first"):
+                replica.switch(after)
+        train(model, optimizer, world.rank, range(3, 6))
+        replica.close()
+        return values(model)
+
+    stayed, refused = (run_threads(lambda world, r=r: work(world, r), 2) for r in (False, True))
+    for a, b in zip(stayed, refused, strict=True):
+        assert all(map(torch.equal, a, b))

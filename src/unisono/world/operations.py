@@ -198,11 +198,6 @@ def group_by_dtype(lines: Sequence[Tensor]) -> list[list[Tensor]]:
     return list(groups.values())
 
 
-def count_bytes(parts: Sequence[Tensor]) -> int:
-    """Bytes of their elements."""
-    return sum(p.numel() * p.element_size() for p in parts)
-
-
 # Checks ------------------------------------------------------------------------------------------------------
 
 

@@ -87,7 +87,7 @@ class _Job:
             self.finished.set()
 
 
-class Lane:
+class SerialQueue:
     """A queue with one thread, started at the first job; a thread that waits for a job runs the queue itself.
 
     Jobs run strictly in the order given, whoever runs them: collectives then meet in one order on every rank.
@@ -155,7 +155,7 @@ class Lane:
             self._thread.join(timeout=timeout_s)
 
 
-_queues: weakref.WeakSet[Lane] = weakref.WeakSet()
+_queues: weakref.WeakSet[SerialQueue] = weakref.WeakSet()
 _EXIT_S = 1.0
 
 

@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from unisono.background import Lane
+from unisono.background import SerialQueue
 
 
 def test_jobs_run_in_order_whoever_waits() -> None:
-    queue = Lane("test queue")
+    queue = SerialQueue("test queue")
     order: list[int] = []
     handles = [queue.submit(lambda i=i: order.append(i)) for i in range(200)]
     for handle in reversed(handles):
@@ -22,7 +22,7 @@ def test_jobs_run_in_order_whoever_waits() -> None:
 
 
 def test_ctrl_c_reaches_the_thread_that_runs_the_job_and_is_nobodys_result() -> None:
-    queue = Lane("test queue")
+    queue = SerialQueue("test queue")
     queue._thread = threading.current_thread()  # no thread of its own: who waits runs the queue
 
     def interrupted() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from unisono.background import Handle, Lane
+from unisono.background import Handle, SerialQueue
 from unisono.buckets import Bucket, layout
 from unisono.exchange.reduction import Reduction
 from unisono.reducer import Reducer
@@ -128,7 +128,7 @@ class Courier:
         self.channel = world.channel(inline=inline)
         self._cuda = cuda
         self._stream = torch.cuda.Stream(cuda) if behind and cuda is not None and world.has_nccl else None
-        self._lane = Lane("unisono fragments") if behind and self._stream is None else None
+        self._lane = SerialQueue("unisono fragments") if behind and self._stream is None else None
 
     def start(self, job: Callable[[World], T]) -> Handle[T]:
         """Run a job on the channel, after those before it and after what the program's CUDA stream has to do."""

@@ -1,4 +1,4 @@
-"""Work in the background, in order: a lane runs its jobs one after the other, a waiting thread lends a hand."""
+"""Work in the background: a serial queue runs its jobs one after the other on a thread, or on that of who waits."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
 T = TypeVar("T")
-_thread = threading.local()
+
+
+class _Thread(threading.local):
+    is_queue = False
+
+
+_thread = _Thread()
 
 
 def in_background() -> bool:
-    """Whether this thread is a lane's own: the program does not stand still while it waits."""
-    return getattr(_thread, "is_lane", False)
+    """Whether this thread is a queue's own: the program does not stand still while it waits."""
+    return _thread.is_queue
 
 
 class Handle(Generic[T]):
@@ -58,8 +64,8 @@ class Handle(Generic[T]):
         return cast(T, self._value)
 
 
-class Job:
-    """One piece of work on a lane."""
+class _Job:
+    """One piece of work in a queue."""
 
     __slots__ = ("_run", "error", "finished", "value")
 
@@ -81,7 +87,7 @@ class Job:
             self.finished.set()
 
 
-class Lane:
+class SerialQueue:
     """A queue with one thread, started at the first job; a thread that waits for a job runs the queue itself.
 
     Jobs run strictly in the order given, whoever runs them: collectives then meet in one order on every rank.
@@ -89,16 +95,16 @@ class Lane:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[_Job] = deque()
         self._signal = threading.Condition()
         self._running = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
-        _lanes.add(self)
+        _queues.add(self)
 
     def submit(self, run: Callable[[], T]) -> Handle[T]:
         """Queue `run`; its handle gives the result."""
-        job = Job(run)
+        job = _Job(run)
         with self._signal:
             if self._closed:
                 raise RuntimeError(f"{self.name} is closed: nothing more can be sent through it")
@@ -109,7 +115,7 @@ class Lane:
             self._signal.notify()
         return Handle(lambda: self._result(job), job.finished.is_set)
 
-    def _result(self, job: Job) -> Any:
+    def _result(self, job: _Job) -> Any:
         while not job.finished.is_set():
             if self._running.acquire(blocking=False):
                 try:
@@ -130,7 +136,7 @@ class Lane:
         job()
 
     def _loop(self) -> None:
-        _thread.is_lane = True
+        _thread.is_queue = True
         while True:
             with self._signal:
                 while not self._jobs and not self._closed:
@@ -149,13 +155,13 @@ class Lane:
             self._thread.join(timeout=timeout_s)
 
 
-_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
+_queues: weakref.WeakSet[SerialQueue] = weakref.WeakSet()
 _EXIT_S = 1.0
 
 
 @atexit.register
-def _end_all() -> None:
+def _close_all() -> None:
     """At the end of the program: a thread that comes back from C++ while Python shuts down would abort the process."""
     deadline = time.monotonic() + _EXIT_S
-    for lane in list(_lanes):
-        lane.close(max(0.0, deadline - time.monotonic()))
+    for queue in list(_queues):
+        queue.close(max(0.0, deadline - time.monotonic()))

@@ -183,7 +183,7 @@ def test_decisions_are_events_in_the_ledger() -> None:
     ]
     assert events[1]["norms"] == {"w": 4.0, "v": 5.0}
     assert [e["why"] for e in events] == ["the end of a window"] * 2 + ["a learning rate fell"]
-    assert "accordion" in world.ledger.told()
+    assert "accordion" in world.ledger.format_events()
 
 
 # What is kept ------------------------------------------------------------------------------------------------

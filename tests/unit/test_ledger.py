@@ -346,9 +346,9 @@ def test_events_are_told_a_line_each(book: Ledger) -> None:
     book.event("resized", size=3)
     step_at(book, 101.0)
     book.event("accordion", levels={str(i): "low" for i in range(100)})
-    assert book.told() == "step 0: resized: size=3\nstep 1: accordion: levels=100 values"
-    assert book.told(kind="resized") == "step 0: resized: size=3"
-    assert book.told(last=1).startswith("step 1")
+    assert book.format_events() == "step 0: resized: size=3\nstep 1: accordion: levels=100 values"
+    assert book.format_events(kind="resized") == "step 0: resized: size=3"
+    assert book.format_events(last=1).startswith("step 1")
 
 
 @pytest.mark.parametrize("bad", [{1, 2}, torch.ones(1), {1: "a"}, [object()], b"bytes"])

@@ -16,7 +16,6 @@ import torch.distributed as dist
 import unisono as un
 from collective_matrix import CHECKS, DTYPES, check_direct_messages, check_dtype, check_equal, reference, values
 from unisono import Mismatch, PeerLost, World, run_threads
-from unisono.background import Lane
 from unisono.world.transports.arithmetic import combine
 from unisono.world.transports.gloo import GlooTransport
 from unisono.world.transports.meeting_page import PAGE_NAME, ROW
@@ -283,32 +282,6 @@ def test_an_operations_error_is_raised_again_at_each_wait(runner: Runner) -> Non
         assert seen[0] == seen[1]
         assert "rank 0" in seen[0]
         assert "rank 1" in seen[2]
-
-
-def test_jobs_of_a_lane_run_in_order_whoever_waits() -> None:
-    lane = Lane("test lane")
-    order: list[int] = []
-    handles = [lane.submit(lambda i=i: order.append(i)) for i in range(200)]
-    for handle in reversed(handles):
-        handle.wait()
-    assert order == list(range(200))
-    lane.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        lane.submit(lambda: None)
-
-
-def test_ctrl_c_reaches_the_thread_that_runs_the_job_and_is_nobodys_result() -> None:
-    lane = Lane("test lane")
-    lane._thread = threading.current_thread()  # no thread of its own: who waits runs the queue
-
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    lane.submit(interrupted)
-    later = lane.submit(lambda: "fine")
-    with pytest.raises(KeyboardInterrupt):
-        later.wait()
-    assert later.wait() == "fine"
 
 
 # Bad input ---------------------------------------------------------------------------------------------------

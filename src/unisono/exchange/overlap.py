@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn import Parameter
 
-from unisono.background import Handle, Lane
+from unisono.background import Handle, SerialQueue
 from unisono.buckets import Bucket, TrainableParameters, group_into_buckets, on_device
 from unisono.exchange.windows import Windows, if_alive
 from unisono.world import World
@@ -77,7 +77,7 @@ class Exchange(Windows):
         self.world, self.channel = world, world.channel(inline=inline)
         self.overlap, self.bucket_bytes = overlap, bucket_bytes
         self._work = work
-        self._lane = Lane("unisono exchange")
+        self._lane = SerialQueue("unisono exchange")
         self._cuda = next((p.device for _, p in (*self.named, *self.sparse) if p.is_cuda), None)
         self._stream = torch.cuda.Stream() if self._on_stream() else None
         ready = weakref.WeakMethod(self._ready)

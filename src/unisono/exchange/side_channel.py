@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from unisono.background import Handle, Lane
+from unisono.background import Handle, SerialQueue
 from unisono.world import World
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ class SideChannel:
         self.channel = world.channel(inline=inline)
         self._cuda = cuda
         self._stream = torch.cuda.Stream(cuda) if behind and cuda is not None and world.has_nccl else None
-        self._lane = Lane("unisono side channel") if behind and self._stream is None else None
+        self._lane = SerialQueue("unisono side channel") if behind and self._stream is None else None
 
     def start(self, job: Callable[[World], T]) -> Handle[T]:
         """Run a job on the channel, after those before it and after what the program's CUDA stream has to do."""

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from unisono.background import Lane
+from unisono.background import SerialQueue
 from unisono.offload.device import SLOTS, DeviceLanes, Ranges, Scale
 from unisono.offload.disk import Disk
 from unisono.offload.lines import Access, HostPart, Line, Unit, master_dtype
@@ -116,7 +116,7 @@ class Pipeline:
         self._arrived: dict[int, Mark] = {}
         self._count = 0
         self._update: _Update | None = None
-        self._lane = Lane("unisono-offload")
+        self._lane = SerialQueue("unisono-offload")
         self._access = Access(self._units, self._stepper, self._device)
         self.streams.now().wait()  # what the current stream has filled so far is used in other queues
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.background import Lane
+from unisono.background import SerialQueue
 from unisono.buckets import BUCKET_BYTES
 from unisono.checks import AtLeast, Range
 from unisono.exchange.overlap import Exchange, split_sparse
@@ -73,7 +73,7 @@ class Averager:
     def __init__(self, lines: Lines, world: World, every_s: float) -> None:
         self._lines, self._channel, self._every_s, self._ledger = lines, world.channel(), every_s, world.ledger
         self._changed = threading.Condition()
-        self._lane = Lane("unisono async_average")
+        self._lane = SerialQueue("unisono async_average")
         self._pending = [torch.zeros_like(line) for line in lines.new()]
         self._fresh = False  # something is pending
         self._stepping, self._closing, self._paused = False, False, False

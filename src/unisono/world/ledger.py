@@ -211,7 +211,7 @@ class Ledger:
             lines.append(f"{r.step:>8}" + "".join(f"{t * 1e3:>9.2f}" for t in times) + f"{r.bytes_sent / 1e6:>10.3f}")
         return "\n".join(lines)
 
-    def told(self, *, kind: str | None = None, last: int = 20) -> str:
+    def format_events(self, *, kind: str | None = None, last: int = 20) -> str:
         """The last events as text, a line each: all, or those of a kind."""
         events = [event for event in list(self.events) if kind in (None, event.kind)]
         return "\n".join(f"step {event.step}: {event}" for event in events[-last:])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unisono import packing
-from unisono.background import Handle, Lane, in_background
+from unisono.background import Handle, SerialQueue, in_background
 from unisono.runtime import status
 from unisono.world.ledger import Ledger, Record
 from unisono.world.transports import Mismatch, Op, Transport
@@ -34,7 +34,7 @@ class Operations:
         self.closed = False
         self._transport = base
         self.inline = inline
-        self._queues: dict[str, Lane] = {}
+        self._queues: dict[str, SerialQueue] = {}
         self._sequences: dict[str, int] = {}
 
     @property
@@ -138,9 +138,9 @@ class Operations:
             if transport is not None:
                 transport.close()
 
-    def _queue(self, name: str) -> Lane:
+    def _queue(self, name: str) -> SerialQueue:
         if name not in self._queues:
-            self._queues[name] = Lane(f"unisono {self.name} {name}")
+            self._queues[name] = SerialQueue(f"unisono {self.name} {name}")
         return self._queues[name]
 
     def _record_blocked(self, start: float, end: float) -> None:
@@ -196,11 +196,6 @@ def group_by_dtype(lines: Sequence[Tensor]) -> list[list[Tensor]]:
     for line in lines:
         groups.setdefault(line.dtype, []).append(line)
     return list(groups.values())
-
-
-def count_bytes(parts: Sequence[Tensor]) -> int:
-    """Bytes of their elements."""
-    return sum(p.numel() * p.element_size() for p in parts)
 
 
 # Checks ------------------------------------------------------------------------------------------------------

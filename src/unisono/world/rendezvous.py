@@ -7,13 +7,12 @@ import os
 import socket
 import sys
 import threading
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 
 from unisono.runtime.place import Place, number, read_place
-from unisono.world.stores import agree_on_attempt, open_engine_store
+from unisono.world.stores import agree_on_attempt, open_engine_store, open_tcp_store
 from unisono.world.transports import Transport
 from unisono.world.transports.meeting_page import PAGE_NAME
 from unisono.world.world import World
@@ -25,8 +24,14 @@ __all__ = ["enter", "join", "meet"]
 
 TIMEOUT_S = 1800.0
 _meetings = itertools.count()
-_here = threading.local()
 _process: list[World] = []
+
+
+class _Thread(threading.local):
+    world: World | None = None
+
+
+_thread = _Thread()
 
 
 def join(device: str | torch.device | None = None) -> World:
@@ -36,9 +41,8 @@ def join(device: str | torch.device | None = None) -> World:
     other ranks, and returns the same world each time. `device` is "cpu" or "cuda"; by default CUDA where
     there is one for every worker of this host.
     """
-    world = getattr(_here, "world", None)
-    if world is not None:
-        return world  # type: ignore[no-any-return]
+    if _thread.world is not None:
+        return _thread.world
     if not _process:
         _process.append(meet(device))
         _process[0].on_close = _process.clear
@@ -52,7 +56,7 @@ def join(device: str | torch.device | None = None) -> World:
 
 def enter(world: World | None) -> None:
     """Make `world` what `join()` returns in this thread (None: back to the process's)."""
-    _here.world = world
+    _thread.world = world
 
 
 def meet(device: str | torch.device | None = None) -> World:
@@ -156,14 +160,8 @@ def _open_store(place: Place) -> Store:
     if missing:
         return dist.PrefixStore(f"unisono/{meeting}", open_engine_store(place, meeting))
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        number("MASTER_PORT"),
-        is_master=not hosted and place.rank == 0,
-        timeout=timedelta(seconds=300),
-        wait_for_workers=False,
-        multi_tenant=True,  # a later init_process_group of the program may use the same address
-    )
+    serve = not hosted and place.rank == 0
+    store = open_tcp_store(os.environ["MASTER_ADDR"], number("MASTER_PORT"), serve=serve)
     if hosted and "UNISONO_ATTEMPT" not in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's own store
         attempt = agree_on_attempt(dist.PrefixStore(f"unisono/{meeting}", store), place.rank, place.size)
     return dist.PrefixStore(f"unisono/{attempt}/{meeting}", store)

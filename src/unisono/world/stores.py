@@ -46,7 +46,8 @@ def open_engine_store(place: Place, meeting: int, *, timeout_s: float = TIMEOUT_
     return _open_mpi_store(timeout_s)
 
 
-def _open_tcp_store(host: str, port: int, *, serve: bool, timeout_s: float) -> TCPStore:
+def open_tcp_store(host: str, port: int, *, serve: bool, timeout_s: float = TIMEOUT_S) -> TCPStore:
+    """The store at an address; `serve`: this process keeps it."""
     from torch.distributed import TCPStore
 
     return TCPStore(
@@ -64,10 +65,10 @@ def _open_mpi_store(timeout_s: float) -> Store:
 
     world, store, found = MPI.COMM_WORLD, None, None
     if world.rank == 0:
-        store = _open_tcp_store("0.0.0.0", 0, serve=True, timeout_s=timeout_s)
+        store = open_tcp_store("0.0.0.0", 0, serve=True, timeout_s=timeout_s)
         found = (_find_own_address(), store.port)
     host, port = world.bcast(found, root=0)
-    return store if store is not None else _open_tcp_store(host, port, serve=False, timeout_s=timeout_s)
+    return store if store is not None else open_tcp_store(host, port, serve=False, timeout_s=timeout_s)
 
 
 def _find_own_address() -> str:
@@ -88,7 +89,7 @@ def _open_one_host_store(place: Place, meeting: int, timeout_s: float) -> Store:
         if place.rank == 0:
             sock.bind(name)
             sock.listen(place.size)
-            store = _open_tcp_store("127.0.0.1", 0, serve=True, timeout_s=timeout_s)
+            store = open_tcp_store("127.0.0.1", 0, serve=True, timeout_s=timeout_s)
             for _ in range(place.size - 1):
                 sock.settimeout(max(0.01, deadline - time.monotonic()))
                 other, _ = sock.accept()
@@ -105,7 +106,7 @@ def _open_one_host_store(place: Place, meeting: int, timeout_s: float) -> Store:
                 time.sleep(0.01)
         sock.settimeout(max(0.01, deadline - time.monotonic()))
         port = struct.unpack("<I", sock.recv(4, socket.MSG_WAITALL))[0]
-    return _open_tcp_store("127.0.0.1", port, serve=False, timeout_s=timeout_s)
+    return open_tcp_store("127.0.0.1", port, serve=False, timeout_s=timeout_s)
 
 
 def _open_slurm_store(place: Place, meeting: int, timeout_s: float) -> Store:
@@ -116,7 +117,7 @@ def _open_slurm_store(place: Place, meeting: int, timeout_s: float) -> Store:
         host = place.launch_address
     port = 15_000 + zlib.crc32(f"{place.job} {meeting}".encode()) % 15_000
     try:
-        return _open_tcp_store(host, port, serve=place.rank == 0, timeout_s=timeout_s)
+        return open_tcp_store(host, port, serve=place.rank == 0, timeout_s=timeout_s)
     except RuntimeError as error:
         raise RuntimeError(
             f"the workers of Slurm job {place.job} were to meet at {host}:{port} ({error}): start with `unisono run "

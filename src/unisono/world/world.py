@@ -17,7 +17,6 @@ from unisono.world.operations import (
     Operations,
     check_one_each,
     check_rank,
-    count_bytes,
     flatten,
     gather_shapes,
     group_by_dtype,
@@ -30,7 +29,7 @@ from unisono.world.operations import (
     swap_shapes,
 )
 from unisono.world.transports import SMALL_BYTES, Op, Transport, find_group
-from unisono.world.transports.arithmetic import check_op
+from unisono.world.transports.arithmetic import check_op, count_bytes
 
 __all__ = ["World"]
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from unisono.background import Handle, Lane
+from unisono.background import Handle, SerialQueue
 from unisono.world import World
 
 State = dict[Any, Any]
@@ -51,7 +51,7 @@ class Learners:
         self.turn = 0
         self.parked: dict[int, Parked] = {}
         self._modules: dict[int, nn.Module] = {}
-        self._lanes: list[Lane] = []
+        self._lanes: list[SerialQueue] = []
         self._streams: list[torch.cuda.Stream] = []
 
     @property
@@ -138,7 +138,7 @@ class Learners:
         """
         modules = [self._module(self.turn + i) for i in range(len(shares))]
         while len(self._lanes) < len(shares) - 1:
-            self._lanes.append(Lane(f"unisono learner {len(self._lanes) + 1}"))
+            self._lanes.append(SerialQueue(f"unisono learner {len(self._lanes) + 1}"))
         device = next((p.device for _, p in self.named if p.is_cuda), None)
         while device is not None and len(self._streams) < len(shares):
             self._streams.append(torch.cuda.Stream(device))

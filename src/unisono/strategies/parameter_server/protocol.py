@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from unisono import packing
-from unisono.background import Handle, Lane
+from unisono.background import Handle, SerialQueue
 from unisono.kernels.noise import noise
 from unisono.reducer import Codec
 from unisono.strategies.parameter_server.server import Answer, ByteLayout, Grads, Server, Settings
@@ -226,7 +226,7 @@ class RequestLoop:
         self._views = server.layout.views(self._line)
         self._copies = server.layout.views(self._copy)
         self._closing = False
-        self._lane = Lane(f"unisono server for worker {worker}")
+        self._lane = SerialQueue(f"unisono server for worker {worker}")
         self._ended: Handle[None] = self._lane.submit(self._run)
 
     def wait(self) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
-from unisono.background import Handle, Lane
+from unisono.background import Handle, SerialQueue
 from unisono.strategies.zero.units import UNCALLED, WHOLE, Unit
 from unisono.world import World
 
@@ -37,7 +37,7 @@ class Gathering:
         self.model, self.units = model, list(units)
         self.channel, self._fetch = world.channel(inline=True), fetch
         on_cpu = self.units[0].full.device.type == "cpu"
-        self._lane = Lane("unisono gather") if ahead and world.size > 1 and on_cpu else None
+        self._lane = SerialQueue("unisono gather") if ahead and world.size > 1 and on_cpu else None
         self._coming: dict[Unit, Handle[None]] = {}
         self._there: set[Unit] = set()
         self._uses: dict[nn.Module, int] = {}  # how many calls of a module are under way

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.checkpoint import CheckpointFunction
 
-from unisono.background import Handle, Lane
+from unisono.background import Handle, SerialQueue
 from unisono.exchange.overlap import scale_gradient
 from unisono.exchange.windows import Windows, if_alive
 from unisono.strategies.zero.keeping import Keeping
@@ -68,7 +68,7 @@ class Backward(Windows, Keeping):
         self._arrived = arrived
         self._complete, self._reduced, self._finished, self._check = complete, reduced, finished, check
         on_cpu = units[0].params[0].device.type == "cpu"  # on a GPU, work is in the background anyway
-        self._lane = Lane("unisono reduce") if overlap and world.size > 1 and on_cpu else None
+        self._lane = SerialQueue("unisono reduce") if overlap and world.size > 1 and on_cpu else None
         self._lines = [self._line() for _ in range(LINES_IN_FLIGHT if self._lane else 1)]
         self._running: deque[tuple[Handle[None], Tensor]] = deque()
         self._position = {unit: i for i, unit in enumerate(self.units)}

@@ -36,6 +36,11 @@ def check_op(dtype: torch.dtype, op: Op) -> None:
         raise TypeError(f"{dtype} has no order: '{op}' is not defined")
 
 
+def count_bytes(parts: Sequence[Tensor]) -> int:
+    """Bytes of their elements."""
+    return sum(p.numel() * p.element_size() for p in parts)
+
+
 def widen(x: Tensor) -> Tensor:
     """`x` in a dtype that sums without loss or overflow: itself, or a copy where its own is narrow."""
     return x.to(_WIDE.get(x.dtype, x.dtype))

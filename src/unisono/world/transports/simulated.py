@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from unisono.world.transports import UNKNOWN, Op, Transport, find_group
-from unisono.world.transports.arithmetic import widen
+from unisono.world.transports.arithmetic import count_bytes, widen
 
 
 class SimulatedTransport(Transport):
@@ -39,32 +39,32 @@ class SimulatedTransport(Transport):
         if op == "sum":
             for part in parts:
                 _multiply(part, n)
-        return self._cost(2 * (n - 1) / n * _bytes(parts), 2 * (n - 1))
+        return self._cost(2 * (n - 1) / n * count_bytes(parts), 2 * (n - 1))
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], op: Op, out: Tensor) -> float:
         out.copy_(x.split(list(counts))[self.rank])
         if op == "sum":
             _multiply(out, self.size)
-        return self._cost((self.size - 1) / self.size * _bytes([x]), self.size - 1)
+        return self._cost((self.size - 1) / self.size * count_bytes([x]), self.size - 1)
 
     def all_gather(self, x: Tensor, outs: Sequence[Tensor]) -> float:
         for out in outs:
             out.copy_(x)
-        return self._cost((self.size - 1) * _bytes([x]), self.size - 1)
+        return self._cost((self.size - 1) * count_bytes([x]), self.size - 1)
 
     def broadcast(self, parts: Sequence[Tensor], src: int) -> float:
-        return self._cost(_bytes(parts), self.size - 1)
+        return self._cost(count_bytes(parts), self.size - 1)
 
     def all_to_all(self, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> float:
         for part, out in zip(parts, outs, strict=True):
             out.copy_(part)
-        return self._cost(_bytes([p for r, p in enumerate(parts) if r != self.rank]), self.size - 1)
+        return self._cost(count_bytes([p for r, p in enumerate(parts) if r != self.rank]), self.size - 1)
 
     def send(self, x: Tensor, dst: int) -> None:
-        self._cost(_bytes([x]), 1)
+        self._cost(count_bytes([x]), 1)
 
     def recv(self, x: Tensor, src: int) -> None:
-        self._cost(_bytes([x]), 1)
+        self._cost(count_bytes([x]), 1)
 
     def exchange(self, data: bytes) -> list[bytes]:
         self._cost((self.size - 1) * len(data), self.size - 1)
@@ -81,7 +81,3 @@ def _multiply(x: Tensor, times: int) -> None:
     """The sum of `times` equal tensors, for every dtype."""
     if not x.is_meta:
         x.copy_(widen(x).mul(times))
-
-
-def _bytes(parts: Sequence[Tensor]) -> int:
-    return sum(p.numel() * p.element_size() for p in parts)

@@ -33,7 +33,7 @@ def connect(store: Store, rank: int, size: int, *, timeout_s: float) -> tuple[Tr
     """Meet the other ranks in `store`; the best transport for where they are, and every rank's host."""
     from torch.distributed import PrefixStore
 
-    store.set(f"host/{rank}", json.dumps(_identity()))
+    store.set(f"host/{rank}", json.dumps(_identify_host()))
     found = [json.loads(store.get(f"host/{r}")) for r in range(size)]
     hosts = [name for name, _ in found]
     for r, (name, _) in enumerate(found):  # one name, two machines (cloned images): keep them apart
@@ -41,7 +41,7 @@ def connect(store: Store, rank: int, size: int, *, timeout_s: float) -> tuple[Tr
         if len(twins) > 1:
             hosts[r] = f"{name}#{twins.index(found[r][1])}"
     mine = [r for r in range(size) if hosts[r] == hosts[rank]]
-    everywhere, inside = _share(store, mine, rank, size, timeout_s)
+    everywhere, inside = _share_memory(store, mine, rank, size, timeout_s)
     if inside is not None and len(mine) == size:
         return inside, hosts
     messages = GlooTransport(PrefixStore("messages", store), rank, size, timeout_s=timeout_s)
@@ -50,7 +50,7 @@ def connect(store: Store, rank: int, size: int, *, timeout_s: float) -> tuple[Tr
     return TwoLevelTransport.build(messages, inside, hosts), hosts
 
 
-def _identity() -> tuple[str, str]:
+def _identify_host() -> tuple[str, str]:
     """This host's name, and a key that two ranks share just when they can share memory."""
     name = os.environ.get("UNISONO_HOST", socket.gethostname())
     if not is_supported():
@@ -61,7 +61,7 @@ def _identity() -> tuple[str, str]:
     return name, " ".join([boot, name, str(os.getuid()), *spaces])
 
 
-def _share(
+def _share_memory(
     store: Store, mine: Sequence[int], rank: int, size: int, timeout_s: float
 ) -> tuple[bool, SharedTransport | None]:
     """Whether every rank anywhere can share memory on its host, and mine with the others of my host, if any."""

@@ -1,9 +1,9 @@
-"""Tensors in flat memory: where each lies, which parameters share a bucket, and which of them are trainable."""
+"""Tensors in flat memory: where each lies, and which parameters share a bucket."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -14,25 +14,6 @@ BUCKET_BYTES = 25 << 20
 LARGE_BUCKET_BYTES = 100 << 20  # where launching kernels takes longer than what they do
 _ALIGN_BYTES = 64  # each tensor starts on a cache line
 _PARTS = 8  # parts of a bucket kept: those of methods that choose anew come and go
-
-
-class TrainableParameters:
-    """Which of a model's parameters require gradients, followed as the program freezes and unfreezes them."""
-
-    def __init__(self, named: Iterable[tuple[str, Parameter]]) -> None:
-        self.named = list(named)
-        self._required: list[bool] | None = None
-
-    def have_changed(self) -> bool:
-        """Whether some were frozen or unfrozen since this was last asked; the first time, yes."""
-        required = [param.requires_grad for _, param in self.named]
-        changed, self._required = required != self._required, required
-        return changed
-
-    @property
-    def trainable(self) -> list[tuple[str, Parameter]]:
-        """Those that require gradients now."""
-        return [(name, param) for name, param in self.named if param.requires_grad]
 
 
 class FlatLayout:

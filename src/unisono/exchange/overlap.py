@@ -20,8 +20,8 @@ from torch.autograd import Variable
 from torch.nn import Parameter
 
 from unisono.background import Handle, SerialQueue
-from unisono.buckets import Bucket, TrainableParameters, group_into_buckets, on_device
-from unisono.exchange.windows import Windows, if_alive
+from unisono.buckets import Bucket, group_into_buckets, on_device
+from unisono.exchange.windows import TrainableParameters, Windows, if_alive
 from unisono.world import World
 
 

@@ -6,6 +6,7 @@ goes on with other settings. So states are saved, moved and given back by the pa
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -16,7 +17,6 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unisono.buckets import Bucket
-from unisono.exchange.learning_rates import LearningRates
 from unisono.reducer import Reducer, State, dense_bytes
 from unisono.runtime.machine import usable_cores
 from unisono.world import World
@@ -67,6 +67,36 @@ def _key(path: str) -> str:
 
 def _is_unsent(path: str) -> bool:
     return path.startswith("*") and _key(path) in _UNSENT
+
+
+class LearningRates:
+    """What an optimizer's groups are stepped with: by group, and by parameter (NaN where it is not known)."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups: dict[Tensor, int] = {}
+
+    def by_group(self) -> list[float]:
+        """Each group's rate, now."""
+        return [_rate(group) for group in self._optimizer.param_groups]
+
+    def of(self, param: Tensor) -> float:
+        """A parameter's rate, now."""
+        if param not in self._groups:
+            return math.nan
+        return _rate(self._optimizer.param_groups[self._groups[param]])
+
+    def find_groups(self) -> None:
+        """Find out anew which group each parameter belongs to."""
+        groups = enumerate(self._optimizer.param_groups)
+        self._groups = {param: i for i, group in groups for param in group["params"]}
+
+
+def _rate(group: dict[str, Any]) -> float:
+    lr = group.get("lr", math.nan)
+    if isinstance(lr, Tensor) and lr.is_cuda:
+        return math.nan  # reading it from the device would hold the program up
+    return float(lr)
 
 
 class Reduction:

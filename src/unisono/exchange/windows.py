@@ -7,7 +7,7 @@ out. It is followed by the optimizer's step.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,6 +15,25 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Variable
 from torch.nn import Parameter
+
+
+class TrainableParameters:
+    """Which of a model's parameters require gradients, followed as the program freezes and unfreezes them."""
+
+    def __init__(self, named: Iterable[tuple[str, Parameter]]) -> None:
+        self.named = list(named)
+        self._required: list[bool] | None = None
+
+    def have_changed(self) -> bool:
+        """Whether some were frozen or unfrozen since this was last asked; the first time, yes."""
+        required = [param.requires_grad for _, param in self.named]
+        changed, self._required = required != self._required, required
+        return changed
+
+    @property
+    def trainable(self) -> list[tuple[str, Parameter]]:
+        """Those that require gradients now."""
+        return [(name, param) for name, param in self.named if param.requires_grad]
 
 
 class Windows:

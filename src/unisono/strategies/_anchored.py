@@ -18,11 +18,11 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unisono.background import Handle
-from unisono.buckets import Bucket, TrainableParameters, group_into_buckets, on_device
+from unisono.buckets import Bucket, group_into_buckets, on_device
 from unisono.checks import AtLeast
-from unisono.exchange.learning_rates import LearningRates
-from unisono.exchange.reduction import Reduction, Unsent, check_real, overlap_pays
+from unisono.exchange.reduction import LearningRates, Reduction, Unsent, check_real, overlap_pays
 from unisono.exchange.side_channel import SideChannel
+from unisono.exchange.windows import TrainableParameters
 from unisono.reducer import Reducer
 from unisono.reducers.dense import dense
 from unisono.strategy import Buffers, Change, PeriodicReplica, Strategy, share, share_buffers

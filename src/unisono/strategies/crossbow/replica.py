@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from unisono.background import Handle
 from unisono.batch_norm import SyncBatchNorm
-from unisono.exchange.learning_rates import LearningRates
+from unisono.exchange.reduction import LearningRates
 from unisono.exchange.side_channel import SideChannel
 from unisono.strategies.crossbow.central_model import CentralModel
 from unisono.strategies.crossbow.learners import Batches, Learners

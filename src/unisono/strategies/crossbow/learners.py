@@ -122,7 +122,7 @@ class Learners:
 
     def shares(self, batches: Sequence[Any], each: int, world: World) -> Iterator[list[Batches]]:
         """Who gets which batches, round by round; learners must have had their turns when the next round is asked."""
-        weights = getattr(batches, "weights", [world.weight] * len(batches))
+        weights = batches.weights if isinstance(batches, Batches) else [world.weight] * len(batches)
         at = 0
         while at < len(batches):
             end = min(at + (self.count - self.turn) * each, len(batches))

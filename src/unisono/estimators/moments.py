@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unisono.estimators.table import Block, Table, is_finite, is_sparse
+from unisono.estimators.row_blocks import Block, Table, is_finite, is_sparse
 
-__all__ = ["Moments", "Solution", "measured", "minimise", "peeked"]
+__all__ = ["Moments", "Solution", "minimise", "peek", "sum_products"]
 
 Array = npt.NDArray[np.float64]
 
@@ -40,7 +40,7 @@ class Moments:
         noise = 4 * np.sqrt(eps) * np.abs(away) + 4 * eps * np.abs(mean)
         return cls(count, weight, mean, products - weight * np.outer(away, away), noise)
 
-    def merged(self, other: Moments) -> Moments:
+    def merge(self, other: Moments) -> Moments:
         """Those of both sets of rows (Chan, Golub and LeVeque, 1983)."""
         weight = self.weight + other.weight
         away = other.mean - self.mean
@@ -49,17 +49,17 @@ class Moments:
         products, noise = self.products + other.products + between, np.maximum(self.noise, other.noise)
         return Moments(self.count + other.count, weight, mean, products, noise)
 
-    def plain(self) -> list[Any]:
+    def to_list(self) -> list[Any]:
         """Its fields, as a message carries them."""
         return [self.count, self.weight, self.mean, self.products, self.noise]
 
-    def about_zero(self) -> Moments:
+    def center_at_zero(self) -> Moments:
         """The products about 0, for a model without intercept."""
         products = self.products + self.weight * np.outer(self.mean, self.mean)
         return Moments(self.count, self.weight, np.zeros_like(self.mean), products, np.zeros_like(self.noise))
 
 
-def peeked(table: Table) -> Array:
+def peek(table: Table) -> Array:
     """A value near the columns' means, from my first rows: the sums are taken about it, and lose no digits.
 
     Followed by how many rows that were. Sparse columns stay about 0, or they were sparse no more.
@@ -75,7 +75,7 @@ def peeked(table: Table) -> Array:
     return out
 
 
-def measured(table: Table, shift: Array) -> tuple[int, int, float, Array, Array]:
+def sum_products(table: Table, shift: Array) -> tuple[int, int, float, Array, Array]:
     """Sums about `shift` over my rows: whether a value is not finite, rows, weight, Σ z, Σ z zᵀ.
 
     A column of ones beside z makes Σ z a part of the products, and anything that is not finite shows in them.

@@ -37,8 +37,8 @@ _prepared: dict[tuple[str, int], Any] = {}  # of this Python process of an execu
 
 
 def run(program: MapReduce, data: Any, workers: int | None, on: Any) -> Any:
-    """Run the program on the Spark that `on` names; `workers` is the number of parts (default: a DataFrame's own, or the
-    tasks that can run at once)."""
+    """Run the program on the Spark that `on` names; `workers` is the number of parts (default: a DataFrame's own, or
+    the tasks that can run at once)."""
     on.check(workers or 1)
     session, ours = on.open_session(workers or 1)
     try:

@@ -10,7 +10,17 @@ import numpy.typing as npt
 
 from unisono.map_reduce.worker_data import find_bounds
 
-__all__ = ["ArrayTable", "Block", "Rows", "Table", "as_table", "is_sparse", "problem_in"]
+__all__ = [
+    "ArrayTable",
+    "Block",
+    "Rows",
+    "Table",
+    "find_problem",
+    "format_column",
+    "is_finite",
+    "is_sparse",
+    "make_table",
+]
 
 Array = npt.NDArray[np.float64]
 BLOCK_BYTES = 1 << 20  # the two products of a gradient then read a block once from memory and once from the cache
@@ -85,7 +95,7 @@ class ArrayTable:
             )
 
 
-def as_table(data: Any, target: str | None = None) -> Table:
+def make_table(data: Any, target: str | None = None) -> Table:
     """What a worker was given, as a table: `Rows`, a part of files, a tuple (x, y) of arrays, or a part of an engine's
     table, whose column `target` is to be learned."""
     if isinstance(data, Rows):
@@ -93,7 +103,7 @@ def as_table(data: Any, target: str | None = None) -> Table:
     if hasattr(data, "blocks"):
         return data  # type: ignore[no-any-return]
     if isinstance(getattr(data, "columns", None), dict):
-        return _from_columns(data.columns, target)
+        return _make_from_columns(data.columns, target)
     x, y, *rest = data
     x = x if is_sparse(x) else np.asarray(x, dtype=np.float64)
     y = np.asarray(y, dtype=np.float64)
@@ -101,7 +111,7 @@ def as_table(data: Any, target: str | None = None) -> Table:
     return ArrayTable(Rows(x, y.reshape(len(y), -1), weight))
 
 
-def _from_columns(columns: dict[str, Any], target: str | None) -> ArrayTable:
+def _make_from_columns(columns: dict[str, Any], target: str | None) -> ArrayTable:
     """A part of an engine's table: numbers a column, or vectors of numbers."""
     if target not in columns:
         raise ValueError(f"the table has no column {target!r} to learn: its columns are {', '.join(columns)}")
@@ -126,24 +136,24 @@ def is_sparse(x: Any) -> bool:
     return hasattr(x, "tocsr")
 
 
-def column_name(names: Sequence[str] | None, column: int) -> str:
+def format_column(names: Sequence[str] | None, column: int) -> str:
     """How errors name a column."""
     return f"column {names[column]!r}" if names is not None else f"column {column}"
 
 
-def problem_in(block: Block, names: Sequence[str] | None) -> str:
+def find_problem(block: Block, names: Sequence[str] | None) -> str:
     """The first value that is not a finite number, named by column and place; empty where all are."""
-    found = _first_bad(block.x)
+    found = _find_bad(block.x)
     if found is not None:
         row, column, value = found
-        return f"Input X contains {_called(value)} in {column_name(names, column)} ({block.where(row)})"
-    found = _first_bad(block.y)
+        return f"Input X contains {_describe_value(value)} in {format_column(names, column)} ({block.where(row)})"
+    found = _find_bad(block.y)
     if found is not None:
         row, column, value = found
         several = f" {column}" if block.y.shape[1] > 1 else ""
-        return f"Input y contains {_called(value)} in target{several} ({block.where(row)})"
-    if block.weight is not None and (found := _first_bad(block.weight[:, None])) is not None:
-        return f"sample_weight contains {_called(found[2])} ({block.where(found[0])})"
+        return f"Input y contains {_describe_value(value)} in target{several} ({block.where(row)})"
+    if block.weight is not None and (found := _find_bad(block.weight[:, None])) is not None:
+        return f"sample_weight contains {_describe_value(found[2])} ({block.where(found[0])})"
     return ""
 
 
@@ -154,7 +164,7 @@ def is_finite(block: Block) -> bool:
         return all(v is None or bool(np.isfinite(v.sum())) or bool(np.isfinite(v).all()) for v in values)
 
 
-def _first_bad(x: Any) -> tuple[int, int, float] | None:
+def _find_bad(x: Any) -> tuple[int, int, float] | None:
     if is_sparse(x):
         coo = x.tocoo()
         bad = np.flatnonzero(~np.isfinite(coo.data))
@@ -166,5 +176,5 @@ def _first_bad(x: Any) -> tuple[int, int, float] | None:
     return row, column, float(x[row, column])
 
 
-def _called(value: float) -> str:
+def _describe_value(value: float) -> str:
     return "NaN (a missing value)" if np.isnan(value) else "infinity (inf)"

@@ -50,8 +50,8 @@ EACH = pytest.mark.parametrize(("ending", "write"), FORMATS, ids=["csv", "npy", 
 
 
 def rows_of(plan, size):
-    blocks = [block for rank in range(size) for block in plan.part(rank, size).blocks()]
-    return np.concatenate([np.column_stack([block.x, block.y]) for block in blocks])
+    read_blocks = [block for rank in range(size) for block in plan.part(rank, size).read_blocks()]
+    return np.concatenate([np.column_stack([block.x, block.y]) for block in read_blocks])
 
 
 @EACH
@@ -156,7 +156,7 @@ def test_only_what_fits_is_kept_in_memory(tmp_path, monkeypatch):
         table = Files(path, target="price", piece_bytes=4000, keep_bytes=keep_bytes).plan().part(0, 1)
         reads.clear()
         for _ in range(3):
-            for _ in table.blocks():
+            for _ in table.read_blocks():
                 pass
         assert len(reads) == expected * len(table.pieces)
         assert len(table.pieces) > 3

@@ -48,13 +48,13 @@ class BoostedEstimator(BaseEstimator):  # type: ignore[misc]
                 raise TypeError(f"{type(self).__name__} has no setting {name!r}")
             setattr(self, name, value)
 
-    def _library_params(self) -> dict[str, Any]:
+    def _find_library_params(self) -> dict[str, Any]:
         ours = set(self._get_param_names())
         return {k: v for k, v in vars(self).items() if k not in ours and not k.endswith("_") and k[0] != "_"}
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """Our settings, and the library's that were given."""
-        return {**super().get_params(deep=deep), **self._library_params()}
+        return {**super().get_params(deep=deep), **self._find_library_params()}
 
     def set_params(self, **params: Any) -> BoostedEstimator:
         """Change settings, of ours or the library's; the library's are checked by `fit`."""
@@ -77,7 +77,7 @@ class BoostedEstimator(BaseEstimator):  # type: ignore[misc]
             self.library_name,
             self._classifies,
             self.n_estimators,
-            self._library_params(),
+            self._find_library_params(),
             timeout_s=float(self.timeout_s),
         )
 
@@ -92,7 +92,7 @@ class BoostedEstimator(BaseEstimator):  # type: ignore[misc]
         X = validate_data(
             self, X, reset=False, accept_sparse="csr", dtype=[np.float64, np.float32], ensure_all_finite="allow-nan"
         )
-        return find_library(self.library_name).predict(self.booster_, X, self._library_params())
+        return find_library(self.library_name).predict(self.booster_, X, self._find_library_params())
 
     def predict(self, X: Any) -> Array:
         """Numbers, or the likeliest class; a missing value is NaN."""

@@ -45,7 +45,7 @@ def collect_rows(part: Any, target: str | None) -> RankRows:
 
 def _collect_blocks(table: Table) -> RankRows:
     xs, ys, weights, places, ends = [], [], [], [], [0]
-    for block in table.blocks():
+    for block in table.read_blocks():
         xs.append(np.array(block.x))
         ys.append(np.array(block.y[:, 0]))
         if block.weight is not None:

@@ -89,7 +89,9 @@ def _exchange_beats(call: _Call, world: World, reports: queue.SimpleQueue[Any]) 
                 handle.wait()
             if worst.item() == _FAILED or least.item() == _DONE:
                 failed = call.ended.is_set() and call.error is not None
-                news = [call.ended_at, _first_line(call.error), isinstance(call.error, ValueError)] if failed else []
+                news = (
+                    [call.ended_at, _take_first_line(call.error), isinstance(call.error, ValueError)] if failed else []
+                )
                 reports.put(world.gather_objects(news))
                 return
             reports.put(None)
@@ -108,6 +110,6 @@ def _take_outcome(call: _Call, world: World, every: list[list[Any]]) -> Any:
     raise kind(f"boosting failed on rank {first}: {failed[first][1]}")
 
 
-def _first_line(error: BaseException | None) -> str:
+def _take_first_line(error: BaseException | None) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"

@@ -39,7 +39,7 @@ class Files:
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = Path(folder, "points.csv")
     ...     _ = path.write_text("x,y\\n1,2\\n2,4\\n3,6\\n")
-    ...     [block.y.ravel().tolist() for block in Files(path, target="y").plan().part(0, 1).blocks()]
+    ...     [block.y.ravel().tolist() for block in Files(path, target="y").plan().part(0, 1).read_blocks()]
     [[2.0, 4.0, 6.0]]
     """
 
@@ -67,7 +67,7 @@ class Files:
     def plan(self, *, columns: Sequence[str] | None = None) -> FilePlan:
         """Look at all files: their columns must agree. `columns`: those to learn from, where they are known."""
         files = list_files(self.paths, ENDINGS)
-        names, named = find_format(files[0]).columns(files[0])
+        names, named = find_format(files[0]).read_columns(files[0])
         for other in files[1:]:
             _check_columns(files[0], names, named, other)
         target = None if self.target is None else _resolve_column(self.target, names, files[0])
@@ -81,7 +81,7 @@ class Files:
             raise ValueError(f"{files[0]}: no column is left to learn from (columns: {', '.join(names)})")
         if target in features:
             raise ValueError(f"the target {target!r} is among the columns to learn from")
-        pieces = [p for file in files for p in find_format(file).pieces(file, self.piece_bytes)]
+        pieces = [p for file in files for p in find_format(file).cut_pieces(file, self.piece_bytes)]
         return FilePlan(pieces, features, target, weight, named, self.missing == "drop", self.keep_bytes)
 
 
@@ -116,7 +116,7 @@ class FileTable:
         self._kept: dict[FilePiece, tuple[Array, npt.NDArray[np.intp]]] = {}
         self._kept_bytes = 0
 
-    def blocks(self) -> Iterator[Block]:
+    def read_blocks(self) -> Iterator[Block]:
         count = 0
         each = max(64, BLOCK_BYTES // (8 * max(1, self.columns)))
         for piece in self.pieces:
@@ -129,7 +129,7 @@ class FileTable:
                 yield Block(x[rows], y[rows], None if weight is None else weight[rows], _RowPlace(piece, numbers[rows]))
         self.rows = count
 
-    def batch(self, index: int, of: int) -> Any:
+    def take_batch(self, index: int, of: int) -> Any:
         raise NotImplementedError("files are learned from by fit")
 
     def _read(self, piece: FilePiece) -> tuple[Array, npt.NDArray[np.intp]]:
@@ -160,7 +160,7 @@ class _RowPlace:
 
 
 def _check_columns(first: str, names: list[str], named: bool, other: str) -> None:
-    theirs, also_named = find_format(other).columns(other)
+    theirs, also_named = find_format(other).read_columns(other)
     if also_named == named and sorted(theirs) == sorted(names):
         return
     if not named or not also_named:

@@ -97,7 +97,7 @@ class CountingAsk:
         self.words += self.workers * (count_words(state) + count_words(value))
         return value
 
-    def report(self) -> FitReport:
+    def make_report(self) -> FitReport:
         """What the rounds cost, as far as it shows from the server."""
         found = sum_costs(self.log, self.workers)
         beyond = [r.wall_s - max(r.compute_s) for r in self.log if r.compute_s]

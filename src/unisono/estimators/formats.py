@@ -34,10 +34,10 @@ class FilePiece(NamedTuple):
 class Format(Protocol):
     """How tables lie in a kind of file."""
 
-    def columns(self, file: str) -> tuple[list[str], bool]:
+    def read_columns(self, file: str) -> tuple[list[str], bool]:
         """The columns, and whether they have names (numbers from 0 otherwise)."""
 
-    def pieces(self, file: str, piece_bytes: int) -> list[FilePiece]:
+    def cut_pieces(self, file: str, piece_bytes: int) -> list[FilePiece]:
         """The whole file in pieces of about so many bytes."""
 
     def read(self, piece: FilePiece, columns: Sequence[str]) -> Array:
@@ -53,7 +53,7 @@ class _Csv:
     def __init__(self, delimiter: str) -> None:
         self.delimiter = delimiter
 
-    def columns(self, file: str) -> tuple[list[str], bool]:
+    def read_columns(self, file: str) -> tuple[list[str], bool]:
         with open_file(file) as source:
             line = source.readline().decode("utf-8-sig")
         fields = [f.strip() for f in next(csv.reader([line], delimiter=self.delimiter), [])]
@@ -63,13 +63,13 @@ class _Csv:
             return [str(i) for i in range(len(fields))], False
         return fields, True
 
-    def pieces(self, file: str, piece_bytes: int) -> list[FilePiece]:
+    def cut_pieces(self, file: str, piece_bytes: int) -> list[FilePiece]:
         total = read_size(file)
         starts = range(0, total, piece_bytes)
         return [FilePiece(file, s, min(s + piece_bytes, total), min(piece_bytes, total - s)) for s in starts]
 
     def read(self, piece: FilePiece, columns: Sequence[str]) -> Array:
-        names, named = self.columns(piece.file)
+        names, named = self.read_columns(piece.file)
         use = [names.index(c) for c in columns]
         data = self._read_lines(piece, skip_header=named)
         if not data.strip():
@@ -88,7 +88,7 @@ class _Csv:
             before, left = 0, self._find_first_line(piece)
             while left > 0 and (chunk := source.read(min(left, 1 << 20))):
                 before, left = before + chunk.count(b"\n"), left - len(chunk)
-        header = 1 if piece.start == 0 and self.columns(piece.file)[1] else 0
+        header = 1 if piece.start == 0 and self.read_columns(piece.file)[1] else 0
         return f"{piece.file}, line {before + header + row + 1}"
 
     def _find_first_line(self, piece: FilePiece) -> int:
@@ -134,11 +134,11 @@ class _Csv:
 class _Npy:
     """One two-dimensional array a file."""
 
-    def columns(self, file: str) -> tuple[list[str], bool]:
+    def read_columns(self, file: str) -> tuple[list[str], bool]:
         shape, _, _, _ = self._read_header(file)
         return [str(i) for i in range(shape[1])], False
 
-    def pieces(self, file: str, piece_bytes: int) -> list[FilePiece]:
+    def cut_pieces(self, file: str, piece_bytes: int) -> list[FilePiece]:
         (rows, columns), dtype, _, _ = self._read_header(file)
         width = max(1, columns * dtype.itemsize)
         each = max(1, piece_bytes // width)
@@ -178,11 +178,11 @@ class _Npy:
 class _Parquet:
     """Row groups of columns; through pyarrow."""
 
-    def columns(self, file: str) -> tuple[list[str], bool]:
+    def read_columns(self, file: str) -> tuple[list[str], bool]:
         with open_file(file) as source:
             return list(_import_parquet(file).ParquetFile(source).schema_arrow.names), True
 
-    def pieces(self, file: str, piece_bytes: int) -> list[FilePiece]:
+    def cut_pieces(self, file: str, piece_bytes: int) -> list[FilePiece]:
         """Row groups of at least so many bytes together, as the metadata gives them."""
         with open_file(file) as source:
             about = _import_parquet(file).ParquetFile(source).metadata

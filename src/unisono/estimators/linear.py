@@ -131,7 +131,7 @@ def _fit_on_engine(engine: Callable[..., Any], settings: FitSettings, source: An
     def drive(ask: Any) -> FitResult:
         counting = CountingAsk(ask)
         found: FitResult = program.drive(counting)
-        return found | {"report": replace(counting.report(), solver=found["solver"])}
+        return found | {"report": replace(counting.make_report(), solver=found["solver"])}
 
     found: FitResult = engine(replace(program, drive=drive), source, workers.count, workers.on)
     return found
@@ -169,7 +169,7 @@ def compute_scores(estimator: Any, X: Any, columns: list[str] | None) -> Array:
 def _read_all(plan: FilePlan) -> Iterator[Block]:
     """All rows of files; ValueError where a value is not a finite number."""
     table = plan.part(0, 1)
-    for block in table.blocks():
+    for block in table.read_blocks():
         if not is_finite(block):
             raise ValueError(find_problem(block, table.names))
         yield block

@@ -25,7 +25,7 @@ def answer(table: Table, request: dict[str, Any]) -> Any:
     """
     do = request["do"]
     if do == "gradient":
-        rows = table if "batch" not in request else table.batch(*request["batch"])
+        rows = table if "batch" not in request else table.take_batch(*request["batch"])
         return losses.compute_value_and_gradient(
             _number_labels(rows, request), request["loss"], request["coef"], request["b"]
         )
@@ -47,7 +47,7 @@ def _answer_peek(table: Table, request: dict[str, Any]) -> list[Any]:
 
 
 def _answer_problem(table: Table, request: dict[str, Any]) -> str:
-    return next(filter(None, (find_problem(block, table.names) for block in table.blocks())), "")
+    return next(filter(None, (find_problem(block, table.names) for block in table.read_blocks())), "")
 
 
 def merge_answers(a: Any, b: Any) -> Any:
@@ -67,7 +67,7 @@ def _answer_scales(table: Table, request: dict[str, Any]) -> tuple[int, int, flo
     width, d, shift = table.columns + table.targets, table.columns, request["shift"]
     bad, count, weight, sums, squared = 0, 0, 0.0, np.zeros(width), np.zeros(width)
     with np.errstate(all="ignore"):
-        for block in table.blocks():
+        for block in table.read_blocks():
             bad += not is_finite(block)
             count += len(block.y)
             row = np.ones(len(block.y)) if block.weight is None else block.weight
@@ -83,7 +83,7 @@ def _answer_scales(table: Table, request: dict[str, Any]) -> tuple[int, int, flo
 def _find_labels(table: Table) -> list[float]:
     """The distinct values of y among my rows."""
     found: set[float] = set()
-    for block in table.blocks():
+    for block in table.read_blocks():
         found.update(np.unique(block.y[np.isfinite(block.y)]).tolist())
         if len(found) > 1000:
             raise ValueError(
@@ -107,12 +107,12 @@ class _LabelledTable:
         self.table, self.labels = table, labels
         self.names, self.columns, self.targets, self.rows = table.names, table.columns, table.targets, table.rows
 
-    def blocks(self) -> Iterator[Block]:
-        for block in self.table.blocks():
+    def read_blocks(self) -> Iterator[Block]:
+        for block in self.table.read_blocks():
             yield block._replace(y=np.searchsorted(self.labels, block.y).astype(np.float64))
 
-    def batch(self, index: int, of: int) -> Table:
-        return _LabelledTable(self.table.batch(index, of), self.labels)
+    def take_batch(self, index: int, of: int) -> Table:
+        return _LabelledTable(self.table.take_batch(index, of), self.labels)
 
 
 def _number_labels(table: Table, request: dict[str, Any]) -> Table:

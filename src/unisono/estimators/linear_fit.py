@@ -227,12 +227,12 @@ def _descend(settings: FitSettings, solver: str, smooth: MeanLoss, scaling: Scal
     if solver == "lbfgs":
         if settings.l1:
             raise ValueError('solver="lbfgs" cannot do l1, which has corners: use solver="accelerated" or "auto"')
-        found = solvers.lbfgs(smooth, start, **options)
+        found = solvers.run_lbfgs(smooth, start, **options)
     else:
         step = settings.learning_rate or 1.0 / smooth.estimate_steepest()
         l1 = np.zeros(scaling.unknowns)
         l1[: len(scaling.mean) * scaling.outputs] = np.repeat(settings.l1 / scaling.deviation, scaling.outputs)
-        method = solvers.accelerated if solver == "accelerated" else solvers.gradient_descent
+        method = solvers.descend_accelerated if solver == "accelerated" else solvers.descend
         found = method(smooth, start, l1=l1, step=step, **options)
     coef, intercept = scaling.unscale(found.at)
     return {

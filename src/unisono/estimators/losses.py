@@ -16,13 +16,13 @@ Array = npt.NDArray[np.float64]
 Loss = Callable[[Array, Array], tuple[Array, Array]]
 
 
-def _squares(scores: Array, y: Array) -> tuple[Array, Array]:
+def _compute_squares(scores: Array, y: Array) -> tuple[Array, Array]:
     """Half the squared error: per row its value, and its derivative by the scores."""
     residual = scores - y
     return 0.5 * np.einsum("ij,ij->i", residual, residual), residual
 
 
-def _binary(scores: Array, y: Array) -> tuple[Array, Array]:
+def _compute_binary(scores: Array, y: Array) -> tuple[Array, Array]:
     """Logistic loss of classes 0 and 1: log(1 + e^s) - y s."""
     s, label = scores[:, 0], y[:, 0]
     small = np.exp(-np.abs(s))
@@ -31,7 +31,7 @@ def _binary(scores: Array, y: Array) -> tuple[Array, Array]:
     return value, (chance - label)[:, None]
 
 
-def _multinomial(scores: Array, y: Array) -> tuple[Array, Array]:
+def _compute_multinomial(scores: Array, y: Array) -> tuple[Array, Array]:
     """Cross entropy of the softmax; y holds the number of the class."""
     label = y[:, 0].astype(np.intp)
     rows = np.arange(len(label))
@@ -44,7 +44,7 @@ def _multinomial(scores: Array, y: Array) -> tuple[Array, Array]:
     return value, chances
 
 
-LOSSES: dict[str, Loss] = {"squares": _squares, "binary": _binary, "multinomial": _multinomial}
+LOSSES: dict[str, Loss] = {"squares": _compute_squares, "binary": _compute_binary, "multinomial": _compute_multinomial}
 # How much larger than the mean of x xᵀ the second derivative can be.
 STEEPNESS = {"squares": 1.0, "binary": 0.25, "multinomial": 0.5}
 
@@ -58,7 +58,7 @@ def compute_value_and_gradient(table: Table, loss: str, coef: Array, intercept: 
     of = LOSSES[loss]
     total, weight, by_coef, by_intercept = 0.0, 0.0, np.zeros(coef.shape), np.zeros(coef.shape[1])
     enough, done = fraction * table.rows, 0
-    for block in table.blocks():
+    for block in table.read_blocks():
         if done >= enough and fraction < 1.0:
             break
         done += len(block.y)
@@ -75,7 +75,7 @@ def compute_value_and_gradient(table: Table, loss: str, coef: Array, intercept: 
 def compute_curvature(table: Table, direction: Array, shift: float) -> Array:
     """Xᵀ (X v + shift) and Σ (X v + shift) over my rows, for the largest eigenvalue."""
     by_coef, by_intercept = np.zeros(direction.shape), 0.0
-    for block in table.blocks():
+    for block in table.read_blocks():
         score = np.asarray(block.x @ direction) + shift
         if block.weight is not None:
             score = score * block.weight

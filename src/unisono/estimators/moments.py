@@ -66,7 +66,7 @@ def peek(table: Table) -> Array:
     """
     width = table.columns + table.targets
     out = np.zeros(width + 1)
-    for block in table.blocks():
+    for block in table.read_blocks():
         if len(block.y) and is_finite(block):
             x = np.zeros(table.columns) if is_sparse(block.x) else block.x[:4096].mean(axis=0)
             out[:-1] = np.concatenate([x, block.y[:4096].mean(axis=0)])
@@ -84,7 +84,7 @@ def sum_products(table: Table, shift: Array) -> tuple[int, int, float, Array, Ar
     count, total = 0, np.zeros((width + 1, width + 1))
     scratch = np.empty((0, width + 1))
     with np.errstate(all="ignore"):
-        for block in table.blocks():
+        for block in table.read_blocks():
             count += len(block.y)
             if is_sparse(block.x):
                 _add_sparse(block, shift, total)
@@ -107,13 +107,13 @@ def _add_sparse(block: Block, shift: Array, total: Array) -> None:
     if block.weight is not None:
         x, weighted = block.x.multiply(block.weight[:, None]).tocsr(), rest * block.weight[:, None]
     cross = np.asarray(block.x.T @ weighted)
-    total[:d, :d] += _dense(block.x.T @ x)
+    total[:d, :d] += _make_dense(block.x.T @ x)
     total[:d, d:] += cross
     total[d:, :d] += cross.T
     total[d:, d:] += rest.T @ weighted
 
 
-def _dense(x: Any) -> Array:
+def _make_dense(x: Any) -> Array:
     return np.asarray(x.toarray() if is_sparse(x) else x, dtype=np.float64)
 
 
@@ -144,15 +144,15 @@ def minimise(moments: Moments, columns: int, *, l1: float, l2: float, tol: float
     target = np.where(used[:, None], cross / scale[:, None], 0.0)
     iterations = 1
     if l1:
-        v, iterations = _lasso(scaled, target, l1 / scale, l2 / scale**2, tol, max_iter)
+        v, iterations = _solve_lasso(scaled, target, l1 / scale, l2 / scale**2, tol, max_iter)
         condition, rank = float("nan"), int(used.sum())
     else:
-        v, condition, rank = _ridge(scaled, target, scale, l2)
+        v, condition, rank = _solve_ridge(scaled, target, scale, l2)
     coef = v / scale[:, None]
     return Solution(coef, moments.mean[columns:] - moments.mean[:columns] @ coef, condition, rank, iterations)
 
 
-def _ridge(gram: Array, target: Array, scale: Array, l2: float) -> tuple[Array, float, int]:
+def _solve_ridge(gram: Array, target: Array, scale: Array, l2: float) -> tuple[Array, float, int]:
     values, vectors = np.linalg.eigh(gram + np.diag(l2 / scale**2))
     largest = float(values[-1]) if len(values) else 0.0
     kept = values > largest * len(values) * np.finfo(np.float64).eps * 4
@@ -170,7 +170,7 @@ def _ridge(gram: Array, target: Array, scale: Array, l2: float) -> tuple[Array, 
     return v, condition, rank
 
 
-def _lasso(gram: Array, target: Array, l1: Array, l2: Array, tol: float, max_iter: int) -> tuple[Array, int]:
+def _solve_lasso(gram: Array, target: Array, l1: Array, l2: Array, tol: float, max_iter: int) -> tuple[Array, int]:
     """Coordinate descent on the quadratic, one coordinate after the other; no rows are needed."""
     v = np.zeros_like(target)
     left = target.copy()  # target - gram v

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
+from unisono.data.tables import TablePart
 from unisono.map_reduce.worker_data import find_bounds
 
 __all__ = [
@@ -35,6 +36,7 @@ class Block(NamedTuple):
     where: Callable[[int], str]  # names the place of a row, for errors
 
 
+@runtime_checkable
 class Table(Protocol):
     """What a worker maps: its rows, as often as asked."""
 
@@ -43,10 +45,10 @@ class Table(Protocol):
     targets: int
     rows: int  # of a stream: those of the last whole pass
 
-    def blocks(self) -> Iterator[Block]:
+    def read_blocks(self) -> Iterator[Block]:
         """All rows, in blocks of some rows each."""
 
-    def batch(self, index: int, of: int) -> Table:
+    def take_batch(self, index: int, of: int) -> Table:
         """Part `index` of so many of my rows."""
 
 
@@ -77,10 +79,10 @@ class ArrayTable:
         self.names, self.columns, self.targets = rows.names, int(rows.x.shape[1]), int(rows.y.shape[1])
         self.rows = int(rows.x.shape[0])
 
-    def batch(self, index: int, of: int) -> ArrayTable:
+    def take_batch(self, index: int, of: int) -> ArrayTable:
         return ArrayTable(self._rows.part(index, of))
 
-    def blocks(self) -> Iterator[Block]:
+    def read_blocks(self) -> Iterator[Block]:
         x, y, weight, _, first = self._rows
         total = x.shape[0]
         each = total if is_sparse(x) else max(64, BLOCK_BYTES // (8 * max(1, self.columns)))
@@ -100,9 +102,9 @@ def make_table(data: Any, target: str | None = None) -> Table:
     table, whose column `target` is to be learned."""
     if isinstance(data, Rows):
         return ArrayTable(data)
-    if hasattr(data, "blocks"):
-        return data  # type: ignore[no-any-return]
-    if isinstance(getattr(data, "columns", None), dict):
+    if isinstance(data, Table):
+        return data
+    if isinstance(data, TablePart):
         return _make_from_columns(data.columns, target)
     x, y, *rest = data
     x = x if is_sparse(x) else np.asarray(x, dtype=np.float64)

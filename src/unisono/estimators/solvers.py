@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["SolverResult", "accelerated", "gradient_descent", "lbfgs"]
+__all__ = ["SolverResult", "descend", "descend_accelerated", "run_lbfgs"]
 
 Array = npt.NDArray[np.float64]
 SmoothFunction = Callable[[Array], tuple[float, Array]]
@@ -27,7 +27,7 @@ class SolverResult:
     converged: bool
 
 
-def gradient_descent(
+def descend(
     smooth: SmoothFunction, start: Array, *, l1: Array, step: float, tol: float, max_iter: int, accelerate: bool = False
 ) -> SolverResult:
     """x ← prox(x - step ∇f(x)), where prox shrinks by step · l1; stops when that moves x by less than `tol`
@@ -62,15 +62,15 @@ def gradient_descent(
     return SolverResult(x, value, max_iter, False)
 
 
-def accelerated(
+def descend_accelerated(
     smooth: SmoothFunction, start: Array, *, l1: Array, step: float, tol: float, max_iter: int
 ) -> SolverResult:
-    """`gradient_descent` with momentum."""
-    return gradient_descent(smooth, start, l1=l1, step=step, tol=tol, max_iter=max_iter, accelerate=True)
+    """`descend` with momentum."""
+    return descend(smooth, start, l1=l1, step=step, tol=tol, max_iter=max_iter, accelerate=True)
 
 
-def lbfgs(smooth: SmoothFunction, start: Array, *, tol: float, max_iter: int) -> SolverResult:
-    """Limited-memory BFGS (scipy's) on the gradients of all workers; stops as `gradient_descent` does."""
+def run_lbfgs(smooth: SmoothFunction, start: Array, *, tol: float, max_iter: int) -> SolverResult:
+    """Limited-memory BFGS (scipy's) on the gradients of all workers; stops as `descend` does."""
     from scipy.optimize import minimize
 
     _, gradient = smooth(start)

@@ -96,7 +96,7 @@ def _make_batches(table: Table, steps: int, labels: Any) -> Iterator[tuple[Tenso
     borders = [table.rows * (i + 1) // steps for i in range(steps)]
     held: list[tuple[Any, ...]] = []
     done = 0
-    for x, y, weight, _ in table.blocks():
+    for x, y, weight, _ in table.read_blocks():
         dense = x.toarray() if is_sparse(x) else x
         codes = y if labels is None else np.searchsorted(labels, y).astype(np.float64)
         rows = np.ones(len(y)) if weight is None else weight

@@ -39,7 +39,7 @@ from measure import finish, interleaved
 
 import unisono as un
 from unisono.boost import Forest, LightGBM, XGBoost
-from unisono.boost.address import reserved_port
+from unisono.boost.network_address import reserve_port
 from unisono.map_reduce.worker_data import open_shared, share_arrays, split
 
 Rows = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
@@ -86,7 +86,7 @@ def ranked(kind: Any, rows: Rows, rounds: int, world: Any) -> None:
         return
     import lightgbm
 
-    with reserved_port() as (port, held):
+    with reserve_port() as (port, held):
         machines = world.gather_objects(f"127.0.0.1:{port}")
         held.close()
         params = {"objective": "binary", "num_threads": 1, "verbosity": -1, "tree_learner": "data", "num_machines": 2}
@@ -168,8 +168,8 @@ def forests(world: Any, train: Rows, trees: int, repeats: int) -> dict[str, floa
 
     import xgboost
 
-    from unisono.boost.working import fit_in_world
-    from unisono.estimators.table import Rows as Table
+    from unisono.boost.boosting_worker import fit_in_world
+    from unisono.estimators.row_blocks import Rows as Table
     from unisono.world import World
 
     model = Forest(task="classification", n_estimators=trees)

@@ -41,7 +41,7 @@ from measure import finish, interleaved
 
 import unisono as un
 from unisono.estimators import LeastSquares
-from unisono.estimators.table import BLOCK_BYTES
+from unisono.estimators.row_blocks import BLOCK_BYTES
 from unisono.map_reduce import mapreduce
 from unisono.map_reduce.worker_data import open_shared, share_arrays, split
 
@@ -63,9 +63,9 @@ def made(rows: int, columns: int) -> Rows:
 
 def in_workers(sent: Any, repeats: int) -> dict[str, Any]:
     """Seconds of fits by a standing world, and of a gradient round."""
-    from unisono.estimators.losses import value_and_gradient
-    from unisono.estimators.report import measured_speedup
-    from unisono.estimators.table import ArrayTable, Rows
+    from unisono.estimators.fit_report import measure_speedup
+    from unisono.estimators.losses import compute_value_and_gradient
+    from unisono.estimators.row_blocks import ArrayTable, Rows
 
     world = un.join("cpu")
     x, y = split(open_shared(sent), world.rank, world.size)
@@ -82,11 +82,13 @@ def in_workers(sent: Any, repeats: int) -> dict[str, Any]:
     def work(fraction: float) -> Any:
         import torch
 
-        return torch.from_numpy(value_and_gradient(table, "squares", np.zeros((x.shape[1], 1)), np.zeros(1), fraction))
+        return torch.from_numpy(
+            compute_value_and_gradient(table, "squares", np.zeros((x.shape[1], 1)), np.zeros(1), fraction)
+        )
 
     speedups: dict[str, list[float]] = {"ours": [], "ceiling": [], "in_cache": []}
     for _ in range(2 * repeats + 1):
-        speedups["ours"].append(measured_speedup(work, world, budget_s=1e9)[2])
+        speedups["ours"].append(measure_speedup(work, world, budget_s=1e9)[2])
         speedups["ceiling"].append(ceiling(partial(products, x, y), world))
         speedups["in_cache"].append(ceiling(partial(products, x, y, same=True), world))
     report = descended.report_
@@ -115,7 +117,7 @@ def products(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], *, same: bool = F
 def ceiling(work: Any, world: Any, repeats: int = 3) -> float:
     """Seconds of a worker that does the work twice, alone, over those of two that do it once each at the same time.
 
-    The best of a few, as in `measured_speedup`.
+    The best of a few, as in `measure_speedup`.
     """
 
     def slowest_s(times: int) -> float:

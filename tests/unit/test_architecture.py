@@ -260,16 +260,6 @@ def test_all_lists_only_what_exists(name: str) -> None:
         assert hasattr(module, public), f"{name}.__all__ names {public}"
 
 
-def test_the_public_names_are_complete_and_documented() -> None:
-    import unisono as un
-
-    wanted = {"join", "World", "parallel", "shard", "save", "load", "launch", "Trainer"}
-    assert wanted <= set(un.__all__)
-    for name in un.__all__:
-        value = getattr(un, name)
-        assert not callable(value) or value.__doc__, f"un.{name} has no docstring"
-
-
 def test_no_module_hides_a_public_name() -> None:
     """`import unisono.memory` would put a module where `un.memory` is a function."""
     import unisono as un

@@ -11,8 +11,8 @@ import scipy.sparse
 lightgbm = pytest.importorskip("lightgbm", reason="pip install 'unisono[boost]'")
 
 from unisono.boost import LightGBM  # noqa: E402
-from unisono.boost.lgbm_bins import sampled  # noqa: E402
-from unisono.boost.rows import Shard  # noqa: E402
+from unisono.boost.lgbm_bins import sample_columns  # noqa: E402
+from unisono.boost.rank_rows import RankRows  # noqa: E402
 from unisono.world.virtual import run_threads  # noqa: E402
 
 SMALL = {"n_estimators": 10, "n_jobs": 1}
@@ -61,7 +61,7 @@ def test_a_sample_of_all_rows_is_every_rows_values_in_order(form, dtype):
 
     def rank(world):
         mine = slice(0, 20) if world.rank == 0 else slice(20, 50)
-        return sampled(Shard(form(x[mine]), y[mine], None, None, str), 200, world)
+        return sample_columns(RankRows(form(x[mine]), y[mine], None, None, str), 200, world)
 
     for columns, sample, total in run_threads(rank, 2):
         assert (sample, total) == (50, 50)
@@ -76,7 +76,7 @@ def test_a_sample_of_some_rows_has_each_ranks_share():
 
     def rank(world):
         mine = slice(0, 250) if world.rank == 0 else slice(250, 1000)
-        return sampled(Shard(x[mine], y[mine], None, None, str), 100, world)
+        return sample_columns(RankRows(x[mine], y[mine], None, None, str), 100, world)
 
     for [(values, rows)], sample, total in run_threads(rank, 2):
         assert (sample, total, rows.tolist()) == (100, 1000, list(range(100)))

@@ -10,7 +10,7 @@ lightgbm = pytest.importorskip("lightgbm", reason="pip install 'unisono[boost]'"
 
 from unisono.boost import Bagged, Forest  # noqa: E402
 from unisono.boost.ensembles import FOREST  # noqa: E402
-from unisono.boost.task import library_of  # noqa: E402
+from unisono.boost.library import find_library  # noqa: E402
 from unisono.world.virtual import run_threads  # noqa: E402
 
 LIBRARIES = pytest.mark.parametrize("library", ["xgboost", "lightgbm"])
@@ -122,7 +122,7 @@ def test_the_merged_model_is_one_file_of_the_plain_library(kind, library, tmp_pa
         shares = loaded.predict(x, pred_contrib=True)
         assert loaded.num_trees() == (5 if kind is Forest else 20)
     np.testing.assert_allclose(shares.sum(1), model.predict(x), rtol=1e-4, atol=1e-3)
-    assert library_of(library).load(path.read_bytes()) is not None
+    assert find_library(library).load(path.read_bytes()) is not None
 
 
 @KINDS

@@ -10,7 +10,7 @@ from sklearn.base import clone
 
 import unisono as un
 from unisono.estimators import Files, LeastSquares, LogisticRegression
-from unisono.estimators.formats import format_of
+from unisono.estimators.formats import find_format
 
 NAMES = ["size", "rooms", "price"]
 
@@ -50,8 +50,8 @@ EACH = pytest.mark.parametrize(("ending", "write"), FORMATS, ids=["csv", "npy", 
 
 
 def rows_of(plan, size):
-    blocks = [block for rank in range(size) for block in plan.part(rank, size).blocks()]
-    return np.concatenate([np.column_stack([block.x, block.y]) for block in blocks])
+    read_blocks = [block for rank in range(size) for block in plan.part(rank, size).read_blocks()]
+    return np.concatenate([np.column_stack([block.x, block.y]) for block in read_blocks])
 
 
 @EACH
@@ -62,7 +62,7 @@ def test_every_row_comes_once_whatever_the_pieces(tmp_path, ending, write, size,
     write(tmp_path / f"part-0.{ending}", whole[:35])
     write(tmp_path / f"part-1.{ending}", whole[35:])
     target = "price" if ending != "npy" else -1
-    plan = Files(tmp_path / f"part-*.{ending}", target=target, piece_bytes=piece_bytes).planned()
+    plan = Files(tmp_path / f"part-*.{ending}", target=target, piece_bytes=piece_bytes).plan()
     np.testing.assert_allclose(rows_of(plan, size), whole, rtol=1e-6)
 
 
@@ -118,7 +118,7 @@ def test_an_fsspec_address_is_read_like_a_path():
             np.testing.assert_allclose(model.coef_, [0.5, -7.0], rtol=1e-8)
             assert model.n_rows_ == 60
         with pytest.raises(FileNotFoundError, match="memory://nowhere"):
-            Files("memory://nowhere.csv", target="price").planned()
+            Files("memory://nowhere.csv", target="price").plan()
     finally:
         system.rm("/housing", recursive=True)
 
@@ -140,23 +140,23 @@ def test_classes_weights_and_chosen_columns(tmp_path):
 def test_headers_may_be_missing_and_lines_may_end_in_any_way(tmp_path):
     whole = data()
     path = write_csv(tmp_path / "a.csv", whole, None, end="\r\n")
-    np.testing.assert_allclose(rows_of(Files(path, target=2, piece_bytes=100).planned(), 2), whole)
+    np.testing.assert_allclose(rows_of(Files(path, target=2, piece_bytes=100).plan(), 2), whole)
     path = write_csv(tmp_path / "b.csv", whole)
     (tmp_path / "b.csv").write_bytes((tmp_path / "b.csv").read_bytes().rstrip(b"\n"))
-    np.testing.assert_allclose(rows_of(Files(path, target="price", piece_bytes=100).planned(), 3), whole)
+    np.testing.assert_allclose(rows_of(Files(path, target="price", piece_bytes=100).plan(), 3), whole)
 
 
 def test_only_what_fits_is_kept_in_memory(tmp_path, monkeypatch):
     path = write_csv(tmp_path / "a.csv", data(400))
     reads = []
-    csv = format_of(path)
+    csv = find_format(path)
     real = type(csv).read
     monkeypatch.setattr(type(csv), "read", lambda self, piece, columns: reads.append(1) or real(self, piece, columns))
     for keep_bytes, expected in ((1 << 20, 1), (0, 3)):
-        table = Files(path, target="price", piece_bytes=4000, keep_bytes=keep_bytes).planned().part(0, 1)
+        table = Files(path, target="price", piece_bytes=4000, keep_bytes=keep_bytes).plan().part(0, 1)
         reads.clear()
         for _ in range(3):
-            for _ in table.blocks():
+            for _ in table.read_blocks():
                 pass
         assert len(reads) == expected * len(table.pieces)
         assert len(table.pieces) > 3
@@ -173,11 +173,11 @@ def test_a_missing_value_is_named_by_column_and_file(tmp_path, ending, write, so
     write(tmp_path / f"a.{ending}", whole[:30])
     write(tmp_path / f"b.{ending}", whole[30:])
     column = "'rooms'" if ending != "npy" else "1"
-    place = {"csv": "line 13", "npy": "row 11", "parquet": "row 11"}[ending]
+    describe_place = {"csv": "line 13", "npy": "row 11", "parquet": "row 11"}[ending]
     files = Files(tmp_path, target="price" if ending != "npy" else 2, piece_bytes=150)
 
     def fit(_):
-        with pytest.raises(ValueError, match=rf"NaN .*column {column} \(.*b\.{ending}, {place}\)"):
+        with pytest.raises(ValueError, match=rf"NaN .*column {column} \(.*b\.{ending}, {describe_place}\)"):
             LeastSquares(solver=solver).fit(files)
         return True
 

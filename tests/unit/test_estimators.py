@@ -428,9 +428,9 @@ def test_values_whose_squares_overflow_are_refused_with_what_to_do():
 def test_without_scikit_learn_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     monkeypatch.setitem(sys.modules, "sklearn.base", None)
-    monkeypatch.delitem(sys.modules, "unisono.estimators.base")
+    monkeypatch.delitem(sys.modules, "unisono.estimators.conventions")
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'unisono\[sklearn\]'"):
-        importlib.import_module("unisono.estimators.base")
+        importlib.import_module("unisono.estimators.conventions")
 
 
 def test_a_table_of_an_engine_needs_the_engine():
@@ -473,7 +473,7 @@ def test_a_fit_runs_on_an_engines_own_mapreduce(monkeypatch):
         asked.append((workers, on))
         return job.drive(Sequential(job, data, workers))
 
-    monkeypatch.setattr("unisono.estimators.base.find_native", lambda on: engine)
+    monkeypatch.setattr("unisono.estimators.linear.find_native", lambda on: engine)
     model = LeastSquares(workers=3, on="somewhere").fit(x, y)
     assert asked == [(3, "somewhere")]
     np.testing.assert_allclose(model.coef_, lstsq(x, y)[0], rtol=1e-6)

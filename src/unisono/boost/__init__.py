@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unisono.boost.ensembles import Bagged, Forest
-    from unisono.boost.estimators import LightGBM, XGBoost
+    from unisono.boost.shared_model import LightGBM, XGBoost
 
 _LAZY = {
     "Bagged": "unisono.boost.ensembles",
     "Forest": "unisono.boost.ensembles",
-    "LightGBM": "unisono.boost.estimators",
-    "XGBoost": "unisono.boost.estimators",
+    "LightGBM": "unisono.boost.shared_model",
+    "XGBoost": "unisono.boost.shared_model",
 }
 
 __all__ = ["Bagged", "Forest", "LightGBM", "XGBoost"]

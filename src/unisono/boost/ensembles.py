@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from unisono.boost.base import BoostedEstimator
-from unisono.boost.task import Task
-from unisono.estimators.table import Rows
+from unisono.boost.boosted import BoostedEstimator
+from unisono.boost.boosted_fit import fit_boosted
+from unisono.boost.library import BoostSettings
 
 __all__ = ["Bagged", "Forest"]
 
@@ -22,15 +22,11 @@ FOREST = {
 }
 
 
-class _Apart(BoostedEstimator):
-    """Members that are grown apart."""
+class _Ensemble(BoostedEstimator):
+    """Models that the workers grow apart from each other."""
 
-    def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> Any:
-        """Fit to arrays (X dense or sparse, NaN for a missing value), or to files: `fit("data/*.parquet", "price")`."""
-        return self._fit(X, y, sample_weight, None)
-
-    def _apart(self, task: Task, members: int) -> Task:
-        who = type(self).__name__
+    def _read_ensemble(self, members: int) -> BoostSettings:
+        settings, who = self.read_settings(), type(self).__name__
         if self.sample not in SAMPLES:
             raise ValueError(f"{who}: got sample={self.sample!r}; expected one of {', '.join(map(repr, SAMPLES))}")
         if isinstance(self.random_state, bool) or not isinstance(self.random_state, int | np.integer):
@@ -39,18 +35,10 @@ class _Apart(BoostedEstimator):
             raise ValueError(f"{who}: got random_state={self.random_state}; expected a whole number from 0 up")
         if self.sample == "bootstrap" and self.own_rows:
             raise ValueError(f'{who}: with own_rows=True no rank sees all rows: use sample="shard"')
-        return replace(task, members=members, shards=self.sample == "shard", seed=int(self.random_state))
-
-    def _source(self, task: Task, X: Any, y: Any, sample_weight: Any) -> Any:
-        source, task, classes = super()._source(task, X, y, sample_weight)
-        if self.sample == "bootstrap" and not isinstance(source, Rows) and not hasattr(source, "pieces"):
-            raise ValueError('no worker sees all rows of a table that lies in an engine: use sample="shard"')
-        if task.members < (self.workers or 1):
-            raise ValueError(f"got {task.members} models to grow on {self.workers} workers: expected at least one each")
-        return source, task, classes
+        return replace(settings, members=members, shards=self.sample == "shard", seed=int(self.random_state))
 
 
-class Forest(_Apart):
+class Forest(_Ensemble):
     """A random forest: each worker grows its own trees, and the trees are merged into one model.
 
     Every tree sees a bootstrap, as many rows as there are, drawn with repetition. Nothing is exchanged while trees
@@ -87,15 +75,17 @@ class Forest(_Apart):
         self.task, self.n_estimators, self.library, self.sample = task, n_estimators, library, sample
         self.random_state, self.timeout_s = random_state, timeout_s
         self.workers, self.on, self.own_rows = workers, on, own_rows
-        self._keep(params)
+        self.keep_library_params(params)
 
-    def _settings(self) -> Task:
-        task = super()._settings()
-        params = {**FOREST[task.library], **task.params}
-        return replace(self._apart(task, self.n_estimators), rounds=1, params=params)
+    def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> Forest:
+        """Fit to arrays (X dense or sparse, NaN for a missing value), or to files: `fit("data/*.parquet", "price")`."""
+        settings = self._read_ensemble(self.n_estimators)
+        params = {**FOREST[settings.library], **settings.params}
+        fit_boosted(self, replace(settings, rounds=1, params=params), X, y, sample_weight)
+        return self
 
 
-class Bagged(_Apart):
+class Bagged(_Ensemble):
     """Bagged boosting: each worker boosts its own models, each on a bootstrap, and all are merged into one model.
 
     The merged model predicts the mean of their margins. Nothing is exchanged while models grow.
@@ -125,12 +115,14 @@ class Bagged(_Apart):
         self.task, self.bags, self.n_estimators = task, bags, n_estimators
         self.library, self.sample, self.random_state, self.timeout_s = library, sample, random_state, timeout_s
         self.workers, self.on, self.own_rows = workers, on, own_rows
-        self._keep(params)
+        self.keep_library_params(params)
 
-    def _settings(self) -> Task:
+    def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> Bagged:
+        """Fit to arrays (X dense or sparse, NaN for a missing value), or to files: `fit("data/*.parquet", "price")`."""
         if isinstance(self.bags, bool) or not isinstance(self.bags, int) or self.bags < 1:
             raise ValueError(f"Bagged: got bags={self.bags!r}; expected a whole number from 1 up")
-        task = super()._settings()
-        if task.params.get("early_stopping_rounds") is not None:
+        settings = self._read_ensemble(self.bags)
+        if settings.params.get("early_stopping_rounds") is not None:
             raise ValueError("Bagged: the models that are merged have equal rounds: leave early_stopping_rounds away")
-        return self._apart(task, self.bags)
+        fit_boosted(self, settings, X, y, sample_weight)
+        return self

@@ -15,27 +15,28 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from unisono.boost.rows import Shard
-from unisono.boost.task import Later
-from unisono.estimators.table import is_sparse
+from unisono.boost.library import LazyModule
+from unisono.boost.rank_rows import RankRows
+from unisono.estimators.row_blocks import is_sparse
 from unisono.world import World
 
-__all__ = ["Columns", "bins_of", "connected", "sampled"]
+__all__ = ["Columns", "connect", "find_bins", "sample_columns"]
 
 SAMPLE_ROWS = 200_000  # LightGBM's own bin_construct_sample_cnt
 SAMPLE_BYTES = 256 << 20
 ZERO = 1e-35  # what LightGBM takes for zero, which it leaves out of samples
 Columns = list[tuple[npt.NDArray[np.float64], npt.NDArray[np.int32]]]  # a column's values that are not 0, their rows
 
-basic: Any = Later("lightgbm.basic")
-lightgbm: Any = Later("lightgbm")
+basic: Any = LazyModule("lightgbm.basic")
+lightgbm: Any = LazyModule("lightgbm")
 
 
 @contextmanager
-def connected(machines: Sequence[str], port: int, *, wait_minutes: int, params: dict[str, Any]) -> Iterator[None]:
+def connect(machines: Sequence[str], port: int, *, wait_minutes: int, params: dict[str, Any]) -> Iterator[None]:
     """The network of this thread, between ranks in the order of `machines`."""
-    told = ctypes.c_int(0)  # a call that reads the parameters: this thread is then as silent as they say
-    _call("LGBM_GetSampleCount", ctypes.c_int32(1), _text({"verbosity": params["verbosity"]}), ctypes.byref(told))
+    count = ctypes.c_int(0)  # a call that reads the parameters: this thread is then as silent as they say
+    verbosity = _format_params({"verbosity": params["verbosity"]})
+    _call("LGBM_GetSampleCount", ctypes.c_int32(1), verbosity, ctypes.byref(count))
     _call(
         "LGBM_NetworkInit",
         ctypes.c_char_p(",".join(machines).encode()),
@@ -49,23 +50,23 @@ def connected(machines: Sequence[str], port: int, *, wait_minutes: int, params: 
         _call("LGBM_NetworkFree")
 
 
-def sampled(shard: Shard, wanted: int, world: World) -> tuple[Columns, int, int]:
+def sample_columns(data: RankRows, wanted: int, world: World) -> tuple[Columns, int, int]:
     """Rows of all ranks, in their order, as many as one process would look at; how many these are, and how many rows
     there are in all."""
-    rows = world.gather_objects(shard.rows)
-    bytes_a_row = max(1, (shard.x.data.nbytes if is_sparse(shard.x) else shard.x.nbytes) // shard.rows)
+    rows = world.gather_objects(data.rows)
+    bytes_a_row = max(1, (data.x.data.nbytes if is_sparse(data.x) else data.x.nbytes) // data.rows)
     bytes_a_row = max(world.gather_objects(bytes_a_row))
     total, wanted = sum(rows), min(wanted, max(10_000, SAMPLE_BYTES // bytes_a_row))
     counts = [each if total <= wanted else max(1, wanted * each // total) for each in rows]
-    mine = shard.x
+    mine = data.x
     if total > wanted:
-        chosen = np.random.default_rng([1, world.rank]).choice(shard.rows, counts[world.rank], replace=False)
-        mine = shard.x[np.sort(chosen)]
-    parts = _gathered_sparse(mine, world) if is_sparse(mine) else _gathered(mine, world)
+        chosen = np.random.default_rng([1, world.rank]).choice(data.rows, counts[world.rank], replace=False)
+        mine = data.x[np.sort(chosen)]
+    parts = _gather_sparse(mine, world) if is_sparse(mine) else _gather_dense(mine, world)
     return parts, sum(counts), total
 
 
-def _gathered(mine: Any, world: World) -> Columns:
+def _gather_dense(mine: Any, world: World) -> Columns:
     columns = mine.shape[1]
     lines = np.array(mine.T, order="C")  # a copy: a mapped array may not be written, which torch would warn of
     every = world.all_gather(torch.from_numpy(lines).view(-1)).wait()
@@ -73,11 +74,11 @@ def _gathered(mine: Any, world: World) -> Columns:
     found: Columns = []
     for column in range(columns):
         values = np.concatenate([part[column] for part in parts], dtype=np.float64)
-        found.append(_without_zeros(values, np.arange(len(values), dtype=np.int32)))
+        found.append(_drop_zeros(values, np.arange(len(values), dtype=np.int32)))
     return found
 
 
-def _gathered_sparse(mine: Any, world: World) -> Columns:
+def _gather_sparse(mine: Any, world: World) -> Columns:
     import scipy.sparse
 
     shape = (-1, mine.shape[1])
@@ -88,17 +89,17 @@ def _gathered_sparse(mine: Any, world: World) -> Columns:
     ).tocsc()
     whole.sort_indices()
     borders = zip(whole.indptr[:-1], whole.indptr[1:], strict=True)
-    return [_without_zeros(whole.data[a:b].astype(np.float64), whole.indices[a:b].astype(np.int32)) for a, b in borders]
+    return [_drop_zeros(whole.data[a:b].astype(np.float64), whole.indices[a:b].astype(np.int32)) for a, b in borders]
 
 
-def _without_zeros(
+def _drop_zeros(
     values: npt.NDArray[np.float64], rows: npt.NDArray[np.int32]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int32]]:
     kept = ~(np.abs(values) <= ZERO)  # NaN is kept
     return (values, rows) if kept.all() else (values[kept], rows[kept])
 
 
-def bins_of(
+def find_bins(
     columns: Columns, sample_rows: int, total_rows: int, params: dict[str, Any], categories: Sequence[int]
 ) -> Any:
     """A Dataset without rows, for reference: LightGBM finds the bins, in a network each rank those of some features."""
@@ -116,14 +117,14 @@ def bins_of(
         ctypes.c_int32(sample_rows),
         ctypes.c_int32(1),
         ctypes.c_int64(total_rows),
-        _text({**params, "categorical_column": list(categories)} if categories else params),
+        _format_params({**params, "categorical_column": list(categories)} if categories else params),
         ctypes.byref(handle),
     )
     made._handle = handle
     return made
 
 
-def _text(params: dict[str, Any]) -> ctypes.c_char_p:
+def _format_params(params: dict[str, Any]) -> ctypes.c_char_p:
     return ctypes.c_char_p(basic._param_dict_to_str(params).encode())
 
 

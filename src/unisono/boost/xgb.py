@@ -14,16 +14,25 @@ from typing import Any
 
 import numpy as np
 
-from unisono.boost.address import own_address
-from unisono.boost.rows import Shard
-from unisono.boost.task import Boosted, Evals, Later, Task
-from unisono.boost.watch import watched
+from unisono.boost.library import BoostSettings, EvalSets, LazyModule, TrainedModel
+from unisono.boost.network_address import find_own_address
+from unisono.boost.rank_rows import RankRows
+from unisono.boost.supervision import run_supervised
 from unisono.world import World
 
-__all__ = ["check", "importances", "load", "member_trainer", "merged", "predict", "saved_endings", "train"]
+__all__ = [
+    "SAVED_ENDINGS",
+    "check",
+    "compute_importances",
+    "load",
+    "make_member_trainer",
+    "merge_models",
+    "predict",
+    "train",
+]
 
-xgboost: Any = Later("xgboost")
-saved_endings = (".json", ".ubj")
+xgboost: Any = LazyModule("xgboost")
+SAVED_ENDINGS = (".json", ".ubj")
 _OURS = ("early_stopping_rounds", "missing", "enable_categorical", "feature_types", "importance_type")
 _TRACKER_S = 0.005  # it is ready by then, and looks whether it is only every 0.1 s
 _WAIT_S = 1800  # of its collective: who is alive is watched beside it
@@ -32,37 +41,37 @@ _WAIT_S = 1800  # of its collective: who is alive is watched beside it
 # Settings -------------------------------------------------------------------------------------------------------------
 
 
-def params_of(task: Task) -> dict[str, Any]:
+def _make_params(settings: BoostSettings) -> dict[str, Any]:
     """The settings in XGBoost's own names."""
-    params = {k: v for k, v in task.params.items() if v is not None and k not in _OURS}
-    if task.classification:
-        several = (task.classes or 2) > 2
+    params = {k: v for k, v in settings.params.items() if v is not None and k not in _OURS}
+    if settings.classification:
+        several = (settings.classes or 2) > 2
         objective = params.setdefault("objective", "multi:softprob" if several else "binary:logistic")
         if objective == "multi:softmax":  # its model is the same; its output is too little for predict_proba
             params["objective"] = "multi:softprob"
         if several:
-            params["num_class"] = task.classes
+            params["num_class"] = settings.classes
     else:
         params.setdefault("objective", "reg:squarederror")
     return params
 
 
-def check(task: Task, x: Any, y: Any) -> None:
+def check(settings: BoostSettings, x: Any, y: Any) -> None:
     """ValueError for settings that XGBoost does not know or take, from a few rows."""
-    if task.params.get("callbacks") is not None or callable(task.params.get("objective")):
+    if settings.params.get("callbacks") is not None or callable(settings.params.get("objective")):
         raise ValueError("XGBoost: callbacks and objectives that are functions cannot be sent; name an objective")
-    if task.params.get("tree_method") == "exact" or task.params.get("booster", "gbtree") == "gblinear":
+    if settings.params.get("tree_method") == "exact" or settings.params.get("booster", "gbtree") == "gblinear":
         raise ValueError(
             'XGBoost: tree_method="exact" and booster="gblinear" sum no histograms: use tree_method="hist"'
         )
-    params = params_of(task)
+    params = _make_params(settings)
 
     def configure() -> None:
-        rows = xgboost.DMatrix(x, y, **_matrix_options(task, None))
+        rows = xgboost.DMatrix(x, y, **_make_matrix_options(settings, None))
         xgboost.Booster(params, [rows]).save_config()
 
     try:
-        _, said = _listening(configure)
+        _, said = _run_and_listen(configure)
     except (xgboost.core.XGBoostError, TypeError) as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         raise ValueError(f"XGBoost refuses its settings: {lines[0]}") from error
@@ -71,7 +80,7 @@ def check(task: Task, x: Any, y: Any) -> None:
         raise ValueError(f"XGBoost does not know, or here does not use, {', '.join(unknown)}: is it spelled right?")
 
 
-def _listening(fn: Callable[[], Any]) -> tuple[Any, list[str]]:
+def _run_and_listen(fn: Callable[[], Any]) -> tuple[Any, list[str]]:
     """Run `fn` in a thread whose messages from XGBoost are kept: its messages go by thread."""
     found: list[Any] = []
     said: list[str] = []
@@ -112,13 +121,13 @@ _kept: list[Any] = []
 # Training -------------------------------------------------------------------------------------------------------------
 
 
-def train(task: Task, shard: Shard, world: World, evals: Evals) -> Boosted:
+def train(settings: BoostSettings, data: RankRows, world: World, evals: EvalSets) -> TrainedModel:
     """One model of all ranks' rows, the same on every rank."""
     if world.size == 1:
-        return _train(task, shard, evals)
+        return _train(settings, data, evals)
     tracker, address = None, {}
     if world.rank == 0:
-        options = {"host_ip": own_address(world), "sortby": "task", "timeout": max(1, round(task.timeout_s))}
+        options = {"host_ip": find_own_address(world), "sortby": "task", "timeout": max(1, round(settings.timeout_s))}
         tracker = xgboost.tracker.RabitTracker(n_workers=world.size, **options)
         tracker.start()
         time.sleep(_TRACKER_S)
@@ -126,67 +135,68 @@ def train(task: Task, shard: Shard, world: World, evals: Evals) -> Boosted:
     address = world.broadcast_object(address)
     said: list[str] = []
 
-    def run() -> Boosted:
+    def run() -> TrainedModel:
         # Ranks are given by the order of the task's names.
-        mine = {"dmlc_task_id": f"{world.rank:08d}", "dmlc_timeout": max(_WAIT_S, round(task.timeout_s))}
+        mine = {"dmlc_task_id": f"{world.rank:08d}", "dmlc_timeout": max(_WAIT_S, round(settings.timeout_s))}
         with _Messages(said), xgboost.collective.CommunicatorContext(**address, **mine):
             if xgboost.collective.get_rank() != world.rank:
                 raise RuntimeError(f"rank {world.rank} is rank {xgboost.collective.get_rank()} for XGBoost")
-            return _train(task, shard, evals)
+            return _train(settings, data, evals)
 
     try:
-        found = watched(run, world, timeout_s=task.timeout_s)
+        found = run_supervised(run, world, timeout_s=settings.timeout_s)
     except BaseException:
         if tracker is not None:
-            threading.Thread(target=_freed, args=(tracker,), daemon=True).start()
+            threading.Thread(target=_free, args=(tracker,), daemon=True).start()
         raise
     if tracker is not None:
-        tracker.wait_for(max(1, round(task.timeout_s)))
+        tracker.wait_for(max(1, round(settings.timeout_s)))
     return found
 
 
-def _freed(tracker: Any) -> None:
+def _free(tracker: Any) -> None:
     """Let go of a tracker after a failure: it waits for its workers, of which one may be gone, and then complains."""
     with contextlib.suppress(ValueError):
         tracker.free()
 
 
-def _train(task: Task, shard: Shard, evals: Evals) -> Boosted:
-    params, history = params_of(task), dict[str, dict[str, list[float]]]()
-    rows = _matrix(task, shard, params)
+def _train(settings: BoostSettings, data: RankRows, evals: EvalSets) -> TrainedModel:
+    params, history = _make_params(settings), dict[str, dict[str, list[float]]]()
+    rows = _make_matrix(settings, data, params)
+    options = _make_matrix_options(settings, data.names)
     if isinstance(rows, xgboost.QuantileDMatrix):
-        others = [xgboost.QuantileDMatrix(x, y, ref=rows, **_matrix_options(task, shard.names)) for x, y in evals]
+        others = [xgboost.QuantileDMatrix(x, y, ref=rows, **options) for x, y in evals]
     else:
-        others = [xgboost.DMatrix(x, y, **_matrix_options(task, shard.names)) for x, y in evals]
+        others = [xgboost.DMatrix(x, y, **options) for x, y in evals]
     model = xgboost.train(
         params,
         rows,
-        task.rounds,
+        settings.rounds,
         evals=[(each, f"validation_{i}") for i, each in enumerate(others)],
         evals_result=history,
-        early_stopping_rounds=task.params.get("early_stopping_rounds"),
+        early_stopping_rounds=settings.params.get("early_stopping_rounds"),
         verbose_eval=False,
     )
-    return Boosted(
+    return TrainedModel(
         bytes(model.save_raw("ubj")), {k: {m: list(v) for m, v in each.items()} for k, each in history.items()}
     )
 
 
-def _matrix(task: Task, shard: Shard, params: dict[str, Any]) -> Any:
-    options = _matrix_options(task, shard.names)
-    weight = None if shard.weight is None else np.asarray(shard.weight, dtype=np.float32)
+def _make_matrix(settings: BoostSettings, data: RankRows, params: dict[str, Any]) -> Any:
+    options = _make_matrix_options(settings, data.names)
+    weight = None if data.weight is None else np.asarray(data.weight, dtype=np.float32)
     if params.get("tree_method", "hist") in ("hist", "auto"):
-        return xgboost.QuantileDMatrix(shard.x, shard.y, weight=weight, max_bin=params.get("max_bin"), **options)
-    return xgboost.DMatrix(shard.x, shard.y, weight=weight, **options)
+        return xgboost.QuantileDMatrix(data.x, data.y, weight=weight, max_bin=params.get("max_bin"), **options)
+    return xgboost.DMatrix(data.x, data.y, weight=weight, **options)
 
 
-def _matrix_options(task: Task, names: Sequence[str] | None) -> dict[str, Any]:
+def _make_matrix_options(settings: BoostSettings, names: Sequence[str] | None) -> dict[str, Any]:
     return {
-        "missing": task.params.get("missing", np.nan),
+        "missing": settings.params.get("missing", np.nan),
         "feature_names": None if names is None else list(names),
-        "feature_types": task.params.get("feature_types"),
-        "enable_categorical": bool(task.params.get("enable_categorical", False)),
-        "nthread": task.params.get("n_jobs", task.params.get("nthread")),
+        "feature_types": settings.params.get("feature_types"),
+        "enable_categorical": bool(settings.params.get("enable_categorical", False)),
+        "nthread": settings.params.get("n_jobs", settings.params.get("nthread")),
     }
 
 
@@ -211,7 +221,7 @@ def predict(booster: Any, x: Any, params: dict[str, Any]) -> Any:
     return booster.predict(rows, iteration_range=(0, int(best) + 1) if best is not None else (0, 0))
 
 
-def importances(booster: Any, columns: int) -> Any:
+def compute_importances(booster: Any, columns: int) -> Any:
     """The gain of each column."""
     names = booster.feature_names or [f"f{i}" for i in range(columns)]
     gains = booster.get_score(importance_type="gain")
@@ -221,27 +231,27 @@ def importances(booster: Any, columns: int) -> Any:
 # Models that are grown apart ------------------------------------------------------------------------------------------
 
 
-def member_trainer(task: Task, shard: Shard, mean: float) -> Callable[[int, Any], bytes]:
+def make_member_trainer(settings: BoostSettings, data: RankRows, mean: float) -> Callable[[int, Any], bytes]:
     """A function of a member's number and its rows' counts that trains it; the rows are cut into bins once."""
-    params = params_of(task)
+    params = _make_params(settings)
     # All members start from the same value: their sum counts it once.
-    params.setdefault("base_score", 0.5 if (task.classes or 0) > 2 else mean)
-    plain = Shard(shard.x, shard.y, None, shard.names, shard.where)
-    rows = _matrix(task, plain, params)
+    params.setdefault("base_score", 0.5 if (settings.classes or 0) > 2 else mean)
+    plain = RankRows(data.x, data.y, None, data.names, data.where)
+    rows = _make_matrix(settings, plain, params)
 
     def grow(number: int, counts: Any) -> bytes:
-        weight = counts if shard.weight is None else counts * shard.weight
+        weight = counts if data.weight is None else counts * data.weight
         rows.set_weight(np.asarray(weight, dtype=np.float32))
-        model = xgboost.train({**params, "seed": task.seed + number}, rows, task.rounds, verbose_eval=False)
+        model = xgboost.train({**params, "seed": settings.seed + number}, rows, settings.rounds, verbose_eval=False)
         return bytes(model.save_raw("json"))
 
     return grow
 
 
-def merged(models: Sequence[bytes]) -> bytes:
+def merge_models(models: Sequence[bytes]) -> bytes:
     """One model that predicts the mean of the models' margins: their trees side by side, leaves divided by how many."""
     whole, *others = [json.loads(model) for model in models]
-    parts = [_trees(each) for each in (whole, *others)]
+    parts = [_find_trees(each) for each in (whole, *others)]
     rounds = {len(part["iteration_indptr"]) for part in parts}
     starts = {json.dumps(each["learner"]["learner_model_param"]) for each in (whole, *others)}
     if len(rounds) > 1 or len(starts) > 1:
@@ -252,19 +262,19 @@ def merged(models: Sequence[bytes]) -> bytes:
     for first in range(rounds.pop() - 1):
         for part in parts:
             begin, end = part["iteration_indptr"][first : first + 2]
-            trees += [_scaled(tree, 1.0 / len(parts)) for tree in part["trees"][begin:end]]
+            trees += [_scale_leaves(tree, 1.0 / len(parts)) for tree in part["trees"][begin:end]]
             groups += part["tree_info"][begin:end]
         borders.append(len(trees))
     for number, tree in enumerate(trees):
         tree["id"] = number
-    together = _trees(whole)
+    together = _find_trees(whole)
     one = int(together["gbtree_model_param"].get("num_parallel_tree", "1"))
     together["gbtree_model_param"] |= {"num_trees": str(len(trees)), "num_parallel_tree": str(one * len(parts))}
     together |= {"trees": trees, "tree_info": groups, "iteration_indptr": borders}
     return json.dumps(whole).encode()
 
 
-def _trees(model: dict[str, Any]) -> dict[str, Any]:
+def _find_trees(model: dict[str, Any]) -> dict[str, Any]:
     booster = model["learner"]["gradient_booster"]
     if booster["name"] != "gbtree":
         raise ValueError(f'models of booster={booster["name"]!r} cannot be merged: use booster="gbtree"')
@@ -272,7 +282,7 @@ def _trees(model: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _scaled(tree: dict[str, Any], factor: float) -> dict[str, Any]:
+def _scale_leaves(tree: dict[str, Any], factor: float) -> dict[str, Any]:
     leaf = np.array(tree["left_children"]) == -1
     values = np.array(tree["split_conditions"], dtype=np.float64)
     tree["split_conditions"] = np.where(leaf, values * factor, values).tolist()

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unisono.estimators.files import Files
+    from unisono.estimators.fit_report import FitReport
     from unisono.estimators.least_squares import LeastSquares
     from unisono.estimators.logistic import LogisticRegression
-    from unisono.estimators.report import Report
 
 _LAZY = {
     "Files": "unisono.estimators.files",
     "LeastSquares": "unisono.estimators.least_squares",
     "LogisticRegression": "unisono.estimators.logistic",
-    "Report": "unisono.estimators.report",
+    "FitReport": "unisono.estimators.fit_report",
 }
 
-__all__ = ["Files", "LeastSquares", "LogisticRegression", "Report"]
+__all__ = ["Files", "FitReport", "LeastSquares", "LogisticRegression"]
 
 
 def __getattr__(name: str) -> Any:

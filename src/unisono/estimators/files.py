@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unisono.estimators.formats import ENDINGS, Piece, format_of
-from unisono.estimators.places import listed
-from unisono.estimators.table import BLOCK_BYTES, Block
+from unisono.estimators.addresses import list_files
+from unisono.estimators.formats import ENDINGS, FilePiece, find_format
+from unisono.estimators.row_blocks import BLOCK_BYTES, Block
 
-__all__ = ["FileTable", "Files", "Plan"]
+__all__ = ["FilePlan", "FileTable", "Files"]
 
 Array = npt.NDArray[np.float64]
 KEEP_BYTES = 1 << 30
@@ -39,7 +39,7 @@ class Files:
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = Path(folder, "points.csv")
     ...     _ = path.write_text("x,y\\n1,2\\n2,4\\n3,6\\n")
-    ...     [block.y.ravel().tolist() for block in Files(path, target="y").planned().part(0, 1).blocks()]
+    ...     [block.y.ravel().tolist() for block in Files(path, target="y").plan().part(0, 1).read_blocks()]
     [[2.0, 4.0, 6.0]]
     """
 
@@ -64,32 +64,32 @@ class Files:
     def __repr__(self) -> str:
         return f"Files({self.paths!r}, target={self.target!r})"
 
-    def planned(self, *, columns: Sequence[str] | None = None) -> Plan:
+    def plan(self, *, columns: Sequence[str] | None = None) -> FilePlan:
         """Look at all files: their columns must agree. `columns`: those to learn from, where they are known."""
-        files = listed(self.paths, ENDINGS)
-        names, named = format_of(files[0]).columns(files[0])
+        files = list_files(self.paths, ENDINGS)
+        names, named = find_format(files[0]).read_columns(files[0])
         for other in files[1:]:
             _check_columns(files[0], names, named, other)
-        target = None if self.target is None else _resolved(self.target, names, files[0])
-        weight = None if self.weight is None else _resolved(self.weight, names, files[0])
+        target = None if self.target is None else _resolve_column(self.target, names, files[0])
+        weight = None if self.weight is None else _resolve_column(self.weight, names, files[0])
         chosen = columns if columns is not None else self.columns
         if chosen is not None:
-            features = [_resolved(c, names, files[0]) for c in chosen]
+            features = [_resolve_column(c, names, files[0]) for c in chosen]
         else:
             features = [n for n in names if n not in (target, weight)]
         if not features:
             raise ValueError(f"{files[0]}: no column is left to learn from (columns: {', '.join(names)})")
         if target in features:
             raise ValueError(f"the target {target!r} is among the columns to learn from")
-        pieces = [p for file in files for p in format_of(file).pieces(file, self.piece_bytes)]
-        return Plan(pieces, features, target, weight, named, self.missing == "drop", self.keep_bytes)
+        pieces = [p for file in files for p in find_format(file).cut_pieces(file, self.piece_bytes)]
+        return FilePlan(pieces, features, target, weight, named, self.missing == "drop", self.keep_bytes)
 
 
 @dataclass(frozen=True)
-class Plan:
+class FilePlan:
     """Which pieces there are, and which columns of them to read."""
 
-    pieces: list[Piece]
+    pieces: list[FilePiece]
     features: list[str]
     target: str | None
     weight: str | None
@@ -108,15 +108,15 @@ class Plan:
 class FileTable:
     """A worker's pieces, as a table."""
 
-    def __init__(self, plan: Plan, pieces: Sequence[Piece]) -> None:
+    def __init__(self, plan: FilePlan, pieces: Sequence[FilePiece]) -> None:
         self.plan, self.pieces = plan, pieces
         self.names: Sequence[str] | None = plan.features if plan.named else None
         self.columns, self.targets = len(plan.features), 1 if plan.target is not None else 0
         self.rows = 0
-        self._kept: dict[Piece, tuple[Array, npt.NDArray[np.intp]]] = {}
+        self._kept: dict[FilePiece, tuple[Array, npt.NDArray[np.intp]]] = {}
         self._kept_bytes = 0
 
-    def blocks(self) -> Iterator[Block]:
+    def read_blocks(self) -> Iterator[Block]:
         count = 0
         each = max(64, BLOCK_BYTES // (8 * max(1, self.columns)))
         for piece in self.pieces:
@@ -126,18 +126,18 @@ class FileTable:
             y, weight = rest[:, : self.targets], rest[:, self.targets] if self.plan.weight is not None else None
             for start in range(0, len(data), each):
                 rows = slice(start, start + each)
-                yield Block(x[rows], y[rows], None if weight is None else weight[rows], _Where(piece, numbers[rows]))
+                yield Block(x[rows], y[rows], None if weight is None else weight[rows], _RowPlace(piece, numbers[rows]))
         self.rows = count
 
-    def batch(self, index: int, of: int) -> Any:
+    def take_batch(self, index: int, of: int) -> Any:
         raise NotImplementedError("files are learned from by fit")
 
-    def _read(self, piece: Piece) -> tuple[Array, npt.NDArray[np.intp]]:
+    def _read(self, piece: FilePiece) -> tuple[Array, npt.NDArray[np.intp]]:
         """rows × (features, target, weight), and the rows' numbers in the piece."""
         if piece in self._kept:
             return self._kept[piece]
         wanted = [*self.plan.features, *(c for c in (self.plan.target, self.plan.weight) if c is not None)]
-        data = format_of(piece.file).read(piece, wanted)
+        data = find_format(piece.file).read(piece, wanted)
         numbers = np.arange(len(data))
         if self.plan.drop:
             whole = ~np.isnan(data).any(axis=1)
@@ -149,18 +149,18 @@ class FileTable:
 
 
 @dataclass(frozen=True)
-class _Where:
+class _RowPlace:
     """Names a row's place; a file is looked at again only when asked."""
 
-    piece: Piece
+    piece: FilePiece
     numbers: Any
 
     def __call__(self, row: int) -> str:
-        return format_of(self.piece.file).place(self.piece, int(self.numbers[row]))
+        return find_format(self.piece.file).describe_place(self.piece, int(self.numbers[row]))
 
 
 def _check_columns(first: str, names: list[str], named: bool, other: str) -> None:
-    theirs, also_named = format_of(other).columns(other)
+    theirs, also_named = find_format(other).read_columns(other)
     if also_named == named and sorted(theirs) == sorted(names):
         return
     if not named or not also_named:
@@ -172,7 +172,7 @@ def _check_columns(first: str, names: list[str], named: bool, other: str) -> Non
     )
 
 
-def _resolved(column: str | int, names: list[str], file: str) -> str:
+def _resolve_column(column: str | int, names: list[str], file: str) -> str:
     if isinstance(column, int) and not isinstance(column, bool) and -len(names) <= column < len(names):
         return names[column]
     if str(column) in names:

@@ -14,15 +14,15 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from unisono.estimators.places import opened, size_bytes
+from unisono.estimators.addresses import open_file, read_size
 
-__all__ = ["ENDINGS", "Piece", "format_of"]
+__all__ = ["ENDINGS", "FilePiece", "Format", "find_format"]
 
 Array = npt.NDArray[np.float64]
 MISSING = {"", "na", "n/a", "nan", "null", "none"}
 
 
-class Piece(NamedTuple):
+class FilePiece(NamedTuple):
     """Part of a file, from `start` to `stop` in the format's own units; `weight` is its length in bytes."""
 
     file: str
@@ -34,27 +34,27 @@ class Piece(NamedTuple):
 class Format(Protocol):
     """How tables lie in a kind of file."""
 
-    def columns(self, file: str) -> tuple[list[str], bool]:
+    def read_columns(self, file: str) -> tuple[list[str], bool]:
         """The columns, and whether they have names (numbers from 0 otherwise)."""
 
-    def pieces(self, file: str, piece_bytes: int) -> list[Piece]:
+    def cut_pieces(self, file: str, piece_bytes: int) -> list[FilePiece]:
         """The whole file in pieces of about so many bytes."""
 
-    def read(self, piece: Piece, columns: Sequence[str]) -> Array:
+    def read(self, piece: FilePiece, columns: Sequence[str]) -> Array:
         """These columns of the piece: rows × columns."""
 
-    def place(self, piece: Piece, row: int) -> str:
+    def describe_place(self, piece: FilePiece, row: int) -> str:
         """Where in the file row `row` of the piece is."""
 
 
-class Csv:
+class _Csv:
     """Text, a row a line; the first line names the columns, unless all its fields are numbers."""
 
     def __init__(self, delimiter: str) -> None:
         self.delimiter = delimiter
 
-    def columns(self, file: str) -> tuple[list[str], bool]:
-        with opened(file) as source:
+    def read_columns(self, file: str) -> tuple[list[str], bool]:
+        with open_file(file) as source:
             line = source.readline().decode("utf-8-sig")
         fields = [f.strip() for f in next(csv.reader([line], delimiter=self.delimiter), [])]
         if not fields:
@@ -63,15 +63,15 @@ class Csv:
             return [str(i) for i in range(len(fields))], False
         return fields, True
 
-    def pieces(self, file: str, piece_bytes: int) -> list[Piece]:
-        total = size_bytes(file)
+    def cut_pieces(self, file: str, piece_bytes: int) -> list[FilePiece]:
+        total = read_size(file)
         starts = range(0, total, piece_bytes)
-        return [Piece(file, s, min(s + piece_bytes, total), min(piece_bytes, total - s)) for s in starts]
+        return [FilePiece(file, s, min(s + piece_bytes, total), min(piece_bytes, total - s)) for s in starts]
 
-    def read(self, piece: Piece, columns: Sequence[str]) -> Array:
-        names, named = self.columns(piece.file)
+    def read(self, piece: FilePiece, columns: Sequence[str]) -> Array:
+        names, named = self.read_columns(piece.file)
         use = [names.index(c) for c in columns]
-        data = self._lines(piece, skip_header=named)
+        data = self._read_lines(piece, skip_header=named)
         if not data.strip():
             return np.empty((0, len(use)))
         try:
@@ -81,26 +81,26 @@ class Csv:
                     io.BytesIO(data), delimiter=self.delimiter, usecols=use, ndmin=2, quotechar='"', comments=None
                 )
         except ValueError:  # a missing value, text, a short line: slower, and says which
-            return self._careful(piece, data, names, use)
+            return self._read_carefully(piece, data, names, use)
 
-    def place(self, piece: Piece, row: int) -> str:
-        with opened(piece.file) as source:
-            before, left = 0, self._first_line_at(piece)
+    def describe_place(self, piece: FilePiece, row: int) -> str:
+        with open_file(piece.file) as source:
+            before, left = 0, self._find_first_line(piece)
             while left > 0 and (chunk := source.read(min(left, 1 << 20))):
                 before, left = before + chunk.count(b"\n"), left - len(chunk)
-        header = 1 if piece.start == 0 and self.columns(piece.file)[1] else 0
+        header = 1 if piece.start == 0 and self.read_columns(piece.file)[1] else 0
         return f"{piece.file}, line {before + header + row + 1}"
 
-    def _first_line_at(self, piece: Piece) -> int:
+    def _find_first_line(self, piece: FilePiece) -> int:
         if piece.start == 0:
             return 0
-        with opened(piece.file) as source:
+        with open_file(piece.file) as source:
             source.seek(piece.start - 1)
             return piece.start - 1 + len(source.readline())
 
-    def _lines(self, piece: Piece, *, skip_header: bool) -> bytes:
+    def _read_lines(self, piece: FilePiece, *, skip_header: bool) -> bytes:
         """The lines that begin inside of the piece."""
-        with opened(piece.file) as source:
+        with open_file(piece.file) as source:
             if piece.start:
                 source.seek(piece.start - 1)
                 source.readline()
@@ -112,43 +112,45 @@ class Csv:
             data = source.read(piece.stop - at)
             return data if data.endswith(b"\n") else data + source.readline()
 
-    def _careful(self, piece: Piece, data: bytes, names: list[str], use: list[int]) -> Array:
+    def _read_carefully(self, piece: FilePiece, data: bytes, names: list[str], use: list[int]) -> Array:
         rows = []
         lines = csv.reader(io.StringIO(data.decode("utf-8-sig")), delimiter=self.delimiter)
         for i, fields in enumerate(line for line in lines if line):
             if len(fields) != len(names):
-                raise ValueError(f"{self.place(piece, i)} has {len(fields)} fields, expected {len(names)}")
+                raise ValueError(f"{self.describe_place(piece, i)} has {len(fields)} fields, expected {len(names)}")
             row = []
             for column in use:
                 text = fields[column].strip()
                 if text.lower() not in MISSING and not _is_number(text):
                     raise ValueError(
-                        f"{self.place(piece, i)}: column {names[column]!r} has {text!r}, expected a number; leave the "
-                        "column out (Files(..., columns=[...])), or turn it into numbers first"
+                        f"{self.describe_place(piece, i)}: column {names[column]!r} has {text!r}, expected a number; "
+                        "leave the column out (Files(..., columns=[...])), or turn it into numbers first"
                     )
                 row.append(np.nan if text.lower() in MISSING else float(text))
             rows.append(row)
         return np.array(rows, dtype=np.float64).reshape(len(rows), len(use))
 
 
-class Npy:
+class _Npy:
     """One two-dimensional array a file."""
 
-    def columns(self, file: str) -> tuple[list[str], bool]:
-        shape, _, _, _ = self._header(file)
+    def read_columns(self, file: str) -> tuple[list[str], bool]:
+        shape, _, _, _ = self._read_header(file)
         return [str(i) for i in range(shape[1])], False
 
-    def pieces(self, file: str, piece_bytes: int) -> list[Piece]:
-        (rows, columns), dtype, _, _ = self._header(file)
+    def cut_pieces(self, file: str, piece_bytes: int) -> list[FilePiece]:
+        (rows, columns), dtype, _, _ = self._read_header(file)
         width = max(1, columns * dtype.itemsize)
         each = max(1, piece_bytes // width)
-        return [Piece(file, s, min(s + each, rows), (min(s + each, rows) - s) * width) for s in range(0, rows, each)]
+        return [
+            FilePiece(file, s, min(s + each, rows), (min(s + each, rows) - s) * width) for s in range(0, rows, each)
+        ]
 
-    def read(self, piece: Piece, columns: Sequence[str]) -> Array:
-        shape, dtype, fortran, offset = self._header(piece.file)
+    def read(self, piece: FilePiece, columns: Sequence[str]) -> Array:
+        shape, dtype, fortran, offset = self._read_header(piece.file)
         use = [int(c) for c in columns]
         rows = piece.stop - piece.start
-        with opened(piece.file) as source:
+        with open_file(piece.file) as source:
             if not fortran:
                 source.seek(offset + piece.start * shape[1] * dtype.itemsize)
                 line = np.frombuffer(source.read(rows * shape[1] * dtype.itemsize), dtype=dtype)
@@ -159,11 +161,11 @@ class Npy:
                 found[:, i] = np.frombuffer(source.read(rows * dtype.itemsize), dtype=dtype)
             return found
 
-    def place(self, piece: Piece, row: int) -> str:
+    def describe_place(self, piece: FilePiece, row: int) -> str:
         return f"{piece.file}, row {piece.start + row}"
 
-    def _header(self, file: str) -> tuple[tuple[int, int], np.dtype[Any], bool, int]:
-        with opened(file) as source:
+    def _read_header(self, file: str) -> tuple[tuple[int, int], np.dtype[Any], bool, int]:
+        with open_file(file) as source:
             version = np.lib.format.read_magic(source)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, fortran, dtype = read(source)
@@ -173,31 +175,31 @@ class Npy:
         return shape, dtype, fortran, offset
 
 
-class Parquet:
+class _Parquet:
     """Row groups of columns; through pyarrow."""
 
-    def columns(self, file: str) -> tuple[list[str], bool]:
-        with opened(file) as source:
-            return list(_parquet(file).ParquetFile(source).schema_arrow.names), True
+    def read_columns(self, file: str) -> tuple[list[str], bool]:
+        with open_file(file) as source:
+            return list(_import_parquet(file).ParquetFile(source).schema_arrow.names), True
 
-    def pieces(self, file: str, piece_bytes: int) -> list[Piece]:
+    def cut_pieces(self, file: str, piece_bytes: int) -> list[FilePiece]:
         """Row groups of at least so many bytes together, as the metadata gives them."""
-        with opened(file) as source:
-            about = _parquet(file).ParquetFile(source).metadata
+        with open_file(file) as source:
+            about = _import_parquet(file).ParquetFile(source).metadata
             sizes = [about.row_group(i).total_byte_size for i in range(about.num_row_groups)]
-        found: list[Piece] = []
+        found: list[FilePiece] = []
         start = held = 0
         for i, size in enumerate(sizes):
             held += size
             if held >= piece_bytes or i == len(sizes) - 1:
-                found.append(Piece(file, start, i + 1, held))
+                found.append(FilePiece(file, start, i + 1, held))
                 start, held = i + 1, 0
         return found
 
-    def read(self, piece: Piece, columns: Sequence[str]) -> Array:
-        with opened(piece.file) as source:
+    def read(self, piece: FilePiece, columns: Sequence[str]) -> Array:
+        with open_file(piece.file) as source:
             groups = list(range(piece.start, piece.stop))
-            file = _parquet(piece.file).ParquetFile(source)
+            file = _import_parquet(piece.file).ParquetFile(source)
             table = file.read_row_groups(groups, columns=list(columns), use_threads=False)
         found = np.empty((table.num_rows, len(columns)))
         for i, name in enumerate(columns):
@@ -211,14 +213,14 @@ class Parquet:
                 ) from None
         return found
 
-    def place(self, piece: Piece, row: int) -> str:
-        with opened(piece.file) as source:
-            about = _parquet(piece.file).ParquetFile(source).metadata
+    def describe_place(self, piece: FilePiece, row: int) -> str:
+        with open_file(piece.file) as source:
+            about = _import_parquet(piece.file).ParquetFile(source).metadata
             before = sum(about.row_group(i).num_rows for i in range(piece.start))
         return f"{piece.file}, row {before + row}"
 
 
-def _parquet(file: str) -> Any:
+def _import_parquet(file: str) -> Any:
     try:
         import pyarrow.parquet
     except ModuleNotFoundError as error:
@@ -227,16 +229,16 @@ def _parquet(file: str) -> Any:
 
 
 _FORMATS: dict[str, Format] = {
-    ".csv": Csv(","),
-    ".tsv": Csv("\t"),
-    ".npy": Npy(),
-    ".parquet": Parquet(),
-    ".pq": Parquet(),
+    ".csv": _Csv(","),
+    ".tsv": _Csv("\t"),
+    ".npy": _Npy(),
+    ".parquet": _Parquet(),
+    ".pq": _Parquet(),
 }
 ENDINGS = tuple(_FORMATS)
 
 
-def format_of(file: str) -> Format:
+def find_format(file: str) -> Format:
     """The format that a file's name says."""
     for ending, kind in _FORMATS.items():
         if file.lower().endswith(ending):

@@ -9,13 +9,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unisono.estimators.base import LinearEstimator, MultiOutputMixin, RegressorMixin
+from unisono.estimators.conventions import BaseEstimator, MultiOutputMixin, RegressorMixin, set_columns
+from unisono.estimators.files import FilePlan
+from unisono.estimators.inputs import find_rows_elsewhere, find_target, make_rows
+from unisono.estimators.linear import check_arrays, compute_scores, find_workers, fit_here, read_settings, run_fit
+from unisono.estimators.linear_fit import FitResult
 from unisono.estimators.moments import Moments, minimise
 
 __all__ = ["LeastSquares"]
 
+SOLVERS = ("auto", "normal", "lbfgs", "accelerated", "gradient")
 
-class LeastSquares(MultiOutputMixin, RegressorMixin, LinearEstimator):  # type: ignore[misc]
+
+class LeastSquares(MultiOutputMixin, RegressorMixin, BaseEstimator):  # type: ignore[misc]
     """Linear least squares with ridge and L1 penalties, fitted by all workers together.
 
     Minimises, over n rows (the sum of weights, where there are some),
@@ -79,14 +85,11 @@ class LeastSquares(MultiOutputMixin, RegressorMixin, LinearEstimator):  # type: 
 
         Files: `fit("data/*.parquet", "price")`, or `fit(Files(...))`; they are read by part, each worker its own.
         """
-        source, single = self._source(X, y, sample_weight, reset=True)
-        found = self._run(self._task("squares", target=y if isinstance(y, str) else None), source)
-        if single is None:
-            self._learned_columns(found)
-            single = found["coef"].shape[1] == 1
+        source, single = self._find_source(X, y, sample_weight, reset=True)
+        found = run_fit(self, read_settings(self, "squares", SOLVERS, target=find_target(y)), source)
+        single = self._set_columns(found) if single is None else single
         self._moments = found.get("moments")
-        self._single = single
-        return self._take(found["coef"], found["intercept"])
+        return self._set_model(found["coef"], found["intercept"], single=single)
 
     def partial_fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> LeastSquares:
         """Fit to these rows and all those before: exact, as the sums of the normal equations add up.
@@ -99,39 +102,52 @@ class LeastSquares(MultiOutputMixin, RegressorMixin, LinearEstimator):  # type: 
             warnings.warn(
                 "partial_fit starts anew: only a fit by the solver 'normal' can be gone on from", stacklevel=2
             )
-        source, single = self._source(X, y, sample_weight, reset=first)
-        task = self._task("squares")
-        found = self._here(replace(task, solver="normal", extra={}), source)
+        source, single = self._find_source(X, y, sample_weight, reset=first)
+        settings = read_settings(self, "squares", SOLVERS)
+        found = fit_here(self, replace(settings, solver="normal", extra={}), source)
         if single is None:
-            self._learned_columns(found)
+            self._set_columns(found)
             single = True
         moments = Moments(*found["moments"])
         if before is not None:
             if len(before[2]) != len(moments.mean):
                 raise ValueError(f"y has {len(moments.mean) - self.n_features_in_} targets, other than before")
-            moments = Moments(*before).merged(moments)
-        about = moments if task.intercept else moments.about_zero()
-        solved = minimise(about, self.n_features_in_, l1=task.l1, l2=task.l2, tol=task.tol, max_iter=task.max_iter)
-        self._moments = moments.plain()
-        self._single, self.n_iter_ = single, getattr(self, "n_iter_", 0) + 1
+            moments = Moments(*before).merge(moments)
+        about = moments if settings.intercept else moments.center_at_zero()
+        options: Any = {"l1": settings.l1, "l2": settings.l2, "tol": settings.tol, "max_iter": settings.max_iter}
+        solved = minimise(about, self.n_features_in_, **options)
+        self._moments = moments.to_list()
+        self.n_iter_ = getattr(self, "n_iter_", 0) + 1
         self.report_, self.n_rows_ = found["report"], moments.count
-        return self._take(solved.coef, solved.intercept)
+        return self._set_model(solved.coef, solved.intercept, single=single)
 
     def predict(self, X: Any) -> npt.NDArray[np.float64]:
         """X coef_ + intercept_, of arrays or of files."""
-        scores = self._scores(X)
+        scores = compute_scores(self, X, getattr(self, "_file_columns", None))
         return scores[:, 0] if self._single else scores
 
-    def _source(self, X: Any, y: Any, sample_weight: Any, *, reset: bool) -> tuple[Any, bool | None]:
+    def _find_source(self, X: Any, y: Any, sample_weight: Any, *, reset: bool) -> tuple[Any, bool | None]:
         """The rows, and whether there is one target (None: only the workers know)."""
-        elsewhere = self._elsewhere(X, y, sample_weight)
+        elsewhere = find_rows_elsewhere(X, y, sample_weight, find_workers(self))
+        self._file_columns = elsewhere.features if isinstance(elsewhere, FilePlan) else None
         if elsewhere is not None:
             return elsewhere, None
-        X, y, weight = self._checked(X, y, sample_weight, reset=reset, multi_output=True, y_numeric=True)
+        X, y, weight = check_arrays(self, X, y, sample_weight, reset=reset, multi_output=True, y_numeric=True)
         y = np.asarray(y, dtype=np.float64)
-        return self._rows(X, y, weight), y.ndim == 1
+        return make_rows(self, X, y, weight), y.ndim == 1
 
-    def _take(self, coef: Any, intercept: Any) -> LeastSquares:
-        self.coef_ = coef[:, 0].copy() if self._single else np.ascontiguousarray(coef.T)
-        self.intercept_ = float(intercept[0]) if self._single else np.asarray(intercept)
+    def _set_columns(self, found: FitResult) -> bool:
+        """What the workers have seen of the columns; returns whether there is one target."""
+        set_columns(self, len(found["coef"]), found["names"])
+        return bool(found["coef"].shape[1] == 1)
+
+    def _set_model(self, coef: Any, intercept: Any, *, single: bool) -> LeastSquares:
+        self._single = single
+        self.coef_ = coef[:, 0].copy() if single else np.ascontiguousarray(coef.T)
+        self.intercept_ = float(intercept[0]) if single else np.asarray(intercept)
         return self
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = True
+        return tags

@@ -8,17 +8,27 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unisono.estimators.base import ClassifierMixin, LinearEstimator, check_classification_targets, union_of_labels
-from unisono.estimators.online import Online
-from unisono.map_reduce.map_reduce import take_part
+from unisono.estimators.conventions import (
+    BaseEstimator,
+    ClassifierMixin,
+    check_classification_targets,
+    gather_labels,
+    set_columns,
+)
+from unisono.estimators.files import FilePlan
+from unisono.estimators.inputs import find_rows_elsewhere, find_target, make_rows
+from unisono.estimators.linear import check_arrays, compute_scores, find_workers, read_settings, run_fit
+from unisono.estimators.online import OnlineModel
 from unisono.world import join
 
 __all__ = ["LogisticRegression"]
 
 Array = npt.NDArray[np.float64]
+SOLVERS = ("auto", "lbfgs", "accelerated", "gradient")
+BATCH_ROWS = 256  # of partial_fit, where no batch_size is given
 
 
-class LogisticRegression(ClassifierMixin, LinearEstimator):  # type: ignore[misc]
+class LogisticRegression(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     """Logistic regression with ridge and L1 penalties, fitted by all workers together.
 
     Minimises, over n rows (the sum of weights, where there are some),
@@ -40,8 +50,6 @@ class LogisticRegression(ClassifierMixin, LinearEstimator):  # type: ignore[misc
     >>> LogisticRegression(l2=0.01).fit(X, ["low", "low", "low", "high", "high"]).predict([[-1.5], [1.5]]).tolist()
     ['low', 'high']
     """
-
-    _solvers = ("auto", "lbfgs", "accelerated", "gradient")
 
     def __init__(
         self,
@@ -69,19 +77,20 @@ class LogisticRegression(ClassifierMixin, LinearEstimator):  # type: ignore[misc
 
     def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> LogisticRegression:
         """Fit to arrays (X dense or sparse, y of labels), or to files whose target column holds numbers."""
-        elsewhere = self._elsewhere(X, y, sample_weight)
+        elsewhere = find_rows_elsewhere(X, y, sample_weight, find_workers(self))
+        self._file_columns = elsewhere.features if isinstance(elsewhere, FilePlan) else None
         if elsewhere is not None:
-            found = self._run(self._task("logistic", target=y if isinstance(y, str) else None), elsewhere)
-            self._learned_columns(found)
-            self.classes_ = _whole_numbers(np.array(found["labels"]))
+            found = run_fit(self, read_settings(self, "logistic", SOLVERS, target=find_target(y)), elsewhere)
+            set_columns(self, len(found["coef"]), found["names"])
+            self.classes_ = _make_whole(np.array(found["labels"]))
         else:
-            X, y, weight = self._checked(X, y, sample_weight)
+            X, y, weight = check_arrays(self, X, y, sample_weight)
             check_classification_targets(y)
-            self.classes_ = self._labels(np.unique(y))
-            rows = self._rows(X, np.searchsorted(self.classes_, y).astype(np.float64), weight)
-            found = self._run(self._task("logistic", classes=len(self.classes_)), rows)
-        self._online: Online | None = None
-        return self._take(found["coef"], found["intercept"])
+            self.classes_ = self._find_labels(np.unique(y))
+            rows = make_rows(self, X, np.searchsorted(self.classes_, y).astype(np.float64), weight)
+            found = run_fit(self, read_settings(self, "logistic", SOLVERS, classes=len(self.classes_)), rows)
+        self._online: OnlineModel | None = None
+        return self._set_model(found["coef"], found["intercept"])
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> LogisticRegression:
         """Improve the model by one pass over these rows, in batches of `batch_size` (256) rows.
@@ -93,27 +102,28 @@ class LogisticRegression(ClassifierMixin, LinearEstimator):  # type: ignore[misc
         first = not hasattr(self, "classes_")
         if first and classes is None:
             raise ValueError("classes must be passed on the first call to partial_fit: all labels that will ever come")
-        X, y, weight = self._checked(X, y, sample_weight, reset=first)
+        X, y, weight = check_arrays(self, X, y, sample_weight, reset=first)
         check_classification_targets(y)
         self._check_classes(np.unique(y), None if classes is None else np.unique(classes))
-        online = getattr(self, "_online", None) or Online.begun(
+        online = getattr(self, "_online", None) or OnlineModel.start(
             X.shape[1], len(self.classes_), getattr(self, "coef_", None), getattr(self, "intercept_", None)
         )
         world = join()
-        rows = self._rows(X, np.searchsorted(self.classes_, y).astype(np.float64), weight)
-        task = replace(self._task("logistic", classes=len(self.classes_)), extra={"batch_size": self.batch_size or 256})
-        online = self._online = online.improved(task, take_part(rows, world, own=self.own_rows), world)
+        rows = make_rows(self, X, np.searchsorted(self.classes_, y).astype(np.float64), weight)
+        settings = read_settings(self, "logistic", SOLVERS, classes=len(self.classes_))
+        settings = replace(settings, extra={"batch_size": self.batch_size or BATCH_ROWS})
+        online = self._online = online.improve(settings, find_workers(self).take_part(rows, world), world)
         self.n_iter_ = getattr(self, "n_iter_", 0) + 1
-        return self._take(online.coef, online.intercept)
+        return self._set_model(online.coef, online.intercept)
 
     def decision_function(self, X: Any) -> Array:
         """Scores: above 0 for the second of two classes; rows × classes where there are more."""
-        scores = self._scores(X)
+        scores = compute_scores(self, X, getattr(self, "_file_columns", None))
         return scores[:, 0] if scores.shape[1] == 1 else scores
 
     def predict_proba(self, X: Any) -> Array:
         """The chance of each class: rows × classes."""
-        scores = self._scores(X)
+        scores = compute_scores(self, X, getattr(self, "_file_columns", None))
         if scores.shape[1] == 1:
             scores = np.hstack([np.zeros_like(scores), scores])
         chances = np.exp(scores - scores.max(axis=1, keepdims=True))
@@ -121,13 +131,13 @@ class LogisticRegression(ClassifierMixin, LinearEstimator):  # type: ignore[misc
 
     def predict(self, X: Any) -> npt.NDArray[Any]:
         """The likeliest class of each row."""
-        scores = self._scores(X)
+        scores = compute_scores(self, X, getattr(self, "_file_columns", None))
         best = scores.argmax(axis=1) if scores.shape[1] > 1 else (scores[:, 0] > 0).astype(np.intp)
         return np.asarray(self.classes_[best])
 
-    def _labels(self, labels: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        if self.own_rows and self.workers is None and self.on is None:
-            labels = union_of_labels(labels, join())
+    def _find_labels(self, labels: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        if self.own_rows and not find_workers(self).are_launched:
+            labels = gather_labels(labels, join())
         if len(labels) < 2:
             raise ValueError(f"got one class only ({labels.tolist()}): a classifier needs rows of 2 classes or more")
         return labels
@@ -144,11 +154,16 @@ class LogisticRegression(ClassifierMixin, LinearEstimator):  # type: ignore[misc
         if len(unknown):
             raise ValueError(f"y has labels {unknown.tolist()} that are not among classes={self.classes_.tolist()}")
 
-    def _take(self, coef: Array, intercept: Array) -> LogisticRegression:
+    def _set_model(self, coef: Array, intercept: Array) -> LogisticRegression:
         self.coef_, self.intercept_ = np.ascontiguousarray(coef.T), np.array(intercept)
         return self
 
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = True
+        return tags
 
-def _whole_numbers(labels: Array) -> npt.NDArray[Any]:
+
+def _make_whole(labels: Array) -> npt.NDArray[Any]:
     """Labels read as numbers, as integers where they are whole."""
     return labels.astype(np.int64) if np.array_equal(labels, np.round(labels)) else labels

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unisono.estimators.table import Block, Table, is_finite, is_sparse
+from unisono.estimators.row_blocks import Block, Table, is_finite, is_sparse
 
-__all__ = ["Moments", "Solution", "measured", "minimise", "peeked"]
+__all__ = ["Moments", "Solution", "minimise", "peek", "sum_products"]
 
 Array = npt.NDArray[np.float64]
 
@@ -40,7 +40,7 @@ class Moments:
         noise = 4 * np.sqrt(eps) * np.abs(away) + 4 * eps * np.abs(mean)
         return cls(count, weight, mean, products - weight * np.outer(away, away), noise)
 
-    def merged(self, other: Moments) -> Moments:
+    def merge(self, other: Moments) -> Moments:
         """Those of both sets of rows (Chan, Golub and LeVeque, 1983)."""
         weight = self.weight + other.weight
         away = other.mean - self.mean
@@ -49,24 +49,24 @@ class Moments:
         products, noise = self.products + other.products + between, np.maximum(self.noise, other.noise)
         return Moments(self.count + other.count, weight, mean, products, noise)
 
-    def plain(self) -> list[Any]:
+    def to_list(self) -> list[Any]:
         """Its fields, as a message carries them."""
         return [self.count, self.weight, self.mean, self.products, self.noise]
 
-    def about_zero(self) -> Moments:
+    def center_at_zero(self) -> Moments:
         """The products about 0, for a model without intercept."""
         products = self.products + self.weight * np.outer(self.mean, self.mean)
         return Moments(self.count, self.weight, np.zeros_like(self.mean), products, np.zeros_like(self.noise))
 
 
-def peeked(table: Table) -> Array:
+def peek(table: Table) -> Array:
     """A value near the columns' means, from my first rows: the sums are taken about it, and lose no digits.
 
     Followed by how many rows that were. Sparse columns stay about 0, or they were sparse no more.
     """
     width = table.columns + table.targets
     out = np.zeros(width + 1)
-    for block in table.blocks():
+    for block in table.read_blocks():
         if len(block.y) and is_finite(block):
             x = np.zeros(table.columns) if is_sparse(block.x) else block.x[:4096].mean(axis=0)
             out[:-1] = np.concatenate([x, block.y[:4096].mean(axis=0)])
@@ -75,7 +75,7 @@ def peeked(table: Table) -> Array:
     return out
 
 
-def measured(table: Table, shift: Array) -> tuple[int, int, float, Array, Array]:
+def sum_products(table: Table, shift: Array) -> tuple[int, int, float, Array, Array]:
     """Sums about `shift` over my rows: whether a value is not finite, rows, weight, Σ z, Σ z zᵀ.
 
     A column of ones beside z makes Σ z a part of the products, and anything that is not finite shows in them.
@@ -84,7 +84,7 @@ def measured(table: Table, shift: Array) -> tuple[int, int, float, Array, Array]
     count, total = 0, np.zeros((width + 1, width + 1))
     scratch = np.empty((0, width + 1))
     with np.errstate(all="ignore"):
-        for block in table.blocks():
+        for block in table.read_blocks():
             count += len(block.y)
             if is_sparse(block.x):
                 _add_sparse(block, shift, total)
@@ -107,13 +107,13 @@ def _add_sparse(block: Block, shift: Array, total: Array) -> None:
     if block.weight is not None:
         x, weighted = block.x.multiply(block.weight[:, None]).tocsr(), rest * block.weight[:, None]
     cross = np.asarray(block.x.T @ weighted)
-    total[:d, :d] += _dense(block.x.T @ x)
+    total[:d, :d] += _make_dense(block.x.T @ x)
     total[:d, d:] += cross
     total[d:, :d] += cross.T
     total[d:, d:] += rest.T @ weighted
 
 
-def _dense(x: Any) -> Array:
+def _make_dense(x: Any) -> Array:
     return np.asarray(x.toarray() if is_sparse(x) else x, dtype=np.float64)
 
 
@@ -144,15 +144,15 @@ def minimise(moments: Moments, columns: int, *, l1: float, l2: float, tol: float
     target = np.where(used[:, None], cross / scale[:, None], 0.0)
     iterations = 1
     if l1:
-        v, iterations = _lasso(scaled, target, l1 / scale, l2 / scale**2, tol, max_iter)
+        v, iterations = _solve_lasso(scaled, target, l1 / scale, l2 / scale**2, tol, max_iter)
         condition, rank = float("nan"), int(used.sum())
     else:
-        v, condition, rank = _ridge(scaled, target, scale, l2)
+        v, condition, rank = _solve_ridge(scaled, target, scale, l2)
     coef = v / scale[:, None]
     return Solution(coef, moments.mean[columns:] - moments.mean[:columns] @ coef, condition, rank, iterations)
 
 
-def _ridge(gram: Array, target: Array, scale: Array, l2: float) -> tuple[Array, float, int]:
+def _solve_ridge(gram: Array, target: Array, scale: Array, l2: float) -> tuple[Array, float, int]:
     values, vectors = np.linalg.eigh(gram + np.diag(l2 / scale**2))
     largest = float(values[-1]) if len(values) else 0.0
     kept = values > largest * len(values) * np.finfo(np.float64).eps * 4
@@ -170,7 +170,7 @@ def _ridge(gram: Array, target: Array, scale: Array, l2: float) -> tuple[Array, 
     return v, condition, rank
 
 
-def _lasso(gram: Array, target: Array, l1: Array, l2: Array, tol: float, max_iter: int) -> tuple[Array, int]:
+def _solve_lasso(gram: Array, target: Array, l1: Array, l2: Array, tol: float, max_iter: int) -> tuple[Array, int]:
     """Coordinate descent on the quadratic, one coordinate after the other; no rows are needed."""
     v = np.zeros_like(target)
     left = target.copy()  # target - gram v

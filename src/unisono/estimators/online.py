@@ -8,20 +8,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unisono.estimators.fitting import Scaling, Smooth, Task, answer, merged, surveyed
-from unisono.estimators.table import as_table
-from unisono.map_reduce import Ask, MapReduce
+from unisono.estimators.linear_fit import FitSettings, MeanLoss, Scaling, make_survey
+from unisono.estimators.row_blocks import make_table
+from unisono.map_reduce import Ask
 from unisono.map_reduce.rounds import run_in_world
 from unisono.world import World
 
-__all__ = ["Online"]
+__all__ = ["OnlineModel"]
 
 Array = npt.NDArray[np.float64]
 LEARNING_RATE = 0.5
 
 
 @dataclass(frozen=True)
-class Online:
+class OnlineModel:
     """A model so far: coef (columns × outputs), intercept, squared gradients, and the columns' running scales."""
 
     coef: Array
@@ -32,26 +32,27 @@ class Online:
     variance: Array
 
     @classmethod
-    def begun(cls, columns: int, classes: int, coef: Array | None, intercept: Array | None) -> Online:
+    def start(cls, columns: int, classes: int, coef: Array | None, intercept: Array | None) -> OnlineModel:
         """From nothing, or from a fitted model."""
         outputs = 1 if classes == 2 else classes
         start = np.zeros((columns, outputs)) if coef is None else coef.T.copy()
         bias = np.zeros(outputs) if intercept is None else np.array(intercept)
         return cls(start, bias, np.zeros((columns + 1) * outputs), 0.0, np.zeros(columns), np.zeros(columns))
 
-    def improved(self, task: Task, part: Any, world: World) -> Online:
+    def improve(self, settings: FitSettings, part: Any, world: World) -> OnlineModel:
         """After one pass over every rank's `part`."""
-        table = as_table(part)
-        known, _ = run_in_world(MapReduce(*surveyed(replace(task, learning_rate=1.0))), table, world)
+        table = make_table(part)
+        known, _ = run_in_world(make_survey(replace(settings, learning_rate=1.0)), table, world)
         scaling = Scaling(*known["scaling"])
-        grown = self._grown(scaling)
+        scaled = self._include_scales(scaling)
         most = max(world.gather_objects(table.rows))
-        steps = -(-most // task.extra["batch_size"])
-        job = MapReduce(answer, merged, lambda ask: grown._pass(task, ask, scaling, known["loss"], steps))
-        (coef, intercept, squared), _ = run_in_world(job, table, world)
-        return replace(grown, coef=coef, intercept=intercept, squared=squared)
+        steps = -(-most // settings.extra["batch_size"])
+        survey = make_survey(settings)
+        program = replace(survey, drive=lambda ask: scaled._run_pass(settings, ask, scaling, known["loss"], steps))
+        (coef, intercept, squared), _ = run_in_world(program, table, world)
+        return replace(scaled, coef=coef, intercept=intercept, squared=squared)
 
-    def _grown(self, new: Scaling) -> Online:
+    def _include_scales(self, new: Scaling) -> OnlineModel:
         """With the scales of the new rows taken in."""
         weight = self.weight + new.weight
         away = new.mean - self.mean
@@ -59,24 +60,26 @@ class Online:
         variance = (self.variance * self.weight + new.deviation**2 * new.weight + between) / weight
         return replace(self, weight=weight, mean=self.mean + away * (new.weight / weight), variance=variance)
 
-    def _pass(self, task: Task, ask: Ask, rows: Scaling, loss: str, steps: int) -> tuple[Array, Array, Array]:
+    def _run_pass(
+        self, settings: FitSettings, ask: Ask, rows: Scaling, loss: str, steps: int
+    ) -> tuple[Array, Array, Array]:
         """A step for every batch; in scaled columns, as a step has one length for all."""
-        scaling = replace(rows, mean=self.mean * task.intercept, deviation=np.sqrt(self.variance))
+        scaling = replace(rows, mean=self.mean * settings.intercept, deviation=np.sqrt(self.variance))
         bias = self.intercept + scaling.mean @ self.coef
-        theta = np.concatenate([(self.coef * scaling.deviation[:, None]).ravel(), bias if task.intercept else []])
+        theta = np.concatenate([(self.coef * scaling.deviation[:, None]).ravel(), bias if settings.intercept else []])
         squared = self.squared[: len(theta)].copy()
-        rate = task.learning_rate or LEARNING_RATE
+        rate = settings.learning_rate or LEARNING_RATE
         for step in range(steps):
-            smooth = Smooth(ask, scaling, loss, task.l2, None, batch=(step, steps))
+            smooth = MeanLoss(ask, scaling, loss, settings.l2, None, batch=(step, steps))
             _, gradient = smooth(theta)
             squared += gradient * gradient
             theta = theta - rate * gradient / np.sqrt(np.maximum(squared, 1e-300))
-            if task.l1:
+            if settings.l1:
                 shrink = np.zeros(len(theta))
-                lengths = np.repeat(task.l1 / scaling.deviation, scaling.outputs)
+                lengths = np.repeat(settings.l1 / scaling.deviation, scaling.outputs)
                 shrink[: len(lengths)] = rate * lengths / np.sqrt(np.maximum(squared[: len(lengths)], 1e-300))
                 theta = np.sign(theta) * np.maximum(np.abs(theta) - shrink, 0.0)
-        coef, intercept = scaling.model(theta)
+        coef, intercept = scaling.unscale(theta)
         out = np.zeros(len(self.squared))
         out[: len(squared)] = squared
         return coef, intercept, out

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Found", "accelerated", "gradient_descent", "lbfgs"]
+__all__ = ["SolverResult", "descend", "descend_accelerated", "run_lbfgs"]
 
 Array = npt.NDArray[np.float64]
-Smooth = Callable[[Array], tuple[float, Array]]
+SmoothFunction = Callable[[Array], tuple[float, Array]]
 
 
 @dataclass
-class Found:
+class SolverResult:
     """Where a solver ended."""
 
     at: Array
@@ -27,9 +27,9 @@ class Found:
     converged: bool
 
 
-def gradient_descent(
-    smooth: Smooth, start: Array, *, l1: Array, step: float, tol: float, max_iter: int, accelerate: bool = False
-) -> Found:
+def descend(
+    smooth: SmoothFunction, start: Array, *, l1: Array, step: float, tol: float, max_iter: int, accelerate: bool = False
+) -> SolverResult:
     """x ← prox(x - step ∇f(x)), where prox shrinks by step · l1; stops when that moves x by less than `tol`
     relative to the first move.
 
@@ -45,12 +45,12 @@ def gradient_descent(
             lowest = np.inf if not np.isfinite(lowest) else lowest
             continue
         lowest = min(lowest, value)
-        new = _shrunk(ahead - step * gradient, step * l1)
+        new = _shrink(ahead - step * gradient, step * l1)
         move = (new - ahead) / step
         size = float(np.abs(move).max(initial=0.0))
         first = first or size
         if size <= tol * first:
-            return Found(new, value, iteration, True)
+            return SolverResult(new, value, iteration, True)
         if not accelerate:
             x = ahead = new
             continue
@@ -59,28 +59,30 @@ def gradient_descent(
         following = (1 + np.sqrt(1 + 4 * momentum**2)) / 2
         ahead = new + (momentum - 1) / following * (new - x)
         x, momentum = new, following
-    return Found(x, value, max_iter, False)
+    return SolverResult(x, value, max_iter, False)
 
 
-def accelerated(smooth: Smooth, start: Array, *, l1: Array, step: float, tol: float, max_iter: int) -> Found:
-    """`gradient_descent` with momentum."""
-    return gradient_descent(smooth, start, l1=l1, step=step, tol=tol, max_iter=max_iter, accelerate=True)
+def descend_accelerated(
+    smooth: SmoothFunction, start: Array, *, l1: Array, step: float, tol: float, max_iter: int
+) -> SolverResult:
+    """`descend` with momentum."""
+    return descend(smooth, start, l1=l1, step=step, tol=tol, max_iter=max_iter, accelerate=True)
 
 
-def lbfgs(smooth: Smooth, start: Array, *, tol: float, max_iter: int) -> Found:
-    """Limited-memory BFGS (scipy's) on the gradients of all workers; stops as `gradient_descent` does."""
+def run_lbfgs(smooth: SmoothFunction, start: Array, *, tol: float, max_iter: int) -> SolverResult:
+    """Limited-memory BFGS (scipy's) on the gradients of all workers; stops as `descend` does."""
     from scipy.optimize import minimize
 
     _, gradient = smooth(start)
     first = float(np.abs(gradient).max(initial=0.0))
     if first == 0.0:
-        return Found(start, 0.0, 1, True)
+        return SolverResult(start, 0.0, 1, True)
     options = {"maxiter": max_iter, "maxfun": 2 * max_iter, "gtol": tol * first, "ftol": 0.0, "maxcor": 10}
     ended = minimize(smooth, start, jac=True, method="L-BFGS-B", options=options)
     # A line search that finds nothing lower has come to the end of the digits.
     converged = ended.status == 0 or (ended.status == 2 and float(np.abs(ended.jac).max()) <= 1e-4 * first)
-    return Found(np.asarray(ended.x), float(ended.fun), int(ended.nit) or 1, bool(converged))
+    return SolverResult(np.asarray(ended.x), float(ended.fun), int(ended.nit) or 1, bool(converged))
 
 
-def _shrunk(x: Array, by: Array) -> Array:
+def _shrink(x: Array, by: Array) -> Array:
     return np.sign(x) * np.maximum(np.abs(x) - by, 0.0) if np.any(by) else x

@@ -56,20 +56,20 @@ def find_capacity(
     if host_memory is not None:
         host = parse_size(host_memory, "host_memory")
     else:
-        host = host_bytes()
+        host = read_host_bytes()
         guessed.append("host")
-    room, here = _room(disk)
+    room, here = _find_room(disk)
     return Capacity(device, host, room, workers, (*guessed, "disk") if here else tuple(guessed))
 
 
-def host_bytes() -> int:
+def read_host_bytes() -> int:
     """Memory of this host, or the limit that was set on this program's group where that is lower."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [Path(path).read_text(encoding="utf-8").strip() for path in _LIMITS if Path(path).is_file()]
     return min([found, *(int(limit) for limit in limits if limit.isdecimal())])
 
 
-def _room(disk: str | int | Path | None) -> tuple[int, bool]:
+def _find_room(disk: str | int | Path | None) -> tuple[int, bool]:
     if disk is None:
         return shutil.disk_usage(".").free, True
     if isinstance(disk, (str, Path)) and Path(disk).is_dir():

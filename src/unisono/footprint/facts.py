@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from unisono.footprint.formula import Facts, StepMemory, UnitSizes
 from unisono.footprint.live_bytes import Peaks
-from unisono.footprint.trace import Loss, OptimizerState, fake_mode, trace_activations, trace_optimizer
+from unisono.footprint.trace import Loss, OptimizerState, make_fake_mode, trace_activations, trace_optimizer
 from unisono.strategies.zero.units import Unit, unit_bytes_for, units_by_module, units_by_size
 
 
@@ -29,7 +29,7 @@ def find_facts(
     trainable = [p for p in params if p.requires_grad]
     frozen = [p for p in params if not p.requires_grad]
     try:
-        state = trace_optimizer(optimizer, params, mode=fake_mode())
+        state = trace_optimizer(optimizer, params, mode=make_fake_mode())
     except Exception as error:
         state = OptimizerState()
         left_out.append(
@@ -76,7 +76,7 @@ def _count_waiting(units: Sequence[Unit]) -> int:
 
 def trace_step(model: nn.Module, batch: Any, loss: Loss | None) -> tuple[StepMemory, list[str]]:
     """Run forward and backward on fakes, in the model's own precision and in bf16."""
-    mode = fake_mode()
+    mode = make_fake_mode()
     own = trace_activations(model, batch, loss, mode=mode)
     try:
         half = trace_activations(model, batch, loss, mode=mode, dtype=torch.bfloat16)

@@ -138,11 +138,11 @@ def compute_need(facts: Facts, setting: Setting, workers: int, *, overlap: bool 
     overlap: they exchange while they compute. apart: the device has memory of its own.
     """
     if setting.strategy == "allreduce":
-        return _allreduce(facts, setting, workers)
-    return _zero(facts, setting, workers, overlap=overlap and workers > 1, apart=apart)
+        return _compute_allreduce(facts, setting, workers)
+    return _compute_zero(facts, setting, workers, overlap=overlap and workers > 1, apart=apart)
 
 
-def _allreduce(facts: Facts, setting: Setting, workers: int) -> Need:
+def _compute_allreduce(facts: Facts, setting: Setting, workers: int) -> Need:
     gradients = facts.trainable_bytes
     step_memory = facts.step_memory or StepMemory()
     passes = max(setting.accumulate, facts.backwards)
@@ -159,8 +159,8 @@ def _allreduce(facts: Facts, setting: Setting, workers: int) -> Need:
     )
 
 
-def _zero(facts: Facts, setting: Setting, workers: int, *, overlap: bool, apart: bool) -> Need:
-    sizes = _sizes(facts, setting, workers)
+def _compute_zero(facts: Facts, setting: Setting, workers: int, *, overlap: bool, apart: bool) -> Need:
+    sizes = _compute_sizes(facts, setting, workers)
     compute, away = sizes.compute, setting.optimizer_on != "device"
     units = facts.units_by_module if setting.stage == 3 else facts.units_by_size
     step_memory = facts.step_memory or StepMemory()
@@ -186,7 +186,7 @@ def _zero(facts: Facts, setting: Setting, workers: int, *, overlap: bool, apart:
     slots = passing * sizes.state / max(1, sizes.shard)
     shadow = compute * sizes.shard if setting.delayed_update else 0
 
-    host, disk = _elsewhere(setting, sizes, -(-units.largest // workers), staged=staged, passes=passes)
+    host, disk = _compute_elsewhere(setting, sizes, -(-units.largest // workers), staged=staged, passes=passes)
     return Need(
         parameters=round(values + frozen + gathered + shadow),
         gradients=round(whole + kept + waiting + reducing + staged * compute * sizes.shard),
@@ -210,7 +210,7 @@ class _Sizes(NamedTuple):
     frozen: int  # bytes
 
 
-def _sizes(facts: Facts, setting: Setting, workers: int) -> _Sizes:
+def _compute_sizes(facts: Facts, setting: Setting, workers: int) -> _Sizes:
     own = facts.trainable_bytes / max(1, facts.trainable)
     compute = DTYPES[setting.precision].itemsize if setting.precision else own
     step = max(MASTER_BYTES, compute)
@@ -222,7 +222,9 @@ def _sizes(facts: Facts, setting: Setting, workers: int) -> _Sizes:
     return _Sizes(own, compute, step, wide, shard, state, -(-frozen // (workers if setting.stage == 3 else 1)))
 
 
-def _elsewhere(setting: Setting, sizes: _Sizes, largest: int, *, staged: float, passes: int) -> tuple[float, float]:
+def _compute_elsewhere(
+    setting: Setting, sizes: _Sizes, largest: int, *, staged: float, passes: int
+) -> tuple[float, float]:
     """Host and disk bytes of an optimizer that is not on the device; `largest`: elements of my largest shard."""
     if setting.optimizer_on == "device":
         return 0, 0

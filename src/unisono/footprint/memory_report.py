@@ -62,9 +62,9 @@ class MemoryReport:
     @property
     def rows(self) -> list[Row]:
         """Every stage and placement, the fastest first."""
-        return [self._row(setting) for setting in self._settings()]
+        return [self._make_row(setting) for setting in self._list_settings()]
 
-    def _settings(self) -> list[Setting]:
+    def _list_settings(self) -> list[Setting]:
         half = self.facts.trainable_bytes > 2 * self.facts.trainable
         return list_settings(self.workers, device_is_host=self.machine.device is None, half=half)
 
@@ -74,9 +74,9 @@ class MemoryReport:
 
     def need(self, spec: str) -> Need:
         """What a worker needs under `spec`; settings that change nothing here may be in it."""
-        return self._need(_read_setting(spec))
+        return self._compute_need(_read_setting(spec))
 
-    def _need(self, setting: Setting) -> Need:
+    def _compute_need(self, setting: Setting) -> Need:
         # On one host all cores compute: what is exchanged waits (see `overlap_pays`).
         apart = self.machine.device is not None
         overlap = apart or self.workers > self.machine.workers
@@ -90,8 +90,8 @@ class MemoryReport:
             raise TypeError(f"compare got {odd[0]!r}; expected bytes of {', '.join(places)}")
         return Comparison(spec, {k: (getattr(wanted, k), v) for k, v in measured.items() if v is not None})
 
-    def _row(self, setting: Setting) -> Row:
-        needed = self._need(setting)
+    def _make_row(self, setting: Setting) -> Row:
+        needed = self._compute_need(setting)
         return Row(setting.spec, needed, describe_shortage(needed, self.machine))
 
     # Words -----------------------------------------------------------------------------------------------
@@ -112,15 +112,15 @@ class MemoryReport:
             total = [n.device, n.host] if with_host else [n.device + n.host]
             numbers = [*(getattr(n, kind) for kind in kinds), *total, n.disk]
             lines.append([row.spec, *(show_size(x) for x in numbers), "no" if row.shortage else "yes"])
-        return _columns(lines)
+        return _align_columns(lines)
 
     def __str__(self) -> str:
-        parts = [self._head(), self.table(), self._advice()]
+        parts = [self._format_head(), self.table(), self._format_advice()]
         if self.left_out:
             parts.append("not in these numbers:\n" + "\n".join(f"  - {what}" for what in self.left_out))
         return "\n\n".join(parts)
 
-    def _head(self) -> str:
+    def _format_head(self) -> str:
         f = self.facts
         frozen = f", {f.frozen:,} frozen" if f.frozen else ""
         many = f"{self.workers} workers" if self.workers > 1 else "1 worker"
@@ -129,19 +129,19 @@ class MemoryReport:
             f"there is: {self.machine.describe()}"
         )
 
-    def _advice(self) -> str:
+    def _format_advice(self) -> str:
         rows = self.rows
         fitting = [row for row in rows if not row.shortage]
         if not fitting:
-            return self._nothing_fits(rows)
+            return self._explain_no_fit(rows)
         lines = ["fits, the fastest first:"]
         width = max(len(row.spec) for row in fitting[:_BEST])
-        lines += [f"  {row.spec:<{width}}  {self._total(row.need)}" for row in fitting[:_BEST]]
+        lines += [f"  {row.spec:<{width}}  {self._format_total(row.need)}" for row in fitting[:_BEST]]
         if len(fitting) > _BEST:
             lines.append(f"  and {len(fitting) - _BEST} more: report.fits() has all of them")
-        return "\n".join([*lines, *self._further(fitting[0].spec)])
+        return "\n".join([*lines, *self._suggest_more(fitting[0].spec)])
 
-    def _further(self, best: str) -> list[str]:
+    def _suggest_more(self, best: str) -> list[str]:
         """What may be added to the best one."""
         if "params_on" in best or self.machine.device is None:
             return []
@@ -152,13 +152,13 @@ class MemoryReport:
             return ['add host_memory="..." to it, and as much of the state stays in the host\'s memory']
         return []
 
-    def _total(self, n: Need) -> str:
+    def _format_total(self, n: Need) -> str:
         if self.machine.device is None:
             return f"{show_size(n.device + n.host)}" + (f", {show_size(n.disk)} of disk" if n.disk else "")
         told = [(n.device, "on the device"), (n.host, "of the host"), (n.disk, "of disk")]
         return ", ".join(f"{show_size(x)} {where}" for x, where in told if x)
 
-    def _nothing_fits(self, rows: Sequence[Row]) -> str:
+    def _explain_no_fit(self, rows: Sequence[Row]) -> str:
         least = min(rows, key=lambda row: compute_excess(row.need, self.machine))
         lines = [f"nothing fits. Closest: {least.spec}, which lacks {least.shortage}."]
         f = self.facts
@@ -168,14 +168,13 @@ class MemoryReport:
                 "checkpointing (torch.utils.checkpoint), needs less."
             )
         if f.trainable:
-            more = next((n for n in _doublings(self.workers) if self._fits_with(n)), None)
+            more = next((n for n in _list_doublings(self.workers) if self._find_fit_with(n)), None)
             if more:
-                lines.append(
-                    f"With {more} workers, {self._fits_with(more)} fits, as many on a host and as large a batch each."
-                )
+                spec = self._find_fit_with(more)
+                lines.append(f"With {more} workers, {spec} fits, as many on a host and as large a batch each.")
         return "\n".join(lines)
 
-    def _fits_with(self, workers: int) -> str:
+    def _find_fit_with(self, workers: int) -> str:
         """The first setting that fits with so many workers, on hosts that have as many as this one."""
         found = dataclasses.replace(self, workers=workers).fits()
         return found[0] if found else ""
@@ -184,7 +183,7 @@ class MemoryReport:
 def describe_shortage(needed: Need, there: Capacity) -> str:
     """What there is too little of, in words; empty where it fits."""
     told = []
-    for name, wanted, has, many in _demands(needed, there):
+    for name, wanted, has, many in _list_demands(needed, there):
         if wanted > has:
             each = f" for {many} workers" if many > 1 else ""
             told.append(f"{show_size(wanted - has)} of {name} (needs {show_size(wanted)}{each}, has {show_size(has)})")
@@ -193,10 +192,10 @@ def describe_shortage(needed: Need, there: Capacity) -> str:
 
 def compute_excess(needed: Need, there: Capacity) -> float:
     """By what factor the scarcest resource is exceeded."""
-    return max(wanted / max(1, has) for _, wanted, has, _ in _demands(needed, there))
+    return max(wanted / max(1, has) for _, wanted, has, _ in _list_demands(needed, there))
 
 
-def _demands(needed: Need, there: Capacity) -> list[tuple[str, int, int, int]]:
+def _list_demands(needed: Need, there: Capacity) -> list[tuple[str, int, int, int]]:
     many = there.workers
     if there.device is None:
         host = [("memory", (needed.device + needed.host) * many, there.host, many)]
@@ -208,7 +207,7 @@ def _demands(needed: Need, there: Capacity) -> list[tuple[str, int, int, int]]:
     return [*host, ("disk", needed.disk * many, there.disk, many)]
 
 
-def _doublings(workers: int) -> list[int]:
+def _list_doublings(workers: int) -> list[int]:
     return [workers * 2**i for i in range(1, 11)]
 
 
@@ -224,7 +223,7 @@ def _read_setting(spec: str) -> Setting:
     return Setting("zero", **{name: getattr(strategy, name) for name in SETTINGS})
 
 
-def _columns(lines: Sequence[Sequence[str]]) -> str:
+def _align_columns(lines: Sequence[Sequence[str]]) -> str:
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join(
         "  ".join(

@@ -25,7 +25,7 @@ from unisono.footprint.capacity import find_capacity
 from unisono.footprint.facts import estimate_from, find_facts, format_error
 from unisono.footprint.live_bytes import LiveBytes
 from unisono.footprint.memory_report import MemoryReport
-from unisono.footprint.trace import fake_mode, make_fake
+from unisono.footprint.trace import make_fake, make_fake_mode
 from unisono.strategy import Replica, Strategy, binding
 from unisono.world import World, enter
 from unisono.world.virtual import simulate
@@ -69,14 +69,14 @@ def predict_for_script(
     there = find_capacity(device_memory, host_memory, disk, workers=min(workers, workers_per_host or workers))
     left_out: list[str] = []
     run = _Run(workers)
-    error = run.go(program, arguments, module=module, mode=fake_mode())
+    error = run.run_script(program, arguments, module=module, mode=make_fake_mode())
     if run.seen is None and error is not None and not isinstance(error, SystemExit):
         first = error
         run = _Run(workers, stop_at_parallel=True)  # with memory, but no further than the model
-        error = run.go(program, arguments, module=module, mode=None)
+        error = run.run_script(program, arguments, module=module, mode=None)
         left_out.append(f"activations: on fake tensors the script failed before un.parallel ({format_error(first)})")
     if run.seen is None:
-        raise ScriptError(_no_model(program, error)) from error
+        raise ScriptError(_explain_no_model(program, error)) from error
     step_memory = None
     if run.seen.stepped:
         step_memory = estimate_from(run.watch.peaks)
@@ -97,7 +97,7 @@ class _Run:
         self.seen: _Seen | None = None
         self.watch = LiveBytes("cpu", counting=False)
 
-    def go(
+    def run_script(
         self, program: str, arguments: Sequence[str], *, module: bool, mode: FakeTensorMode | None
     ) -> BaseException | None:
         """Run it; returns the error with which it ended, if that was one."""
@@ -105,12 +105,12 @@ class _Run:
         if torch.cuda.is_available():
             world.device = torch.device("cuda")
         with ExitStack() as stack:
-            stack.enter_context(_as_program(program, arguments, module=module))
+            stack.enter_context(_pose_as_program(program, arguments, module=module))
             stack.enter_context(redirect_stdout(sys.stderr))
-            stack.enter_context(_world(world))
-            stack.enter_context(_observed(self._parallel))
+            stack.enter_context(_enter_world(world))
+            stack.enter_context(_observe(self._observe_parallel))
             if mode is not None:
-                stack.enter_context(_fake_parameters(mode))
+                stack.enter_context(_make_parameters_fake(mode))
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(self.watch)
             try:
@@ -124,7 +124,7 @@ class _Run:
                 return error
         return None
 
-    def _parallel(self, model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: World) -> Replica:
+    def _observe_parallel(self, model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: World) -> Replica:
         """Stands in for the binding of a strategy."""
         if self.seen is not None:  # a second model: only the first counts
             return Replica(model, optimizer, world, strategy)
@@ -164,7 +164,7 @@ class _Observer(Replica):
         """The gradients are as they should be; the step is still to come."""
 
 
-def _no_model(program: str, error: BaseException | None) -> str:
+def _explain_no_model(program: str, error: BaseException | None) -> str:
     if isinstance(error, SystemExit) and error.code not in (None, 0):
         return f"{program} ended with status {error.code} before it called un.parallel; see its own message above"
     if error is not None and not isinstance(error, SystemExit):
@@ -176,7 +176,7 @@ def _no_model(program: str, error: BaseException | None) -> str:
 
 
 @contextmanager
-def _as_program(program: str, arguments: Sequence[str], *, module: bool) -> Iterator[None]:
+def _pose_as_program(program: str, arguments: Sequence[str], *, module: bool) -> Iterator[None]:
     """As Python does it for a program: its arguments, and where it imports from."""
     argv, path = sys.argv, list(sys.path)
     sys.argv = [program, *arguments]
@@ -188,7 +188,7 @@ def _as_program(program: str, arguments: Sequence[str], *, module: bool) -> Iter
 
 
 @contextmanager
-def _world(world: World) -> Iterator[None]:
+def _enter_world(world: World) -> Iterator[None]:
     """Inside, `un.join()` gives `world`."""
     enter(world)
     try:
@@ -199,7 +199,7 @@ def _world(world: World) -> Iterator[None]:
 
 
 @contextmanager
-def _observed(observer: Callable[..., Replica]) -> Iterator[None]:
+def _observe(observer: Callable[..., Replica]) -> Iterator[None]:
     """Inside, `un.parallel` hands what it was given to `observer`."""
     binding.observer = observer
     try:
@@ -209,7 +209,7 @@ def _observed(observer: Callable[..., Replica]) -> Iterator[None]:
 
 
 @contextmanager
-def _fake_parameters(mode: FakeTensorMode) -> Iterator[None]:
+def _make_parameters_fake(mode: FakeTensorMode) -> Iterator[None]:
     """Inside, a module's parameters lose their memory as soon as it has them."""
     register, apply = nn.Module.register_parameter, nn.Module._apply
 

@@ -34,7 +34,7 @@ class OptimizerState:
     step_bytes: int = 0  # temporaries of a step, at its worst moment
 
 
-def fake_mode() -> FakeTensorMode:
+def make_fake_mode() -> FakeTensorMode:
     """Fakes that may meet real tensors: what comes of both is fake."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -84,13 +84,13 @@ def trace_activations(
     The batch is counted too. It is the model's input; a tuple or list are its inputs and, where there is a `loss`,
     last the target; a dict are its keyword arguments. Without a loss, backward starts from the sum of the output.
     """
-    device = next(_device(p) for p in model.parameters())
+    device = next(_find_device(p) for p in model.parameters())
     watch = LiveBytes(device)
     with replace_by_fakes(model, mode, dtype=dtype), watch, torch.compiler.set_stance("force_eager"):
-        given = tree_map_only(Tensor, lambda t: _input(t, mode, dtype, device), batch)
+        given = tree_map_only(Tensor, lambda t: _make_input(t, mode, dtype, device), batch)
         hooks = watch.follow(model.parameters())
         try:
-            end = _forward(model, given, loss)
+            end = _run_forward(model, given, loss)
             torch.autograd.backward(end)
             return watch.finish()
         finally:
@@ -98,23 +98,23 @@ def trace_activations(
                 hook.remove()
 
 
-def _input(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None, device: str) -> Tensor:
+def _make_input(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None, device: str) -> Tensor:
     return make_fake(tensor, mode, dtype=dtype).to(device).requires_grad_(tensor.requires_grad)
 
 
-def _forward(model: nn.Module, batch: Any, loss: Loss | None) -> Tensor:
+def _run_forward(model: nn.Module, batch: Any, loss: Loss | None) -> Tensor:
     if isinstance(batch, Mapping):
         out = model(**batch)
-        return _total(out) if loss is None else loss(out, batch)
+        return _sum_outputs(out) if loss is None else loss(out, batch)
     inputs: Sequence[Any] = batch if isinstance(batch, (tuple, list)) else [batch]
     if loss is None:
-        return _total(model(*inputs))
+        return _sum_outputs(model(*inputs))
     if len(inputs) < 2:
         raise ValueError("with a loss, batch is a tuple: the model's inputs, then the target; got one item")
     return loss(model(*inputs[:-1]), inputs[-1])
 
 
-def _total(out: Any) -> Tensor:
+def _sum_outputs(out: Any) -> Tensor:
     """A scalar to start backward from: the output's own loss, or the sum of all outputs."""
     own = getattr(out, "loss", None)
     if isinstance(own, Tensor):
@@ -142,7 +142,7 @@ def trace_optimizer(optimizer: Optimizer, params: Sequence[Tensor], *, mode: Fak
     twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     for param in fakes:
         param.grad = make_fake(param, mode)
-    with LiveBytes(_device(fakes[0]), scalar=1) as watch:
+    with LiveBytes(_find_device(fakes[0]), scalar=1) as watch:
         twin.step()
         kept = watch.alive
         watch.restart()
@@ -158,5 +158,5 @@ def trace_optimizer(optimizer: Optimizer, params: Sequence[Tensor], *, mode: Fak
     return OptimizerState(elements, element_bytes, other, max(0, watch.peaks.with_gradients - kept))
 
 
-def _device(tensor: Tensor) -> str:
+def _find_device(tensor: Tensor) -> str:
     return "cpu" if tensor.is_meta else tensor.device.type

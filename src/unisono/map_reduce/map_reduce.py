@@ -79,8 +79,8 @@ def run(program: MapReduce, data: Any, *, workers: int | None = None, on: Any = 
 
 
 def find_native(on: Any) -> Callable[[MapReduce, Any, int | None, Any], Any] | None:
-    """The MapReduce that an engine itself has: `run(job, data, workers, on)` in the file of this folder that is named
-    for the engine. The others run it in a world that they launch."""
+    """The MapReduce that an engine itself has: `run(program, data, workers, on)` in the file of this folder that is
+    named for the engine. The others run it in a world that they launch."""
     name = str(getattr(on, "name", "")).lower()
     if not name.isidentifier() or importlib.util.find_spec(f"unisono.map_reduce.{name}") is None:
         return None
@@ -94,14 +94,14 @@ def take_part(data: Any, world: World, *, own: bool) -> Any:
 
 
 def launch_workers(
-    work: Callable[[Any, Any], Any], program: Any, data: Any, *, workers: int | None, on: Any
+    work: Callable[[Any, Any], Any], argument: Any, data: Any, *, workers: int | None, on: Any
 ) -> list[Any]:
-    """Every worker's `work(job, data)`. On this host, large arrays are mapped and not copied to each worker."""
+    """Every worker's `work(argument, data)`. On this host, large arrays are mapped and not copied to each worker."""
     _check_outside_world(workers)
     if on is not None:
-        return launch(work, args=(program, data), output="rank0", **_launch_options(workers, on))
+        return launch(work, args=(argument, data), output="rank0", **_launch_options(workers, on))
     with share_arrays(data) as sent:
-        return launch(work, args=(program, sent), output="rank0", **_launch_options(workers, None))
+        return launch(work, args=(argument, sent), output="rank0", **_launch_options(workers, None))
 
 
 def _launch_options(workers: int | None, on: Any) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class Round:
 
 
 class Ask(Protocol):
-    """What the server's program calls: a round. `reduce="sum"` adds arrays; None is the job's own reduction."""
+    """What the server's program calls: a round. `reduce="sum"` adds arrays; None is the program's own reduction."""
 
     workers: int
     log: list[Round]
@@ -73,7 +73,7 @@ def run_in_world(program: MapReduce, part: Any, world: World) -> tuple[Any, list
             rounds.send(("failed", isinstance(error, ValueError), str(error)))
             raise
         rounds.send(("ended", result, None))
-    return result, rounds.rounds()
+    return result, rounds.list_rounds()
 
 
 class _WorldRounds:
@@ -110,7 +110,7 @@ class _WorldRounds:
         how = reduce or self.program.reduce
         return sum_values(value, self.world) if how == "sum" else _combine_up_tree(value, how, self.world)
 
-    def rounds(self) -> list[Round]:
+    def list_rounds(self) -> list[Round]:
         """The server's rounds with every worker's seconds, on every rank."""
         walls = self.world.broadcast_object([r.wall_s for r in self.log])
         seconds = self.world.gather_objects(self._compute_s)

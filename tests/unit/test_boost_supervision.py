@@ -7,19 +7,19 @@ import time
 
 import pytest
 
-from unisono.boost import watch
-from unisono.boost.watch import BoostingFailed, watched
+from unisono.boost import supervision
+from unisono.boost.supervision import BoostingFailed, run_supervised
 from unisono.world import World
 from unisono.world.transports import PeerLost
 from unisono.world.virtual import run_threads
 
 
 def test_each_rank_gets_its_own_result():
-    assert run_threads(lambda world: watched(lambda: world.rank * 10, world, timeout_s=5.0), 3) == [0, 10, 20]
+    assert run_threads(lambda world: run_supervised(lambda: world.rank * 10, world, timeout_s=5.0), 3) == [0, 10, 20]
 
 
 def test_a_world_of_one_calls_in_its_own_thread():
-    assert watched(threading.get_ident, World(), timeout_s=1.0) == threading.get_ident()
+    assert run_supervised(threading.get_ident, World(), timeout_s=1.0) == threading.get_ident()
 
 
 def stuck_but_for(world, broken, error):
@@ -32,7 +32,7 @@ def stuck_but_for(world, broken, error):
         never.wait()
 
     try:
-        watched(call, world, timeout_s=30.0)
+        run_supervised(call, world, timeout_s=30.0)
     except Exception as raised:
         return raised
 
@@ -41,7 +41,7 @@ def stuck_but_for(world, broken, error):
     ("error", "others"), [(MemoryError("no room"), BoostingFailed), (ValueError("bad"), ValueError)]
 )
 def test_a_rank_that_fails_is_an_error_on_all_who_wait_for_it(monkeypatch, error, others):
-    monkeypatch.setattr(watch, "GRACE_S", 0.05)
+    monkeypatch.setattr(supervision, "GRACE_S", 0.05)
     zero, one, two = run_threads(lambda world: stuck_but_for(world, 1, error), 3)
     assert one is error
     for raised in (zero, two):
@@ -58,7 +58,7 @@ def test_a_silent_rank_is_an_error_after_the_deadline():
             return None
         began = time.monotonic()
         with pytest.raises(BoostingFailed, match=r"heard nothing .* for 0.5 s"):
-            watched(lambda: time.sleep(0.1), world, timeout_s=0.5)
+            run_supervised(lambda: time.sleep(0.1), world, timeout_s=0.5)
         heard.set()
         return time.monotonic() - began
 
@@ -66,14 +66,14 @@ def test_a_silent_rank_is_an_error_after_the_deadline():
 
 
 def test_a_lost_rank_is_an_error_although_the_call_never_ends(monkeypatch):
-    monkeypatch.setattr(watch, "GRACE_S", 0.05)
+    monkeypatch.setattr(supervision, "GRACE_S", 0.05)
     raised = []
 
     def rank(world):
         if world.rank == 1:
             raise RuntimeError("this rank dies")
         try:
-            watched(threading.Event().wait, world, timeout_s=30.0)
+            run_supervised(threading.Event().wait, world, timeout_s=30.0)
         except PeerLost as error:
             raised.append(error)
 

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 from unisono.world import World
 
-__all__ = ["own_address", "reserved_port"]
+__all__ = ["find_own_address", "reserve_port"]
 
 
-def own_address(world: World) -> str:
+def find_own_address(world: World) -> str:
     """The IPv4 address of this rank's host, as the others see it; 127.0.0.1 where all are on one host.
 
     Of several, the interface in GLOO_SOCKET_IFNAME; else the one that leads to the launcher.
@@ -21,10 +21,10 @@ def own_address(world: World) -> str:
     if len(set(world.hosts)) == 1:
         return "127.0.0.1"
     if name := os.environ.get("GLOO_SOCKET_IFNAME", ""):
-        return _of_interface(name.split(",")[0])
+        return _read_interface(name.split(",")[0])
     launcher = os.environ.get("UNISONO_LAUNCHER", "").rpartition(":")[0]
     for target in (launcher, os.environ.get("MASTER_ADDR", ""), "192.0.2.1"):
-        found = _towards(target) if target else ""
+        found = _find_address_towards(target) if target else ""
         if found and not found.startswith("127."):
             return found
     raise OSError(
@@ -34,7 +34,7 @@ def own_address(world: World) -> str:
 
 
 @contextmanager
-def reserved_port() -> Iterator[tuple[int, socket.socket]]:
+def reserve_port() -> Iterator[tuple[int, socket.socket]]:
     """A free port, held until the socket is closed: close it just before the library takes the port."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -42,7 +42,7 @@ def reserved_port() -> Iterator[tuple[int, socket.socket]]:
         yield held.getsockname()[1], held
 
 
-def _towards(host: str) -> str:
+def _find_address_towards(host: str) -> str:
     """The address from which this host speaks to another; nothing is sent."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -52,7 +52,7 @@ def _towards(host: str) -> str:
         return ""
 
 
-def _of_interface(name: str) -> str:
+def _read_interface(name: str) -> str:
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

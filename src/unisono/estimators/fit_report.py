@@ -17,14 +17,14 @@ import torch
 from unisono.map_reduce.rounds import Ask, Round
 from unisono.world import World
 
-__all__ = ["Counted", "Report", "costs", "measured_link", "measured_speedup"]
+__all__ = ["CountingAsk", "FitReport", "count_sent", "count_words", "measure_link", "measure_speedup", "sum_costs"]
 
 WORD_BYTES = 8
 _BANDWIDTH_BYTES = 4 << 20
 
 
 @dataclass
-class Report:
+class FitReport:
     """The costs of one fit.
 
     workers: m. rounds: broadcast, map, reduce. words_sent: by all workers together, 8 bytes each.
@@ -74,10 +74,10 @@ class Report:
         return "\n".join(lines)
 
 
-def costs(rounds: list[Round], workers: int) -> Report:
+def sum_costs(rounds: list[Round], workers: int) -> FitReport:
     """What the rounds themselves tell: wall time, compute, waiting for the slowest."""
     known = [r.compute_s for r in rounds if r.compute_s]
-    return Report(
+    return FitReport(
         workers=workers,
         rounds=len(rounds),
         wall_s=sum(r.wall_s for r in rounds),
@@ -86,7 +86,7 @@ def costs(rounds: list[Round], workers: int) -> Report:
     )
 
 
-class Counted:
+class CountingAsk:
     """An engine's `Ask` that counts words: the state to every worker, and a value back from each."""
 
     def __init__(self, ask: Ask) -> None:
@@ -94,34 +94,34 @@ class Counted:
 
     def __call__(self, state: Any, *, reduce: Literal["sum"] | None = None) -> Any:
         value = self.ask(state, reduce=reduce)
-        self.words += self.workers * (words_in(state) + words_in(value))
+        self.words += self.workers * (count_words(state) + count_words(value))
         return value
 
-    def report(self) -> Report:
+    def make_report(self) -> FitReport:
         """What the rounds cost, as far as it shows from the server."""
-        found = costs(self.log, self.workers)
+        found = sum_costs(self.log, self.workers)
         beyond = [r.wall_s - max(r.compute_s) for r in self.log if r.compute_s]
         found.words_sent, found.messages = float(self.words), len(self.log)
         found.latency_s = max(0.0, min(beyond, default=0.0))
         return found
 
 
-def words_in(value: Any) -> int:
+def count_words(value: Any) -> int:
     """Numbers, in arrays and out of them; text counts by its bytes.
 
-    >>> words_in({"do": "gradient", "coef": torch.zeros(3, 2), "b": [1.0, 2.0]})
+    >>> count_words({"do": "gradient", "coef": torch.zeros(3, 2), "b": [1.0, 2.0]})
     9
     """
     if isinstance(value, dict):
-        return sum(words_in(item) for item in value.values())
+        return sum(count_words(item) for item in value.values())
     if isinstance(value, list | tuple):
-        return sum(words_in(item) for item in value)
+        return sum(count_words(item) for item in value)
     if isinstance(value, str | bytes):
         return -(-len(value) // WORD_BYTES)
     return int(value.numel()) if isinstance(value, torch.Tensor) else int(getattr(value, "size", value is not None))
 
 
-def sent_since(world: World, since: float) -> tuple[float, int]:
+def count_sent(world: World, since: float) -> tuple[float, int]:
     """Words that all ranks have sent since a moment of the ledger's clock, and messages of one rank (a collective)."""
     mine = [r for r in list(world.ledger.records) if r.start >= since]
     sums = torch.tensor([float(sum(r.bytes_sent for r in mine)), float(len(mine))], dtype=torch.float64)
@@ -129,20 +129,20 @@ def sent_since(world: World, since: float) -> tuple[float, int]:
     return total / WORD_BYTES, round(messages / world.size)
 
 
-def measured_link(world: World) -> tuple[float, float]:
+def measure_link(world: World) -> tuple[float, float]:
     """Latency in seconds and bandwidth in words a second and worker: medians of a few all-reduces."""
     if world.size == 1:
         return 0.0, 0.0
     one, many = torch.zeros(1, dtype=torch.float64), torch.zeros(_BANDWIDTH_BYTES // 8, dtype=torch.float64)
-    latency_s = _median_s(lambda: world.all_reduce(one, "sum", tag="latency").wait(), 15)
-    moved_s = _median_s(lambda: world.all_reduce(many, "sum", tag="bandwidth").wait(), 5)
+    latency_s = _time_median(lambda: world.all_reduce(one, "sum", tag="latency").wait(), 15)
+    moved_s = _time_median(lambda: world.all_reduce(many, "sum", tag="bandwidth").wait(), 5)
     sent = 2 * (world.size - 1) / world.size * many.numel()
     found = torch.tensor([latency_s, sent / max(moved_s - latency_s, 1e-9)], dtype=torch.float64)
     latency_s, bandwidth = world.all_reduce(found, "mean", tag="report").wait().tolist()
     return latency_s, bandwidth
 
 
-def _median_s(run: Callable[[], Any], repeats: int) -> float:
+def _time_median(run: Callable[[], Any], repeats: int) -> float:
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -151,7 +151,7 @@ def _median_s(run: Callable[[], Any], repeats: int) -> float:
     return statistics.median(times[1:])
 
 
-def measured_speedup(
+def measure_speedup(
     work: Callable[[float], torch.Tensor], world: World, *, budget_s: float = 0.5, repeats: int = 3
 ) -> dict[int, float]:
     """Seconds of a round with one worker over those with 1, 2, ..., m workers that share the same rows.
@@ -165,14 +165,14 @@ def measured_speedup(
         return {1: 1.0}
     start = time.perf_counter()
     vector = work(1.0)
-    once_s = _slowest(world, time.perf_counter() - start)
+    once_s = _find_slowest(world, time.perf_counter() - start)
     passes = sum(m / k for k in range(1, m + 1)) * repeats
     fraction = min(1.0, budget_s / max(once_s * passes, 1e-9))
-    seconds = {k: _round_s(work, vector.clone(), world, k, fraction, repeats) for k in range(1, m + 1)}
+    seconds = {k: _time_round(work, vector.clone(), world, k, fraction, repeats) for k in range(1, m + 1)}
     return {k: seconds[1] / s for k, s in seconds.items()}
 
 
-def _round_s(
+def _time_round(
     work: Callable[[float], torch.Tensor], vector: torch.Tensor, world: World, k: int, fraction: float, repeats: int
 ) -> float:
     """Seconds of a round that k workers share, the slowest one's; the others rest."""
@@ -193,11 +193,11 @@ def _round_s(
             start = time.perf_counter()
             group.all_reduce(vector, "sum", tag="speedup").wait()
             exchanged_s = time.perf_counter() - start
-        times.append(_slowest(world, computed_s) / fraction + _slowest(world, exchanged_s))
+        times.append(_find_slowest(world, computed_s) / fraction + _find_slowest(world, exchanged_s))
     group.close()
     return min(times)
 
 
-def _slowest(world: World, seconds: float) -> float:
+def _find_slowest(world: World, seconds: float) -> float:
     x = torch.tensor([seconds], dtype=torch.float64)
     return float(world.all_reduce(x, "max", tag="report").wait())

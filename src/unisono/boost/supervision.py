@@ -17,7 +17,7 @@ import torch
 
 from unisono.world import World
 
-__all__ = ["BoostingFailed", "watched"]
+__all__ = ["BoostingFailed", "run_supervised"]
 
 T = TypeVar("T")
 BEAT_S = 0.25
@@ -50,18 +50,18 @@ class _Call(threading.Thread):
             self.ended.set()
 
 
-def watched(fn: Callable[[], T], world: World, *, timeout_s: float) -> T:
+def run_supervised(fn: Callable[[], T], world: World, *, timeout_s: float) -> T:
     """`fn()` on every rank; raises on every rank where one of them fails, dies, or is silent for `timeout_s`."""
     if world.size == 1:
         return fn()
     call = _Call(fn)
     call.start()
-    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    beat = threading.Thread(target=_beat, args=(call, world, told), name="boosting-beat", daemon=True)
+    reports: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    beat = threading.Thread(target=_exchange_beats, args=(call, world, reports), name="boosting-beat", daemon=True)
     beat.start()
     while True:
         try:
-            news = told.get(timeout=timeout_s + BEAT_S)
+            news = reports.get(timeout=timeout_s + BEAT_S)
         except queue.Empty:
             raise BoostingFailed(
                 f"rank {world.rank} has heard nothing from some other rank for {timeout_s:g} s, so that boosting "
@@ -73,10 +73,10 @@ def watched(fn: Callable[[], T], world: World, *, timeout_s: float) -> T:
         call.join(GRACE_S)
         if isinstance(news, BaseException):
             raise news
-        return cast(T, _outcome(call, world, news))
+        return cast(T, _take_outcome(call, world, news))
 
 
-def _beat(call: _Call, world: World, told: queue.SimpleQueue[Any]) -> None:
+def _exchange_beats(call: _Call, world: World, reports: queue.SimpleQueue[Any]) -> None:
     """Tells None at each beat; at the end every rank's [when, what went wrong, whether a user's mistake], which is
     empty for those that did not fail; or what broke the world."""
     try:
@@ -89,15 +89,17 @@ def _beat(call: _Call, world: World, told: queue.SimpleQueue[Any]) -> None:
                 handle.wait()
             if worst.item() == _FAILED or least.item() == _DONE:
                 failed = call.ended.is_set() and call.error is not None
-                news = [call.ended_at, _first_line(call.error), isinstance(call.error, ValueError)] if failed else []
-                told.put(world.gather_objects(news))
+                news = (
+                    [call.ended_at, _take_first_line(call.error), isinstance(call.error, ValueError)] if failed else []
+                )
+                reports.put(world.gather_objects(news))
                 return
-            told.put(None)
+            reports.put(None)
     except BaseException as error:
-        told.put(error)
+        reports.put(error)
 
 
-def _outcome(call: _Call, world: World, every: list[list[Any]]) -> Any:
+def _take_outcome(call: _Call, world: World, every: list[list[Any]]) -> Any:
     failed = {rank: news for rank, news in enumerate(every) if news}
     if not failed:
         return call.value
@@ -108,6 +110,6 @@ def _outcome(call: _Call, world: World, every: list[list[Any]]) -> Any:
     raise kind(f"boosting failed on rank {first}: {failed[first][1]}")
 
 
-def _first_line(error: BaseException | None) -> str:
+def _take_first_line(error: BaseException | None) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"

@@ -8,38 +8,38 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["listed", "opened", "size_bytes"]
+__all__ = ["list_files", "open_file", "read_size"]
 
 
-def listed(paths: str | Path | Sequence[str | Path], endings: Sequence[str]) -> list[str]:
+def list_files(paths: str | Path | Sequence[str | Path], endings: Sequence[str]) -> list[str]:
     """The files that the addresses name, in order: a pattern's and a folder's sorted by name."""
     given = [paths] if isinstance(paths, str | Path) else list(paths)
-    found = [file for one in given for file in _found(str(one), tuple(endings))]
+    found = [file for one in given for file in _expand(str(one), tuple(endings))]
     if not found:
         raise FileNotFoundError(f"no files at {', '.join(map(str, given)) or 'an empty list of addresses'}")
     return found
 
 
-def opened(address: str) -> IO[bytes]:
+def open_file(address: str) -> IO[bytes]:
     """The file, to be read as bytes."""
     if "://" not in address:
         return open(address, "rb")
-    system, path = _system(address)
+    system, path = _open_filesystem(address)
     file: IO[bytes] = system.open(path, "rb")
     return file
 
 
-def size_bytes(address: str) -> int:
+def read_size(address: str) -> int:
     """How long the file is."""
     if "://" not in address:
         return os.path.getsize(address)
-    system, path = _system(address)
+    system, path = _open_filesystem(address)
     return int(system.size(path))
 
 
-def _found(address: str, endings: tuple[str, ...]) -> list[str]:
+def _expand(address: str, endings: tuple[str, ...]) -> list[str]:
     if "://" in address:
-        system, path = _system(address)
+        system, path = _open_filesystem(address)
         scheme = address.split("://", 1)[0]
         if glob.has_magic(path):
             return [f"{scheme}://{p.lstrip('/') if scheme != 'file' else p}" for p in sorted(system.glob(path))]
@@ -58,7 +58,7 @@ def _found(address: str, endings: tuple[str, ...]) -> list[str]:
     return [address]
 
 
-def _system(address: str) -> tuple[Any, str]:
+def _open_filesystem(address: str) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
     except ModuleNotFoundError as error:

@@ -12,16 +12,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unisono.estimators.table import Rows, Table, as_table, column_name, is_sparse
+from unisono.estimators.row_blocks import Rows, Table, format_column, is_sparse, make_table
 from unisono.world import World
 
-__all__ = ["Shard", "agreed", "shard_of"]
+__all__ = ["RankRows", "agree_on_rows", "collect_rows", "find_problem"]
 
 Array = npt.NDArray[Any]
+MOST_CLASSES = 10_000
 
 
 @dataclass
-class Shard:
+class RankRows:
     """x: rows × columns, dense or CSR; y: rows."""
 
     x: Any
@@ -35,16 +36,16 @@ class Shard:
         return int(self.x.shape[0])
 
 
-def shard_of(part: Any, target: str | None) -> Shard:
+def collect_rows(part: Any, target: str | None) -> RankRows:
     """The rows of a part of arrays, of files, or of an engine's table."""
     if isinstance(part, Rows):
-        return Shard(part.x, part.y[:, 0], part.weight, part.names, lambda row: f"row {part.first + row}")
-    return _collected(as_table(part, target))
+        return RankRows(part.x, part.y[:, 0], part.weight, part.names, lambda row: f"row {part.first + row}")
+    return _collect_blocks(make_table(part, target))
 
 
-def _collected(table: Table) -> Shard:
+def _collect_blocks(table: Table) -> RankRows:
     xs, ys, weights, places, ends = [], [], [], [], [0]
-    for block in table.blocks():
+    for block in table.read_blocks():
         xs.append(np.array(block.x))
         ys.append(np.array(block.y[:, 0]))
         if block.weight is not None:
@@ -58,47 +59,47 @@ def _collected(table: Table) -> Shard:
 
     x = np.concatenate(xs) if xs else np.empty((0, table.columns))
     y = np.concatenate(ys) if ys else np.empty(0)
-    return Shard(x, y, np.concatenate(weights) if weights else None, table.names, where)
+    return RankRows(x, y, np.concatenate(weights) if weights else None, table.names, where)
 
 
-def problem_in(shard: Shard) -> str:
+def find_problem(rows: RankRows) -> str:
     """The first value that neither library can learn from, named by column and place; empty where there is none."""
-    values = shard.x.data if is_sparse(shard.x) else shard.x
+    values = rows.x.data if is_sparse(rows.x) else rows.x
     if values.dtype.kind == "f" and np.isinf(values).any():
-        row, column = _first(np.isinf(shard.x.toarray() if is_sparse(shard.x) else shard.x))
-        return f"Input X contains infinity (inf) in {column_name(shard.names, column)} ({shard.where(row)})"
-    for name, line in (("Input y", shard.y), ("sample_weight", shard.weight)):
+        row, column = _find_first(np.isinf(rows.x.toarray() if is_sparse(rows.x) else rows.x))
+        return f"Input X contains infinity (inf) in {format_column(rows.names, column)} ({rows.where(row)})"
+    for name, line in (("Input y", rows.y), ("sample_weight", rows.weight)):
         if line is not None and line.dtype.kind == "f" and not np.isfinite(line).all():
             row = int(np.flatnonzero(~np.isfinite(line))[0])
             called = "NaN (a missing value)" if np.isnan(line[row]) else "infinity (inf)"
-            return f"{name} contains {called} ({shard.where(row)})"
-    if shard.weight is not None and (shard.weight < 0).any():
-        row = int(np.flatnonzero(shard.weight < 0)[0])
-        return f"sample_weight is negative: {shard.weight[row]} ({shard.where(row)})"
+            return f"{name} contains {called} ({rows.where(row)})"
+    if rows.weight is not None and (rows.weight < 0).any():
+        row = int(np.flatnonzero(rows.weight < 0)[0])
+        return f"sample_weight is negative: {rows.weight[row]} ({rows.where(row)})"
     return ""
 
 
-def _first(bad: Array) -> tuple[int, int]:
+def _find_first(bad: Array) -> tuple[int, int]:
     row, column = np.argwhere(bad)[0]
     return int(row), int(column)
 
 
-def agreed(shard: Shard, world: World, *, labels: bool, classes: int | None = None) -> tuple[Shard, list[float] | None]:
-    """The same shard when all ranks can go on, and the labels of all ranks in order, where there are some.
+def agree_on_rows(rows: RankRows, world: World, *, labels: bool, classes: int | None = None) -> list[float] | None:
+    """The labels of all ranks in order, where y holds `labels` that are not numbered yet: y is numbered by them.
 
     `classes`: y is already numbered from 0 to so many; None: labels as they are in files. ValueError on every rank
     where one of them has data that cannot be learned from.
     """
-    mine: dict[str, Any] = {"problem": problem_in(shard), "shape": list(shard.x.shape)}
-    mine["weighted"] = shard.weight is not None
+    mine: dict[str, Any] = {"problem": find_problem(rows), "shape": list(rows.x.shape)}
+    mine["weighted"] = rows.weight is not None
     if labels and classes is None and not mine["problem"]:
-        mine["labels"] = np.unique(shard.y).tolist()
+        mine["labels"] = np.unique(rows.y).tolist()
     every = world.gather_objects(mine)
-    problem = next((each["problem"] for each in every if each["problem"]), "") or _disagreement(every)
+    problem = next((each["problem"] for each in every if each["problem"]), "") or _find_disagreement(every)
     if problem:
         raise ValueError(problem)
     if not labels or classes is not None:
-        return shard, None
+        return None
     found = sorted({label for each in every for label in each["labels"]})
     if len(found) < 2:
         raise ValueError(f"the target has one class only ({found[0]:g}): expected 2 or more")
@@ -106,14 +107,11 @@ def agreed(shard: Shard, world: World, *, labels: bool, classes: int | None = No
         raise ValueError(
             f'the target has {len(found)} different values: is it a class? task="regression" is for numbers'
         )
-    shard.y = np.searchsorted(np.array(found), shard.y).astype(np.float64)
-    return shard, found
+    rows.y = np.searchsorted(np.array(found), rows.y).astype(np.float64)
+    return found
 
 
-MOST_CLASSES = 10_000
-
-
-def _disagreement(every: Sequence[dict[str, Any]]) -> str:
+def _find_disagreement(every: Sequence[dict[str, Any]]) -> str:
     shapes = [tuple(each["shape"]) for each in every]
     if len({columns for _, columns in shapes}) > 1:
         return f"the ranks have different numbers of columns: {[columns for _, columns in shapes]}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from unisono.boost.base import BoostedEstimator
+from unisono.boost.boosted import BoostedEstimator
+from unisono.boost.boosted_fit import fit_boosted
 
 __all__ = ["LightGBM", "XGBoost"]
 
 
-class _Together(BoostedEstimator):
+class _SharedModel(BoostedEstimator):
     """One model by all workers."""
 
     def __init__(
@@ -25,7 +26,7 @@ class _Together(BoostedEstimator):
     ) -> None:
         self.task, self.n_estimators = task, n_estimators
         self.workers, self.on, self.own_rows, self.timeout_s = workers, on, own_rows, timeout_s
-        self._keep(params)
+        self.keep_library_params(params)
 
     def fit(self, X: Any, y: Any = None, sample_weight: Any = None, *, eval_set: Any = None) -> Any:
         """Fit to arrays (X dense or sparse, NaN for a missing value), or to files: `fit("data/*.parquet", "price")`.
@@ -33,10 +34,11 @@ class _Together(BoostedEstimator):
         `eval_set`: pairs (X, y), whose metrics are in `evals_result_` after each round; early_stopping_rounds= needs
         one of them.
         """
-        return self._fit(X, y, sample_weight, eval_set)
+        fit_boosted(self, self.read_settings(), X, y, sample_weight, eval_set)
+        return self
 
 
-class XGBoost(_Together):
+class XGBoost(_SharedModel):
     """XGBoost by all workers: each holds some rows, and they sum histograms through XGBoost's own collective.
 
     The model is the one that XGBoost would make alone, to the last digits, where a feature has at most `max_bin`
@@ -62,11 +64,10 @@ class XGBoost(_Together):
     ['low', 'high']
     """
 
-    def _library_name(self) -> str:
-        return "xgboost"
+    library_name = "xgboost"
 
 
-class LightGBM(_Together):
+class LightGBM(_SharedModel):
     """LightGBM by all workers: each holds some rows, and they sum histograms through LightGBM's own network.
 
     Every rank cuts features into the same bins, found from a sample of all ranks' rows: all of them up to 200,000
@@ -95,5 +96,4 @@ class LightGBM(_Together):
     [3.0]
     """
 
-    def _library_name(self) -> str:
-        return "lightgbm"
+    library_name = "lightgbm"

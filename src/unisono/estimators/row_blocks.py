@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
+from unisono.data.tables import TablePart
 from unisono.map_reduce.worker_data import find_bounds
 
-__all__ = ["ArrayTable", "Block", "Rows", "Table", "as_table", "is_sparse", "problem_in"]
+__all__ = [
+    "ArrayTable",
+    "Block",
+    "Rows",
+    "Table",
+    "find_problem",
+    "format_column",
+    "is_finite",
+    "is_sparse",
+    "make_table",
+]
 
 Array = npt.NDArray[np.float64]
 BLOCK_BYTES = 1 << 20  # the two products of a gradient then read a block once from memory and once from the cache
@@ -25,6 +36,7 @@ class Block(NamedTuple):
     where: Callable[[int], str]  # names the place of a row, for errors
 
 
+@runtime_checkable
 class Table(Protocol):
     """What a worker maps: its rows, as often as asked."""
 
@@ -33,10 +45,10 @@ class Table(Protocol):
     targets: int
     rows: int  # of a stream: those of the last whole pass
 
-    def blocks(self) -> Iterator[Block]:
+    def read_blocks(self) -> Iterator[Block]:
         """All rows, in blocks of some rows each."""
 
-    def batch(self, index: int, of: int) -> Table:
+    def take_batch(self, index: int, of: int) -> Table:
         """Part `index` of so many of my rows."""
 
 
@@ -67,10 +79,10 @@ class ArrayTable:
         self.names, self.columns, self.targets = rows.names, int(rows.x.shape[1]), int(rows.y.shape[1])
         self.rows = int(rows.x.shape[0])
 
-    def batch(self, index: int, of: int) -> ArrayTable:
+    def take_batch(self, index: int, of: int) -> ArrayTable:
         return ArrayTable(self._rows.part(index, of))
 
-    def blocks(self) -> Iterator[Block]:
+    def read_blocks(self) -> Iterator[Block]:
         x, y, weight, _, first = self._rows
         total = x.shape[0]
         each = total if is_sparse(x) else max(64, BLOCK_BYTES // (8 * max(1, self.columns)))
@@ -85,15 +97,15 @@ class ArrayTable:
             )
 
 
-def as_table(data: Any, target: str | None = None) -> Table:
+def make_table(data: Any, target: str | None = None) -> Table:
     """What a worker was given, as a table: `Rows`, a part of files, a tuple (x, y) of arrays, or a part of an engine's
     table, whose column `target` is to be learned."""
     if isinstance(data, Rows):
         return ArrayTable(data)
-    if hasattr(data, "blocks"):
-        return data  # type: ignore[no-any-return]
-    if isinstance(getattr(data, "columns", None), dict):
-        return _from_columns(data.columns, target)
+    if isinstance(data, Table):
+        return data
+    if isinstance(data, TablePart):
+        return _make_from_columns(data.columns, target)
     x, y, *rest = data
     x = x if is_sparse(x) else np.asarray(x, dtype=np.float64)
     y = np.asarray(y, dtype=np.float64)
@@ -101,7 +113,7 @@ def as_table(data: Any, target: str | None = None) -> Table:
     return ArrayTable(Rows(x, y.reshape(len(y), -1), weight))
 
 
-def _from_columns(columns: dict[str, Any], target: str | None) -> ArrayTable:
+def _make_from_columns(columns: dict[str, Any], target: str | None) -> ArrayTable:
     """A part of an engine's table: numbers a column, or vectors of numbers."""
     if target not in columns:
         raise ValueError(f"the table has no column {target!r} to learn: its columns are {', '.join(columns)}")
@@ -126,24 +138,24 @@ def is_sparse(x: Any) -> bool:
     return hasattr(x, "tocsr")
 
 
-def column_name(names: Sequence[str] | None, column: int) -> str:
+def format_column(names: Sequence[str] | None, column: int) -> str:
     """How errors name a column."""
     return f"column {names[column]!r}" if names is not None else f"column {column}"
 
 
-def problem_in(block: Block, names: Sequence[str] | None) -> str:
+def find_problem(block: Block, names: Sequence[str] | None) -> str:
     """The first value that is not a finite number, named by column and place; empty where all are."""
-    found = _first_bad(block.x)
+    found = _find_bad(block.x)
     if found is not None:
         row, column, value = found
-        return f"Input X contains {_called(value)} in {column_name(names, column)} ({block.where(row)})"
-    found = _first_bad(block.y)
+        return f"Input X contains {_describe_value(value)} in {format_column(names, column)} ({block.where(row)})"
+    found = _find_bad(block.y)
     if found is not None:
         row, column, value = found
         several = f" {column}" if block.y.shape[1] > 1 else ""
-        return f"Input y contains {_called(value)} in target{several} ({block.where(row)})"
-    if block.weight is not None and (found := _first_bad(block.weight[:, None])) is not None:
-        return f"sample_weight contains {_called(found[2])} ({block.where(found[0])})"
+        return f"Input y contains {_describe_value(value)} in target{several} ({block.where(row)})"
+    if block.weight is not None and (found := _find_bad(block.weight[:, None])) is not None:
+        return f"sample_weight contains {_describe_value(found[2])} ({block.where(found[0])})"
     return ""
 
 
@@ -154,7 +166,7 @@ def is_finite(block: Block) -> bool:
         return all(v is None or bool(np.isfinite(v.sum())) or bool(np.isfinite(v).all()) for v in values)
 
 
-def _first_bad(x: Any) -> tuple[int, int, float] | None:
+def _find_bad(x: Any) -> tuple[int, int, float] | None:
     if is_sparse(x):
         coo = x.tocoo()
         bad = np.flatnonzero(~np.isfinite(coo.data))
@@ -166,5 +178,5 @@ def _first_bad(x: Any) -> tuple[int, int, float] | None:
     return row, column, float(x[row, column])
 
 
-def _called(value: float) -> str:
+def _describe_value(value: float) -> str:
     return "NaN (a missing value)" if np.isnan(value) else "infinity (inf)"

@@ -10,19 +10,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from unisono.estimators.fitting import Fitted, Scaling, Task, surveyed
-from unisono.estimators.table import Table, is_sparse
-from unisono.map_reduce import MapReduce
+from unisono.estimators.linear_fit import FitResult, FitSettings, Scaling, make_survey
+from unisono.estimators.row_blocks import Table, is_sparse
 from unisono.map_reduce.rounds import Round, run_in_world
+from unisono.spec import build
+from unisono.strategies.qadam import qadam
 from unisono.strategy import parallel
 from unisono.world import World
 
-__all__ = ["fit"]
+__all__ = ["fit_by_strategy"]
 
 CHECK_EPOCHS = 10  # between two looks at the loss of all rows
 
 
-class Linear(nn.Module):
+class _LinearModule(nn.Module):
     """Scores of rows as they are, from parameters for columns of mean 0 and deviation 1."""
 
     def __init__(self, scaling: Scaling) -> None:
@@ -33,51 +34,51 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Scores, and the coefficients for the penalty: a strategy may hold parameters only during forward."""
-        coef, intercept = self.model()
+        coef, intercept = self.unscale()
         return x @ coef + intercept, coef
 
-    def model(self) -> tuple[Tensor, Tensor]:
+    def unscale(self) -> tuple[Tensor, Tensor]:
         """Coefficients and intercept for rows as they are."""
         coef = self.coef / self.deviation[:, None]
         bias = self.bias if self.bias is not None else torch.zeros(coef.shape[1], dtype=coef.dtype)
         return coef, bias - self.mean @ coef
 
 
-def fit(task: Task, table: Table, world: World) -> tuple[Fitted, list[Round]]:
+def fit_by_strategy(settings: FitSettings, table: Table, world: World) -> tuple[FitResult, list[Round]]:
     """Epochs over every rank's own rows, a batch a step, each rank the same number of steps."""
-    found, rounds = run_in_world(MapReduce(*surveyed(task)), table, world)
+    found, rounds = run_in_world(make_survey(settings), table, world)
     scaling, labels = Scaling(*found["scaling"]), found["labels"]
-    model = Linear(scaling)
-    step = task.learning_rate or 1.0 / found["steepest"]
-    optimizer = _optimizer(task, model, step)
-    replica = parallel(model, optimizer, task.extra["strategy"], world=world)
+    model = _LinearModule(scaling)
+    step = settings.learning_rate or 1.0 / found["steepest"]
+    optimizer = _make_optimizer(settings, model, step)
+    replica = parallel(model, optimizer, settings.extra["strategy"], world=world)
     rows = int(world.all_reduce(torch.tensor([table.rows]), "max", tag="fit").wait())
-    steps = -(-rows // (task.extra.get("batch_size") or max(rows, 1)))
+    steps = -(-rows // (settings.extra.get("batch_size") or max(rows, 1)))
     share = world.size * steps / scaling.weight  # a rank's sum over a batch, as its part of the mean over all
     lookup = np.array(labels) if found["look_up"] else None
     before, converged, epoch = np.inf, False, 0
-    for epoch in range(1, task.max_iter + 1):
+    for epoch in range(1, settings.max_iter + 1):
         start = time.perf_counter()
         total = 0.0
-        for x, y, weight in _batches(table, steps, lookup):
+        for x, y, weight in _make_batches(table, steps, lookup):
             optimizer.zero_grad()
             scores, coef = model(x)
-            loss = share * (_loss(found["loss"], scores, y) * weight).sum()
-            penalised = loss + 0.5 * task.l2 * (coef**2).sum() + task.l1 * coef.abs().sum()
+            loss = share * (_compute_loss(found["loss"], scores, y) * weight).sum()
+            penalised = loss + 0.5 * settings.l2 * (coef**2).sum() + settings.l1 * coef.abs().sum()
             penalised.backward()
             optimizer.step()
             total += float(loss.detach()) / steps
         rounds.append(Round(time.perf_counter() - start))
         if epoch % CHECK_EPOCHS == 0:
             now = float(world.all_reduce(torch.tensor([total], dtype=torch.float64), "mean", tag="loss").wait())
-            if abs(before - now) <= task.tol * max(abs(now), 1e-300):
+            if abs(before - now) <= settings.tol * max(abs(now), 1e-300):
                 converged = True
                 break
             before = now
-    final = Linear(scaling)
+    final = _LinearModule(scaling)
     final.load_state_dict(replica.consolidate().state_dict())  # whole, also where the ranks share it out
     replica.close()
-    whole = world.broadcast_object([t.detach().numpy() for t in final.model()])
+    whole = world.broadcast_object([t.detach().numpy() for t in final.unscale()])
     return {
         "coef": whole[0],
         "intercept": whole[1],
@@ -86,16 +87,16 @@ def fit(task: Task, table: Table, world: World) -> tuple[Fitted, list[Round]]:
         "labels": labels,
         "names": found["names"],
         "rows": scaling.count,
-        "solver": f"gradient, {task.extra['strategy']}",
+        "solver": f"gradient, {settings.extra['strategy']}",
     }, rounds
 
 
-def _batches(table: Table, steps: int, labels: Any) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _make_batches(table: Table, steps: int, labels: Any) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """My rows in `steps` batches of equal size; some may be empty."""
     borders = [table.rows * (i + 1) // steps for i in range(steps)]
     held: list[tuple[Any, ...]] = []
     done = 0
-    for x, y, weight, _ in table.blocks():
+    for x, y, weight, _ in table.read_blocks():
         dense = x.toarray() if is_sparse(x) else x
         codes = y if labels is None else np.searchsorted(labels, y).astype(np.float64)
         rows = np.ones(len(y)) if weight is None else weight
@@ -105,20 +106,20 @@ def _batches(table: Table, steps: int, labels: Any) -> Iterator[tuple[Tensor, Te
             held.append((dense[at : at + take], codes[at : at + take], rows[at : at + take]))
             at, done = at + take, done + take
             while borders and done == borders[0]:
-                yield _joined(held, table)
+                yield _concatenate(held, table)
                 held, borders = [], borders[1:]
     for _ in borders:
-        yield _joined([], table)
+        yield _concatenate([], table)
 
 
-def _joined(held: list[tuple[Any, ...]], table: Table) -> tuple[Tensor, Tensor, Tensor]:
+def _concatenate(held: list[tuple[Any, ...]], table: Table) -> tuple[Tensor, Tensor, Tensor]:
     empty = (np.zeros((0, table.columns)), np.zeros((0, table.targets)), np.zeros(0))
     columns = list(zip(*(held or [empty]), strict=True))
     x, y, weight = (np.concatenate(c) if len(c) > 1 else np.array(c[0]) for c in columns)
     return torch.from_numpy(x), torch.from_numpy(y), torch.from_numpy(weight)
 
 
-def _loss(loss: str, scores: Tensor, y: Tensor) -> Tensor:
+def _compute_loss(loss: str, scores: Tensor, y: Tensor) -> Tensor:
     """Per row."""
     if loss == "squares":
         return 0.5 * ((scores - y) ** 2).sum(dim=1)
@@ -127,9 +128,8 @@ def _loss(loss: str, scores: Tensor, y: Tensor) -> Tensor:
     return nn.functional.cross_entropy(scores, y[:, 0].long(), reduction="none")
 
 
-def _optimizer(task: Task, model: Linear, step: float) -> torch.optim.Optimizer:
+def _make_optimizer(settings: FitSettings, model: _LinearModule, step: float) -> torch.optim.Optimizer:
     """Plain descent, or Adam under the strategy that is a form of it."""
-    strategy = task.extra["strategy"]
-    if (strategy if isinstance(strategy, str) else type(strategy).__name__).startswith("qadam"):
-        return torch.optim.Adam(model.parameters(), lr=task.learning_rate or 0.05)
-    return torch.optim.SGD(model.parameters(), lr=step, momentum=task.extra.get("momentum", 0.0))
+    if isinstance(build(settings.extra["strategy"]), qadam):
+        return torch.optim.Adam(model.parameters(), lr=settings.learning_rate or 0.05)
+    return torch.optim.SGD(model.parameters(), lr=step, momentum=settings.extra.get("momentum", 0.0))

@@ -1,0 +1,74 @@
+"""A fit inside a world: every rank with its own rows, the same model on every rank. No scikit-learn in here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from unisono.boost.library import BoostSettings, EvalSets, TrainedModel, find_library
+from unisono.boost.rank_rows import RankRows, agree_on_rows, collect_rows
+from unisono.map_reduce.worker_data import open_shared, split
+from unisono.world import World, join
+
+__all__ = ["FitResult", "fit_in_world", "work"]
+
+FitResult = dict[str, Any]
+
+
+def fit_in_world(settings: BoostSettings, part: Any, world: World, evals: EvalSets = ()) -> FitResult:
+    """Fit with every rank's own `part` of the rows."""
+    library = find_library(settings.library)
+    data = collect_rows(part, settings.target)
+    labels = agree_on_rows(data, world, labels=settings.classification, classes=settings.classes)
+    if labels is not None:
+        settings = replace(settings, classes=len(labels))
+    found = _grow_members(settings, data, world) if settings.members else library.train(settings, data, world, evals)
+    return {
+        "model": found.model,
+        "evals": found.evals,
+        "classes": labels,
+        "columns": int(data.x.shape[1]),
+        "names": None if data.names is None else list(data.names),
+        "rows": data.rows if settings.sees_all_rows else sum(world.gather_objects(data.rows)),
+    }
+
+
+def _grow_members(settings: BoostSettings, data: RankRows, world: World) -> TrainedModel:
+    """Member k is grown by rank k mod the size of the world, from counts that depend on k alone (and its rows)."""
+    library = find_library(settings.library)
+    grow = library.make_member_trainer(settings, data, _compute_mean(settings, data, world))
+    grown = []
+    for number in range(world.rank, settings.members, world.size):
+        draws = np.random.default_rng([settings.seed, number])
+        grown.append(grow(number, _draw_bootstrap(draws, data.rows)))
+    every = world.gather_objects([torch.frombuffer(bytearray(model), dtype=torch.uint8) for model in grown])
+    models = [every[number % world.size][number // world.size].numpy().tobytes() for number in range(settings.members)]
+    return TrainedModel(library.merge_models(models), {})
+
+
+def _draw_bootstrap(draws: np.random.Generator, rows: int) -> Any:
+    """How often each row is drawn, of as many draws as there are rows."""
+    return np.bincount(draws.integers(0, rows, rows), minlength=rows).astype(np.float64)
+
+
+def _compute_mean(settings: BoostSettings, data: RankRows, world: World) -> float:
+    weight = np.ones(data.rows) if data.weight is None else data.weight
+    sums = [float(data.y @ weight), float(weight.sum())]
+    every = [sums] if not settings.shards else world.gather_objects(sums)
+    return sum(each[0] for each in every) / max(sum(each[1] for each in every), 1e-300)
+
+
+def work(asked: tuple[BoostSettings, Any], data: Any) -> tuple[str, Any]:
+    """What a launched worker runs. A mistake in the data comes back as text, to be raised where `fit` was called."""
+    settings, evals = asked
+    world = join("cpu")
+    try:
+        data = open_shared(data)
+        part = split(data, 0, 1) if settings.sees_all_rows else split(data, world.rank, world.size)
+        found = fit_in_world(settings, part, world, open_shared(evals))
+    except ValueError as error:
+        return "refused", str(error)
+    return "fitted", found if world.rank == 0 else None

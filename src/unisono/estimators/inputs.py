@@ -1,0 +1,94 @@
+"""What `fit` and `predict` are given: arrays of this process, files, or a table that lies in an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unisono.estimators.files import FilePlan, Files
+from unisono.estimators.row_blocks import Rows
+from unisono.estimators.workers import Workers
+from unisono.world import World, join
+
+__all__ = ["check_same_rows", "find_rows_elsewhere", "find_target", "is_files", "make_rows"]
+
+
+def find_rows_elsewhere(X: Any, y: Any, sample_weight: Any, workers: Workers) -> Any:
+    """Rows that are not arrays of this process: files, or a table that lies in an engine; None for arrays."""
+    if type(X).__module__.split(".")[0] not in ("pyspark", "ray"):
+        return _plan_files(X, y, sample_weight, workers)
+    if workers.on is None or not isinstance(y, str) or sample_weight is not None:
+        raise ValueError(
+            f"got a {type(X).__module__}.{type(X).__name__}: give on= (the engine where it lies) and as y the name "
+            "of its column to learn, fit(table, 'price')"
+        )
+    return X
+
+
+def find_target(y: Any) -> str | None:
+    """The name of the column to learn, of a table that lies in an engine."""
+    return y if isinstance(y, str) else None
+
+
+def is_files(X: Any) -> bool:
+    """Whether it names files: `Files`, an address, or a list of addresses."""
+    if isinstance(X, Files | str | Path):
+        return True
+    return isinstance(X, Sequence) and len(X) > 0 and all(isinstance(item, str | Path) for item in X)
+
+
+def make_rows(estimator: Any, X: Any, y: Any, weight: Any) -> Rows:
+    """Checked arrays as rows, with the names of the columns where scikit-learn saw some."""
+    names = getattr(estimator, "feature_names_in_", None)
+    return Rows(X, y[:, None] if y.ndim == 1 else y, weight, None if names is None else [str(n) for n in names])
+
+
+def check_same_rows(rows: Rows, world: World) -> None:
+    """Every rank was given the same table, of which it takes its part: look at the shape and some rows."""
+    if world.size == 1:
+        return
+    count = rows.x.shape[0]
+    with np.errstate(all="ignore"):
+        probes = [float(np.nan_to_num(rows.x[i].sum() + rows.y[i].sum())) for i in {0, count // 2, count - 1}]
+    seen = world.gather_objects([list(rows.x.shape), sorted(probes)])
+    if any(other != seen[0] for other in seen):
+        raise ValueError(
+            f"the ranks were given different tables (shapes {[tuple(shape) for shape, _ in seen]}): each rank gives "
+            "the whole table and takes its part of the rows; where each has rows of its own, say own_rows=True"
+        )
+
+
+def _plan_files(X: Any, y: Any, sample_weight: Any, workers: Workers) -> FilePlan | None:
+    """Files that hold the rows, or None where X is an array."""
+    if not is_files(X):
+        return None
+    if sample_weight is not None:
+        raise ValueError("got sample_weight with files: name a column of theirs, Files(..., weight='name')")
+    files = X if isinstance(X, Files) else Files(X, target=y)
+    if isinstance(X, Files) and y is not None:
+        raise ValueError("got y with Files: name the target there, Files(paths, target='name')")
+    if files.target is None:
+        raise ValueError(f"got files and no target: fit({str(X)!r}, 'name of a column'), or Files(..., target=...)")
+    return files.plan() if workers.are_launched else _plan_alike(files, join())
+
+
+def _plan_alike(files: Files, world: World) -> FilePlan:
+    """Where the files' pieces are; in a running world all ranks see the same, or all of them refuse."""
+    if world.size == 1:
+        return files.plan()
+    plan: FilePlan | None = None
+    try:
+        plan = files.plan()
+        mine: list[Any] = ["", [list(piece) for piece in plan.pieces]]
+    except (ValueError, OSError) as error:
+        mine = [str(error), []]
+    seen = world.gather_objects(mine)
+    problem = next((f"rank {rank}: {text}" for rank, (text, _) in enumerate(seen) if text), "")
+    if not problem and any(pieces != seen[0][1] for _, pieces in seen):
+        problem = f"the ranks see different files at {files.paths}"
+    if problem or plan is None:
+        raise ValueError(problem)
+    return plan

@@ -1,0 +1,289 @@
+"""The linear fit as a MapReduce program: what the server asks of the workers, round by round.
+
+1. Peek: a value near the columns' means, so that sums about it lose no digits.
+2. Normal equations: one all-reduce of the products of [X, y]; or, for the other solvers, one of the columns' sums and
+   squares, and then rounds of values and gradients in columns scaled to mean 0 and deviation 1.
+3. Where a value is not a finite number: one more round names its column and place.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from unisono.estimators import losses, solvers
+from unisono.estimators.linear_answers import answer, merge_answers
+from unisono.estimators.moments import Moments, minimise
+from unisono.estimators.row_blocks import make_table
+from unisono.map_reduce import Ask, MapReduce
+
+__all__ = ["FitResult", "FitSettings", "MeanLoss", "Scaling", "make_program", "make_survey"]
+
+Array = npt.NDArray[np.float64]
+NORMAL_COLUMNS = 2048  # from here on the products of all columns cost more than some passes over the rows
+REFINE = 1e5  # columns with this condition number have lost 10 of 16 digits in their products
+
+
+@dataclass(frozen=True)
+class FitSettings:
+    """What to fit, and how."""
+
+    loss: str  # "squares" or "logistic"
+    solver: str
+    l1: float
+    l2: float
+    intercept: bool
+    tol: float
+    max_iter: int
+    learning_rate: float | None = None
+    classes: int = 0  # of the logistic loss; 0: numbers in y itself, which the workers look up
+    target: str | None = None  # the column to learn, of an engine's table
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+FitResult = dict[str, Any]  # plain values and arrays: coef (columns × outputs), intercept, iterations, ...
+
+
+def make_program(settings: FitSettings) -> MapReduce:
+    """The fit as a MapReduce program, whose parts become tables first."""
+    to_table = functools.partial(make_table, target=settings.target)
+    return MapReduce(answer, merge_answers, functools.partial(_fit, settings), to_table)
+
+
+def make_survey(settings: FitSettings) -> MapReduce:
+    """What a solver outside of this file needs to know, as a program whose parts are tables."""
+    return MapReduce(answer, merge_answers, functools.partial(_survey, settings))
+
+
+def _fit(settings: FitSettings, ask: Ask) -> FitResult:
+    """Fit; `ask` runs a round of `answer` on every worker."""
+    columns, targets, shift, labels, names = _peek(settings, ask)
+    solver = _choose_solver(settings, columns)
+    if solver == "normal":
+        return _solve_normal(settings, ask, shift, columns) | {"names": names}
+    outputs = _count_outputs(settings, targets, labels)
+    scaling = Scaling.from_sums(*_ask_sums(ask, "scales", shift), shift, columns, outputs, settings)
+    smooth = MeanLoss(ask, scaling, _choose_loss(settings, labels), settings.l2, _find_lookup(settings, labels))
+    return _descend(settings, solver, smooth, scaling) | {"labels": labels, "names": names}
+
+
+def _survey(settings: FitSettings, ask: Ask) -> FitResult:
+    columns, targets, shift, labels, names = _peek(settings, ask)
+    outputs = _count_outputs(settings, targets, labels)
+    scaling = Scaling.from_sums(*_ask_sums(ask, "scales", shift), shift, columns, outputs, settings)
+    smooth = MeanLoss(ask, scaling, _choose_loss(settings, labels), settings.l2, None)
+    return {
+        "scaling": [scaling.count, scaling.weight, scaling.mean, scaling.deviation, outputs, scaling.intercept],
+        "steepest": smooth.estimate_steepest() if settings.learning_rate is None else 0.0,
+        "labels": labels,
+        "names": names,
+        "look_up": _find_lookup(settings, labels) is not None,
+        "loss": smooth.loss,
+    }
+
+
+def _peek(settings: FitSettings, ask: Ask) -> tuple[int, int, Array, list[float], list[str] | None]:
+    look_up = settings.loss == "logistic" and not settings.classes
+    found = ask({"do": "peek", "labels": look_up})
+    if isinstance(found, str):
+        raise ValueError(found)
+    columns, targets, peeks, labels, names = found
+    if not peeks[-1]:
+        _raise_problem(ask, "there are no rows to fit")
+    shift = np.array(peeks[:-1]) / peeks[-1]
+    return columns, targets, shift if settings.intercept else np.zeros_like(shift), labels, names
+
+
+def _find_lookup(settings: FitSettings, labels: list[float]) -> Array | None:
+    return np.array(labels) if settings.loss == "logistic" and not settings.classes else None
+
+
+def _count_classes(settings: FitSettings, labels: list[float]) -> int:
+    count = settings.classes or len(labels)
+    if count < 2:
+        raise ValueError(f"the target has one class only ({labels or 'the same for all rows'}): expected 2 or more")
+    return count
+
+
+def _choose_loss(settings: FitSettings, labels: list[float]) -> str:
+    if settings.loss == "squares":
+        return "squares"
+    return "binary" if _count_classes(settings, labels) == 2 else "multinomial"
+
+
+def _count_outputs(settings: FitSettings, targets: int, labels: list[float]) -> int:
+    if settings.loss == "squares":
+        return targets
+    return 1 if _count_classes(settings, labels) == 2 else _count_classes(settings, labels)
+
+
+def _choose_solver(settings: FitSettings, columns: int) -> str:
+    """The solver that "auto" stands for."""
+    if settings.solver != "auto":
+        return settings.solver
+    if settings.loss == "squares" and columns <= NORMAL_COLUMNS:
+        return "normal"
+    return "accelerated" if settings.l1 else "lbfgs"
+
+
+def _ask_sums(ask: Ask, do: str, shift: Array) -> tuple[int, float, Array, Array]:
+    bad, count, weight, sums, products = ask({"do": do, "shift": shift}, reduce="sum")
+    if bad:
+        _raise_problem(ask, "the squares of some values are too large for 64-bit numbers: scale the columns first")
+    if weight <= 0:
+        raise ValueError("the sum of the weights is 0: at least one row needs a weight above 0")
+    return count, weight, sums, products
+
+
+def _raise_problem(ask: Ask, otherwise: str) -> None:
+    raise ValueError(ask({"do": "problem"}) or otherwise)
+
+
+def _solve_normal(settings: FitSettings, ask: Ask, shift: Array, columns: int) -> FitResult:
+    """Normal equations, and where the columns are nearly dependent a step with the true residual."""
+    moments = Moments.from_sums(*_ask_sums(ask, "moments", shift), shift)
+    options: Any = {"l1": settings.l1, "l2": settings.l2, "tol": settings.tol, "max_iter": settings.max_iter}
+    about = moments if settings.intercept else moments.center_at_zero()
+    found = minimise(about, columns, **options)
+    rounds = 0
+    if not settings.l1 and REFINE < found.condition < 1e9 and found.rank == columns:
+        for rounds in (1, 2):  # noqa: B007
+            request = {"do": "gradient", "loss": "squares", "coef": found.coef, "b": found.intercept}
+            slope = ask(request, reduce="sum")
+            by_coef = -slope[1:][: found.coef.size].reshape(found.coef.shape)
+            by_coef += np.outer(about.mean[:columns], slope[1 + found.coef.size : -1])
+            left = Moments(about.count, about.weight, about.mean * 0, about.products.copy(), about.noise)
+            left.products[:columns, columns:] = by_coef - settings.l2 * about.weight * found.coef
+            found.coef = found.coef + minimise(left, columns, **options).coef
+            found.intercept = about.mean[columns:] - about.mean[:columns] @ found.coef
+    return {
+        "coef": found.coef,
+        "intercept": found.intercept,
+        "iterations": max(found.iterations, 1 + rounds),
+        "converged": found.iterations < settings.max_iter or not settings.l1,
+        "rows": moments.count,
+        "solver": "normal",
+        "moments": moments.to_list(),
+        "condition": found.condition,
+    }
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Between the columns as they are and columns of mean 0 and deviation 1, in which the solvers work."""
+
+    count: int
+    weight: float
+    mean: Array
+    deviation: Array
+    outputs: int
+    intercept: bool
+
+    @classmethod
+    def from_sums(
+        cls,
+        count: int,
+        weight: float,
+        sums: Array,
+        squares: Array,
+        shift: Array,
+        columns: int,
+        outputs: int,
+        settings: FitSettings,
+    ) -> Scaling:
+        """From sums of z - shift and of its squares."""
+        away, eps = sums[:columns] / weight, np.finfo(np.float64).eps
+        variance = squares[:columns] / weight
+        mean, noise = np.zeros(columns), np.zeros(columns)
+        if settings.intercept:
+            mean, variance = shift[:columns] + away, variance - away * away
+            noise = 4 * np.sqrt(eps) * np.abs(away) + 4 * eps * np.abs(mean)
+        deviation = np.sqrt(np.maximum(variance, 0.0))
+        # With the penalty in it, all columns have about the same second derivative.
+        scale = np.sqrt(np.where(deviation > noise, variance, 0.0 if settings.l2 else 1.0) + settings.l2)
+        return cls(count, weight, mean, scale, outputs, settings.intercept)
+
+    def unscale(self, theta: Array) -> tuple[Array, Array]:
+        """Coefficients and intercept for the columns as they are."""
+        d, k = len(self.mean), self.outputs
+        coef = theta[: d * k].reshape(d, k) / self.deviation[:, None]
+        return coef, (theta[d * k :] if self.intercept else np.zeros(k)) - self.mean @ coef
+
+    def scale_gradient(self, by_coef: Array, by_intercept: Array) -> Array:
+        scaled = (by_coef - np.outer(self.mean, by_intercept)) / self.deviation[:, None]
+        return np.concatenate([scaled.ravel(), by_intercept if self.intercept else []])
+
+    @property
+    def unknowns(self) -> int:
+        return (len(self.mean) + self.intercept) * self.outputs
+
+
+def _descend(settings: FitSettings, solver: str, smooth: MeanLoss, scaling: Scaling) -> FitResult:
+    start, options = np.zeros(scaling.unknowns), cast(Any, {"tol": settings.tol, "max_iter": settings.max_iter})
+    if solver == "lbfgs":
+        if settings.l1:
+            raise ValueError('solver="lbfgs" cannot do l1, which has corners: use solver="accelerated" or "auto"')
+        found = solvers.run_lbfgs(smooth, start, **options)
+    else:
+        step = settings.learning_rate or 1.0 / smooth.estimate_steepest()
+        l1 = np.zeros(scaling.unknowns)
+        l1[: len(scaling.mean) * scaling.outputs] = np.repeat(settings.l1 / scaling.deviation, scaling.outputs)
+        method = solvers.descend_accelerated if solver == "accelerated" else solvers.descend
+        found = method(smooth, start, l1=l1, step=step, **options)
+    coef, intercept = scaling.unscale(found.at)
+    return {
+        "coef": coef,
+        "intercept": intercept,
+        "iterations": found.iterations,
+        "converged": found.converged,
+        "rows": scaling.count,
+        "solver": solver,
+        "value": found.value,
+    }
+
+
+class MeanLoss:
+    """Mean loss plus l2 |w|² / 2 in scaled columns; each call is a round of all workers."""
+
+    def __init__(
+        self,
+        ask: Ask,
+        scaling: Scaling,
+        loss: str,
+        l2: float,
+        labels: Array | None,
+        batch: tuple[int, int] | None = None,
+    ) -> None:
+        self.ask, self.scaling, self.loss, self.l2 = ask, scaling, loss, l2
+        self.request: dict[str, Any] = {"do": "gradient", "loss": loss}
+        if labels is not None:
+            self.request["labels"] = labels
+        if batch is not None:  # part so and so of so many, of each worker's rows
+            self.request["batch"] = batch
+
+    def __call__(self, theta: Array) -> tuple[float, Array]:
+        coef, intercept = self.scaling.unscale(theta)
+        sums = self.ask({**self.request, "coef": coef, "b": intercept}, reduce="sum")
+        weight, sums = (self.scaling.weight if "batch" not in self.request else sums[-1]), sums[:-1]
+        sums = sums / max(weight, 1e-300)
+        gradient = self.scaling.scale_gradient(sums[1 : 1 + coef.size].reshape(coef.shape), sums[1 + coef.size :])
+        gradient[: coef.size] += (self.l2 * coef / self.scaling.deviation[:, None]).ravel()
+        return float(sums[0] + 0.5 * self.l2 * np.sum(coef * coef)), gradient
+
+    def estimate_steepest(self) -> float:
+        """An upper estimate of the largest second derivative: 12 rounds of power iteration, and a tenth more."""
+        s, size = self.scaling, 1.0
+        v = np.sqrt(1.0 + np.arange(len(s.mean)) % 7)  # any direction that is not blind to a column
+        for _ in range(12):
+            v = v / max(float(np.linalg.norm(v)), 1e-300)
+            w = v / s.deviation
+            request = {"do": "curvature", "v": w, "shift": -float(s.mean @ w)}
+            sums = self.ask(request, reduce="sum") / s.weight
+            v = (sums[:-1] - s.mean * sums[-1]) / s.deviation
+            size = float(np.linalg.norm(v))
+        flat = 1.0 if s.intercept else 0.0
+        return losses.STEEPNESS[self.loss] * max(1.1 * size, flat) + self.l2 * float((1 / s.deviation**2).max())

@@ -382,10 +382,10 @@ def update_rate(elements: int, options: dict[str, Any]) -> float:
     """Gparam/s of an update alone: from the gradients' arrival to the last new value."""
     import torch
 
-    from unisono.offload.pipeline import Line, Pipeline, Run
+    from unisono.offload.pipeline import Pipeline, Run, Shard
 
     each = elements // 8
-    lines = [Line(torch.zeros(each, dtype=torch.bfloat16, device="cuda"), [Run(0, each, 0)]) for _ in range(8)]
+    lines = [Shard(torch.zeros(each, dtype=torch.bfloat16, device="cuda"), [Run(0, each, 0)]) for _ in range(8)]
     optimizer = torch.optim.AdamW([torch.zeros(1)], lr=1e-4)
     pipeline = Pipeline(optimizer, lines, device=torch.device("cuda"), **options)
     gradient = torch.randn(each, dtype=torch.bfloat16, device="cuda")

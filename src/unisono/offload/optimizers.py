@@ -6,6 +6,7 @@ a copy of itself that holds the pieces as its parameters.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unisono.offload.strips import ADAGRAD, ADAM, ADAMW, SGD
+from unisono.offload.fused import ADAGRAD, ADAM, ADAMW, SGD
 
 Settings = Mapping[str, Any]  # one param group without its parameters
 Scalars = Mapping[str, Any]  # what the optimizer keeps once for a parameter, such as "step"
@@ -34,12 +35,22 @@ class Kept(NamedTuple):
     scalars: tuple[str, ...]
 
 
-class Rule:
-    """What an optimizer keeps, and how its scalars change. `Fused` and `Own` are how a step is made."""
+class Call(NamedTuple):
+    """A fused kernel and its settings, as `unisono.offload.fused.step_tiles` takes them."""
 
+    kind: int
+    numbers: list[float]
+    flags: list[bool]
+
+
+class Rule(ABC):
+    """What an optimizer keeps, and how it steps."""
+
+    has_kernel = False  # a fused one on the CPU: see `call`
+
+    @abstractmethod
     def kept(self, group: Settings) -> Kept:
         """What is kept for the parameters of a group."""
-        raise NotImplementedError
 
     def advance(self, scalars: Scalars | None) -> Scalars:
         """The scalars that every call of one step gets; `scalars` are those so far, None before the first step."""
@@ -49,24 +60,36 @@ class Rule:
         """Scalars from a checkpoint, in the form that the optimizer keeps them in."""
         return dict(given)
 
-
-class Call(NamedTuple):
-    """A fused kernel and its settings, as `unisono.offload.strips.strip` takes them."""
-
-    kind: int
-    numbers: list[float]
-    flags: list[bool]
-
-
-class Fused(Rule):
-    """An optimizer that has a fused kernel."""
-
     def call(self, group: Settings) -> Call:
-        """The kernel for a group."""
+        """The fused kernel for a group, where there is one."""
+        raise NotImplementedError
+
+    def on_device(self, optimizer: torch.optim.Optimizer) -> Rule:
+        """The rule with which the same optimizer is stepped on a device."""
+        return self
+
+    def apply(
+        self, group: Settings, scalars: Scalars, fresh: bool, params: list[Tensor], grads: list[Tensor], lines: Lines
+    ) -> Scalars:
+        """Step pieces in place, all of them in one call; returns the scalars after it.
+
+        `fresh` pieces have no state yet, and lines that hold the first values.
+
+        >>> adamw = torch.optim.AdamW([torch.zeros(1)], lr=0.5, weight_decay=0.0)
+        >>> rule, x, m, v = rule_for(adamw), torch.zeros(2), torch.zeros(2), torch.zeros(2)
+        >>> settings, lines = adamw.param_groups[0], {"exp_avg": [m], "exp_avg_sq": [v]}
+        >>> _ = rule.apply(settings, rule.advance(None), True, [x], [torch.ones(2)], lines)
+        >>> [round(value, 6) for value in x.tolist()]
+        [-0.5, -0.5]
+        """
         raise NotImplementedError
 
 
-class _Counted(Fused):
+class _Fused(Rule):
+    has_kernel = True
+
+
+class _Counted(_Fused):
     def advance(self, scalars: Scalars | None) -> Scalars:
         return {"step": torch.tensor(0.0 if scalars is None else float(scalars["step"])).add_(1)}
 
@@ -86,8 +109,27 @@ class FusedAdam(_Counted):
         numbers = _floats(group["lr"], group["weight_decay"], *group["betas"], group["eps"])
         return Call(kind, numbers, [group["maximize"], group["amsgrad"]])
 
+    def apply(
+        self, group: Settings, scalars: Scalars, fresh: bool, params: list[Tensor], grads: list[Tensor], lines: Lines
+    ) -> Scalars:
+        fused: Any = torch._fused_adamw_ if group.get("decoupled_weight_decay") else torch._fused_adam_
+        # The kernel reads the count of steps on the device; it is written by a kernel, a copy would wait for the host.
+        step = torch.full((), float(scalars["step"]), device=params[0].device)
+        fused(
+            *(params, grads, lines["exp_avg"], lines["exp_avg_sq"], lines.get("max_exp_avg_sq", [])),
+            [step] * len(params),
+            lr=float(group["lr"]),
+            beta1=float(group["betas"][0]),
+            beta2=float(group["betas"][1]),
+            weight_decay=float(group["weight_decay"]),
+            eps=float(group["eps"]),
+            amsgrad=group["amsgrad"],
+            maximize=group["maximize"],
+        )
+        return scalars
 
-class FusedSGD(Fused):
+
+class FusedSGD(_Fused):
     """SGD; its momentum begins as the first gradient."""
 
     def kept(self, group: Settings) -> Kept:
@@ -96,6 +138,23 @@ class FusedSGD(Fused):
     def call(self, group: Settings) -> Call:
         numbers = _floats(group["lr"], group["weight_decay"], group["momentum"], group["dampening"])
         return Call(SGD, numbers, [group["maximize"], group["nesterov"]])
+
+    def apply(
+        self, group: Settings, scalars: Scalars, fresh: bool, params: list[Tensor], grads: list[Tensor], lines: Lines
+    ) -> Scalars:
+        torch._fused_sgd_(
+            params,
+            grads,
+            lines.get("momentum_buffer", []),
+            weight_decay=float(group["weight_decay"]),
+            momentum=float(group["momentum"]),
+            lr=float(group["lr"]),
+            dampening=float(group["dampening"]),
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+            is_first_step=fresh and group["momentum"] != 0,
+        )
+        return scalars
 
 
 class FusedAdagrad(_Counted):
@@ -107,6 +166,9 @@ class FusedAdagrad(_Counted):
     def call(self, group: Settings) -> Call:
         numbers = _floats(group["lr"], group["weight_decay"], group["lr_decay"], group["eps"])
         return Call(ADAGRAD, numbers, [group["maximize"]])
+
+    def on_device(self, optimizer: torch.optim.Optimizer) -> Rule:
+        return Own(optimizer)  # torch's fused Adagrad is for the CPU alone
 
 
 def _floats(*values: float | Tensor) -> list[float]:
@@ -127,18 +189,17 @@ class Own(Rule):
     def kept(self, group: Settings) -> Kept:
         key = tuple((k, v) for k, v in sorted(group.items()) if isinstance(v, (bool, str)) or v is None or v == 0)
         if key not in self._found:
-            self._found[key] = _tried(self, group)
+            self._found[key] = _try(self, group)
         return self._found[key]
 
     def apply(
         self, group: Settings, scalars: Scalars, fresh: bool, params: list[Tensor], grads: list[Tensor], lines: Lines
     ) -> Scalars:
-        """Step pieces in place; returns the scalars after it. `fresh` pieces have no state yet."""
         leaves = [torch.nn.Parameter(p, requires_grad=False) for p in params]
         states: list[dict[str, Any]] = []
         for i, (leaf, grad) in enumerate(zip(leaves, grads, strict=True)):
             leaf.grad = grad
-            opening = self.opening(group, leaf) if fresh else _copied(scalars)
+            opening = self.opening(group, leaf) if fresh else _copy(scalars)
             states.append(opening if fresh else {**opening, **{name: line[i] for name, line in lines.items()}})
         self.step(group, leaves, states)
         for i, (param, leaf, state) in enumerate(zip(params, leaves, states, strict=True)):
@@ -174,7 +235,7 @@ class Own(Rule):
         return vars(twin)
 
 
-_FUSED: dict[type[torch.optim.Optimizer], tuple[type[Fused], tuple[str, ...]]] = {
+_FUSED: dict[type[torch.optim.Optimizer], tuple[type[_Fused], tuple[str, ...]]] = {
     torch.optim.Adam: (FusedAdam, ("_fused_adam_", "_fused_adamw_")),
     torch.optim.AdamW: (FusedAdam, ("_fused_adam_", "_fused_adamw_")),
     torch.optim.SGD: (FusedSGD, ("_fused_sgd_",)),
@@ -211,7 +272,7 @@ def settings_of(group: Mapping[str, Any]) -> Settings:
     return {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
 
 
-def _copied(scalars: Scalars) -> dict[str, Any]:
+def _copy(scalars: Scalars) -> dict[str, Any]:
     return {k: v.clone() if isinstance(v, Tensor) else v for k, v in scalars.items()}
 
 
@@ -225,7 +286,7 @@ def _not_elementwise(name: str, reason: str) -> ValueError:
 _SHAPE, _CUT = (4, 6), 7  # a small matrix, and where its line is cut in two
 
 
-def _tried(rule: Own, group: Settings) -> Kept:
+def _try(rule: Own, group: Settings) -> Kept:
     """Step a small matrix, and the same numbers as two lines: the results must agree. Returns what was kept."""
     name = rule._class.__name__
     generator = torch.Generator().manual_seed(0)
@@ -252,7 +313,7 @@ def _tried(rule: Own, group: Settings) -> Kept:
 def _trajectory(rule: Own, group: Settings, start: Tensor, grads: Sequence[Tensor]) -> tuple[Tensor, Kept]:
     leaf = torch.nn.Parameter(start.clone(), requires_grad=False)
     state = rule.opening(group, leaf)
-    opening = _copied(state)
+    opening = _copy(state)
     before = _numbers(rule._attributes)
     for grad in grads:
         leaf.grad = grad.clone()

@@ -29,7 +29,7 @@ class DiskError(OSError):
 
 
 def aligned(nbytes: int) -> int:
-    """The bytes that a slot of `nbytes` takes up in the file.
+    """The bytes that a region of `nbytes` takes up in the file.
 
     >>> aligned(1), aligned(4096), aligned(0)
     (4096, 4096, 0)
@@ -153,7 +153,7 @@ class Requests:
             self._signal.notify_all()
         for request in dropped:
             request.transfer.error = RuntimeError("this Disk was closed before the transfer was done")
-            self._finished(request)
+            self._finish(request)
         deadline = time.monotonic() + _CLOSE_S
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -185,18 +185,18 @@ class Requests:
                     self._do(request)
                 except Exception as error:
                     request.transfer.error = error
-            self._finished(request)
+            self._finish(request)
             del request  # it holds the caller's memory
 
     def _do(self, request: _Request) -> None:
         transfer, first, last = request
         start, memory = transfer.start + first, transfer.memory[first:last]
         if not self.direct or request.is_aligned():
-            self._whole(transfer.kind, start, memory)
+            self._move(transfer.kind, start, memory)
         else:
-            self._bounced(transfer.kind, start, memory)
+            self._move_by_blocks(transfer.kind, start, memory)
 
-    def _whole(self, kind: Kind, start: int, memory: memoryview) -> None:
+    def _move(self, kind: Kind, start: int, memory: memoryview) -> None:
         """Read or write all of `memory`, however much the system does at a time."""
         call = os.preadv if kind == "read" else os.pwritev
         step = ALIGNMENT if self.direct else 1
@@ -213,23 +213,23 @@ class Requests:
                 raise self._error(kind, start + done, left, OSError(errno.EIO, "the system stopped short of the end"))
             done += moved
 
-    def _bounced(self, kind: Kind, start: int, memory: memoryview) -> None:
+    def _move_by_blocks(self, kind: Kind, start: int, memory: memoryview) -> None:
         """A request that direct I/O would refuse, by way of the whole blocks around it."""
         low, high = start // ALIGNMENT * ALIGNMENT, aligned(start + memory.nbytes)
         blocks = memory_of(buffer(high - low))
         inside = slice(start - low, start - low + memory.nbytes)
         if kind == "read":
-            self._whole("read", low, blocks)
+            self._move("read", low, blocks)
             memory[:] = blocks[inside]
             return
         if start != low:
-            self._whole("read", low, blocks[:ALIGNMENT])
+            self._move("read", low, blocks[:ALIGNMENT])
         if start + memory.nbytes != high:
-            self._whole("read", high - ALIGNMENT, blocks[-ALIGNMENT:])
+            self._move("read", high - ALIGNMENT, blocks[-ALIGNMENT:])
         blocks[inside] = memory
-        self._whole("write", low, blocks)
+        self._move("write", low, blocks)
 
-    def _finished(self, request: _Request) -> None:
+    def _finish(self, request: _Request) -> None:
         transfer = request.transfer
         with self._signal:
             if transfer.error is None:

@@ -1,7 +1,7 @@
 """Queues of work beside the current stream, and host memory that the device's copy engines reach.
 
-On a GPU a queue is a CUDA stream and a mark is an event; on the CPU work is done at once. What runs on them is the same
-code, so its order can be tested without a GPU.
+On a GPU a queue is a CUDA stream and a mark is an event; on the CPU work is done at once (see `pipeline.HostStreams`).
+What runs on them is the same code, so its order can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Streams(Protocol):
     """The queues of one device."""
 
     device: torch.device
+    immediate: bool  # work is done when it is given, in memory that the host reaches
 
     def queue(self) -> Queue:
         """A new queue."""
@@ -54,35 +55,6 @@ class Streams(Protocol):
     def lend(self, tensor: Tensor, queue: Queue) -> None:
         """`tensor` may be freed before `queue` has read it: its memory is not given out again until then."""
         ...
-
-
-class Done:
-    """A mark that is reached."""
-
-    def hold(self) -> None: ...
-
-    def wait(self) -> None: ...
-
-
-class Immediate:
-    """The CPU's queues: work is done when it is given."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def queue(self) -> Queue:
-        return self
-
-    def now(self) -> Mark:
-        return Done()
-
-    def lend(self, tensor: Tensor, queue: Queue) -> None: ...
-
-    def run(self, work: Callable[[], Any], after: Iterable[Mark] = ()) -> Mark:
-        for mark in after:
-            mark.wait()
-        work()
-        return Done()
 
 
 class CudaMark:
@@ -118,6 +90,8 @@ class CudaQueue:
 class CudaStreams:
     """The streams of one GPU."""
 
+    immediate = False
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
@@ -130,15 +104,6 @@ class CudaStreams:
     def lend(self, tensor: Tensor, queue: Queue) -> None:
         assert isinstance(queue, CudaQueue)
         tensor.record_stream(queue.stream)
-
-
-def streams_of(device: torch.device) -> Streams:
-    """The queues of `device`.
-
-    >>> streams_of(torch.device("cpu")).queue().run(lambda: print("done")).wait()
-    done
-    """
-    return CudaStreams(device) if device.type == "cuda" else Immediate(device)
 
 
 class Slab:
@@ -181,12 +146,12 @@ class Slab:
             self._unpin = None
 
 
-def copied(values: Tensor, to: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def copy_to(values: Tensor, to: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """A copy of `values` on a device.
 
     From a GPU to the host, all threads touch the new memory first: the driver's copy would, with one thread.
 
-    >>> copied(torch.ones(2), torch.device("cpu"), torch.float64)
+    >>> copy_to(torch.ones(2), torch.device("cpu"), torch.float64)
     tensor([1., 1.], dtype=torch.float64)
     """
     if to.type != "cpu" or values.device.type == "cpu":

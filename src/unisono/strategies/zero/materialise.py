@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.offload.streams import copied
+from unisono.offload.streams import copy_to
 from unisono.strategies.zero.units import Unit
 from unisono.world import World
 
@@ -46,22 +46,22 @@ def adopt(
         param.grad = None  # of before: the optimizer, which clears gradients, will not see it
         param.data = view
     if whole:
-        unit.shard = unit.mine(unit.full)
+        unit.shard = unit.my_shard(unit.full)
     else:
-        unit.shard = line(unit.each, unit.dtype, shared=True) if shard_on == device else _host(unit)
-        unit.shard.copy_(unit.mine(unit.full))
+        unit.shard = line(unit.shard_length, unit.dtype, shared=True) if shard_on == device else _make_host_shard(unit)
+        unit.shard.copy_(unit.my_shard(unit.full))
     if not wide:
         unit.master = unit.shard
     elif master_in is not None:
-        unit.master = master_in.copy_(unit.mine(before))
+        unit.master = master_in.copy_(unit.my_shard(before))
     else:
-        unit.master = copied(unit.mine(before), master_on)
+        unit.master = copy_to(unit.my_shard(before), master_on)
     if not whole:
         unit.full.untyped_storage().resize_(0)
 
 
-def _host(unit: Unit) -> Tensor:
-    return torch.empty(unit.each, dtype=unit.dtype, pin_memory=torch.cuda.is_available())
+def _make_host_shard(unit: Unit) -> Tensor:
+    return torch.empty(unit.shard_length, dtype=unit.dtype, pin_memory=torch.cuda.is_available())
 
 
 Swapped = dict[nn.Parameter, nn.Parameter]  # parameters on the meta device, and what took their places

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from unisono.offload import disk as disk_module
-from unisono.offload.disk import ALIGNMENT, Disk, DiskError, Region, aligned, bandwidth, buffer, free_bytes
+from unisono.offload.disk import ALIGNMENT, Disk, DiskError, Region, align, free_bytes, make_buffer, measure_bandwidth
 
 REQUEST = 1 << 16
 SIZES = [1, 511, 4095, 4096, 4097, REQUEST - 1, REQUEST, REQUEST + 1, 3 * REQUEST, 5 * REQUEST + 12345]
@@ -90,10 +90,10 @@ def intercept(patch: pytest.MonkeyPatch, kind: str, instead: Callable[..., int])
 
 def test_blocks_of_every_size_come_back_as_written(disk: Disk) -> None:
     regions = [disk.place(n) for n in SIZES]
-    sources = [disk.buffer(n).copy_(noise(n, n)) for n in SIZES]
+    sources = [disk.make_buffer(n).copy_(noise(n, n)) for n in SIZES]
     for handle in [disk.write(*pair) for pair in zip(regions, sources, strict=True)]:
         handle.wait()
-    targets = [disk.buffer(n) for n in SIZES]
+    targets = [disk.make_buffer(n) for n in SIZES]
     for handle in [disk.read(*pair) for pair in zip(regions, targets, strict=True)]:
         handle.wait()
     for n, target in zip(SIZES, targets, strict=True):
@@ -135,14 +135,14 @@ def test_tensors_of_any_dtype_keep_their_bits(disk: Disk, dtype: torch.dtype) ->
 
 def test_an_empty_block_is_done_at_once(disk: Disk) -> None:
     region = disk.place(0)
-    assert disk.write(region, disk.buffer(0)).done()
-    assert disk.read(region, disk.buffer(0)).wait().numel() == 0
+    assert disk.write(region, disk.make_buffer(0)).done()
+    assert disk.read(region, disk.make_buffer(0)).wait().numel() == 0
 
 
 def test_a_read_gives_only_what_it_was_asked_for(disk: Disk) -> None:
     region = disk.place(10_000)
     disk.write(region, noise(10_000)).wait()
-    line = disk.buffer(10_000).fill_(9)
+    line = disk.make_buffer(10_000).fill_(9)
     disk.read(region, line[:5000]).wait()
     assert torch.equal(line[:5000], noise(10_000)[:5000])
     assert line[5000:].unique().tolist() == [9]
@@ -163,7 +163,7 @@ def test_direct_requests_are_aligned_and_none_is_longer_than_asked(
     intercept(monkeypatch, "write", note)
     regions = [disk.place(n) for n in SIZES]
     for region in regions:
-        disk.write(region, disk.buffer(region.nbytes)).wait()
+        disk.write(region, disk.make_buffer(region.nbytes)).wait()
         disk.read(region, torch.empty(region.nbytes, dtype=torch.uint8)).wait()
     disk.close()
     assert all(value % ALIGNMENT == 0 for request in seen for value in request)
@@ -184,7 +184,7 @@ def test_a_short_transfer_goes_on_where_it_stopped(
         whole = int(real(fd, [views[0][: max(ALIGNMENT, most // ALIGNMENT * ALIGNMENT)]], at))
         return min(whole, most)
 
-    region, line = disk.place(n), disk.buffer(n)
+    region, line = disk.place(n), disk.make_buffer(n)
     intercept(monkeypatch, kind, short)
     disk.write(region, line.copy_(noise(n))).wait()
     disk.read(region, line.zero_()).wait()
@@ -199,7 +199,7 @@ def test_a_transfer_that_stops_for_good_is_an_error(disk: Disk, monkeypatch: pyt
     intercept(monkeypatch, kind, lambda *_: 0)
     move = disk.read if kind == "read" else disk.write
     with pytest.raises(DiskError, match="stopped short"):
-        move(region, disk.buffer(REQUEST)).wait()
+        move(region, disk.make_buffer(REQUEST)).wait()
 
 
 @pytest.mark.parametrize("kind", ["read", "write"])
@@ -214,7 +214,7 @@ def test_an_io_error_comes_out_at_wait_and_leaves_the_rest_usable(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return int(real(fd, views, at))
 
-    lines = [disk.buffer(3 * REQUEST).copy_(noise(3 * REQUEST, i)) for i in range(2)]
+    lines = [disk.make_buffer(3 * REQUEST).copy_(noise(3 * REQUEST, i)) for i in range(2)]
     for region, line in zip((good, bad), lines, strict=True):
         disk.write(region, line).wait()
     with monkeypatch.context() as patch:
@@ -244,7 +244,7 @@ def test_a_failed_transfer_ends_only_when_its_memory_is_free(disk: Disk, monkeyp
         return int(real(fd, views, at))
 
     intercept(monkeypatch, "write", fail_or_hang)
-    handle = disk.write(region, disk.buffer(2 * REQUEST))
+    handle = disk.write(region, disk.make_buffer(2 * REQUEST))
     assert failed.wait(30)
     time.sleep(0.05)
     assert not handle.done()
@@ -259,7 +259,7 @@ def test_a_full_disk_during_a_write_says_what_to_do(disk: Disk, monkeypatch: pyt
 
     intercept(monkeypatch, "write", full)
     with pytest.raises(DiskError, match="No space left on device; free some space") as found:
-        disk.write(disk.place(10), disk.buffer(10)).wait()
+        disk.write(disk.place(10), disk.make_buffer(10)).wait()
     assert found.value.errno == errno.ENOSPC
 
 
@@ -284,10 +284,10 @@ def test_a_buffered_write_that_does_not_reach_the_disk_fails_with_all_that_were_
     with monkeypatch.context() as patch:
         intercept(patch, "write", together)
         patch.setattr(os, "fdatasync", once)  # the system reports a lost write to one caller only
-        for handle in [disk.write(region, disk.buffer(100)) for region in regions]:
+        for handle in [disk.write(region, disk.make_buffer(100)) for region in regions]:
             with pytest.raises(DiskError, match=r"Input/output error|under way"):
                 handle.wait()
-    disk.write(regions[0], disk.buffer(100)).wait()
+    disk.write(regions[0], disk.make_buffer(100)).wait()
     disk.close()
 
 
@@ -296,16 +296,16 @@ def test_counters_hold_what_was_moved_and_the_time_it_took(disk: Disk, monkeypat
     assert (disk.bytes_read, disk.bytes_written, disk.seconds) == (0, 0, 0.0)
     regions = [disk.place(n) for n in SIZES]
     for region in regions:
-        disk.write(region, disk.buffer(region.nbytes)).wait()
-    disk.read(regions[-1], disk.buffer(SIZES[-1])).wait()
-    disk.read(regions[-1].slice(10, 20), disk.buffer(20)).wait()
+        disk.write(region, disk.make_buffer(region.nbytes)).wait()
+    disk.read(regions[-1], disk.make_buffer(SIZES[-1])).wait()
+    disk.read(regions[-1].slice(10, 20), disk.make_buffer(20)).wait()
     assert (disk.bytes_read, disk.bytes_written) == (SIZES[-1] + 20, sum(SIZES))
     taken = disk.seconds
     assert 0 < taken < time.perf_counter() - start
     assert disk.seconds == taken  # nothing is under way
     intercept(monkeypatch, "write", lambda *_: 0)
     with pytest.raises(DiskError):
-        disk.write(regions[0], disk.buffer(1)).wait()
+        disk.write(regions[0], disk.make_buffer(1)).wait()
     assert disk.bytes_written == sum(SIZES)
 
 
@@ -317,7 +317,7 @@ def test_the_buffered_fallback_is_told_once_a_folder(tmp_path: Path, monkeypatch
 
 
 def test_slots_lie_apart_on_borders_and_end_with_the_room(tmp_path: Path) -> None:
-    disk = small(tmp_path, nbytes=sum(aligned(n) for n in SIZES))
+    disk = small(tmp_path, nbytes=sum(align(n) for n in SIZES))
     regions = [disk.place(n) for n in SIZES]
     ends = [region.start + region.nbytes for region in regions]
     assert all(region.start % ALIGNMENT == 0 for region in regions)
@@ -329,7 +329,7 @@ def test_slots_lie_apart_on_borders_and_end_with_the_room(tmp_path: Path) -> Non
 
 
 def test_buffers_begin_on_a_page_and_outlive_the_disk(disk: Disk) -> None:
-    lines = [disk.buffer(n) for n in (*SIZES, 3 << 20)]
+    lines = [disk.make_buffer(n) for n in (*SIZES, 3 << 20)]
     disk.close()
     for line in lines:
         assert line.data_ptr() % ALIGNMENT == 0
@@ -339,13 +339,13 @@ def test_buffers_begin_on_a_page_and_outlive_the_disk(disk: Disk) -> None:
 def test_what_cannot_be_done_is_refused_at_the_call(disk: Disk, tmp_path: Path) -> None:
     region = disk.place(100)
     with pytest.raises(ValueError, match="a tensor of 101 bytes was given for a region of 100"):
-        disk.write(region, disk.buffer(101))
+        disk.write(region, disk.make_buffer(101))
     with pytest.raises(ValueError, match="strided"):
         disk.read(region, torch.empty(10, 10, dtype=torch.uint8).t()[:, :5])
     with pytest.raises(ValueError, match="on meta"):
         disk.read(region, torch.empty(10, dtype=torch.uint8, device="meta"))
     with pytest.raises(ValueError, match="outside this scratch file"):
-        disk.read(Region(disk.nbytes, 10), disk.buffer(10))
+        disk.read(Region(disk.nbytes, 10), disk.make_buffer(10))
     with pytest.raises(ValueError, match="no slice of 50 bytes at 60"):
         region.slice(60, 50)
     for bad in ({"nbytes": -1}, {"threads": 0}, {"request_bytes": 100}):
@@ -355,7 +355,7 @@ def test_what_cannot_be_done_is_refused_at_the_call(disk: Disk, tmp_path: Path) 
         Disk(tmp_path / "nowhere", 10)
     disk.close()
     with pytest.raises(RuntimeError, match="closed"):
-        disk.read(region, disk.buffer(100))
+        disk.read(region, disk.make_buffer(100))
 
 
 def test_another_process_is_told_to_create_its_own(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +363,7 @@ def test_another_process_is_told_to_create_its_own(disk: Disk, monkeypatch: pyte
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: -1)
         with pytest.raises(RuntimeError, match="create one in each process"):
-            disk.read(region, disk.buffer(10))
+            disk.read(region, disk.make_buffer(10))
 
 
 def test_too_little_space_is_said_at_creation_with_the_numbers(tmp_path: Path) -> None:
@@ -371,7 +371,7 @@ def test_too_little_space_is_said_at_creation_with_the_numbers(tmp_path: Path) -
     with pytest.raises(DiskError) as found:
         Disk(tmp_path, 2 * free)
     assert found.value.errno == errno.ENOSPC
-    assert f"{aligned(2 * free)} bytes" in str(found.value)
+    assert f"{align(2 * free)} bytes" in str(found.value)
     assert f"{2 * free / 2**30:.2f} GiB" in str(found.value)
     assert "are free there" in str(found.value)
     assert os.listdir(tmp_path) == []
@@ -440,7 +440,7 @@ def test_a_killed_process_leaves_nothing_in_the_folder(tmp_path: Path) -> None:
 import sys
 from unisono.offload.disk import Disk
 disk = Disk(sys.argv[1], 64 << 20)
-region, line = disk.place(64 << 20), disk.buffer(64 << 20)
+region, line = disk.place(64 << 20), disk.make_buffer(64 << 20)
 disk.write(region, line).wait()
 print("written", flush=True)
 while True:
@@ -467,7 +467,7 @@ def test_close_drops_what_is_queued_and_tells_who_waits(disk: Disk, monkeypatch:
         return int(real(fd, views, at))
 
     intercept(monkeypatch, "read", hang)
-    handles = [disk.read(region, disk.buffer(10)) for region in regions]
+    handles = [disk.read(region, disk.make_buffer(10)) for region in regions]
     for _ in range(3):  # as many as there are threads
         assert begun.acquire(timeout=30)
     closing = threading.Thread(target=disk.close)
@@ -484,7 +484,7 @@ def test_close_drops_what_is_queued_and_tells_who_waits(disk: Disk, monkeypatch:
 @pytest.mark.parametrize("by", ["close", "collection"])
 def test_the_space_is_given_back(tmp_path: Path, by: str) -> None:
     disk = small(tmp_path)
-    disk.write(disk.place(10), disk.buffer(10)).wait()
+    disk.write(disk.place(10), disk.make_buffer(10)).wait()
     fd, threads = disk._requests.fd, disk._requests._threads
     if by == "close":
         disk.close()
@@ -505,7 +505,7 @@ def test_an_interrupted_wait_can_be_taken_up_again(disk: Disk, monkeypatch: pyte
         return int(real(fd, views, at))
 
     intercept(monkeypatch, "read", hang)
-    handle = disk.read(region, disk.buffer(100))
+    handle = disk.read(region, disk.make_buffer(100))
     main = threading.get_ident()
     timer = threading.Timer(0.1, lambda: signal.pthread_kill(main, signal.SIGINT))
     timer.start()
@@ -519,7 +519,7 @@ def test_an_interrupted_wait_can_be_taken_up_again(disk: Disk, monkeypatch: pyte
 def test_bandwidth_and_free_space_are_those_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_module, "_warn_of_page_cache", lambda _: None)
     for nbytes in (1, 5_000_000):
-        read, write = bandwidth(tmp_path, nbytes)
+        read, write = measure_bandwidth(tmp_path, nbytes)
         assert 0 < read < 1e13
         assert 0 < write < 1e13
     assert abs(free_bytes(tmp_path) - shutil.disk_usage(tmp_path).free) < 1 << 30
@@ -528,6 +528,6 @@ def test_bandwidth_and_free_space_are_those_of_the_folder(tmp_path: Path, monkey
 
 def test_a_buffer_is_zero_and_of_the_size_asked_for() -> None:
     for n in SIZES:
-        line = buffer(n)
+        line = make_buffer(n)
         assert line.numel() == n
         assert not line.any()

@@ -8,7 +8,7 @@ import torch
 from unisono.offload import plan
 from unisono.offload.blocks import Run
 from unisono.offload.pipeline import HostStreams, clip_ranges
-from unisono.offload.plan import clip, cut, gaps, resident_units, staged_share
+from unisono.offload.plan import clip, cut, find_gaps, resident_units, staged_share
 from unisono.offload.streams import Slab
 
 
@@ -55,14 +55,14 @@ def test_queues_of_the_cpu_work_at_once() -> None:
 
 def test_lines_of_a_slab_do_not_touch_and_fill_it() -> None:
     sizes = [(1000, torch.bfloat16), (1, torch.float64), (0, torch.float32), (777, torch.float32)]
-    slab = Slab(sum(Slab.room(n, dtype) for n, dtype in sizes))
-    lines = [slab.line(n, dtype) for n, dtype in sizes]
+    slab = Slab(sum(Slab.bytes_for(n, dtype) for n, dtype in sizes))
+    lines = [slab.take_line(n, dtype) for n, dtype in sizes]
     for i, line in enumerate(lines):
         assert not line.any()
         line.fill_(i + 1)
     assert [line.unique().tolist() for line in lines] == [[1.0], [2.0], [], [4.0]]
     with pytest.raises(AssertionError, match="was asked for"):
-        slab.line(1, torch.float32)
+        slab.take_line(1, torch.float32)
     slab.close()
 
 
@@ -71,7 +71,7 @@ def test_runs_and_their_gaps_make_up_every_block() -> None:
     for start in range(0, 50, 7):
         for stop in range(start, 51):
             inside = clip(runs, start, stop)
-            covered = [at for low, high in gaps(inside, stop - start) for at in range(low, high)]
+            covered = [at for low, high in find_gaps(inside, stop - start) for at in range(low, high)]
             covered += [at for run in inside for at in range(run.start, run.stop)]
             assert sorted(covered) == list(range(stop - start))
             assert clip_ranges([(r.start, r.stop) for r in runs], start, stop) == [(r.start, r.stop) for r in inside]

@@ -216,10 +216,10 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 
 PLACES: dict[str, dict[str, Any]] = {
-    "host": {"gpu_lane": False},
-    "staged": {"gpu_lane": 1.0},
-    "half staged": {"gpu_lane": 0.5},
-    "some resident": {"gpu_lane": 0.4, "resident": frozenset({0, 2})},
+    "host": {"gpu_share": False},
+    "staged": {"gpu_share": 1.0},
+    "half staged": {"gpu_share": 0.5},
+    "some resident": {"gpu_share": 0.4, "resident": frozenset({0, 2})},
     "all resident": {"resident": frozenset(range(4))},
 }
 
@@ -252,7 +252,7 @@ def test_work_on_the_cpu_needs_no_streams_and_one_block_each() -> None:
 def test_queues_at_any_pace_give_the_same(seed: int) -> None:
     late = LateStreams(seed, longest_s=0.003)
     gradients = random_gradients(5)
-    options = {"gpu_lane": 0.6, "resident": frozenset({3}), "block": 700, "buffers": 2}
+    options = {"gpu_share": 0.6, "resident": frozenset({3}), "block": 700, "buffers": 2}
     pipeline, compute = built(adamw, streams=late, delayed=seed % 2 == 1, **options)
     train(pipeline, gradients)
     pipeline.finish()
@@ -263,7 +263,7 @@ def test_queues_at_any_pace_give_the_same(seed: int) -> None:
 
 def test_delayed_values_are_those_of_the_step_before(late: LateStreams) -> None:
     gradients = random_gradients(4)
-    pipeline, compute = built(adamw, streams=late, delayed=True, gpu_lane=0.5, resident=frozenset({1}), block=2048)
+    pipeline, compute = built(adamw, streams=late, delayed=True, gpu_share=0.5, resident=frozenset({1}), block=2048)
     for step in range(4):
         train(pipeline, gradients[step : step + 1])
         expected = plain(adamw, gradients[:step])  # the gradients of this step are still on their way
@@ -275,7 +275,7 @@ def test_delayed_values_are_those_of_the_step_before(late: LateStreams) -> None:
 
 def test_a_delay_begins_after_a_warm_up(late: LateStreams) -> None:
     gradients = random_gradients(5)
-    pipeline, compute = built(adamw, streams=late, delayed=True, gpu_lane=0.5, block=2048)
+    pipeline, compute = built(adamw, streams=late, delayed=True, gpu_share=0.5, block=2048)
     train(pipeline, gradients[:2], delay=False)
     for u in range(4):
         pipeline.wait(u)
@@ -317,7 +317,7 @@ def test_absent_ranges_and_units_keep_their_values_and_their_count(place: str, l
 def test_a_scale_that_is_still_on_its_way_is_waited_for() -> None:
     late = LateStreams(3, longest_s=0.02)
     gradients = random_gradients(3)
-    pipeline, compute = built(adamw, streams=late, gpu_lane=0.5, resident=frozenset({0}))
+    pipeline, compute = built(adamw, streams=late, gpu_share=0.5, resident=frozenset({0}))
     scales = [0.25, 0.5, 0.125]
     for scale, given in zip(scales, gradients, strict=True):
         train(pipeline, [given], scale=torch.tensor(scale))
@@ -341,7 +341,7 @@ def test_squared_norm_is_that_of_the_window() -> None:
 
 def test_gradients_of_higher_precision_are_kept_so(late: LateStreams) -> None:
     gradients = random_gradients(3, torch.float32)
-    pipeline, compute = built(adamw, streams=late, gpu_lane=0.5, gradients=torch.float32)
+    pipeline, compute = built(adamw, streams=late, gpu_share=0.5, gradients=torch.float32)
     train(pipeline, gradients)
     pipeline.finish()
     assert_same(compute, [line.to(torch.bfloat16) for line in plain(adamw, gradients)])
@@ -353,7 +353,7 @@ def test_double_precision_lines_are_stepped_in_double_precision(late: LateStream
     reference = torch.nn.Parameter(line.clone())
     optimizer = torch.optim.AdamW([reference], lr=0.1, fused=True)
     placed = torch.optim.AdamW([torch.zeros(1)], lr=0.1)
-    pipeline = Pipeline(placed, [Shard(line, [Run(0, 3000, 0)])], device=CPU, gpu_lane=0.5, streams=late)
+    pipeline = Pipeline(placed, [Shard(line, [Run(0, 3000, 0)])], device=CPU, gpu_share=0.5, streams=late)
     for _ in range(3):
         reference.grad = torch.randn(3000, dtype=torch.float64)
         optimizer.step()
@@ -398,7 +398,7 @@ def test_state_moves_between_placements(source: str, target: str, late: LateStre
 
 def test_reset_makes_the_next_step_the_first(late: LateStreams) -> None:
     gradients = random_gradients(2)
-    pipeline, _ = built(adamw, streams=late, gpu_lane=0.5, resident=frozenset({1}))
+    pipeline, _ = built(adamw, streams=late, gpu_share=0.5, resident=frozenset({1}))
     train(pipeline, gradients[:1])
     for u, line in enumerate(values()):
         pipeline.shard(u).reset()
@@ -414,7 +414,7 @@ def test_units_on_disk_are_stepped_there(tmp_path: Path, late: LateStreams) -> N
     homes = {1: "disk", 3: "disk"}
     blocks = [Block(None, RUNS[u], "disk", length=LENGTHS[u]) for u in homes]
     disk = Disk(tmp_path, disk_bytes(placeholder(adamw), blocks))
-    pipeline, compute = built(adamw, streams=late, homes=homes, disk=disk, gpu_lane=0.5)
+    pipeline, compute = built(adamw, streams=late, homes=homes, disk=disk, gpu_share=0.5)
     train(pipeline, gradients)
     assert_same(masters(pipeline), plain(adamw, gradients))
     assert_same(compute, [line.to(torch.bfloat16) for line in plain(adamw, gradients)])
@@ -456,7 +456,7 @@ def test_an_error_in_the_background_is_raised_and_the_update_can_go_on(monkeypat
 
 def test_a_schedule_that_moves_on_does_not_reach_the_step_under_way(late: LateStreams) -> None:
     gradients = random_gradients(1)
-    pipeline, compute = built(adamw, streams=late, gpu_lane=0.5, block=512)
+    pipeline, compute = built(adamw, streams=late, gpu_share=0.5, block=512)
     optimizer = pipeline.optimizer
     train(pipeline, gradients)
     for group in optimizer.param_groups:
@@ -483,7 +483,7 @@ def test_memory_held_is_what_was_planned(resident: int, delayed: bool) -> None:
     lines = [Shard(torch.zeros(n, dtype=torch.bfloat16), [Run(0, n, 0)]) for n in lengths]
     optimizer, chosen = torch.optim.AdamW([torch.zeros(1)]), frozenset(range(resident))
     settings: dict[str, Any] = {"delayed": delayed, "buffers": 2, "block": 2048}
-    pipeline = Pipeline(optimizer, lines, device=CPU, gpu_lane=0.5, resident=chosen, **settings)
+    pipeline = Pipeline(optimizer, lines, device=CPU, gpu_share=0.5, resident=chosen, **settings)
     held = pipeline.device_bytes
     assert resident_units(lengths, held * 1.02, share=0.5, **settings) == chosen
     assert len(resident_units(lengths, held * 0.98, share=0.5, **settings)) == max(0, resident - 1)

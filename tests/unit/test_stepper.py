@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unisono.offload import fused
 from unisono.offload.blocks import Runs
-from unisono.offload.optimizers import rule_for
+from unisono.offload.optimizers import make_rule
 from unisono.offload.stepper import Block, Run, Stepper
 
 SIZES = (5, 300_000, 33, 16, 1, 300_001)  # several cells; borders that are no multiple of a vector
@@ -336,7 +336,7 @@ def test_many_blocks_are_stepped_one_by_one() -> None:
 
 def test_cells_are_counted_from_the_beginning_of_a_chunk() -> None:
     runs = Runs([Run(0, 150, 0), Run(160, 1000, 1)], 1000, 2)
-    batches = runs.batches([], rule_for(torch.optim.SGD([torch.zeros(1)], lr=0.1)))
+    batches = runs.batches([], make_rule(torch.optim.SGD([torch.zeros(1)], lr=0.1)))
     cells = runs.cells(batches, 100, 500, 128)
     assert cells == [{0: [0, 50], 1: [60, 128]}, {1: [128, 256]}, {1: [256, 384]}, {1: [384, 400]}]
 
@@ -446,7 +446,7 @@ def test_bf16_moments_do_not_depend_on_how_the_work_is_cut(monkeypatch: pytest.M
     for engine, threads, cell in (("threads", 1, 1 << 18), ("threads", 3, 1 << 12), ("omp", None, 5 << 14)):
         line = Line()
         stepper, _, _ = pair(FUSED["adamw"], line, moments=torch.bfloat16, engine=engine, threads=threads, seed=5)
-        monkeypatch.setattr(stepper._workers, "cell", lambda *_, cell=cell: cell)
+        monkeypatch.setattr(stepper._workers, "choose_cell", lambda *_, cell=cell: cell)
         for _ in range(3):
             stepper.begin()
             stepper.step(0, line.gradient(torch.bfloat16))
@@ -545,7 +545,7 @@ class Counting(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(("kind", "reason"), [(Normed, "differently"), (Counting, "changes its own settings")])
-def test_an_optimizer_of_the_user_that_is_not_elementwise_is_refused(kind: type[torch.optim.SGD], reason: str) -> None:
+def test_an_optimizer_of_the_user_that_is_make_refusal_is_refused(kind: type[torch.optim.SGD], reason: str) -> None:
     state = torch.get_rng_state()
     with pytest.raises(ValueError, match=reason):
         Stepper(kind([torch.nn.Parameter(torch.zeros(3))], lr=0.1), [])

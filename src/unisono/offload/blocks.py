@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from unisono.background import Handle
-from unisono.offload.optimizers import Rule, Scalars, settings_of
-from unisono.offload.requests import buffer
+from unisono.offload.optimizers import Rule, Scalars, read_settings
+from unisono.offload.requests import make_buffer
 
 Home = Literal["cpu", "disk", "staged", "resident"]  # see `plan`
 
@@ -341,7 +341,7 @@ class Block(OptimizerState):
         self.steps = Runs(self.runs, self.length, len(groups))
         self.first = {}
         for group in sorted({run.group for run in self.steps.given}):
-            self.first |= rule.kept(settings_of(groups[group])).lines
+            self.first |= rule.find_state(read_settings(groups[group])).lines
         self.dtypes = {"master": self.dtype, **_state_dtypes(list(self.first), self.dtype, moments)}
 
     # State
@@ -354,7 +354,7 @@ class Block(OptimizerState):
         self._check_name(name)
         dtype = self.dtypes[name]
         if self.home == "disk":
-            found = buffer((stop - start) * dtype.itemsize).view(dtype)  # direct I/O needs no copy there
+            found = make_buffer((stop - start) * dtype.itemsize).view(dtype)  # direct I/O needs no copy there
         else:
             found = torch.empty(stop - start, dtype=dtype)
         spans = list(self._overlaps(start, stop))
@@ -378,8 +378,8 @@ class Block(OptimizerState):
         self._check_lines(values, start, stop)
         lines = {name: value for name, value in values.items() if name in self.dtypes}
         scalars = {name: value for name, value in values.items() if name not in lines}
-        groups = [settings_of(self._groups[group]) for group in self.steps.groups(start, stop)]
-        known = {name for group in groups for name in self.rule.kept(group).scalars}
+        groups = [read_settings(self._groups[group]) for group in self.steps.groups(start, stop)]
+        known = {name for group in groups for name in self.rule.find_state(group).scalars}
         if scalars and set(scalars) != known:
             raise ValueError(f"got the state {sorted(scalars)}: expected lines {self.names()} and {sorted(known)}")
         for name, value in lines.items():
@@ -387,7 +387,7 @@ class Block(OptimizerState):
             for chunk, low, high in self._overlaps(start, stop):
                 chunk.write(name, low - chunk.start, line[low - start : high - start])
         if start < stop and (scalars or (not known and set(lines) - {"master"})):
-            self.steps.set_scalars(start, stop, self.rule.scalars(scalars))
+            self.steps.set_scalars(start, stop, self.rule.read_scalars(scalars))
 
     def reset(self, *, start: int = 0, stop: int | None = None) -> None:
         self.steps.set_scalars(start, self._end(start, stop), None)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unisono.background import Handle
 from unisono.offload.blocks import Block, Chunk
-from unisono.offload.disk import Disk, aligned
+from unisono.offload.disk import Disk, align
 
 CHUNK_ELEMENTS = 4 << 20  # 48 MB for Adam
 CHUNK_BUFFERS = 5
@@ -90,7 +90,7 @@ class _Buffer:
 
     def bytes(self) -> Tensor:
         assert self.chunk is not None
-        return self.memory[: aligned(self.chunk.region.nbytes)]
+        return self.memory[: align(self.chunk.region.nbytes)]
 
 
 class ChunkBuffers:
@@ -119,7 +119,7 @@ class ChunkBuffers:
         if buffer is None:
             buffer = self._take()
             self._begin_read(buffer, chunk)
-        self._settle(buffer)
+        self._finish_write(buffer)
         self._finish_read(buffer)
         buffer.open, buffer.ahead = True, False
         self._buffers.remove(buffer)
@@ -152,7 +152,7 @@ class ChunkBuffers:
         """Raise the error of a write that failed."""
         for buffer in self._buffers:
             if buffer.writing is not None and buffer.writing.done():
-                self._settle(buffer)
+                self._finish_write(buffer)
             if buffer.error is not None:
                 raise buffer.error
 
@@ -163,12 +163,12 @@ class ChunkBuffers:
                 self._begin_write(buffer)
         for buffer in self._buffers:
             with contextlib.suppress(OSError):  # raised below, once all have been waited for
-                self._settle(buffer)
+                self._finish_write(buffer)
         self.check()
 
     def _take(self) -> _Buffer:
         """A buffer for another chunk; waits for a write where all are in use."""
-        buffer = self._spare()
+        buffer = self._find_spare()
         if buffer is not None:
             return buffer
         for buffer in self._buffers:
@@ -176,7 +176,7 @@ class ChunkBuffers:
                 self._begin_write(buffer)
         for buffer in self._buffers:
             if buffer.writing is not None:
-                self._settle(buffer)
+                self._finish_write(buffer)
                 return self._empty(buffer)
         for buffer in self._buffers:
             if not buffer.dirty and not buffer.open:
@@ -186,12 +186,12 @@ class ChunkBuffers:
         self.check()
         raise AssertionError("every buffer is open")
 
-    def _spare(self) -> _Buffer | None:
+    def _find_spare(self) -> _Buffer | None:
         """A buffer that can be used at once."""
         for buffer in self._buffers:
             if buffer.writing is not None and buffer.writing.done():
                 with contextlib.suppress(OSError):  # kept in the buffer, and raised by check
-                    self._settle(buffer)
+                    self._finish_write(buffer)
         for buffer in self._buffers:
             if not (buffer.dirty or buffer.ahead or buffer.open or buffer.reading):
                 return self._empty(buffer)
@@ -207,7 +207,7 @@ class ChunkBuffers:
     def _read_ahead(self) -> None:
         while self._wanted and sum(buffer.ahead for buffer in self._buffers) < self._ahead:
             if self.find(self._wanted[0]) is None:
-                buffer = self._spare()
+                buffer = self._find_spare()
                 if buffer is None:
                     return
                 self._begin_read(buffer, self._wanted[0])
@@ -215,8 +215,8 @@ class ChunkBuffers:
             self._wanted.popleft()
 
     def _begin_read(self, buffer: _Buffer, chunk: DiskChunk) -> None:
-        if buffer.memory.numel() < aligned(chunk.region.nbytes):
-            buffer.memory = self.disk.buffer(aligned(chunk.region.nbytes))
+        if buffer.memory.numel() < align(chunk.region.nbytes):
+            buffer.memory = self.disk.make_buffer(align(chunk.region.nbytes))
         buffer.chunk = chunk
         if chunk.empty:
             chunk.fill(buffer.memory)
@@ -237,7 +237,7 @@ class ChunkBuffers:
         buffer.error = None
         buffer.writing = self.disk.write(buffer.chunk.region, buffer.bytes())
 
-    def _settle(self, buffer: _Buffer) -> None:
+    def _finish_write(self, buffer: _Buffer) -> None:
         """Wait for a buffer's write."""
         if buffer.writing is not None:
             try:
@@ -262,7 +262,7 @@ def place_on_disk(block: Block, buffers: ChunkBuffers, chunk_elements: int) -> N
 def bytes_on_disk(block: Block, chunk_elements: int) -> int:
     """What a block takes there."""
     spans = _spans(block.length, chunk_elements)
-    return sum(aligned(_layout(block.dtypes, stop - start)[1]) for start, stop in spans)
+    return sum(align(_layout(block.dtypes, stop - start)[1]) for start, stop in spans)
 
 
 def _spans(length: int, elements: int) -> Iterator[tuple[int, int]]:
@@ -275,5 +275,5 @@ def _layout(dtypes: Dtypes, n: int) -> tuple[dict[str, _Field], int]:
     fields, offset = {}, 0
     for name, dtype in dtypes.items():
         fields[name] = _Field(offset, n * dtype.itemsize, dtype)
-        offset += aligned(n * dtype.itemsize)
+        offset += align(n * dtype.itemsize)
     return fields, offset

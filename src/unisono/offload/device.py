@@ -19,7 +19,7 @@ from torch import Tensor
 from unisono.background import Handle
 from unisono.offload.blocks import Batch, Block, Chunk
 from unisono.offload.fused import Rounding, round_bits
-from unisono.offload.optimizers import Rule, rule_for
+from unisono.offload.optimizers import Rule, make_rule
 from unisono.offload.stepper import StepSettings
 from unisono.offload.streams import Mark, Slab, Streams
 
@@ -52,7 +52,7 @@ class DeviceChunk(Chunk):
 
 
 def _bytes_of(block: Block) -> int:
-    return sum(Slab.room(block.length, dtype) for dtype in block.dtypes.values())
+    return sum(Slab.bytes_for(block.length, dtype) for dtype in block.dtypes.values())
 
 
 def _lines_of(block: Block, memory: Tensor) -> dict[str, Tensor]:
@@ -60,7 +60,7 @@ def _lines_of(block: Block, memory: Tensor) -> dict[str, Tensor]:
     found, at = {}, 0
     for name, dtype in block.dtypes.items():
         found[name] = memory[at : at + block.length * dtype.itemsize].view(dtype)
-        at += Slab.room(block.length, dtype)
+        at += Slab.bytes_for(block.length, dtype)
     return found
 
 
@@ -105,7 +105,7 @@ class Kernel:
             self._step(batch, lines, gradient, now)
         block.steps.advance(batches)
         for stream, name in enumerate(narrow):
-            place = self._rounding.place(now.step, block.index, stream)
+            place = self._rounding.find_place(now.step, block.index, stream)
             round_bits(lines[name].view(torch.int32), self._rounding.table, place)
             held[name].copy_(lines[name])
         target.copy_(lines["master"])
@@ -113,7 +113,7 @@ class Kernel:
     def _step(self, batch: Batch, lines: Mapping[str, Tensor], gradient: Tensor, now: StepSettings) -> None:
         group = now.groups[batch.group]
         spans = batch.spans()
-        first = self._rule.kept(group).lines
+        first = self._rule.find_state(group).lines
         mine = {name: [lines[name][a:b] for a, b in spans] for name in first}
         if batch.fresh:
             for name, value in first.items():
@@ -145,7 +145,7 @@ class DeviceStepper:
         buffers: int = STAGING_BUFFERS,
     ) -> None:
         device = streams.device
-        rule = rule_for(optimizer).on_device(optimizer)
+        rule = make_rule(optimizer).on_device(optimizer)
         rounding = Rounding(_SEED, device)
         self._streams = streams
         self._load, self._step, self._store = (streams.queue() for _ in range(3))
@@ -154,7 +154,7 @@ class DeviceStepper:
             block.prepare(index, rule, optimizer.param_groups, moments)
         staged = [block for block in blocks if block.home == "staged"]
         most = max((_bytes_of(block) for block in staged), default=0)
-        self._buffers = [self._room(most) for _ in range(min(buffers, len(staged)))]
+        self._buffers = [self._make_memory(most) for _ in range(min(buffers, len(staged)))]
         self.slab = Slab(sum(_bytes_of(block) for block in staged), pinned=device.type == "cuda")
         self._chunks: dict[Block, DeviceChunk] = {}
         self._staged: list[DeviceChunk] = []  # in their turns
@@ -171,18 +171,18 @@ class DeviceStepper:
         nbytes = _bytes_of(block)
         if block.home == "staged":
             turn = len(self._staged)
-            home = self.slab.line(nbytes, torch.uint8)
+            home = self.slab.take_line(nbytes, torch.uint8)
             chunk = DeviceChunk(block, turn, home, self._buffers[turn % len(self._buffers)], self._forget_loaded)
             self._staged.append(chunk)
             self._aside.reserve(block)
         else:
-            here = self._room(nbytes)
+            here = self._make_memory(nbytes)
             chunk = DeviceChunk(block, 0, here, here, self._forget_loaded)
             self._resident.append(chunk)
             self._here.reserve(block)
         block.chunks, self._chunks[block] = [chunk], chunk
 
-    def _room(self, nbytes: int) -> Tensor:
+    def _make_memory(self, nbytes: int) -> Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self._streams.device)
 
     @property

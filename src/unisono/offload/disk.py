@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from unisono.background import Handle
-from unisono.offload.requests import ALIGNMENT, FULL, DiskError, Kind, Requests, aligned, buffer, memory_of
+from unisono.offload.requests import ALIGNMENT, FULL, DiskError, Kind, Requests, align, make_buffer, view_bytes
 
 __all__ = [
     "ALIGNMENT",
@@ -31,11 +31,11 @@ __all__ = [
     "Disk",
     "DiskError",
     "Region",
-    "aligned",
-    "bandwidth",
-    "buffer",
+    "align",
     "free_bytes",
+    "make_buffer",
     "map_file",
+    "measure_bandwidth",
 ]
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 
@@ -77,11 +77,11 @@ def free_bytes(folder: str | os.PathLike[str]) -> int:
 class Disk:
     """Room for blocks of bytes in an unnamed file in `folder`; its space is taken at once and is given back at the end.
 
-    `nbytes` is the sum of `aligned(n)` over the regions that will be placed. Reads and writes run in the background, in
+    `nbytes` is the sum of `align(n)` over the regions that will be placed. Reads and writes run in the background, in
     no order among each other: wait for a write before its region is read or its buffer is filled anew.
 
     >>> disk = Disk(".", 1 << 20)
-    >>> region, line = disk.place(10_000), disk.buffer(10_000)
+    >>> region, line = disk.place(10_000), disk.make_buffer(10_000)
     >>> _ = disk.write(region, line.fill_(7)).wait()
     >>> disk.read(region, line.zero_()).wait().unique().tolist()
     [7]
@@ -97,7 +97,7 @@ class Disk:
                 f"{ALIGNMENT}"
             )
         self.folder = _check_folder(folder)
-        self.nbytes = aligned(nbytes)
+        self.nbytes = align(nbytes)
         fd = _create(self.folder, self.nbytes)
         self.direct = _go_direct(fd, self.nbytes)
         if not self.direct:
@@ -113,18 +113,18 @@ class Disk:
         if nbytes < 0:
             raise ValueError(f"got nbytes={nbytes}: expected a size of 0 or more")
         with self._lock:
-            if self._placed + aligned(nbytes) > self.nbytes:
+            if self._placed + align(nbytes) > self.nbytes:
                 raise ValueError(
                     f"no room for {nbytes} bytes: {self._placed} of the {self.nbytes} bytes of this scratch file are "
-                    f"taken; create the Disk with the sum of aligned(n) over all its regions"
+                    f"taken; create the Disk with the sum of align(n) over all its regions"
                 )
             region = Region(self._placed, nbytes)
-            self._placed += aligned(nbytes)
+            self._placed += align(nbytes)
         return region
 
-    def buffer(self, nbytes: int) -> Tensor:
-        """Memory to read into and to write from: see `buffer`."""
-        return buffer(nbytes)
+    def make_buffer(self, nbytes: int) -> Tensor:
+        """Memory to read into and to write from: see `make_buffer`."""
+        return make_buffer(nbytes)
 
     def read(self, region: Region, into: Tensor) -> Handle[Tensor]:
         """Begin to fill `into` from the start of the region; `wait()` gives it back filled, or raises `DiskError`."""
@@ -161,18 +161,18 @@ class Disk:
         self._close()
 
 
-def bandwidth(folder: str | os.PathLike[str], nbytes: int = 1 << 30) -> Bandwidth:
+def measure_bandwidth(folder: str | os.PathLike[str], nbytes: int = 1 << 30) -> Bandwidth:
     """What the disk under `folder` reads and writes in a second, measured on a scratch file of `nbytes`.
 
-    >>> read, write = bandwidth(".", 1 << 20)
+    >>> read, write = measure_bandwidth(".", 1 << 20)
     >>> read > 0 and write > 0
     True
     """
-    block = min(32 << 20, max(ALIGNMENT, aligned(nbytes // 4)))
+    block = min(32 << 20, max(ALIGNMENT, align(nbytes // 4)))
     count = max(1, nbytes // block)
     disk = Disk(folder, count * block)
     regions = [disk.place(block) for _ in range(count)]
-    buffers = [disk.buffer(block) for _ in range(min(4, count))]
+    buffers = [disk.make_buffer(block) for _ in range(min(4, count))]
     try:
         for line in buffers:
             line.random_(256)  # a disk may compress
@@ -225,7 +225,7 @@ def _check_folder(folder: str | os.PathLike[str]) -> str:
 def _create(folder: str, nbytes: int) -> int:
     """An open file without a name, `nbytes` long, its space taken."""
     try:
-        fd = _unnamed(folder)
+        fd = _open_unnamed(folder)
     except OSError as error:
         what = f"no scratch file can be created in {folder}: {error.strerror}; use a folder that may be written to"
         raise DiskError(error.errno or errno.EIO, what) from error
@@ -237,7 +237,7 @@ def _create(folder: str, nbytes: int) -> int:
     return fd
 
 
-def _unnamed(folder: str) -> int:
+def _open_unnamed(folder: str) -> int:
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
     except OSError as error:
@@ -277,7 +277,7 @@ def _go_direct(fd: int, nbytes: int) -> bool:
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
         if nbytes:
-            os.preadv(fd, [memory_of(buffer(ALIGNMENT))], 0)
+            os.preadv(fd, [view_bytes(make_buffer(ALIGNMENT))], 0)
     except (OSError, AttributeError):
         fcntl.fcntl(fd, fcntl.F_SETFL, flags)
         return False

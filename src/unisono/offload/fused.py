@@ -146,7 +146,7 @@ class Rounding:
         order = torch.randperm(_PERIOD, generator=torch.Generator().manual_seed(seed)).to(torch.int32)
         self.table = (order * (65536 // _PERIOD) + 65536 // _PERIOD // 2).repeat(2).to(device)
 
-    def place(self, step: int, block: int, stream: int) -> int:
+    def find_place(self, step: int, block: int, stream: int) -> int:
         """Where in the table the first element of a block begins, for one of its lines in one step."""
         return noise(self._seed, step, bucket=block, stream=stream).shift % _PERIOD
 

@@ -26,7 +26,7 @@ from unisono.background import Lane
 from unisono.offload.blocks import Block, Run, Shard
 from unisono.offload.device import STAGING_BUFFERS, DeviceStepper, Ranges, Scale
 from unisono.offload.disk import Disk
-from unisono.offload.plan import BLOCK_ELEMENTS, clip, cut, gaps, staged_share
+from unisono.offload.plan import BLOCK_ELEMENTS, clip, cut, find_gaps, staged_share
 from unisono.offload.stepper import Stepper, StepSettings
 from unisono.offload.streams import CudaStreams, Mark, Queue, Slab, Streams, copy_to
 
@@ -36,7 +36,7 @@ _AT_ONCE = 2  # blocks that the CPU works on: threads that are done with one go 
 __all__ = ["HostStreams", "Pipeline", "Run", "Shard", "clip_ranges"]
 
 
-class Done:
+class ReachedMark:
     """A mark that is reached."""
 
     def hold(self) -> None: ...
@@ -60,7 +60,7 @@ class HostStreams:
         return self
 
     def now(self) -> Mark:
-        return Done()
+        return ReachedMark()
 
     def lend(self, tensor: Tensor, queue: Queue) -> None: ...
 
@@ -68,7 +68,7 @@ class HostStreams:
         for mark in after:
             mark.wait()
         work()
-        return Done()
+        return ReachedMark()
 
 
 @dataclass
@@ -104,7 +104,7 @@ class _Update:
 class Pipeline:
     """Steps the optimizer over shards whose state is on the host, on disk or, for some, on the device.
 
-    `resident`: units whose state is on the device. `gpu_lane`: whether the GPU helps to step what is on the host (a
+    `resident`: units whose state is on the device. `gpu_share`: whether the GPU helps to step what is on the host (a
     number: its share of it). The same settings step every element in the same place, so a resumed run repeats itself.
     `gradients`: the dtype in which gradients are kept until they are used, that of `compute` by default.
     `shards` lose their `master` as it is taken over, so that both need not be in memory at once.
@@ -132,7 +132,7 @@ class Pipeline:
         disk: Disk | None = None,
         delayed: bool = False,
         resident: AbstractSet[int] = frozenset(),
-        gpu_lane: bool | float = True,
+        gpu_share: bool | float = True,
         threads: int | None = None,
         engine: Literal["threads", "omp"] = "threads",
         block: int = BLOCK_ELEMENTS,
@@ -144,9 +144,9 @@ class Pipeline:
         self.optimizer, self.delayed = optimizer, delayed
         self._down, self._up = self.streams.queue(), self.streams.queue()
         threads = threads or max(1, torch.get_num_threads() - cuda)  # one core launches the GPU's kernels
-        share = gpu_lane if not isinstance(gpu_lane, bool) else staged_share(threads) if gpu_lane and cuda else 0.0
+        share = gpu_share if not isinstance(gpu_share, bool) else staged_share(threads) if gpu_share and cuda else 0.0
         if not 0 <= share <= 1:
-            raise ValueError(f"gpu_lane is True, False or a share from 0 to 1, got {gpu_lane!r}")
+            raise ValueError(f"gpu_share is True, False or a share from 0 to 1, got {gpu_share!r}")
         disks = {u for u, shard in enumerate(shards) if shard.home == "disk"}
         spans = cut([shard.length for shard in shards], share=share, resident=resident, disk=disks, block=block)
         self.stepper = Stepper(optimizer, moments=moments, disk=disk, threads=threads, engine=engine)
@@ -189,7 +189,7 @@ class Pipeline:
                 master = copy_to(values, cpu, dtype) if home == "cpu" else values.to(cpu, dtype).contiguous()
                 block = self.stepper.add(Block(master, runs, home, unit=u, start=start))
                 self._host.append(block)
-                self._padding[block] = gaps(runs, block.length)
+                self._padding[block] = find_gaps(runs, block.length)
             shard.blocks.append(block)
             del values
             if stop == shard.length:
@@ -202,13 +202,17 @@ class Pipeline:
         units = [
             (n, shard.compute, gradients or shard.compute.dtype) for n, shard in zip(borders, self._shards, strict=True)
         ]
-        rooms = [Slab.room(n, kind) for n, compute, dtype in units for kind in dict.fromkeys((dtype, compute.dtype))]
-        self._slab = Slab(Slab.room(1, torch.float64) + sides * sum(rooms), pinned=self.streams.device.type == "cuda")
-        self._scale = self._slab.line(1, torch.float64)
+        rooms = [
+            Slab.bytes_for(n, kind) for n, compute, dtype in units for kind in dict.fromkeys((dtype, compute.dtype))
+        ]
+        self._slab = Slab(
+            Slab.bytes_for(1, torch.float64) + sides * sum(rooms), pinned=self.streams.device.type == "cuda"
+        )
+        self._scale = self._slab.take_line(1, torch.float64)
         for n, compute, dtype in units:
-            sent = [self._slab.line(n, dtype) for _ in range(sides)]
+            sent = [self._slab.take_line(n, dtype) for _ in range(sides)]
             apart = dtype != compute.dtype
-            values = [self._slab.line(n, compute.dtype) for _ in range(sides)] if apart else sent
+            values = [self._slab.take_line(n, compute.dtype) for _ in range(sides)] if apart else sent
             kept = [torch.zeros(compute.numel() - n, dtype=dtype, device=compute.device) for _ in range(sides)]
             made.append(_Transit(n, sent, values, kept, torch.empty_like(compute) if self.delayed else None))
         return made

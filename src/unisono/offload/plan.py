@@ -61,14 +61,14 @@ def cut(
             blocks += [(unit, *span, "disk") for span in _spans(0, length, length)]  # it is divided into chunks
         else:
             seen += length
-            border = _border(length, share * seen - given)
+            border = _find_border(length, share * seen - given)
             given += length - border
             blocks += [(unit, *span, "cpu") for span in _spans(0, border, _CPU_BLOCKS * block)]
             blocks += [(unit, *span, "staged") for span in _spans(border, length, block)]
     return blocks
 
 
-def _border(length: int, wanted: float) -> int:
+def _find_border(length: int, wanted: float) -> int:
     """Where the CPU's elements of a shard end, if the device should have the `wanted` last elements."""
     border = round((length - wanted) / _BORDER) * _BORDER
     if border < min(_LEAST, length):
@@ -96,10 +96,10 @@ def clip(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
     return [Run(low - start, high - start, group) for low, high, group in found if low < high]
 
 
-def gaps(runs: Sequence[Run], length: int) -> list[tuple[int, int]]:
+def find_gaps(runs: Sequence[Run], length: int) -> list[tuple[int, int]]:
     """What lies between the runs: padding.
 
-    >>> gaps([Run(0, 10, 0), Run(16, 30, 0)], 32)
+    >>> find_gaps([Run(0, 10, 0), Run(16, 30, 0)], 32)
     [(10, 16), (30, 32)]
     """
     starts, stops = [r.start for r in runs], [r.stop for r in runs]

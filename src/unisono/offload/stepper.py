@@ -21,7 +21,7 @@ from unisono.offload.blocks import IDLE, Batch, Block, Cell, Chunk, MemoryChunk,
 from unisono.offload.chunks import CHUNK_ELEMENTS, ChunkBuffers, bytes_on_disk, place_on_disk
 from unisono.offload.disk import Disk
 from unisono.offload.fused import Rounding, compile_step_tiles, round_bits, step_tiles
-from unisono.offload.optimizers import Kept, Rule, Settings, rule_for, settings_of
+from unisono.offload.optimizers import Rule, Settings, StateSpec, make_rule, read_settings
 
 __all__ = ["Block", "Run", "StepSettings", "Stepper", "disk_bytes"]
 
@@ -36,7 +36,7 @@ class StepSettings(NamedTuple):
     """The settings of all param groups for one step, what each keeps under them, and the step's number."""
 
     groups: list[Settings]
-    kept: list[Kept]
+    states: list[StateSpec]
     step: int
 
 
@@ -74,7 +74,7 @@ class Stepper:
         self.steps = 0  # calls of begin() so far; part of the state, as the rounding of 16-bit moments depends on it
         self.blocks: list[Block] = []
         self.buffers: ChunkBuffers | None = None  # that blocks on disk pass through
-        self._rule: Rule = rule_for(optimizer)
+        self._rule: Rule = make_rule(optimizer)
         self._moments = moments
         self._rounding = Rounding(seed, torch.device("cpu"))
         self._workers = _Workers(engine, threads)
@@ -103,9 +103,9 @@ class Stepper:
 
     def begin(self) -> StepSettings:
         """Begin a step: the groups' settings as they are now hold for it, whatever a scheduler changes meanwhile."""
-        groups = [settings_of(group) for group in self.optimizer.param_groups]
+        groups = [read_settings(group) for group in self.optimizer.param_groups]
         self.steps += 1
-        self._settings = settings = StepSettings(groups, [self._rule.kept(group) for group in groups], self.steps)
+        self._settings = settings = StepSettings(groups, [self._rule.find_state(group) for group in groups], self.steps)
         return settings
 
     def step(
@@ -149,7 +149,7 @@ class Stepper:
             if out is not None:
                 _check_line("out", out, block.length)
             batches = block.steps.batches(absent, self._rule)
-            self._check_kept(block, settings)
+            self._check_state(block, settings)
             begin = partial(self._begin_chunk, block, batches, settings, gradient, out, float(scale))
             if block.home == "cpu":
                 return partial(self._finish, block, batches, begin(block.chunks[0]))
@@ -174,12 +174,14 @@ class Stepper:
         chunk: Chunk,
     ) -> _Countdown:
         start, stop = chunk.start, chunk.stop
-        cells = block.steps.cells(batches, start, stop, self._workers.cell(stop - start, self._rule))
+        cells = block.steps.cells(batches, start, stop, self._workers.choose_cell(stop - start, self._rule))
         lines, places = chunk.open(), dict.fromkeys(block.first, 0)
         if self._moments == torch.bfloat16:
-            places = {k: start + self._rounding.place(settings.step, block.index, i) for i, k in enumerate(block.first)}
+            places = {
+                k: start + self._rounding.find_place(settings.step, block.index, i) for i, k in enumerate(block.first)
+            }
         mine, into = gradient[start:stop], None if out is None else out[start:stop]
-        make = _fused_step if self._rule.has_kernel else _own_step
+        make = _make_fused_step if self._rule.has_kernel else _make_own_step
         steps = {
             i: make(self._rule, settings, batch, lines, mine, into, scale, self._rounding.table, places)
             for i, batch in enumerate(batches)
@@ -207,10 +209,10 @@ class Stepper:
         """End the threads. The disk stays open: it is its owner's."""
         self._workers.close()
 
-    def _check_kept(self, block: Block, settings: StepSettings) -> None:
+    def _check_state(self, block: Block, settings: StepSettings) -> None:
         """Refuse settings that need state which the block has no lines for."""
         for group in block.steps.groups(0, block.length):
-            missing = set(settings.kept[group].lines) - set(block.first)
+            missing = set(settings.states[group].lines) - set(block.first)
             if missing:
                 raise ValueError(
                     f"group {group} of {type(self.optimizer).__name__} now needs {sorted(missing)}, which it did not "
@@ -231,7 +233,7 @@ def disk_bytes(
     >>> disk_bytes(optimizer, [Block(None, [Run(0, 1 << 20, 0)], "disk", length=1 << 20)])
     12582912
     """
-    rule, total = rule_for(optimizer), 0
+    rule, total = make_rule(optimizer), 0
     for block in blocks:
         if block.home == "disk":
             block.prepare(0, rule, optimizer.param_groups, moments)
@@ -252,13 +254,13 @@ def _check_line(what: str, line: Tensor, length: int) -> None:
 StepSpans = Callable[["_Worker", Spans], None]
 
 
-def _fused_step(
+def _make_fused_step(
     rule: Rule, settings: StepSettings, batch: Batch, lines: Mapping[str, Tensor], gradient: Tensor,
     out: Tensor | None, scale: float, table: Tensor, places: Mapping[str, int],
 ) -> StepSpans:  # fmt: skip
-    kept, master = settings.kept[batch.group].lines, lines["master"]
+    kept, master = settings.states[batch.group].lines, lines["master"]
     count = batch.scalars.get("step", master)
-    head = (*rule.call(settings.groups[batch.group]), count, batch.fresh, list(kept.values()))
+    head = (*rule.find_kernel(settings.groups[batch.group]), count, batch.fresh, list(kept.values()))
     state = [lines[name] for name in kept]
     narrow = any(line.dtype != master.dtype for line in state)
     begins = [places[name] for name in kept]
@@ -275,11 +277,11 @@ def _fused_step(
     return step
 
 
-def _own_step(
+def _make_own_step(
     rule: Rule, settings: StepSettings, batch: Batch, lines: Mapping[str, Tensor], gradient: Tensor,
     out: Tensor | None, scale: float, table: Tensor, places: Mapping[str, int],
 ) -> StepSpans:  # fmt: skip
-    kept, group = settings.kept[batch.group].lines, settings.groups[batch.group]
+    kept, group = settings.states[batch.group].lines, settings.groups[batch.group]
 
     def step(worker: _Worker, spans: Spans) -> None:
         for low, high in zip(spans[::2], spans[1::2], strict=True):
@@ -370,7 +372,7 @@ class _Workers:
         self._pool = None if kind == "omp" or self._threads == here == 1 else _make_pool(self._threads)
         self._idle = deque(_Worker(here if kind == "omp" else 1) for _ in range(self._threads))
 
-    def cell(self, length: int, rule: Rule) -> int:
+    def choose_cell(self, length: int, rule: Rule) -> int:
         """How many elements of a chunk of `length` a thread takes at a time."""
         if not rule.has_kernel:
             return _OWN_CELL

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from unisono.offload.requests import buffer
+from unisono.offload.requests import make_buffer
 
 _LINE_BYTES = 256  # lines in a slab begin on such a border
 
@@ -113,14 +113,14 @@ class Slab:
     call: torch's own pinned memory is rounded up to a power of two.
 
     >>> slab = Slab(1 << 20)
-    >>> slab.line(1000, torch.bfloat16).shape, slab.line(5, torch.float32).data_ptr() % 256
+    >>> slab.take_line(1000, torch.bfloat16).shape, slab.take_line(5, torch.float32).data_ptr() % 256
     (torch.Size([1000]), 0)
     >>> slab.close()
     """
 
     def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
         self.nbytes = nbytes
-        self._memory = buffer(nbytes)
+        self._memory = make_buffer(nbytes)
         self._used = 0
         self._unpin: Callable[[], Any] | None = None
         if nbytes and pinned:
@@ -129,13 +129,13 @@ class Slab:
             self._unpin = weakref.finalize(self, _unregister, self._memory)
 
     @staticmethod
-    def room(n: int, dtype: torch.dtype) -> int:
+    def bytes_for(n: int, dtype: torch.dtype) -> int:
         """The bytes that a line of `n` elements takes up."""
         return -(-n * dtype.itemsize // _LINE_BYTES) * _LINE_BYTES
 
-    def line(self, n: int, dtype: torch.dtype) -> Tensor:
+    def take_line(self, n: int, dtype: torch.dtype) -> Tensor:
         """A new line of `n` elements, all zero."""
-        start, self._used = self._used, self._used + self.room(n, dtype)
+        start, self._used = self._used, self._used + self.bytes_for(n, dtype)
         assert self._used <= self.nbytes, f"a slab of {self.nbytes} bytes was asked for {self._used}"
         return self._memory[start : start + n * dtype.itemsize].view(dtype)
 

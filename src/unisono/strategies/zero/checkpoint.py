@@ -16,7 +16,7 @@ from unisono.strategies.zero.optimizer_shards import OptimizerShards
 from unisono.strategies.zero.units import Unit
 
 
-def model_pieces(model: nn.Module, units: Sequence[Unit], offload: Offloading | None) -> dict[str, Any]:
+def collect_model_pieces(model: nn.Module, units: Sequence[Unit], offload: Offloading | None) -> dict[str, Any]:
     """The model's state: a Piece for each parameter that is split, in the precision that the optimizer steps.
 
     `model.state_dict()` must leave the values where they are while this runs.
@@ -63,11 +63,11 @@ def load_model(
             elif part.slot == slot:
                 for line in dict.fromkeys((unit.shard, unit.master) if unit.trainable else (unit.shard,)):
                     stored.read(part.start, part.start + part.length, out=line[part.at : part.at + part.length])
-    rest = {name: plain(value) for name, value in saved.items() if not _is_placed(model, name, places)}
+    rest = {name: load_whole(value) for name, value in saved.items() if not _is_split(model, name, places)}
     model.load_state_dict(rest, strict=False)
 
 
-def _is_placed(model: nn.Module, name: str, places: Mapping[Any, Any]) -> bool:
+def _is_split(model: nn.Module, name: str, places: Mapping[Any, Any]) -> bool:
     owner, _, leaf = name.rpartition(".")
     try:
         return model.get_submodule(owner)._parameters.get(leaf) in places
@@ -80,18 +80,18 @@ def as_stored(value: Any) -> Stored:
     return value if isinstance(value, Stored) else Stored.of(value)
 
 
-def plain(value: Any) -> Any:
+def load_whole(value: Any) -> Any:
     """State with whole tensors."""
     if isinstance(value, Stored):
         return value.full()
     if isinstance(value, dict):
-        return {key: plain(x) for key, x in value.items()}
+        return {key: load_whole(x) for key, x in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(plain(x) for x in value)
+        return type(value)(load_whole(x) for x in value)
     return value
 
 
-def optimizer_pieces(shards: OptimizerShards, offload: Offloading | None) -> dict[str, Any]:
+def collect_optimizer_pieces(shards: OptimizerShards, offload: Offloading | None) -> dict[str, Any]:
     """The optimizer's state, with a Piece for each tensor that is split."""
     state = shards.pieces()
     if offload is not None:
@@ -102,7 +102,7 @@ def optimizer_pieces(shards: OptimizerShards, offload: Offloading | None) -> dic
 def load_optimizer(shards: OptimizerShards, units: Sequence[Unit], saved: Any, offload: Offloading | None) -> None:
     """Take up saved state."""
     if not units:
-        shards.optimizer.load_state_dict(plain(saved))
+        shards.optimizer.load_state_dict(load_whole(saved))
         return
     shards.load(saved)
     if offload is not None:
@@ -111,9 +111,15 @@ def load_optimizer(shards: OptimizerShards, units: Sequence[Unit], saved: Any, o
 
 
 class WholeStateDict:
-    """Lets `model.state_dict()` and `model.load_state_dict()` see whole values, by hooks on the model."""
+    """Lets `model.state_dict()` and `model.load_state_dict()` see whole values, by hooks on the model.
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], values: Values, offload: Offloading | None) -> None:
+    owner: the replica, which lives as long as the model by these hooks: those on parameters and modules keep nothing.
+    """
+
+    def __init__(
+        self, owner: object, model: nn.Module, units: Sequence[Unit], values: Values, offload: Offloading | None
+    ) -> None:
+        self._owner = owner
         self._model, self._units, self._values, self._offload = model, list(units), values, offload
         self._paused = False
         self._hooks = [

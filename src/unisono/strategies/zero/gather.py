@@ -277,11 +277,11 @@ class GatheredValues(Values):
                 return unit, x.shape, x.stride(), x.storage_offset()
         return x
 
-    def unpack(self, kept: Any) -> Tensor:
+    def unpack(self, packed: Any) -> Tensor:
         """The tensor again."""
-        if isinstance(kept, Tensor):
-            return kept
-        unit, shape, stride, offset = kept
+        if isinstance(packed, Tensor):
+            return packed
+        unit, shape, stride, offset = packed
         self._watch_end()
         self.gather(unit)
         return torch.as_strided(unit.full, shape, stride, offset)

@@ -83,7 +83,7 @@ class ShardedGradients:
                 if not unit.steps_here:
                     sums[number] = self._squares[unit][i] * self._factors[number] ** 2
                 elif self.used[number] and unit.gradient is not None:
-                    sums[number] = power_sum(unit.gradient[part.at : part.at + part.length], order)
+                    sums[number] = sum_powers(unit.gradient[part.at : part.at + part.length], order)
         return sums
 
     @torch.no_grad()
@@ -369,7 +369,7 @@ _HANDLERS: dict[Any, Any] = {
 }
 
 
-def power_sum(x: Tensor, order: float) -> Tensor:
+def sum_powers(x: Tensor, order: float) -> Tensor:
     """What adds up over ranks to a norm of this order: a sum of powers, or a maximum. In fp64 on the CPU, where x is
     fp64 too; else in fp32."""
     if not x.numel():

@@ -64,14 +64,16 @@ def _make_host_shard(unit: Unit) -> Tensor:
     return torch.empty(unit.shard_length, dtype=unit.dtype, pin_memory=torch.cuda.is_available())
 
 
-Swapped = dict[nn.Parameter, nn.Parameter]  # parameters on the meta device, and what took their places
+Replacements = dict[nn.Parameter, nn.Parameter]  # parameters on the meta device, and what took their places
 
 
 @torch.no_grad()
-def materialise(model: nn.Module, world: World, swapped: Swapped, wanted: Iterable[nn.Parameter] | None = None) -> None:
+def materialise(
+    model: nn.Module, world: World, replacements: Replacements, wanted: Iterable[nn.Parameter] | None = None
+) -> None:
     """Give values to modules whose tensors are on the meta device: their own `reset_parameters()`, rank 0's for all.
 
-    wanted: only modules that hold one of these parameters. The parameters become other objects: see `swapped`.
+    wanted: only modules that hold one of these parameters. The parameters become other objects: see `replacements`.
     """
     chosen = None if wanted is None else set(wanted)
     for name, module in model.named_modules():
@@ -84,7 +86,7 @@ def materialise(model: nn.Module, world: World, swapped: Swapped, wanted: Iterab
                 f"{name or 'the model'} ({type(module).__name__}) has parameters or buffers on the meta device and no "
                 "reset_parameters(): give it one, or make it on a real device"
             )
-        tied = {key: swapped[p] for key, p in held.items() if p in swapped}
+        tied = {key: replacements[p] for key, p in held.items() if p in replacements}
         module.to_empty(device=world.device, recurse=False)
         reset()
         for key, old in held.items():
@@ -93,15 +95,15 @@ def materialise(model: nn.Module, world: World, swapped: Swapped, wanted: Iterab
             if key in tied:  # another module made it
                 module._parameters[key] = tied[key]
             else:
-                swapped[old] = new
+                replacements[old] = new
         if world.size > 1:
             world.broadcast([x.detach() for x in own_tensors(module)], tag="initial state").wait()
 
 
-def swap(optimizer: Optimizer, swapped: Swapped) -> None:
+def swap(optimizer: Optimizer, replacements: Replacements) -> None:
     """Let the optimizer hold the parameters that have values."""
     for group in optimizer.param_groups:
-        group["params"] = [swapped.get(p, p) for p in group["params"]]
+        group["params"] = [replacements.get(p, p) for p in group["params"]]
 
 
 def own_tensors(module: nn.Module) -> list[Tensor]:

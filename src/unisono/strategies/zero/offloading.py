@@ -16,8 +16,8 @@ from unisono.checkpoint.slices import Piece, Stored
 from unisono.offload.blocks import Shard
 from unisono.offload.disk import Disk
 from unisono.offload.host import give_back_freed_memory
+from unisono.offload.host_shards import HostShards
 from unisono.offload.pipeline import Pipeline
-from unisono.offload.resting import Resting
 from unisono.strategies.zero.placement import Placement, Positions
 from unisono.strategies.zero.units import Part, Unit
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Offloading:
     """The trainable units of a replica whose state is off the device.
 
-    engine: who steps: `Pipeline` where values are on the device, `Resting` where they rest elsewhere.
+    engine: who steps: `Pipeline` where values are on the device, `HostShards` where they rest elsewhere.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class Offloading:
             )
         self._at = {unit: u for u, unit in enumerate(self.units)}
         self.placement = Placement(optimizer, self.units, positions, strategy, device)
-        self._engine: Pipeline | Resting | None = None
-        self._resting: Resting | None = None  # the engine, while units are added to it
+        self._engine: Pipeline | HostShards | None = None
+        self._host_shards: HostShards | None = None  # the engine, while units are added to it
         self._disk: Disk | None = None
         self._steps = 0
         self._in_step = False  # by now it is known what memory a step takes
@@ -58,9 +58,9 @@ class Offloading:
     def adopt(self, unit: Unit) -> None:
         """A unit has its values. Where they rest on disk, take them at once: memory for all of them is never needed."""
         if self.strategy.params_on == "disk":
-            if self._resting is None:
-                self._resting = self._make_resting()
-            self._resting.add(self._shard(unit))
+            if self._host_shards is None:
+                self._host_shards = self._make_host_shards()
+            self._host_shards.add(self._shard(unit))
             unit.shard = unit.master = torch.empty(0, dtype=unit.dtype)
 
     def start(self) -> None:
@@ -70,19 +70,19 @@ class Offloading:
             self._engine = self._build()
 
     @property
-    def engine(self) -> Pipeline | Resting:
+    def engine(self) -> Pipeline | HostShards:
         """Built at the first use."""
         if self._engine is None:
             self._engine = self._build()
         return self._engine
 
-    def _build(self) -> Pipeline | Resting:
+    def _build(self) -> Pipeline | HostShards:
         on = self.strategy.params_on
-        engine: Pipeline | Resting
+        engine: Pipeline | HostShards
         if on == "disk":
-            engine = self._resting or self._make_resting()
+            engine = self._host_shards or self._make_host_shards()
         elif on == "cpu" and self.device.type != "cpu":
-            engine = self._make_resting()
+            engine = self._make_host_shards()
             for unit in self.units:
                 engine.add(self._shard(unit))
                 unit.master = unit.shard  # what the engine has taken over
@@ -91,10 +91,10 @@ class Offloading:
         engine.steps = self._steps
         return engine
 
-    def _make_resting(self) -> Resting:
+    def _make_host_shards(self) -> HostShards:
         self._disk = self.placement.make_disk()
         keep = self.strategy.params_on == "cpu"
-        return Resting(self.optimizer, moments=self.placement.moments, disk=self._disk, keep=keep)
+        return HostShards(self.optimizer, moments=self.placement.moments, disk=self._disk, keep=keep)
 
     def _make_pipeline(self) -> Pipeline:
         if self.strategy.device_memory is not None:
@@ -165,12 +165,12 @@ class Offloading:
 
     def close(self) -> None:
         """End threads, give memory and disk back."""
-        engine = self._engine or self._resting
+        engine = self._engine or self._host_shards
         if engine is not None:
             engine.close()
         if self._disk is not None:
             self._disk.close()
-        self._engine = self._resting = self._disk = None
+        self._engine = self._host_shards = self._disk = None
 
     @property
     def steps(self) -> int:
@@ -202,7 +202,7 @@ class Offloading:
     def state_pieces(self) -> dict[int, dict[str, Any]]:
         """The optimizer's state by the parameter's number, as far as this rank has it."""
         found: dict[int, dict[str, Any]] = {}
-        for unit, _, part, lines, scalars in self._stepped():
+        for unit, _, part, lines, scalars in self._find_stepped():
             number = self._positions[unit.names[part.slot]].number
             found[number] = {**{name: self.piece(unit, part.slot, name) for name in lines}, **scalars}
         return dict(sorted(found.items()))
@@ -214,10 +214,10 @@ class Offloading:
                 **{name: self.state(unit).read(name, part.at, part.at + part.length) for name in lines},
                 **scalars,
             }
-            for unit, i, part, lines, scalars in self._stepped()
+            for unit, i, part, lines, scalars in self._find_stepped()
         }
 
-    def _stepped(self) -> Iterator[tuple[Unit, int, Part, list[str], dict[str, Any]]]:
+    def _find_stepped(self) -> Iterator[tuple[Unit, int, Part, list[str], dict[str, Any]]]:
         """The parts that have been stepped, with the names of their lines and copies of their scalars.
 
         Copies: an optimizer counts in place, for each parameter by itself.

@@ -19,7 +19,7 @@ from unisono.exchange.reduction import overlap_pays
 from unisono.exchange.windows import Counter
 from unisono.strategies.zero import checkpoint, reshard
 from unisono.strategies.zero.gather import GatheredValues, Values, WholeValues
-from unisono.strategies.zero.materialise import Swapped, adopt, materialise, swap
+from unisono.strategies.zero.materialise import Replacements, adopt, materialise, swap
 from unisono.strategies.zero.offloading import Offloading
 from unisono.strategies.zero.optimizer_shards import OptimizerShards
 from unisono.strategies.zero.placement import Position
@@ -76,9 +76,9 @@ class ZeroReplica(Replica):
 
     def _start(self) -> None:
         """Split model and optimizer over the ranks of the world, and watch them."""
-        swapped: Swapped = {}
+        replacements: Replacements = {}
         if not self.splits:
-            self._settle(swapped)
+            self._materialise_rest(replacements)
             last = [p for p in self.model.parameters() if p.requires_grad][-1]
             self._counter = Counter(last, accumulate=self.strategy.accumulate, advance=self.advance)
             return
@@ -89,8 +89,8 @@ class ZeroReplica(Replica):
         device = self._find_device()
         if self.strategy.optimizer_on != "device":
             self._offload = Offloading(self.optimizer, self._trainable, self._positions(), self.strategy, device)
-        self._adopt_units(swapped, device)
-        self._settle(swapped)
+        self._adopt_units(replacements, device)
+        self._materialise_rest(replacements)
         before = self._shards.split(self._trainable)
         stand_in = None if self._offload is not None else self._shards.add_stand_in()
         if self._offload is not None:
@@ -133,12 +133,12 @@ class ZeroReplica(Replica):
         every = [(names[p], g) for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]]
         return {name: Position(g, number) for number, (name, g) in enumerate(every)}
 
-    def _adopt_units(self, swapped: Swapped, device: torch.device) -> None:
+    def _adopt_units(self, replacements: Replacements, device: torch.device) -> None:
         """One unit after the other: a model may be larger than this rank's memory."""
         s, host, offload = self.strategy, torch.device("cpu"), self._offload
         for unit in self.units:
-            materialise(self.model, self.world, swapped, unit.params)
-            unit.params = [swapped.get(p, p) for p in unit.params]
+            materialise(self.model, self.world, replacements, unit.params)
+            unit.params = [replacements.get(p, p) for p in unit.params]
             unit.steps_here = offload is None
             adopt(
                 unit,
@@ -152,10 +152,10 @@ class ZeroReplica(Replica):
             if offload is not None and unit.trainable:
                 offload.adopt(unit)
 
-    def _settle(self, swapped: Swapped) -> None:
+    def _materialise_rest(self, replacements: Replacements) -> None:
         """What is still on the meta device gets values; the optimizer holds what has them."""
-        materialise(self.model, self.world, swapped)
-        swap(self.optimizer, swapped)
+        materialise(self.model, self.world, replacements)
+        swap(self.optimizer, replacements)
         self._shards = OptimizerShards(self.optimizer)
 
     def _watch(self, stand_in: Tensor | None) -> None:
@@ -186,7 +186,7 @@ class ZeroReplica(Replica):
             self._cast = self.model.register_forward_pre_hook(
                 lambda _, args, kwargs: torch.utils._pytree.tree_map(cast, (args, kwargs)), with_kwargs=True
             )
-        self._state_dict = checkpoint.WholeStateDict(self.model, self.units, self._values, offload)
+        self._state_dict = checkpoint.WholeStateDict(self, self.model, self.units, self._values, offload)
 
     def _fetch(self, unit: Unit) -> Tensor:
         """My shard of a unit, up to date, where it computes."""
@@ -279,14 +279,16 @@ class ZeroReplica(Replica):
             self._offload.finish()  # what is saved is the latest, and the run goes on from it
             self._values.renew()
         with self._pause_state_dict():
-            model = checkpoint.model_pieces(unwrap(self.model), self.units, self._offload)
-        return {"model": model, "optimizer": checkpoint.optimizer_pieces(self._shards, self._offload)}
+            model = checkpoint.collect_model_pieces(unwrap(self.model), self.units, self._offload)
+        return {"model": model, "optimizer": checkpoint.collect_optimizer_pieces(self._shards, self._offload)}
 
     def load_sharded_state(self, whole: dict[str, Any], *, same_world: bool) -> None:
         """Take my part of any checkpoint's model and optimizer (see `unisono.checkpoint.slices.Stored`)."""
-        kept = self.strategy.stage < 3
+        whole_units = self.strategy.stage < 3
         with self._pause_state_dict():
-            checkpoint.load_model(unwrap(self.model), self.units, whole["model"], whole=kept, offload=self._offload)
+            checkpoint.load_model(
+                unwrap(self.model), self.units, whole["model"], whole=whole_units, offload=self._offload
+            )
         if self._values is not None:
             self._values.release_all()
         if whole["optimizer"] is not None:
@@ -301,7 +303,7 @@ class ZeroReplica(Replica):
     def restore(self) -> None:
         """Give model and optimizer back whole, as ordinary ones; every rank calls it. Then `close()`."""
         if self.units:
-            self._bring_back()
+            self._load_offloaded()
             self._join(self.units, self.world, range(self.world.size))
 
     def resume(self) -> None:
@@ -319,7 +321,7 @@ class ZeroReplica(Replica):
         )
         self.model.zero_grad()
         if order:
-            self._bring_back()
+            self._load_offloaded()
             self._join(self.units if world.rank in order else self._make_units(former, 0), world, order)
         else:
             units = self.units
@@ -334,7 +336,7 @@ class ZeroReplica(Replica):
             f"instead of {former}; gradients that were not stepped are dropped"
         )
 
-    def _bring_back(self) -> None:
+    def _load_offloaded(self) -> None:
         """Have the state that is off the device where the optimizer would keep it."""
         if self._offload is None or self._values is None:
             return

@@ -25,7 +25,7 @@ class _Update(NamedTuple):
     absent: Mapping[int, Any]
 
 
-class Resting:
+class HostShards:
     """Steps the optimizer over shards none of which is on the device.
 
     keep: `shard.compute`, on the host, holds the values that compute; otherwise they are made from the master values at

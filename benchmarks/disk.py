@@ -51,9 +51,9 @@ def raw(fd: int, nbytes: int, *, threads: int, request_bytes: int) -> None:
 @functools.cache
 def memory(nbytes: int, _: int) -> memoryview:
     """Memory for one thread, kept for all runs."""
-    from unisono.offload.disk import buffer
+    from unisono.offload.disk import make_buffer
 
-    return buffer(nbytes).numpy().data
+    return make_buffer(nbytes).numpy().data
 
 
 def best_way(fd: int, nbytes: int, repeats: int) -> dict[str, int]:
@@ -135,9 +135,9 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.smoke:
         asked.blocks, asked.elements, asked.repeats = 2, 1 << 20, 1
-    from unisono.offload.disk import bandwidth
+    from unisono.offload.disk import measure_bandwidth
 
-    read, write = bandwidth(asked.folder, asked.blocks * asked.elements * BYTES["32bit"])
+    read, write = measure_bandwidth(asked.folder, asked.blocks * asked.elements * BYTES["32bit"])
     print(f"read alone {read / 1e9:.2f} GB/s, written alone {write / 1e9:.2f} GB/s", flush=True)
     results: dict[str, Any] = {"read_gbyte_s": read / 1e9, "write_gbyte_s": write / 1e9}
     for moments in BYTES:

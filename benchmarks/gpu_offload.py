@@ -344,7 +344,7 @@ def link(nbytes: int = 4 << 30) -> dict[str, float]:
     start = time.perf_counter()
     slab = Slab(2 * nbytes, pinned=True)
     found = {"pin_gb_s": 2 * nbytes / 1e9 / (time.perf_counter() - start)}
-    host = [slab.line(nbytes, torch.uint8) for _ in range(2)]
+    host = [slab.take_line(nbytes, torch.uint8) for _ in range(2)]
     there = [torch.zeros(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
     side = torch.cuda.Stream()
 
@@ -361,10 +361,10 @@ def link(nbytes: int = 4 << 30) -> dict[str, float]:
 
 
 LANES: dict[str, dict[str, Any]] = {
-    "host_adamw_gparams_s": {"gpu_lane": False},
-    "host_adamw_omp_gparams_s": {"gpu_lane": False, "engine": "omp"},
-    "device_lane_gparams_s": {"gpu_lane": 1.0},
-    "both_lanes_gparams_s": {"gpu_lane": True},
+    "host_adamw_gparams_s": {"gpu_share": False},
+    "host_adamw_omp_gparams_s": {"gpu_share": False, "engine": "omp"},
+    "device_lane_gparams_s": {"gpu_share": 1.0},
+    "both_lanes_gparams_s": {"gpu_share": True},
 }
 
 
@@ -382,10 +382,10 @@ def update_rate(elements: int, options: dict[str, Any]) -> float:
     """Gparam/s of an update alone: from the gradients' arrival to the last new value."""
     import torch
 
-    from unisono.offload.pipeline import Line, Pipeline, Run
+    from unisono.offload.pipeline import Pipeline, Run, Shard
 
     each = elements // 8
-    lines = [Line(torch.zeros(each, dtype=torch.bfloat16, device="cuda"), [Run(0, each, 0)]) for _ in range(8)]
+    lines = [Shard(torch.zeros(each, dtype=torch.bfloat16, device="cuda"), [Run(0, each, 0)]) for _ in range(8)]
     optimizer = torch.optim.AdamW([torch.zeros(1)], lr=1e-4)
     pipeline = Pipeline(optimizer, lines, device=torch.device("cuda"), **options)
     gradient = torch.randn(each, dtype=torch.bfloat16, device="cuda")

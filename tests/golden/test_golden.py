@@ -19,7 +19,7 @@ import unisono as un
 from unisono.spec import names, read_facts
 from unisono.spec.methods import Kind
 from unisono.world import World
-from unisono.world.transports.threads import run_threads
+from unisono.world.virtual import run_threads
 
 FOLDER = Path(__file__).parent
 WINDOWS, RANKS = 10, 3

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unisono.offload.pipeline import Line, Pipeline, Run
+from unisono.offload.pipeline import Pipeline, Run, Shard
 from unisono.offload.plan import resident_units
 from unisono.offload.streams import Slab, streams_of
 
@@ -19,11 +19,11 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 LENGTHS = [1_500_000, 2_500_096, 1000, 2_000_000]
 STEPS = 4
 PLACES: dict[str, dict[str, Any]] = {
-    "host": {"gpu_lane": False},
-    "staged": {"gpu_lane": 1.0},
-    "both": {"gpu_lane": 0.5},
+    "host": {"gpu_share": False},
+    "staged": {"gpu_share": 1.0},
+    "both": {"gpu_share": 0.5},
     "default": {},
-    "some resident": {"gpu_lane": 0.5, "resident": frozenset({0, 2})},
+    "some resident": {"gpu_share": 0.5, "resident": frozenset({0, 2})},
     "all resident": {"resident": frozenset(range(4))},
 }
 
@@ -57,7 +57,7 @@ def reference(steps: int) -> list[Tensor]:
 
 
 def built(**options: Any) -> tuple[Pipeline, list[Tensor]]:
-    lines = [Line(line.bfloat16().cuda(), [Run(0, line.numel(), 0)], line) for line in start()]
+    lines = [Shard(line.bfloat16().cuda(), [Run(0, line.numel(), 0)], line) for line in start()]
     optimizer = torch.optim.AdamW([torch.zeros(1)], lr=0.01)
     options.setdefault("part", 1 << 19)
     return Pipeline(optimizer, lines, device=torch.device("cuda"), **options), [line.compute for line in lines]
@@ -100,7 +100,7 @@ def test_every_placement_equals_adamw_and_forward_sees_each_step(place: str) -> 
         for line, expected in zip(seen, reference(step), strict=True):
             torch.testing.assert_close(line.cpu().double(), expected, rtol=1e-2, atol=1e-4)  # bfloat16
     pipeline.finish()
-    masters = [pipeline.state(u, "master") for u in range(len(LENGTHS))]
+    masters = [pipeline.shard(u).read("master") for u in range(len(LENGTHS))]
     assert_near(masters, reference(STEPS))
     for line, master in zip(compute, masters, strict=True):
         assert torch.equal(line.cpu(), master.bfloat16())
@@ -110,29 +110,29 @@ def test_every_placement_equals_adamw_and_forward_sees_each_step(place: str) -> 
 def test_a_run_repeats_itself_bit_for_bit() -> None:
     found = []
     for _ in range(2):
-        pipeline, compute = built(gpu_lane=0.5, slots=2)
+        pipeline, compute = built(gpu_share=0.5, buffers=2)
         for _ in train(pipeline, compute):
             pass
-        found.append([pipeline.state(u, "master") for u in range(len(LENGTHS))])
+        found.append([pipeline.shard(u).read("master") for u in range(len(LENGTHS))])
         pipeline.close()
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
 
 
 def test_delayed_values_come_one_step_later() -> None:
-    pipeline, compute = built(delayed=True, gpu_lane=0.5, resident=frozenset({1}))
+    pipeline, compute = built(delayed=True, gpu_share=0.5, resident=frozenset({1}))
     for step, seen in enumerate(train(pipeline, compute)):
         for line, expected in zip(seen, reference(max(0, step - 1)), strict=True):
             torch.testing.assert_close(line.cpu().double(), expected, rtol=1e-2, atol=1e-4)
     pipeline.finish()
-    assert_near([pipeline.state(u, "master") for u in range(len(LENGTHS))], reference(STEPS))
+    assert_near([pipeline.shard(u).read("master") for u in range(len(LENGTHS))], reference(STEPS))
     pipeline.close()
 
 
 def test_a_scale_on_the_device_is_used_by_all_lanes() -> None:
-    pipeline, compute = built(gpu_lane=0.5, resident=frozenset({0}))
+    pipeline, compute = built(gpu_share=0.5, resident=frozenset({0}))
     for _ in train(pipeline, compute, scale=torch.tensor(0.5, device="cuda")):
         pass
-    assert_near([pipeline.state(u, "master") for u in range(len(LENGTHS))], reference(STEPS))
+    assert_near([pipeline.shard(u).read("master") for u in range(len(LENGTHS))], reference(STEPS))
     pipeline.close()
 
 
@@ -149,25 +149,25 @@ def test_squared_norm_is_on_the_device() -> None:
 
 
 def test_sixteen_bit_moments_stay_near_full_ones() -> None:
-    pipeline, compute = built(gpu_lane=0.5, resident=frozenset({0}), moments=torch.bfloat16)
+    pipeline, compute = built(gpu_share=0.5, resident=frozenset({0}), moments=torch.bfloat16)
     for _ in train(pipeline, compute):
         pass
     for u, (expected, first) in enumerate(zip(reference(STEPS), start(), strict=True)):
-        error = (pipeline.state(u, "master").double() - expected).norm()
+        error = (pipeline.shard(u).read("master").double() - expected).norm()
         assert error < 0.02 * (expected - first).norm()
     pipeline.close()
 
 
 def test_memory_on_the_device_is_what_was_planned() -> None:
     lengths = [4 << 20] * 6
-    lines = [Line(torch.zeros(n, device="cuda", dtype=torch.bfloat16), [Run(0, n, 0)]) for n in lengths]
+    lines = [Shard(torch.zeros(n, device="cuda", dtype=torch.bfloat16), [Run(0, n, 0)]) for n in lengths]
     optimizer = torch.optim.AdamW([torch.zeros(1)])
     budget = 220 << 20
-    resident = resident_units(lengths, budget, share=0.5, slots=4, part=1 << 20)
+    resident = resident_units(lengths, budget, share=0.5, buffers=4, block=1 << 20)
     assert 0 < len(resident) < 6
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    options: dict[str, Any] = {"resident": resident, "gpu_lane": 0.5, "slots": 4, "part": 1 << 20}
+    options: dict[str, Any] = {"resident": resident, "gpu_share": 0.5, "buffers": 4, "block": 1 << 20}
     pipeline = Pipeline(optimizer, lines, device=torch.device("cuda"), **options)
     taken = torch.cuda.memory_allocated() - before
     assert taken <= 1.02 * budget
@@ -177,7 +177,7 @@ def test_memory_on_the_device_is_what_was_planned() -> None:
 
 def test_a_slab_is_pinned_and_copies_do_not_wait() -> None:
     slab = Slab(64 << 20, pinned=True)
-    line = slab.line(16 << 20, torch.float32)
+    line = slab.take_line(16 << 20, torch.float32)
     assert line.is_pinned()
     x = torch.randn(16 << 20, device="cuda")
     streams = streams_of(torch.device("cuda"))

@@ -56,8 +56,6 @@ PUBLIC_BASES = {
 # To go, each with the work that removes it.
 PENDING = {
     "unisono.launchers.worker.task imports unisono.data.tables",
-    "unisono.strategies.zero.keeping.Keeping is continued by unisono.strategies.zero.reduce.Backward",
-    "unisono.strategies.zero.reshard.Movable is continued by unisono.strategies.zero.replica.ZeroReplica",
 }
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from unisono.offload import disk as disk_module
-from unisono.offload.disk import ALIGNMENT, Disk, DiskError, Slot, aligned, bandwidth, buffer, free_bytes
+from unisono.offload.disk import ALIGNMENT, Disk, DiskError, Region, align, free_bytes, make_buffer, measure_bandwidth
 
 REQUEST = 1 << 16
 SIZES = [1, 511, 4095, 4096, 4097, REQUEST - 1, REQUEST, REQUEST + 1, 3 * REQUEST, 5 * REQUEST + 12345]
@@ -50,7 +50,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
         refuse_direct(monkeypatch)
         with pytest.warns(UserWarning, match="refuses direct I/O"):
             found = small(tmp_path)
-        monkeypatch.setattr(disk_module, "_told", set())
+        monkeypatch.setattr(disk_module, "_warned", set())
     else:
         found = directly(tmp_path)
     assert found.direct == (request.param == "direct")
@@ -61,7 +61,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 def directly(folder: Path) -> Disk:
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(disk_module, "_say_buffered", lambda _: None)
+            patch.setattr(disk_module, "_warn_of_page_cache", lambda _: None)
             found = small(folder)
     except DiskError as error:  # pragma: no cover
         pytest.skip(str(error))
@@ -89,61 +89,61 @@ def intercept(patch: pytest.MonkeyPatch, kind: str, instead: Callable[..., int])
 
 
 def test_blocks_of_every_size_come_back_as_written(disk: Disk) -> None:
-    slots = [disk.place(n) for n in SIZES]
-    sources = [disk.buffer(n).copy_(noise(n, n)) for n in SIZES]
-    for handle in [disk.write(*pair) for pair in zip(slots, sources, strict=True)]:
+    regions = [disk.place(n) for n in SIZES]
+    sources = [disk.make_buffer(n).copy_(noise(n, n)) for n in SIZES]
+    for handle in [disk.write(*pair) for pair in zip(regions, sources, strict=True)]:
         handle.wait()
-    targets = [disk.buffer(n) for n in SIZES]
-    for handle in [disk.read(*pair) for pair in zip(slots, targets, strict=True)]:
+    targets = [disk.make_buffer(n) for n in SIZES]
+    for handle in [disk.read(*pair) for pair in zip(regions, targets, strict=True)]:
         handle.wait()
     for n, target in zip(SIZES, targets, strict=True):
         assert torch.equal(target, noise(n, n))
     held = contents(disk)
     assert len(held) == disk.nbytes
-    for slot, n in zip(slots, SIZES, strict=True):
-        assert held[slot.start : slot.start + n] == bytes(noise(n, n).numpy())
+    for region, n in zip(regions, SIZES, strict=True):
+        assert held[region.start : region.start + n] == bytes(noise(n, n).numpy())
 
 
 def test_parts_at_any_byte_from_any_memory_behave_like_a_byte_array(disk: Disk) -> None:
     size = 3 * REQUEST + 100
-    slot, expected, draw = disk.place(size), bytearray(size), random.Random(0)
+    region, expected, draw = disk.place(size), bytearray(size), random.Random(0)
     guard = disk.place(100)
     disk.write(guard, noise(100)).wait()
     for i in range(60):
         start = draw.choice([0, draw.randrange(size), ALIGNMENT * draw.randrange(size // ALIGNMENT)])
         n = draw.choice([size - start, draw.randrange(size - start), min(50, size - start)])
-        part, memory = slot.part(start, n), torch.empty(n + 8, dtype=torch.uint8)[3 : 3 + n]
+        part, memory = region.slice(start, n), torch.empty(n + 8, dtype=torch.uint8)[3 : 3 + n]
         if i % 2 == 0:
             disk.write(part, memory.copy_(noise(n, i))).wait()
             expected[start : start + n] = bytes(noise(n, i).numpy())
         else:
             disk.read(part, memory).wait()
             assert bytes(memory.numpy()) == bytes(expected[start : start + n])
-    assert contents(disk)[slot.start : slot.start + size] == bytes(expected)
+    assert contents(disk)[region.start : region.start + size] == bytes(expected)
     assert torch.equal(disk.read(guard, torch.empty(100, dtype=torch.uint8)).wait(), noise(100))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int32])
 def test_tensors_of_any_dtype_keep_their_bits(disk: Disk, dtype: torch.dtype) -> None:
     given = torch.randn(77, 13).to(dtype)
-    slot = disk.place(given.nbytes)
-    disk.write(slot, given).wait()
+    region = disk.place(given.nbytes)
+    disk.write(region, given).wait()
     got = torch.empty_like(given)
-    assert disk.read(slot, got).wait() is got
+    assert disk.read(region, got).wait() is got
     assert torch.equal(got, given)
 
 
 def test_an_empty_block_is_done_at_once(disk: Disk) -> None:
-    slot = disk.place(0)
-    assert disk.write(slot, disk.buffer(0)).done()
-    assert disk.read(slot, disk.buffer(0)).wait().numel() == 0
+    region = disk.place(0)
+    assert disk.write(region, disk.make_buffer(0)).done()
+    assert disk.read(region, disk.make_buffer(0)).wait().numel() == 0
 
 
 def test_a_read_gives_only_what_it_was_asked_for(disk: Disk) -> None:
-    slot = disk.place(10_000)
-    disk.write(slot, noise(10_000)).wait()
-    line = disk.buffer(10_000).fill_(9)
-    disk.read(slot, line[:5000]).wait()
+    region = disk.place(10_000)
+    disk.write(region, noise(10_000)).wait()
+    line = disk.make_buffer(10_000).fill_(9)
+    disk.read(region, line[:5000]).wait()
     assert torch.equal(line[:5000], noise(10_000)[:5000])
     assert line[5000:].unique().tolist() == [9]
 
@@ -161,10 +161,10 @@ def test_direct_requests_are_aligned_and_none_is_longer_than_asked(
     disk = directly(tmp_path)
     intercept(monkeypatch, "read", note)
     intercept(monkeypatch, "write", note)
-    slots = [disk.place(n) for n in SIZES]
-    for slot in slots:
-        disk.write(slot, disk.buffer(slot.nbytes)).wait()
-        disk.read(slot, torch.empty(slot.nbytes, dtype=torch.uint8)).wait()
+    regions = [disk.place(n) for n in SIZES]
+    for region in regions:
+        disk.write(region, disk.make_buffer(region.nbytes)).wait()
+        disk.read(region, torch.empty(region.nbytes, dtype=torch.uint8)).wait()
     disk.close()
     assert all(value % ALIGNMENT == 0 for request in seen for value in request)
     assert REQUEST <= max(nbytes for *_, nbytes in seen) <= REQUEST + ALIGNMENT
@@ -184,22 +184,22 @@ def test_a_short_transfer_goes_on_where_it_stopped(
         whole = int(real(fd, [views[0][: max(ALIGNMENT, most // ALIGNMENT * ALIGNMENT)]], at))
         return min(whole, most)
 
-    slot, line = disk.place(n), disk.buffer(n)
+    region, line = disk.place(n), disk.make_buffer(n)
     intercept(monkeypatch, kind, short)
-    disk.write(slot, line.copy_(noise(n))).wait()
-    disk.read(slot, line.zero_()).wait()
+    disk.write(region, line.copy_(noise(n))).wait()
+    disk.read(region, line.zero_()).wait()
     assert torch.equal(line, noise(n))
-    assert contents(disk)[slot.start : slot.start + n] == bytes(noise(n).numpy())
+    assert contents(disk)[region.start : region.start + n] == bytes(noise(n).numpy())
     assert calls > n // (3 * ALIGNMENT)
 
 
 @pytest.mark.parametrize("kind", ["read", "write"])
 def test_a_transfer_that_stops_for_good_is_an_error(disk: Disk, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    slot = disk.place(REQUEST)
+    region = disk.place(REQUEST)
     intercept(monkeypatch, kind, lambda *_: 0)
     move = disk.read if kind == "read" else disk.write
     with pytest.raises(DiskError, match="stopped short"):
-        move(slot, disk.buffer(REQUEST)).wait()
+        move(region, disk.make_buffer(REQUEST)).wait()
 
 
 @pytest.mark.parametrize("kind", ["read", "write"])
@@ -214,9 +214,9 @@ def test_an_io_error_comes_out_at_wait_and_leaves_the_rest_usable(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return int(real(fd, views, at))
 
-    lines = [disk.buffer(3 * REQUEST).copy_(noise(3 * REQUEST, i)) for i in range(2)]
-    for slot, line in zip((good, bad), lines, strict=True):
-        disk.write(slot, line).wait()
+    lines = [disk.make_buffer(3 * REQUEST).copy_(noise(3 * REQUEST, i)) for i in range(2)]
+    for region, line in zip((good, bad), lines, strict=True):
+        disk.write(region, line).wait()
     with monkeypatch.context() as patch:
         intercept(patch, kind, fail)
         move = disk.read if kind == "read" else disk.write
@@ -232,10 +232,10 @@ def test_an_io_error_comes_out_at_wait_and_leaves_the_rest_usable(
 
 
 def test_a_failed_transfer_ends_only_when_its_memory_is_free(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    slot, go_on, begun, failed = disk.place(2 * REQUEST), *(threading.Event() for _ in range(3))
+    region, go_on, begun, failed = disk.place(2 * REQUEST), *(threading.Event() for _ in range(3))
 
     def fail_or_hang(real: Any, fd: int, views: list[memoryview], at: int) -> int:
-        if at == slot.start:
+        if at == region.start:
             assert begun.wait(30)
             failed.set()
             raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -244,7 +244,7 @@ def test_a_failed_transfer_ends_only_when_its_memory_is_free(disk: Disk, monkeyp
         return int(real(fd, views, at))
 
     intercept(monkeypatch, "write", fail_or_hang)
-    handle = disk.write(slot, disk.buffer(2 * REQUEST))
+    handle = disk.write(region, disk.make_buffer(2 * REQUEST))
     assert failed.wait(30)
     time.sleep(0.05)
     assert not handle.done()
@@ -259,7 +259,7 @@ def test_a_full_disk_during_a_write_says_what_to_do(disk: Disk, monkeypatch: pyt
 
     intercept(monkeypatch, "write", full)
     with pytest.raises(DiskError, match="No space left on device; free some space") as found:
-        disk.write(disk.place(10), disk.buffer(10)).wait()
+        disk.write(disk.place(10), disk.make_buffer(10)).wait()
     assert found.value.errno == errno.ENOSPC
 
 
@@ -269,7 +269,7 @@ def test_a_buffered_write_that_does_not_reach_the_disk_fails_with_all_that_were_
     refuse_direct(monkeypatch)
     with pytest.warns(UserWarning, match="refuses direct"):
         disk = small(tmp_path)
-    slots = [disk.place(100) for _ in range(2)]
+    regions = [disk.place(100) for _ in range(2)]
     both = threading.Barrier(2)
     failures = iter([OSError(errno.EIO, os.strerror(errno.EIO))])
 
@@ -284,28 +284,28 @@ def test_a_buffered_write_that_does_not_reach_the_disk_fails_with_all_that_were_
     with monkeypatch.context() as patch:
         intercept(patch, "write", together)
         patch.setattr(os, "fdatasync", once)  # the system reports a lost write to one caller only
-        for handle in [disk.write(slot, disk.buffer(100)) for slot in slots]:
+        for handle in [disk.write(region, disk.make_buffer(100)) for region in regions]:
             with pytest.raises(DiskError, match=r"Input/output error|under way"):
                 handle.wait()
-    disk.write(slots[0], disk.buffer(100)).wait()
+    disk.write(regions[0], disk.make_buffer(100)).wait()
     disk.close()
 
 
 def test_counters_hold_what_was_moved_and_the_time_it_took(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     start = time.perf_counter()
     assert (disk.bytes_read, disk.bytes_written, disk.seconds) == (0, 0, 0.0)
-    slots = [disk.place(n) for n in SIZES]
-    for slot in slots:
-        disk.write(slot, disk.buffer(slot.nbytes)).wait()
-    disk.read(slots[-1], disk.buffer(SIZES[-1])).wait()
-    disk.read(slots[-1].part(10, 20), disk.buffer(20)).wait()
+    regions = [disk.place(n) for n in SIZES]
+    for region in regions:
+        disk.write(region, disk.make_buffer(region.nbytes)).wait()
+    disk.read(regions[-1], disk.make_buffer(SIZES[-1])).wait()
+    disk.read(regions[-1].slice(10, 20), disk.make_buffer(20)).wait()
     assert (disk.bytes_read, disk.bytes_written) == (SIZES[-1] + 20, sum(SIZES))
     taken = disk.seconds
     assert 0 < taken < time.perf_counter() - start
     assert disk.seconds == taken  # nothing is under way
     intercept(monkeypatch, "write", lambda *_: 0)
     with pytest.raises(DiskError):
-        disk.write(slots[0], disk.buffer(1)).wait()
+        disk.write(regions[0], disk.make_buffer(1)).wait()
     assert disk.bytes_written == sum(SIZES)
 
 
@@ -317,11 +317,11 @@ def test_the_buffered_fallback_is_told_once_a_folder(tmp_path: Path, monkeypatch
 
 
 def test_slots_lie_apart_on_borders_and_end_with_the_room(tmp_path: Path) -> None:
-    disk = small(tmp_path, nbytes=sum(aligned(n) for n in SIZES))
-    slots = [disk.place(n) for n in SIZES]
-    ends = [slot.start + slot.nbytes for slot in slots]
-    assert all(slot.start % ALIGNMENT == 0 for slot in slots)
-    assert all(end <= slot.start for end, slot in zip(ends, slots[1:], strict=False))
+    disk = small(tmp_path, nbytes=sum(align(n) for n in SIZES))
+    regions = [disk.place(n) for n in SIZES]
+    ends = [region.start + region.nbytes for region in regions]
+    assert all(region.start % ALIGNMENT == 0 for region in regions)
+    assert all(end <= region.start for end, region in zip(ends, regions[1:], strict=False))
     with pytest.raises(ValueError, match=f"no room for 1 bytes: {disk.nbytes} of the {disk.nbytes}"):
         disk.place(1)
     assert disk.place(0).nbytes == 0
@@ -329,7 +329,7 @@ def test_slots_lie_apart_on_borders_and_end_with_the_room(tmp_path: Path) -> Non
 
 
 def test_buffers_begin_on_a_page_and_outlive_the_disk(disk: Disk) -> None:
-    lines = [disk.buffer(n) for n in (*SIZES, 3 << 20)]
+    lines = [disk.make_buffer(n) for n in (*SIZES, 3 << 20)]
     disk.close()
     for line in lines:
         assert line.data_ptr() % ALIGNMENT == 0
@@ -337,17 +337,17 @@ def test_buffers_begin_on_a_page_and_outlive_the_disk(disk: Disk) -> None:
 
 
 def test_what_cannot_be_done_is_refused_at_the_call(disk: Disk, tmp_path: Path) -> None:
-    slot = disk.place(100)
-    with pytest.raises(ValueError, match="a tensor of 101 bytes was given for a slot of 100"):
-        disk.write(slot, disk.buffer(101))
+    region = disk.place(100)
+    with pytest.raises(ValueError, match="a tensor of 101 bytes was given for a region of 100"):
+        disk.write(region, disk.make_buffer(101))
     with pytest.raises(ValueError, match="strided"):
-        disk.read(slot, torch.empty(10, 10, dtype=torch.uint8).t()[:, :5])
+        disk.read(region, torch.empty(10, 10, dtype=torch.uint8).t()[:, :5])
     with pytest.raises(ValueError, match="on meta"):
-        disk.read(slot, torch.empty(10, dtype=torch.uint8, device="meta"))
+        disk.read(region, torch.empty(10, dtype=torch.uint8, device="meta"))
     with pytest.raises(ValueError, match="outside this scratch file"):
-        disk.read(Slot(disk.nbytes, 10), disk.buffer(10))
-    with pytest.raises(ValueError, match="no part of 50 bytes at 60"):
-        slot.part(60, 50)
+        disk.read(Region(disk.nbytes, 10), disk.make_buffer(10))
+    with pytest.raises(ValueError, match="no slice of 50 bytes at 60"):
+        region.slice(60, 50)
     for bad in ({"nbytes": -1}, {"threads": 0}, {"request_bytes": 100}):
         with pytest.raises(ValueError, match="expected at least"):
             Disk(tmp_path, **{"nbytes": 10, **bad})
@@ -355,15 +355,15 @@ def test_what_cannot_be_done_is_refused_at_the_call(disk: Disk, tmp_path: Path) 
         Disk(tmp_path / "nowhere", 10)
     disk.close()
     with pytest.raises(RuntimeError, match="closed"):
-        disk.read(slot, disk.buffer(100))
+        disk.read(region, disk.make_buffer(100))
 
 
 def test_another_process_is_told_to_create_its_own(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    slot = disk.place(10)
+    region = disk.place(10)
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: -1)
         with pytest.raises(RuntimeError, match="create one in each process"):
-            disk.read(slot, disk.buffer(10))
+            disk.read(region, disk.make_buffer(10))
 
 
 def test_too_little_space_is_said_at_creation_with_the_numbers(tmp_path: Path) -> None:
@@ -371,7 +371,7 @@ def test_too_little_space_is_said_at_creation_with_the_numbers(tmp_path: Path) -
     with pytest.raises(DiskError) as found:
         Disk(tmp_path, 2 * free)
     assert found.value.errno == errno.ENOSPC
-    assert f"{aligned(2 * free)} bytes" in str(found.value)
+    assert f"{align(2 * free)} bytes" in str(found.value)
     assert f"{2 * free / 2**30:.2f} GiB" in str(found.value)
     assert "are free there" in str(found.value)
     assert os.listdir(tmp_path) == []
@@ -440,11 +440,11 @@ def test_a_killed_process_leaves_nothing_in_the_folder(tmp_path: Path) -> None:
 import sys
 from unisono.offload.disk import Disk
 disk = Disk(sys.argv[1], 64 << 20)
-slot, line = disk.place(64 << 20), disk.buffer(64 << 20)
-disk.write(slot, line).wait()
+region, line = disk.place(64 << 20), disk.make_buffer(64 << 20)
+disk.write(region, line).wait()
 print("written", flush=True)
 while True:
-    disk.write(slot, line).wait()
+    disk.write(region, line).wait()
 """
     child = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
@@ -459,7 +459,7 @@ while True:
 
 
 def test_close_drops_what_is_queued_and_tells_who_waits(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    slots, go_on, begun = [disk.place(10) for _ in range(5)], threading.Event(), threading.Semaphore(0)
+    regions, go_on, begun = [disk.place(10) for _ in range(5)], threading.Event(), threading.Semaphore(0)
 
     def hang(real: Any, fd: int, views: list[memoryview], at: int) -> int:
         begun.release()
@@ -467,7 +467,7 @@ def test_close_drops_what_is_queued_and_tells_who_waits(disk: Disk, monkeypatch:
         return int(real(fd, views, at))
 
     intercept(monkeypatch, "read", hang)
-    handles = [disk.read(slot, disk.buffer(10)) for slot in slots]
+    handles = [disk.read(region, disk.make_buffer(10)) for region in regions]
     for _ in range(3):  # as many as there are threads
         assert begun.acquire(timeout=30)
     closing = threading.Thread(target=disk.close)
@@ -484,7 +484,7 @@ def test_close_drops_what_is_queued_and_tells_who_waits(disk: Disk, monkeypatch:
 @pytest.mark.parametrize("by", ["close", "collection"])
 def test_the_space_is_given_back(tmp_path: Path, by: str) -> None:
     disk = small(tmp_path)
-    disk.write(disk.place(10), disk.buffer(10)).wait()
+    disk.write(disk.place(10), disk.make_buffer(10)).wait()
     fd, threads = disk._requests.fd, disk._requests._threads
     if by == "close":
         disk.close()
@@ -497,15 +497,15 @@ def test_the_space_is_given_back(tmp_path: Path, by: str) -> None:
 
 
 def test_an_interrupted_wait_can_be_taken_up_again(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    slot, go_on = disk.place(100), threading.Event()
-    disk.write(slot, noise(100)).wait()
+    region, go_on = disk.place(100), threading.Event()
+    disk.write(region, noise(100)).wait()
 
     def hang(real: Any, fd: int, views: list[memoryview], at: int) -> int:
         assert go_on.wait(30)
         return int(real(fd, views, at))
 
     intercept(monkeypatch, "read", hang)
-    handle = disk.read(slot, disk.buffer(100))
+    handle = disk.read(region, disk.make_buffer(100))
     main = threading.get_ident()
     timer = threading.Timer(0.1, lambda: signal.pthread_kill(main, signal.SIGINT))
     timer.start()
@@ -517,9 +517,9 @@ def test_an_interrupted_wait_can_be_taken_up_again(disk: Disk, monkeypatch: pyte
 
 
 def test_bandwidth_and_free_space_are_those_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_module, "_say_buffered", lambda _: None)
+    monkeypatch.setattr(disk_module, "_warn_of_page_cache", lambda _: None)
     for nbytes in (1, 5_000_000):
-        read, write = bandwidth(tmp_path, nbytes)
+        read, write = measure_bandwidth(tmp_path, nbytes)
         assert 0 < read < 1e13
         assert 0 < write < 1e13
     assert abs(free_bytes(tmp_path) - shutil.disk_usage(tmp_path).free) < 1 << 30
@@ -528,6 +528,6 @@ def test_bandwidth_and_free_space_are_those_of_the_folder(tmp_path: Path, monkey
 
 def test_a_buffer_is_zero_and_of_the_size_asked_for() -> None:
     for n in SIZES:
-        line = buffer(n)
+        line = make_buffer(n)
         assert line.numel() == n
         assert not line.any()

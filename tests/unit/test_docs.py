@@ -25,7 +25,7 @@ from doc_pages import PAGES, ROOT, Block, blocks
 from unisono.cli import main
 from unisono.spec import extend
 from unisono.world import World
-from unisono.world.transports.threads import run_threads
+from unisono.world.virtual import run_threads
 
 NOT_RUN = 6  # blocks at most: those that need an engine
 LINES = {"reducers/terngrad.py": 45, "strategies/easgd.py": 60}  # of code at most, blank ones left out

@@ -75,9 +75,9 @@ def mapped_bytes(replica: un.Replica) -> int:
     if replica._offload is None:
         return 0
     engine = replica._offload.engine
-    parts = engine._stepper._parts  # type: ignore[attr-defined]
+    buffers = engine.stepper.buffers
     lines = engine.pinned_bytes if isinstance(engine, Pipeline) else 0
-    return lines + (parts._limit * max(b.memory.numel() for b in parts._buffers) if parts is not None else 0)
+    return lines + (buffers._limit * max(b.memory.numel() for b in buffers._buffers) if buffers is not None else 0)
 
 
 def check(make: Callable[[], Made], spec: str, workers: int, *, least: float = 0.93) -> None:

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from unisono.offload import plan
 from unisono.offload.disk import Disk, DiskError
-from unisono.offload.pipeline import Line, Pipeline, Run
+from unisono.offload.pipeline import Pipeline, Run, Shard
 from unisono.offload.plan import resident_units
 from unisono.offload.stepper import Block, Stepper, disk_bytes
 from unisono.offload.streams import Mark, Queue
@@ -83,7 +84,7 @@ class LateStreams:
     """Queues that run late, each at its own pace."""
 
     def __init__(self, seed: int, longest_s: float = 0.0008) -> None:
-        self.device = CPU
+        self.device, self.immediate = CPU, False
         self.errors: list[BaseException] = []
         self._queues: list[LateQueue] = []
         self._random, self._longest_s = random.Random(seed), longest_s
@@ -116,7 +117,7 @@ def late() -> Iterator[LateStreams]:
 
 
 @pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "_BORDER", 64)
     monkeypatch.setattr(plan, "_LEAST", 128)
 
@@ -187,9 +188,9 @@ def placeholder(make: Make) -> torch.optim.Optimizer:
 
 
 def built(make: Make, **options: Any) -> tuple[Pipeline, list[Tensor]]:
-    lines = [Line(line.to(torch.bfloat16), runs, line) for line, runs in zip(values(), RUNS, strict=True)]
+    lines = [Shard(line.to(torch.bfloat16), runs, line) for line, runs in zip(values(), RUNS, strict=True)]
     homes = options.pop("homes", {})
-    lines = [line._replace(home=homes.get(u, "cpu")) for u, line in enumerate(lines)]
+    lines = [replace(line, home=homes.get(u, "cpu")) for u, line in enumerate(lines)]
     return Pipeline(placeholder(make), lines, device=CPU, **options), [line.compute for line in lines]
 
 
@@ -206,7 +207,7 @@ def train(pipeline: Pipeline, gradients: Gradients, **settings: Any) -> None:
 
 
 def masters(pipeline: Pipeline) -> list[Tensor]:
-    return [pipeline.state(u, "master") for u in range(len(LENGTHS))]
+    return [pipeline.shard(u).read("master") for u in range(len(LENGTHS))]
 
 
 def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -215,10 +216,10 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 
 PLACES: dict[str, dict[str, Any]] = {
-    "host": {"gpu_lane": False},
-    "staged": {"gpu_lane": 1.0},
-    "half staged": {"gpu_lane": 0.5},
-    "some resident": {"gpu_lane": 0.4, "resident": frozenset({0, 2})},
+    "host": {"gpu_share": False},
+    "staged": {"gpu_share": 1.0},
+    "half staged": {"gpu_share": 0.5},
+    "some resident": {"gpu_share": 0.4, "resident": frozenset({0, 2})},
     "all resident": {"resident": frozenset(range(4))},
 }
 
@@ -227,7 +228,7 @@ PLACES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("place", PLACES)
 def test_every_placement_equals_the_plain_optimizer(make: Make, place: str, late: LateStreams) -> None:
     gradients = random_gradients(6)
-    pipeline, compute = built(make, streams=late, part=1024, slots=3, threads=2, **PLACES[place])
+    pipeline, compute = built(make, streams=late, block=1024, buffers=3, threads=2, **PLACES[place])
     train(pipeline, gradients, scale=0.5)
     pipeline.finish()
     expected = plain(make, gradients, scale=0.5)
@@ -236,10 +237,11 @@ def test_every_placement_equals_the_plain_optimizer(make: Make, place: str, late
     pipeline.close()
 
 
-def test_work_on_the_cpu_needs_no_streams_and_one_part_each() -> None:
+def test_work_on_the_cpu_needs_no_streams_and_one_block_each() -> None:
     gradients = random_gradients(4)
     pipeline, compute = built(adamw, threads=1)
-    assert {part.lane for part in pipeline.parts} == {"host"}
+    homes = [[block.home for block in pipeline.shard(u).blocks] for u in range(len(LENGTHS))]
+    assert homes == [["cpu"]] * len(LENGTHS)
     train(pipeline, gradients)
     pipeline.finish()
     assert_same(compute, [line.to(torch.bfloat16) for line in plain(adamw, gradients)])
@@ -250,7 +252,7 @@ def test_work_on_the_cpu_needs_no_streams_and_one_part_each() -> None:
 def test_queues_at_any_pace_give_the_same(seed: int) -> None:
     late = LateStreams(seed, longest_s=0.003)
     gradients = random_gradients(5)
-    options = {"gpu_lane": 0.6, "resident": frozenset({3}), "part": 700, "slots": 2}
+    options = {"gpu_share": 0.6, "resident": frozenset({3}), "block": 700, "buffers": 2}
     pipeline, compute = built(adamw, streams=late, delayed=seed % 2 == 1, **options)
     train(pipeline, gradients)
     pipeline.finish()
@@ -261,7 +263,7 @@ def test_queues_at_any_pace_give_the_same(seed: int) -> None:
 
 def test_delayed_values_are_those_of_the_step_before(late: LateStreams) -> None:
     gradients = random_gradients(4)
-    pipeline, compute = built(adamw, streams=late, delayed=True, gpu_lane=0.5, resident=frozenset({1}), part=2048)
+    pipeline, compute = built(adamw, streams=late, delayed=True, gpu_share=0.5, resident=frozenset({1}), block=2048)
     for step in range(4):
         train(pipeline, gradients[step : step + 1])
         expected = plain(adamw, gradients[:step])  # the gradients of this step are still on their way
@@ -273,7 +275,7 @@ def test_delayed_values_are_those_of_the_step_before(late: LateStreams) -> None:
 
 def test_a_delay_begins_after_a_warm_up(late: LateStreams) -> None:
     gradients = random_gradients(5)
-    pipeline, compute = built(adamw, streams=late, delayed=True, gpu_lane=0.5, part=2048)
+    pipeline, compute = built(adamw, streams=late, delayed=True, gpu_share=0.5, block=2048)
     train(pipeline, gradients[:2], delay=False)
     for u in range(4):
         pipeline.wait(u)
@@ -299,7 +301,7 @@ def test_a_delay_without_memory_for_it_is_refused() -> None:
 def test_absent_ranges_and_units_keep_their_values_and_their_count(place: str, late: LateStreams) -> None:
     gradients = random_gradients(4)
     del gradients[1][3], gradients[2][0]
-    pipeline, compute = built(adamw, streams=late, part=1000, **PLACES[place])
+    pipeline, compute = built(adamw, streams=late, block=1000, **PLACES[place])
     train(pipeline, gradients[:1])
     train(pipeline, gradients[1:2], absent={1: [(0, 4000)]})
     train(pipeline, gradients[2:])
@@ -307,15 +309,15 @@ def test_absent_ranges_and_units_keep_their_values_and_their_count(place: str, l
     expected = plain(adamw, gradients, holes={1: 1})
     assert_same(masters(pipeline), expected)
     assert_same(compute, [line.to(torch.bfloat16) for line in expected])
-    assert pipeline.scalars(1, 0) == {"step": torch.tensor(3.0)}
-    assert pipeline.scalars(1, 5000) == {"step": torch.tensor(4.0)}
+    assert pipeline.shard(1).scalars(0) == {"step": torch.tensor(3.0)}
+    assert pipeline.shard(1).scalars(5000) == {"step": torch.tensor(4.0)}
     pipeline.close()
 
 
 def test_a_scale_that_is_still_on_its_way_is_waited_for() -> None:
     late = LateStreams(3, longest_s=0.02)
     gradients = random_gradients(3)
-    pipeline, compute = built(adamw, streams=late, gpu_lane=0.5, resident=frozenset({0}))
+    pipeline, compute = built(adamw, streams=late, gpu_share=0.5, resident=frozenset({0}))
     scales = [0.25, 0.5, 0.125]
     for scale, given in zip(scales, gradients, strict=True):
         train(pipeline, [given], scale=torch.tensor(scale))
@@ -339,7 +341,7 @@ def test_squared_norm_is_that_of_the_window() -> None:
 
 def test_gradients_of_higher_precision_are_kept_so(late: LateStreams) -> None:
     gradients = random_gradients(3, torch.float32)
-    pipeline, compute = built(adamw, streams=late, gpu_lane=0.5, gradients=torch.float32)
+    pipeline, compute = built(adamw, streams=late, gpu_share=0.5, gradients=torch.float32)
     train(pipeline, gradients)
     pipeline.finish()
     assert_same(compute, [line.to(torch.bfloat16) for line in plain(adamw, gradients)])
@@ -351,7 +353,7 @@ def test_double_precision_lines_are_stepped_in_double_precision(late: LateStream
     reference = torch.nn.Parameter(line.clone())
     optimizer = torch.optim.AdamW([reference], lr=0.1, fused=True)
     placed = torch.optim.AdamW([torch.zeros(1)], lr=0.1)
-    pipeline = Pipeline(placed, [Line(line, [Run(0, 3000, 0)])], device=CPU, gpu_lane=0.5, streams=late)
+    pipeline = Pipeline(placed, [Shard(line, [Run(0, 3000, 0)])], device=CPU, gpu_share=0.5, streams=late)
     for _ in range(3):
         reference.grad = torch.randn(3000, dtype=torch.float64)
         optimizer.step()
@@ -365,7 +367,7 @@ def test_double_precision_lines_are_stepped_in_double_precision(late: LateStream
 @pytest.mark.parametrize("place", ["host", "half staged", "some resident"])
 def test_sixteen_bit_moments_stay_near_full_ones(place: str, late: LateStreams) -> None:
     gradients = random_gradients(5)
-    pipeline, _ = built(adamw, streams=late, moments=torch.bfloat16, part=2048, **PLACES[place])
+    pipeline, _ = built(adamw, streams=late, moments=torch.bfloat16, block=2048, **PLACES[place])
     train(pipeline, gradients)
     for found, expected, start in zip(masters(pipeline), plain(adamw, gradients), values(), strict=True):
         change = (expected - start).norm()
@@ -378,14 +380,14 @@ def test_sixteen_bit_moments_stay_near_full_ones(place: str, late: LateStreams) 
 )
 def test_state_moves_between_placements(source: str, target: str, late: LateStreams) -> None:
     gradients = random_gradients(6)
-    first, _ = built(adamw, streams=late, part=1500, **PLACES[source])
+    first, _ = built(adamw, streams=late, block=1500, **PLACES[source])
     train(first, gradients[:3])
-    second, compute = built(adamw, streams=late, part=900, slots=2, **PLACES[target])
+    second, compute = built(adamw, streams=late, block=900, buffers=2, **PLACES[target])
     train(second, gradients[5:])  # something else was there
     for u in range(4):
         for run in RUNS[u]:
-            lines = {name: first.state(u, name, run.start, run.stop) for name in first.names(u)}
-            second.load(u, {**lines, **(first.scalars(u, run.start) or {})}, start=run.start, stop=run.stop)
+            lines = {name: first.shard(u).read(name, run.start, run.stop) for name in first.shard(u).names()}
+            second.shard(u).load({**lines, **(first.shard(u).scalars(run.start) or {})}, start=run.start, stop=run.stop)
     assert_same(compute, [line.to(torch.bfloat16) for line in plain(adamw, gradients[:3])])
     train(second, gradients[3:])
     second.finish()
@@ -396,12 +398,12 @@ def test_state_moves_between_placements(source: str, target: str, late: LateStre
 
 def test_reset_makes_the_next_step_the_first(late: LateStreams) -> None:
     gradients = random_gradients(2)
-    pipeline, _ = built(adamw, streams=late, gpu_lane=0.5, resident=frozenset({1}))
+    pipeline, _ = built(adamw, streams=late, gpu_share=0.5, resident=frozenset({1}))
     train(pipeline, gradients[:1])
     for u, line in enumerate(values()):
-        pipeline.reset(u)
-        pipeline.load(u, {"master": line})
-    assert pipeline.scalars(0) is None
+        pipeline.shard(u).reset()
+        pipeline.shard(u).load({"master": line})
+    assert pipeline.shard(0).scalars() is None
     train(pipeline, gradients[1:])
     assert_same(masters(pipeline), plain(adamw, gradients[1:]))
     pipeline.close()
@@ -412,7 +414,7 @@ def test_units_on_disk_are_stepped_there(tmp_path: Path, late: LateStreams) -> N
     homes = {1: "disk", 3: "disk"}
     blocks = [Block(None, RUNS[u], "disk", length=LENGTHS[u]) for u in homes]
     disk = Disk(tmp_path, disk_bytes(placeholder(adamw), blocks))
-    pipeline, compute = built(adamw, streams=late, homes=homes, disk=disk, gpu_lane=0.5)
+    pipeline, compute = built(adamw, streams=late, homes=homes, disk=disk, gpu_share=0.5)
     train(pipeline, gradients)
     assert_same(masters(pipeline), plain(adamw, gradients))
     assert_same(compute, [line.to(torch.bfloat16) for line in plain(adamw, gradients)])
@@ -454,7 +456,7 @@ def test_an_error_in_the_background_is_raised_and_the_update_can_go_on(monkeypat
 
 def test_a_schedule_that_moves_on_does_not_reach_the_step_under_way(late: LateStreams) -> None:
     gradients = random_gradients(1)
-    pipeline, compute = built(adamw, streams=late, gpu_lane=0.5, part=512)
+    pipeline, compute = built(adamw, streams=late, gpu_share=0.5, block=512)
     optimizer = pipeline.optimizer
     train(pipeline, gradients)
     for group in optimizer.param_groups:
@@ -478,10 +480,10 @@ def test_wrong_gradients_are_refused() -> None:
 @pytest.mark.parametrize("resident", [0, 1, 3])
 def test_memory_held_is_what_was_planned(resident: int, delayed: bool) -> None:
     lengths = [8192, 8192, 8192]
-    lines = [Line(torch.zeros(n, dtype=torch.bfloat16), [Run(0, n, 0)]) for n in lengths]
+    lines = [Shard(torch.zeros(n, dtype=torch.bfloat16), [Run(0, n, 0)]) for n in lengths]
     optimizer, chosen = torch.optim.AdamW([torch.zeros(1)]), frozenset(range(resident))
-    settings: dict[str, Any] = {"delayed": delayed, "slots": 2, "part": 2048}
-    pipeline = Pipeline(optimizer, lines, device=CPU, gpu_lane=0.5, resident=chosen, **settings)
+    settings: dict[str, Any] = {"delayed": delayed, "buffers": 2, "block": 2048}
+    pipeline = Pipeline(optimizer, lines, device=CPU, gpu_share=0.5, resident=chosen, **settings)
     held = pipeline.device_bytes
     assert resident_units(lengths, held * 1.02, share=0.5, **settings) == chosen
     assert len(resident_units(lengths, held * 0.98, share=0.5, **settings)) == max(0, resident - 1)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from unisono.offload import strips
-from unisono.offload.optimizers import rule_for
-from unisono.offload.segments import Segments
+from unisono.offload import fused
+from unisono.offload.blocks import Runs
+from unisono.offload.optimizers import make_rule
 from unisono.offload.stepper import Block, Run, Stepper
 
 SIZES = (5, 300_000, 33, 16, 1, 300_001)  # several cells; borders that are no multiple of a vector
@@ -116,10 +116,10 @@ def test_a_fused_optimizer_steps_bitwise_like_pytorch(name: str, engine: str) ->
         stepper.step(0, gradient)
     for (a, b), p in zip(line.spans, whole, strict=True):
         assert torch.equal(line.master[a:b], p.detach())
-        for key in stepper.names(0)[1:]:
-            assert torch.equal(stepper.state(0, key, a, b), reference.state[p][key])
+        for key in stepper.blocks[0].names()[1:]:
+            assert torch.equal(stepper.blocks[0].read(key, a, b), reference.state[p][key])
         if "step" in reference.state[p]:
-            assert stepper.scalars(0, a) == {"step": reference.state[p]["step"]}
+            assert stepper.blocks[0].scalars(a) == {"step": reference.state[p]["step"]}
     assert (line.master[line.is_padding()] == PADDING).all()
 
 
@@ -136,9 +136,9 @@ def test_any_elementwise_optimizer_steps_like_itself_on_whole_parameters(name: s
         torch.testing.assert_close(line.master[a:b], p.detach(), rtol=1e-6, atol=1e-7)
         for key, value in reference.state[p].items():
             if value.dim():
-                torch.testing.assert_close(stepper.state(0, key, a, b), value, rtol=1e-5, atol=1e-7)
+                torch.testing.assert_close(stepper.blocks[0].read(key, a, b), value, rtol=1e-5, atol=1e-7)
             else:
-                torch.testing.assert_close((stepper.scalars(0, a) or {})[key], value)
+                torch.testing.assert_close((stepper.blocks[0].scalars(a) or {})[key], value)
     assert (line.master[line.is_padding()] == PADDING).all()
 
 
@@ -179,8 +179,8 @@ def test_an_optimizer_of_the_user_steps_like_itself_and_its_hooks_are_left_alone
         apply(reference, whole, line, gradient.clone())
     for (a, b), p in zip(line.spans, whole, strict=True):
         torch.testing.assert_close(line.master[a:b], p.detach())
-        torch.testing.assert_close(stepper.state(0, "momentum", a, b), reference.state[p]["momentum"])
-        assert stepper.scalars(0, a) == {"count": 3}
+        torch.testing.assert_close(stepper.blocks[0].read("momentum", a, b), reference.state[p]["momentum"])
+        assert stepper.blocks[0].scalars(a) == {"count": 3}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -262,20 +262,20 @@ def test_parameters_without_a_gradient_are_skipped_as_in_pytorch(name: str) -> N
         torch.testing.assert_close(line.master[a:b], p.detach(), rtol=1e-6, atol=1e-7)
         assert torch.equal(out[a:b], line.master[a:b])
         if "step" in reference.state[p]:
-            assert (stepper.scalars(0, a) or {})["step"] == reference.state[p]["step"]
+            assert (stepper.blocks[0].scalars(a) or {})["step"] == reference.state[p]["step"]
 
 
 def test_a_parameter_that_was_never_stepped_has_no_scalars_and_its_state_is_as_at_first() -> None:
     line = Line((40, 33))
     stepper, _, _ = pair(FUSED["adagrad"], line)
-    assert stepper.scalars(0) is None
+    assert stepper.blocks[0].scalars() is None
     stepper.begin()
     stepper.step(0, line.gradient(), absent=[line.spans[0]])
-    assert stepper.scalars(0, line.spans[0][0]) is None
-    assert (stepper.state(0, "sum", *line.spans[0]) == 0.5).all()
-    assert stepper.scalars(0, line.spans[1][0]) == {"step": 1.0}
+    assert stepper.blocks[0].scalars(line.spans[0][0]) is None
+    assert (stepper.blocks[0].read("sum", *line.spans[0]) == 0.5).all()
+    assert stepper.blocks[0].scalars(line.spans[1][0]) == {"step": 1.0}
     with pytest.raises(ValueError, match="padding"):
-        stepper.scalars(0, 40)
+        stepper.blocks[0].scalars(40)
 
 
 @pytest.mark.parametrize("name", ["adamw_amsgrad", "sgd_momentum", "nadam", "rprop", "adagrad"])
@@ -292,8 +292,10 @@ def test_state_goes_out_of_one_stepper_and_into_another(name: str) -> None:
     for a, b in line.spans:
         half = (a + b) // 2  # lines come in pieces
         for low, high in ((a, half), (half, b)):
-            other.load(0, {k: stepper.state(0, k, low, high) for k in stepper.names(0)}, start=low, stop=high)
-        other.load(0, stepper.scalars(0, a) or {}, start=a, stop=b)
+            other.blocks[0].load(
+                {k: stepper.blocks[0].read(k, low, high) for k in stepper.blocks[0].names()}, start=low, stop=high
+            )
+        other.blocks[0].load(stepper.blocks[0].scalars(a) or {}, start=a, stop=b)
     other.steps = stepper.steps
     for gradient in gradients[2:]:
         for one in (stepper, other):
@@ -310,11 +312,11 @@ def test_a_reset_makes_the_next_step_the_first() -> None:
     gradient = line.gradient()
     results = []
     for _ in range(2):
-        stepper.load(0, {"master": begun})
+        stepper.blocks[0].load({"master": begun})
         stepper.begin()
         stepper.step(0, gradient)
         results.append(line.master.clone())
-        stepper.reset(0)
+        stepper.blocks[0].reset()
     assert torch.equal(*results)
 
 
@@ -328,17 +330,15 @@ def test_many_blocks_are_stepped_one_by_one() -> None:
     a, b = lines[1].spans[0]
     assert torch.equal(lines[1].master[a:b], lines[1].values[0])
     assert not torch.equal(lines[2].master[a:b], lines[2].values[0])
-    assert stepper.scalars(1) is None
-    assert stepper.scalars(2) == {"step": 1.0}
+    assert stepper.blocks[1].scalars() is None
+    assert stepper.blocks[2].scalars() == {"step": 1.0}
 
 
-def test_cells_are_counted_from_the_beginning_of_a_part() -> None:
-    segments = Segments([Run(0, 150, 0), Run(160, 1000, 1)], 1000, 2)
-    batches = segments.batches([], rule_for(torch.optim.SGD([torch.zeros(1)], lr=0.1)))
-    cells = segments.cells(batches, 100, 500, 128)
-    assert [[(low, high) for _, low, high in cell] for cell in cells] == [
-        [(100, 150), (160, 228)], [(228, 356)], [(356, 484)], [(484, 500)]
-    ]  # fmt: skip
+def test_cells_are_counted_from_the_beginning_of_a_chunk() -> None:
+    runs = Runs([Run(0, 150, 0), Run(160, 1000, 1)], 1000, 2)
+    batches = runs.batches([], make_rule(torch.optim.SGD([torch.zeros(1)], lr=0.1)))
+    cells = runs.cells(batches, 100, 500, 128)
+    assert cells == [{0: [0, 50], 1: [60, 128]}, {1: [128, 256]}, {1: [256, 384]}, {1: [384, 400]}]
 
 
 def begun_pair(threads: int) -> tuple[Stepper, list[Tensor], list[torch.nn.Parameter], torch.optim.Optimizer]:
@@ -365,8 +365,8 @@ def test_blocks_may_be_begun_together() -> None:
 
 def test_an_error_of_a_block_is_raised_by_its_end_and_the_other_is_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
     stepper, values, whole, reference = begun_pair(threads=2)
-    for worker in stepper._engine._idle:
-        real = worker._strip
+    for worker in stepper._workers._idle:
+        real = worker.step_tiles
 
         def failing(*arguments: Any, real: Any = real) -> int:
             if any(isinstance(a, Tensor) and a.numel() == 300_000 for a in arguments):
@@ -374,7 +374,7 @@ def test_an_error_of_a_block_is_raised_by_its_end_and_the_other_is_stepped(monke
             done: int = real(*arguments)
             return done
 
-        monkeypatch.setattr(worker, "_strip", failing)
+        monkeypatch.setattr(worker, "step_tiles", failing)
     stepper.begin()
     ends = [stepper.start(i, torch.cos(line)) for i, line in enumerate(values)]
     with pytest.raises(RuntimeError, match="out of luck"):
@@ -383,7 +383,7 @@ def test_an_error_of_a_block_is_raised_by_its_end_and_the_other_is_stepped(monke
     whole[1].grad = torch.cos(whole[1].detach())
     reference.step()
     assert torch.equal(values[1], whole[1].detach())
-    assert stepper.scalars(0) is None
+    assert stepper.blocks[0].scalars() is None
 
 
 def test_a_block_may_be_empty_or_all_padding() -> None:
@@ -396,8 +396,8 @@ def test_a_block_may_be_empty_or_all_padding() -> None:
     stepper.step(1, torch.ones(40), out)
     assert (values == 1).all()
     assert (out == 0).all()
-    assert stepper.names() == ["master"]
-    assert stepper.scalars(1) is None
+    assert [block.names() for block in stepper.blocks] == [["master"], ["master"]]
+    assert stepper.blocks[1].scalars() is None
     stepper.flush()
 
 
@@ -420,9 +420,9 @@ def test_bf16_moments_stay_close_to_fp32(name: str) -> None:
             stepper.step(0, gradient)
     exact, near = (line.master - begun for line in lines)
     assert 0 < (near - exact).norm() / exact.norm() < 0.02
-    for key in steppers[1].names(0)[1:]:
-        assert steppers[1].state(0, key).dtype == torch.float32
-        assert steppers[1]._held[0].home.open(0)[key].dtype == torch.bfloat16
+    for key in steppers[1].blocks[0].names()[1:]:
+        assert steppers[1].blocks[0].read(key).dtype == torch.float32
+        assert steppers[1].blocks[0].chunks[0].open()[key].dtype == torch.bfloat16
 
 
 def test_the_second_moment_in_bf16_decays_without_bias() -> None:
@@ -431,11 +431,11 @@ def test_the_second_moment_in_bf16_decays_without_bias() -> None:
     values = torch.zeros(n)
     optimizer = torch.optim.Adam([values], lr=0.0)
     stepper = Stepper(optimizer, [Block(values, [Run(0, n, 0)])], moments=torch.bfloat16)
-    stepper.load(0, {"exp_avg": torch.ones(n), "exp_avg_sq": torch.ones(n), "step": 10.0})
+    stepper.blocks[0].load({"exp_avg": torch.ones(n), "exp_avg_sq": torch.ones(n), "step": 10.0})
     for _ in range(steps):
         stepper.begin()
         stepper.step(0, torch.zeros(n))
-    found = stepper.state(0, "exp_avg_sq")
+    found = stepper.blocks[0].read("exp_avg_sq")
     assert found.mean().item() == pytest.approx(0.999**steps, rel=0.01)
     assert found.std().item() < 0.05
     assert found.unique().numel() > 10
@@ -446,11 +446,11 @@ def test_bf16_moments_do_not_depend_on_how_the_work_is_cut(monkeypatch: pytest.M
     for engine, threads, cell in (("threads", 1, 1 << 18), ("threads", 3, 1 << 12), ("omp", None, 5 << 14)):
         line = Line()
         stepper, _, _ = pair(FUSED["adamw"], line, moments=torch.bfloat16, engine=engine, threads=threads, seed=5)
-        monkeypatch.setattr(stepper._engine, "cell", lambda *_, cell=cell: cell)
+        monkeypatch.setattr(stepper._workers, "choose_cell", lambda *_, cell=cell: cell)
         for _ in range(3):
             stepper.begin()
             stepper.step(0, line.gradient(torch.bfloat16))
-        results.append((line.master, stepper.state(0, "exp_avg_sq")))
+        results.append((line.master, stepper.blocks[0].read("exp_avg_sq")))
     for master, second in results[1:]:
         assert torch.equal(master, results[0][0])
         assert torch.equal(second, results[0][1])
@@ -459,33 +459,33 @@ def test_bf16_moments_do_not_depend_on_how_the_work_is_cut(monkeypatch: pytest.M
 # The inner loop in its two forms
 
 
-@pytest.mark.parametrize("kind", [strips.ADAM, strips.ADAMW, strips.SGD, strips.ADAGRAD])
+@pytest.mark.parametrize("kind", [fused.ADAM, fused.ADAMW, fused.SGD, fused.ADAGRAD])
 def test_a_form_of_the_inner_loop_that_drops_or_changes_a_step_is_found_out(kind: int) -> None:
     def idle(*arguments: Any) -> int:
         return 0
 
     def rough(*arguments: Any) -> int:
-        done = strips.strip(*arguments)
+        done = fused.step_tiles(*arguments)
         arguments[10][-1].mul_(1.01)  # the last of the lines
         return done
 
-    assert strips.agrees(strips.strip, kind)
-    assert not strips.agrees(idle, kind)
-    assert not strips.agrees(rough, kind)
+    assert fused.agrees(fused.step_tiles, kind)
+    assert not fused.agrees(idle, kind)
+    assert not fused.agrees(rough, kind)
 
 
 def test_the_inner_loop_is_compiled_where_torchscript_is_there_and_plain_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert isinstance(strips.compiled(), torch.jit.ScriptFunction)
+    assert isinstance(fused.compile_step_tiles(), torch.jit.ScriptFunction)
 
     def gone(function: Any) -> Any:
         raise RuntimeError("TorchScript has been removed")
 
     monkeypatch.setattr(torch.jit, "script", gone)
-    assert strips.compiled.__wrapped__() is strips.strip
+    assert fused.compile_step_tiles.__wrapped__() is fused.step_tiles
     monkeypatch.setattr(torch.jit, "script", lambda function: lambda *_: 0)
-    assert strips.compiled.__wrapped__() is strips.strip
+    assert fused.compile_step_tiles.__wrapped__() is fused.step_tiles
 
 
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
@@ -494,8 +494,8 @@ def test_the_plain_inner_loop_steps_bitwise_like_the_compiled_one(
 ) -> None:
     lines = [Line(), Line()]
     steppers = [pair(FUSED["adamw_amsgrad"], line, moments=moments, threads=2)[0] for line in lines]
-    for worker in steppers[1]._engine._idle:
-        monkeypatch.setattr(worker, "_strip", strips.strip)
+    for worker in steppers[1]._workers._idle:
+        monkeypatch.setattr(worker, "step_tiles", fused.step_tiles)
     for _ in range(3):
         gradient = lines[0].gradient(torch.bfloat16)
         for stepper in steppers:
@@ -545,7 +545,7 @@ class Counting(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(("kind", "reason"), [(Normed, "differently"), (Counting, "changes its own settings")])
-def test_an_optimizer_of_the_user_that_is_not_elementwise_is_refused(kind: type[torch.optim.SGD], reason: str) -> None:
+def test_an_optimizer_of_the_user_that_is_make_refusal_is_refused(kind: type[torch.optim.SGD], reason: str) -> None:
     state = torch.get_rng_state()
     with pytest.raises(ValueError, match=reason):
         Stepper(kind([torch.nn.Parameter(torch.zeros(3))], lr=0.1), [])
@@ -564,13 +564,13 @@ def test_wrong_arguments_are_refused_with_what_was_expected() -> None:
     with pytest.raises(ValueError, match="floating point"):
         stepper.step(0, torch.zeros(n), torch.zeros(n, dtype=torch.int32))
     with pytest.raises(ValueError, match="no line 'momentum'"):
-        stepper.state(0, "momentum")
+        stepper.blocks[0].read("momentum")
     with pytest.raises(ValueError, match="elements 0 to 999"):
-        stepper.state(0, "master", 0, 999)
+        stepper.blocks[0].read("master", 0, 999)
     with pytest.raises(ValueError, match="expected lines"):
-        stepper.load(0, {"exp_avg": torch.zeros(n), "stride": 3})
+        stepper.blocks[0].load({"exp_avg": torch.zeros(n), "stride": 3})
     with pytest.raises(ValueError, match="3 elements of 'exp_avg'"):
-        stepper.load(0, {"exp_avg": torch.zeros(3)})
+        stepper.blocks[0].load({"exp_avg": torch.zeros(3)})
     sgd = torch.optim.SGD([torch.zeros(3)], lr=0.1)
     with pytest.raises(ValueError, match="do not overlap"):
         Stepper(sgd, [Block(torch.zeros(9), [Run(0, 5, 0), Run(4, 9, 0)])])
@@ -598,8 +598,8 @@ def test_a_setting_that_needs_state_which_is_not_there_is_refused() -> None:
 def test_torch_keeps_its_number_of_threads() -> None:
     before = torch.get_num_threads()
     stepper = Stepper(torch.optim.SGD([torch.zeros(3)], lr=0.1), [], threads=3)
-    assert stepper._engine._pool is not None
-    inside = [stepper._engine._pool.submit(torch.get_num_threads).result() for _ in range(9)]
+    assert stepper._workers._pool is not None
+    inside = [stepper._workers._pool.submit(torch.get_num_threads).result() for _ in range(9)]
     found = []
     thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
     thread.start()

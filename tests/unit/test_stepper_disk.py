@@ -13,11 +13,12 @@ from torch import Tensor
 
 from unisono.background import Handle
 from unisono.offload import disk as disk_module
-from unisono.offload.disk import Disk, DiskError, Slot
+from unisono.offload.chunks import CHUNK_BUFFERS
+from unisono.offload.disk import Disk, DiskError, Region
 from unisono.offload.stepper import Block, Run, Stepper, disk_bytes
 
-PART = 4096  # elements in a part
-LENGTHS = (3 * PART + 100, 70, 8 * PART, PART)
+CHUNK = 4096  # elements in a chunk
+LENGTHS = (3 * CHUNK + 100, 70, 8 * CHUNK, CHUNK)
 SETTINGS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True}
 
 
@@ -26,11 +27,11 @@ class Faulty(Disk):
 
     failing = ""
 
-    def read(self, slot: Slot, into: Tensor) -> Handle[Tensor]:
-        return self._maybe("read") or super().read(slot, into)
+    def read(self, region: Region, into: Tensor) -> Handle[Tensor]:
+        return self._maybe("read") or super().read(region, into)
 
-    def write(self, slot: Slot, source: Tensor) -> Handle[Tensor]:
-        return self._maybe("write") or super().write(slot, source)
+    def write(self, region: Region, source: Tensor) -> Handle[Tensor]:
+        return self._maybe("write") or super().write(region, source)
 
     def _maybe(self, kind: str) -> Handle[Tensor] | None:
         def fail() -> Tensor:
@@ -70,12 +71,12 @@ class Setup:
         self.moments = moments
         given = masters()
         optimizer = optimizer_over(given)
-        need = disk_bytes(optimizer, blocks_of(given, "disk"), moments=moments, part_elements=PART)
+        need = disk_bytes(optimizer, blocks_of(given, "disk"), moments=moments, chunk_elements=CHUNK)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(disk_module, "_say_buffered", lambda _: None)
+            patch.setattr(disk_module, "_warn_of_page_cache", lambda _: None)
             self.disk = Faulty(folder, need)
         self.blocks = blocks_of(given, "disk")
-        options: dict[str, Any] = {"moments": moments, "part_elements": PART, "threads": 2}
+        options: dict[str, Any] = {"moments": moments, "chunk_elements": CHUNK, "threads": 2}
         self.stepper = Stepper(optimizer, self.blocks, disk=self.disk, **options)
         self.values = masters()
         self.memory = Stepper(optimizer_over(self.values), blocks_of(self.values, "cpu"), **options)
@@ -95,10 +96,10 @@ class Setup:
 
     def compare(self) -> None:
         for i in range(len(LENGTHS)):
-            for name in self.memory.names(i):
-                assert torch.equal(self.stepper.state(i, name), self.memory.state(i, name)), (i, name)
-            assert self.stepper.scalars(i, 0) == self.memory.scalars(i, 0)
-            assert self.stepper.scalars(i, 48) == self.memory.scalars(i, 48)
+            for name in self.memory.blocks[i].names():
+                assert torch.equal(self.stepper.blocks[i].read(name), self.memory.blocks[i].read(name)), (i, name)
+            assert self.stepper.blocks[i].scalars(0) == self.memory.blocks[i].scalars(0)
+            assert self.stepper.blocks[i].scalars(48) == self.memory.blocks[i].scalars(48)
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -128,12 +129,13 @@ def test_memory_is_bounded_whatever_the_size(setup: Setup) -> None:
         setup.step(number, only=setup.stepper)
     largest = disk_bytes(
         setup.stepper.optimizer,
-        [Block(None, [Run(0, PART, 0)], "disk", length=PART)],
+        [Block(None, [Run(0, CHUNK, 0)], "disk", length=CHUNK)],
         moments=setup.moments,
-        part_elements=PART,
+        chunk_elements=CHUNK,
     )
-    assert 0 < setup.stepper.buffer_bytes <= 5 * largest
-    assert setup.disk.nbytes > 2 * setup.stepper.buffer_bytes
+    assert setup.stepper.buffers is not None
+    assert 0 < setup.stepper.buffers.nbytes <= CHUNK_BUFFERS * largest
+    assert setup.disk.nbytes > 2 * setup.stepper.buffers.nbytes
 
 
 def test_a_failed_write_is_told_keeps_the_state_and_is_tried_again(setup: Setup) -> None:
@@ -186,10 +188,10 @@ def test_state_on_disk_goes_out_in_pieces_and_into_another(setup: Setup, tmp_pat
     for i, n in enumerate(LENGTHS):
         for start in range(0, n, 3000):
             stop = min(n, start + 3000)
-            values = {name: setup.stepper.state(i, name, start, stop) for name in setup.stepper.names(i)}
-            other.stepper.load(i, values, start=start, stop=stop)
+            values = {name: setup.stepper.blocks[i].read(name, start, stop) for name in setup.stepper.blocks[i].names()}
+            other.stepper.blocks[i].load(values, start=start, stop=stop)
         for start, stop in ((0, 32), (48, n - 2)):
-            other.stepper.load(i, setup.stepper.scalars(i, start) or {}, start=start, stop=stop)
+            other.stepper.blocks[i].load(setup.stepper.blocks[i].scalars(start) or {}, start=start, stop=stop)
     other.stepper.steps = setup.stepper.steps
     other.memory = setup.memory
     other.compare()
@@ -203,16 +205,17 @@ def test_state_on_disk_goes_out_in_pieces_and_into_another(setup: Setup, tmp_pat
 def test_a_block_may_begin_on_disk_without_values(tmp_path: Path) -> None:
     values = torch.zeros(1)
     optimizer = torch.optim.Adagrad([values], initial_accumulator_value=0.25)
-    block = Block(None, [Run(0, 2 * PART, 0)], "disk", length=2 * PART)
+    block = Block(None, [Run(0, 2 * CHUNK, 0)], "disk", length=2 * CHUNK)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disk_module, "_say_buffered", lambda _: None)
-        disk = Disk(tmp_path, disk_bytes(optimizer, [block], part_elements=PART))
-    stepper = Stepper(optimizer, [block], disk=disk, part_elements=PART, threads=1)
-    assert stepper.buffer_bytes == 0
-    assert not stepper.state(0, "master").any()
-    assert (stepper.state(0, "sum") == 0.25).all()
-    stepper.load(0, {"master": torch.ones(100)}, start=PART - 50, stop=PART + 50)
-    assert stepper.state(0, "master").sum() == 100
+        patch.setattr(disk_module, "_warn_of_page_cache", lambda _: None)
+        disk = Disk(tmp_path, disk_bytes(optimizer, [block], chunk_elements=CHUNK))
+    stepper = Stepper(optimizer, [block], disk=disk, chunk_elements=CHUNK, threads=1)
+    assert stepper.buffers is not None
+    assert stepper.buffers.nbytes == 0
+    assert not stepper.blocks[0].read("master").any()
+    assert (stepper.blocks[0].read("sum") == 0.25).all()
+    stepper.blocks[0].load({"master": torch.ones(100)}, start=CHUNK - 50, stop=CHUNK + 50)
+    assert stepper.blocks[0].read("master").sum() == 100
     disk.close()
 
 
@@ -221,7 +224,7 @@ def test_memory_and_disk_may_be_mixed(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW([first, second])
     blocks = [Block(first, [Run(0, LENGTHS[0], 0)]), Block(second, [Run(0, LENGTHS[1], 0)], "disk")]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disk_module, "_say_buffered", lambda _: None)
+        patch.setattr(disk_module, "_warn_of_page_cache", lambda _: None)
         disk = Disk(tmp_path, disk_bytes(optimizer, blocks))
     assert disk.nbytes == 3 * 4096
     stepper = Stepper(optimizer, blocks, disk=disk, threads=1)
@@ -230,6 +233,6 @@ def test_memory_and_disk_may_be_mixed(tmp_path: Path) -> None:
         stepper.prefetch(i)
         stepper.step(i, torch.ones(LENGTHS[i]))
     assert blocks[0].master is first
-    assert stepper.scalars(1) == {"step": 1.0}
+    assert stepper.blocks[1].scalars() == {"step": 1.0}
     stepper.flush()
     disk.close()

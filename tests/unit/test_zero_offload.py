@@ -16,7 +16,7 @@ import unisono as un
 from unisono.offload import disk
 from unisono.offload.disk import DiskError
 from unisono.offload.host import available_bytes
-from unisono.strategies.zero import offloading
+from unisono.strategies.zero import placement
 from unisono.world import World
 from unisono.world.virtual import run_threads
 
@@ -166,13 +166,13 @@ def test_bf16_with_fp32_values_away_equals_bf16_with_them_here(place: str) -> No
 def test_master_values_wait_on_disk_if_there_is_room_for_them(room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[int] = []
 
-    def mapped(folder: str, n: int, dtype: torch.dtype) -> Tensor:
+    def map_file(folder: str, n: int, dtype: torch.dtype) -> Tensor:
         if not room:
             raise DiskError(28, "No space left on device")
         waited.append(n)
-        return disk.mapped(folder, n, dtype)
+        return disk.map_file(folder, n, dtype)
 
-    monkeypatch.setattr(offloading, "mapped", mapped)
+    monkeypatch.setattr(placement, "map_file", map_file)
     found = {}
     for place in ("device", "disk"):
         model = text().float()
@@ -192,8 +192,8 @@ def test_units_on_the_device_leave_the_hosts_memory_to_others() -> None:
     state = 12 * 64 * 64
     spec = f"zero(stage=2, optimizer_on=disk, host_memory={2 * state}, unit_bytes=16384)"
     replica: Any = un.parallel(model, torch.optim.AdamW(model.parameters()), spec, world=World())
-    assert replica._offload.homes == ["cpu", "cpu", "disk", "disk"]
-    assert replica._offload._choose_homes({0}) == ["cpu", "cpu", "cpu", "disk"]
+    assert replica._offload.placement.homes == ["cpu", "cpu", "disk", "disk"]
+    assert replica._offload.placement.choose_homes({0}) == ["cpu", "cpu", "cpu", "disk"]
     replica.close()
 
 

@@ -25,14 +25,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from unisono.buckets import BUCKET_BYTES
-from unisono.offload.device import SLOTS
-from unisono.offload.homes import BUFFERS as DISK_BUFFERS
-from unisono.offload.plan import PART as SLOT_ELEMENTS
-from unisono.offload.plan import staged_share
-from unisono.offload.stepper import PART_ELEMENTS as DISK_PART_ELEMENTS
+from unisono.offload.chunks import CHUNK_BUFFERS, CHUNK_ELEMENTS
+from unisono.offload.device import STAGING_BUFFERS
+from unisono.offload.plan import BLOCK_ELEMENTS, staged_share
 from unisono.strategies.zero import Place, zero
-from unisono.strategies.zero.gather import UNITS_AT_ONCE
-from unisono.strategies.zero.offloading import MOMENTS
+from unisono.strategies.zero.gather import UNITS_GATHERED
+from unisono.strategies.zero.placement import MOMENTS
 from unisono.strategies.zero.reduce import LINES_IN_FLIGHT
 from unisono.strategies.zero.replica import DTYPES
 
@@ -169,7 +167,7 @@ def _compute_zero(facts: Facts, setting: Setting, workers: int, *, overlap: bool
     here = setting.params_on == "device"
     values = compute * (sizes.shard if setting.stage == 3 else facts.trainable) if here else 0
     frozen = sizes.frozen if here else 0
-    gathered = compute * (units.root + sum(units.others[: UNITS_AT_ONCE if overlap else 1]))
+    gathered = compute * (units.root + sum(units.others[: UNITS_GATHERED if overlap else 1]))
     gathered = gathered if setting.stage == 3 else 0
     # device: gradients that stay, those that wait until their unit is complete, and those being reduced
     passes = max(setting.accumulate, facts.backwards)
@@ -182,7 +180,7 @@ def _compute_zero(facts: Facts, setting: Setting, workers: int, *, overlap: bool
     temporary = 0 if away else facts.step_bytes * sizes.step / sizes.own / workers
     stepping = temporary + step_memory.rest - waiting - gathered
     staged = STAGED if away and here and apart and setting.optimizer_on == "cpu" else 0.0
-    passing = min(SLOTS * min(SLOT_ELEMENTS, staged * units.largest / workers), staged * sizes.shard)
+    passing = min(STAGING_BUFFERS * min(BLOCK_ELEMENTS, staged * units.largest / workers), staged * sizes.shard)
     slots = passing * sizes.state / max(1, sizes.shard)
     shadow = compute * sizes.shard if setting.delayed_update else 0
 
@@ -237,7 +235,7 @@ def _compute_elsewhere(
         lines = (gradient + (sizes.compute if setting.params_on == "cpu" else 0)) * sizes.shard
     if setting.optimizer_on == "cpu":
         return lines + sizes.state, 0
-    buffers = DISK_BUFFERS * min(DISK_PART_ELEMENTS, largest) * sizes.state / max(1, sizes.shard)
+    buffers = CHUNK_BUFFERS * min(CHUNK_ELEMENTS, largest) * sizes.state / max(1, sizes.shard)
     buffers += (sizes.step + sizes.compute) * largest if setting.params_on == "disk" else 0  # read, to be gathered
     return lines + min(buffers, sizes.state), sizes.state
 

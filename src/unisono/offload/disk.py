@@ -23,38 +23,38 @@ import torch
 from torch import Tensor
 
 from unisono.background import Handle
-from unisono.offload.requests import ALIGNMENT, FULL, DiskError, Kind, Requests, aligned, buffer, memory_of
+from unisono.offload.requests import ALIGNMENT, FULL, DiskError, Kind, Requests, align, make_buffer, view_bytes
 
 __all__ = [
     "ALIGNMENT",
     "Bandwidth",
     "Disk",
     "DiskError",
-    "Slot",
-    "aligned",
-    "bandwidth",
-    "buffer",
+    "Region",
+    "align",
     "free_bytes",
-    "mapped",
+    "make_buffer",
+    "map_file",
+    "measure_bandwidth",
 ]
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 
 
-class Slot(NamedTuple):
+class Region(NamedTuple):
     """A region of the scratch file: `nbytes` from byte `start`."""
 
     start: int
     nbytes: int
 
-    def part(self, start: int, nbytes: int) -> Slot:
-        """`nbytes` of this slot, from its byte `start`; fastest where both are multiples of `ALIGNMENT`.
+    def slice(self, start: int, nbytes: int) -> Region:
+        """`nbytes` of this region, from its byte `start`; fastest where both are multiples of `ALIGNMENT`.
 
-        >>> Slot(8192, 100).part(10, 20)
-        Slot(start=8202, nbytes=20)
+        >>> Region(8192, 100).slice(10, 20)
+        Region(start=8202, nbytes=20)
         """
         if start < 0 or nbytes < 0 or start + nbytes > self.nbytes:
-            raise ValueError(f"a slot of {self.nbytes} bytes has no part of {nbytes} bytes at {start}")
-        return Slot(self.start + start, nbytes)
+            raise ValueError(f"a region of {self.nbytes} bytes has no slice of {nbytes} bytes at {start}")
+        return Region(self.start + start, nbytes)
 
 
 class Bandwidth(NamedTuple):
@@ -70,20 +70,20 @@ def free_bytes(folder: str | os.PathLike[str]) -> int:
     >>> free_bytes(".") > 0
     True
     """
-    found = os.statvfs(_existing(folder))
+    found = os.statvfs(_check_folder(folder))
     return found.f_bavail * found.f_frsize
 
 
 class Disk:
     """Room for blocks of bytes in an unnamed file in `folder`; its space is taken at once and is given back at the end.
 
-    `nbytes` is the sum of `aligned(n)` over the slots that will be placed. Reads and writes run in the background, in
-    no order among each other: wait for a write before its slot is read or its buffer is filled anew.
+    `nbytes` is the sum of `align(n)` over the regions that will be placed. Reads and writes run in the background, in
+    no order among each other: wait for a write before its region is read or its buffer is filled anew.
 
     >>> disk = Disk(".", 1 << 20)
-    >>> slot, line = disk.place(10_000), disk.buffer(10_000)
-    >>> _ = disk.write(slot, line.fill_(7)).wait()
-    >>> disk.read(slot, line.zero_()).wait().unique().tolist()
+    >>> region, line = disk.place(10_000), disk.make_buffer(10_000)
+    >>> _ = disk.write(region, line.fill_(7)).wait()
+    >>> disk.read(region, line.zero_()).wait().unique().tolist()
     [7]
     >>> disk.close()
     """
@@ -96,50 +96,50 @@ class Disk:
                 f"got nbytes={nbytes}, threads={threads}, request_bytes={request_bytes}: expected at least 0, 1 and "
                 f"{ALIGNMENT}"
             )
-        self.folder = _existing(folder)
-        self.nbytes = aligned(nbytes)
+        self.folder = _check_folder(folder)
+        self.nbytes = align(nbytes)
         fd = _create(self.folder, self.nbytes)
         self.direct = _go_direct(fd, self.nbytes)
         if not self.direct:
-            _say_buffered(self.folder)
+            _warn_of_page_cache(self.folder)
         self._placed = 0
         self._lock = threading.Lock()
         request_bytes -= request_bytes % ALIGNMENT
         self._requests = Requests(fd, self.folder, direct=self.direct, threads=threads, request_bytes=request_bytes)
         self._close = weakref.finalize(self, self._requests.close)
 
-    def place(self, nbytes: int) -> Slot:
+    def place(self, nbytes: int) -> Region:
         """A region of `nbytes` bytes for one block, on a border of `ALIGNMENT` bytes."""
         if nbytes < 0:
             raise ValueError(f"got nbytes={nbytes}: expected a size of 0 or more")
         with self._lock:
-            if self._placed + aligned(nbytes) > self.nbytes:
+            if self._placed + align(nbytes) > self.nbytes:
                 raise ValueError(
                     f"no room for {nbytes} bytes: {self._placed} of the {self.nbytes} bytes of this scratch file are "
-                    f"taken; create the Disk with the sum of aligned(n) over all its slots"
+                    f"taken; create the Disk with the sum of align(n) over all its regions"
                 )
-            slot = Slot(self._placed, nbytes)
-            self._placed += aligned(nbytes)
-        return slot
+            region = Region(self._placed, nbytes)
+            self._placed += align(nbytes)
+        return region
 
-    def buffer(self, nbytes: int) -> Tensor:
-        """Memory to read into and to write from: see `buffer`."""
-        return buffer(nbytes)
+    def make_buffer(self, nbytes: int) -> Tensor:
+        """Memory to read into and to write from: see `make_buffer`."""
+        return make_buffer(nbytes)
 
-    def read(self, slot: Slot, into: Tensor) -> Handle[Tensor]:
-        """Begin to fill `into` from the start of the slot; `wait()` gives it back filled, or raises `DiskError`."""
-        return self._begin("read", slot, into)
+    def read(self, region: Region, into: Tensor) -> Handle[Tensor]:
+        """Begin to fill `into` from the start of the region; `wait()` gives it back filled, or raises `DiskError`."""
+        return self._begin("read", region, into)
 
-    def write(self, slot: Slot, source: Tensor) -> Handle[Tensor]:
-        """Begin to write `source` to the start of the slot; it must stay as it is until `wait()` has returned."""
-        return self._begin("write", slot, source)
+    def write(self, region: Region, source: Tensor) -> Handle[Tensor]:
+        """Begin to write `source` to the start of the region; it must stay as it is until `wait()` has returned."""
+        return self._begin("write", region, source)
 
-    def _begin(self, kind: Kind, slot: Slot, tensor: Tensor) -> Handle[Tensor]:
-        if tensor.nbytes > slot.nbytes:
-            raise ValueError(f"a tensor of {tensor.nbytes} bytes was given for a slot of {slot.nbytes} bytes")
-        if slot.start < 0 or slot.start + slot.nbytes > self.nbytes:
-            raise ValueError(f"{slot} lies outside this scratch file of {self.nbytes} bytes: place() gives slots")
-        return self._requests.begin(kind, slot.start, tensor)
+    def _begin(self, kind: Kind, region: Region, tensor: Tensor) -> Handle[Tensor]:
+        if tensor.nbytes > region.nbytes:
+            raise ValueError(f"a tensor of {tensor.nbytes} bytes was given for a region of {region.nbytes} bytes")
+        if region.start < 0 or region.start + region.nbytes > self.nbytes:
+            raise ValueError(f"{region} lies outside this scratch file of {self.nbytes} bytes: place() gives regions")
+        return self._requests.begin(kind, region.start, tensor)
 
     @property
     def bytes_read(self) -> int:
@@ -161,61 +161,61 @@ class Disk:
         self._close()
 
 
-def bandwidth(folder: str | os.PathLike[str], nbytes: int = 1 << 30) -> Bandwidth:
+def measure_bandwidth(folder: str | os.PathLike[str], nbytes: int = 1 << 30) -> Bandwidth:
     """What the disk under `folder` reads and writes in a second, measured on a scratch file of `nbytes`.
 
-    >>> read, write = bandwidth(".", 1 << 20)
+    >>> read, write = measure_bandwidth(".", 1 << 20)
     >>> read > 0 and write > 0
     True
     """
-    block = min(32 << 20, max(ALIGNMENT, aligned(nbytes // 4)))
+    block = min(32 << 20, max(ALIGNMENT, align(nbytes // 4)))
     count = max(1, nbytes // block)
     disk = Disk(folder, count * block)
-    slots = [disk.place(block) for _ in range(count)]
-    buffers = [disk.buffer(block) for _ in range(min(4, count))]
+    regions = [disk.place(block) for _ in range(count)]
+    buffers = [disk.make_buffer(block) for _ in range(min(4, count))]
     try:
         for line in buffers:
             line.random_(256)  # a disk may compress
-        _seconds(disk, "write", slots, buffers)  # the first write of a block also takes it up in the file system
-        write_s = _seconds(disk, "write", slots, buffers)
+        _seconds(disk, "write", regions, buffers)  # the first write of a block also takes it up in the file system
+        write_s = _seconds(disk, "write", regions, buffers)
         if not disk.direct:
             os.posix_fadvise(disk._requests.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        read_s = _seconds(disk, "read", slots, buffers)
+        read_s = _seconds(disk, "read", regions, buffers)
     finally:
         disk.close()
     return Bandwidth(count * block / read_s, count * block / write_s)
 
 
-def mapped(folder: str | os.PathLike[str], n: int, dtype: torch.dtype) -> Tensor:
+def map_file(folder: str | os.PathLike[str], n: int, dtype: torch.dtype) -> Tensor:
     """A line of `n` elements in an unnamed file of its own: the system keeps in memory what it has room for.
 
-    >>> mapped("/tmp", 3, torch.float32)
+    >>> map_file("/tmp", 3, torch.float32)
     tensor([0., 0., 0.])
     """
     if n == 0:
         return torch.empty(0, dtype=dtype)
-    fd = _create(_existing(folder), n * dtype.itemsize)
+    fd = _create(_check_folder(folder), n * dtype.itemsize)
     try:
         return torch.frombuffer(mmap.mmap(fd, n * dtype.itemsize), dtype=dtype)
     finally:
         os.close(fd)
 
 
-def _seconds(disk: Disk, kind: Kind, slots: list[Slot], buffers: list[Tensor]) -> float:
-    """Read or write all slots, as many at a time as there are buffers."""
+def _seconds(disk: Disk, kind: Kind, regions: list[Region], buffers: list[Tensor]) -> float:
+    """Read or write all regions, as many at a time as there are buffers."""
     start = time.perf_counter()
     move = disk.read if kind == "read" else disk.write
     handles: list[Handle[Tensor]] = []
-    for i, slot in enumerate(slots):
+    for i, region in enumerate(regions):
         if i >= len(buffers):
             handles[i - len(buffers)].wait()
-        handles.append(move(slot, buffers[i % len(buffers)]))
+        handles.append(move(region, buffers[i % len(buffers)]))
     for handle in handles:
         handle.wait()
     return time.perf_counter() - start
 
 
-def _existing(folder: str | os.PathLike[str]) -> str:
+def _check_folder(folder: str | os.PathLike[str]) -> str:
     path = Path(folder).absolute()
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder: give a folder that exists, on the disk to be used")
@@ -225,7 +225,7 @@ def _existing(folder: str | os.PathLike[str]) -> str:
 def _create(folder: str, nbytes: int) -> int:
     """An open file without a name, `nbytes` long, its space taken."""
     try:
-        fd = _unnamed(folder)
+        fd = _open_unnamed(folder)
     except OSError as error:
         what = f"no scratch file can be created in {folder}: {error.strerror}; use a folder that may be written to"
         raise DiskError(error.errno or errno.EIO, what) from error
@@ -237,7 +237,7 @@ def _create(folder: str, nbytes: int) -> int:
     return fd
 
 
-def _unnamed(folder: str) -> int:
+def _open_unnamed(folder: str) -> int:
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
     except OSError as error:
@@ -277,19 +277,19 @@ def _go_direct(fd: int, nbytes: int) -> bool:
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
         if nbytes:
-            os.preadv(fd, [memory_of(buffer(ALIGNMENT))], 0)
+            os.preadv(fd, [view_bytes(make_buffer(ALIGNMENT))], 0)
     except (OSError, AttributeError):
         fcntl.fcntl(fd, fcntl.F_SETFL, flags)
         return False
     return True
 
 
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
-def _say_buffered(folder: str) -> None:
-    if folder not in _told:
-        _told.add(folder)
+def _warn_of_page_cache(folder: str) -> None:
+    if folder not in _warned:
+        _warned.add(folder)
         warnings.warn(
             f"{folder} refuses direct I/O: its scratch file passes through the page cache, which is slower",
             stacklevel=3,

@@ -1,77 +1,183 @@
-"""One step of the user's optimizer on tensors that lie on the device: torch's fused kernels, or the optimizer's own."""
+"""The inner loop of a fused step, tile by tile: cast the gradient, step, round the moments, cast the new values out.
+
+The function is plain Python that TorchScript can also compile: then it runs without Python's lock, so that several
+threads step at once and the program's own thread is not held up. Where TorchScript is missing it runs as it is.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import warnings
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from unisono.offload.optimizers import FusedAdagrad, FusedAdam, FusedSGD, Lines, Own, Rule, Scalars, Settings, rule_for
+from unisono.kernels.noise import noise
+
+_PERIOD = 1 << 14  # random numbers for rounding: all elements use them in turn, from a place that changes every step
+ADAM, ADAMW, SGD, ADAGRAD = 0, 1, 2, 3
 
 
-def device_rule(optimizer: torch.optim.Optimizer) -> Rule:
-    """The rule that steps on the device; torch's fused Adagrad is for the CPU alone."""
-    rule = rule_for(optimizer)
-    return Own(optimizer) if isinstance(rule, FusedAdagrad) else rule
-
-
-def apply(
-    rule: Rule,
-    group: Settings,
-    scalars: Scalars,
-    *,
+def step_tiles(
+    kind: int,
+    numbers: list[float],
+    flags: list[bool],
+    step: Tensor,
     fresh: bool,
-    params: list[Tensor],
-    grads: list[Tensor],
-    lines: Lines,
-) -> Scalars:
-    """Step the tensors in place, all of them in one call; returns the scalars after it.
+    first: list[float],
+    spans: list[int],
+    master: Tensor,
+    gradient: Tensor,
+    scale: float,
+    lines: list[Tensor],
+    out: Tensor | None,
+    scratch: list[Tensor],
+    bits: list[Tensor],
+    table: Tensor,
+    places: list[int],
+    tile: int,
+    held: list[Tensor],
+) -> int:
+    """Step elements of `master` and of the state `lines` in place, with those of `gradient`; all are of one length.
 
-    >>> adamw = torch.optim.AdamW([torch.zeros(1)], lr=0.5, weight_decay=0.0)
-    >>> rule, x, m, v = rule_for(adamw), torch.zeros(2), torch.zeros(2), torch.zeros(2)
-    >>> settings, lines = adamw.param_groups[0], {"exp_avg": [m], "exp_avg_sq": [v]}
-    >>> _ = apply(rule, settings, rule.advance(None), fresh=True, params=[x], grads=[torch.ones(2)], lines=lines)
-    >>> [round(value, 6) for value in x.tolist()]
-    [-0.5, -0.5]
+    spans: which elements, as start, stop, start, stop, ...
+    numbers: learning rate, weight decay, then those of the kind (see `call_kernel`). flags: maximize, then the kind's.
+    first: what lines hold before the first step (`fresh`). scratch: memory of `tile` elements in the precision of
+    master, for the gradient and for each line; `bits`: that of the lines as int32. Lines in bfloat16 are computed with
+    there and rounded back; `places`: where each begins in `table`. held: a list of one tensor; TorchScript takes a call
+    that changes only lists made in the function itself for one without effect, and drops it.
     """
-    if isinstance(rule, FusedAdam):
-        _adam(group, scalars, params, grads, lines)
-    elif isinstance(rule, FusedSGD):
-        _sgd(group, fresh, params, grads, lines)
-    else:
-        assert isinstance(rule, Own), f"no way to step {type(rule).__name__} on the device"
-        return rule.apply(group, scalars, fresh, params, grads, lines)
-    return scalars
+    done = 0
+    for k in range(len(spans) // 2):
+        at = spans[2 * k]
+        while at < spans[2 * k + 1]:
+            end = min(at + tile, spans[2 * k + 1])
+            size = end - at
+            p = master[at:end]
+            g = gradient[at:end]
+            if g.dtype != p.dtype or scale != 1.0:
+                g = scratch[0][:size]
+                g.copy_(gradient[at:end])
+                if scale != 1.0:
+                    g.mul_(scale)
+            state: list[Tensor] = []
+            for i in range(len(lines)):
+                line = lines[i][at:end]
+                if line.dtype != p.dtype:
+                    line = scratch[i + 1][:size]
+                    line.copy_(lines[i][at:end])
+                if fresh:
+                    line.fill_(first[i])
+                state.append(line)
+            held[0] = p
+            call_kernel(kind, numbers, flags, step, fresh, held, g, state)
+            for i in range(len(lines)):
+                if lines[i].dtype != p.dtype:
+                    round_bits(bits[i][:size], table, places[i] + at)
+                    lines[i][at:end].copy_(state[i])
+            if out is not None:
+                out[at:end].copy_(p)
+            done += size
+            at = end
+    return done
 
 
-def _adam(group: Settings, scalars: Scalars, params: list[Tensor], grads: list[Tensor], lines: Lines) -> None:
-    fused: Any = torch._fused_adamw_ if group.get("decoupled_weight_decay") else torch._fused_adam_
-    # The kernel reads the count of steps on the device; it is written by a kernel, a copy would wait for the host.
-    step = torch.full((), float(scalars["step"]), device=params[0].device)
-    fused(
-        *(params, grads, lines["exp_avg"], lines["exp_avg_sq"], lines.get("max_exp_avg_sq", [])),
-        [step] * len(params),
-        lr=float(group["lr"]),
-        beta1=float(group["betas"][0]),
-        beta2=float(group["betas"][1]),
-        weight_decay=float(group["weight_decay"]),
-        eps=float(group["eps"]),
-        amsgrad=group["amsgrad"],
-        maximize=group["maximize"],
-    )
+def call_kernel(
+    kind: int,
+    numbers: list[float],
+    flags: list[bool],
+    step: Tensor,
+    fresh: bool,
+    held: list[Tensor],
+    g: Tensor,
+    state: list[Tensor],
+) -> None:
+    """One call of a fused kernel on the values in `held`; the other arguments are those of `step_tiles`."""
+    lr, decay, maximize = numbers[0], numbers[1], flags[0]
+    if kind == 0:  # beta1, beta2, eps; amsgrad
+        torch._fused_adam_(
+            held, [g], state[0:1], state[1:2], state[2:3], [step], lr=lr, beta1=numbers[2], beta2=numbers[3],
+            weight_decay=decay, eps=numbers[4], amsgrad=flags[1], maximize=maximize,
+        )  # fmt: skip
+    elif kind == 1:
+        torch._fused_adamw_(
+            held, [g], state[0:1], state[1:2], state[2:3], [step], lr=lr, beta1=numbers[2], beta2=numbers[3],
+            weight_decay=decay, eps=numbers[4], amsgrad=flags[1], maximize=maximize,
+        )  # fmt: skip
+    elif kind == 2:  # momentum, dampening; nesterov
+        torch._fused_sgd_(
+            held, [g], state, weight_decay=decay, momentum=numbers[2], lr=lr, dampening=numbers[3], nesterov=flags[1],
+            maximize=maximize, is_first_step=fresh and len(state) > 0,
+        )  # fmt: skip
+    else:  # decay of the learning rate, eps
+        torch._fused_adagrad_(
+            held, [g], state, [step], lr=lr, lr_decay=numbers[2], weight_decay=decay, eps=numbers[3], maximize=maximize
+        )  # fmt: skip
 
 
-def _sgd(group: Settings, fresh: bool, params: list[Tensor], grads: list[Tensor], lines: Lines) -> None:
-    torch._fused_sgd_(
-        params,
-        grads,
-        lines.get("momentum_buffer", []),
-        weight_decay=float(group["weight_decay"]),
-        momentum=float(group["momentum"]),
-        lr=float(group["lr"]),
-        dampening=float(group["dampening"]),
-        nesterov=group["nesterov"],
-        maximize=group["maximize"],
-        is_first_step=fresh and group["momentum"] != 0,
-    )
+def round_bits(bits: Tensor, table: Tensor, place: int) -> None:
+    """Round float32 numbers, given as their bits, to numbers that fit in bfloat16.
+
+    A random number under 2^16 is added to the bits and the lower half is cut off: so a number is rounded up with the
+    probability that is right on average. `table` holds the random numbers, twice in a row.
+    """
+    period = table.numel() // 2
+    place = place % period
+    added = table[place : place + period]
+    n = bits.numel()
+    rows = n // period * period
+    if rows > 0:
+        bits[:rows].view(-1, period).add_(added)
+    if rows < n:
+        bits[rows:].add_(added[: n - rows])
+    bits.bitwise_and_(-65536)
+
+
+class Rounding:
+    """Random numbers with which float32 numbers are rounded to bfloat16, up or down in proportion.
+
+    Rounded to nearest, an average whose change is under 1/512 of itself stands still: Adam's second moment would never
+    decay at beta2 = 0.999. Rounded at random, it is right on average. Numbers that fit in bfloat16 stay as they are.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._seed = seed
+        order = torch.randperm(_PERIOD, generator=torch.Generator().manual_seed(seed)).to(torch.int32)
+        self.table = (order * (65536 // _PERIOD) + 65536 // _PERIOD // 2).repeat(2).to(device)
+
+    def find_place(self, step: int, block: int, stream: int) -> int:
+        """Where in the table the first element of a block begins, for one of its lines in one step."""
+        return noise(self._seed, step, bucket=block, stream=stream).shift % _PERIOD
+
+
+@functools.cache
+def compile_step_tiles() -> Callable[..., int]:
+    """`step_tiles` by TorchScript; as it is where that fails or gives other results, in PyTorch's versions to come."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # TorchScript is on its way out of PyTorch
+            script: Callable[..., int] = torch.jit.script(step_tiles)
+        same = all(agrees(script, kind) for kind in (ADAM, ADAMW, SGD, ADAGRAD) for _ in range(3))
+    except Exception:
+        return step_tiles
+    return script if same else step_tiles
+
+
+def agrees(other: Callable[..., int], kind: int) -> bool:
+    """Whether another form of `step_tiles` steps a few numbers exactly as it does."""
+    results = []
+    for form in (step_tiles, other):
+        values = torch.linspace(-1.0, 1.0, 40)
+        out = torch.zeros(40, dtype=torch.bfloat16)
+        lines = [values.abs().to(torch.bfloat16) for _ in range(1 if kind >= SGD else 2)]
+        scratch = [torch.empty(16) for _ in range(3)]
+        bits = [line.view(torch.int32) for line in scratch[1:]]
+        numbers, flags = [0.1, 0.1, 0.5, 0.5, 0.1], [False, False]
+        arguments = (kind, numbers, flags, torch.tensor(3.0), False, [0.0, 0.0])
+        table = torch.arange(64, dtype=torch.int32) * 1000
+        given = ([0, 20, 24, 40], values, values.to(torch.bfloat16), 0.5, lines, out)
+        with torch.no_grad():
+            form(*arguments, *given, scratch, bits, table, [3, 5], 16, [values])
+        results.append([values, out, *lines])
+    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))

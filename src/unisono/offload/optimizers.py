@@ -6,6 +6,7 @@ a copy of itself that holds the pieces as its parameters.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unisono.offload.strips import ADAGRAD, ADAM, ADAMW, SGD
+from unisono.offload.fused import ADAGRAD, ADAM, ADAMW, SGD
 
 Settings = Mapping[str, Any]  # one param group without its parameters
 Scalars = Mapping[str, Any]  # what the optimizer keeps once for a parameter, such as "step"
@@ -27,93 +28,154 @@ _REFUSED = {
 }
 
 
-class Kept(NamedTuple):
+class StateSpec(NamedTuple):
     """What an optimizer keeps for a parameter: lines of its shape with their first value, and single values."""
 
     lines: Mapping[str, float]
     scalars: tuple[str, ...]
 
 
-class Rule:
-    """What an optimizer keeps, and how its scalars change. `Fused` and `Own` are how a step is made."""
-
-    def kept(self, group: Settings) -> Kept:
-        """What is kept for the parameters of a group."""
-        raise NotImplementedError
-
-    def advance(self, scalars: Scalars | None) -> Scalars:
-        """The scalars that every call of one step gets; `scalars` are those so far, None before the first step."""
-        return scalars or {}
-
-    def scalars(self, given: Mapping[str, Any]) -> Scalars:
-        """Scalars from a checkpoint, in the form that the optimizer keeps them in."""
-        return dict(given)
-
-
-class Call(NamedTuple):
-    """A fused kernel and its settings, as `unisono.offload.strips.strip` takes them."""
+class KernelCall(NamedTuple):
+    """A fused kernel and its settings, as `unisono.offload.fused.step_tiles` takes them."""
 
     kind: int
     numbers: list[float]
     flags: list[bool]
 
 
-class Fused(Rule):
-    """An optimizer that has a fused kernel."""
+class Rule(ABC):
+    """What an optimizer keeps, and how it steps."""
 
-    def call(self, group: Settings) -> Call:
-        """The kernel for a group."""
+    has_kernel = False  # a fused one on the CPU: see `find_kernel`
+
+    @abstractmethod
+    def find_state(self, group: Settings) -> StateSpec:
+        """What is kept for the parameters of a group."""
+
+    def advance(self, scalars: Scalars | None) -> Scalars:
+        """The scalars that every call of one step gets; `scalars` are those so far, None before the first step."""
+        return scalars or {}
+
+    def read_scalars(self, given: Mapping[str, Any]) -> Scalars:
+        """Scalars from a checkpoint, in the form that the optimizer keeps them in."""
+        return dict(given)
+
+    def find_kernel(self, group: Settings) -> KernelCall:
+        """The fused kernel for a group, where there is one."""
+        raise NotImplementedError
+
+    def on_device(self, optimizer: torch.optim.Optimizer) -> Rule:
+        """The rule with which the same optimizer is stepped on a device."""
+        return self
+
+    def apply(
+        self, group: Settings, scalars: Scalars, fresh: bool, params: list[Tensor], grads: list[Tensor], lines: Lines
+    ) -> Scalars:
+        """Step pieces in place, all of them in one call; returns the scalars after it.
+
+        `fresh` pieces have no state yet, and lines that hold the first values.
+
+        >>> adamw = torch.optim.AdamW([torch.zeros(1)], lr=0.5, weight_decay=0.0)
+        >>> rule, x, m, v = make_rule(adamw), torch.zeros(2), torch.zeros(2), torch.zeros(2)
+        >>> settings, lines = adamw.param_groups[0], {"exp_avg": [m], "exp_avg_sq": [v]}
+        >>> _ = rule.apply(settings, rule.advance(None), True, [x], [torch.ones(2)], lines)
+        >>> [round(value, 6) for value in x.tolist()]
+        [-0.5, -0.5]
+        """
         raise NotImplementedError
 
 
-class _Counted(Fused):
+class _FusedRule(Rule):
+    has_kernel = True
+
+
+class _CountingRule(_FusedRule):
     def advance(self, scalars: Scalars | None) -> Scalars:
         return {"step": torch.tensor(0.0 if scalars is None else float(scalars["step"])).add_(1)}
 
-    def scalars(self, given: Mapping[str, Any]) -> Scalars:
+    def read_scalars(self, given: Mapping[str, Any]) -> Scalars:
         return {"step": torch.tensor(float(given["step"]))}
 
 
-class FusedAdam(_Counted):
+class FusedAdam(_CountingRule):
     """Adam and AdamW."""
 
-    def kept(self, group: Settings) -> Kept:
+    def find_state(self, group: Settings) -> StateSpec:
         names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
-        return Kept(dict.fromkeys(names, 0.0), ("step",))
+        return StateSpec(dict.fromkeys(names, 0.0), ("step",))
 
-    def call(self, group: Settings) -> Call:
+    def find_kernel(self, group: Settings) -> KernelCall:
         kind = ADAMW if group.get("decoupled_weight_decay") else ADAM
         numbers = _floats(group["lr"], group["weight_decay"], *group["betas"], group["eps"])
-        return Call(kind, numbers, [group["maximize"], group["amsgrad"]])
+        return KernelCall(kind, numbers, [group["maximize"], group["amsgrad"]])
+
+    def apply(
+        self, group: Settings, scalars: Scalars, fresh: bool, params: list[Tensor], grads: list[Tensor], lines: Lines
+    ) -> Scalars:
+        fused: Any = torch._fused_adamw_ if group.get("decoupled_weight_decay") else torch._fused_adam_
+        # The kernel reads the count of steps on the device; it is written by a kernel, a copy would wait for the host.
+        step = torch.full((), float(scalars["step"]), device=params[0].device)
+        fused(
+            *(params, grads, lines["exp_avg"], lines["exp_avg_sq"], lines.get("max_exp_avg_sq", [])),
+            [step] * len(params),
+            lr=float(group["lr"]),
+            beta1=float(group["betas"][0]),
+            beta2=float(group["betas"][1]),
+            weight_decay=float(group["weight_decay"]),
+            eps=float(group["eps"]),
+            amsgrad=group["amsgrad"],
+            maximize=group["maximize"],
+        )
+        return scalars
 
 
-class FusedSGD(Fused):
+class FusedSGD(_FusedRule):
     """SGD; its momentum begins as the first gradient."""
 
-    def kept(self, group: Settings) -> Kept:
-        return Kept({"momentum_buffer": 0.0} if group["momentum"] else {}, ())
+    def find_state(self, group: Settings) -> StateSpec:
+        return StateSpec({"momentum_buffer": 0.0} if group["momentum"] else {}, ())
 
-    def call(self, group: Settings) -> Call:
+    def find_kernel(self, group: Settings) -> KernelCall:
         numbers = _floats(group["lr"], group["weight_decay"], group["momentum"], group["dampening"])
-        return Call(SGD, numbers, [group["maximize"], group["nesterov"]])
+        return KernelCall(SGD, numbers, [group["maximize"], group["nesterov"]])
+
+    def apply(
+        self, group: Settings, scalars: Scalars, fresh: bool, params: list[Tensor], grads: list[Tensor], lines: Lines
+    ) -> Scalars:
+        torch._fused_sgd_(
+            params,
+            grads,
+            lines.get("momentum_buffer", []),
+            weight_decay=float(group["weight_decay"]),
+            momentum=float(group["momentum"]),
+            lr=float(group["lr"]),
+            dampening=float(group["dampening"]),
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+            is_first_step=fresh and group["momentum"] != 0,
+        )
+        return scalars
 
 
-class FusedAdagrad(_Counted):
+class FusedAdagrad(_CountingRule):
     """Adagrad."""
 
-    def kept(self, group: Settings) -> Kept:
-        return Kept({"sum": float(group["initial_accumulator_value"])}, ("step",))
+    def find_state(self, group: Settings) -> StateSpec:
+        return StateSpec({"sum": float(group["initial_accumulator_value"])}, ("step",))
 
-    def call(self, group: Settings) -> Call:
+    def find_kernel(self, group: Settings) -> KernelCall:
         numbers = _floats(group["lr"], group["weight_decay"], group["lr_decay"], group["eps"])
-        return Call(ADAGRAD, numbers, [group["maximize"]])
+        return KernelCall(ADAGRAD, numbers, [group["maximize"]])
+
+    def on_device(self, optimizer: torch.optim.Optimizer) -> Rule:
+        return OwnRule(optimizer)  # torch's fused Adagrad is for the CPU alone
 
 
 def _floats(*values: float | Tensor) -> list[float]:
     return [float(value) for value in values]
 
 
-class Own(Rule):
+class OwnRule(Rule):
     """Any elementwise optimizer, by its own `step`. What it keeps is found by trying it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -122,23 +184,22 @@ class Own(Rule):
         self._step: Any = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
         self._class = type(optimizer)
         self._attributes = {k: v for k, v in vars(optimizer).items() if k not in ("state", "param_groups", "step")}
-        self._found: dict[tuple[Any, ...], Kept] = {}
+        self._found: dict[tuple[Any, ...], StateSpec] = {}
 
-    def kept(self, group: Settings) -> Kept:
+    def find_state(self, group: Settings) -> StateSpec:
         key = tuple((k, v) for k, v in sorted(group.items()) if isinstance(v, (bool, str)) or v is None or v == 0)
         if key not in self._found:
-            self._found[key] = _tried(self, group)
+            self._found[key] = _try(self, group)
         return self._found[key]
 
     def apply(
         self, group: Settings, scalars: Scalars, fresh: bool, params: list[Tensor], grads: list[Tensor], lines: Lines
     ) -> Scalars:
-        """Step pieces in place; returns the scalars after it. `fresh` pieces have no state yet."""
         leaves = [torch.nn.Parameter(p, requires_grad=False) for p in params]
         states: list[dict[str, Any]] = []
         for i, (leaf, grad) in enumerate(zip(leaves, grads, strict=True)):
             leaf.grad = grad
-            opening = self.opening(group, leaf) if fresh else _copied(scalars)
+            opening = self.first_state(group, leaf) if fresh else _copy(scalars)
             states.append(opening if fresh else {**opening, **{name: line[i] for name, line in lines.items()}})
         self.step(group, leaves, states)
         for i, (param, leaf, state) in enumerate(zip(params, leaves, states, strict=True)):
@@ -150,7 +211,7 @@ class Own(Rule):
                     line[i].copy_(value)
         return {k: v for k, v in states[0].items() if k not in lines}
 
-    def opening(self, group: Settings, leaf: Tensor) -> dict[str, Any]:
+    def first_state(self, group: Settings, leaf: Tensor) -> dict[str, Any]:
         """The state that the optimizer gives a parameter as it is constructed: mostly none."""
         try:
             new = self._class([{**group, "params": [leaf]}], **self._attributes["defaults"])
@@ -174,7 +235,7 @@ class Own(Rule):
         return vars(twin)
 
 
-_FUSED: dict[type[torch.optim.Optimizer], tuple[type[Fused], tuple[str, ...]]] = {
+_FUSED: dict[type[torch.optim.Optimizer], tuple[type[_FusedRule], tuple[str, ...]]] = {
     torch.optim.Adam: (FusedAdam, ("_fused_adam_", "_fused_adamw_")),
     torch.optim.AdamW: (FusedAdam, ("_fused_adam_", "_fused_adamw_")),
     torch.optim.SGD: (FusedSGD, ("_fused_sgd_",)),
@@ -182,11 +243,11 @@ _FUSED: dict[type[torch.optim.Optimizer], tuple[type[Fused], tuple[str, ...]]] =
 }
 
 
-def rule_for(optimizer: torch.optim.Optimizer) -> Rule:
+def make_rule(optimizer: torch.optim.Optimizer) -> Rule:
     """How to step pieces of the parameters of `optimizer`.
 
     >>> adam = torch.optim.AdamW([torch.zeros(3)])
-    >>> list(rule_for(adam).kept(adam.param_groups[0]).lines)
+    >>> list(make_rule(adam).find_state(adam.param_groups[0]).lines)
     ['exp_avg', 'exp_avg_sq']
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -194,28 +255,28 @@ def rule_for(optimizer: torch.optim.Optimizer) -> Rule:
     name = type(optimizer).__name__
     for base in type(optimizer).__mro__:
         if base.__name__ in _REFUSED and base.__module__.startswith("torch."):
-            raise _not_elementwise(name, _REFUSED[base.__name__])
+            raise _make_refusal(name, _REFUSED[base.__name__])
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(f"{name}(differentiable=True) keeps a graph of its steps: set differentiable=False")
     rule, kernels = _FUSED.get(type(optimizer), (None, ()))
     if rule is not None and all(hasattr(torch, kernel) for kernel in kernels):
         return rule()
-    own = Own(optimizer)
+    own = OwnRule(optimizer)
     for group in optimizer.param_groups:
-        own.kept(settings_of(group))
+        own.find_state(read_settings(group))
     return own
 
 
-def settings_of(group: Mapping[str, Any]) -> Settings:
+def read_settings(group: Mapping[str, Any]) -> Settings:
     """A param group's settings as they are now."""
     return {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
 
 
-def _copied(scalars: Scalars) -> dict[str, Any]:
+def _copy(scalars: Scalars) -> dict[str, Any]:
     return {k: v.clone() if isinstance(v, Tensor) else v for k, v in scalars.items()}
 
 
-def _not_elementwise(name: str, reason: str) -> ValueError:
+def _make_refusal(name: str, reason: str) -> ValueError:
     return ValueError(
         f"{name} cannot be stepped in pieces on the host: {reason}. Use an optimizer that treats every element alone "
         f"(AdamW, SGD, ...), or keep the optimizer on the device and whole"
@@ -225,7 +286,7 @@ def _not_elementwise(name: str, reason: str) -> ValueError:
 _SHAPE, _CUT = (4, 6), 7  # a small matrix, and where its line is cut in two
 
 
-def _tried(rule: Own, group: Settings) -> Kept:
+def _try(rule: OwnRule, group: Settings) -> StateSpec:
     """Step a small matrix, and the same numbers as two lines: the results must agree. Returns what was kept."""
     name = rule._class.__name__
     generator = torch.Generator().manual_seed(0)
@@ -233,35 +294,33 @@ def _tried(rule: Own, group: Settings) -> Kept:
     grads = [torch.randn(_SHAPE, generator=generator, dtype=torch.float64) * size for size in (1.0, 100.0, 0.01)]
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
-            whole, kept = _trajectory(rule, group, start, grads)
+            whole, kept = _run_steps(rule, group, start, grads)
             line = start.flatten()
             lines = [g.flatten() for g in grads]
-            first, _ = _trajectory(rule, group, line[:_CUT], [g[:_CUT] for g in lines])
-            second, _ = _trajectory(rule, group, line[_CUT:], [g[_CUT:] for g in lines])
+            first, _ = _run_steps(rule, group, line[:_CUT], [g[:_CUT] for g in lines])
+            second, _ = _run_steps(rule, group, line[_CUT:], [g[_CUT:] for g in lines])
         except ValueError:
             raise
         except Exception as error:
-            raise _not_elementwise(
-                name, f"a try on a small matrix failed with {type(error).__name__}: {error}"
-            ) from error
+            raise _make_refusal(name, f"a try on a small matrix failed with {type(error).__name__}: {error}") from error
     if not torch.allclose(whole.flatten(), torch.cat([first, second]), rtol=1e-9, atol=1e-12):
-        raise _not_elementwise(name, "a small matrix stepped whole and in two pieces came out differently")
+        raise _make_refusal(name, "a small matrix stepped whole and in two pieces came out differently")
     return kept
 
 
-def _trajectory(rule: Own, group: Settings, start: Tensor, grads: Sequence[Tensor]) -> tuple[Tensor, Kept]:
+def _run_steps(rule: OwnRule, group: Settings, start: Tensor, grads: Sequence[Tensor]) -> tuple[Tensor, StateSpec]:
     leaf = torch.nn.Parameter(start.clone(), requires_grad=False)
-    state = rule.opening(group, leaf)
-    opening = _copied(state)
-    before = _numbers(rule._attributes)
+    state = rule.first_state(group, leaf)
+    opening = _copy(state)
+    before = _find_numbers(rule._attributes)
     for grad in grads:
         leaf.grad = grad.clone()
         given = dict(group)
         after = rule.step(given, [leaf], [state])
-        if _numbers(after) != before or _numbers(after["param_groups"][0]) != _numbers(group):
-            raise _not_elementwise(rule._class.__name__, "it changes its own settings as it steps")
+        if _find_numbers(after) != before or _find_numbers(after["param_groups"][0]) != _find_numbers(group):
+            raise _make_refusal(rule._class.__name__, "it changes its own settings as it steps")
     lines = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == leaf.shape}
-    return leaf.detach(), Kept(
+    return leaf.detach(), StateSpec(
         {k: _first_value(opening.get(k)) for k in lines}, tuple(k for k in state if k not in lines)
     )
 
@@ -270,7 +329,7 @@ def _first_value(line: Tensor | None) -> float:
     return 0.0 if line is None else float(line.flatten()[0])
 
 
-def _numbers(attributes: Mapping[str, Any]) -> dict[str, Any]:
+def _find_numbers(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers among some attributes, to see whether they change."""
     found = {}
     for key, value in attributes.items():

@@ -3,8 +3,8 @@
 ZeRO-Offload (Ren et al., 2021, arXiv:2101.06840). In one step:
 
   offer   the gradient of a unit goes to pinned host memory, on a queue of its own, while backward goes on
-  step    the update begins, in forward order: the CPU steps its parts in a background thread and their new values go
-          back on another queue, while other parts pass through the device (see `device.py`); this returns at once
+  step    the update begins, in forward order: the CPU steps its blocks in a background thread and their new values go
+          back on another queue, while other blocks pass through the device (see `device.py`); this returns at once
   wait    the next forward waits for the units one by one, as it comes to them
 
 With a delayed update (the paper's one-step delay) a step's gradients are applied while the next step computes.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -23,18 +23,63 @@ import torch
 from torch import Tensor
 
 from unisono.background import SerialQueue
-from unisono.offload.device import SLOTS, DeviceLanes, Ranges, Scale
+from unisono.offload.blocks import Block, Run, Shard
+from unisono.offload.device import STAGING_BUFFERS, DeviceStepper, Ranges, Scale
 from unisono.offload.disk import Disk
-from unisono.offload.lines import Access, HostPart, Line, Unit, master_dtype
-from unisono.offload.plan import PART, clip, clip_ranges, cut, gaps, staged_share
-from unisono.offload.segments import Run
-from unisono.offload.stepper import Block, Stepper, StepSettings
-from unisono.offload.streams import Immediate, Mark, Slab, Streams, copied, streams_of
+from unisono.offload.plan import BLOCK_ELEMENTS, clip, cut, find_gaps, staged_share
+from unisono.offload.stepper import Stepper, StepSettings
+from unisono.offload.streams import CudaStreams, Mark, Queue, Slab, Streams, copy_to
 
 _CLOSE_S = 60.0
-_AT_ONCE = 2  # parts that the CPU works on: threads that are done with one go on with the next
+_AT_ONCE = 2  # blocks that the CPU works on: threads that are done with one go on with the next
 
-__all__ = ["Line", "Pipeline", "Run"]
+__all__ = ["HostStreams", "Pipeline", "Run", "Shard", "clip_ranges"]
+
+
+class ReachedMark:
+    """A mark that is reached."""
+
+    def hold(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+
+class HostStreams:
+    """The queues of a CPU: work is done when it is given.
+
+    >>> HostStreams(torch.device("cpu")).queue().run(lambda: print("done")).wait()
+    done
+    """
+
+    immediate = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def queue(self) -> Queue:
+        return self
+
+    def now(self) -> Mark:
+        return ReachedMark()
+
+    def lend(self, tensor: Tensor, queue: Queue) -> None: ...
+
+    def run(self, work: Callable[[], Any], after: Iterable[Mark] = ()) -> Mark:
+        for mark in after:
+            mark.wait()
+        work()
+        return ReachedMark()
+
+
+@dataclass
+class _Transit:
+    """The memory in which the gradient of a unit and its new values are on their way; a delayed update has it twice."""
+
+    border: int  # the CPU steps the elements before it, the device the others
+    sent: list[Tensor]  # on the host: gradients, then the new values
+    values: list[Tensor]  # on the host: the new values; `sent` where the dtype is the same
+    kept: list[Tensor]  # on the device: the gradient of what is stepped there
+    shadow: Tensor | None  # new values that wait for the end of the step
 
 
 @dataclass
@@ -51,23 +96,23 @@ class _Update:
     scale_read: Mark
     marks: dict[int, list[Mark]]
     ready: dict[int, threading.Event]
-    at: int = 0  # the next of the CPU's parts
+    at: int = 0  # the next of the CPU's blocks
     ended: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
 
 
 class Pipeline:
-    """Steps the optimizer over lines whose state is on the host, on disk or, for some, on the device.
+    """Steps the optimizer over shards whose state is on the host, on disk or, for some, on the device.
 
-    `resident`: units whose state is on the device. `gpu_lane`: whether the GPU helps to step what is on the host (a
+    `resident`: units whose state is on the device. `gpu_share`: whether the GPU helps to step what is on the host (a
     number: its share of it). The same settings step every element in the same place, so a resumed run repeats itself.
     `gradients`: the dtype in which gradients are kept until they are used, that of `compute` by default.
-    `lines`: those of a list lose their `master` as it is taken over, so that both need not be in memory at once.
+    `shards` lose their `master` as it is taken over, so that both need not be in memory at once.
     `delayed`: `step` may delay. An error of the background thread is raised by the next call of any kind.
 
     >>> compute = torch.zeros(4, dtype=torch.bfloat16)
     >>> optimizer = torch.optim.SGD([torch.zeros(4)], lr=0.5)
-    >>> pipeline = Pipeline(optimizer, [Line(compute, [Run(0, 4, 0)])], device=torch.device("cpu"))
+    >>> pipeline = Pipeline(optimizer, [Shard(compute, [Run(0, 4, 0)])], device=torch.device("cpu"))
     >>> _ = pipeline.offer(0, torch.ones(4, dtype=torch.bfloat16))
     >>> pipeline.step(scale=2.0)
     >>> pipeline.wait(0)
@@ -79,7 +124,7 @@ class Pipeline:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        lines: Sequence[Line],
+        shards: Sequence[Shard],
         *,
         device: torch.device,
         moments: torch.dtype = torch.float32,
@@ -87,103 +132,102 @@ class Pipeline:
         disk: Disk | None = None,
         delayed: bool = False,
         resident: AbstractSet[int] = frozenset(),
-        gpu_lane: bool | float = True,
+        gpu_share: bool | float = True,
         threads: int | None = None,
         engine: Literal["threads", "omp"] = "threads",
-        part: int = PART,
-        slots: int = SLOTS,
+        block: int = BLOCK_ELEMENTS,
+        buffers: int = STAGING_BUFFERS,
         streams: Streams | None = None,
     ) -> None:
-        self.streams = streams or streams_of(device)
-        self.optimizer, self.delayed = optimizer, delayed
-        self._direct = isinstance(self.streams, Immediate)  # new values need no copy of their own
-        self._down, self._up = self.streams.queue(), self.streams.queue()
         cuda = device.type == "cuda"
+        self.streams = streams or (CudaStreams(device) if cuda else HostStreams(device))
+        self.optimizer, self.delayed = optimizer, delayed
+        self._down, self._up = self.streams.queue(), self.streams.queue()
         threads = threads or max(1, torch.get_num_threads() - cuda)  # one core launches the GPU's kernels
-        share = gpu_lane if not isinstance(gpu_lane, bool) else staged_share(threads) if gpu_lane and cuda else 0.0
+        share = gpu_share if not isinstance(gpu_share, bool) else staged_share(threads) if gpu_share and cuda else 0.0
         if not 0 <= share <= 1:
-            raise ValueError(f"gpu_lane is True, False or a share from 0 to 1, got {gpu_lane!r}")
-        disks = {u for u, line in enumerate(lines) if line.home == "disk"}
-        parts = cut([line.compute.numel() for line in lines], share=share, resident=resident, disk=disks, part=part)
-        self.parts = parts
-        self._stepper = Stepper(optimizer, moments=moments, disk=disk, threads=threads, engine=engine)
-        self._device = self._on_device(optimizer, lines, moments, slots)
-        self._units = [Unit(line.compute, 0) for line in lines]
-        self._host: list[HostPart] = []
-        self._take_parts(lines)
-        self._take_memory(gradients)
+            raise ValueError(f"gpu_share is True, False or a share from 0 to 1, got {gpu_share!r}")
+        disks = {u for u, shard in enumerate(shards) if shard.home == "disk"}
+        spans = cut([shard.length for shard in shards], share=share, resident=resident, disk=disks, block=block)
+        self.stepper = Stepper(optimizer, moments=moments, disk=disk, threads=threads, engine=engine)
+        self._shards = list(shards)
+        self._make_blocks(spans, moments, buffers)
+        self._transits = self._make_transits(gradients)
         self._square = torch.zeros((), dtype=torch.float64, device=device)
         self._arrived: dict[int, Mark] = {}
         self._count = 0
         self._update: _Update | None = None
         self._lane = SerialQueue("unisono-offload")
-        self._access = Access(self._units, self._stepper, self._device)
         self.streams.now().wait()  # what the current stream has filled so far is used in other queues
 
     # Making it --------------------------------------------------------------------------------------------
 
-    def _on_device(
-        self, optimizer: torch.optim.Optimizer, lines: Sequence[Line], moments: torch.dtype, slots: int
-    ) -> DeviceLanes:
-        chosen = [
-            (part, clip(lines[part.unit].runs, part.start, part.stop), master_dtype(lines[part.unit]))
-            for part in self.parts
-            if part.lane in ("staged", "resident")
+    def _make_blocks(self, spans: Sequence[tuple[int, int, int, Any]], moments: torch.dtype, buffers: int) -> None:
+        """Cut the shards, and hand their values to who steps them."""
+        shards = self._shards
+        on_device = [
+            Block(None, clip(shards[u].runs, a, b), home, b - a, shards[u].master_dtype, unit=u, start=a)
+            for u, a, b, home in spans
+            if home in ("staged", "resident")
         ]
-        return DeviceLanes(optimizer, chosen, moments=moments, streams=self.streams, slots=slots)
-
-    def _take_parts(self, lines: Sequence[Line]) -> None:
-        staged, resident = iter(self._device.staged), iter(self._device.resident)
-        for part in self.parts:
-            unit, line = self._units[part.unit], lines[part.unit]
-            values = (line.compute if line.master is None else line.master)[part.start : part.stop].detach()
-            if part.lane == "staged":
-                unit.staged.append(next(staged))
-                unit.staged[-1].home_lines["master"].copy_(values)
-            elif part.lane == "resident":
-                unit.resident.append(next(resident))
-                unit.resident[-1].home_lines["master"].copy_(values)
+        self._device = None
+        if on_device:
+            options: dict[str, Any] = {"moments": moments, "streams": self.streams, "buffers": buffers}
+            self._device = DeviceStepper(self.optimizer, on_device, **options)
+        following = iter(on_device)
+        self._host: list[Block] = []
+        self._padding: dict[Block, list[tuple[int, int]]] = {}
+        cpu = torch.device("cpu")
+        for u, start, stop, home in spans:
+            shard = shards[u]
+            values = (shard.compute if shard.master is None else shard.master)[start:stop].detach()
+            if home in ("staged", "resident"):
+                block = next(following)
+                block.load({"master": values})
             else:
-                home: Literal["cpu", "disk"] = "cpu" if part.lane == "host" else "disk"
-                runs = clip(line.runs, part.start, part.stop)
-                dtype, cpu = master_dtype(line), torch.device("cpu")
-                master = copied(values, cpu, dtype) if home == "cpu" else values.to(cpu, dtype).contiguous()
-                index = self._stepper.add(Block(master, runs, home))
-                self._host.append(HostPart(index, part, gaps(runs, part.length)))
-                unit.host.append(self._host[-1])
-                unit.border = part.stop
+                runs, dtype = clip(shard.runs, start, stop), shard.master_dtype
+                master = copy_to(values, cpu, dtype) if home == "cpu" else values.to(cpu, dtype).contiguous()
+                block = self.stepper.add(Block(master, runs, home, unit=u, start=start))
+                self._host.append(block)
+                self._padding[block] = find_gaps(runs, block.length)
+            shard.blocks.append(block)
             del values
-            if part.stop == line.compute.numel() and isinstance(lines, list):
-                lines[part.unit] = line._replace(master=None)
+            if stop == shard.length:
+                shard.master = None
 
-    def _take_memory(self, gradients: torch.dtype | None) -> None:
+    def _make_transits(self, gradients: torch.dtype | None) -> list[_Transit]:
         """All host memory that the device copies, in one piece, at the start."""
-        sides = 2 if self.delayed else 1
-        size = Slab.room(1, torch.float64)
-        dtypes = [gradients or unit.compute.dtype for unit in self._units]
-        own = [dtype != unit.compute.dtype for unit, dtype in zip(self._units, dtypes, strict=True)]
-        for unit, dtype, apart in zip(self._units, dtypes, own, strict=True):
-            size += sides * Slab.room(unit.border, dtype)
-            size += sides * Slab.room(unit.border, unit.compute.dtype) if apart else 0
-        self._slab = Slab(size, pinned=self.streams.device.type == "cuda")
-        self._scale = self._slab.line(1, torch.float64)
-        for unit, dtype, apart in zip(self._units, dtypes, own, strict=True):
-            n, device = unit.border, unit.compute.device
-            unit.sent = [self._slab.line(n, dtype) for _ in range(sides)]
-            unit.values = [self._slab.line(n, unit.compute.dtype) for _ in range(sides)] if apart else unit.sent
-            unit.kept = [torch.zeros(unit.compute.numel() - n, dtype=dtype, device=device) for _ in range(sides)]
-            unit.shadow = torch.empty_like(unit.compute) if self.delayed else None
+        sides, made = 2 if self.delayed else 1, []
+        borders = [max((b.stop for b in self._host if b.unit == u), default=0) for u in range(len(self._shards))]
+        units = [
+            (n, shard.compute, gradients or shard.compute.dtype) for n, shard in zip(borders, self._shards, strict=True)
+        ]
+        rooms = [
+            Slab.bytes_for(n, kind) for n, compute, dtype in units for kind in dict.fromkeys((dtype, compute.dtype))
+        ]
+        self._slab = Slab(
+            Slab.bytes_for(1, torch.float64) + sides * sum(rooms), pinned=self.streams.device.type == "cuda"
+        )
+        self._scale = self._slab.take_line(1, torch.float64)
+        for n, compute, dtype in units:
+            sent = [self._slab.take_line(n, dtype) for _ in range(sides)]
+            apart = dtype != compute.dtype
+            values = [self._slab.take_line(n, compute.dtype) for _ in range(sides)] if apart else sent
+            kept = [torch.zeros(compute.numel() - n, dtype=dtype, device=compute.device) for _ in range(sides)]
+            made.append(_Transit(n, sent, values, kept, torch.empty_like(compute) if self.delayed else None))
+        return made
 
     @property
     def pinned_bytes(self) -> int:
         """Bytes of host memory that are locked for the device: gradients, new values, and state that passes it."""
-        return self._slab.nbytes + self._device.slab.nbytes
+        return self._slab.nbytes + (0 if self._device is None else self._device.slab.nbytes)
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of device memory held, beside the lines that compute."""
-        held = [t for unit in self._units for t in (*unit.kept, unit.shadow) if t is not None]
-        return self._device.device_bytes + sum(t.numel() * t.element_size() for t in held)
+        """Bytes of device memory held, beside the values that compute."""
+        held = [t for transit in self._transits for t in (*transit.kept, transit.shadow) if t is not None]
+        device = 0 if self._device is None else self._device.device_bytes
+        return device + sum(t.numel() * t.element_size() for t in held)
 
     # Steps ------------------------------------------------------------------------------------------------
 
@@ -192,10 +236,10 @@ class Pipeline:
 
         It is copied away: it may be freed at once, but hold the mark that is returned before writing into it.
         """
-        unit, side = self._units[u], self._count % (2 if self.delayed else 1)
-        if gradient.shape != unit.compute.shape:
+        shard, transit, side = self._shards[u], self._transits[u], self._count % (2 if self.delayed else 1)
+        if gradient.shape != shard.compute.shape:
             raise ValueError(
-                f"unit {u} has {unit.compute.numel()} elements here, its gradient has the shape {tuple(gradient.shape)}"
+                f"unit {u} has {shard.length} elements here, its gradient has the shape {tuple(gradient.shape)}"
             )
         if u in self._arrived and not replace:
             raise RuntimeError(f"unit {u} has a gradient already: call step() before it gets the next one")
@@ -205,13 +249,13 @@ class Pipeline:
         with torch.no_grad():
             wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
             self._square += torch.linalg.vector_norm(gradient, dtype=wide).double().square_()
-            gradient = gradient.detach().to(unit.sent[side].dtype)
-            unit.kept[side].copy_(gradient[unit.border :])
+            gradient = gradient.detach().to(transit.sent[side].dtype)
+            transit.kept[side].copy_(gradient[transit.border :])
         mark = self.streams.now()
-        if unit.border:
+        if transit.border:
             self.streams.lend(gradient, self._down)
-            sent = unit.sent[side]
-            mark = self._down.run(lambda: sent.copy_(gradient[: unit.border], non_blocking=True), after=[mark])
+            sent = transit.sent[side]
+            mark = self._down.run(lambda: sent.copy_(gradient[: transit.border], non_blocking=True), after=[mark])
         self._arrived[u] = mark
         return mark
 
@@ -234,7 +278,7 @@ class Pipeline:
         scale = scale.detach() if isinstance(scale, Tensor) else float(scale)
         start = self.streams.now()
         update = _Update(
-            settings=self._stepper.begin(),
+            settings=self.stepper.begin(),
             side=self._count % (2 if self.delayed else 1),
             delayed=delay,
             scale=scale,
@@ -249,7 +293,8 @@ class Pipeline:
         self._count += 1
         self._square.zero_()
         self._lane.submit(lambda: self._step_host(update))
-        self._step_device(update)
+        if self._device is not None:
+            self._step_device(update, self._device)
 
     def _read_scale(self, scale: Scale, start: Mark) -> Mark:
         if not isinstance(scale, Tensor):
@@ -259,91 +304,86 @@ class Pipeline:
         self.streams.lend(wide, self._down)
         return self._down.run(lambda: self._scale.copy_(wide, non_blocking=True), after=[self.streams.now()])
 
-    def _step_device(self, update: _Update) -> None:
-        lanes = self._device
+    def _step_device(self, update: _Update, device: DeviceStepper) -> None:
         for u in sorted(update.arrived):
-            unit, absent = self._units[u], update.absent.get(u, ())
-            target, kept = self._target(unit, update), unit.kept[update.side]
-            for stepped in unit.staged:
-                part = stepped.part
-                at = slice(part.start - unit.border, part.stop - unit.border)
-                mark = lanes.step_staged(
-                    *(stepped, target[part.start : part.stop], kept[at]),
+            transit, absent = self._transits[u], update.absent.get(u, ())
+            target, kept = self._target(u, update), transit.kept[update.side]
+            for block in self._shards[u].blocks:
+                if block.home not in ("staged", "resident"):
+                    continue
+                mark = device.step(
+                    block,
+                    target[block.start : block.stop],
+                    kept[block.start - transit.border : block.stop - transit.border],
                     scale=update.scale,
-                    absent=clip_ranges(absent, part.start, part.stop),
+                    absent=clip_ranges(absent, block.start, block.stop),
                     now=update.settings,
                     after=update.start,
                 )
-                update.marks[u].append(mark)
-            for stepped in unit.resident:
-                part = stepped.part
-                at = slice(part.start - unit.border, part.stop - unit.border)
-                lanes.step_resident(
-                    *(stepped, target[part.start : part.stop], kept[at]),
-                    scale=update.scale,
-                    absent=clip_ranges(absent, part.start, part.stop),
-                    now=update.settings,
-                )
-        lanes.run_ahead()
+                update.marks[u] += [] if mark is None else [mark]
+        device.run_ahead()
 
-    def _target(self, unit: Unit, update: _Update) -> Tensor:
+    def _target(self, u: int, update: _Update) -> Tensor:
         if not update.delayed:
-            return unit.compute.detach()
-        assert unit.shadow is not None
-        return unit.shadow
+            return self._shards[u].compute.detach()
+        shadow = self._transits[u].shadow
+        assert shadow is not None
+        return shadow
 
     def _step_host(self, update: _Update) -> None:
-        """The background thread: the CPU's parts in order; a failed update goes on at `update.at`."""
-        begun: deque[tuple[HostPart, Callable[[], None]]] = deque()
+        """The background thread: the CPU's blocks in order; a failed update goes on at `update.at`."""
+        begun: deque[tuple[Block, Callable[[], None]]] = deque()
         try:
             update.scale_read.wait()
             scale = float(self._scale)
-            mine = [one for one in self._host if one.part.unit in update.arrived]
+            mine = [block for block in self._host if block.unit in update.arrived]
             for number in range(update.at, len(mine)):
-                one = mine[number]
+                block = mine[number]
                 if number + 1 < len(mine):
-                    self._stepper.prefetch(mine[number + 1].index)
-                update.arrived[one.part.unit].wait()
-                begun.append((one, self._start_part(one, update, scale)))
+                    self.stepper.prefetch(mine[number + 1].index)
+                update.arrived[block.unit].wait()
+                begun.append((block, self._start_block(block, update, scale)))
                 if len(begun) == _AT_ONCE:
-                    self._end_part(*begun.popleft(), update)
-            self._settle(begun, update)
-            self._stepper.flush()
-        except BaseException as error:  # told by the next call
+                    self._end_block(*begun.popleft(), update)
+            self._end_blocks(begun, update)
+            self.stepper.flush()
+        except BaseException as error:  # the next call raises it
             update.error = error
-            self._settle(begun, update)
+            self._end_blocks(begun, update)
         finally:
             update.ended.set()
-            for event in update.ready.values():  # also of units that the CPU has no part in
+            for event in update.ready.values():  # also of units that the CPU has no block of
                 event.set()
 
-    def _start_part(self, one: HostPart, update: _Update, scale: float) -> Callable[[], None]:
-        part = one.part
-        unit, at = self._units[part.unit], slice(part.start, part.stop)
-        out = self._target(unit, update)[at] if self._direct else unit.values[update.side][at]
-        absent = clip_ranges(update.absent.get(part.unit, ()), part.start, part.stop)
-        gradient = unit.sent[update.side][at]
-        return self._stepper.start(one.index, gradient, out, scale=scale, absent=absent, settings=update.settings)
+    def _start_block(self, block: Block, update: _Update, scale: float) -> Callable[[], None]:
+        absent = clip_ranges(update.absent.get(block.unit, ()), block.start, block.stop)
+        gradient = self._transits[block.unit].sent[update.side][block.start : block.stop]
+        out = self._out(block, update)
+        return self.stepper.start(block.index, gradient, out, scale=scale, absent=absent, settings=update.settings)
 
-    def _end_part(self, one: HostPart, end: Callable[[], None], update: _Update) -> None:
-        """Wait for a part and send its new values."""
+    def _out(self, block: Block, update: _Update) -> Tensor:
+        """Where the CPU writes new values: where they compute, if it reaches that memory."""
+        immediate = self.streams.immediate
+        line = self._target(block.unit, update) if immediate else self._transits[block.unit].values[update.side]
+        return line[block.start : block.stop]
+
+    def _end_block(self, block: Block, end: Callable[[], None], update: _Update) -> None:
+        """Wait for a block and send its new values."""
         end()
-        part = one.part
-        unit, at = self._units[part.unit], slice(part.start, part.stop)
-        target = self._target(unit, update)[at]
-        out = target if self._direct else unit.values[update.side][at]
-        for low, high in one.padding:
+        out = self._out(block, update)
+        for low, high in self._padding[block]:
             out[low:high].zero_()
-        if not self._direct:
+        if not self.streams.immediate:
+            target = self._target(block.unit, update)[block.start : block.stop]
             mark = self._up.run(lambda: target.copy_(out, non_blocking=True), after=[update.start])
-            update.marks[part.unit].append(mark)
+            update.marks[block.unit].append(mark)
         update.at += 1
-        if one is unit.host[-1]:
-            update.ready[part.unit].set()
+        if block.stop == self._transits[block.unit].border:
+            update.ready[block.unit].set()
 
-    def _settle(self, begun: deque[tuple[HostPart, Callable[[], None]]], update: _Update) -> None:
+    def _end_blocks(self, begun: deque[tuple[Block, Callable[[], None]]], update: _Update) -> None:
         while begun:
-            self._end_part(*begun.popleft(), update)
+            self._end_block(*begun.popleft(), update)
 
     # Waiting ----------------------------------------------------------------------------------------------
 
@@ -353,7 +393,7 @@ class Pipeline:
         if update is None:
             return
         if not update.delayed and u in update.ready:
-            if self._units[u].host:
+            if self._transits[u].border:
                 update.ready[u].wait()
             self._check(update)
             for mark in update.marks[u]:
@@ -372,16 +412,15 @@ class Pipeline:
             for mark in marks:
                 mark.hold()
             if update.delayed:
-                unit = self._units[u]
-                assert unit.shadow is not None
-                unit.compute.detach().copy_(unit.shadow)
+                self._shards[u].compute.detach().copy_(self._target(u, update))
         self._update = None
 
     def finish(self) -> None:
         """Block until everything is done and every value is the latest; raises what went wrong."""
         self._complete()
-        self._device.wait()
-        self._stepper.flush()
+        if self._device is not None:
+            self._device.wait()
+        self.stepper.flush()
         self.streams.now().wait()
 
     def retry(self) -> None:
@@ -389,7 +428,7 @@ class Pipeline:
         update = self._update
         if update is None or not update.ended.wait(0) or update.error is None:
             return
-        self._stepper.flush()
+        self.stepper.flush()
         update.error = None
         update.ended.clear()
         self._lane.submit(lambda: self._step_host(update))
@@ -408,46 +447,39 @@ class Pipeline:
         for mark in marks:  # copies between this memory and the device
             mark.wait()
         self._lane.close()
-        self._stepper.close()
-        self._device.close()
+        self.stepper.close()
+        if self._device is not None:
+            self._device.close()
         self.streams.now().wait()
         self._slab.close()
 
     # State ------------------------------------------------------------------------------------------------
 
-    def names(self, u: int) -> list[str]:
-        """The lines of state of unit `u`: "master", then those of the optimizer, such as "exp_avg"."""
-        return self._access.names(u)
-
-    def state(self, u: int, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """A copy on the host of elements [start, stop) of a line, in the precision of the master."""
+    def shard(self, u: int) -> Shard:
+        """The state of unit `u`, to be read and set: all steps are done."""
         self.finish()
-        return self._access.read(u, name, start, stop)
+        return self._shards[u]
 
-    def scalars(self, u: int, at: int = 0) -> dict[str, Any] | None:
-        """What the optimizer keeps once for the parameter that holds element `at`; None before its first step."""
-        self.finish()
-        return self._access.scalars(u, at)
-
-    def load(self, u: int, values: Mapping[str, Any], *, start: int = 0, stop: int | None = None) -> None:
-        """Set lines (tensors of stop - start elements) and scalars of elements [start, stop).
-
-        Parameters count as stepped once their scalars have been given or, where the optimizer keeps none, a line of
-        their state. New master values also go to the line that computes.
-        """
-        self.finish()
-        self._access.write(u, values, start, stop)
-
-    def reset(self, u: int, *, start: int = 0, stop: int | None = None) -> None:
-        """Forget the optimizer's state of elements [start, stop): their next step is their first."""
-        self.finish()
-        self._access.reset(u, start, stop)
+    def values(self, u: int) -> Tensor:
+        """The new values of unit `u`, on the device that computes."""
+        self.wait(u)
+        return self._shards[u].compute
 
     @property
     def steps(self) -> int:
         """Steps so far; part of the state, as the rounding of 16-bit moments depends on it."""
-        return self._stepper.steps
+        return self.stepper.steps
 
     @steps.setter
     def steps(self, count: int) -> None:
-        self._stepper.steps = count
+        self.stepper.steps = count
+
+
+def clip_ranges(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
+    """The ranges inside [start, stop), counted from `start`.
+
+    >>> clip_ranges([(0, 4), (6, 12)], 3, 8)
+    [(0, 1), (3, 5)]
+    """
+    found = ((max(low, start), min(high, stop)) for low, high in ranges)
+    return [(low - start, high - start) for low, high in found if low < high]

@@ -28,37 +28,37 @@ class DiskError(OSError):
     """The disk failed or is full; the message says what was done, where, and what the system said."""
 
 
-def aligned(nbytes: int) -> int:
-    """The bytes that a slot of `nbytes` takes up in the file.
+def align(nbytes: int) -> int:
+    """The bytes that a region of `nbytes` takes up in the file.
 
-    >>> aligned(1), aligned(4096), aligned(0)
+    >>> align(1), align(4096), align(0)
     (4096, 4096, 0)
     """
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def buffer(nbytes: int) -> Tensor:
+def make_buffer(nbytes: int) -> Tensor:
     """Memory for direct I/O: `nbytes` bytes that begin on a page border, all zero, to be used again and again.
 
-    >>> line = buffer(10_000)
+    >>> line = make_buffer(10_000)
     >>> line.numel(), line.dtype, line.data_ptr() % ALIGNMENT
     (10000, torch.uint8, 0)
     """
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
-    pages = mmap.mmap(-1, aligned(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = mmap.mmap(-1, align(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if nbytes >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
 
 
-def memory_of(tensor: Tensor) -> memoryview:
+def view_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor, to read into or to write from."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError(
             f"got a {'contiguous' if tensor.is_contiguous() else 'strided'} tensor on {tensor.device}: expected a "
-            f"contiguous one on the CPU; Disk.buffer() gives memory that needs no copy"
+            f"contiguous one on the CPU; Disk.make_buffer() gives memory that needs no copy"
         )
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
@@ -72,7 +72,7 @@ class _Transfer:
         self.kind: Kind = kind
         self.start = start  # in the file
         self.tensor = tensor
-        self.memory = memory_of(tensor)
+        self.memory = view_bytes(tensor)
         self.address = tensor.data_ptr()
         self.left = 0
         self.failures = 0  # of the whole file, as this one began
@@ -153,7 +153,7 @@ class Requests:
             self._signal.notify_all()
         for request in dropped:
             request.transfer.error = RuntimeError("this Disk was closed before the transfer was done")
-            self._finished(request)
+            self._finish(request)
         deadline = time.monotonic() + _CLOSE_S
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -185,18 +185,18 @@ class Requests:
                     self._do(request)
                 except Exception as error:
                     request.transfer.error = error
-            self._finished(request)
+            self._finish(request)
             del request  # it holds the caller's memory
 
     def _do(self, request: _Request) -> None:
         transfer, first, last = request
         start, memory = transfer.start + first, transfer.memory[first:last]
         if not self.direct or request.is_aligned():
-            self._whole(transfer.kind, start, memory)
+            self._move(transfer.kind, start, memory)
         else:
-            self._bounced(transfer.kind, start, memory)
+            self._move_by_blocks(transfer.kind, start, memory)
 
-    def _whole(self, kind: Kind, start: int, memory: memoryview) -> None:
+    def _move(self, kind: Kind, start: int, memory: memoryview) -> None:
         """Read or write all of `memory`, however much the system does at a time."""
         call = os.preadv if kind == "read" else os.pwritev
         step = ALIGNMENT if self.direct else 1
@@ -213,23 +213,23 @@ class Requests:
                 raise self._error(kind, start + done, left, OSError(errno.EIO, "the system stopped short of the end"))
             done += moved
 
-    def _bounced(self, kind: Kind, start: int, memory: memoryview) -> None:
+    def _move_by_blocks(self, kind: Kind, start: int, memory: memoryview) -> None:
         """A request that direct I/O would refuse, by way of the whole blocks around it."""
-        low, high = start // ALIGNMENT * ALIGNMENT, aligned(start + memory.nbytes)
-        blocks = memory_of(buffer(high - low))
+        low, high = start // ALIGNMENT * ALIGNMENT, align(start + memory.nbytes)
+        blocks = view_bytes(make_buffer(high - low))
         inside = slice(start - low, start - low + memory.nbytes)
         if kind == "read":
-            self._whole("read", low, blocks)
+            self._move("read", low, blocks)
             memory[:] = blocks[inside]
             return
         if start != low:
-            self._whole("read", low, blocks[:ALIGNMENT])
+            self._move("read", low, blocks[:ALIGNMENT])
         if start + memory.nbytes != high:
-            self._whole("read", high - ALIGNMENT, blocks[-ALIGNMENT:])
+            self._move("read", high - ALIGNMENT, blocks[-ALIGNMENT:])
         blocks[inside] = memory
-        self._whole("write", low, blocks)
+        self._move("write", low, blocks)
 
-    def _finished(self, request: _Request) -> None:
+    def _finish(self, request: _Request) -> None:
         transfer = request.transfer
         with self._signal:
             if transfer.error is None:

@@ -1,80 +1,43 @@
 """The optimizer step on the host: blocks of master values and their state, in memory or on disk, chunk by chunk.
 
 ZeRO-Offload (Ren et al., 2021, arXiv:2101.06840) and ZeRO-Infinity (Rajbhandari et al., 2021, arXiv:2104.07857). A
-block is walked in cells that fit in the cache: the gradient is cast, the optimizer steps, the new values are cast.
+chunk is divided into cells; each thread takes the next cell and steps it tile by tile, in its cache: the gradient is
+cast, the optimizer steps, the new values are cast.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from unisono.offload import homes
-from unisono.offload.cells import Engine, Moments, Running, Task
+from unisono.offload.blocks import IDLE, Batch, Block, Cell, Chunk, MemoryChunk, Run, Spans
+from unisono.offload.chunks import CHUNK_ELEMENTS, ChunkBuffers, bytes_on_disk, place_on_disk
 from unisono.offload.disk import Disk
-from unisono.offload.homes import DiskHome, Home, MemoryHome, Parts
-from unisono.offload.optimizers import Kept, Rule, Settings, rule_for, settings_of
-from unisono.offload.segments import Batch, Run, Segments
+from unisono.offload.fused import Rounding, compile_step_tiles, round_bits, step_tiles
+from unisono.offload.optimizers import Rule, Settings, StateSpec, make_rule, read_settings
 
 __all__ = ["Block", "Run", "StepSettings", "Stepper", "disk_bytes"]
 
-
-@dataclass
-class Block:
-    """One line of values to be stepped, with the runs of it that belong to the optimizer's groups.
-
-    `master` is a 1-D tensor on the host, stepped in place; on disk it is taken over and becomes None. A block on disk
-    may also begin without values (`master=None, length=...`): they are zero until `Stepper.load` fills them.
-    """
-
-    master: Tensor | None
-    runs: Sequence[Run]
-    home: Literal["cpu", "disk"] = "cpu"
-    length: int = 0
-    dtype: torch.dtype = torch.float32
-
-    def __post_init__(self) -> None:
-        if self.home not in ("cpu", "disk"):
-            raise ValueError(f'got home={self.home!r}: expected "cpu" or "disk"')
-        if self.master is None:
-            if self.home == "cpu":
-                raise ValueError("a block in memory needs its master line: give a 1-D tensor on the CPU")
-        else:
-            if self.master.dim() != 1 or self.master.device.type != "cpu" or not self.master.is_contiguous():
-                raise ValueError(
-                    f"got a master of shape {tuple(self.master.shape)} on {self.master.device}: expected a contiguous "
-                    f"1-D tensor on the CPU"
-                )
-            self.length, self.dtype = self.master.numel(), self.master.dtype
-        if not self.dtype.is_floating_point:
-            raise ValueError(f"got a block of {self.dtype}: expected floating point numbers")
-
-
-PART_ELEMENTS = 4 << 20  # of a block on disk that are in memory together: 48 MB for Adam
+_TILE = 1 << 17  # elements: their cast gradient is still in a core's cache when the optimizer reads it
+_PLAIN_TILE = 1 << 20  # where every call of a tile needs Python's lock
+_CELL = 1 << 16  # a thread takes a multiple of these elements at a time
+_CELLS = 8  # of a chunk, if there are no more threads than that; else one for each
+_OWN_CELL = 1 << 18  # for an optimizer without a fused kernel, which steps a cell at once
 
 
 class StepSettings(NamedTuple):
     """The settings of all param groups for one step, what each keeps under them, and the step's number."""
 
     groups: list[Settings]
-    kept: list[Kept]
+    states: list[StateSpec]
     step: int
-
-
-class _Held(NamedTuple):
-    """A block as the stepper keeps it."""
-
-    segments: Segments
-    home: Home
-    length: int
-    dtype: torch.dtype
-    names: tuple[str, ...]  # of its state lines
 
 
 class Stepper:
@@ -102,52 +65,47 @@ class Stepper:
         disk: Disk | None = None,
         threads: int | None = None,
         engine: Literal["threads", "omp"] = "threads",
-        part_elements: int = PART_ELEMENTS,
+        chunk_elements: int = CHUNK_ELEMENTS,
         seed: int = 0,
     ) -> None:
         if moments not in (torch.float32, torch.bfloat16):
             raise ValueError(f"got moments={moments}: expected torch.float32 or torch.bfloat16")
         self.optimizer = optimizer
         self.steps = 0  # calls of begin() so far; part of the state, as the rounding of 16-bit moments depends on it
-        self._rule: Rule = rule_for(optimizer)
-        self._moments = Moments(moments, seed)
-        self._engine = Engine(engine, threads)
-        self._disk, self._part_elements = disk, part_elements
-        self._parts: Parts | None = None
+        self.blocks: list[Block] = []
+        self.buffers: ChunkBuffers | None = None  # that blocks on disk pass through
+        self._rule: Rule = make_rule(optimizer)
+        self._moments = moments
+        self._rounding = Rounding(seed, torch.device("cpu"))
+        self._workers = _Workers(engine, threads)
+        self._disk, self._chunk_elements = disk, chunk_elements
         self._settings: StepSettings | None = None
-        self._half: dict[int, int] = {}  # blocks whose step an error broke off, with the next part to step
-        self._held: list[_Held] = []
+        self._unfinished: dict[int, int] = {}  # blocks whose step an error broke off, with the next chunk to step
         self._lock = threading.RLock()
         for block in blocks:
             self.add(block)
 
-    def add(self, block: Block) -> int:
-        """Take one more block; returns its index. A block on disk is written there, and its `master` let go."""
-        segments = Segments(block.runs, block.length, len(self.optimizer.param_groups))
-        first = _first_values(self._rule, self.optimizer, segments)
-        dtypes = self._moments.dtypes(list(first), block.dtype)
-        home: Home
+    def add(self, block: Block) -> Block:
+        """Take one more block, under the next index. One on disk is written there, and its `master` let go."""
+        block.prepare(len(self.blocks), self._rule, self.optimizer.param_groups, self._moments)
         if block.home == "cpu":
             assert block.master is not None
-            lines = {name: torch.full((block.length,), value, dtype=dtypes[name]) for name, value in first.items()}
-            home = MemoryHome({"master": block.master.detach(), **lines})
+            lines = {name: torch.full((block.length,), x, dtype=block.dtypes[name]) for name, x in block.first.items()}
+            block.chunks = [MemoryChunk({"master": block.master.detach(), **lines})]
         else:
             if self._disk is None:
                 raise ValueError('a block has home="disk" but no disk: Stepper(..., disk=Disk(folder, nbytes))')
-            if self._parts is None:
-                self._parts = Parts(self._disk)
-            home = DiskHome(self._parts, {"master": block.dtype, **dtypes}, block.length, self._part_elements, first)
-            if block.master is not None:
-                home.write("master", 0, block.master.detach())
-                block.master = None
-        self._held.append(_Held(segments, home, block.length, block.dtype, tuple(first)))
-        return len(self._held) - 1
+            if self.buffers is None:
+                self.buffers = ChunkBuffers(self._disk)
+            place_on_disk(block, self.buffers, self._chunk_elements)
+        self.blocks.append(block)
+        return block
 
     def begin(self) -> StepSettings:
         """Begin a step: the groups' settings as they are now hold for it, whatever a scheduler changes meanwhile."""
-        groups = [settings_of(group) for group in self.optimizer.param_groups]
+        groups = [read_settings(group) for group in self.optimizer.param_groups]
         self.steps += 1
-        self._settings = settings = StepSettings(groups, [self._rule.kept(group) for group in groups], self.steps)
+        self._settings = settings = StepSettings(groups, [self._rule.find_state(group) for group in groups], self.steps)
         return settings
 
     def step(
@@ -186,128 +144,75 @@ class Stepper:
             settings = settings or self._settings
             if settings is None:
                 raise RuntimeError("call begin() before the first step: it reads the optimizer's settings")
-            held = self._held[index]
-            _check_line("gradient", gradient, held.length)
+            block = self.blocks[index]
+            _check_line("gradient", gradient, block.length)
             if out is not None:
-                _check_line("out", out, held.length)
-            batches = held.segments.batches(absent, self._rule)
-            self._check_kept(held, settings)
-            held.home.check()
-            places = {k: self._moments.place(settings.step, index, i) for i, k in enumerate(held.names)}
-
-            def begun(part: int) -> Running:
-                start, stop = held.home.span(part)
-                cells = held.segments.cells(batches, start, stop, self._engine.cell(stop - start, self._rule))
-                mine, into = gradient[start:stop], None if out is None else out[start:stop]
-                common = (self._rule, self._moments, settings.groups, settings.kept, batches)
-                task = Task(*common, mine, into, float(scale), places, held.home.open(part), start)
-                return self._engine.start(task, cells)
-
-            if isinstance(held.home, MemoryHome):
-                return functools.partial(self._finish, held, batches, begun(0))
-            for part in range(self._half.get(index, 0), held.home.parts):
-                begun(part).wait()
-                self._half[index] = part + 1
-                held.home.release(part)
-            self._half.pop(index, None)
-            held.segments.advance(batches)
+                _check_line("out", out, block.length)
+            batches = block.steps.batches(absent, self._rule)
+            self._check_state(block, settings)
+            begin = partial(self._begin_chunk, block, batches, settings, gradient, out, float(scale))
+            if block.home == "cpu":
+                return partial(self._finish, block, batches, begin(block.chunks[0]))
+            assert self.buffers is not None
+            self.buffers.check()
+            for number in range(self._unfinished.get(index, 0), len(block.chunks)):
+                begin(block.chunks[number]).wait()
+                self._unfinished[index] = number + 1
+                block.chunks[number].release()
+            self._unfinished.pop(index, None)
+            block.steps.advance(batches)
             return lambda: None
 
-    def _finish(self, held: _Held, batches: Sequence[Batch], running: Running) -> None:
+    def _begin_chunk(
+        self,
+        block: Block,
+        batches: list[Batch],
+        settings: StepSettings,
+        gradient: Tensor,
+        out: Tensor | None,
+        scale: float,
+        chunk: Chunk,
+    ) -> _Countdown:
+        start, stop = chunk.start, chunk.stop
+        cells = block.steps.cells(batches, start, stop, self._workers.choose_cell(stop - start, self._rule))
+        lines, places = chunk.open(), dict.fromkeys(block.first, 0)
+        if self._moments == torch.bfloat16:
+            places = {
+                k: start + self._rounding.find_place(settings.step, block.index, i) for i, k in enumerate(block.first)
+            }
+        mine, into = gradient[start:stop], None if out is None else out[start:stop]
+        make = _make_fused_step if self._rule.has_kernel else _make_own_step
+        steps = {
+            i: make(self._rule, settings, batch, lines, mine, into, scale, self._rounding.table, places)
+            for i, batch in enumerate(batches)
+        }
+        return self._workers.start({**steps, IDLE: partial(_copy_out, lines["master"], into)}, cells)
+
+    def _finish(self, block: Block, batches: Sequence[Batch], running: _Countdown) -> None:
         running.wait()
         with self._lock:
-            held.segments.advance(batches)
+            block.steps.advance(batches)
 
     def prefetch(self, index: int) -> None:
         """Begin to read a block from disk, as far as there are buffers for it."""
         with self._lock:
-            self._held[index].home.prefetch()
+            for chunk in self.blocks[index].chunks:
+                chunk.prefetch()
 
     def flush(self) -> None:
         """Wait until everything is on disk; writes that failed are tried again. Raises `DiskError` if that fails."""
         with self._lock:
-            if self._parts is not None:
-                self._parts.flush()
+            if self.buffers is not None:
+                self.buffers.flush()
 
     def close(self) -> None:
         """End the threads. The disk stays open: it is its owner's."""
-        self._engine.close()
+        self._workers.close()
 
-    @property
-    def buffer_bytes(self) -> int:
-        """The memory that blocks on disk pass through."""
-        return 0 if self._parts is None else self._parts.buffer_bytes
-
-    def names(self, index: int | None = None) -> list[str]:
-        """The lines of a block, or of any: "master", then the state lines such as "exp_avg"."""
-        held = self._held if index is None else [self._held[index]]
-        return ["master", *dict.fromkeys(name for one in held for name in one.names)]
-
-    def state(self, index: int, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """A copy of elements [start, stop) of one line of a block, in the precision of its master values."""
-        with self._lock:
-            held = self._held[index]
-            stop = held.length if stop is None else stop
-            _check_range(held, start, stop)
-            if name not in self.names(index):
-                raise ValueError(f"block {index} has no line {name!r}: it has {self.names(index)}")
-            return held.home.read(name, start, stop).to(held.dtype)
-
-    def scalars(self, index: int, at: int | None = None) -> dict[str, Any] | None:
-        """What the optimizer keeps once for the parameter that holds element `at` (the block's first by default).
-
-        Such as {"step": tensor(3.)}; None if that parameter has not been stepped yet, so that it has no state.
-        """
-        with self._lock:
-            segments = self._held[index].segments
-            if at is None:
-                if not segments.runs:
-                    return None
-                at = segments.runs[0].start
-            found = segments.scalars(at)
-            return None if found is None else dict(found)
-
-    def load(self, index: int, values: Mapping[str, Any], *, start: int = 0, stop: int | None = None) -> None:
-        """Set lines (tensors of stop - start elements) and scalars (single values) of elements [start, stop).
-
-        Lines may come in several calls. Parameters count as stepped once their scalars have been given, or, where the
-        optimizer keeps none (SGD), one of their state lines.
-        """
-        with self._lock:
-            held = self._held[index]
-            stop = held.length if stop is None else stop
-            _check_range(held, start, stop)
-            lines = {name: value for name, value in values.items() if name in self.names(index)}
-            for name, value in lines.items():
-                if value.numel() != stop - start:
-                    raise ValueError(f"got {value.numel()} elements of {name!r} for elements {start} to {stop}")
-            scalars = {name: value for name, value in values.items() if name not in lines}
-            known = self._scalar_names(held, start, stop)
-            if scalars and set(scalars) != known:
-                raise ValueError(
-                    f"got the state {sorted(scalars)}: expected lines {self.names(index)} and {sorted(known)}"
-                )
-            for name, value in lines.items():
-                held.home.write(name, start, value.detach().flatten())
-            if start < stop and (scalars or (not known and set(lines) - {"master"})):
-                held.segments.mark(start, stop, self._rule.scalars(scalars))
-
-    def reset(self, index: int, *, start: int = 0, stop: int | None = None) -> None:
-        """Forget the optimizer's state of elements [start, stop): their next step is their first."""
-        with self._lock:
-            held = self._held[index]
-            stop = held.length if stop is None else stop
-            _check_range(held, start, stop)
-            held.segments.mark(start, stop, None)
-
-    def _scalar_names(self, held: _Held, start: int, stop: int) -> set[str]:
-        groups = [self.optimizer.param_groups[group] for group in held.segments.groups(start, stop)]
-        return {name for group in groups for name in self._rule.kept(settings_of(group)).scalars}
-
-    def _check_kept(self, held: _Held, settings: StepSettings) -> None:
+    def _check_state(self, block: Block, settings: StepSettings) -> None:
         """Refuse settings that need state which the block has no lines for."""
-        for group in held.segments.groups(0, held.length):
-            missing = set(settings.kept[group].lines) - set(held.names)
+        for group in block.steps.groups(0, block.length):
+            missing = set(settings.states[group].lines) - set(block.first)
             if missing:
                 raise ValueError(
                     f"group {group} of {type(self.optimizer).__name__} now needs {sorted(missing)}, which it did not "
@@ -320,7 +225,7 @@ def disk_bytes(
     blocks: Iterable[Block],
     *,
     moments: torch.dtype = torch.float32,
-    part_elements: int = PART_ELEMENTS,
+    chunk_elements: int = CHUNK_ELEMENTS,
 ) -> int:
     """The size of the `Disk` that a Stepper needs for those of the blocks whose home is "disk".
 
@@ -328,21 +233,12 @@ def disk_bytes(
     >>> disk_bytes(optimizer, [Block(None, [Run(0, 1 << 20, 0)], "disk", length=1 << 20)])
     12582912
     """
-    rule, keeping, total = rule_for(optimizer), Moments(moments, 0), 0
+    rule, total = make_rule(optimizer), 0
     for block in blocks:
         if block.home == "disk":
-            segments = Segments(block.runs, block.length, len(optimizer.param_groups))
-            dtypes = keeping.dtypes(list(_first_values(rule, optimizer, segments)), block.dtype)
-            total += homes.disk_bytes({"master": block.dtype, **dtypes}, block.length, part_elements)
+            block.prepare(0, rule, optimizer.param_groups, moments)
+            total += bytes_on_disk(block, chunk_elements)
     return total
-
-
-def _first_values(rule: Rule, optimizer: torch.optim.Optimizer, segments: Segments) -> dict[str, float]:
-    """The state lines of a block, with the value they begin with."""
-    first: dict[str, float] = {}
-    for group in sorted({run.group for run in segments.runs}):
-        first |= rule.kept(settings_of(optimizer.param_groups[group])).lines
-    return first
 
 
 def _check_line(what: str, line: Tensor, length: int) -> None:
@@ -353,6 +249,182 @@ def _check_line(what: str, line: Tensor, length: int) -> None:
         )
 
 
-def _check_range(held: _Held, start: int, stop: int) -> None:
-    if not 0 <= start <= stop <= held.length:
-        raise ValueError(f"got elements {start} to {stop}: the block has {held.length}")
+# How the spans of a cell are stepped: made once for a batch and a chunk, called by the threads ----------------------
+
+StepSpans = Callable[["_Worker", Spans], None]
+
+
+def _make_fused_step(
+    rule: Rule, settings: StepSettings, batch: Batch, lines: Mapping[str, Tensor], gradient: Tensor,
+    out: Tensor | None, scale: float, table: Tensor, places: Mapping[str, int],
+) -> StepSpans:  # fmt: skip
+    kept, master = settings.states[batch.group].lines, lines["master"]
+    count = batch.scalars.get("step", master)
+    head = (*rule.find_kernel(settings.groups[batch.group]), count, batch.fresh, list(kept.values()))
+    state = [lines[name] for name in kept]
+    narrow = any(line.dtype != master.dtype for line in state)
+    begins = [places[name] for name in kept]
+
+    def step(worker: _Worker, spans: Spans) -> None:
+        """All spans in one call, which does not need Python's lock: taking it again takes long among many threads."""
+        size = min(worker.tile, spans[-1] - spans[0])
+        scratch = [worker.scratch(i, size, master.dtype) for i in range(1 + len(state))]
+        bits = [line.view(torch.int32) for line in scratch[1:]] if narrow else []
+        worker.step_tiles(
+            *(*head, spans, master, gradient, scale, state, out, scratch, bits, table, begins, size, [master])
+        )
+
+    return step
+
+
+def _make_own_step(
+    rule: Rule, settings: StepSettings, batch: Batch, lines: Mapping[str, Tensor], gradient: Tensor,
+    out: Tensor | None, scale: float, table: Tensor, places: Mapping[str, int],
+) -> StepSpans:  # fmt: skip
+    kept, group = settings.states[batch.group].lines, settings.groups[batch.group]
+
+    def step(worker: _Worker, spans: Spans) -> None:
+        for low, high in zip(spans[::2], spans[1::2], strict=True):
+            step_span(worker, low, high)
+
+    def step_span(worker: _Worker, low: int, high: int) -> None:
+        n, master = high - low, lines["master"][low:high]
+        grad = worker.scratch(0, n, master.dtype)[:n].copy_(gradient[low:high]).mul_(scale)
+        wide = {name: lines[name][low:high] for name in kept}
+        narrow = any(line.dtype != master.dtype for line in wide.values())
+        if narrow:
+            wide = {k: worker.scratch(i + 1, n, master.dtype)[:n].copy_(x) for i, (k, x) in enumerate(wide.items())}
+        pieces = {name: [line] for name, line in wide.items()}
+        batch.after = rule.apply(group, batch.scalars, batch.fresh, [master], [grad], pieces)
+        if narrow:
+            for name, line in wide.items():
+                round_bits(line.view(torch.int32), table, places[name] + low)
+                lines[name][low:high].copy_(line)
+        if out is not None:
+            out[low:high].copy_(master)
+
+    return step
+
+
+def _copy_out(master: Tensor, out: Tensor | None, _worker: _Worker, spans: Spans) -> None:
+    """Elements without a gradient: their values as they are."""
+    if out is not None:
+        for low, high in zip(spans[::2], spans[1::2], strict=True):
+            out[low:high].copy_(master[low:high])
+
+
+# Threads --------------------------------------------------------------------------------------------------------
+
+
+class _Worker:
+    """One thread's memory, and its form of the inner loop."""
+
+    def __init__(self, parallel: int) -> None:
+        self.step_tiles = compile_step_tiles()
+        self.tile = parallel * (_PLAIN_TILE if self.step_tiles is step_tiles else _TILE)
+        self._memory: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def scratch(self, number: int, n: int, dtype: torch.dtype) -> Tensor:
+        """Memory for the gradient (0) or the state lines (from 1)."""
+        line = self._memory.get((number, dtype))
+        if line is None or line.numel() < n:
+            line = self._memory[number, dtype] = torch.empty(n, dtype=dtype)
+        return line
+
+
+class _Countdown:
+    """Cells that are being stepped."""
+
+    def __init__(self, count: int) -> None:
+        self._left, self._lock, self._ended = count, threading.Lock(), threading.Event()
+        self._error: BaseException | None = None
+        if not count:
+            self._ended.set()
+
+    def end_one(self, error: BaseException | None) -> None:
+        """One more is done, or has failed."""
+        with self._lock:
+            self._left -= 1
+            self._error = self._error or error
+            if not self._left:
+                self._ended.set()
+
+    def wait(self) -> None:
+        """Until all are; raises what went wrong."""
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class _Workers:
+    """Runs the cells of a chunk: on threads of our own with one torch thread each, or within torch's parallel calls.
+
+    Threads of our own need no barrier between the calls of a tile.
+    """
+
+    def __init__(self, kind: str, threads: int | None) -> None:
+        if kind not in ("threads", "omp"):
+            raise ValueError(f'got engine={kind!r}: expected "threads" or "omp"')
+        if threads is not None and threads < 1:
+            raise ValueError(f"got threads={threads}: expected at least 1")
+        here = torch.get_num_threads()
+        self._threads = 1 if kind == "omp" else threads or here
+        self._pool = None if kind == "omp" or self._threads == here == 1 else _make_pool(self._threads)
+        self._idle = deque(_Worker(here if kind == "omp" else 1) for _ in range(self._threads))
+
+    def choose_cell(self, length: int, rule: Rule) -> int:
+        """How many elements of a chunk of `length` a thread takes at a time."""
+        if not rule.has_kernel:
+            return _OWN_CELL
+        cells = max(1, _CELLS // self._threads) * self._threads
+        return -(-length // (cells * _CELL)) * _CELL
+
+    def start(self, steps: Mapping[int, StepSpans], cells: Sequence[Cell]) -> _Countdown:
+        """Step all cells: in the background where there are threads for it, each taking the next that nobody has.
+
+        steps: by the number of the batch.
+        """
+        running = _Countdown(len(cells))
+        for cell in cells:
+            if self._pool is None:
+                self._run(steps, cell, running)
+            else:
+                self._pool.submit(self._run, steps, cell, running)
+        return running
+
+    def _run(self, steps: Mapping[int, StepSpans], cell: Cell, running: _Countdown) -> None:
+        worker, error = self._idle.pop(), None
+        try:
+            with torch.no_grad():
+                for batch, spans in cell.items():
+                    steps[batch](worker, spans)
+        except BaseException as raised:  # `wait` raises it
+            error = raised
+        self._idle.append(worker)
+        running.end_one(error)
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+
+def _make_pool(count: int) -> ThreadPoolExecutor:
+    """Threads in which a torch call stays on its own thread.
+
+    `torch.set_num_threads` is for the calling thread and for those that start later: it is set back for the latter.
+    """
+    here = torch.get_num_threads()
+    started = threading.Barrier(count + 1)
+
+    def start() -> None:
+        torch.get_num_threads()  # reads the default, which would otherwise undo the next line later
+        torch.set_num_threads(1)
+        started.wait()
+
+    pool = ThreadPoolExecutor(count, "unisono-stepper")
+    for _ in range(count):
+        pool.submit(start)
+    started.wait()
+    torch.set_num_threads(here)
+    return pool

@@ -1,7 +1,7 @@
 """Queues of work beside the current stream, and host memory that the device's copy engines reach.
 
-On a GPU a queue is a CUDA stream and a mark is an event; on the CPU work is done at once. What runs on them is the same
-code, so its order can be tested without a GPU.
+On a GPU a queue is a CUDA stream and a mark is an event; on the CPU work is done at once (see `pipeline.HostStreams`).
+What runs on them is the same code, so its order can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from unisono.offload.requests import buffer
+from unisono.offload.requests import make_buffer
 
 _LINE_BYTES = 256  # lines in a slab begin on such a border
 
@@ -42,6 +42,7 @@ class Streams(Protocol):
     """The queues of one device."""
 
     device: torch.device
+    immediate: bool  # work is done when it is given, in memory that the host reaches
 
     def queue(self) -> Queue:
         """A new queue."""
@@ -54,35 +55,6 @@ class Streams(Protocol):
     def lend(self, tensor: Tensor, queue: Queue) -> None:
         """`tensor` may be freed before `queue` has read it: its memory is not given out again until then."""
         ...
-
-
-class Done:
-    """A mark that is reached."""
-
-    def hold(self) -> None: ...
-
-    def wait(self) -> None: ...
-
-
-class Immediate:
-    """The CPU's queues: work is done when it is given."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def queue(self) -> Queue:
-        return self
-
-    def now(self) -> Mark:
-        return Done()
-
-    def lend(self, tensor: Tensor, queue: Queue) -> None: ...
-
-    def run(self, work: Callable[[], Any], after: Iterable[Mark] = ()) -> Mark:
-        for mark in after:
-            mark.wait()
-        work()
-        return Done()
 
 
 class CudaMark:
@@ -118,6 +90,8 @@ class CudaQueue:
 class CudaStreams:
     """The streams of one GPU."""
 
+    immediate = False
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
@@ -132,15 +106,6 @@ class CudaStreams:
         tensor.record_stream(queue.stream)
 
 
-def streams_of(device: torch.device) -> Streams:
-    """The queues of `device`.
-
-    >>> streams_of(torch.device("cpu")).queue().run(lambda: print("done")).wait()
-    done
-    """
-    return CudaStreams(device) if device.type == "cuda" else Immediate(device)
-
-
 class Slab:
     """Host memory taken in one piece, given out as lines; `pinned`: locked, so that a GPU copies it on its own.
 
@@ -148,14 +113,14 @@ class Slab:
     call: torch's own pinned memory is rounded up to a power of two.
 
     >>> slab = Slab(1 << 20)
-    >>> slab.line(1000, torch.bfloat16).shape, slab.line(5, torch.float32).data_ptr() % 256
+    >>> slab.take_line(1000, torch.bfloat16).shape, slab.take_line(5, torch.float32).data_ptr() % 256
     (torch.Size([1000]), 0)
     >>> slab.close()
     """
 
     def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
         self.nbytes = nbytes
-        self._memory = buffer(nbytes)
+        self._memory = make_buffer(nbytes)
         self._used = 0
         self._unpin: Callable[[], Any] | None = None
         if nbytes and pinned:
@@ -164,13 +129,13 @@ class Slab:
             self._unpin = weakref.finalize(self, _unregister, self._memory)
 
     @staticmethod
-    def room(n: int, dtype: torch.dtype) -> int:
+    def bytes_for(n: int, dtype: torch.dtype) -> int:
         """The bytes that a line of `n` elements takes up."""
         return -(-n * dtype.itemsize // _LINE_BYTES) * _LINE_BYTES
 
-    def line(self, n: int, dtype: torch.dtype) -> Tensor:
+    def take_line(self, n: int, dtype: torch.dtype) -> Tensor:
         """A new line of `n` elements, all zero."""
-        start, self._used = self._used, self._used + self.room(n, dtype)
+        start, self._used = self._used, self._used + self.bytes_for(n, dtype)
         assert self._used <= self.nbytes, f"a slab of {self.nbytes} bytes was asked for {self._used}"
         return self._memory[start : start + n * dtype.itemsize].view(dtype)
 
@@ -181,12 +146,12 @@ class Slab:
             self._unpin = None
 
 
-def copied(values: Tensor, to: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def copy_to(values: Tensor, to: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """A copy of `values` on a device.
 
     From a GPU to the host, all threads touch the new memory first: the driver's copy would, with one thread.
 
-    >>> copied(torch.ones(2), torch.device("cpu"), torch.float64)
+    >>> copy_to(torch.ones(2), torch.device("cpu"), torch.float64)
     tensor([1., 1.], dtype=torch.float64)
     """
     if to.type != "cpu" or values.device.type == "cpu":

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from unisono.checks import AtLeast
 from unisono.facts import Example, Facts
 from unisono.sizes import parse_size
-from unisono.strategies.zero.optimizer_shards import check
+from unisono.strategies.zero.optimizer_shards import check_optimizer
 from unisono.strategies.zero.replica import ZeroReplica
 from unisono.strategy import Accumulate, Buffers, Replica, Strategy
 from unisono.world import World
@@ -81,7 +81,7 @@ class zero(Strategy):
 
     def check(self, model: nn.Module, optimizer: Optimizer, world: World) -> None:
         self._check_places()
-        check(optimizer)
+        check_optimizer(optimizer)
 
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         return ZeroReplica(model, optimizer, world, self)
@@ -98,24 +98,25 @@ class zero(Strategy):
                 f"params_on={self.params_on!r} needs optimizer_on={' or '.join(map(repr, allowed))}, got "
                 f"{self.optimizer_on!r}: the optimizer steps the parameters where they rest"
             )
-        for name, only in (("device_memory", "cpu"), ("host_memory", "disk"), ("spill", "disk")):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if self.optimizer_on == "device" or (only == "disk" and self.optimizer_on != "disk" and name == "spill"):
-                raise ValueError(f"{name}={value!r} says nothing with optimizer_on={self.optimizer_on!r}")
-            if name != "spill":
-                parse_size(value, name)
-            elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-                raise ValueError(f"spill is the share of the state that goes to disk, from 0 to 1, got {value!r}")
-        for name in ("device_memory", "host_memory"):
-            if getattr(self, name) is not None and parse_size(getattr(self, name), name) <= 0:
-                raise ValueError(f"{name} must be more than nothing, got {getattr(self, name)!r}")
-        if self.disk is not None and self.optimizer_on != "disk":
-            raise ValueError(f"disk={self.disk!r} says nothing with optimizer_on={self.optimizer_on!r}")
+        for name, size in (("device_memory", self.device_memory), ("host_memory", self.host_memory)):
+            if size is not None:
+                self._check_off_device(name, size)
+                if parse_size(size, name) <= 0:
+                    raise ValueError(f"{name} must be more than nothing, got {size!r}")
+        if self.spill is not None:
+            self._check_off_device("spill", self.spill, needs="disk")
+            if isinstance(self.spill, bool) or not isinstance(self.spill, (int, float)) or not 0 <= self.spill <= 1:
+                raise ValueError(f"spill is the share of the state that goes to disk, from 0 to 1, got {self.spill!r}")
+        if self.disk is not None:
+            self._check_off_device("disk", self.disk, needs="disk")
         if self.spill is not None and self.host_memory is not None:
             raise ValueError("give spill (a share) or host_memory (a size), not both")
         if self.moments != "fp32" and self.optimizer_on == "device":
             raise ValueError("moments='bf16' needs optimizer_on='cpu' or 'disk'")
         if self.delayed_update and (self.optimizer_on == "device" or self.params_on != "device"):
             raise ValueError("delayed_update needs optimizer_on='cpu' or 'disk', and params_on='device'")
+
+    def _check_off_device(self, name: str, value: object, *, needs: Place | None = None) -> None:
+        """Refuse a setting that is for an optimizer off the device."""
+        if self.optimizer_on == "device" or needs not in (None, self.optimizer_on):
+            raise ValueError(f"{name}={value!r} says nothing with optimizer_on={self.optimizer_on!r}")

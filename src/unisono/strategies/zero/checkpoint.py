@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from unisono.checkpoint.slices import Piece, Stored
-from unisono.strategies.zero import optimizer_shards as optimizers
+from unisono.strategies.zero.gather import Values
 from unisono.strategies.zero.offloading import Offloading
+from unisono.strategies.zero.optimizer_shards import OptimizerShards
 from unisono.strategies.zero.units import Unit
 
 
-def model_pieces(model: nn.Module, units: Sequence[Unit], offload: Offloading | None) -> dict[str, Any]:
+def collect_model_pieces(model: nn.Module, units: Sequence[Unit], offload: Offloading | None) -> dict[str, Any]:
     """The model's state: a Piece for each parameter that is split, in the precision that the optimizer steps.
 
     `model.state_dict()` must leave the values where they are while this runs.
@@ -25,12 +26,12 @@ def model_pieces(model: nn.Module, units: Sequence[Unit], offload: Offloading | 
     for unit in units:
         for slot, param in enumerate(unit.params):
             if offload is not None and unit.trainable:
-                made[param] = offload.master_piece(unit, slot)
+                made[param] = offload.piece(unit, slot)
                 continue
             line = unit.master if unit.trainable else unit.shard
-            held = [part for part in unit.held if part.slot == slot]
-            if held:
-                part = held[0]
+            mine = [part for part in unit.parts if part.slot == slot]
+            if mine:
+                part = mine[0]
                 made[param] = Piece.of(line[part.at : part.at + part.length], part.start, shape=unit.shapes[slot])
             else:
                 made[param] = Piece(unit.shapes[slot], line.dtype)
@@ -56,17 +57,17 @@ def load_model(
         if whole:
             start = unit.starts[slot]
             stored.read(0, stored.numel(), out=unit.full[start : start + stored.numel()])
-        for part in unit.held:
+        for part in unit.parts:
             if part.slot == slot and offload is not None and unit.trainable:
                 offload.load_values(unit, part, stored)
             elif part.slot == slot:
                 for line in dict.fromkeys((unit.shard, unit.master) if unit.trainable else (unit.shard,)):
                     stored.read(part.start, part.start + part.length, out=line[part.at : part.at + part.length])
-    rest = {name: plain(value) for name, value in saved.items() if not _is_placed(model, name, places)}
+    rest = {name: load_whole(value) for name, value in saved.items() if not _is_split(model, name, places)}
     model.load_state_dict(rest, strict=False)
 
 
-def _is_placed(model: nn.Module, name: str, places: Mapping[Any, Any]) -> bool:
+def _is_split(model: nn.Module, name: str, places: Mapping[Any, Any]) -> bool:
     owner, _, leaf = name.rpartition(".")
     try:
         return model.get_submodule(owner)._parameters.get(leaf) in places
@@ -79,20 +80,98 @@ def as_stored(value: Any) -> Stored:
     return value if isinstance(value, Stored) else Stored.of(value)
 
 
-def plain(value: Any) -> Any:
+def load_whole(value: Any) -> Any:
     """State with whole tensors."""
     if isinstance(value, Stored):
         return value.full()
     if isinstance(value, dict):
-        return {key: plain(x) for key, x in value.items()}
+        return {key: load_whole(x) for key, x in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(plain(x) for x in value)
+        return type(value)(load_whole(x) for x in value)
     return value
 
 
-def load_optimizer(optimizer: Optimizer, units: Sequence[Unit], groups: Sequence[Sequence[Tensor]], saved: Any) -> None:
+def collect_optimizer_pieces(shards: OptimizerShards, offload: Offloading | None) -> dict[str, Any]:
+    """The optimizer's state, with a Piece for each tensor that is split."""
+    state = shards.pieces()
+    if offload is not None:
+        state["state"] = offload.state_pieces()
+    return state
+
+
+def load_optimizer(shards: OptimizerShards, units: Sequence[Unit], saved: Any, offload: Offloading | None) -> None:
     """Take up saved state."""
-    if units:
-        optimizers.load(optimizer, units, groups, saved)
-    else:
-        optimizer.load_state_dict(plain(saved))
+    if not units:
+        shards.optimizer.load_state_dict(load_whole(saved))
+        return
+    shards.load(saved)
+    if offload is not None:
+        offload.load_states(saved["state"])
+        shards.optimizer.state.clear()
+
+
+class WholeStateDict:
+    """Lets `model.state_dict()` and `model.load_state_dict()` see whole values, by hooks on the model.
+
+    owner: the replica, which lives as long as the model by these hooks: those on parameters and modules keep nothing.
+    """
+
+    def __init__(
+        self, owner: object, model: nn.Module, units: Sequence[Unit], values: Values, offload: Offloading | None
+    ) -> None:
+        self._owner = owner
+        self._model, self._units, self._values, self._offload = model, list(units), values, offload
+        self._paused = False
+        self._hooks = [
+            model.register_state_dict_pre_hook(lambda *_: self._gather()),
+            model.register_state_dict_post_hook(lambda *given: self._copy(*given)),
+            model.register_load_state_dict_pre_hook(lambda *_: self._gather()),
+            model.register_load_state_dict_post_hook(lambda *_: self._update_shards()),
+        ]
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside the block the values are left where they are."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def _gather(self) -> None:
+        if self._paused:
+            self._values.gather_late()
+        else:
+            self._values.gather_all()
+
+    def _copy(self, _module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        """What `state_dict()` gives stays, when the values are released."""
+        if self._values.always_here or self._paused:
+            return
+        copies: dict[tuple[int, torch.Size], Tensor] = {}
+        for name, _ in self._model.named_parameters(remove_duplicate=False):
+            if prefix + name in state:
+                value = state[prefix + name]
+                state[prefix + name] = copies.setdefault((value.data_ptr(), value.shape), value.detach().clone())
+        self._values.release_all()
+
+    @torch.no_grad()
+    def _update_shards(self) -> None:
+        """Someone wrote into the whole values: my shards follow."""
+        if self._paused:
+            return
+        for unit in self._units:
+            mine = unit.my_shard(unit.full)
+            if unit.trainable and self._offload is not None:
+                self._offload.set_master(unit, mine)
+                continue
+            if unit.shard.data_ptr() != mine.data_ptr():
+                unit.shard.copy_(mine)
+            if unit.trainable and unit.master is not unit.shard:
+                unit.master.copy_(unit.shard)
+        self._values.release_all()
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()

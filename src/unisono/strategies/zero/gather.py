@@ -1,4 +1,6 @@
-"""Values of units where no rank keeps all of them: gathered when a module needs them, let go when it does not.
+"""Values of units: where they come from before a module runs, and when they are let go.
+
+Stages 1 and 2 keep all of them on every rank (`WholeValues`). In stage 3 no rank does (`GatheredValues`):
 
 1. forward: before a module runs, its units are gathered, and the next one's begin to; after it, they are let go;
 2. backward: when a gradient reaches the module's output, they are gathered again, in the reverse order; a trainable
@@ -13,6 +15,7 @@ is not there shows NaN in its own shape.
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,15 +28,115 @@ from unisono.background import Handle, SerialQueue
 from unisono.strategies.zero.units import UNCALLED, WHOLE, Unit
 from unisono.world import World
 
-Fetch = Callable[[Unit], Tensor]
-UNITS_AT_ONCE = 2  # modules whose units are here: the one at work and the next, beside the model's own
+UNITS_GATHERED = 2  # at most, beside the model's own: the one at work, and the one that comes next
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # others' are left alone
 
 
-class Gathering:
+class Values(ABC):
+    """The values of some units, for the modules that compute with them."""
+
+    always_here = True  # they have memory that is never let go
+
+    @abstractmethod
+    def renew(self) -> None:
+        """My shards have new values: every rank gets them, at once or when a module needs them."""
+
+    def gather_late(self) -> None:
+        """Have those values here that were to come later."""
+        return
+
+    @abstractmethod
+    def gather_all(self) -> None:
+        """Have all values here."""
+
+    def release_all(self) -> None:
+        """What is here is out of date, or not needed."""
+        return
+
+    def check_used(self, unit: Unit, slot: int) -> None:
+        """A gradient has come for a parameter: refuse one whose values were not there."""
+        return
+
+    def end_use(self, unit: Unit) -> None:
+        """All gradients of a unit have been taken: its values are not needed any more in this pass."""
+        return
+
+    @abstractmethod
+    def close(self) -> None:
+        """Take the hooks off."""
+
+
+class WholeValues(Values):
+    """Every rank keeps all values; after a step the shards of the trainable units are gathered.
+
+    wait: where units are stepped off the device, waits for one. Then a unit is waited for, and gathered, when a module
+        needs it: a hook on every module that has parameters of its own in it.
+    """
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], world: World, wait: Callable[[Unit], None] | None
+    ) -> None:
+        self._units, self._world, self._wait = list(units), world, wait
+        self._late: set[Unit] = set()  # units whose new values no module has asked for yet
+        self._hooks: list[Any] = []
+        where = {param: unit for unit in units for param in unit.params}
+        for module in model.modules() if wait is not None else ():
+            needed = list(module.parameters(recurse=isinstance(module, WHOLE)))
+            for child in module.children():
+                needed += child.parameters(recurse=False) if isinstance(child, UNCALLED) else ()
+            own = dict.fromkeys(where[p] for p in needed if p in where)
+            if own:
+                self._hooks.append(
+                    module.register_forward_pre_hook(_call_for_each(self._need, list(own)), prepend=True)
+                )
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        if self._wait is not None:
+            self._late = set(self._units)
+            return
+        for unit in self._units:
+            unit.update_shard()
+            self._gather(unit)
+
+    def gather_late(self) -> None:
+        self._gather_until()
+
+    def gather_all(self) -> None:
+        self._gather_until()
+
+    def _need(self, unit: Unit) -> None:
+        """A module needs a unit whose new values may still be on their way."""
+        if unit in self._late:
+            self._gather_until(unit.index)
+
+    def _gather_until(self, last: int | None = None) -> None:
+        """In the order of the units, whichever a rank needs first: gathering them is a matter of all ranks."""
+        for unit in sorted(self._late, key=lambda unit: unit.index):
+            if last is not None and unit.index > last:
+                return
+            assert self._wait is not None
+            self._late.discard(unit)
+            self._wait(unit)
+            if self._world.size > 1:
+                self._gather(unit)
+
+    def _gather(self, unit: Unit) -> None:
+        self._world.all_gather(unit.shard, even=True, out=unit.shards(unit.full), tag=unit.tag).wait()
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+class GatheredValues(Values):
     """Hooks on the modules of some units. `fetch(unit)` gives my shard of it, on the device that computes."""
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], world: World, fetch: Fetch, *, ahead: bool) -> None:
+    always_here = False
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], world: World, fetch: Callable[[Unit], Tensor], *, ahead: bool
+    ) -> None:
         self.model, self.units = model, list(units)
         self.channel, self._fetch = world.channel(inline=True), fetch
         on_cpu = self.units[0].full.device.type == "cpu"
@@ -53,11 +156,22 @@ class Gathering:
         self._hooks: list[Any] = []
         for module in self._of:
             self._hooks += [
-                module.register_forward_pre_hook(_before(me), prepend=True, with_kwargs=True),
-                module.register_forward_hook(_after(me), with_kwargs=False, always_call=True),
+                module.register_forward_pre_hook(_before_hook(me), prepend=True, with_kwargs=True),
+                module.register_forward_hook(_after_hook(me), with_kwargs=False, always_call=True),
             ]
         for unit in self.units:
-            self.let_go(unit)
+            self.release(unit)
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        for unit in self.units:
+            if unit.trainable:
+                unit.update_shard()
+        self.release_all()
+
+    def gather_all(self) -> None:
+        for unit in self.units:
+            self.gather(unit)
 
     # Values ----------------------------------------------------------------------------------------------
 
@@ -72,19 +186,19 @@ class Gathering:
             param.data = view
 
     @torch.no_grad()
-    def _get(self, unit: Unit) -> None:
+    def _fill(self, unit: Unit) -> None:
         unit.full.untyped_storage().resize_(unit.nbytes)
-        self.channel.all_gather(self._fetch(unit), even=True, out=unit.parts(unit.full), tag=unit.tag).wait()
+        self.channel.all_gather(self._fetch(unit), even=True, out=unit.shards(unit.full), tag=unit.tag).wait()
 
     def _start(self, unit: Unit) -> Handle[None]:
         """Begin to gather a unit: in the order of the calls, which is the same on every rank."""
         if unit not in self._coming:
             if self._lane is None:
-                return Handle.of(self._get(unit))
-            self._coming[unit] = self._lane.submit(lambda: self._get(unit))
+                return Handle.of(self._fill(unit))
+            self._coming[unit] = self._lane.submit(lambda: self._fill(unit))
         return self._coming[unit]
 
-    def let_go(self, unit: Unit) -> None:
+    def release(self, unit: Unit) -> None:
         """Empty a unit's memory."""
         if (coming := self._coming.pop(unit, None)) is not None:
             coming.wait()
@@ -94,10 +208,9 @@ class Gathering:
             param.data = torch.full((), nothing, dtype=unit.dtype, device=unit.full.device).expand(shape)
         unit.full.untyped_storage().resize_(0)
 
-    def let_go_all(self) -> None:
-        """What is here is out of date, or not needed."""
+    def release_all(self) -> None:
         for unit in [*self._there, *self._coming]:
-            self.let_go(unit)
+            self.release(unit)
 
     # Forward ---------------------------------------------------------------------------------------------
 
@@ -121,7 +234,7 @@ class Gathering:
             given = [x for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.requires_grad and not x.is_leaf]
             if given and module is not self.model:
                 me = weakref.ref(self)
-                torch.autograd.graph.register_multi_grad_hook(given, _left(me, module), mode="all")
+                torch.autograd.graph.register_multi_grad_hook(given, _end_hook(me, module), mode="all")
         if torch.is_grad_enabled() and _top_hooks is not None and _top_hooks(True) is None:
             torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
             self._pushed[-1] = True
@@ -147,58 +260,57 @@ class Gathering:
         if made and torch.is_grad_enabled():
             me = weakref.ref(self)
             for x in made:
-                x.register_hook(_reached(me, module))
-        kept = bool(made) and (module is self.model or (self._known and module is self._order[-1]))
+                x.register_hook(_gradient_hook(me, module))
+        stays = bool(made) and (module is self.model or (self._known and module is self._order[-1]))
         self._known |= module is self.model
-        if not kept and not self._uses[module]:
+        if not stays and not self._uses[module]:
             for unit in self._of[module]:
-                if not any(_inside(x, unit) for x in every):
-                    self.let_go(unit)
+                if not any(_is_inside(x, unit) for x in every):
+                    self.release(unit)
 
     # What autograd keeps: a view of a unit is kept as its place, and is found again when backward needs it ---------
 
     def pack(self, x: Tensor) -> Any:
         """Called for each tensor that a module's forward keeps for backward."""
         for unit in self._there:
-            if _inside(x, unit) and x.dtype == unit.dtype:
+            if _is_inside(x, unit) and x.dtype == unit.dtype:
                 return unit, x.shape, x.stride(), x.storage_offset()
         return x
 
-    def unpack(self, kept: Any) -> Tensor:
+    def unpack(self, packed: Any) -> Tensor:
         """The tensor again."""
-        if isinstance(kept, Tensor):
-            return kept
-        unit, shape, stride, offset = kept
-        self._in_backward()
+        if isinstance(packed, Tensor):
+            return packed
+        unit, shape, stride, offset = packed
+        self._watch_end()
         self.gather(unit)
         return torch.as_strided(unit.full, shape, stride, offset)
 
     # Backward --------------------------------------------------------------------------------------------
 
-    def reached(self, module: nn.Module) -> None:
+    def before_backward(self, module: nn.Module) -> None:
         """A gradient has reached what the module gave."""
-        self._in_backward()
+        self._watch_end()
         for unit in self._of[module]:
             self.gather(unit)
         if module in self._order:
             self._look_ahead(module, -1)
 
-    def _in_backward(self) -> None:
+    def _watch_end(self) -> None:
         """At the end of this backward everything is let go."""
         task = torch._C._current_graph_task_id()
         if task not in (-1, self._task):
             self._task = task
             Variable._execution_engine.queue_callback(self._end)
 
-    def left(self, module: nn.Module) -> None:
+    def after_backward(self, module: nn.Module) -> None:
         """The gradient has left the module: what does not learn is done."""
         if not self._uses[module]:
             for unit in self._of[module]:
                 if not unit.trainable:
-                    self.let_go(unit)
+                    self.release(unit)
 
-    def arrived(self, unit: Unit, slot: int) -> None:
-        """A gradient has come for a parameter: refuse one whose values were not there."""
+    def check_used(self, unit: Unit, slot: int) -> None:
         if unit not in self._there:
             raise RuntimeError(
                 f"{unit.names[slot]!r} was used outside the forward of its module, where it is not gathered (it is NaN "
@@ -206,17 +318,15 @@ class Gathering:
                 "module around"
             )
 
-    def complete(self, unit: Unit) -> None:
-        """All gradients of a unit are there."""
+    def end_use(self, unit: Unit) -> None:
         if unit.owner is not None and not self._uses.get(unit.owner, 0):
-            self.let_go(unit)
+            self.release(unit)
 
     def _end(self) -> None:
         self._task = -1
-        self.let_go_all()
+        self.release_all()
 
     def close(self) -> None:
-        """Take the hooks off."""
         for hook in self._hooks:
             hook.remove()
         if self._lane is not None:
@@ -224,27 +334,7 @@ class Gathering:
         self.channel.close()
 
 
-class Arrival:
-    """Before a module runs, `arrive(unit)` for every unit that one of its own parameters lies in."""
-
-    def __init__(self, model: nn.Module, units: Sequence[Unit], arrive: Callable[[Unit], None]) -> None:
-        where = {param: unit for unit in units for param in unit.params}
-        self._hooks = []
-        for module in model.modules():
-            needed = list(module.parameters(recurse=isinstance(module, WHOLE)))
-            for child in module.children():
-                needed += child.parameters(recurse=False) if isinstance(child, UNCALLED) else ()
-            own = dict.fromkeys(where[p] for p in needed if p in where)
-            if own:
-                self._hooks.append(module.register_forward_pre_hook(_arriving(list(own), arrive), prepend=True))
-
-    def close(self) -> None:
-        """Take the hooks off."""
-        for hook in self._hooks:
-            hook.remove()
-
-
-def _inside(x: Tensor, unit: Unit) -> bool:
+def _is_inside(x: Tensor, unit: Unit) -> bool:
     """Whether a tensor lies in a unit's memory."""
     storage = x.untyped_storage() if x.layout == torch.strided else None
     return storage is not None and storage.nbytes() > 0 and storage.data_ptr() == unit.full.untyped_storage().data_ptr()
@@ -253,48 +343,48 @@ def _inside(x: Tensor, unit: Unit) -> bool:
 # Hooks that keep nothing alive, and that torch.compile does not look into --------------------------------------
 
 
-def _arriving(units: list[Unit], arrive: Callable[[Unit], None]) -> Any:
+def _call_for_each(need: Callable[[Unit], None], units: list[Unit]) -> Any:
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def hook(module: nn.Module, args: Any) -> None:
         for unit in units:
-            arrive(unit)
+            need(unit)
 
     return hook
 
 
-def _before(me: weakref.ref[Gathering]) -> Any:
+def _before_hook(me: weakref.ref[GatheredValues]) -> Any:
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-        gathering = me()
-        if gathering is not None:
-            gathering.before(module, (args, kwargs))
+        values = me()
+        if values is not None:
+            values.before(module, (args, kwargs))
 
     return hook
 
 
-def _after(me: weakref.ref[Gathering]) -> Any:
+def _after_hook(me: weakref.ref[GatheredValues]) -> Any:
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def hook(module: nn.Module, args: Any, output: Any) -> None:
-        gathering = me()
-        if gathering is not None:
-            gathering.after(module, output)
+        values = me()
+        if values is not None:
+            values.after(module, output)
 
     return hook
 
 
-def _reached(me: weakref.ref[Gathering], module: nn.Module) -> Any:
+def _gradient_hook(me: weakref.ref[GatheredValues], module: nn.Module) -> Any:
     def hook(gradient: Tensor) -> None:
-        gathering = me()
-        if gathering is not None:
-            gathering.reached(module)
+        values = me()
+        if values is not None:
+            values.before_backward(module)
 
     return hook
 
 
-def _left(me: weakref.ref[Gathering], module: nn.Module) -> Any:
+def _end_hook(me: weakref.ref[GatheredValues], module: nn.Module) -> Any:
     def hook(gradients: Any) -> None:
-        gathering = me()
-        if gathering is not None:
-            gathering.left(module)
+        values = me()
+        if values is not None:
+            values.after_backward(module)
 
     return hook

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.offload.streams import copied
+from unisono.offload.streams import copy_to
 from unisono.strategies.zero.units import Unit
 from unisono.world import World
 
@@ -46,32 +46,34 @@ def adopt(
         param.grad = None  # of before: the optimizer, which clears gradients, will not see it
         param.data = view
     if whole:
-        unit.shard = unit.mine(unit.full)
+        unit.shard = unit.my_shard(unit.full)
     else:
-        unit.shard = line(unit.each, unit.dtype, shared=True) if shard_on == device else _host(unit)
-        unit.shard.copy_(unit.mine(unit.full))
+        unit.shard = line(unit.shard_length, unit.dtype, shared=True) if shard_on == device else _make_host_shard(unit)
+        unit.shard.copy_(unit.my_shard(unit.full))
     if not wide:
         unit.master = unit.shard
     elif master_in is not None:
-        unit.master = master_in.copy_(unit.mine(before))
+        unit.master = master_in.copy_(unit.my_shard(before))
     else:
-        unit.master = copied(unit.mine(before), master_on)
+        unit.master = copy_to(unit.my_shard(before), master_on)
     if not whole:
         unit.full.untyped_storage().resize_(0)
 
 
-def _host(unit: Unit) -> Tensor:
-    return torch.empty(unit.each, dtype=unit.dtype, pin_memory=torch.cuda.is_available())
+def _make_host_shard(unit: Unit) -> Tensor:
+    return torch.empty(unit.shard_length, dtype=unit.dtype, pin_memory=torch.cuda.is_available())
 
 
-Swapped = dict[nn.Parameter, nn.Parameter]  # parameters on the meta device, and what took their places
+Replacements = dict[nn.Parameter, nn.Parameter]  # parameters on the meta device, and what took their places
 
 
 @torch.no_grad()
-def materialise(model: nn.Module, world: World, swapped: Swapped, wanted: Iterable[nn.Parameter] | None = None) -> None:
+def materialise(
+    model: nn.Module, world: World, replacements: Replacements, wanted: Iterable[nn.Parameter] | None = None
+) -> None:
     """Give values to modules whose tensors are on the meta device: their own `reset_parameters()`, rank 0's for all.
 
-    wanted: only modules that hold one of these parameters. The parameters become other objects: see `swapped`.
+    wanted: only modules that hold one of these parameters. The parameters become other objects: see `replacements`.
     """
     chosen = None if wanted is None else set(wanted)
     for name, module in model.named_modules():
@@ -84,7 +86,7 @@ def materialise(model: nn.Module, world: World, swapped: Swapped, wanted: Iterab
                 f"{name or 'the model'} ({type(module).__name__}) has parameters or buffers on the meta device and no "
                 "reset_parameters(): give it one, or make it on a real device"
             )
-        tied = {key: swapped[p] for key, p in held.items() if p in swapped}
+        tied = {key: replacements[p] for key, p in held.items() if p in replacements}
         module.to_empty(device=world.device, recurse=False)
         reset()
         for key, old in held.items():
@@ -93,15 +95,15 @@ def materialise(model: nn.Module, world: World, swapped: Swapped, wanted: Iterab
             if key in tied:  # another module made it
                 module._parameters[key] = tied[key]
             else:
-                swapped[old] = new
+                replacements[old] = new
         if world.size > 1:
             world.broadcast([x.detach() for x in own_tensors(module)], tag="initial state").wait()
 
 
-def swap(optimizer: Optimizer, swapped: Swapped) -> None:
+def swap(optimizer: Optimizer, replacements: Replacements) -> None:
     """Let the optimizer hold the parameters that have values."""
     for group in optimizer.param_groups:
-        group["params"] = [swapped.get(p, p) for p in group["params"]]
+        group["params"] = [replacements.get(p, p) for p in group["params"]]
 
 
 def own_tensors(module: nn.Module) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""The optimizer's side of units: it steps one leaf for each parameter that has elements in my shard."""
+"""The optimizer's side of units: it steps one leaf for each part of a parameter in my shard."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WHOLE = {
 }
 
 
-def check(optimizer: Optimizer) -> None:
+def check_optimizer(optimizer: Optimizer) -> None:
     """Refuse an optimizer that needs whole parameters."""
     name = type(optimizer).__name__
     if name in WHOLE:
@@ -44,32 +44,149 @@ def check(optimizer: Optimizer) -> None:
         )
 
 
-def split(optimizer: Optimizer, units: Sequence[Unit]) -> dict[int, dict[str, Any]]:
-    """Let the optimizer hold leaves, with their part of the state that the parameters had.
+class OptimizerShards:
+    """An optimizer that holds leaves, with their part of the state, instead of the parameters that it was made with."""
 
-    Returns the state of whole parameters, by their number, for units that are stepped elsewhere.
-    """
-    leaves: dict[Tensor, list[Parameter]] = {}
-    numbers = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
-    before = {}
-    for unit in units:
-        unit.leaves = []
-        for part in unit.held:
-            leaf = Parameter(_leaf_memory(unit, part))
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._groups = [list(group["params"]) for group in optimizer.param_groups]  # what it was made with
+        self._numbers = {p: i for i, p in enumerate(p for group in self._groups for p in group)}
+        self._units: list[Unit] = []
+
+    def split(self, units: Sequence[Unit]) -> dict[int, dict[str, Any]]:
+        """Give the optimizer the leaves of some units, which are made.
+
+        Returns the state of whole parameters, by their number, for units that are stepped elsewhere.
+        """
+        self._units = list(units)
+        optimizer = self.optimizer
+        leaves: dict[Tensor, list[Parameter]] = {}
+        before = {}
+        for unit in units:
+            unit.leaves = []
+            for part in unit.parts:
+                leaf = Parameter(_leaf_memory(unit, part))
+                param = unit.params[part.slot]
+                unit.leaves.append(leaf)
+                leaves.setdefault(param, []).append(leaf)
+                if unit.steps_here:
+                    for key, value in optimizer.state.get(param, {}).items():
+                        optimizer.state[leaf][key] = _cut(value, key, unit, part)
+            for param in unit.params:
+                state = optimizer.state.pop(param, None)
+                leaves.setdefault(param, [])
+                if state and not unit.steps_here:
+                    before[self._numbers[param]] = dict(state)
+        for group in optimizer.param_groups:
+            group["params"] = [leaf for p in group["params"] for leaf in leaves.get(p, [p])]
+        return before
+
+    def add_stand_in(self) -> Tensor | None:
+        """Something for the optimizer to hold where no element of any parameter is mine: a GradScaler asks for it."""
+        if any(unit.parts for unit in self._units):
+            return None
+        made = Parameter(torch.zeros(1, device=self._units[0].params[0].device))
+        self.optimizer.param_groups[0]["params"] = [made]
+        return made
+
+    def put_back(self) -> None:
+        """Let the optimizer hold the parameters that it was made with, without state."""
+        for group, params in zip(self.optimizer.param_groups, self._groups, strict=True):
+            group["params"] = params
+        self.optimizer.state.clear()
+
+    # State of whole parameters
+
+    def join(
+        self, units: Sequence[Unit], world: World, join_shards: Callable[[Tensor], Tensor]
+    ) -> dict[Tensor, dict[str, Any]]:
+        """The state of whole parameters; `join_shards` puts the ranks' shards of a line together.
+
+        units: those that were split; on a rank that holds nothing of them, others of the same layout.
+        """
+        kinds = self._gather_kinds(units, world)
+        every: dict[Tensor, dict[str, Any]] = {}
+        for unit in units:
+            states: list[dict[str, Any]] = [{} for _ in unit.params]
+            entries = [kinds.get(name, {}) for name in unit.names]
+            keys = dict.fromkeys((key, kind[1]) for entry in entries for key, kind in entry.items() if _is_line(kind))
+            for key, dtype in keys:
+                line = torch.zeros(unit.shard_length, dtype=dtype, device=unit.params[0].device)
+                for part, leaf in zip(unit.parts, unit.leaves):  # noqa: B905 - a rank that holds nothing has no leaves
+                    value = self.optimizer.state.get(leaf, {}).get(key)
+                    if value is not None:
+                        line[part.at : part.at + part.length].copy_(value)
+                full = join_shards(line)
+                for slot, view in enumerate(unit.views(full)):
+                    if key in entries[slot]:
+                        states[slot][key] = view.clone()
+            for state, entry in zip(states, entries, strict=True):
+                for key, kind in entry.items():
+                    if not _is_line(kind):
+                        state[key] = kind[1].clone() if isinstance(kind[1], Tensor) else kind[1]
+            every.update({p: s for p, s in zip(unit.params, states, strict=True) if s})
+        return every
+
+    def _gather_kinds(self, units: Sequence[Unit], world: World) -> Kinds:
+        """What state each parameter has, put together from all ranks."""
+        mine: Kinds = {}
+        for unit in units:
+            for part, leaf in zip(unit.parts, unit.leaves):  # noqa: B905 - a rank that holds nothing has no leaves
+                entry = mine.setdefault(unit.names[part.slot], {})
+                for key, value in self.optimizer.state.get(leaf, {}).items():
+                    line = isinstance(value, Tensor) and has_element_each(value.shape, key, leaf.shape)
+                    entry[key] = ["line", value.dtype] if line else ["value", value]
+        merged: Kinds = {}
+        for other in world.gather_objects(mine):
+            for name, entry in other.items():
+                merged.setdefault(name, {}).update(entry)
+        return merged
+
+    # Checkpoints
+
+    def pieces(self) -> dict[str, Any]:
+        """`optimizer.state_dict()` as it would be with whole parameters, as far as this rank has them: a Piece for each
+        state that is split."""
+        state: dict[int, dict[str, Any]] = {}
+        for unit, part, leaf in self._leaves():
+            for key, value in self.optimizer.state.get(leaf, {}).items():
+                if isinstance(value, Tensor) and has_element_each(value.shape, key, leaf.shape):
+                    value = Piece.of(value, part.start, shape=unit.shapes[part.slot])
+                state.setdefault(self._numbers[unit.params[part.slot]], {})[key] = value
+        position, packed = 0, []
+        for group, params in zip(self.optimizer.param_groups, self._groups, strict=True):
+            plain = {key: value for key, value in group.items() if key != "params"}
+            packed.append({**plain, "params": list(range(position, position + len(params)))})
+            position += len(params)
+        return {"state": dict(sorted(state.items())), "param_groups": packed}
+
+    def load(self, saved: Any) -> None:
+        """Take my part of a saved state."""
+        optimizer = self.optimizer
+        optimizer.state.clear()
+        for unit, part, leaf in self._leaves():
             param = unit.params[part.slot]
-            unit.leaves.append(leaf)
-            leaves.setdefault(param, []).append(leaf)
-            if unit.steps_here:
-                for key, value in optimizer.state.get(param, {}).items():
-                    optimizer.state[leaf][key] = _cut(value, key, unit, part)
-        for param in unit.params:
-            state = optimizer.state.pop(param, None)
-            leaves.setdefault(param, [])
-            if state and not unit.steps_here:
-                before[numbers[param]] = dict(state)
-    for group in optimizer.param_groups:
-        group["params"] = [leaf for p in group["params"] for leaf in leaves.get(p, [p])]
-    return before
+            for key, value in saved["state"].get(self._numbers.get(param, -1), {}).items():
+                optimizer.state[leaf][key] = _read(value, key, unit, part, optimizer)
+        for group, other in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+            group.update({key: value for key, value in other.items() if key != "params"})
+
+    def _leaves(self) -> Iterator[tuple[Unit, Part, Parameter]]:
+        for unit in self._units:
+            for part, leaf in zip(unit.parts, unit.leaves, strict=True):
+                yield unit, part, leaf
+
+
+Kinds = dict[str, dict[str, Any]]  # parameter's name -> key -> ["line", dtype] or ["value", value]
+
+
+def _is_line(kind: Any) -> bool:
+    return bool(kind[0] == "line")
+
+
+def has_element_each(shape: torch.Size, key: str, of: torch.Size) -> bool:
+    """Whether a state of this shape has an element for each of the parameter's."""
+    return shape == of and key != "step"
 
 
 def _leaf_memory(unit: Unit, part: Part) -> Tensor:
@@ -81,111 +198,16 @@ def _leaf_memory(unit: Unit, part: Part) -> Tensor:
 def _cut(value: Any, key: str, unit: Unit, part: Part) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if not is_line(value.shape, key, unit.shapes[part.slot]):
+    if not has_element_each(value.shape, key, unit.shapes[part.slot]):
         return value.clone()
     dtype = unit.master_dtype if value.is_floating_point() else value.dtype
     return value.reshape(-1)[part.start : part.start + part.length].to(unit.master.device, dtype, copy=True)
 
 
-def is_line(shape: torch.Size, key: str, of: torch.Size) -> bool:
-    """Whether a state of this shape has an element for each of the parameter's."""
-    return shape == of and key != "step"
-
-
-# State -------------------------------------------------------------------------------------------------------
-
-States = dict[Tensor, dict[str, Any]]  # parameter -> its state
-Kinds = dict[str, dict[str, Any]]  # parameter's name -> key -> ["line", dtype] or ["value", value]
-
-
-def kinds(optimizer: Optimizer, units: Sequence[Unit], world: World) -> Kinds:
-    """What state each parameter has, put together from all ranks."""
-    mine: Kinds = {}
-    for unit in units:
-        for part, leaf in zip(unit.held, unit.leaves):  # noqa: B905 - a rank that holds nothing has no leaves
-            entry = mine.setdefault(unit.names[part.slot], {})
-            for key, value in optimizer.state.get(leaf, {}).items():
-                line = isinstance(value, Tensor) and is_line(value.shape, key, leaf.shape)
-                entry[key] = ["line", value.dtype] if line else ["value", value]
-    merged: Kinds = {}
-    for other in world.gather_objects(mine):
-        for name, entry in other.items():
-            merged.setdefault(name, {}).update(entry)
-    return merged
-
-
-def whole(optimizer: Optimizer, units: Sequence[Unit], join: Callable[[Tensor], Tensor], found: Kinds) -> States:
-    """The state of whole parameters; `join` puts the ranks' parts of a line together."""
-    every: States = {}
-    for unit in units:
-        states: list[dict[str, Any]] = [{} for _ in unit.params]
-        entries = [found.get(name, {}) for name in unit.names]
-        keys = dict.fromkeys((key, kind[1]) for entry in entries for key, kind in entry.items() if _line(kind))
-        for key, dtype in keys:
-            line = torch.zeros(unit.each, dtype=dtype, device=unit.params[0].device)
-            for part, leaf in zip(unit.held, unit.leaves):  # noqa: B905 - a rank that holds nothing has no leaves
-                value = optimizer.state.get(leaf, {}).get(key)
-                if value is not None:
-                    line[part.at : part.at + part.length].copy_(value)
-            full = join(line)
-            for slot, view in enumerate(unit.views(full)):
-                if key in found.get(unit.names[slot], {}):
-                    states[slot][key] = view.clone()
-        for slot, name in enumerate(unit.names):
-            for key, kind in found.get(name, {}).items():
-                if not _line(kind):
-                    states[slot][key] = kind[1].clone() if isinstance(kind[1], Tensor) else kind[1]
-        every.update({p: s for p, s in zip(unit.params, states, strict=True) if s})
-    return every
-
-
-def _line(kind: Any) -> bool:
-    return bool(kind[0] == "line")
-
-
-# Checkpoints -------------------------------------------------------------------------------------------------
-
-
-def pieces(optimizer: Optimizer, units: Sequence[Unit], groups: Sequence[Sequence[Tensor]]) -> dict[str, Any]:
-    """`optimizer.state_dict()` as it would be with whole parameters, as far as this rank has them: a Piece for each
-    state that is split."""
-    numbers = {p: i for i, p in enumerate(p for group in groups for p in group)}
-    state: dict[int, dict[str, Any]] = {}
-    for unit, part, leaf in _leaves(units):
-        for key, value in optimizer.state.get(leaf, {}).items():
-            if isinstance(value, Tensor) and is_line(value.shape, key, leaf.shape):
-                value = Piece.of(value, part.start, shape=unit.shapes[part.slot])
-            state.setdefault(numbers[unit.params[part.slot]], {})[key] = value
-    position, packed = 0, []
-    for group, params in zip(optimizer.param_groups, groups, strict=True):
-        plain = {key: value for key, value in group.items() if key != "params"}
-        packed.append({**plain, "params": list(range(position, position + len(params)))})
-        position += len(params)
-    return {"state": dict(sorted(state.items())), "param_groups": packed}
-
-
-def load(optimizer: Optimizer, units: Sequence[Unit], groups: Sequence[Sequence[Tensor]], saved: Any) -> None:
-    """Take my part of a saved state."""
-    numbers = {p: i for i, p in enumerate(p for group in groups for p in group)}
-    optimizer.state.clear()
-    for unit, part, leaf in _leaves(units):
-        param = unit.params[part.slot]
-        for key, value in saved["state"].get(numbers.get(param, -1), {}).items():
-            optimizer.state[leaf][key] = _take(value, key, unit, part, optimizer)
-    for group, other in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        group.update({key: value for key, value in other.items() if key != "params"})
-
-
-def _leaves(units: Sequence[Unit]) -> Iterator[tuple[Unit, Part, Parameter]]:
-    for unit in units:
-        for part, leaf in zip(unit.held, unit.leaves, strict=True):
-            yield unit, part, leaf
-
-
-def _take(value: Any, key: str, unit: Unit, part: Part, optimizer: Optimizer) -> Any:
+def _read(value: Any, key: str, unit: Unit, part: Part, optimizer: Optimizer) -> Any:
     if not isinstance(value, (Stored, Tensor)):
         return value
-    if is_line(value.shape, key, unit.shapes[part.slot]):
+    if has_element_each(value.shape, key, unit.shapes[part.slot]):
         stored = value if isinstance(value, Stored) else Stored.of(value)
         out = torch.empty(part.length, dtype=unit.master.dtype, device=unit.master.device)
         return stored.read(part.start, part.start + part.length, out=out)

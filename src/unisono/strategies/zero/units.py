@@ -1,9 +1,12 @@
-"""Units: parameters that are gathered and reduced together, in one flat line that is cut into one shard a rank."""
+"""Units: parameters that are gathered and reduced together, in one flat line that is cut into one shard a rank.
+
+A `Unit` has a shard on each rank; a `Part` is what lies of one parameter in my shard.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -34,9 +37,10 @@ class Unit:
     """Some parameters of one dtype, and the memory of their values and gradients.
 
     full: the values of all of them, one behind the other, padded to a multiple of the ranks.
-    shard: my part of `full`, the only one that stays where parameters are split.
+    shard: my share of `full`, the only one that stays where parameters are split.
     master: what the optimizer steps: `shard` itself, or a line of higher precision.
-    gradient: the mean gradient of my part, once there is one, in the dtype of `master`.
+    gradient: the mean gradient of my shard, once there is one, in the dtype of `master`.
+    parts: what lies in my shard, in order. leaves: what the optimizer holds for each of them.
     """
 
     index: int
@@ -48,7 +52,7 @@ class Unit:
     rank: int
     trainable: bool
     master_dtype: torch.dtype  # what the optimizer steps in
-    given: torch.dtype  # that the parameters came in
+    original_dtype: torch.dtype  # that the parameters came in
     steps_here: bool = True  # the optimizer steps `leaves`; else someone else does (see offload)
     shapes: list[torch.Size] = field(init=False)
     starts: list[int] = field(init=False)
@@ -56,7 +60,7 @@ class Unit:
     shard: Tensor = field(init=False)
     master: Tensor = field(init=False)
     gradient: Tensor | None = field(init=False, default=None)
-    leaves: list[Parameter] = field(init=False, default_factory=list)  # what the optimizer holds, for `held`
+    leaves: list[Parameter] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         step = max(1, _ALIGN // self.dtype.itemsize)
@@ -65,10 +69,9 @@ class Unit:
         for shape in self.shapes:
             self.starts.append(at)
             at += -(-math.prod(shape) // step) * step
-        self.used = at
-        self.each = -(-at // (self.size * step)) * step  # elements a rank
-        self.numel = self.each * self.size
-        self.held = list(self.held_by(self.rank))
+        self.shard_length = -(-at // (self.size * step)) * step
+        self.numel = self.shard_length * self.size
+        self.parts = list(self._find_parts())
 
     @property
     def nbytes(self) -> int:
@@ -80,9 +83,8 @@ class Unit:
         """For the ledger."""
         return f"unit/{self.index}"
 
-    def held_by(self, rank: int) -> Iterator[Part]:
-        """What lies in a rank's shard."""
-        low, high = rank * self.each, (rank + 1) * self.each
+    def _find_parts(self) -> Iterator[Part]:
+        low, high = self.rank * self.shard_length, (self.rank + 1) * self.shard_length
         for slot, (start, shape) in enumerate(zip(self.starts, self.shapes, strict=True)):
             first, last = max(low, start), min(high, start + math.prod(shape))
             if first < last:
@@ -96,13 +98,18 @@ class Unit:
             for start, n, shape in zip(self.starts, lengths, self.shapes, strict=True)
         ]
 
-    def parts(self, line: Tensor) -> list[Tensor]:
-        """Every rank's part of a line."""
-        return list(line.split(self.each))
+    def shards(self, line: Tensor) -> list[Tensor]:
+        """Every rank's shard of a line of this layout."""
+        return list(line.split(self.shard_length))
 
-    def mine(self, line: Tensor) -> Tensor:
-        """My part of a line."""
-        return line[self.rank * self.each : (self.rank + 1) * self.each]
+    def my_shard(self, line: Tensor) -> Tensor:
+        """My shard of a line of this layout."""
+        return line[self.rank * self.shard_length : (self.rank + 1) * self.shard_length]
+
+    def update_shard(self) -> None:
+        """The optimizer has stepped `master`: so are the values that compute."""
+        if self.master is not self.shard:
+            self.shard.copy_(self.master)
 
     def zero_gaps(self, line: Tensor) -> None:
         """Make what lies between the parameters, and behind them, zero."""
@@ -115,20 +122,19 @@ class Unit:
 # Which parameters make a unit --------------------------------------------------------------------------------
 
 Named = list[tuple[str, Parameter]]
-Make = Callable[[Named, "nn.Module | None"], None]
 
 
 def units_by_size(model: nn.Module, unit_bytes: int, *, dtype: torch.dtype | None, size: int, rank: int) -> list[Unit]:
     """Trainable parameters in the order of the model, `unit_bytes` at a time; frozen ones stay as they are."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     order = {p: i for i, (_, p) in enumerate(named)}
-    wide = keeps_its_dtype(model) if dtype is not None else set()
+    wide = find_batch_norm_parameters(model) if dtype is not None else set()
     found = []
     for own in (False, True):
         some = [(name, p) for name, p in named if (p in wide) == own]
         found += [(list(reversed(group)), None if own else dtype) for group in group_into_buckets(some, unit_bytes)]
     found.sort(key=lambda one: order[one[0][0][1]])
-    return [_unit(i, group, None, compute, size, rank) for i, (group, compute) in enumerate(found)]
+    return [_make_unit(i, group, None, compute, size, rank) for i, (group, compute) in enumerate(found)]
 
 
 def units_by_module(
@@ -139,33 +145,33 @@ def units_by_module(
     Small modules, embeddings, and parameters that several such modules share, belong to the next module around them;
     what is left belongs to the model. Parameters of another dtype, and frozen ones, are units of their own.
     """
-    chosen = choose(model, unit_bytes)
+    chosen = choose_modules(model, unit_bytes)
     holders: dict[Parameter, nn.Module | None] = {}
     names: dict[Parameter, str] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
-        path = [m for m in _path(model, name) if m in chosen]
+        path = [m for m in _modules_around(model, name) if m in chosen]
         if param not in names:
             names[param], holders[param] = name, (path[-1] if path else None)
         else:  # shared: the deepest module around all of its uses
             before = holders[param]
             around = path if before is None else [m for m in path if before in set(m.modules())]
             holders[param] = around[-1] if around and before is not None else None
-    wide = keeps_its_dtype(model) if dtype is not None else set()
+    wide = find_batch_norm_parameters(model) if dtype is not None else set()
     groups: dict[tuple[nn.Module | None, torch.dtype, bool, bool], Named] = {}
     for param, name in names.items():
         groups.setdefault((holders[param], param.dtype, param.requires_grad, param in wide), []).append((name, param))
     order = {None: -1} | {module: i for i, module in enumerate(model.modules())}
     keys = sorted(groups, key=lambda key: order[key[0]])
-    return [_unit(i, groups[key], key[0], None if key[3] else dtype, size, rank) for i, key in enumerate(keys)]
+    return [_make_unit(i, groups[key], key[0], None if key[3] else dtype, size, rank) for i, key in enumerate(keys)]
 
 
-def keeps_its_dtype(model: nn.Module) -> set[Parameter]:
+def find_batch_norm_parameters(model: nn.Module) -> set[Parameter]:
     """Parameters of batch normalisation: it wants them in the precision of its running statistics."""
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     return {p for m in norms for p in m.parameters(recurse=False)}
 
 
-def choose(model: nn.Module, unit_bytes: int) -> set[nn.Module]:
+def choose_modules(model: nn.Module, unit_bytes: int) -> set[nn.Module]:
     """The modules that are units: those of at most `unit_bytes` whose parent is larger."""
     chosen: set[nn.Module] = set()
 
@@ -193,7 +199,7 @@ def unit_bytes_for(model: nn.Module, asked: int | None) -> int:
     return min(max(total // 16, 1 << 20), 128 << 20)
 
 
-def _path(model: nn.Module, name: str) -> list[nn.Module]:
+def _modules_around(model: nn.Module, name: str) -> list[nn.Module]:
     """The modules around a parameter, the model itself left out, from the outside in."""
     path, module = [], model
     for part in name.split(".")[:-1]:
@@ -202,7 +208,7 @@ def _path(model: nn.Module, name: str) -> list[nn.Module]:
     return path
 
 
-def _unit(
+def _make_unit(
     index: int, named: Sequence[tuple[str, Parameter]], owner: nn.Module | None, dtype: torch.dtype | None,
     size: int, rank: int,
 ) -> Unit:  # fmt: skip
@@ -210,9 +216,9 @@ def _unit(
     compute = dtype if dtype is not None and first.is_floating_point() else first.dtype
     names, params = [n for n, _ in named], [p for _, p in named]
     master = first.dtype if first.requires_grad else compute
-    return Unit(index, names, params, owner, compute, size, rank, first.requires_grad, _wide(master), first.dtype)
+    return Unit(index, names, params, owner, compute, size, rank, first.requires_grad, _widen(master), first.dtype)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _widen(dtype: torch.dtype) -> torch.dtype:
     """The optimizer steps 16-bit parameters in fp32."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

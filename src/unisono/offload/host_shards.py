@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from unisono.offload.blocks import Block, Shard
 from unisono.offload.disk import Disk
-from unisono.offload.lines import Line, master_dtype
-from unisono.offload.stepper import Block, Stepper, StepSettings
+from unisono.offload.stepper import Stepper, StepSettings
 
 
 class _Update(NamedTuple):
@@ -25,11 +25,11 @@ class _Update(NamedTuple):
     absent: Mapping[int, Any]
 
 
-class Resting:
-    """Steps the optimizer over lines none of which is on the device.
+class HostShards:
+    """Steps the optimizer over shards none of which is on the device.
 
-    keep: `line.compute`, on the host, holds the values that compute; otherwise they are made from the master values at
-    each use, and `line.compute` is let go.
+    keep: `shard.compute`, on the host, holds the values that compute; otherwise they are made from the master values at
+    each use, and `shard.compute` is let go.
     """
 
     def __init__(
@@ -41,20 +41,21 @@ class Resting:
         keep: bool,
         threads: int | None = None,
     ) -> None:
-        self._stepper = Stepper(optimizer, moments=moments, disk=disk, threads=threads)
-        self._computes: list[Tensor] | None = [] if keep else None
-        self._dtypes: list[torch.dtype] = []
+        self.stepper = Stepper(optimizer, moments=moments, disk=disk, threads=threads)
+        self._keep = keep
+        self._shards: list[Shard] = []
         self._gradients: dict[int, Tensor] = {}
         self._update: _Update | None = None  # one that an error broke off
 
-    def add(self, line: Line) -> None:
+    def add(self, shard: Shard) -> None:
         """Take one more unit."""
-        values = (line.compute if line.master is None else line.master).detach()
-        own = values.to("cpu", master_dtype(line), copy=line.home == "cpu").contiguous()
-        self._stepper.add(Block(own, line.runs, line.home))
-        self._dtypes.append(line.compute.dtype)
-        if self._computes is not None:
-            self._computes.append(line.compute)
+        values = (shard.compute if shard.master is None else shard.master).detach()
+        own = values.to("cpu", shard.master_dtype, copy=shard.home == "cpu").contiguous()
+        shard.blocks = [self.stepper.add(Block(own, shard.runs, shard.home, unit=len(self._shards)))]
+        shard.master = None
+        if not self._keep:
+            shard.compute = torch.empty(0, dtype=shard.compute.dtype)
+        self._shards.append(shard)
 
     def offer(self, u: int, gradient: Tensor, *, replace: bool = False) -> None:
         """Take the gradient of unit `u` for the next step; `replace`: instead of one that it may have."""
@@ -67,7 +68,7 @@ class Resting:
         if delay:
             raise ValueError("a delayed update needs parameters on the device")
         self.retry()
-        self._update = _Update(self._stepper.begin(), self._gradients, scale, absent or {})
+        self._update = _Update(self.stepper.begin(), self._gradients, scale, absent or {})
         self._gradients = {}
         self._go_on()
 
@@ -78,22 +79,22 @@ class Resting:
             return
         order = sorted(update.gradients)
         if order:
-            self._stepper.prefetch(order[0])
+            self.stepper.prefetch(order[0])
         for u, following in zip(order, [*order[1:], None], strict=True):
             if following is not None:
-                self._stepper.prefetch(following)
-            out = None if self._computes is None else self._computes[u]
+                self.stepper.prefetch(following)
+            out = self._shards[u].compute if self._keep else None
             ranges = update.absent.get(u, ())
             gradient = update.gradients[u]
-            self._stepper.step(u, gradient, out, scale=update.scale, absent=ranges, settings=update.settings)
+            self.stepper.step(u, gradient, out, scale=update.scale, absent=ranges, settings=update.settings)
             del update.gradients[u]
-        self._stepper.flush()
+        self.stepper.flush()
         self._update = None
 
     def retry(self) -> None:
         """After an error of the disk: go on with the step where it broke off. Nothing was lost."""
         if self._update is not None:
-            self._stepper.flush()
+            self.stepper.flush()
             self._go_on()
 
     def wait(self, u: int) -> None:
@@ -101,45 +102,26 @@ class Resting:
 
     def values(self, u: int) -> Tensor:
         """The values of unit `u`, on the host, in the dtype that computes."""
-        if self._computes is not None:
-            return self._computes[u]
-        return self._stepper.state(u, "master").to(self._dtypes[u])
+        shard = self._shards[u]
+        return shard.compute if self._keep else shard.read("master").to(shard.compute.dtype)
 
     def finish(self) -> None:
         """Wait for the disk."""
-        self._stepper.flush()
+        self.stepper.flush()
 
-    def names(self, u: int) -> list[str]:
-        """Lines of state."""
-        return self._stepper.names(u)
-
-    def state(self, u: int, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """A copy of part of a line."""
-        return self._stepper.state(u, name, start, stop)
-
-    def scalars(self, u: int, at: int = 0) -> dict[str, Any] | None:
-        """What is kept once for the parameter at this element."""
-        return self._stepper.scalars(u, at)
-
-    def load(self, u: int, values: Mapping[str, Any], *, start: int = 0, stop: int | None = None) -> None:
-        """Set lines and scalars of elements [start, stop)."""
-        self._stepper.load(u, values, start=start, stop=stop)
-        if self._computes is not None and "master" in values:
-            self._computes[u].detach()[start:stop].copy_(values["master"].flatten())
-
-    def reset(self, u: int, *, start: int = 0, stop: int | None = None) -> None:
-        """Forget the optimizer's state of elements [start, stop)."""
-        self._stepper.reset(u, start=start, stop=stop)
+    def shard(self, u: int) -> Shard:
+        """The state of unit `u`, to be read and set."""
+        return self._shards[u]
 
     @property
     def steps(self) -> int:
         """Steps so far."""
-        return self._stepper.steps
+        return self.stepper.steps
 
     @steps.setter
     def steps(self, count: int) -> None:
-        self._stepper.steps = count
+        self.stepper.steps = count
 
     def close(self) -> None:
         """End the threads."""
-        self._stepper.close()
+        self.stepper.close()

@@ -1,0 +1,383 @@
+"""Gradients of which every rank keeps a part: their norms, and what may be done to them.
+
+`ShardedGradients` holds them all; a `ShardedGradient` is `p.grad` of one parameter, on which clipping, norms and adding
+up work as on any gradient.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.strategies.zero.units import Unit
+from unisono.world import World
+
+
+class ShardedGradients:
+    """The gradients of some units in one window. Parameters are numbered through, over all units.
+
+    used: whether any rank had a gradient, by number.
+    used_up: the optimizer has stepped with them.
+    """
+
+    def __init__(self, units: Sequence[Unit], world: World) -> None:
+        self.units, self._world = list(units), world
+        self.places = [(unit, slot) for unit in self.units for slot in range(len(unit.params))]
+        self.first = {unit: number for number, (unit, slot) in reversed(list(enumerate(self.places))) if slot == 0}
+        self._shown = [self._make(number) for number in range(len(self.places))]
+        self.open_window()
+
+    def _make(self, number: int) -> ShardedGradient:
+        unit, slot = self.places[number]
+        return ShardedGradient(unit.shapes[slot], unit.dtype, unit.params[slot].device, self, number)
+
+    def open_window(self) -> None:
+        """Begin with gradients that nobody has."""
+        self.used = [False] * len(self.places)
+        self.used_up = False
+        self._squares: dict[Unit, list[Tensor]] = {}  # of gradients that have left
+        self._factors = [1.0] * len(self.places)  # by which they are to be multiplied
+        self._last_factor: tuple[Any, float] = (None, 1.0)
+        self.forget_norms()
+
+    def forget_norms(self) -> None:
+        """The gradients have changed."""
+        self._norms: dict[float, list[Tensor]] = {}
+        self._served = -1  # the number whose norm was asked for last
+
+    # What the user may do with them, through a `ShardedGradient` ---------------------------------------------
+
+    @torch.no_grad()
+    def norm(self, number: int, order: float) -> Tensor:
+        """The norm of a parameter's gradient, over all ranks.
+
+        Those of all parameters are found with one collective, and serve for one sweep over them: a GradScaler changes
+        gradients behind our back. Every rank asks in the same order.
+        """
+        if order not in self._norms or number <= self._served:
+            sums = self._power_sums(order)
+            inf = math.isinf(order)
+            self._world.all_reduce(sums, "max" if inf else "sum", tag="norms").wait()
+            roots = sums if inf else sums ** (1.0 / order)
+            self._norms = {order: [x.to(unit.dtype) for x, (unit, _) in zip(roots, self.places, strict=True)]}
+        self._served = number
+        return self._norms[order][number]
+
+    def _power_sums(self, order: float) -> Tensor:
+        device = self.units[0].params[0].device
+        wide = any(unit.dtype == torch.float64 for unit in self.units)
+        sums = torch.zeros(len(self.places), dtype=torch.float64 if wide else torch.float32, device=device)
+        for unit in self.units:
+            first = self.first[unit]
+            if not unit.steps_here and order != 2:
+                raise NotImplementedError(
+                    f"the norm of order {order} of gradients that have left for the host: only the 2-norm is known"
+                )
+            for i, part in enumerate(unit.parts):
+                number = first + part.slot
+                if not unit.steps_here:
+                    sums[number] = self._squares[unit][i] * self._factors[number] ** 2
+                elif self.used[number] and unit.gradient is not None:
+                    sums[number] = sum_powers(unit.gradient[part.at : part.at + part.length], order)
+        return sums
+
+    @torch.no_grad()
+    def scale(self, numbers: Sequence[int], factor: Any) -> None:
+        """Multiply my parts of some gradients."""
+        self.forget_norms()
+        chosen = set(numbers)
+        if self.used_up:
+            return
+        for number in chosen:
+            self._factors[number] *= self._as_float(factor)
+        for unit in self.units:
+            first = self.first[unit]
+            mine = [slot for slot in range(len(unit.params)) if first + slot in chosen]
+            if unit.gradient is None or not mine:
+                continue
+            if len(mine) == len(unit.params):
+                unit.gradient.mul_(factor)
+            else:
+                for part in unit.parts:
+                    if part.slot in mine:
+                        unit.gradient[part.at : part.at + part.length].mul_(factor)
+
+    def _as_float(self, factor: Any) -> float:
+        """A factor as a number; clipping gives the same tensor for each gradient."""
+        if all(unit.steps_here for unit in self.units):
+            return 1.0
+        if factor is not self._last_factor[0]:
+            self._last_factor = (factor, float(factor))
+        return self._last_factor[1]
+
+    @torch.no_grad()
+    def clamp(self, number: int, low: Any, high: Any) -> None:
+        """Limit the elements of a gradient."""
+        unit, slot = self.places[number]
+        self.forget_norms()
+        if unit.gradient is None:
+            raise NotImplementedError("limits of the elements of gradients that have left for the host: clip the norm")
+        for part in unit.parts:
+            if part.slot == slot:
+                unit.gradient[part.at : part.at + part.length].clamp_(low, high)
+
+    def full(self, number: int) -> Tensor:
+        """A parameter's whole gradient, gathered."""
+        unit, slot = self.places[number]
+        if unit.gradient is None:
+            raise RuntimeError(f"{unit.names[slot]!r} has no gradient here: none yet, or it has left for the host")
+        shards = self._world.all_gather(unit.gradient, even=True, tag="full gradient").wait()
+        return unit.views(torch.cat(shards))[slot].clone()
+
+    # What leaves for the host --------------------------------------------------------------------------------
+
+    def keep_norms(self, unit: Unit) -> None:
+        """The gradient of a unit leaves: its norms are needed if gradients are to be clipped."""
+        if not unit.steps_here and unit.parts:
+            assert unit.gradient is not None
+            views = [unit.gradient[part.at : part.at + part.length] for part in unit.parts]
+            self._squares[unit] = [x.to(_wide_dtype(x)).square() for x in torch._foreach_norm(views)]
+
+    def factor(self) -> float:
+        """What the gradients that left are to be multiplied by."""
+        found = {factor for factor, used in zip(self._factors, self.used, strict=True) if used}
+        if len(found) > 1:
+            raise ValueError(
+                "the gradients of this window were multiplied by different numbers after they had left for the host: "
+                "multiply all by the same, as clipping does, or use optimizer_on='device'"
+            )
+        return found.pop() if found else 1.0
+
+    def absent(self, unit: Unit) -> list[tuple[int, int]]:
+        """The elements of my shard whose parameters had no gradient in this window, on any rank."""
+        first = self.first[unit]
+        return [(p.at, p.at + p.length) for p in unit.parts if not self.used[first + p.slot]]
+
+    # `p.grad` of the model's parameters, and of the optimizer's leaves ---------------------------------------------
+
+    def take_local(self, number: int) -> tuple[Tensor | None, bool]:
+        """What backward has added to a gradient on this rank, and whether there was none from before; show `p.grad`."""
+        unit, slot = self.places[number]
+        shown, grad = self._shown[number], unit.params[slot].grad
+        fresh = grad is not shown or shown.cleared or self._is_cleared(unit, slot)
+        local = shown.local if grad is shown else grad
+        shown.cleared, shown.local = False, None
+        if local is not None and local.is_sparse:
+            raise TypeError(
+                f"the gradient of {unit.names[slot]!r} is sparse, which zero cannot split: make its module "
+                "with sparse=False, or use the allreduce strategy"
+            )
+        return local, fresh
+
+    def _is_cleared(self, unit: Unit, slot: int) -> bool:
+        """Whether `optimizer.zero_grad()` let go of my part of a gradient."""
+        mine = [leaf for part, leaf in zip(unit.parts, unit.leaves, strict=True) if part.slot == slot]
+        grad = mine[0].grad if mine else None
+        return grad is None or (isinstance(grad, ShardedGradient) and grad.cleared)
+
+    def show(self, number: int, used: bool = True) -> None:
+        """Let the model see a gradient."""
+        unit, slot = self.places[number]
+        unit.params[slot].grad = self._shown[number] if used else None
+
+    def show_to_optimizer(self, unit: Unit, used: Sequence[Any]) -> None:
+        """Let the optimizer see the gradients of my parts of a unit; `used`: of which of its parameters."""
+        for part, leaf in zip(unit.parts, unit.leaves, strict=True):
+            if not used[part.slot]:
+                leaf.grad = None
+            elif not unit.steps_here:  # a sign that it is there, which zero_grad() takes away
+                leaf.grad = ShardedGradient(leaf.shape, leaf.dtype, leaf.device, self, self.first[unit] + part.slot)
+            elif unit.gradient is not None:
+                leaf.grad = unit.gradient[part.at : part.at + part.length]
+
+    def show_used(self) -> None:
+        """Let the optimizer see the gradients that any rank had."""
+        for unit in self.units:
+            first = self.first[unit]
+            self.show_to_optimizer(unit, self.used[first : first + len(unit.params)])
+
+    def drop_cleared(self) -> None:
+        """A parameter whose `p.grad` was taken away after backward is not stepped."""
+        for number, (unit, slot) in enumerate(self.places):
+            grad = unit.params[slot].grad
+            if not self.used[number] or grad is self._shown[number]:
+                continue
+            if grad is not None:
+                raise ValueError(
+                    f"the gradient of {unit.names[slot]!r} was replaced after backward, and the optimizer holds parts "
+                    "of the former one: change it in place (clipping, mul_), or clear it"
+                )
+            self.used[number] = False
+            for part, leaf in zip(unit.parts, unit.leaves, strict=True):
+                if part.slot == slot:
+                    leaf.grad = None
+
+    # Values that are not finite ------------------------------------------------------------------------------
+
+    def has_nonfinite(self) -> bool:
+        """Whether my shards hold a value that is not finite."""
+        shards = [u.gradient for u in self.units if u.gradient is not None and u.shard_length]
+        found = [torch.linalg.vector_norm(x, math.inf) for x in shards]
+        return bool(found) and not math.isfinite(torch.stack([x.double() for x in found]).sum().item())
+
+    def mark_overflow(self) -> None:
+        """Another rank has such a value: let AMP find one here too; one element will do."""
+        for unit in self.units:
+            if unit.gradient is not None and unit.parts:
+                unit.gradient[unit.parts[0].at] = math.inf
+                return
+
+
+class ShardedGradient(Tensor):
+    """The mean gradient of a parameter, of which every rank holds a part.
+
+    `norm()`, `torch.nn.utils.clip_grad_norm_`, `mul_` and `zero_` do what they do on a whole gradient; each must be
+    called on every rank. `full()` gathers it. Anything else is refused.
+    """
+
+    owner: weakref.ref[ShardedGradients]
+    number: int
+    local: Tensor | None
+    cleared: bool
+
+    @staticmethod
+    def __new__(
+        cls, shape: torch.Size, dtype: torch.dtype, device: torch.device, owner: ShardedGradients, number: int
+    ) -> ShardedGradient:
+        made: ShardedGradient = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        return made
+
+    def __init__(
+        self, shape: torch.Size, dtype: torch.dtype, device: torch.device, owner: ShardedGradients, number: int
+    ) -> None:
+        self.owner, self.number = weakref.ref(owner), number
+        self.cleared = False  # by zero_()
+        self.local = None  # what backward passes have added since, on this rank alone
+
+    def full(self) -> Tensor:
+        """The whole gradient, on every rank; every rank calls it."""
+        return _owner_of(self).full(self.number)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ShardedGradient(shape={list(self.shape)}, dtype={self.dtype}; full() gathers it on every rank)"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        handler = _HANDLERS.get(func.overloadpacket)
+        if handler is None:
+            raise NotImplementedError(
+                f"{func.overloadpacket} of a gradient that is split over the ranks: norms, clipping, mul_ and zero_ "
+                "work on it; for anything else take grad.full(), on every rank"
+            )
+        return handler(*args, **(kwargs or {}))
+
+
+def _owner_of(gradient: ShardedGradient) -> ShardedGradients:
+    owner = gradient.owner()
+    if owner is None:
+        raise RuntimeError("the replica that this gradient belongs to is closed")
+    return owner
+
+
+def _detach(x: ShardedGradient) -> ShardedGradient:
+    return x
+
+
+def _add_(x: ShardedGradient, other: Tensor, alpha: float = 1) -> ShardedGradient:
+    """Autograd adds another backward pass's gradient: kept until it is reduced."""
+    if not isinstance(x, ShardedGradient) or isinstance(other, ShardedGradient) or alpha != 1:
+        raise NotImplementedError("only a backward pass may add to a gradient that is split over the ranks")
+    x.local = other.detach() if x.local is None else x.local + other
+    return x
+
+
+def _norm(x: ShardedGradient, order: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    if dim is not None or keepdim:
+        raise NotImplementedError("the norm of a split gradient along a dimension: take grad.full(), on every rank")
+    found = _owner_of(x).norm(x.number, float(order))
+    return found if dtype is None else found.to(dtype)
+
+
+def _plain_norm(x: ShardedGradient, p: float = 2, *rest: Any, **kwargs: Any) -> Tensor:
+    if rest or kwargs:
+        raise NotImplementedError("the norm of a split gradient along a dimension: take grad.full(), on every rank")
+    return _norm(x, p)
+
+
+def _foreach_norm(xs: Sequence[ShardedGradient], order: float = 2, dtype: Any = None) -> list[Tensor]:
+    return [_norm(x, order, dtype=dtype) for x in xs]
+
+
+def _mul_(x: ShardedGradient, factor: Any) -> ShardedGradient:
+    _owner_of(x).scale([x.number], factor)
+    return x
+
+
+def _div_(x: ShardedGradient, divisor: Any) -> ShardedGradient:
+    return _mul_(x, 1.0 / divisor)
+
+
+def _foreach_mul_(xs: Sequence[ShardedGradient], factor: Any) -> Sequence[ShardedGradient]:
+    if isinstance(factor, (list, tuple)):
+        for x, each in zip(xs, factor, strict=True):
+            _mul_(x, each)
+        return xs
+    by_owner: dict[Any, list[int]] = {}
+    for x in xs:
+        by_owner.setdefault(_owner_of(x), []).append(x.number)
+    for owner, numbers in by_owner.items():
+        owner.scale(numbers, factor)
+    return xs
+
+
+def _zero_(x: ShardedGradient) -> ShardedGradient:
+    x.local, x.cleared = None, True
+    _owner_of(x).scale([x.number], 0.0)
+    return x
+
+
+def _clamp_(x: ShardedGradient, min: Any = None, max: Any = None) -> ShardedGradient:  # noqa: A002 - torch's names
+    _owner_of(x).clamp(x.number, min, max)
+    return x
+
+
+def _foreach_zero_(xs: Sequence[ShardedGradient]) -> None:
+    for x in xs:
+        _zero_(x)
+
+
+_aten = torch.ops.aten
+_HANDLERS: dict[Any, Any] = {
+    _aten.detach: _detach,
+    _aten.add_: _add_,
+    _aten.linalg_vector_norm: _norm,
+    _aten.norm: _plain_norm,
+    _aten._foreach_norm: _foreach_norm,
+    _aten.mul_: _mul_,
+    _aten.div_: _div_,
+    _aten._foreach_mul_: _foreach_mul_,
+    _aten.zero_: _zero_,
+    _aten._foreach_zero_: _foreach_zero_,
+    _aten.clamp_: _clamp_,
+}
+
+
+def sum_powers(x: Tensor, order: float) -> Tensor:
+    """What adds up over ranks to a norm of this order: a sum of powers, or a maximum. In fp64 on the CPU, where x is
+    fp64 too; else in fp32."""
+    if not x.numel():
+        return torch.zeros((), dtype=_wide_dtype(x), device=x.device)
+    x = x.abs() if x.is_complex() else x
+    found: Tensor = torch.linalg.vector_norm(x, order, dtype=_wide_dtype(x))
+    return found if math.isinf(order) else found**order
+
+
+def _wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

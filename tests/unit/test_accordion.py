@@ -12,7 +12,7 @@ from torch import Tensor
 from unisono import World, packing, run_threads
 from unisono.buckets import Bucket
 from unisono.reducer import Reduced, Reducer, Stages, State, staged
-from unisono.reducers.accordion import accordion, critical
+from unisono.reducers.accordion import accordion, is_critical
 from unisono.reducers.bf16 import bf16
 from unisono.reducers.dense import dense
 from unisono.reducers.error_feedback import error_feedback
@@ -106,7 +106,7 @@ def levels(norms: list[float], *, every: int = 1, threshold: float = 0.5, decay:
     ],
 )
 def test_a_change_of_half_the_norm_is_critical(before: float | None, now: float, expected: bool) -> None:
-    assert critical(before, now, 0.5) is expected
+    assert is_critical(before, now, 0.5) is expected
 
 
 @pytest.mark.parametrize(

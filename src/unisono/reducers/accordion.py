@@ -38,26 +38,26 @@ def accordion(
     low: Reducer,
     high: Reducer,
     *,
-    every: Annotated[int, AtLeast(1, "steps a window")] = 1000,
+    every: Annotated[int, AtLeast(1, "steps a period")] = 1000,
     threshold: Annotated[float, Range("a share of a norm", above=0)] = 0.5,
 ) -> Reducer:
-    """Two levels of compression, chosen anew for each tensor at the end of every window of `every` steps.
+    """Two levels of compression, chosen anew for each tensor at the end of every period of `every` steps.
 
-    With D the sum of a tensor's gradients over a window, in the root mean square over the ranks, it is in a critical
+    With D the sum of a tensor's gradients over a period, in the root mean square over the ranks, it is in a critical
     regime if | |D_before| - |D_now| | / |D_before| >= threshold, if |D_before| is zero, or if there is none yet: then
-    `low` reduces it in the next window, else `high`. When a learning rate falls, all go to `low` until the next
-    decision. The first two windows are `low`.
+    `low` reduces it in the next period, else `high`. When a learning rate falls, all go to `low` until the next
+    decision. The first two periods are `low`.
 
     low: little compression, for critical regimes: powersgd(rank=2), topk(k=0.99), dense.
     high: much compression: powersgd(rank=1), topk(k=0.1).
-    every: steps a window; the paper has 10 epochs, which on its CIFAR runs (4 x 128 samples a step) is about 1,000
+    every: steps a period; the paper has 10 epochs, which on its CIFAR runs (4 x 128 samples a step) is about 1,000
         steps, and 5 epochs for recurrent networks.
     threshold: how much of a norm counts as change.
 
     What both keep under one name (a residual, PowerSGD's Q, a step count) goes over from one to the other. A residual
     for which the other has no place is added to the next gradient. Steps that overflow count for no sum. Decisions are
-    events named "accordion" in the ledger. Sends what the two send, and 8 bytes a tensor at the end of a window;
-    keeps one number a parameter more than they do. On a GPU it waits for the device once a window.
+    events named "accordion" in the ledger. Sends what the two send, and 8 bytes a tensor at the end of a period;
+    keeps one number a parameter more than they do. On a GPU it waits for the device once a period.
 
     >>> from unisono.spec import build
     >>> build("accordion(dense, bf16, every=100)", kind="reducer").spec
@@ -71,7 +71,7 @@ def accordion(
         return {
             "step": 0,
             "delta": residual_like(bucket),
-            "norm": [None] * tensors,  # of the window before
+            "norm": [None] * tensors,  # of the period before
             "low": [True] * tensors,
             "flush": [False] * tensors,  # what the other level kept is still to be added
             "both": both,
@@ -120,7 +120,7 @@ def accordion(
 
 
 def is_critical(before: float | None, now: float, threshold: float) -> bool:
-    """Whether a tensor's gradients changed much between two windows, by their norms.
+    """Whether a tensor's gradients changed much between two periods, by their norms.
 
     >>> [is_critical(before, 1.0, 0.5) for before in (None, 0.0, 2.0, 1.9, 0.6)]
     [True, True, True, False, True]
@@ -129,19 +129,19 @@ def is_critical(before: float | None, now: float, threshold: float) -> bool:
 
 
 def _decide(bucket: Bucket, state: State, threshold: float, world: World) -> Any:
-    """The end of a window: every rank has the same norms, so every rank decides alike."""
+    """The end of a period: every rank has the same norms, so every rank decides alike."""
     lines = [state["delta"][start : start + p.numel()] for start, p in zip(bucket.starts, bucket.params, strict=True)]
     norms = torch.stack([torch.linalg.vector_norm(line, dtype=torch.float64) for line in lines])
     handle = world.all_reduce(norms.square_(), "mean", tag="accordion")
     yield
     handle.wait()
     now: list[float] = norms.sqrt_().tolist()
-    if bucket.flat.is_cuda:  # there nobody waited to see whether it went through: it had a whole window
+    if bucket.flat.is_cuda:  # there nobody waited to see whether it went through: it had a whole period
         state["flush"] = [False] * len(now)
     _set_levels(state, [is_critical(a, b, threshold) for a, b in zip(state["norm"], now, strict=True)])
     state["norm"] = now
     state["delta"].zero_()
-    _record_decision(bucket, state, world, "the end of a window", dict(zip(bucket.names, now, strict=True)))
+    _record_decision(bucket, state, world, "the end of a period", dict(zip(bucket.names, now, strict=True)))
 
 
 def _set_levels(state: State, lows: list[bool]) -> None:

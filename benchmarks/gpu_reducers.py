@@ -213,13 +213,13 @@ def topk_kernel(x: Any, repeats: int) -> dict[str, float]:
     """p = residual + gradient; the largest 1 % of p as values and places; the rest as the new residual."""
     import torch
 
-    from unisono.kernels.select import Plan, Segment, top
+    from unisono.kernels.select import Plan, Segment, select_top
 
     n, k = x.numel(), x.numel() // 100
     residual, after = x.flip(0).mul_(0.5), torch.empty_like(x)
     values, places = torch.empty(k, device="cuda"), torch.empty(k, dtype=torch.int32, device="cuda")
     plan = Plan([Segment(0, n, k)])
-    found = {"topk_1pct_124m_ms": milliseconds(lambda: top(plan, x, residual, after, values, places), repeats)}
+    found = {"topk_1pct_124m_ms": milliseconds(lambda: select_top(plan, x, residual, after, values, places), repeats)}
     picked = torch.topk((x + residual).abs(), k, sorted=False).values.sum()
     if not torch.isclose(values.abs().sum(), picked):
         raise ValueError(f"the sum of the selected magnitudes is {values.abs().sum()}, torch.topk's {picked}")

@@ -46,7 +46,7 @@ class Sizes:
         return (self.ranks - 1) * nbytes
 
     def share(self, n: int) -> int:
-        """Numbers in one rank's part of a line of n: parts start at multiples of 64."""
+        """Numbers in one rank's share of a line of n: shares start at multiples of 64."""
         return 64 * math.ceil(n / self.ranks / 64)
 
     def sent_by(self, spec: str, shapes: Sequence[tuple[int, ...]] | None = None) -> int:

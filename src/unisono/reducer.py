@@ -1,4 +1,7 @@
-"""Reducer: turns every worker's tensors into their (approximate) mean. Pure functions and explicit state."""
+"""A reducer is `aggregate(list) -> list`: every worker's tensors to their mean, exact or approximate.
+
+It is two pure functions with an explicit state. docs/writing-a-reducer.md builds one from nothing.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,9 @@ parameter, laid out anew, and carried to a world of another size:
 
 
 class Reduced(NamedTuple):
-    """What a reduction gave: `mean`, identical on every rank, and `sent`, the part of my input that got
-    through (input - sent = what a residual keeps). `sent` may be a function of the input that works it out, for those
-    who ask before the next reduction; None: all of it."""
+    """The result of a reduction: `mean`, the same bits on every rank, and `sent`, the part of my input that got
+    through (input - sent is what a residual keeps). `sent` may be a function that works it out from the input, for
+    those who ask before the next reduction; None: all of it."""
 
     mean: list[Tensor]
     sent: list[Tensor] | Callable[[list[Tensor]], list[Tensor]] | None = None

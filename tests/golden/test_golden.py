@@ -19,7 +19,6 @@ import unisono as un
 from unisono.spec import names, read_facts
 from unisono.spec.methods import Kind
 from unisono.world import World
-from unisono.world.virtual import run_threads
 
 FOLDER = Path(__file__).parent
 WINDOWS, RANKS = 10, 3
@@ -77,7 +76,7 @@ def test_a_trajectory_is_the_recorded_one(kind: Kind, name: str, request: pytest
     if not recorded:
         pytest.skip("what it does depends on time")
     found = {
-        spec: run_threads(lambda world, spec=spec: train(world, kind, name, spec), RANKS)  # type: ignore[misc]
+        spec: un.run_threads(lambda world, spec=spec: train(world, kind, name, spec), RANKS)  # type: ignore[misc]
         for spec in dict.fromkeys(recorded)
     }
     file = FOLDER / f"{kind}-{name}.json"

@@ -69,10 +69,10 @@ def test_each_kernel_against_fp64(rank: int, dtype: torch.dtype, kept: bool) -> 
     assert mine_there is not None
     p, out = torch.empty(layout.p_size, device="cuda"), torch.empty(layout.q_size, device="cuda")
     rest = torch.empty(5007, dtype=dtype, device="cuda")
-    lowrank.left(layout, there, e, q_there, p, rest)
-    moved = torch.cat(layout.rest_of(whole)).to(dtype)
+    lowrank.multiply_left(layout, there, e, q_there, p, rest)
+    moved = torch.cat(layout.view_rest(whole)).to(dtype)
     assert torch.allclose(rest.cpu(), moved, rtol=torch.finfo(dtype).eps)
-    lowrank.right(layout, there, e, p, out)
+    lowrank.multiply_right(layout, there, e, p, out)
     bad, good, last = torch.tensor(math.inf, device="cuda"), torch.tensor(1.0, device="cuda"), q_there.clone()
     if e is not None:
         before = e.clone()
@@ -81,9 +81,11 @@ def test_each_kernel_against_fp64(rank: int, dtype: torch.dtype, kept: bool) -> 
         assert torch.equal(last, q_there)
     lowrank.finish(layout, there, e, p, mine_there, out, rest, last, good)
     assert torch.equal(last, out)
-    assert torch.equal(torch.cat(layout.rest_of(there)), rest)
-    assert e is None or torch.cat(layout.rest_of(e)).count_nonzero() == 0
-    factors = zip(layout.matrices, layout.p_of(p), layout.q_of(out), layout.q_of(q), layout.q_of(mine), strict=True)
+    assert torch.equal(torch.cat(layout.view_rest(there)), rest)
+    assert e is None or torch.cat(layout.view_rest(e)).count_nonzero() == 0
+    factors = zip(
+        layout.matrices, layout.view_p(p), layout.view_q(out), layout.view_q(q), layout.view_q(mine), strict=True
+    )
     for m, p_t, made, q_t, mine_t in factors:
         part = slice(m.start, m.start + m.rows * m.columns)
         matrix, left = whole[part].view(m.rows, -1), p_t.cpu().double().t()
@@ -101,15 +103,15 @@ def test_each_kernel_against_fp64(rank: int, dtype: torch.dtype, kept: bool) -> 
 def test_orthonormal_columns_on_the_device(rank: int) -> None:
     layout, _ = layout_of(rank)
     p = normal(layout.p_size, seed=0)
-    layout.p_of(p)[1].zero_()
-    layout.p_of(p)[0][-1] = layout.p_of(p)[0][0]  # dependent
-    layout.p_of(p)[2].mul_(1e-25)
-    layout.p_of(p)[4].mul_(1e25)
+    layout.view_p(p)[1].zero_()
+    layout.view_p(p)[0][-1] = layout.view_p(p)[0][0]  # dependent
+    layout.view_p(p)[2].mul_(1e-25)
+    layout.view_p(p)[4].mul_(1e25)
     there = torch.empty(layout.p_size, device="cuda")
-    lowrank.orthonormal(layout, p.cuda(), there)
+    lowrank.orthonormalise(layout, p.cuda(), there)
     made = there.cpu().double()
     assert torch.isfinite(made).all()
-    for i, (m, rows, x) in enumerate(zip(layout.matrices, layout.p_of(made), layout.p_of(p), strict=True)):
+    for i, (m, rows, x) in enumerate(zip(layout.matrices, layout.view_p(made), layout.view_p(p), strict=True)):
         gram = rows @ rows.t()
         assert torch.linalg.eigvalsh(gram).max() <= 1 + 1e-6
         if i > 1:
@@ -122,14 +124,14 @@ def test_orthonormal_columns_on_the_device(rank: int) -> None:
 def test_a_basis_has_all_its_columns_even_of_zero(rank: int) -> None:
     layout, _ = layout_of(rank)
     q, noise = torch.zeros(layout.q_size), normal(layout.q_size, seed=1)
-    layout.q_of(q)[0][0] = normal(300, seed=2)
+    layout.view_q(q)[0][0] = normal(300, seed=2)
     there = torch.empty(layout.q_size, device="cuda")
-    lowrank.basis(layout, q.cuda(), noise.cuda(), there)
+    lowrank.make_basis(layout, q.cuda(), noise.cuda(), there)
     made = there.cpu().double()
-    for m, rows in zip(layout.matrices, layout.q_of(made), strict=True):
+    for m, rows in zip(layout.matrices, layout.view_q(made), strict=True):
         assert torch.allclose(rows @ rows.t(), torch.eye(m.rank, dtype=torch.float64), atol=2e-6)
-    first = layout.q_of(q)[0][0].double()
-    assert torch.allclose(layout.q_of(made)[0][0], first / first.norm(), atol=1e-6)
+    first = layout.view_q(q)[0][0].double()
+    assert torch.allclose(layout.view_q(made)[0][0], first / first.norm(), atol=1e-6)
 
 
 @ranks

@@ -77,8 +77,8 @@ def test_levels_have_the_same_bits(kind: str, dtype: torch.dtype, width: int, ex
         for wide in (torch.float32, torch.float64):
             here, there = torch.empty(n, dtype=wide), torch.empty(n, dtype=wide, device="cuda")
             for add in (False, True):
-                quantise.decode(cpu, levels, here, parts=3, add=add)
-                quantise.decode(cuda, levels, there, parts=3, add=add)
+                quantise.decode(cpu, levels, here, ranks=3, add=add)
+                quantise.decode(cuda, levels, there, ranks=3, add=add)
                 assert same(there, here), (n, block, wide, add)
 
 
@@ -94,8 +94,8 @@ def test_bytes_have_the_same_bits(kind: str, dtype: torch.dtype) -> None:
         for wide in (torch.float32, torch.float64):
             here, there = torch.empty(n, dtype=wide), torch.empty(n, dtype=wide, device="cuda")
             for add in (False, True):
-                quantise.decode_bytes(cpu, block, here, parts=3, add=add)
-                quantise.decode_bytes(cuda, block, there, parts=3, add=add)
+                quantise.decode_bytes(cpu, block, here, ranks=3, add=add)
+                quantise.decode_bytes(cuda, block, there, ranks=3, add=add)
                 assert same(there, here), (n, block, wide, add)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from unisono.buckets import Bucket
-from unisono.kernels.select import Plan, Segment, restore, top
+from unisono.kernels.select import Plan, Segment, restore, select_top
 from unisono.reducer import Reducer
 from unisono.reducers.randomk import randomk
 from unisono.reducers.topk import topk
@@ -65,7 +65,7 @@ def selected(plan: Plan, grad: Tensor, residual: Tensor | None) -> tuple[Tensor,
     out = grad if residual is None else torch.zeros_like(residual)
     values = torch.empty(plan.total, dtype=grad.dtype, device=grad.device)
     indices = torch.empty(plan.total, dtype=torch.int32, device=grad.device)
-    top(plan, grad, residual, out, values, indices)
+    select_top(plan, grad, residual, out, values, indices)
     return out, values, indices
 
 

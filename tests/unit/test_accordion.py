@@ -12,7 +12,7 @@ from torch import Tensor
 from unisono import World, packing, run_threads
 from unisono.buckets import Bucket
 from unisono.reducer import Reduced, Reducer, Stages, State, staged
-from unisono.reducers.accordion import accordion, critical
+from unisono.reducers.accordion import accordion, is_critical
 from unisono.reducers.bf16 import bf16
 from unisono.reducers.dense import dense
 from unisono.reducers.error_feedback import error_feedback
@@ -72,7 +72,7 @@ def fill(bucket: Bucket, tensors: list[Tensor]) -> None:
 
 
 def levels(norms: list[float], *, every: int = 1, threshold: float = 0.5, decay: int = -1) -> str:
-    """Which level each step of one tensor had, "L" or "H", where each window's gradients add up to these norms."""
+    """Which level each step of one tensor had, "L" or "H", where each period's gradients add up to these norms."""
     reducer, world, found = accordion(scaled(1.0), scaled(2.0), every=every, threshold=threshold), World(), ""
     bucket = make(world, {"w": (4,)})
     state = reducer.init(bucket)
@@ -106,18 +106,18 @@ def levels(norms: list[float], *, every: int = 1, threshold: float = 0.5, decay:
     ],
 )
 def test_a_change_of_half_the_norm_is_critical(before: float | None, now: float, expected: bool) -> None:
-    assert critical(before, now, 0.5) is expected
+    assert is_critical(before, now, 0.5) is expected
 
 
 @pytest.mark.parametrize(
     ("norms", "expected"),
     [
-        ([8, 8, 8, 8], "LLHH"),  # the first two windows have nothing to compare with
+        ([8, 8, 8, 8], "LLHH"),  # the first two periods have nothing to compare with
         ([8, 7, 6, 5, 4.9], "LLHHH"),
-        ([8, 8, 4, 4, 4], "LLHLH"),  # what a window's norm decides counts for the next
+        ([8, 8, 4, 4, 4], "LLHLH"),  # what a period's norm decides counts for the next
         ([8, 8, 8, 12, 12, 12], "LLHHLH"),
         ([8, 3.9, 1.9, 0.9, 0.9, 0.9], "LLLLLH"),
-        ([8, 8, 0, 0, 8, 8, 8], "LL??LLH"),  # after a window of zeros there is nothing to compare with
+        ([8, 8, 0, 0, 8, 8, 8], "LL??LLH"),  # after a period of zeros there is nothing to compare with
     ],
 )
 @pytest.mark.parametrize("every", [1, 3])
@@ -162,7 +162,7 @@ def test_every_rank_switches_at_the_same_step_by_the_norms_of_all() -> None:
 
     first, *others = run_threads(work, 3)
     assert all(other == first for other in others)
-    low = [[True, True], [False, False], [True, False], [False, False], [False, False]]  # after each window
+    low = [[True, True], [False, False], [True, False], [False, False], [False, False]]  # after each period
     assert [row[0] for row in first[1::2]] == low
     assert first[5][1][0] == pytest.approx(math.sqrt((4**2 + 36**2 + 36**2) / 3))
 
@@ -182,7 +182,7 @@ def test_decisions_are_events_in_the_ledger() -> None:
         (4, {"w": "low", "v": "low"}),
     ]
     assert events[1]["norms"] == {"w": 4.0, "v": 5.0}
-    assert [e["why"] for e in events] == ["the end of a window"] * 2 + ["a learning rate fell"]
+    assert [e["why"] for e in events] == ["the end of a period"] * 2 + ["a learning rate fell"]
     assert "accordion" in world.ledger.format_events()
 
 

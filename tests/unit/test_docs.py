@@ -7,6 +7,7 @@ A page's blocks share one namespace, which begins with what a reader is assumed 
 from __future__ import annotations
 
 import argparse
+import importlib
 import inspect
 import shlex
 import sys
@@ -25,7 +26,6 @@ from doc_pages import PAGES, ROOT, Block, blocks
 from unisono.cli import main
 from unisono.spec import extend
 from unisono.world import World
-from unisono.world.virtual import run_threads
 
 NOT_RUN = 6  # blocks at most: those that need an engine
 LINES = {"reducers/terngrad.py": 45, "strategies/easgd.py": 60}  # of code at most, blank ones left out
@@ -115,16 +115,20 @@ def one_replica_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 @pytest.fixture
 def workers_as_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """`un.launch` checks its arguments, makes the engine, and runs the function in threads."""
-    signature = inspect.signature(un.launch)
+    real = un.launch
+    signature = inspect.signature(real)
 
     def launch(*args: Any, **kwargs: Any) -> list[Any]:
         bound = signature.bind(*args, **kwargs).arguments
-        return run_threads(
+        return un.run_threads(
             lambda world: bound["fn"](*bound.get("args", ()), **(bound.get("kwargs") or {})), bound["workers"]
         )
 
-    monkeypatch.setattr(un, "launch", launch)
-    monkeypatch.setattr("unisono.map_reduce.launch", launch)
+    importlib.import_module("unisono.map_reduce")
+    ours = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "unisono"]
+    for module in ours:
+        if module is un or vars(module).get("launch") is real:
+            monkeypatch.setattr(module, "launch", launch)
 
 
 @pages
@@ -146,7 +150,7 @@ def test_the_code_of_a_page_runs(
         one_replica_at_a_time()
 
     with extend(reducers="methods/reducers", strategies="methods/strategies"):
-        run_threads(work, 2 if page.parent.name == "methods" else 1)
+        un.run_threads(work, 2 if page.parent.name == "methods" else 1)
 
 
 def lay_out(folder: Path, page: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from unisono import World, packing, run_threads
 from unisono.buckets import Bucket
 from unisono.reducer import Reduced, Reducer, Stages, State, staged
-from unisono.reducers._subsets import narrow, runs, widen
+from unisono.reducers._subsets import find_runs, narrow, widen
 from unisono.reducers.bf16 import bf16
 from unisono.reducers.dense import dense
 from unisono.reducers.error_feedback import error_feedback
@@ -212,7 +212,7 @@ def test_a_state_made_narrow_and_wide_again_is_the_same(which: list[int]) -> Non
     for i, view in zip(which, part.views(small["a"]), strict=True):
         assert torch.equal(view, bucket.views(line)[i])
     assert (small["b"], small["n"]) == (["vwxyz"[i] for i in which], 3)
-    assert sum(here.stop - here.start for _, here in runs(bucket, which)) == part.flat.numel()
+    assert sum(here.stop - here.start for _, here in find_runs(bucket, which)) == part.flat.numel()
     small["a"] += 1000
     small["b"] = [letter.upper() for letter in small["b"]]
     widen(bucket, which, part, state, small)

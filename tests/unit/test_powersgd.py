@@ -360,7 +360,7 @@ def test_orthonormal_columns_whatever_they_were(kind: str, scales: list[float]) 
     x *= torch.tensor(scales)[:, None]
     layout = lowrank.Layout([lowrank.Matrix(0, 300, 1, 4)])
     line = torch.empty(4 * 300)
-    lowrank.orthonormal(layout, x.view(-1), line)
+    lowrank.orthonormalise(layout, x.view(-1), line)
     made = line.view(4, 300).double()
     gram = made @ made.t()
     assert torch.isfinite(made).all()

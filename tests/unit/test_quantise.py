@@ -156,7 +156,7 @@ def test_decoding_adds_and_divides(levels: Levels) -> None:
     x, y = torch.randn(9000), torch.randn(9000)
     out = torch.empty(9000, dtype=torch.float64)
     for i, line in enumerate((x, y)):
-        quantise.decode(message(line, levels, noise(0, i)), levels, out, parts=2, add=i > 0)
+        quantise.decode(message(line, levels, noise(0, i)), levels, out, ranks=2, add=i > 0)
     wanted = sum(through(line, levels, noise(0, i), torch.float64) for i, line in enumerate((x, y))) / 2
     assert torch.allclose(out, wanted, rtol=1e-14, atol=1e-14)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from unisono.kernels import select
-from unisono.kernels.select import Plan, Segment, count_of, restore, top
+from unisono.kernels.select import Plan, Segment, count_kept, restore, select_top
 
 # dtype of the gradient, dtype of the residual (None: there is none)
 KINDS = [
@@ -68,7 +68,7 @@ def selected(
     plan = Plan(segments)
     out = grad if residual is None else torch.full_like(residual, 777.0)
     values, indices = torch.empty(plan.total, dtype=grad.dtype), torch.empty(plan.total, dtype=torch.int32)
-    top(plan, grad, residual, out, values, indices)
+    select_top(plan, grad, residual, out, values, indices)
     return out, values, indices
 
 
@@ -119,7 +119,7 @@ def test_sorting_for_devices_without_a_kernel_selects_the_same(
     grad, residual = inputs(data, grad_dtype, residual_dtype)
     out = grad if residual is None else torch.empty_like(residual)
     part = slice(40_032, 240_033)
-    chosen = select._by_sorting(grad[part], None if residual is None else residual[part], out[part], 2000)
+    chosen = select._select_by_sorting(grad[part], None if residual is None else residual[part], out[part], 2000)
     assert torch.equal(chosen, reference(out, [Segment(40_032, 200_001, 2000)]) - 40_032)
 
 
@@ -140,6 +140,6 @@ def test_restore_copies_if_the_flag_is_nan() -> None:
 
 
 def test_counts_are_at_least_one_and_at_most_all() -> None:
-    assert [count_of(0.01, n) for n in (1, 99, 100, 1000, 25_000_000)] == [1, 1, 1, 10, 250_000]
-    assert [count_of(1.0, n) for n in (1, 7)] == [1, 7]
-    assert count_of(0.29, 100) == 29  # 0.29 * 100 is a little less
+    assert [count_kept(0.01, n) for n in (1, 99, 100, 1000, 25_000_000)] == [1, 1, 1, 10, 250_000]
+    assert [count_kept(1.0, n) for n in (1, 7)] == [1, 7]
+    assert count_kept(0.29, 100) == 29  # 0.29 * 100 is a little less

@@ -47,21 +47,21 @@ class Layout:
         self.kernels: dict[Any, Any] = {}  # by dtype of the factors
         order = sorted(range(len(matrices)), key=lambda i: matrices[i][1:])
         self.groups = [list(same) for _, same in groupby(order, key=lambda i: matrices[i][1:])]
-        self.p_at, self.p_size = _places(order, [m.rank * m.rows for m in matrices])
-        self.q_at, self.q_size = _places(order, [m.rank * m.columns for m in matrices])
+        self.p_at, self.p_size = _place(order, [m.rank * m.rows for m in matrices])
+        self.q_at, self.q_size = _place(order, [m.rank * m.columns for m in matrices])
 
-    def p_of(self, line: Tensor) -> list[Tensor]:
+    def view_p(self, line: Tensor) -> list[Tensor]:
         """Each matrix's P^T, (rank, rows), in a line."""
         return [
             line[at : at + m.rank * m.rows].view(m.rank, -1) for m, at in zip(self.matrices, self.p_at, strict=True)
         ]
 
-    def q_of(self, line: Tensor) -> list[Tensor]:
+    def view_q(self, line: Tensor) -> list[Tensor]:
         """Each matrix's Q^T, (rank, columns), in a line."""
         pairs = zip(self.matrices, self.q_at, strict=True)
         return [line[at : at + m.rank * m.columns].view(m.rank, -1) for m, at in pairs]
 
-    def rest_of(self, line: Tensor) -> list[Tensor]:
+    def view_rest(self, line: Tensor) -> list[Tensor]:
         """The parts of a line that travel as they are."""
         return [line[start : start + length] for start, length in self.rest]
 
@@ -73,7 +73,7 @@ class Layout:
             yield line[at : at + math.prod(shape)].view(shape)
 
 
-def _places(order: list[int], sizes: list[int]) -> tuple[list[int], int]:
+def _place(order: list[int], sizes: list[int]) -> tuple[list[int], int]:
     ends = list(accumulate((sizes[i] for i in order), initial=0))
     places = dict(zip(order, ends, strict=False))
     return [places[i] for i in range(len(sizes))], ends[-1]
@@ -82,55 +82,55 @@ def _places(order: list[int], sizes: list[int]) -> tuple[list[int], int]:
 # The interface -----------------------------------------------------------------------------------------------
 
 
-def basis(layout: Layout, q: Tensor, noise: Tensor, out: Tensor) -> None:
+def make_basis(layout: Layout, q: Tensor, noise: Tensor, out: Tensor) -> None:
     """Orthonormal columns that span those of every Q. Where Q has no direction left (it is zero after a
     gradient of zero), `noise` gives one: otherwise it would stay zero for ever."""
     if fast := _triton(layout, q):
-        fast.orthonormal(layout, q, noise, out, p=False)
+        fast.orthonormalise(layout, q, noise, out, p=False)
         return
     lines = [layout.batches(line, p=False) for line in (q, noise, out)]
     for x, fresh, target in zip(*lines, strict=True):
-        target.copy_(_orthonormal(_unit(x.double()) + _NOISE * fresh.double()))
+        target.copy_(_orthonormalise(_normalise(x.double()) + _NOISE * fresh.double()))
 
 
-def orthonormal(layout: Layout, p: Tensor, out: Tensor) -> None:
+def orthonormalise(layout: Layout, p: Tensor, out: Tensor) -> None:
     """Every P with its columns made orthonormal; zero stays zero, what is not finite stays so."""
     if fast := _triton(layout, p):
-        fast.orthonormal(layout, p, None, out, p=True)
+        fast.orthonormalise(layout, p, None, out, p=True)
         return
     for x, target in zip(layout.batches(p, p=True), layout.batches(out, p=True), strict=True):
-        target.copy_(_orthonormal(x.double()))
+        target.copy_(_orthonormalise(x.double()))
 
 
-def left(layout: Layout, flat: Tensor, residual: Tensor | None, q: Tensor, out: Tensor, rest: Tensor) -> None:
+def multiply_left(layout: Layout, flat: Tensor, residual: Tensor | None, q: Tensor, out: Tensor, rest: Tensor) -> None:
     """P = M Q into `out`, for M = flat + residual; and that sum into `rest` for what is no matrix.
 
     Where `flat` has the dtype of the factors, its matrices are M after.
     """
     if fast := _triton(layout, q):
-        fast.left(layout, flat, residual, q, out, rest)
+        fast.multiply_left(layout, flat, residual, q, out, rest)
         return
-    for m, p_t, q_t in zip(layout.matrices, layout.p_of(out), layout.q_of(q), strict=True):
+    for m, p_t, q_t in zip(layout.matrices, layout.view_p(out), layout.view_q(q), strict=True):
         for g, e, part in _chunks(m, flat, residual, p_t):
             if e is not None and g.dtype == q.dtype:
                 g.add_(e)
-            torch.mm(q_t, _whole(g, e, q.dtype).t(), out=part)
+            torch.mm(q_t, _add_residual(g, e, q.dtype).t(), out=part)
     if layout.rest:
         parts = list(rest.split(layout.rest_sizes))
-        torch._foreach_copy_(parts, layout.rest_of(flat))
+        torch._foreach_copy_(parts, layout.view_rest(flat))
         if residual is not None:
-            torch._foreach_add_(parts, layout.rest_of(residual))
+            torch._foreach_add_(parts, layout.view_rest(residual))
 
 
-def right(layout: Layout, flat: Tensor, residual: Tensor | None, p: Tensor, out: Tensor) -> None:
-    """Q = M^T P into `out`, after `left`."""
+def multiply_right(layout: Layout, flat: Tensor, residual: Tensor | None, p: Tensor, out: Tensor) -> None:
+    """Q = M^T P into `out`, after `multiply_left`."""
     if fast := _triton(layout, p):
-        fast.right(layout, flat, residual, p, out)
+        fast.multiply_right(layout, flat, residual, p, out)
         return
-    for m, p_t, q_t in zip(layout.matrices, layout.p_of(p), layout.q_of(out), strict=True):
+    for m, p_t, q_t in zip(layout.matrices, layout.view_p(p), layout.view_q(out), strict=True):
         q_t.zero_()
-        for g, e, part in reversed(_chunks(m, flat, residual, p_t)):  # the last rows of `left` are still in the cache
-            q_t.addmm_(part, _whole(g, e, p.dtype))
+        for g, e, part in reversed(_chunks(m, flat, residual, p_t)):  # the last rows are still in the cache
+            q_t.addmm_(part, _add_residual(g, e, p.dtype))
 
 
 def finish(
@@ -144,7 +144,7 @@ def finish(
     kept: Tensor,
     largest: Tensor,
 ) -> None:
-    """After `left`: flat = P Q^T and `rest`; residual = M - P mine^T, and zero for the rest; kept = Q.
+    """After `multiply_left`: flat = P Q^T and `rest`; residual = M - P mine^T, and zero for the rest; kept = Q.
 
     Where `largest` is not finite the step is void: `residual` and `kept` stay as they were.
     """
@@ -153,42 +153,44 @@ def finish(
         return
     ok = largest < math.inf
     void = not ok.is_cuda and not bool(ok)
-    for m, p_t, mine_t, q_t in zip(layout.matrices, layout.p_of(p), layout.q_of(mine), layout.q_of(q), strict=True):
+    for m, p_t, mine_t, q_t in zip(
+        layout.matrices, layout.view_p(p), layout.view_q(mine), layout.view_q(q), strict=True
+    ):
         for g, e, part in _chunks(m, flat, residual, p_t):
             if e is not None and not void:
-                _keep(_whole(g, e, p.dtype), part, mine_t, ok, e)
+                _keep(_add_residual(g, e, p.dtype), part, mine_t, ok, e)
             if g.dtype == p.dtype:
                 torch.mm(part.t(), q_t, out=g)
             else:
                 g.copy_(part.t() @ q_t)
     torch.where(ok, q, kept, out=kept)
     if layout.rest:
-        torch._foreach_copy_(layout.rest_of(flat), list(rest.split(layout.rest_sizes)))
+        torch._foreach_copy_(layout.view_rest(flat), list(rest.split(layout.rest_sizes)))
         if residual is not None:
-            torch._foreach_mul_(layout.rest_of(residual), (~ok).to(residual.dtype))
+            torch._foreach_mul_(layout.view_rest(residual), (~ok).to(residual.dtype))
 
 
-def product(layout: Layout, p: Tensor, q: Tensor, rest: Tensor, flat: Tensor) -> None:
+def multiply_factors(layout: Layout, p: Tensor, q: Tensor, rest: Tensor, flat: Tensor) -> None:
     """Every P Q^T, and the rest, into their places in a line."""
-    for m, p_t, q_t in zip(layout.matrices, layout.p_of(p), layout.q_of(q), strict=True):
+    for m, p_t, q_t in zip(layout.matrices, layout.view_p(p), layout.view_q(q), strict=True):
         flat[m.start : m.start + m.rows * m.columns].view(m.rows, -1).copy_(p_t.t() @ q_t)
     if layout.rest:
-        torch._foreach_copy_(layout.rest_of(flat), list(rest.split(layout.rest_sizes)))
+        torch._foreach_copy_(layout.view_rest(flat), list(rest.split(layout.rest_sizes)))
 
 
 # With torch --------------------------------------------------------------------------------------------------
 
 
-def _orthonormal(x: Tensor) -> Tensor:
+def _orthonormalise(x: Tensor) -> Tensor:
     """The rows of every x[i] made orthonormal: Cholesky QR twice, in float64.
 
     With rows of length one, the shift is relative to each: P P^T <= I holds for rows of any scale, dependent
     rows and zero rows, so a residual cannot grow. `cholesky_ex` neither raises nor synchronises.
     """
     if x.shape[-2] == 1:
-        return _unit(x)
+        return _normalise(x)
     for _ in range(2):
-        x = _unit(x)
+        x = _normalise(x)
         gram = x @ x.mT
         gram.diagonal(dim1=-2, dim2=-1).add_(_SHIFT)
         factor = torch.linalg.cholesky_ex(gram)[0]
@@ -196,13 +198,13 @@ def _orthonormal(x: Tensor) -> Tensor:
     return x
 
 
-def _unit(x: Tensor) -> Tensor:
+def _normalise(x: Tensor) -> Tensor:
     """Rows of length one; zero rows as they are."""
-    x = x / _nonzero(x.abs().amax(-1, keepdim=True))  # their squares neither overflow nor vanish
-    return x.div_(_nonzero(torch.linalg.vector_norm(x, dim=-1, keepdim=True)))
+    x = x / _replace_zeros(x.abs().amax(-1, keepdim=True))  # their squares neither overflow nor vanish
+    return x.div_(_replace_zeros(torch.linalg.vector_norm(x, dim=-1, keepdim=True)))
 
 
-def _nonzero(x: Tensor) -> Tensor:
+def _replace_zeros(x: Tensor) -> Tensor:
     return x.masked_fill_(x == 0, 1.0)
 
 
@@ -227,7 +229,7 @@ def _keep(whole: Tensor, p_t: Tensor, mine_t: Tensor, ok: Tensor, e: Tensor) -> 
         torch.addmm(whole, p_t.t(), mine_t, alpha=-1, out=e)
 
 
-def _whole(g: Tensor, e: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _add_residual(g: Tensor, e: Tensor | None, dtype: torch.dtype) -> Tensor:
     """M, in the factors' dtype: `g` holds it if it has that dtype, else it is the sum."""
     if g.dtype == dtype:
         return g

@@ -13,8 +13,8 @@ from torch import Tensor
 from unisono.kernels.lowrank import Layout
 
 MOST = 16  # columns that fit into the registers of a program
-_ROWS = 8  # of a matrix that one program of `left` multiplies
-_SPLIT = 128  # rows that one program of `right` sums; the sums are added up after, always in one order
+_ROWS = 8  # of a matrix that one program of `multiply_left` multiplies
+_SPLIT = 128  # rows that one program of `multiply_right` sums; the sums are added up after, always in one order
 _TILE = (16, 256)  # of a matrix that one program of `finish` writes
 _COPY = 2048  # numbers that are only moved, in a program
 _FIELDS = tl.constexpr(7)
@@ -80,17 +80,17 @@ def _columns(rank: int) -> int:
 # What the interface calls ------------------------------------------------------------------------------------
 
 
-def orthonormal(layout: Layout, x: Tensor, noise: Tensor | None, out: Tensor, *, p: bool) -> None:
-    """See `lowrank.orthonormal` and, with noise, `lowrank.basis`."""
+def orthonormalise(layout: Layout, x: Tensor, noise: Tensor | None, out: Tensor, *, p: bool) -> None:
+    """See `lowrank.orthonormalise` and, with noise, `lowrank.make_basis`."""
     tables = _tables(layout, x.device)
     block = max(16, min(1024, 4096 // tables.rank**2))
     tensors = (x, x if noise is None else noise, out, tables.rows)
     where = (1, 4) if p else (2, 5)
-    tables.run(_orthonormal, tables.count, tensors, *where, noise is not None, tables.rank, block)
+    tables.run(_orthonormalise, tables.count, tensors, *where, noise is not None, tables.rank, block)
 
 
-def left(layout: Layout, flat: Tensor, residual: Tensor | None, q: Tensor, out: Tensor, rest: Tensor) -> None:
-    """See `lowrank.left`."""
+def multiply_left(layout: Layout, flat: Tensor, residual: Tensor | None, q: Tensor, out: Tensor, rest: Tensor) -> None:
+    """See `lowrank.multiply_left`."""
     tables = _tables(layout, q.device)
     kept, inplace = residual is not None, flat.dtype == q.dtype
     tensors = (flat, flat if residual is None else residual, q, out, rest, tables.rows, tables.left)
@@ -98,8 +98,8 @@ def left(layout: Layout, flat: Tensor, residual: Tensor | None, q: Tensor, out: 
     tables.run(_left, len(tables.left), tensors, tables.rank, _ROWS, columns, _COPY, kept, inplace)
 
 
-def right(layout: Layout, flat: Tensor, residual: Tensor | None, p: Tensor, out: Tensor) -> None:
-    """See `lowrank.right`."""
+def multiply_right(layout: Layout, flat: Tensor, residual: Tensor | None, p: Tensor, out: Tensor) -> None:
+    """See `lowrank.multiply_right`."""
     tables = _tables(layout, p.device)
     apart = residual is not None and flat.dtype != p.dtype
     tensors = (flat, residual if residual is not None else flat, p, tables.partial, tables.rows, tables.right)
@@ -252,7 +252,7 @@ def _finish(
 
 
 @triton.jit
-def _orthonormal(
+def _orthonormalise(
     x, noise, out, matrices,
     LENGTH: tl.constexpr, PLACE: tl.constexpr, FRESH: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip

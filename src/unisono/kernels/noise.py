@@ -45,11 +45,11 @@ def noise(seed: int, step: int, rank: int = 0, bucket: int = 0, stream: int = 0)
     """
     state = 0
     for word in (seed, step, rank, bucket, stream):
-        state = _mixed((state + word * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & _MASK)
+        state = _mix((state + word * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & _MASK)
     return Noise(state & _WORD, state >> 32 | 0x40000001)
 
 
-def _mixed(z: int) -> int:
+def _mix(z: int) -> int:
     """SplitMix64's finaliser."""
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -19,17 +19,17 @@ def bits(source: Noise, n: int, device: torch.device) -> Tensor:
     out = torch.empty(n, dtype=torch.int32, device=device)
     if n:
         with torch.cuda.device_of(out):
-            _bits[(triton.cdiv(n, _BLOCK),)](out, n, *arguments_of(source), BLOCK=_BLOCK)
+            _bits[(triton.cdiv(n, _BLOCK),)](out, n, *kernel_arguments(source), BLOCK=_BLOCK)
     return out
 
 
-def arguments_of(source: Noise) -> tuple[int, int]:
+def kernel_arguments(source: Noise) -> tuple[int, int]:
     """A stream's shift, from its start on, and factor: int32, so that kernels see one type whatever the values."""
-    shift = _signed(source.shift + source.start * WEYL)
-    return shift, _signed(source.factor)
+    shift = _to_signed(source.shift + source.start * WEYL)
+    return shift, _to_signed(source.factor)
 
 
-def _signed(word: int) -> int:
+def _to_signed(word: int) -> int:
     word &= 0xFFFFFFFF
     return word - (1 << 32) if word >> 31 else word
 

@@ -71,13 +71,13 @@ def encode(x: Tensor, levels: Levels, noise: Noise, out: Tensor) -> None:
             _encode_chunk(line[a:b], levels, noise.after(first + a), mine, codes[at], scratch)
 
 
-def decode(code: Tensor, levels: Levels, out: Tensor, *, parts: int = 1, add: bool = False) -> None:
-    """Write a message's numbers over `parts` into `out` (float32 or float64), or add them to it."""
+def decode(code: Tensor, levels: Levels, out: Tensor, *, ranks: int = 1, add: bool = False) -> None:
+    """Write a message's numbers over `ranks` into `out` (float32 or float64), or add them to it."""
     norms, codes = split(code, out.numel(), levels.block)
     if (triton := _triton(out)) is not None:
-        triton.decode(norms, codes, levels, out, parts, add)
+        triton.decode(norms, codes, levels, out, ranks, add)
         return
-    scales = _scales(norms, levels, parts, out.dtype)
+    scales = _scales(norms, levels, ranks, out.dtype)
     per, table = 8 // levels.bits, _table(levels)
     for a, b in chunks(out.numel(), levels.block):
         bytes_ = codes[a // per : -(-b // per)]
@@ -170,9 +170,9 @@ def _pack(line: Tensor, spare: Tensor, n: int, bits: int, out: Tensor) -> None:
     np.copyto(out.numpy(), words[:count], casting="unsafe")
 
 
-def _scales(norms: Tensor, levels: Levels, parts: int, dtype: torch.dtype) -> Tensor:
+def _scales(norms: Tensor, levels: Levels, ranks: int, dtype: torch.dtype) -> Tensor:
     steps = 1 if levels.exponential else levels.top
-    return norms.to(dtype) / float(parts * steps)
+    return norms.to(dtype) / float(ranks * steps)
 
 
 @functools.cache
@@ -214,13 +214,13 @@ def encode_bytes(x: Tensor, block: int, out: Tensor) -> None:
             codes[first + a : first + b].copy_(line.view(torch.int32))
 
 
-def decode_bytes(code: Tensor, block: int, out: Tensor, *, parts: int = 1, add: bool = False) -> None:
-    """Write a message's numbers over `parts` into `out` (float32 or float64), or add them to it."""
+def decode_bytes(code: Tensor, block: int, out: Tensor, *, ranks: int = 1, add: bool = False) -> None:
+    """Write a message's numbers over `ranks` into `out` (float32 or float64), or add them to it."""
     ends, codes = split(code, out.numel(), block, floats=2)
     if (triton := _triton(out)) is not None:
-        triton.decode_bytes(ends, codes, block, out, parts, add)
+        triton.decode_bytes(ends, codes, block, out, ranks, add)
         return
-    pairs = ends.view(-1, 2).to(out.dtype) / float(parts)
+    pairs = ends.view(-1, 2).to(out.dtype) / float(ranks)
     for a, b in chunks(out.numel(), block):
         pair = pairs[a // block : -(-b // block)]
         rows = codes[a:b].to(out.dtype).view(len(pair), -1)

@@ -14,7 +14,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from torch import Tensor
 
 from unisono.kernels.noise import Noise
-from unisono.kernels.noise_triton import arguments_of, words
+from unisono.kernels.noise_triton import kernel_arguments, words
 from unisono.kernels.quantise import FAR, ROUND, Levels
 
 _ROUND, _FAR = tl.constexpr(ROUND), tl.constexpr(FAR)
@@ -23,14 +23,14 @@ _TILE = 4096  # numbers that a program decodes, of a block
 
 def encode(x: Tensor, levels: Levels, noise: Noise, norms: Tensor, codes: Tensor) -> None:
     """See `quantise.encode`."""
-    arguments = (x, norms, codes, x.numel(), *arguments_of(noise))
+    arguments = (x, norms, codes, x.numel(), *kernel_arguments(noise))
     settings = {**_settings(levels), "LOWEST": 2.0 ** (1 - levels.top)}
     _by_blocks(_encode, x, levels.block, arguments, settings)
 
 
-def decode(norms: Tensor, codes: Tensor, levels: Levels, out: Tensor, parts: int, add: bool) -> None:
+def decode(norms: Tensor, codes: Tensor, levels: Levels, out: Tensor, ranks: int, add: bool) -> None:
     """See `quantise.decode`."""
-    over = parts * (1 if levels.exponential else levels.top)
+    over = ranks * (1 if levels.exponential else levels.top)
     tile = min(levels.block, _TILE)
     settings = {**_settings(levels), "ADD": add, "PER": levels.block // tile}
     _by_blocks(_decode, out, tile, (out, norms, codes, out.numel(), over), settings)
@@ -41,9 +41,9 @@ def encode_bytes(x: Tensor, block: int, ends: Tensor, codes: Tensor) -> None:
     _by_blocks(_encode_bytes, x, block, (x, ends, codes, x.numel()), {})
 
 
-def decode_bytes(ends: Tensor, codes: Tensor, block: int, out: Tensor, parts: int, add: bool) -> None:
+def decode_bytes(ends: Tensor, codes: Tensor, block: int, out: Tensor, ranks: int, add: bool) -> None:
     """See `quantise.decode_bytes`."""
-    _by_blocks(_decode_bytes, out, block, (out, ends, codes, out.numel(), parts), {"ADD": add})
+    _by_blocks(_decode_bytes, out, block, (out, ends, codes, out.numel(), ranks), {"ADD": add})
 
 
 def _settings(levels: Levels) -> dict[str, Any]:
@@ -67,7 +67,7 @@ _loose = ["n", "shift", "factor", "first", "over"]  # arguments whose values ask
 
 
 @triton.jit
-def _divided(v, by):
+def _divide(v, by):
     """Numbers over a scale: see `quantise._divide`."""
     power = tl.where(by < 1.0842021724855044e-19, 18446744073709551616.0,
                      tl.where(by > 9223372036854775808.0, 5.421010862427522e-20, 1.0))
@@ -75,7 +75,7 @@ def _divided(v, by):
 
 
 @triton.jit
-def _joined(code, BITS: tl.constexpr, BLOCK: tl.constexpr):
+def _join(code, BITS: tl.constexpr, BLOCK: tl.constexpr):
     """Codes of neighbours in one byte, the first in the low bits."""
     if BITS == 2:
         low, high = tl.split(tl.reshape(code, [BLOCK // 2, 2]))
@@ -88,8 +88,8 @@ def _joined(code, BITS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _parted(packed, BITS: tl.constexpr):
-    """The codes in bytes: the opposite of `_joined`."""
+def _split(packed, BITS: tl.constexpr):
+    """The codes in bytes: the opposite of `_join`."""
     code = packed
     if BITS < 8:
         code = tl.interleave(packed & 15, packed >> 4)
@@ -114,7 +114,7 @@ def _encode(
     norm = tl.sqrt(tl.sum(wide * wide, axis=0)).to(tl.float32)
     norm = norm + (norm - norm)
     tl.store(norms + block, norm)
-    r = _divided(v, norm)
+    r = _divide(v, norm)
     t = tl.abs(r)
     word = (words(start.to(tl.int32) + at, shift, factor) >> 9).to(tl.int32)
     if EXPONENTIAL:
@@ -124,7 +124,7 @@ def _encode(
     else:
         level = ((t * (TOP * 8388608.0) + 0.5).to(tl.int32) + word) >> 23
     code = (level ^ (r.to(tl.int32, bitcast=True) >> 31)) & (2 * TOP + 1)
-    joined = _joined(code, BITS, BLOCK)
+    joined = _join(code, BITS, BLOCK)
     size: tl.constexpr = BLOCK * BITS // 8
     place = tl.arange(0, size)
     if WHOLE:
@@ -151,7 +151,7 @@ def _decode(
         packed = tl.load(codes + block * size + place)
     else:
         packed = tl.load(codes + block * size + place, mask=(start * BITS // 8 + place) * 8 < n * BITS, other=0)
-    code = _parted(packed.to(tl.int32), BITS)
+    code = _split(packed.to(tl.int32), BITS)
     negative = code > TOP
     level = tl.where(negative, 2 * TOP + 1 - code, code)
     if EXPONENTIAL:
@@ -189,7 +189,7 @@ def _encode_bytes(x, ends, codes, n, first, BLOCK: tl.constexpr, WHOLE: tl.const
     low = tl.where((step > 0.0) & (tl.abs(steps) < _FAR), snapped, low)
     tl.store(ends + 2 * block, low)
     tl.store(ends + 2 * block + 1, step)
-    q = tl.minimum(tl.maximum(_divided(v - low, step), 0.0), 255.0) + _ROUND
+    q = tl.minimum(tl.maximum(_divide(v - low, step), 0.0), 255.0) + _ROUND
     code = q.to(tl.int32, bitcast=True).to(tl.uint8)
     if WHOLE:
         tl.store(codes + at, code)

@@ -46,16 +46,16 @@ class Plan:
         self.tables: dict[Any, Any] = {}
 
 
-def count_of(k: float, length: int) -> int:
+def count_kept(k: float, length: int) -> int:
     """How many of `length` numbers a fraction is: at least one.
 
-    >>> count_of(0.01, 250), count_of(0.01, 7), count_of(1.0, 7)
+    >>> count_kept(0.01, 250), count_kept(0.01, 7), count_kept(1.0, 7)
     (2, 1, 7)
     """
     return min(length, max(1, round(k * length)))
 
 
-def top(plan: Plan, grad: Tensor, residual: Tensor | None, out: Tensor, values: Tensor, indices: Tensor) -> None:
+def select_top(plan: Plan, grad: Tensor, residual: Tensor | None, out: Tensor, values: Tensor, indices: Tensor) -> None:
     """Select from p = residual + grad the `kept` largest magnitudes of each segment.
 
     `out` becomes p less what was selected. `values` (in the dtype that is sent) and `indices` (int32, places in the
@@ -65,26 +65,26 @@ def top(plan: Plan, grad: Tensor, residual: Tensor | None, out: Tensor, values: 
     if grad.is_cuda and has_triton():
         from unisono.kernels import select_triton
 
-        select_triton.top(plan, grad, residual, out, values, indices)
+        select_triton.select_top(plan, grad, residual, out, values, indices)
         return
     at = 0
     for start, length, count in plan.segments:
         part = slice(start, start + length)
         kept = None if residual is None else residual[part]
         if grad.is_cuda:
-            chosen = _by_sorting(grad[part], kept, out[part], count)
+            chosen = _select_by_sorting(grad[part], kept, out[part], count)
         else:
-            chosen = torch.from_numpy(_by_threshold(grad[part], kept, out[part], count))
+            chosen = torch.from_numpy(_select_by_threshold(grad[part], kept, out[part], count))
         torch.add(chosen, start, out=indices[at : at + count])
         at += count
     picked = out.index_select(0, indices)
-    values.copy_(narrowed(picked, values.dtype))
+    values.copy_(narrow_to(picked, values.dtype))
     if residual is not None:
         left = picked - values if values.dtype != out.dtype else torch.zeros_like(picked)
         out.index_copy_(0, indices.long(), left)
 
 
-def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+def narrow_to(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`x` in the dtype that is sent; finite numbers stay finite, so that an overflow means one of the gradient's."""
     if x.element_size() <= dtype.itemsize:
         return x
@@ -132,30 +132,30 @@ def has_triton() -> bool:
 # Selection on CPUs ---------------------------------------------------------------------------------------------
 
 
-def _by_threshold(grad: Tensor, residual: Tensor | None, out: Tensor, count: int) -> Ints:
+def _select_by_threshold(grad: Tensor, residual: Tensor | None, out: Tensor, count: int) -> Ints:
     """Fold the residual in, and the places of the `count` largest, ascending."""
     n = grad.numel()
     if n <= _SMALL:
         fold(grad, residual, out)
-        return _largest(_keys(out), count)
-    places, target = _sample_of(n), _target(count, n)
+        return _find_largest(_read_keys(out), count)
+    places, target = _draw_sample(n), _choose_target(count, n)
     sample = grad.index_select(0, places)
     if residual is not None:
         sample = sample.to(out.dtype).add_(residual.index_select(0, places))
-    keys = _keys(sample)
-    found = _reaching(grad, residual, out, _guess(keys, target))
+    keys = _read_keys(sample)
+    found = _find_reaching(grad, residual, out, _guess(keys, target))
     if len(found[0]) < count:  # the sample misled
-        found = _reaching(grad, None, out, _guess(keys, 4 * target))
+        found = _find_reaching(grad, None, out, _guess(keys, 4 * target))
     if len(found[0]) < count:
-        found = _reaching(grad, None, out, 1)
+        found = _find_reaching(grad, None, out, 1)
     places_found, keys_found = found
     if len(places_found) >= count:
-        return places_found[_largest(keys_found, count)]
-    zeros = _first_zeros(out, count - len(places_found))
+        return places_found[_find_largest(keys_found, count)]
+    zeros = _find_zeros(out, count - len(places_found))
     return np.sort(np.concatenate([places_found, zeros]))
 
 
-def _by_sorting(grad: Tensor, residual: Tensor | None, out: Tensor, count: int) -> Tensor:
+def _select_by_sorting(grad: Tensor, residual: Tensor | None, out: Tensor, count: int) -> Tensor:
     """The same by a stable sort: for devices without a kernel."""
     fold(grad, residual, out)
     bits = _BITS[out.element_size()]
@@ -174,21 +174,21 @@ def fold(grad: Tensor, residual: Tensor | None, out: Tensor) -> None:
         out.copy_(grad).add_(residual)
 
 
-def _keys(x: Tensor) -> Ints:
+def _read_keys(x: Tensor) -> Ints:
     """The bits of |x|, whose order as integers is the order that selects."""
     bits: Ints = x.view(_BITS[x.element_size()]).numpy()
     return bits & np.iinfo(bits.dtype).max
 
 
 @lru_cache(maxsize=256)
-def _sample_of(n: int) -> Tensor:
+def _draw_sample(n: int) -> Tensor:
     """Places of a sample: one at random in each of equal parts, so that no period of the data can hide from it."""
     generator = np.random.default_rng(n)
     places = (np.arange(_SAMPLE) + generator.random(_SAMPLE)) * (n / _SAMPLE)
     return torch.from_numpy(np.minimum(places.astype(np.int64), n - 1))
 
 
-def _target(count: int, n: int) -> int:
+def _choose_target(count: int, n: int) -> int:
     """The rank in the sample that the guess is taken from: four standard deviations to the safe side."""
     expected = count / n * _SAMPLE
     return math.ceil(expected + 4 * math.sqrt(expected) + 4)
@@ -199,7 +199,7 @@ def _guess(keys: Ints, target: int) -> int:
     return max(1, int(np.partition(keys, at)[at]))
 
 
-def _reaching(grad: Tensor, residual: Tensor | None, out: Tensor, guess: int) -> tuple[Ints, Ints]:
+def _find_reaching(grad: Tensor, residual: Tensor | None, out: Tensor, guess: int) -> tuple[Ints, Ints]:
     """Fold the residual in, and the places and keys of what reaches the guess: one pass in chunks."""
     bits: Ints = out.view(_BITS[out.element_size()]).numpy()
     sign = np.iinfo(bits.dtype).max
@@ -218,7 +218,7 @@ def _reaching(grad: Tensor, residual: Tensor | None, out: Tensor, guess: int) ->
     return np.concatenate(all_places), np.concatenate(all_keys)
 
 
-def _largest(keys: Ints, count: int) -> Ints:
+def _find_largest(keys: Ints, count: int) -> Ints:
     """The places of the `count` largest keys, ascending; of equal ones the first."""
     at = len(keys) - count
     least = np.partition(keys, at)[at]
@@ -228,11 +228,11 @@ def _largest(keys: Ints, count: int) -> Ints:
     return np.flatnonzero(chosen)
 
 
-def _first_zeros(x: Tensor, count: int) -> Ints:
+def _find_zeros(x: Tensor, count: int) -> Ints:
     """The places of the first `count` zeros: what fills up where fewer numbers than asked for differ from zero."""
     found: list[Ints] = []
     for at in range(0, x.numel(), _CHUNK):
-        found.append(np.flatnonzero(_keys(x[at : at + _CHUNK]) == 0)[:count] + at)
+        found.append(np.flatnonzero(_read_keys(x[at : at + _CHUNK]) == 0)[:count] + at)
         count -= len(found[-1])
         if not count:
             break

@@ -62,8 +62,8 @@ class _Work(NamedTuple):
     tallies: Tensor
 
 
-def top(plan: Plan, grad: Tensor, residual: Tensor | None, out: Tensor, values: Tensor, indices: Tensor) -> None:
-    """See `unisono.kernels.select.top`."""
+def select_top(plan: Plan, grad: Tensor, residual: Tensor | None, out: Tensor, values: Tensor, indices: Tensor) -> None:
+    """See `unisono.kernels.select.select_top`."""
     if not plan.total:
         return
     tables = _tables(plan, grad.device)

@@ -22,7 +22,7 @@ def cast_stages(dtype: torch.dtype, bucket: Bucket, state: State, world: World) 
         yield
         handle.wait()
         return Reduced(bucket.tensors), state
-    line = _line(bucket, dtype, world)
+    line = _find_line(bucket, dtype, world)
     line.copy_(bucket.flat)
     handle = world.all_reduce(line, "mean", tag=bucket.tag)
     yield
@@ -49,7 +49,7 @@ def cast_codec(dtype: torch.dtype) -> Codec:
     )
 
 
-def _line(bucket: Bucket, dtype: torch.dtype, world: World) -> Tensor:
+def _find_line(bucket: Bucket, dtype: torch.dtype, world: World) -> Tensor:
     """Memory for the bucket in `dtype` that this world moves fastest; given back when the bucket is gone."""
     lines = _lines.setdefault(bucket, weakref.WeakKeyDictionary()).setdefault(world, {})
     if dtype not in lines:

@@ -1,9 +1,9 @@
-"""The exchange of quantised lines: every rank gathers all messages, or each averages a part and sends it on.
+"""The exchange of quantised lines: every rank gathers all messages, or each averages a share and sends it on.
 
 Phases of the second form, which sends 2(N-1)/N messages instead of N-1:
-1. scatter: part r of my line goes to rank r, quantised;
-2. average: the parts I got are decoded, and their mean is quantised again;
-3. gather: every rank's part goes to all.
+1. scatter: share r of my line goes to rank r, quantised;
+2. average: the shares I got are decoded, and their mean is quantised again;
+3. gather: every rank's share goes to all.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Block = Annotated[
     Satisfies(lambda n: 64 <= n <= 16384 and not n & (n - 1), "a power of two from 64 to 16384 (numbers a block)"),
 ]
 Exchanged = Generator[None, None, Reduced]
-_PART = 64  # numbers: parts start at multiples
+_ALIGN = 64  # numbers: shares start at multiples
 
 
 class Wire(NamedTuple):
     """How a line of numbers is written.
 
     nbytes: bytes of n numbers; where the code's length depends on the data (not `even`), of its fixed form.
-    encode(x, noise): the code, uint8. decode(code, out, parts, add): its numbers over `parts` into `out`.
+    encode(x, noise): the code, uint8. decode(code, out, ranks, add): its numbers over `ranks` into `out`.
     """
 
     nbytes: Callable[[int], int]
@@ -46,7 +46,7 @@ class Wire(NamedTuple):
     even: bool = True
 
 
-def wire_of(levels: Levels, elias: bool) -> Wire:
+def make_wire(levels: Levels, elias: bool) -> Wire:
     """The wire of random rounding to levels: packed codes, or Elias's code of them."""
 
     def encode(x: Tensor, source: Noise) -> Tensor:
@@ -54,29 +54,29 @@ def wire_of(levels: Levels, elias: bool) -> Wire:
         quantise.encode(x, levels, source, code)
         return code
 
-    def decode(code: Tensor, out: Tensor, parts: int, add: bool) -> None:
-        quantise.decode(code, levels, out, parts=parts, add=add)
+    def decode(code: Tensor, out: Tensor, ranks: int, add: bool) -> None:
+        quantise.decode(code, levels, out, ranks=ranks, add=add)
 
     def encode_short(x: Tensor, source: Noise) -> Tensor:
         n, code = x.numel(), encode(x, source)
         codes = gamma.encode(quantise.unpack(code, n, levels), levels.bits)
         return torch.cat([code[: 4 * -(-n // levels.block)], codes])
 
-    def decode_short(short: Tensor, out: Tensor, parts: int, add: bool) -> None:
+    def decode_short(short: Tensor, out: Tensor, ranks: int, add: bool) -> None:
         n, head = out.numel(), 4 * -(-out.numel() // levels.block)
         code = torch.empty(levels.nbytes(n), dtype=torch.uint8, device=out.device)
         code[:head] = short[:head]
         quantise.pack(gamma.decode(short[head:], n, levels.bits), levels, code)
-        decode(code, out, parts, add)
+        decode(code, out, ranks, add)
 
     return Wire(levels.nbytes, encode_short, decode_short, False) if elias else Wire(levels.nbytes, encode, decode)
 
 
-def quantised(name: str, wire: Wire, seed: int = 0, noise_bound: float = 0.0) -> Reducer:
+def build_quantised(name: str, wire: Wire, seed: int = 0, noise_bound: float = 0.0) -> Reducer:
     """The reducer of this name, which sends lines over a wire, by the form of exchange that sends fewer bytes.
 
     In the second form the error of quantising a mean again counts, N times, as not sent by the rank that owns
-    the part: the mean of what the ranks sent is what they got, as error feedback needs it.
+    the share: the mean of what the ranks sent is what they got, as error feedback needs it.
     """
 
     def stages(bucket: Bucket, state: State, world: World) -> Stages:
@@ -85,7 +85,7 @@ def quantised(name: str, wire: Wire, seed: int = 0, noise_bound: float = 0.0) ->
             return Reduced(bucket.tensors), after
         step = state["step"]
         streams = [noise(seed, step, world.rank, bucket.index, stream) for stream in (0, 1)]
-        through = _by_parts if _in_parts(wire.nbytes, bucket.flat.numel(), world.size) else _gathered
+        through = _average_shares if _shares_pay(wire.nbytes, bucket.flat.numel(), world.size) else _gather_all
         reduced = yield from through(wire, bucket, world, streams)
         return reduced, after
 
@@ -93,8 +93,8 @@ def quantised(name: str, wire: Wire, seed: int = 0, noise_bound: float = 0.0) ->
 
     def sends(bucket: Bucket, size: int) -> int:
         n = bucket.flat.numel()
-        if _in_parts(wire.nbytes, n, size):
-            return 2 * (size - 1) * wire.nbytes(part_length(n, size))
+        if _shares_pay(wire.nbytes, n, size):
+            return 2 * (size - 1) * wire.nbytes(share_length(n, size))
         return (size - 1) * wire.nbytes(n)
 
     def decode(code: Tensor, n: int) -> Tensor:
@@ -109,19 +109,19 @@ def quantised(name: str, wire: Wire, seed: int = 0, noise_bound: float = 0.0) ->
 
 
 def count_bytes(message: Callable[[int], int]) -> Callable[[Sizes], int]:
-    """For FACTS: a message to every other rank, or a part to each and the mean of a part to all, whichever is less.
+    """For FACTS: a message to every other rank, or a share to each and the mean of a share to all, whichever is less.
     `message(n)` is the bytes of n numbers. Written apart from `sends`, so that one proves the other."""
     return lambda sizes: sizes.gather(min(message(sizes.numbers), 2 * message(sizes.share(sizes.numbers))))
 
 
-def part_length(n: int, size: int) -> int:
-    """Numbers in each of `size` parts of a line; the last parts may be shorter, or empty."""
-    return -(-n // (size * _PART)) * _PART
+def share_length(n: int, size: int) -> int:
+    """Numbers in each of `size` shares of a line; the last ones may be shorter, or empty."""
+    return -(-n // (size * _ALIGN)) * _ALIGN
 
 
-def parts_of(line: Tensor, size: int) -> list[Tensor]:
-    """A line's parts, one a rank."""
-    each = part_length(line.numel(), size)
+def split_shares(line: Tensor, size: int) -> list[Tensor]:
+    """A line's shares, one a rank."""
+    each = share_length(line.numel(), size)
     return [line[r * each : (r + 1) * each] for r in range(size)]
 
 
@@ -130,7 +130,7 @@ def working_dtype(bucket: Bucket) -> torch.dtype:
     return torch.float64 if bucket.dtype == torch.float64 else torch.float32
 
 
-def line_for(bucket: Bucket) -> Tensor:
+def choose_line(bucket: Bucket) -> Tensor:
     """A line for the mean: the bucket's own, or one of float32 where it has 16 bits."""
     wide = working_dtype(bucket)
     return bucket.flat if bucket.dtype == wide else torch.empty_like(bucket.flat, dtype=wide)
@@ -143,57 +143,57 @@ def put(line: Tensor, bucket: Bucket) -> None:
         bucket.flat.copy_(line.clamp_(-top, top))
 
 
-def mean_of(wire: Wire, codes: Sequence[Tensor], out: Tensor) -> Tensor:
+def average(wire: Wire, codes: Sequence[Tensor], out: Tensor) -> Tensor:
     """The mean of the lines in some messages."""
     for i, code in enumerate(codes):
         wire.decode(code, out, len(codes), i > 0)
     return out
 
 
-def _in_parts(nbytes: Callable[[int], int], n: int, size: int) -> bool:
-    return 2 * nbytes(part_length(n, size)) < nbytes(n)
+def _shares_pay(nbytes: Callable[[int], int], n: int, size: int) -> bool:
+    return 2 * nbytes(share_length(n, size)) < nbytes(n)
 
 
-def _gathered(wire: Wire, bucket: Bucket, world: World, streams: list[Noise]) -> Exchanged:
+def _gather_all(wire: Wire, bucket: Bucket, world: World, streams: list[Noise]) -> Exchanged:
     code = wire.encode(bucket.flat, streams[0])
     handle = world.all_gather(code, even=wire.even, tag=bucket.tag)
     yield
-    line = mean_of(wire, handle.wait(), line_for(bucket))
+    line = average(wire, handle.wait(), choose_line(bucket))
     put(line, bucket)
 
     def sent(_: list[Tensor]) -> list[Tensor]:
-        return bucket.views(mean_of(wire, [code], torch.empty_like(bucket.flat, dtype=working_dtype(bucket))))
+        return bucket.views(average(wire, [code], torch.empty_like(bucket.flat, dtype=working_dtype(bucket))))
 
     return Reduced(bucket.tensors, sent)
 
 
-def _by_parts(wire: Wire, bucket: Bucket, world: World, streams: list[Noise]) -> Exchanged:
-    wide, rank, each = working_dtype(bucket), world.rank, part_length(bucket.flat.numel(), world.size)
-    parts = parts_of(bucket.flat, world.size)
-    codes = [_padded(wire, wire.encode(x, streams[0].after(r * each)), each) for r, x in enumerate(parts)]
+def _average_shares(wire: Wire, bucket: Bucket, world: World, streams: list[Noise]) -> Exchanged:
+    wide, rank, each = working_dtype(bucket), world.rank, share_length(bucket.flat.numel(), world.size)
+    shares = split_shares(bucket.flat, world.size)
+    codes = [_pad(wire, wire.encode(x, streams[0].after(r * each)), each) for r, x in enumerate(shares)]
     handle = world.all_to_all(codes, tag=bucket.tag)
     yield
-    mine = mean_of(wire, handle.wait(), torch.empty_like(parts[rank], dtype=wide))
-    code = _padded(wire, wire.encode(mine, streams[1]), each)
+    mine = average(wire, handle.wait(), torch.empty_like(shares[rank], dtype=wide))
+    code = _pad(wire, wire.encode(mine, streams[1]), each)
     gathering = world.all_gather(code, even=wire.even, tag=bucket.tag)
     yield
-    line = line_for(bucket)
-    for x, message in zip(parts_of(line, world.size), gathering.wait(), strict=True):
-        mean_of(wire, [message], x)
+    line = choose_line(bucket)
+    for x, message in zip(split_shares(line, world.size), gathering.wait(), strict=True):
+        average(wire, [message], x)
     put(line, bucket)
 
     def sent(_: list[Tensor]) -> list[Tensor]:
         given = torch.empty_like(bucket.flat, dtype=wide)
-        for x, message in zip(parts_of(given, world.size), codes, strict=True):
-            mean_of(wire, [message], x)
-        lost = mean_of(wire, [code], torch.empty_like(mine)).sub_(mine)
-        parts_of(given, world.size)[rank].add_(lost, alpha=world.size)
+        for x, message in zip(split_shares(given, world.size), codes, strict=True):
+            average(wire, [message], x)
+        lost = average(wire, [code], torch.empty_like(mine)).sub_(mine)
+        split_shares(given, world.size)[rank].add_(lost, alpha=world.size)
         return bucket.views(given)
 
     return Reduced(bucket.tensors, sent)
 
 
-def _padded(wire: Wire, code: Tensor, each: int) -> Tensor:
-    """Messages of one length, also for the shorter parts at the end."""
+def _pad(wire: Wire, code: Tensor, each: int) -> Tensor:
+    """Messages of one length, also for the shorter shares at the end."""
     missing = wire.nbytes(each) - len(code) if wire.even else 0
     return torch.cat([code, code.new_zeros(missing)]) if missing else code

@@ -32,22 +32,24 @@ class Signs:
         """Bytes of a message of n numbers, a multiple of 8."""
         return 4 * len(self.starts) + n // 8
 
-    def within(self, lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
+    def find_tensors(self, lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
         """Where tensors lie in numbers lo..hi: (from, to, which), counted from lo; padding and empty ones left out."""
         for i, (start, count) in enumerate(zip(self.starts, self.counts, strict=True)):
             a, b = max(start, lo), min(start + count, hi)
             if a < b:
                 yield a - lo, b - lo, i
 
-    def means(self, line: Tensor, lo: int = 0) -> Tensor:
+    def average_magnitudes(self, line: Tensor, lo: int = 0) -> Tensor:
         """The mean magnitude of each tensor's numbers in a line: T floats; 0 where it has none, NaN where one is
         not finite."""
         floats = torch.zeros(len(self.starts), device=self.device)
-        found = list(self.within(lo, lo + line.numel()))
+        found = list(self.find_tensors(lo, lo + line.numel()))
         if found:
             wide = torch.float64 if line.dtype == torch.float64 else torch.float32
             pieces_of = [line[a:b] for a, b, _ in found]
-            norms = torch._foreach_norm(pieces_of, 1, dtype=wide) if line.is_cuda else [*map(_sum_of_sizes, pieces_of)]
+            norms = (
+                torch._foreach_norm(pieces_of, 1, dtype=wide) if line.is_cuda else [*map(_sum_magnitudes, pieces_of)]
+            )
             sizes = torch._foreach_div(norms, [float(b - a) for a, b, _ in found])
             pieces = dict(zip((i for _, _, i in found), sizes, strict=True))
             empty = floats.new_zeros((), dtype=wide)
@@ -64,22 +66,22 @@ class Signs:
         head = 4 * len(self.starts)
         message[head + line.numel() // 8 :] = 0
         message[:head].view(torch.float32).copy_(floats)
-        for a in range(0, line.numel(), self._step()):
-            part = line[a : a + self._step()]
+        for a in range(0, line.numel(), self._chunk_length()):
+            part = line[a : a + self._chunk_length()]
             negative = part < 0
             if zeros is not None and (line.is_cuda or int(torch.count_nonzero(part)) < part.numel()):
                 negative |= (part == 0) & zeros(a, a + part.numel())
             message[head + a // 8 : head + (a + part.numel()) // 8] = bits.pack(negative)
         return message
 
-    def floats(self, message: Tensor) -> Tensor:
+    def read_floats(self, message: Tensor) -> Tensor:
         """The floats of a message."""
         return message[: 4 * len(self.starts)].view(torch.float32)
 
     def decode(self, message: Tensor, out: Tensor, lo: int = 0, *, over: int = 1, add: bool = False) -> None:
         """Write each tensor's float over `over`, with the signs of its numbers, into `out`, or add it. On CUDA
         the gaps between tensors get numbers too."""
-        floats = self.floats(message).to(out.dtype) / over
+        floats = self.read_floats(message).to(out.dtype) / over
         packed = message[4 * len(self.starts) :]
         if out.is_cuda:
             size = floats.index_select(0, self._whose[lo // 8 : (lo + out.numel()) // 8])[:, None]
@@ -87,7 +89,7 @@ class Signs:
             values = torch.where(negative, -size, size).view(-1)
             out.add_(values) if add else out.copy_(values)
             return
-        for first, last, i in self.within(lo, lo + out.numel()):
+        for first, last, i in self.find_tensors(lo, lo + out.numel()):
             for a in range(first, last, CHUNK):
                 b = min(a + CHUNK, last)
                 negative = bits.unpack(packed[a // 8 : -(-b // 8)])[: b - a]
@@ -102,21 +104,21 @@ class Signs:
         if line.is_cuda and self._gaps:
             torch._foreach_zero_([line[a:b] for a, b in self._gaps])
 
-    def _step(self) -> int:
+    def _chunk_length(self) -> int:
         return CHUNK if self.device.type == "cpu" else max(self.n, 1)
 
 
-def _sum_of_sizes(line: Tensor) -> Tensor:
+def _sum_magnitudes(line: Tensor) -> Tensor:
     """The sum of magnitudes, piece by piece: `norm` is slower on the CPU."""
     wide = torch.float64 if line.dtype == torch.float64 else torch.float32
     return torch.stack([part.to(wide).abs().sum() for part in line.split(CHUNK)]).sum()
 
 
-def signs_of(bucket: Bucket) -> Signs:
+def messages_of(bucket: Bucket) -> Signs:
     """A bucket's messages; made once."""
-    if bucket not in _made:
-        _made[bucket] = Signs(bucket)
-    return _made[bucket]
+    if bucket not in _messages:
+        _messages[bucket] = Signs(bucket)
+    return _messages[bucket]
 
 
-_made: weakref.WeakKeyDictionary[Bucket, Signs] = weakref.WeakKeyDictionary()
+_messages: weakref.WeakKeyDictionary[Bucket, Signs] = weakref.WeakKeyDictionary()

@@ -1,8 +1,8 @@
-"""A bucket in parts, each reduced in its own way, side by side; their states stay in the whole bucket's layout.
+"""Subsets of a bucket's tensors, each reduced in its own way, side by side; states stay in the whole bucket's layout.
 
 A state in the whole bucket's layout is saved, laid out anew and carried to another world like any other (see
 `reducer.State`). A reducer that works on some of the tensors sees a narrow copy of it; what it leaves is written
-back. So it does not matter which tensors a part had when the state was made.
+back. So it does not matter which tensors a subset had when the state was made.
 """
 
 from __future__ import annotations
@@ -20,13 +20,23 @@ from unisono.buckets import Bucket
 from unisono.reducer import Reduced, Reducer, Stages, State, rescale_inside, stages_of
 from unisono.world import World
 
-__all__ = ["Part", "finite", "in_parts", "lines_of", "mean_in_place", "narrow", "runs", "widen"]
+__all__ = [
+    "Subset",
+    "average_in_place",
+    "find_lines",
+    "find_runs",
+    "is_finite",
+    "keep_where",
+    "narrow",
+    "reduce_subsets",
+    "widen",
+]
 
 Slices = list[tuple[slice, slice]]
-_lines: WeakKeyDictionary[Bucket, State] = WeakKeyDictionary()  # by part: its last state, memory for the next
+_lines: WeakKeyDictionary[Bucket, State] = WeakKeyDictionary()  # by subset: its last state, memory for the next
 
 
-class Part(NamedTuple):
+class Subset(NamedTuple):
     """Some of a bucket's tensors, who reduces them (None: their exact mean), and its state in the whole layout."""
 
     which: Sequence[int]
@@ -34,37 +44,40 @@ class Part(NamedTuple):
     state: State
 
 
-def in_parts(bucket: Bucket, parts: Sequence[Part], world: World) -> Generator[None, None, tuple[Reduced, list[State]]]:
-    """Reduce every part by its own reducer, with their collectives under way together; each part's next state.
+def reduce_subsets(
+    bucket: Bucket, subsets: Sequence[Subset], world: World
+) -> Generator[None, None, tuple[Reduced, list[State]]]:
+    """Reduce every subset by its own reducer, with their collectives under way together; each one's next state.
 
-    The parts hold every tensor once. Where a mean is not finite anywhere in the bucket, no part's lines change.
+    The subsets hold every tensor once. Where a mean is not finite anywhere in the bucket, no subset's lines change.
     """
-    live = [i for i, part in enumerate(parts) if part.which]
-    states = [part.state for part in parts]
+    live = [i for i, subset in enumerate(subsets) if subset.which]
+    states = [subset.state for subset in subsets]
     if len(live) == 1:
-        part = parts[live[0]]
-        reduced, states[live[0]] = yield from _begun(bucket, bucket, part, part.state, world)
+        only = subsets[live[0]]
+        reduced, states[live[0]] = yield from _begin(bucket, bucket, only, only.state, world)
         return reduced, states
-    buckets = [bucket.part(parts[i].which) if parts[i].reducer is not None else bucket for i in live]
+    buckets = [bucket.part(subsets[i].which) if subsets[i].reducer is not None else bucket for i in live]
     works = [
-        _begun(b, bucket, parts[i], _narrowed(b, bucket, parts[i]), world) for i, b in zip(live, buckets, strict=True)
+        _begin(b, bucket, subsets[i], _narrow_state(b, bucket, subsets[i]), world)
+        for i, b in zip(live, buckets, strict=True)
     ]
-    results = yield from together(works)
+    results = yield from run_together(works)
     mean: list[Any] = [None] * len(bucket.names)
     for i, (reduced, _) in zip(live, results, strict=True):
-        for k, x in zip(parts[i].which, reduced.mean, strict=True):
+        for k, x in zip(subsets[i].which, reduced.mean, strict=True):
             mean[k] = x
-    ok = not any(lines_of(state) for _, state in results) or finite(mean)
+    ok = not any(find_lines(state) for _, state in results) or is_finite(mean)
     for i, b, (_, after) in zip(live, buckets, results, strict=True):
-        if parts[i].reducer is not None:
-            widen(bucket, parts[i].which, b, parts[i].state, after, ok)
+        if subsets[i].reducer is not None:
+            widen(bucket, subsets[i].which, b, subsets[i].state, after, ok)
             _lines[b] = after
 
     def sent(given: list[Tensor]) -> list[Tensor]:
         found = list(given)
         for i, (reduced, _) in zip(live, results, strict=True):
-            mine = reduced.sent_of([given[k] for k in parts[i].which])
-            for k, x in zip(parts[i].which, mine, strict=True):
+            mine = reduced.sent_of([given[k] for k in subsets[i].which])
+            for k, x in zip(subsets[i].which, mine, strict=True):
                 found[k] = x
         return found
 
@@ -72,29 +85,29 @@ def in_parts(bucket: Bucket, parts: Sequence[Part], world: World) -> Generator[N
     return Reduced(mean) if all_of_it else Reduced(mean, sent), states
 
 
-def _begun(part: Bucket, whole: Bucket, which: Part, state: State, world: World) -> Stages:
-    if which.reducer is None:
-        return mean_in_place(whole, which.which, world)
-    return stages_of(which.reducer, part, state, world)
+def _begin(part: Bucket, whole: Bucket, subset: Subset, state: State, world: World) -> Stages:
+    if subset.reducer is None:
+        return average_in_place(whole, subset.which, world)
+    return stages_of(subset.reducer, part, state, world)
 
 
-def _narrowed(part: Bucket, whole: Bucket, which: Part) -> State:
-    if which.reducer is None:
+def _narrow_state(part: Bucket, whole: Bucket, subset: Subset) -> State:
+    if subset.reducer is None:
         return {}
-    rescale_inside(whole, which.state, which.which)  # what a part does with its lines may be dropped
-    return narrow(whole, which.which, part, which.state, _lines.get(part, {}))
+    rescale_inside(whole, subset.state, subset.which)  # what a subset does with its lines may be dropped
+    return narrow(whole, subset.which, part, subset.state, _lines.get(part, {}))
 
 
-def mean_in_place(bucket: Bucket, which: Sequence[int], world: World) -> Stages:
+def average_in_place(bucket: Bucket, which: Sequence[int], world: World) -> Stages:
     """The exact mean of some of a bucket's tensors, where they lie."""
-    lines = [bucket.flat[here] for here, _ in runs(bucket, which)]
+    lines = [bucket.flat[here] for here, _ in find_runs(bucket, which)]
     handle = world.all_reduce(lines, "mean", tag=bucket.tag)
     yield
     handle.wait()
     return Reduced([bucket.tensors[i] for i in which]), {}
 
 
-def together(works: Sequence[Stages]) -> Generator[None, None, list[tuple[Reduced, State]]]:
+def run_together(works: Sequence[Stages]) -> Generator[None, None, list[tuple[Reduced, State]]]:
     """Several stages in turn: in one order on every rank, as long as each one's own collectives are."""
     results: list[Any] = [None] * len(works)
     left = dict(enumerate(works))
@@ -113,7 +126,7 @@ def together(works: Sequence[Stages]) -> Generator[None, None, list[tuple[Reduce
 # States ----------------------------------------------------------------------------------------------------------
 
 
-def runs(bucket: Bucket, which: Sequence[int]) -> Slices:
+def find_runs(bucket: Bucket, which: Sequence[int]) -> Slices:
     """Where some tensors lie in the bucket's line, and in the line of a bucket that holds only them.
 
     Neighbours are one stretch: what lies between them is the same in both.
@@ -138,7 +151,7 @@ def narrow(bucket: Bucket, which: Sequence[int], part: Bucket, state: State, mem
         elif isinstance(value, Tensor):
             if not isinstance(old, Tensor) or old.dtype != value.dtype or old.shape != part.flat.shape:
                 old = value.new_empty(part.flat.numel())
-            for there, here in runs(bucket, which):
+            for there, here in find_runs(bucket, which):
                 old[here].copy_(value[there])
             found[key] = old
         else:
@@ -149,7 +162,7 @@ def narrow(bucket: Bucket, which: Sequence[int], part: Bucket, state: State, mem
 def widen(
     bucket: Bucket, which: Sequence[int], part: Bucket, state: State, after: State, ok: bool | Tensor = True
 ) -> State:
-    """Write what a part's reducer left into the whole bucket's state; lines only where `ok` (a flag on a device will
+    """Write what a subset's reducer left into the whole bucket's state; lines only where `ok` (a flag on a device will
     do). An entry of a list that is None says nothing new."""
     for key, value in after.items():
         if isinstance(value, dict):
@@ -157,7 +170,7 @@ def widen(
         elif isinstance(value, Tensor):
             if key not in state:
                 state[key] = value.new_zeros(bucket.flat.numel())
-            for there, here in runs(bucket, which):
+            for there, here in find_runs(bucket, which):
                 keep_where(ok, state[key][there], value[here])
         elif isinstance(value, list):
             entries = state.setdefault(key, [None] * len(bucket.names))
@@ -168,12 +181,12 @@ def widen(
     return state
 
 
-def lines_of(state: State, name: str = "") -> list[Tensor]:
+def find_lines(state: State, name: str = "") -> list[Tensor]:
     """The lines in a state and in those inside it: all, or those of a name."""
     found: list[Tensor] = []
     for key in sorted(state):
         if isinstance(state[key], dict):
-            found += lines_of(state[key], name)
+            found += find_lines(state[key], name)
         elif isinstance(state[key], Tensor) and name in ("", key):
             found.append(state[key])
     return found
@@ -182,7 +195,7 @@ def lines_of(state: State, name: str = "") -> list[Tensor]:
 # Overflow --------------------------------------------------------------------------------------------------------
 
 
-def finite(tensors: Sequence[Tensor]) -> bool | Tensor:
+def is_finite(tensors: Sequence[Tensor]) -> bool | Tensor:
     """Whether there is no inf and no nan; on a device the answer stays there, so that nobody waits for it."""
     full = [x for x in tensors if x.numel()]
     if full and full[0].is_cuda:

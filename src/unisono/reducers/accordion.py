@@ -17,7 +17,7 @@ from unisono.buckets import Bucket
 from unisono.checks import AtLeast, Range, validate
 from unisono.facts import Example, Facts
 from unisono.reducer import Reduced, Reducer, Stages, State, residual_like, staged
-from unisono.reducers._subsets import Part, finite, in_parts, keep_where
+from unisono.reducers._subsets import Subset, is_finite, keep_where, reduce_subsets
 from unisono.world import World
 
 FACTS = Facts(
@@ -38,26 +38,26 @@ def accordion(
     low: Reducer,
     high: Reducer,
     *,
-    every: Annotated[int, AtLeast(1, "steps a window")] = 1000,
+    every: Annotated[int, AtLeast(1, "steps a period")] = 1000,
     threshold: Annotated[float, Range("a share of a norm", above=0)] = 0.5,
 ) -> Reducer:
-    """Two levels of compression, chosen anew for each tensor at the end of every window of `every` steps.
+    """Two levels of compression, chosen anew for each tensor at the end of every period of `every` steps.
 
-    With D the sum of a tensor's gradients over a window, in the root mean square over the ranks, it is in a critical
+    With D the sum of a tensor's gradients over a period, in the root mean square over the ranks, it is in a critical
     regime if | |D_before| - |D_now| | / |D_before| >= threshold, if |D_before| is zero, or if there is none yet: then
-    `low` reduces it in the next window, else `high`. When a learning rate falls, all go to `low` until the next
-    decision. The first two windows are `low`.
+    `low` reduces it in the next period, else `high`. When a learning rate falls, all go to `low` until the next
+    decision. The first two periods are `low`.
 
     low: little compression, for critical regimes: powersgd(rank=2), topk(k=0.99), dense.
     high: much compression: powersgd(rank=1), topk(k=0.1).
-    every: steps a window; the paper has 10 epochs, which on its CIFAR runs (4 x 128 samples a step) is about 1,000
+    every: steps a period; the paper has 10 epochs, which on its CIFAR runs (4 x 128 samples a step) is about 1,000
         steps, and 5 epochs for recurrent networks.
     threshold: how much of a norm counts as change.
 
     What both keep under one name (a residual, PowerSGD's Q, a step count) goes over from one to the other. A residual
     for which the other has no place is added to the next gradient. Steps that overflow count for no sum. Decisions are
-    events named "accordion" in the ledger. Sends what the two send, and 8 bytes a tensor at the end of a window;
-    keeps one number a parameter more than they do. On a GPU it waits for the device once a window.
+    events named "accordion" in the ledger. Sends what the two send, and 8 bytes a tensor at the end of a period;
+    keeps one number a parameter more than they do. On a GPU it waits for the device once a period.
 
     >>> from unisono.spec import build
     >>> build("accordion(dense, bf16, every=100)", kind="reducer").spec
@@ -67,11 +67,11 @@ def accordion(
 
     def init(bucket: Bucket) -> State:
         tensors = len(bucket.names)
-        both, only_low, only_high = _shared(low.init(bucket), high.init(bucket))
+        both, only_low, only_high = _split_states(low.init(bucket), high.init(bucket))
         return {
             "step": 0,
             "delta": residual_like(bucket),
-            "norm": [None] * tensors,  # of the window before
+            "norm": [None] * tensors,  # of the period before
             "low": [True] * tensors,
             "flush": [False] * tensors,  # what the other level kept is still to be added
             "both": both,
@@ -80,13 +80,13 @@ def accordion(
 
     def stages(bucket: Bucket, state: State, world: World) -> Stages:
         if bucket.decayed and not all(state["low"]):
-            _set(state, [True] * len(bucket.names))
-            _note(bucket, state, world, "a learning rate fell", {})
+            _set_levels(state, [True] * len(bucket.names))
+            _record_decision(bucket, state, world, "a learning rate fell", {})
         room = spare.get(bucket, torch.empty_like(state["delta"]))
         grown = torch.add(state["delta"], bucket.flat, alpha=1 / bucket.scale, out=room)
         flushed = _flush(bucket, state)
-        reduced = yield from _both_levels(bucket, state, (low, high), world)
-        ok = finite(reduced.mean)
+        reduced = yield from _reduce_by_level(bucket, state, (low, high), world)
+        ok = is_finite(reduced.mean)
         for line, there, _ in flushed:
             keep_where(ok, line[there], torch.zeros_like(line[there]))
         if isinstance(ok, bool):
@@ -99,7 +99,7 @@ def accordion(
         state["step"] += 1
         if state["step"] % every == 0:
             yield from _decide(bucket, state, threshold, world)
-        return _with(reduced, flushed, bucket), state
+        return _add_flushed(reduced, flushed, bucket), state
 
     def check(optimizer: Optimizer, world: World) -> None:
         for reducer in (low, high):
@@ -119,38 +119,38 @@ def accordion(
 # Decisions -------------------------------------------------------------------------------------------------------
 
 
-def critical(before: float | None, now: float, threshold: float) -> bool:
-    """Whether a tensor's gradients changed much between two windows, by their norms.
+def is_critical(before: float | None, now: float, threshold: float) -> bool:
+    """Whether a tensor's gradients changed much between two periods, by their norms.
 
-    >>> [critical(before, 1.0, 0.5) for before in (None, 0.0, 2.0, 1.9, 0.6)]
+    >>> [is_critical(before, 1.0, 0.5) for before in (None, 0.0, 2.0, 1.9, 0.6)]
     [True, True, True, False, True]
     """
     return before is None or before == 0 or not abs(before - now) / before < threshold
 
 
 def _decide(bucket: Bucket, state: State, threshold: float, world: World) -> Any:
-    """The end of a window: every rank has the same norms, so every rank decides alike."""
+    """The end of a period: every rank has the same norms, so every rank decides alike."""
     lines = [state["delta"][start : start + p.numel()] for start, p in zip(bucket.starts, bucket.params, strict=True)]
     norms = torch.stack([torch.linalg.vector_norm(line, dtype=torch.float64) for line in lines])
     handle = world.all_reduce(norms.square_(), "mean", tag="accordion")
     yield
     handle.wait()
     now: list[float] = norms.sqrt_().tolist()
-    if bucket.flat.is_cuda:  # there nobody waited to see whether it went through: it had a whole window
+    if bucket.flat.is_cuda:  # there nobody waited to see whether it went through: it had a whole period
         state["flush"] = [False] * len(now)
-    _set(state, [critical(a, b, threshold) for a, b in zip(state["norm"], now, strict=True)])
+    _set_levels(state, [is_critical(a, b, threshold) for a, b in zip(state["norm"], now, strict=True)])
     state["norm"] = now
     state["delta"].zero_()
-    _note(bucket, state, world, "the end of a window", dict(zip(bucket.names, now, strict=True)))
+    _record_decision(bucket, state, world, "the end of a period", dict(zip(bucket.names, now, strict=True)))
 
 
-def _set(state: State, lows: list[bool]) -> None:
+def _set_levels(state: State, lows: list[bool]) -> None:
     """Change levels; what the former one kept alone is to be flushed."""
     state["flush"] = [f or a != b for f, a, b in zip(state["flush"], state["low"], lows, strict=True)]
     state["low"] = lows
 
 
-def _note(bucket: Bucket, state: State, world: World, why: str, norms: dict[str, float]) -> None:
+def _record_decision(bucket: Bucket, state: State, world: World, why: str, norms: dict[str, float]) -> None:
     levels = {name: "low" if low else "high" for name, low in zip(bucket.names, state["low"], strict=True)}
     world.ledger.event("accordion", step=state["step"], why=why, levels=levels, norms=norms)
 
@@ -158,31 +158,31 @@ def _note(bucket: Bucket, state: State, world: World, why: str, norms: dict[str,
 # Two levels, one memory ------------------------------------------------------------------------------------------
 
 
-def _both_levels(bucket: Bucket, state: State, reducers: Sequence[Reducer], world: World) -> Any:
+def _reduce_by_level(bucket: Bucket, state: State, reducers: Sequence[Reducer], world: World) -> Any:
     """Reduce each tensor by its level; gives the result."""
-    parts = []
+    subsets = []
     for reducer, level in zip(reducers, ("low", "high"), strict=True):
         which = [i for i, low in enumerate(state["low"]) if low == (level == "low")]
-        parts.append(Part(which, reducer, _joined(state["both"], state["levels"][level])))
-    reduced, after = yield from in_parts(bucket, parts, world)
-    for part, level, new in zip(parts, ("low", "high"), after, strict=True):
-        if part.which:
-            _part_again(new, state["both"], state["levels"][level])
+        subsets.append(Subset(which, reducer, _join_state(state["both"], state["levels"][level])))
+    reduced, after = yield from reduce_subsets(bucket, subsets, world)
+    for subset, level, new in zip(subsets, ("low", "high"), after, strict=True):
+        if subset.which:
+            _write_back(new, state["both"], state["levels"][level])
     return reduced
 
 
-def _shared(low: State, high: State) -> tuple[State, State, State]:
+def _split_states(low: State, high: State) -> tuple[State, State, State]:
     """What both keep under one name, and what each keeps alone. Of two the first is taken, where there is one."""
     both: State = {}
     alone: tuple[State, State] = ({}, {})
     for key in dict.fromkeys([*low, *high]):
         a, b = low.get(key), high.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
-            both[key], *rest = _shared(a, b)
+            both[key], *rest = _split_states(a, b)
             for own, inside in zip(alone, rest, strict=True):
                 own[key] = inside
         elif key in low and key in high and type(a) is type(b) and getattr(a, "dtype", 0) == getattr(b, "dtype", 0):
-            both[key] = _either(a, b)
+            both[key] = _merge_entries(a, b)
         else:
             for own, state in zip(alone, (low, high), strict=True):
                 if key in state:
@@ -190,23 +190,23 @@ def _shared(low: State, high: State) -> tuple[State, State, State]:
     return both, *alone
 
 
-def _either(a: Any, b: Any) -> Any:
+def _merge_entries(a: Any, b: Any) -> Any:
     return [x if x is not None else y for x, y in zip(a, b, strict=True)] if isinstance(a, list) else a
 
 
-def _joined(both: State, own: State) -> State:
+def _join_state(both: State, own: State) -> State:
     """One level's state: the same lines and lists, in new dicts."""
     found = dict(own)
     for key, value in both.items():
-        found[key] = _joined(value, own.get(key, {})) if isinstance(value, dict) else value
+        found[key] = _join_state(value, own.get(key, {})) if isinstance(value, dict) else value
     return found
 
 
-def _part_again(new: State, both: State, own: State) -> None:
+def _write_back(new: State, both: State, own: State) -> None:
     """The opposite: a level's new state goes where each entry is kept."""
     for key, value in new.items():
         if isinstance(value, dict) and isinstance(both.get(key), dict):
-            _part_again(value, both[key], own.setdefault(key, {}))
+            _write_back(value, both[key], own.setdefault(key, {}))
             continue
         home = both if key in both else own
         if isinstance(value, list) and isinstance(home.get(key), list):
@@ -223,7 +223,7 @@ def _flush(bucket: Bucket, state: State) -> Flushed:
     flushed: Flushed = []
     for i, waiting in enumerate(state["flush"]):
         other = state["levels"]["high" if state["low"][i] else "low"]
-        for line, rates in _residuals(other) if waiting else []:
+        for line, rates in _find_residuals(other) if waiting else []:
             there = slice(bucket.starts[i], bucket.starts[i] + bucket.params[i].numel())
             old, new = rates[i] if rates else None, bucket.lr[i]
             kept = line[there] * (old / new if old is not None and old > 0 and new > 0 else 1.0)
@@ -232,13 +232,13 @@ def _flush(bucket: Bucket, state: State) -> Flushed:
     return flushed
 
 
-def _residuals(state: State) -> list[tuple[Tensor, list[float | None]]]:
+def _find_residuals(state: State) -> list[tuple[Tensor, list[float | None]]]:
     """What is kept in a state and in those inside it, each with the learning rates it was kept at."""
-    found = [pair for inside in state.values() if isinstance(inside, dict) for pair in _residuals(inside)]
+    found = [pair for inside in state.values() if isinstance(inside, dict) for pair in _find_residuals(inside)]
     return [*found, (state["residual"], state.get("lr", []))] if "residual" in state else found
 
 
-def _with(reduced: Reduced, flushed: Flushed, bucket: Bucket) -> Reduced:
+def _add_flushed(reduced: Reduced, flushed: Flushed, bucket: Bucket) -> Reduced:
     """What was flushed got through as well."""
     if not flushed:
         return reduced

@@ -14,7 +14,7 @@ from unisono.facts import Example, Facts
 from unisono.kernels.noise import Noise
 from unisono.kernels.quantise import bytes_nbytes, decode_bytes, encode_bytes
 from unisono.reducer import Reducer
-from unisono.reducers._quantised import Block, Wire, count_bytes, quantised
+from unisono.reducers._quantised import Block, Wire, build_quantised, count_bytes
 
 FACTS = Facts(
     [Example("bytegrad", memory=False, bytes=count_bytes(lambda n: n + 8 * math.ceil(n / 2048)))],
@@ -45,7 +45,7 @@ def bytegrad(*, block: Block = 2048) -> Reducer:
         encode_bytes(x, block, code)
         return code
 
-    def decode(code: Tensor, out: Tensor, parts: int, add: bool) -> None:
-        decode_bytes(code, block, out, parts=parts, add=add)
+    def decode(code: Tensor, out: Tensor, ranks: int, add: bool) -> None:
+        decode_bytes(code, block, out, ranks=ranks, add=add)
 
-    return quantised("bytegrad", Wire(lambda n: bytes_nbytes(n, block), encode, decode))
+    return build_quantised("bytegrad", Wire(lambda n: bytes_nbytes(n, block), encode, decode))

@@ -15,7 +15,7 @@ from unisono.buckets import Bucket
 from unisono.checks import validate
 from unisono.facts import Example, Facts
 from unisono.reducer import Reduced, Reducer, Stages, State, rescale, residual_like, staged, stages_of
-from unisono.reducers._subsets import finite
+from unisono.reducers._subsets import is_finite
 from unisono.world import World
 
 _CHUNK = 1 << 18  # numbers added at a time: what was written is still in the cache when it is copied
@@ -68,7 +68,7 @@ def error_feedback(inner: Reducer) -> Reducer:
             kept = torch.empty_like(before)
         _add(bucket.flat, before, kept)
         reduced, state["inner"] = yield from stages_of(inner, bucket, state["inner"], world)
-        ok = finite(reduced.mean)
+        ok = is_finite(reduced.mean)
         given = bucket.views(kept if kept.dtype == bucket.dtype else kept.to(bucket.dtype))
         for part, sent in zip(bucket.views(kept), reduced.sent_of(given), strict=True):
             part.sub_(sent)
@@ -77,7 +77,7 @@ def error_feedback(inner: Reducer) -> Reducer:
         elif not ok:
             kept.copy_(before)
         state["residual"], spare[bucket] = kept, before  # the two lines change places
-        return Reduced(reduced.mean, partial(_sent, bucket, before, kept)), state
+        return Reduced(reduced.mean, partial(_find_sent, bucket, before, kept)), state
 
     return staged(init, stages, memory=True, exact=inner.exact, sends=inner.sends, check=inner.check)
 
@@ -93,7 +93,7 @@ def _add(flat: Tensor, residual: Tensor, p: Tensor) -> None:
         g.copy_(out)
 
 
-def _sent(bucket: Bucket, before: Tensor, after: Tensor, given: list[Tensor]) -> list[Tensor]:
+def _find_sent(bucket: Bucket, before: Tensor, after: Tensor, given: list[Tensor]) -> list[Tensor]:
     """What got through of a gradient and of what had been kept, until the next reduction."""
     lines = zip(given, bucket.views(before), bucket.views(after), strict=True)
     return [(old + x - new).to(x.dtype) for x, old, new in lines]

@@ -14,7 +14,7 @@ from unisono.buckets import Bucket
 from unisono.checks import validate
 from unisono.facts import Example, Facts
 from unisono.reducer import Reduced, Reducer, Stages, State, rescale_inside, staged, stages_of
-from unisono.reducers._subsets import finite, keep_where, lines_of, mean_in_place
+from unisono.reducers._subsets import average_in_place, find_lines, is_finite, keep_where
 from unisono.world import World
 
 FACTS = Facts(
@@ -62,31 +62,31 @@ def hierarchical(across: Reducer, *, inside: Reducer | None = None) -> Reducer:
 
     def first(bucket: Bucket, state: State, world: World) -> Stages:
         if inside is None:
-            return mean_in_place(bucket, range(len(bucket.names)), world)
+            return average_in_place(bucket, range(len(bucket.names)), world)
         return stages_of(inside, bucket, state["inside"], world)
 
     def stages(bucket: Bucket, state: State, world: World) -> Stages:
         if len(set(world.hosts)) == 1:
             reduced, state["inside"] = yield from first(bucket, state, world)
             return reduced, state
-        levels = _levels(worlds, world)
-        yield from _moved(state, levels, world)
+        levels = _find_levels(worlds, world)
+        yield from _carry_over(state, levels, world)
         # 1. inside
         rescale_inside(bucket, state["inside"])
-        before = [line.clone() for line in lines_of(state["inside"])]
+        before = [line.clone() for line in find_lines(state["inside"])]
         near, state["inside"] = yield from first(bucket, state, levels.inside)
-        near = _put(bucket, near)
+        near = _write_back(bucket, near)
         # 2. across, in one stage: every rank must have the same stages, and the others have none here
-        lost = _across(across, bucket, state, world, levels) if levels.leads else None
+        lost = _reduce_across(across, bucket, state, world, levels) if levels.leads else None
         # 3. back
         handle = levels.inside.broadcast(bucket.flat, tag=bucket.tag)
         yield
         handle.wait()
         if before:
-            ok = finite(bucket.tensors)
-            for line, old in zip(lines_of(state["inside"]), before, strict=True):
+            ok = is_finite(bucket.tensors)
+            for line, old in zip(find_lines(state["inside"]), before, strict=True):
                 keep_where(not ok if isinstance(ok, bool) else ~ok, line, old)
-        return _result(bucket, near, lost), state
+        return _build_result(bucket, near, lost), state
 
     def check(optimizer: Optimizer, world: World) -> None:
         for reducer in (across, inside):
@@ -103,7 +103,7 @@ def hierarchical(across: Reducer, *, inside: Reducer | None = None) -> Reducer:
     )
 
 
-def _levels(worlds: WeakKeyDictionary[World, _Levels], world: World) -> _Levels:
+def _find_levels(worlds: WeakKeyDictionary[World, _Levels], world: World) -> _Levels:
     """The worlds inside a world, split once; every rank comes here with the same bucket."""
     if world not in worlds:
         hosts = list(dict.fromkeys(world.hosts))
@@ -119,7 +119,7 @@ def _levels(worlds: WeakKeyDictionary[World, _Levels], world: World) -> _Levels:
     return worlds[world]
 
 
-def _across(
+def _reduce_across(
     across: Reducer, bucket: Bucket, state: State, world: World, levels: _Levels
 ) -> Callable[[], list[Tensor]] | None:
     """Reduce between the leaders; gives what did not get through, as a loss of this rank's own input."""
@@ -129,7 +129,7 @@ def _across(
     bucket.zero_gaps()
     given = bucket.flat.clone() if not across.exact else bucket.flat
     far, state["across"] = across.reduce(bucket, state["across"], levels.leaders)
-    far = _put(bucket, far)
+    far = _write_back(bucket, far)
     if across.exact:
         return None
     share = world.size / levels.hosts
@@ -141,15 +141,15 @@ def _across(
     return lost
 
 
-def _moved(state: State, levels: _Levels, world: World) -> Generator[None, None, None]:
+def _carry_over(state: State, levels: _Levels, world: World) -> Generator[None, None, None]:
     """In a world of other ranks or leaders than before: what leaders kept, in the mean over hosts, goes to every one,
     and the rest of their state too. At first it is each rank's own what there is (of another reducer, say)."""
     if state["ranks"] == levels.ranks:
         return
-    lines, former = lines_of(state["across"]), state["ranks"]
+    lines, former = find_lines(state["across"]), state["ranks"]
     if former:
-        rest = world.broadcast_object(_without_lines(state["across"]))  # rank 0 leads, and led
-        _take(state["across"], rest)
+        rest = world.broadcast_object(_drop_lines(state["across"]))  # rank 0 leads, and led
+        _take_values(state["across"], rest)
     if lines:
         found = torch.stack([line.any() for line in lines]).any().to(torch.uint8)
         handle = world.all_reduce(found, "max", tag="what leaders kept")
@@ -165,23 +165,23 @@ def _moved(state: State, levels: _Levels, world: World) -> Generator[None, None,
     state["ranks"] = levels.ranks
 
 
-def _without_lines(state: State) -> State:
+def _drop_lines(state: State) -> State:
     return {
-        key: _without_lines(value) if isinstance(value, dict) else value
+        key: _drop_lines(value) if isinstance(value, dict) else value
         for key, value in state.items()
         if not isinstance(value, Tensor)
     }
 
 
-def _take(state: State, rest: State) -> None:
+def _take_values(state: State, rest: State) -> None:
     for key, value in rest.items():
         if isinstance(value, dict):
-            _take(state[key], value)
+            _take_values(state[key], value)
         else:
             state[key] = value
 
 
-def _put(bucket: Bucket, reduced: Reduced) -> Reduced:
+def _write_back(bucket: Bucket, reduced: Reduced) -> Reduced:
     """Bring a result into the bucket, whose memory is free then: what was sent may have lain there."""
     if isinstance(reduced.sent, list):
         reduced = reduced._replace(sent=[x.clone() for x in reduced.sent])
@@ -191,7 +191,7 @@ def _put(bucket: Bucket, reduced: Reduced) -> Reduced:
     return reduced
 
 
-def _result(bucket: Bucket, near: Reduced, lost: Callable[[], list[Tensor]] | None) -> Reduced:
+def _build_result(bucket: Bucket, near: Reduced, lost: Callable[[], list[Tensor]] | None) -> Reduced:
     """The mean; and what got through: what did inside, less what a leader could not pass on."""
     if lost is None and near.sent is None:
         return Reduced(bucket.tensors)

@@ -12,7 +12,7 @@ from unisono.buckets import Bucket
 from unisono.checks import AtLeast, Note, validate
 from unisono.facts import Example, Facts
 from unisono.reducer import Reducer, Stages, State, all_reduce_bytes, staged
-from unisono.reducers._subsets import Part, in_parts, runs, widen
+from unisono.reducers._subsets import Subset, find_runs, reduce_subsets, widen
 from unisono.world import World
 
 Patterns = Annotated[str | list[str], Note("patterns of names, such as '*.weight' or ['head.*', '*.bias']")]
@@ -65,29 +65,29 @@ def masked(
     wanted, unwanted = _split_patterns(only), _split_patterns(skip)
     found: WeakKeyDictionary[Bucket, tuple[list[int], list[int]]] = WeakKeyDictionary()
 
-    def sorted_out(bucket: Bucket) -> tuple[list[int], list[int]]:
+    def partition(bucket: Bucket) -> tuple[list[int], list[int]]:
         """The tensors for `inner`, and the others."""
         if bucket not in found:
             fits = [
-                p.numel() >= min_size and _fits(name, wanted) and not _fits(name, unwanted)
+                p.numel() >= min_size and _matches(name, wanted) and not _matches(name, unwanted)
                 for name, p in zip(bucket.names, bucket.params, strict=True)
             ]
             found[bucket] = [i for i, fit in enumerate(fits) if fit], [i for i, fit in enumerate(fits) if not fit]
         return found[bucket]
 
     def init(bucket: Bucket) -> State:
-        mine, others = sorted_out(bucket)
-        return {"inner": _init(bucket, mine, inner), "rest": _init(bucket, others, rest)}
+        mine, others = partition(bucket)
+        return {"inner": _init_subset(bucket, mine, inner), "rest": _init_subset(bucket, others, rest)}
 
     def stages(bucket: Bucket, state: State, world: World) -> Stages:
-        mine, others = sorted_out(bucket)
-        parts = [Part(mine, inner, state["inner"]), Part(others, rest, state["rest"])]
-        reduced, (state["inner"], state["rest"]) = yield from in_parts(bucket, parts, world)
+        mine, others = partition(bucket)
+        subsets = [Subset(mine, inner, state["inner"]), Subset(others, rest, state["rest"])]
+        reduced, (state["inner"], state["rest"]) = yield from reduce_subsets(bucket, subsets, world)
         return reduced, state
 
     def sends(bucket: Bucket, size: int) -> int:
         return sum(
-            _sends(bucket, which, reducer, size) for which, reducer in zip(sorted_out(bucket), both, strict=True)
+            _count_sent(bucket, which, reducer, size) for which, reducer in zip(partition(bucket), both, strict=True)
         )
 
     def check(optimizer: Optimizer, world: World) -> None:
@@ -114,22 +114,22 @@ def _split_patterns(given: Patterns) -> list[str]:
     return [part.strip() for text in texts for part in text.split(",") if part.strip()]
 
 
-def _fits(name: str, patterns: list[str]) -> bool:
+def _matches(name: str, patterns: list[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _init(bucket: Bucket, which: list[int], reducer: Reducer | None) -> State:
+def _init_subset(bucket: Bucket, which: list[int], reducer: Reducer | None) -> State:
     if reducer is None or not which:
         return {}
     part = bucket.part(which)
     return reducer.init(bucket) if part is bucket else widen(bucket, which, part, {}, reducer.init(part))
 
 
-def _sends(bucket: Bucket, which: list[int], reducer: Reducer | None, size: int) -> int:
+def _count_sent(bucket: Bucket, which: list[int], reducer: Reducer | None, size: int) -> int:
     if not which:
         return 0
     if reducer is None:
-        count = sum(here.stop - here.start for here, _ in runs(bucket, which))
+        count = sum(here.stop - here.start for here, _ in find_runs(bucket, which))
         return all_reduce_bytes(count * bucket.flat.element_size(), size)
     assert reducer.sends is not None
     return reducer.sends(bucket.part(which), size)

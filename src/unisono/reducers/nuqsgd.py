@@ -8,7 +8,7 @@ from unisono.checks import validate
 from unisono.facts import Example, Facts
 from unisono.kernels.quantise import Levels
 from unisono.reducer import Reducer
-from unisono.reducers._quantised import Bits, Block, count_bytes, quantised, wire_of
+from unisono.reducers._quantised import Bits, Block, build_quantised, count_bytes, make_wire
 
 FACTS = Facts(
     [
@@ -45,4 +45,4 @@ def nuqsgd(bits: Bits = 4, *, block: Block = 8192, elias: bool = False, seed: in
     4100
     """
     levels = Levels(bits, block, exponential=True)
-    return quantised("nuqsgd", wire_of(levels, elias), seed, levels.noise)
+    return build_quantised("nuqsgd", make_wire(levels, elias), seed, levels.noise)

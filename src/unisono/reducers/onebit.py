@@ -11,8 +11,8 @@ from unisono.buckets import Bucket
 from unisono.checks import validate
 from unisono.facts import Example, Facts, Sizes
 from unisono.reducer import Reduced, Reducer, Stages, State, rescale, residual_like, staged
-from unisono.reducers._quantised import line_for, put, working_dtype
-from unisono.reducers._signs import Signs, signs_of
+from unisono.reducers._quantised import choose_line, put, working_dtype
+from unisono.reducers._signs import Signs, messages_of
 from unisono.world import World
 
 
@@ -57,16 +57,16 @@ def onebit(*, feedback: bool = True) -> Reducer:
         if feedback:
             rescale(bucket, state)
             given.add_(state["residual"])
-        signs = signs_of(bucket)
-        code = signs.encode(given, signs.means(given))
+        signs = messages_of(bucket)
+        code = signs.encode(given, signs.average_magnitudes(given))
         handle = world.all_gather(code, even=True, tag=bucket.tag)
         yield
         codes = handle.wait()
         if feedback:
             signs.decode(code, given, over=-1, add=True)  # p - sent
             signs.zero_gaps(given)
-            _keep(state["residual"], given, _finite(signs, codes))
-        line = line_for(bucket)
+            _keep(state["residual"], given, _all_finite(signs, codes))
+        line = choose_line(bucket)
         for i, message in enumerate(codes):
             signs.decode(message, line, over=world.size, add=i > 0)
         put(line, bucket)
@@ -80,14 +80,14 @@ def onebit(*, feedback: bool = True) -> Reducer:
 
     def sends(bucket: Bucket, size: int) -> int:
         n = bucket.flat.numel()
-        return (size - 1) * signs_of(bucket).nbytes(n) if n else 0
+        return (size - 1) * messages_of(bucket).nbytes(n) if n else 0
 
     return staged(init, stages, memory=feedback, sends=sends)
 
 
-def _finite(signs: Signs, codes: list[Tensor]) -> Tensor:
+def _all_finite(signs: Signs, codes: list[Tensor]) -> Tensor:
     """Whether every rank's sizes are finite: every rank has all of them."""
-    return torch.isfinite(torch.stack([signs.floats(code) for code in codes])).all()
+    return torch.isfinite(torch.stack([signs.read_floats(code) for code in codes])).all()
 
 
 def _keep(residual: Tensor, new: Tensor, finite: Tensor) -> None:

@@ -83,13 +83,13 @@ def powersgd(
     """
     plans: WeakKeyDictionary[Bucket, _Plan] = WeakKeyDictionary()
 
-    def plan_of(bucket: Bucket) -> _Plan:
+    def find_plan(bucket: Bucket) -> _Plan:
         if bucket not in plans:
             plans[bucket] = _Plan(bucket, rank, min_saving, seed)
         return plans[bucket]
 
     def init(bucket: Bucket) -> State:
-        plan = plan_of(bucket)
+        plan = find_plan(bucket)
         state: State = {"q": plan.keep(plan.noise.clone())}
         if feedback:
             state |= {"residual": residual_like(bucket), "lr": [None] * len(bucket.params)}
@@ -98,10 +98,10 @@ def powersgd(
     def stages(bucket: Bucket, state: State, world: World) -> Stages:
         if feedback:
             rescale(bucket, state)
-        return (yield from _phases(plan_of(bucket), bucket, state, world))
+        return (yield from _phases(find_plan(bucket), bucket, state, world))
 
     def sends(bucket: Bucket, size: int) -> int:
-        matrices, rest = _apart(bucket, rank, min_saving)
+        matrices, rest = _split_tensors(bucket, rank, min_saving)
         width = _factor_dtype(bucket).itemsize
         first = sum(m.rank * m.rows for m in matrices.values()) * width
         first += sum(bucket.params[i].numel() for i in rest) * bucket.dtype.itemsize
@@ -114,26 +114,26 @@ def powersgd(
 def _phases(plan: _Plan, bucket: Bucket, state: State, world: World) -> Stages:
     """The three phases of a step."""
     layout, flat, residual = plan.layout, bucket.flat, state.get("residual")
-    room, q = plan.room, plan.line_of(state["q"])
+    memory, q = plan.memory, plan.read_q(state["q"])
 
     # 1. P = M Q, and what is not compressed
-    lowrank.basis(layout, q, plan.noise, room.basis)
-    lowrank.left(layout, flat, residual, room.basis, room.p, room.rest)
-    given = room.rest.clone() if world.size > 1 else room.rest
-    handle = world.all_reduce(room.first, "mean", tag=bucket.tag)
+    lowrank.make_basis(layout, q, plan.noise, memory.basis)
+    lowrank.multiply_left(layout, flat, residual, memory.basis, memory.p, memory.rest)
+    given = memory.rest.clone() if world.size > 1 else memory.rest
+    handle = world.all_reduce(memory.first, "mean", tag=bucket.tag)
     yield
     handle.wait()
 
     # 2. Q = M^T P
-    lowrank.orthonormal(layout, room.p, room.unit)
-    lowrank.right(layout, flat, residual, room.unit, room.q)
-    mine = room.q.clone() if world.size > 1 else room.q
-    handle = world.all_reduce(room.second, "mean", tag=bucket.tag)
+    lowrank.orthonormalise(layout, memory.p, memory.unit)
+    lowrank.multiply_right(layout, flat, residual, memory.unit, memory.q)
+    mine = memory.q.clone() if world.size > 1 else memory.q
+    handle = world.all_reduce(memory.second, "mean", tag=bucket.tag)
     yield
     handle.wait()
 
     # 3. The mean P Q^T and the residual; where a number is not finite, on whatever rank, all ranks see it here
-    lowrank.finish(layout, flat, residual, room.unit, mine, room.q, room.rest, q, room.largest())
+    lowrank.finish(layout, flat, residual, memory.unit, mine, memory.q, memory.rest, q, memory.find_largest())
     return Reduced(bucket.tensors, partial(plan.sent, bucket, mine, given)), {**state, "q": plan.kept}
 
 
@@ -141,7 +141,7 @@ def _factor_dtype(bucket: Bucket) -> torch.dtype:
     return torch.float32 if bucket.dtype.itemsize < 4 else bucket.dtype
 
 
-def _apart(bucket: Bucket, rank: int, min_saving: float) -> tuple[dict[int, lowrank.Matrix], list[int]]:
+def _split_tensors(bucket: Bucket, rank: int, min_saving: float) -> tuple[dict[int, lowrank.Matrix], list[int]]:
     """The tensors to compress, as matrices, and those that travel as they are.
 
     Rows are the outermost dimension in memory: the first one, unless a parameter is transposed.
@@ -162,7 +162,7 @@ def _apart(bucket: Bucket, rank: int, min_saving: float) -> tuple[dict[int, lowr
     return matrices, rest
 
 
-class _Room:
+class _Memory:
     """Memory for a step. P, what is not compressed, and Q lie in one line, where their dtypes are one."""
 
     def __init__(self, layout: lowrank.Layout, bucket: Bucket) -> None:
@@ -184,7 +184,7 @@ class _Room:
             [x for x in lines if x.numel()] for lines in (first, [self.q], self._shared)
         )
 
-    def largest(self) -> Tensor:
+    def find_largest(self) -> Tensor:
         """The largest magnitude of all that ranks have in common, as a tensor: no waiting for a device."""
         found = [torch.linalg.vector_norm(x, math.inf) for x in self._shared]
         if not found:
@@ -196,30 +196,30 @@ class _Plan:
     """What a bucket's shapes decide: which tensors are compressed, and where everything lies."""
 
     def __init__(self, bucket: Bucket, rank: int, min_saving: float, seed: int) -> None:
-        matrices, rest = _apart(bucket, rank, min_saving)
+        matrices, rest = _split_tensors(bucket, rank, min_saving)
         self._places = {i: k for k, i in enumerate(matrices)}
         self._count = len(bucket.params)
         parts = [(bucket.starts[i], bucket.params[i].numel()) for i in rest]
         self.layout = lowrank.Layout(list(matrices.values()), parts)
-        self.room = _Room(self.layout, bucket)
+        self.memory = _Memory(self.layout, bucket)
         self.noise = torch.empty(self.layout.q_size, dtype=_factor_dtype(bucket), device=bucket.device)
-        for i, view in zip(matrices, self.layout.q_of(self.noise), strict=True):
-            view.copy_(_first_q(seed, bucket.names[i], view.shape))
+        for i, view in zip(matrices, self.layout.view_q(self.noise), strict=True):
+            view.copy_(_draw_first_q(seed, bucket.names[i], view.shape))
         self.kept: list[Tensor | None] = []
         self._line = self.noise
 
     def keep(self, line: Tensor) -> list[Tensor | None]:
         """A line of Q as a state holds it: one entry a tensor, all of them views of the line."""
-        views = self.layout.q_of(line)
+        views = self.layout.view_q(line)
         self.kept = [views[self._places[i]] if i in self._places else None for i in range(self._count)]
         self._line = line
         return self.kept
 
-    def line_of(self, entries: Sequence[Tensor | None]) -> Tensor:
+    def read_q(self, entries: Sequence[Tensor | None]) -> Tensor:
         """The line of a state's Q. One that comes from elsewhere, of another rank say, is padded or cut."""
         if entries is not self.kept:
             line = self.noise.clone()
-            for i, view in zip(self._places, self.layout.q_of(line), strict=True):
+            for i, view in zip(self._places, self.layout.view_q(line), strict=True):
                 old = entries[i]
                 if old is not None and old.dim() == 2 and old.shape[1] == view.shape[1]:
                     r = min(len(old), len(view))
@@ -230,11 +230,11 @@ class _Plan:
     def sent(self, bucket: Bucket, mine: Tensor, given: Tensor, _: list[Tensor]) -> list[Tensor]:
         """My part of the mean: P Q^T with my own Q, and all of what was not compressed."""
         line = torch.zeros_like(bucket.flat)
-        lowrank.product(self.layout, self.room.unit, mine, given, line)
+        lowrank.multiply_factors(self.layout, self.memory.unit, mine, given, line)
         return bucket.views(line)
 
 
-def _first_q(seed: int, name: str, shape: Sequence[int]) -> Tensor:
+def _draw_first_q(seed: int, name: str, shape: Sequence[int]) -> Tensor:
     """Seeded normal numbers: the same on every rank, and wherever the parameter lies."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)

@@ -16,7 +16,7 @@ from torch import Tensor
 from unisono.buckets import Bucket
 from unisono.checks import Range, validate
 from unisono.facts import Example, Facts, Sizes
-from unisono.kernels.select import count_of, fold, narrowed, restore
+from unisono.kernels.select import count_kept, fold, narrow_to, restore
 from unisono.reducer import Reduced, Reducer, Stages, State, all_reduce_bytes, rescale, residual_like, staged
 from unisono.world import World
 
@@ -63,7 +63,7 @@ def randomk(
     >>> int((reduced.mean[0] != 0).sum()), int((state["residual"] != 0).sum())
     (1, 3)
     """
-    works: WeakKeyDictionary[Bucket, _Work] = WeakKeyDictionary()
+    works: WeakKeyDictionary[Bucket, _Workspace] = WeakKeyDictionary()
 
     def init(bucket: Bucket) -> State:
         state: State = {"step": 0}
@@ -74,11 +74,11 @@ def randomk(
     def stages(bucket: Bucket, state: State, world: World) -> Stages:
         work = works.get(bucket)
         if work is None:
-            work = works[bucket] = _Work(bucket, k)
+            work = works[bucket] = _Workspace(bucket, k)
         if feedback:
             rescale(bucket, state)
-        places = work.places(seed, state["step"])
-        line = work.line(bucket, state, places)
+        places = work.draw_places(seed, state["step"])
+        line = work.take_line(bucket, state, places)
         given = line.clone()
         reducing = world.all_reduce(line, "mean", tag=bucket.tag) if line.numel() else None
         bucket.flat.zero_()
@@ -92,12 +92,12 @@ def randomk(
         return Reduced(bucket.tensors, lambda _: work.sent(bucket, places, given)), state
 
     def sends(bucket: Bucket, size: int) -> int:
-        return all_reduce_bytes(_Work(bucket, k).numbers * bucket.flat.element_size(), size)
+        return all_reduce_bytes(_Workspace(bucket, k).numbers * bucket.flat.element_size(), size)
 
     return staged(init, stages, memory=feedback, sends=sends)
 
 
-class _Work:
+class _Workspace:
     """What reducing a bucket needs besides its state: which tensors go how, and spare memory.
 
     The new residual is written beside the old one, which stays until all ranks are known to be free of overflow;
@@ -112,13 +112,13 @@ class _Work:
         self._names = [bucket.names[i] for i in sparse]
         self._starts = [bucket.starts[i] for i in sparse]
         self._lengths = [bucket.tensors[i].numel() for i in sparse]
-        self._counts = [count_of(k, n) for n in self._lengths]
+        self._counts = [count_kept(k, n) for n in self._lengths]
         self.numbers = sum(self._counts) + sum(n for _, n in self._dense)
         self._device = bucket.device
         self._table: list[Tensor] | None = None
         self._spare: Tensor | None = None
 
-    def places(self, seed: int, step: int) -> Tensor:
+    def draw_places(self, seed: int, step: int) -> Tensor:
         """Where in the line the numbers are that are sent in this step: start + (a j + b) mod length."""
         if self._table is None:
             counts = torch.tensor(self._counts, dtype=torch.int64)
@@ -132,17 +132,17 @@ class _Work:
         a, b = maps[which].unbind(1)
         return (a * j).add_(b).remainder_(lengths).add_(starts)
 
-    def line(self, bucket: Bucket, state: State, places: Tensor) -> Tensor:
+    def take_line(self, bucket: Bucket, state: State, places: Tensor) -> Tensor:
         """What is sent: the numbers of p at the places, then the tensors that go in full.
 
         The rest of p is in spare memory. A NaN or infinity that was not drawn shows as NaN in what is sent.
         """
         p = bucket.flat
         if "residual" in state:
-            p = self._beside(state["residual"])
+            p = self._find_spare(state["residual"])
             fold(bucket.flat, state["residual"], p)
-        picked = torch.cat([p.index_select(0, places), *self._parts(p)])
-        sent = narrowed(picked, bucket.dtype)
+        picked = torch.cat([p.index_select(0, places), *self._view_vectors(p)])
+        sent = narrow_to(picked, bucket.dtype)
         if len(places):
             low, high = torch.aminmax(p)
             sent = sent + (low * 0 + high * 0).to(bucket.dtype)
@@ -150,7 +150,7 @@ class _Work:
             self.put(p, places, picked - sent)
         return sent
 
-    def _beside(self, used: Tensor) -> Tensor:
+    def _find_spare(self, used: Tensor) -> Tensor:
         if self._spare is None or self._spare.data_ptr() == used.data_ptr():
             self._spare = torch.zeros_like(used)
         return self._spare
@@ -165,9 +165,9 @@ class _Work:
         """Write a line that was sent to where it belongs."""
         flat.index_copy_(0, places, line[: len(places)])
         if self._dense:
-            torch._foreach_copy_(self._parts(flat), line[len(places) :].split([n for _, n in self._dense]))
+            torch._foreach_copy_(self._view_vectors(flat), line[len(places) :].split([n for _, n in self._dense]))
 
-    def _parts(self, flat: Tensor) -> list[Tensor]:
+    def _view_vectors(self, flat: Tensor) -> list[Tensor]:
         """The tensors that go in full."""
         return [flat[at : at + n] for at, n in self._dense]
 

@@ -13,15 +13,15 @@ from unisono.facts import Example, Facts, Sizes
 from unisono.kernels.bits import pack, unpack
 from unisono.kernels.noise import Noise, bits, noise
 from unisono.reducer import Reduced, Reducer, Stages, State, staged
-from unisono.reducers._quantised import line_for, part_length, parts_of, put
-from unisono.reducers._signs import Signs, signs_of
+from unisono.reducers._quantised import choose_line, put, share_length, split_shares
+from unisono.reducers._signs import Signs, messages_of
 from unisono.world import World
 
 
 def _count_bytes(sizes: Sizes) -> int:
-    """A bit a number and four bytes a tensor; by parts, two bits a number more for the outcome."""
-    floats, part = 4 * len(sizes.shapes), sizes.share(sizes.numbers)
-    return sizes.gather(floats + min(sizes.numbers // 8, part // 8 + part // 4))
+    """A bit a number and four bytes a tensor; by shares, two bits a number more for the outcome."""
+    floats, share = 4 * len(sizes.shapes), sizes.share(sizes.numbers)
+    return sizes.gather(floats + min(sizes.numbers // 8, share // 8 + share // 4))
 
 
 FACTS = Facts([Example("signsgd", memory=False, bytes=_count_bytes)], refuses={"seed=0.5": "seed"})
@@ -55,65 +55,65 @@ def signsgd(*, seed: int = 0) -> Reducer:
         after, line = {"step": state["step"] + 1}, bucket.flat
         if not line.numel():
             return Reduced(bucket.tensors), after
-        signs, size, source = signs_of(bucket), world.size, noise(seed, 0, 0, bucket.index)
-        turned = (world.rank + state["step"]) % 2 == 1
-        means = signs.means(line)
+        signs, size, source = messages_of(bucket), world.size, noise(seed, 0, 0, bucket.index)
+        flipped = (world.rank + state["step"]) % 2 == 1
+        means = signs.average_magnitudes(line)
         weights = torch.where(torch.isfinite(means), (means != 0).float(), torch.nan)
-        tally = line_for(bucket)
-        if not _in_parts(signs, line.numel(), size):
-            handle = world.all_gather(_votes(signs, line, weights, source, turned), even=True, tag=bucket.tag)
+        tally = choose_line(bucket)
+        if not _shares_pay(signs, line.numel(), size):
+            handle = world.all_gather(_encode_votes(signs, line, weights, source, flipped), even=True, tag=bucket.tag)
             yield
-            _count(signs, handle.wait(), tally)
+            _count_votes(signs, handle.wait(), tally)
         else:
-            each = part_length(line.numel(), size)
+            each = share_length(line.numel(), size)
             votes = [
-                _votes(signs, x, weights, source.after(r * each), turned, each)
-                for r, x in enumerate(parts_of(line, size))
+                _encode_votes(signs, x, weights, source.after(r * each), flipped, each)
+                for r, x in enumerate(split_shares(line, size))
             ]
             scattering = world.all_to_all(votes, tag=bucket.tag)
             yield
-            mine = torch.zeros_like(parts_of(line, size)[world.rank], dtype=torch.float32)
-            _count(signs, scattering.wait(), mine, world.rank * each)
-            gathering = world.all_gather(_written(mine, each), even=True, tag=bucket.tag)
+            mine = torch.zeros_like(split_shares(line, size)[world.rank], dtype=torch.float32)
+            _count_votes(signs, scattering.wait(), mine, world.rank * each)
+            gathering = world.all_gather(_pack_outcome(mine, each), even=True, tag=bucket.tag)
             yield
-            for x, outcome in zip(parts_of(tally, size), gathering.wait(), strict=True):
-                x.copy_(_read(outcome)[: x.numel()])
+            for x, outcome in zip(split_shares(tally, size), gathering.wait(), strict=True):
+                x.copy_(_unpack_outcome(outcome)[: x.numel()])
         put(tally, bucket)
         return Reduced(bucket.tensors), after
 
     def sends(bucket: Bucket, size: int) -> int:
-        signs, n = signs_of(bucket), bucket.flat.numel()
-        each = part_length(n, size)
+        signs, n = messages_of(bucket), bucket.flat.numel()
+        each = share_length(n, size)
         if not n:
             return 0
-        return (size - 1) * (signs.nbytes(each) + each // 4 if _in_parts(signs, n, size) else signs.nbytes(n))
+        return (size - 1) * (signs.nbytes(each) + each // 4 if _shares_pay(signs, n, size) else signs.nbytes(n))
 
     return staged(lambda bucket: {"step": 0}, stages, sends=sends)
 
 
-def _in_parts(signs: Signs, n: int, size: int) -> bool:
-    each = part_length(n, size)
+def _shares_pay(signs: Signs, n: int, size: int) -> bool:
+    each = share_length(n, size)
     return signs.nbytes(each) + each // 4 < signs.nbytes(n)
 
 
-def _votes(signs: Signs, line: Tensor, weights: Tensor, source: Noise, turned: bool, room: int = 0) -> Tensor:
+def _encode_votes(signs: Signs, line: Tensor, weights: Tensor, source: Noise, flipped: bool, room: int = 0) -> Tensor:
     """My signs; zeros vote as the noise says, or the other way."""
 
     def zeros(a: int, b: int) -> Tensor:
         drawn = bits(source.after(a), b - a, line.device) < 0
-        return ~drawn if turned else drawn
+        return ~drawn if flipped else drawn
 
     return signs.encode(line, weights, zeros, room)
 
 
-def _count(signs: Signs, votes: list[Tensor], out: Tensor, lo: int = 0) -> None:
+def _count_votes(signs: Signs, votes: list[Tensor], out: Tensor, lo: int = 0) -> None:
     """The majority of some votes: -1, 0, 1, or NaN."""
     for i, vote in enumerate(votes):
         signs.decode(vote, out, lo, add=i > 0)
     out.clamp_(-1, 1)
 
 
-def _written(outcome: Tensor, n: int) -> Tensor:
+def _pack_outcome(outcome: Tensor, n: int) -> Tensor:
     """An outcome with 2 bits a number: a line of "not above 0", then one of "not below 0"; NaN is neither."""
     padded = torch.zeros(2, n, dtype=torch.bool, device=outcome.device)
     torch.le(outcome, 0, out=padded[0, : outcome.numel()])
@@ -121,7 +121,7 @@ def _written(outcome: Tensor, n: int) -> Tensor:
     return pack(padded.view(-1))
 
 
-def _read(written: Tensor) -> Tensor:
+def _unpack_outcome(written: Tensor) -> Tensor:
     low, high = unpack(written).view(2, -1)
     signs = high.float() - low.float()
     return torch.where(low | high, signs, torch.nan)

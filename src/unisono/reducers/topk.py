@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from unisono.buckets import Bucket
 from unisono.checks import AtLeast, Range, validate
 from unisono.facts import Example, Facts, Sizes
-from unisono.kernels.select import Plan, Segment, count_of, narrowed, restore, spread, top
+from unisono.kernels.select import Plan, Segment, count_kept, narrow_to, restore, select_top, spread
 from unisono.reducer import Reduced, Reducer, Stages, State, all_reduce_bytes, rescale, residual_like, staged
 from unisono.world import World
 
@@ -95,7 +95,7 @@ def topk(
     if momentum and not feedback:
         raise ValueError("momentum correction adds velocities up in the residual: it needs feedback=True")
     options = _Options(k, feedback, momentum, masking, clip, ramp)
-    works: WeakKeyDictionary[Bucket, _Work] = WeakKeyDictionary()
+    works: WeakKeyDictionary[Bucket, _Workspace] = WeakKeyDictionary()
 
     def init(bucket: Bucket) -> State:
         if bucket.flat.numel() >= 2**31:
@@ -113,13 +113,13 @@ def topk(
     def stages(bucket: Bucket, state: State, world: World) -> Stages:
         work = works.get(bucket)
         if work is None:
-            work = works[bucket] = _Work(bucket)
+            work = works[bucket] = _Workspace(bucket)
         if options.feedback:
             rescale(bucket, state)
         if options.clip is not None:
             _clip(bucket.tensors, options.clip * bucket.scale / math.sqrt(world.size))
-        plan = work.plan(_fraction_at(state["step"], options))
-        dense = work.full(bucket, state)
+        plan = work.find_plan(_find_fraction(state["step"], options))
+        dense = work.take_vectors(bucket, state)
         given = dense.clone()
         line = work.select(bucket, state, plan, options)
         reducing = world.all_reduce(dense, "mean", tag=bucket.tag) if dense.numel() else None
@@ -137,15 +137,15 @@ def topk(
         return Reduced(bucket.tensors, lambda _: work.sent(bucket, line, given)), state
 
     def sends(bucket: Bucket, size: int) -> int:
-        work = _Work(bucket)
+        work = _Workspace(bucket)
         full = sum(n for _, n in work.dense) * bucket.flat.element_size()
         each = bucket.flat.element_size() + 4
-        return (size - 1) * work.plan(options.k).total * each + all_reduce_bytes(full, size)
+        return (size - 1) * work.find_plan(options.k).total * each + all_reduce_bytes(full, size)
 
     return staged(init, stages, memory=options.feedback, sends=sends, check=_check_momentum if momentum else None)
 
 
-class _Work:
+class _Workspace:
     """What reducing a bucket needs besides its state: which tensors go how, and spare memory.
 
     The new residual is written beside the old one, which stays until all ranks are known to be free of overflow;
@@ -160,41 +160,41 @@ class _Work:
         self._spare: dict[str, Tensor] = {}
         self._sum: Tensor | None = None
 
-    def plan(self, k: float) -> Plan:
+    def find_plan(self, k: float) -> Plan:
         if k not in self._plans:
-            self._plans[k] = Plan([Segment(start, n, count_of(k, n)) for start, n in self._sparse])
+            self._plans[k] = Plan([Segment(start, n, count_kept(k, n)) for start, n in self._sparse])
         return self._plans[k]
 
-    def full(self, bucket: Bucket, state: State) -> Tensor:
+    def take_vectors(self, bucket: Bucket, state: State) -> Tensor:
         """What is sent of the tensors that go in full, one after the other, with what another method kept of them."""
         if not self.dense:
             return bucket.flat.new_empty(0)
-        line = torch.cat(self._parts(bucket.flat))
+        line = torch.cat(self._view_vectors(bucket.flat))
         if "residual" not in state:
             return line
-        p = torch.cat(self._parts(state["residual"])).add_(line)
-        line = narrowed(p, bucket.dtype)
-        self.put(self._beside("residual", state), p - line)
+        p = torch.cat(self._view_vectors(state["residual"])).add_(line)
+        line = narrow_to(p, bucket.dtype)
+        self.put(self._find_spare("residual", state), p - line)
         return line
 
     def select(self, bucket: Bucket, state: State, plan: Plan, options: _Options) -> Tensor:
         """What is sent of the others, as bytes; the new residual and velocity are in spare memory."""
         line = torch.empty(plan.total * (bucket.dtype.itemsize + 4), dtype=torch.uint8, device=bucket.device)
-        values, indices = _open(line, bucket.dtype)
+        values, indices = _split_message(line, bucket.dtype)
         if not options.feedback:
-            top(plan, bucket.flat, None, bucket.flat, values, indices)
+            select_top(plan, bucket.flat, None, bucket.flat, values, indices)
             return line
         grad = bucket.flat
         if options.momentum:  # in two roundings, so that every device has the same; without AMP's loss scale
-            velocity = torch.mul(state["velocity"], options.momentum, out=self._beside("velocity", state))
+            velocity = torch.mul(state["velocity"], options.momentum, out=self._find_spare("velocity", state))
             velocity.add_(bucket.flat, alpha=1 / bucket.scale)
             grad = velocity if bucket.scale == 1 else velocity * bucket.scale
-        top(plan, grad, state["residual"], self._beside("residual", state), values, indices)
+        select_top(plan, grad, state["residual"], self._find_spare("residual", state), values, indices)
         if options.momentum and options.masking:
             velocity.index_fill_(0, indices.long(), 0)
         return line
 
-    def _beside(self, name: str, state: State) -> Tensor:
+    def _find_spare(self, name: str, state: State) -> Tensor:
         spare, used = self._spare.get(name), state[name]
         if spare is None or spare.data_ptr() == used.data_ptr():
             spare = self._spare[name] = torch.zeros_like(used)
@@ -213,7 +213,7 @@ class _Work:
 
     def _add_momentum(self, state: State, dense: Tensor, momentum: float, scale: float) -> None:
         """Where all is sent, momentum is that of the mean: u <- m u + g, and u is the mean that counts."""
-        wide = torch.cat(self._parts(state["velocity"])).mul_(momentum).add_(dense, alpha=1 / scale)
+        wide = torch.cat(self._view_vectors(state["velocity"])).mul_(momentum).add_(dense, alpha=1 / scale)
         self.put(self._spare["velocity"], wide)
         dense.copy_(wide.mul_(scale))
 
@@ -222,7 +222,7 @@ class _Work:
 
         Gives a flag that is NaN if a number is not finite.
         """
-        opened = [_open(line, bucket.dtype) for line in lines]
+        opened = [_split_message(line, bucket.dtype) for line in lines]
         total, narrow = bucket.flat, bucket.dtype.itemsize < 4 and len(lines) > 1
         if narrow:
             if self._sum is None:
@@ -240,21 +240,21 @@ class _Work:
 
     def sent(self, bucket: Bucket, line: Tensor, given: Tensor) -> list[Tensor]:
         """My part of the mean, as tensors."""
-        values, indices = _open(line, bucket.dtype)
+        values, indices = _split_message(line, bucket.dtype)
         flat = torch.zeros_like(bucket.flat).index_copy_(0, indices.long(), values)
         self.put(flat, given)
         return bucket.views(flat)
 
-    def _parts(self, flat: Tensor) -> list[Tensor]:
+    def _view_vectors(self, flat: Tensor) -> list[Tensor]:
         return [flat[at : at + n] for at, n in self.dense]
 
     def put(self, flat: Tensor, line: Tensor) -> None:
         """Write a line of the tensors that go in full to where they belong."""
         if self.dense:
-            torch._foreach_copy_(self._parts(flat), line.split([n for _, n in self.dense]))
+            torch._foreach_copy_(self._view_vectors(flat), line.split([n for _, n in self.dense]))
 
 
-def _open(line: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _split_message(line: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The values and places in a line of bytes: the wider ones first, so that both are aligned."""
     count = line.numel() // (dtype.itemsize + 4)
     if dtype.itemsize >= 4:
@@ -269,7 +269,7 @@ def _clip(tensors: list[Tensor], most: float) -> None:
         x.mul_((most / norm).clamp(max=1.0))
 
 
-def _fraction_at(step: int, options: _Options) -> float:
+def _find_fraction(step: int, options: _Options) -> float:
     """The fraction that is sent at a step: a quarter, a sixteenth, ..., each for an equal share of the ramp."""
     if step >= options.ramp or options.k >= _RAMP_FROM:
         return options.k

@@ -8,7 +8,7 @@ from unisono.buckets import Bucket
 from unisono.checks import AtLeast, validate
 from unisono.facts import Example, Facts
 from unisono.reducer import Reducer, Stages, State, staged, stages_of
-from unisono.reducers._subsets import mean_in_place
+from unisono.reducers._subsets import average_in_place
 from unisono.world import World
 
 FACTS = Facts(
@@ -43,7 +43,7 @@ def warmup(inner: Reducer, steps: Annotated[int, AtLeast(0, "exact reductions")]
 
     def stages(bucket: Bucket, state: State, world: World) -> Stages:
         if state["step"] < steps:
-            reduced, _ = yield from mean_in_place(bucket, range(len(bucket.names)), world)
+            reduced, _ = yield from average_in_place(bucket, range(len(bucket.names)), world)
         else:
             reduced, state["inner"] = yield from stages_of(inner, bucket, state["inner"], world)
         state["step"] += 1

@@ -176,8 +176,8 @@ def forests(world: Any, train: Rows, trees: int, repeats: int) -> dict[str, floa
     table = Table(train[0], train[1].reshape(-1, 1), None)
 
     def grown(threads: int, where: Any) -> Any:
-        task = model.set_params(n_jobs=threads)._settings()
-        return fit_in_world(replace(task, classes=2), table, where)
+        settings = model.set_params(n_jobs=threads).read_settings()
+        return fit_in_world(replace(settings, classes=2), table, where)
 
     def bins() -> None:
         xgboost.QuantileDMatrix(*train, nthread=1)

@@ -25,8 +25,14 @@ FOREST = {
 class _Ensemble(BoostedEstimator):
     """Models that the workers grow apart from each other."""
 
-    def _read_ensemble(self, members: int) -> BoostSettings:
-        settings, who = self.read_settings(), type(self).__name__
+    def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> Any:
+        """Fit to arrays (X dense or sparse, NaN for a missing value), or to files: `fit("data/*.parquet", "price")`."""
+        fit_boosted(self, self.read_settings(), X, y, sample_weight)
+        return self
+
+    def _share_out(self, settings: BoostSettings, members: int) -> BoostSettings:
+        """With so many models to grow apart, and what each is grown on."""
+        who = type(self).__name__
         if self.sample not in SAMPLES:
             raise ValueError(f"{who}: got sample={self.sample!r}; expected one of {', '.join(map(repr, SAMPLES))}")
         if isinstance(self.random_state, bool) or not isinstance(self.random_state, int | np.integer):
@@ -77,12 +83,10 @@ class Forest(_Ensemble):
         self.workers, self.on, self.own_rows = workers, on, own_rows
         self.keep_library_params(params)
 
-    def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> Forest:
-        """Fit to arrays (X dense or sparse, NaN for a missing value), or to files: `fit("data/*.parquet", "price")`."""
-        settings = self._read_ensemble(self.n_estimators)
-        params = {**FOREST[settings.library], **settings.params}
-        fit_boosted(self, replace(settings, rounds=1, params=params), X, y, sample_weight)
-        return self
+    def read_settings(self) -> BoostSettings:
+        """The settings, checked: every tree is a model of one round."""
+        settings = self._share_out(super().read_settings(), self.n_estimators)
+        return replace(settings, rounds=1, params={**FOREST[settings.library], **settings.params})
 
 
 class Bagged(_Ensemble):
@@ -117,12 +121,11 @@ class Bagged(_Ensemble):
         self.workers, self.on, self.own_rows = workers, on, own_rows
         self.keep_library_params(params)
 
-    def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> Bagged:
-        """Fit to arrays (X dense or sparse, NaN for a missing value), or to files: `fit("data/*.parquet", "price")`."""
+    def read_settings(self) -> BoostSettings:
+        """The settings, checked."""
         if isinstance(self.bags, bool) or not isinstance(self.bags, int) or self.bags < 1:
             raise ValueError(f"Bagged: got bags={self.bags!r}; expected a whole number from 1 up")
-        settings = self._read_ensemble(self.bags)
+        settings = super().read_settings()
         if settings.params.get("early_stopping_rounds") is not None:
             raise ValueError("Bagged: the models that are merged have equal rounds: leave early_stopping_rounds away")
-        fit_boosted(self, settings, X, y, sample_weight)
-        return self
+        return self._share_out(settings, self.bags)

@@ -133,6 +133,10 @@ def _parser() -> argparse.ArgumentParser:
     strategies = commands.add_parser("strategies", help="list the strategies and reducers")
     strategies.set_defaults(run=_strategies)
 
+    warm = commands.add_parser("warm", help="show or stop the process that `unisono run --warm` keeps")
+    warm.add_argument("action", choices=("status", "stop"), nargs="?", default="status")
+    warm.set_defaults(run=_warm)
+
     commands.add_parser("demo", help="train a small network with 1 and 2 workers; shows where the time goes")
     return parser
 
@@ -154,6 +158,11 @@ def _add_run_options(run: argparse.ArgumentParser) -> None:
         choices=("auto", "prefix", "rank0", "files"),
         default="auto",
         help="what becomes of the workers' output, see below; default: auto",
+    )
+    run.add_argument(
+        "--warm",
+        action="store_true",
+        help="fork the workers from a process that has imported torch, kept for 10 minutes for the next such run",
     )
     run.add_argument("--output-dir", metavar="DIR", help="where --output files writes; default: unisono-output")
     add_engine_options(run)
@@ -213,7 +222,7 @@ def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
         program = [options.program]
 
     from unisono.cli.engines import run_on_engine
-    from unisono.launchers.local import Job
+    from unisono.launchers.job import Job
     from unisono.launchers.terminal import run_in_terminal
 
     job = Job(
@@ -222,9 +231,22 @@ def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
         threads=options.threads,
         output=options.output,
         output_dir=options.output_dir,
+        start="warm" if options.warm else "fresh",
     )
     status = run_on_engine(options, parser, job)
     return run_in_terminal(job) if status is None else status
+
+
+def _warm(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
+    from unisono.launchers.warm import stop_warm, warm_status
+
+    found = stop_warm() if options.action == "stop" else warm_status()
+    if found is None:
+        print("no warm server is running")
+        return 0
+    text = f"pid {found['pid']}, {found['age_s']:.0f} s old, {found['runs']} runs"
+    print(f"the warm server ends after its runs: {text}" if options.action == "stop" else f"warm server: {text}")
+    return 0
 
 
 def _memory(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:

@@ -16,7 +16,7 @@ from unisono.launchers import on
 from unisono.launchers.engines.engine import Engine, EngineError
 
 if TYPE_CHECKING:
-    from unisono.launchers.local import Job
+    from unisono.launchers.job import Job
 
 __all__ = ["add_engine_options", "run_on_engine"]
 

@@ -237,7 +237,7 @@ def _trim_native(text: str) -> str:
     kept = [
         line
         for line in text.splitlines()
-        if not re.search(r'File "(<frozen |.*launchers/worker\.py")', line)
+        if not re.search(r'File "(<frozen |.*launchers/worker/(program|fork_server)\.py")', line)
         and not line.startswith("Extension modules:")
     ]
     return "\n".join(kept).strip()

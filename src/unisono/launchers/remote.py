@@ -27,7 +27,8 @@ from unisono.launchers.channel import GREETING_S, Channel, Frame, keep_alive
 from unisono.launchers.engines.engine import Engine, EngineError, Started, Work, agent_command
 from unisono.launchers.environment import worker_environment
 from unisono.launchers.failures import SETTLE_S, Described, Failure, Outcome, first_failure, outcome_of
-from unisono.launchers.local import Job, TimedOut
+from unisono.launchers.forks import open_starter
+from unisono.launchers.job import Job, TimedOut
 from unisono.launchers.meeting_page import OfferedBoard
 from unisono.launchers.member import Member
 from unisono.launchers.output import Output, OutputClosed
@@ -58,6 +59,7 @@ class RemoteRun:
         bind = "127.0.0.1" if engine.local else "0.0.0.0"
         backlog = max(128, 2 * job.workers)
         self._bind, self._backlog = bind, backlog
+        self._starter = open_starter(job.start)
         self._store = HostedStore(bind, backlog=backlog)  # of the engine and the first attempt
         self._later_store: HostedStore | None = None
         self._board = OfferedBoard()
@@ -111,7 +113,7 @@ class RemoteRun:
         port = self._listener.getsockname()[1]
         addresses = [(address, port) for address in self._addresses()]
         if self.engine.needs_store:
-            self._store.start(env)
+            self._store.start(env, self._starter)
         self._started = self.engine.start(
             Work(
                 workers=self.job.workers,
@@ -133,7 +135,7 @@ class RemoteRun:
     def _environment(self) -> dict[str, str]:
         """Of processes on this host that serve the run."""
         address = self._store.address
-        return worker_environment(0, self.job.workers, address=address, run_id=self.run_id, descriptors={}, threads=1)
+        return worker_environment(0, self.job.workers, address=address, run_id=self.run_id, threads=1)
 
     def _fresh_store(self, wanted: bool) -> HostedStore:
         """The store of an attempt: torch's own groups take addresses of an earlier attempt for this one's.
@@ -145,14 +147,14 @@ class RemoteRun:
             self._close_later_store()
             store = self._later_store = HostedStore(self._bind, backlog=self._backlog)
         if wanted and not store.serving:
-            store.start(self._environment())
+            store.start(self._environment(), self._starter)
         elif not store.serving:
             self._selector.register(store.listener, selectors.EVENT_READ, partial(self._serve, store))
         return store
 
     def _serve(self, store: HostedStore) -> None:
         self._selector.unregister(store.listener)
-        store.start(self._environment())
+        store.start(self._environment(), self._starter)
 
     def _close_later_store(self) -> None:
         if self._later_store is not None:
@@ -422,6 +424,7 @@ class RemoteRun:
             self._forget(channel)
         self._close_later_store()
         self._store.close()
+        self._starter.close()
         self._board.close()
         guard.sweep(self.run_id, self._started.sessions() if self._started else (), patience_s=0.3)
         if self._started is not None:

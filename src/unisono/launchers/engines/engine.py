@@ -22,7 +22,7 @@ from unisono.launchers.failures import EngineError
 from unisono.runtime.memfd import anonymous_file
 
 if TYPE_CHECKING:
-    from unisono.launchers.local import Job
+    from unisono.launchers.job import Job
     from unisono.launchers.output import Mode
 
 __all__ = ["Engine", "EngineError", "ProcessStarted", "Started", "Work", "agent_command", "find_program"]
@@ -115,7 +115,7 @@ class Engine:
 
         For the command line: it takes over signals, shows the output, and one report on standard error.
         """
-        from unisono.launchers.local import Job
+        from unisono.launchers.job import Job
         from unisono.launchers.remote import RemoteRun
         from unisono.launchers.terminal import run_in_terminal
 

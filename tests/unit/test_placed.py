@@ -12,7 +12,7 @@ import torch
 
 import unisono as un
 from unisono.data.tables import Part, batches, prefix
-from unisono.launchers.table_files import PartFiles, listing
+from unisono.launchers.table_files import TableFiles, write_listing
 
 COUNTS = [[5], [3, 3], [7, 1], [1, 1, 9], [4, 4, 4, 1]]
 
@@ -45,7 +45,7 @@ def test_a_shard_of_placed_rows_has_the_gradient_of_the_joined_batch() -> None:
     rows = [np.arange(5.0), np.arange(5.0, 7.0)]
 
     def work(world: un.World) -> list[tuple[list[float], float]]:
-        part = Part.of({"y": rows[world.rank]})
+        part = Part.from_columns({"y": rows[world.rank]})
         return [
             (batch["y"].tolist(), world.weight) for batch in un.shard(part, batch_size=4, shuffle=False, world=world)
         ]
@@ -60,7 +60,7 @@ def test_a_shard_of_placed_rows_has_the_gradient_of_the_joined_batch() -> None:
 
 def test_a_position_in_mid_epoch_needs_the_same_division() -> None:
     def work(world: un.World, counts: list[int], state: dict[str, Any] | None) -> Any:
-        shard = un.shard(Part.of({"y": np.zeros(counts[world.rank])}), batch_size=2, world=world)
+        shard = un.shard(Part.from_columns({"y": np.zeros(counts[world.rank])}), batch_size=2, world=world)
         if state is not None:
             shard.load_state_dict(state)
             return shard.batch
@@ -76,16 +76,18 @@ def test_a_position_in_mid_epoch_needs_the_same_division() -> None:
 
 def test_a_rank_without_rows_and_settings_that_move_rows_are_refused() -> None:
     with pytest.raises(ValueError, match=r"no row lies with rank 1: the ranks have \[3, 0\]"):
-        un.run_threads(lambda world: un.shard(Part.of({"y": np.zeros([3, 0][world.rank])}), 2, world=world), 2)
+        un.run_threads(
+            lambda world: un.shard(Part.from_columns({"y": np.zeros([3, 0][world.rank])}), 2, world=world), 2
+        )
     with pytest.raises(ValueError, match=r"got stratify= for a table that is divided among the workers already"):
-        un.shard(Part.of({"y": np.zeros(3)}), 2, stratify=[0, 1, 1])
+        un.shard(Part.from_columns({"y": np.zeros(3)}), 2, stratify=[0, 1, 1])
 
 
 # What the agent writes, the worker reads ------------------------------------------------------------------------------
 
 
-def reopened(monkeypatch: pytest.MonkeyPatch, *written: PartFiles) -> list[Part]:
-    file = listing(written)
+def reopened(monkeypatch: pytest.MonkeyPatch, *written: TableFiles) -> list[Part]:
+    file = write_listing(written)
     monkeypatch.setenv("UNISONO_PARTS", f"/proc/{os.getpid()}/fd/{file.fileno()}")
     parts = [Part(i) for i in range(len(written))]
     file.close()
@@ -95,7 +97,7 @@ def reopened(monkeypatch: pytest.MonkeyPatch, *written: PartFiles) -> list[Part]
 
 
 def test_columns_come_back_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    written = PartFiles("table")
+    written = TableFiles("table")
     pieces = [(0, 3), (3, 3), (3, 5)]
     x, y = np.arange(20, dtype=np.float32).reshape(5, 2, 2), np.array([True, False, True, True, False])
     text = ["", "ä", "two words", "b", "c"]
@@ -114,7 +116,7 @@ def test_columns_come_back_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_samples_keep_their_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    pairs, single = PartFiles("pairs"), PartFiles("single")
+    pairs, single = TableFiles("pairs"), TableFiles("single")
     pairs.add_samples((np.full(2, i), float(i)) for i in range(3000))  # more than one piece
     single.add_samples(range(4))
     first, second = reopened(monkeypatch, pairs, single)
@@ -137,7 +139,7 @@ def test_samples_keep_their_form(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_columns_that_cannot_be_given_are_named(pieces: list[dict[str, Any]], problem: str) -> None:
-    written = PartFiles("table")
+    written = TableFiles("table")
     for piece in pieces[:-1]:
         written.add(piece)
     with pytest.raises((ValueError, TypeError), match=problem):

@@ -238,14 +238,14 @@ def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
 
 
 def _warm(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
-    from unisono.launchers.warm import stop_warm, warm_status
+    from unisono.launchers.warm import list_warm, stop_warm
 
-    found = stop_warm() if options.action == "stop" else warm_status()
-    if found is None:
+    servers = stop_warm() if options.action == "stop" else list_warm()
+    for server in servers:
+        text = f"process {server.pid}, started {server.age_s:.0f} s ago, {server.runs} runs"
+        print(f"warm server: {text}{'; it ends after them' if options.action == 'stop' else ''}")
+    if not servers:
         print("no warm server is running")
-        return 0
-    text = f"pid {found['pid']}, {found['age_s']:.0f} s old, {found['runs']} runs"
-    print(f"the warm server ends after its runs: {text}" if options.action == "stop" else f"warm server: {text}")
     return 0
 
 

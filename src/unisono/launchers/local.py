@@ -24,7 +24,15 @@ from functools import partial
 from unisono.launchers import guard
 from unisono.launchers.child import Child
 from unisono.launchers.environment import worker_environment
-from unisono.launchers.failures import SETTLE_S, Described, Failure, Outcome, from_exit, from_message, outcome_of
+from unisono.launchers.failures import (
+    SETTLE_S,
+    Failure,
+    Outcome,
+    WorkerDescription,
+    failure_of_exit,
+    find_outcome,
+    read_failure,
+)
 from unisono.launchers.forks import open_starter
 from unisono.launchers.job import Job, TimedOut
 from unisono.launchers.output import Output, OutputClosed
@@ -214,7 +222,7 @@ class LocalRun:
             if not isinstance(message, dict):
                 continue
             worker.ready = True
-            worker.failure = worker.failure or from_message(worker.rank, message, time.monotonic())
+            worker.failure = worker.failure or read_failure(worker.rank, message, time.monotonic())
         worker.text = unknown + worker.text
 
     def _on_exit(self, worker: Child) -> None:
@@ -228,7 +236,7 @@ class LocalRun:
         self.output.flush(worker.rank)
         if status != 0 and worker.failure is None:
             text = worker.text.decode("utf-8", "replace")
-            worker.failure = from_exit(worker.rank, status, worker.exited, text)
+            worker.failure = failure_of_exit(worker.rank, status, worker.exited, text)
 
     def _drain(self, worker: Child) -> None:
         """Take what the pipes hold now: a child of the worker may keep them open, so their end is not waited for."""
@@ -300,12 +308,12 @@ class LocalRun:
     def _outcome(self) -> Outcome:
         failures = [worker.failure for worker in self._workers if worker.failure]
         workers, colour = self.job.workers, self.output.colour
-        return outcome_of(failures, self._stop_time, workers=workers, describe=self._describe, colour=colour)
+        return find_outcome(failures, self._stop_time, workers=workers, describe=self._describe, colour=colour)
 
-    def _describe(self, failure: Failure) -> Described:
+    def _describe(self, failure: Failure) -> WorkerDescription:
         rank, worker = failure.rank, self._workers[failure.rank]
         ran_s = failure.time - worker.started
-        return Described(
+        return WorkerDescription(
             f"rank {rank}, host {socket.gethostname()}, pid {worker.process.pid}, after {ran_s:.1f} s",
             self._activity(rank, failure.time),
             self._page.read(rank).step,

@@ -1,6 +1,7 @@
 """The user's own fork server, kept between commands: `unisono run --warm`.
 
-There is one for each interpreter, version of torch and state of Unisono's sources. Its socket lies in a folder that
+There is one for each interpreter, version of torch, state of Unisono's sources, and set of variables that count when a
+process starts (fork_context.py). Its socket lies in a folder that
 only the user can enter, and both ends ask the kernel who is at the other. It ends after ten minutes without a run, or
 by `unisono warm stop`.
 """
@@ -19,14 +20,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from unisono.launchers.fork_context import start_variables
 from unisono.launchers.forks import NoServer, server_command, server_environment
 from unisono.launchers.worker.fork_server import peer_of
 
-__all__ = ["connect_warm", "stop_warm", "warm_status"]
+__all__ = ["WarmServer", "connect_warm", "list_warm", "stop_warm"]
 
-IDLE_S = 600.0
+_IDLE_S = 600.0  # UNISONO_WARM_IDLE_S sets another
 _PACKAGE = Path(__file__).parents[1]
 
 
@@ -43,25 +45,33 @@ def connect_warm() -> socket.socket:
     return _connect(path)
 
 
-def warm_status() -> dict[str, Any] | None:
-    """Process id, age and number of runs of the user's server; None where there is none."""
-    return _ask(b"status")
+class WarmServer(NamedTuple):
+    """A fork server of the user: its process, how long ago it was started, and the runs that it has workers for."""
+
+    pid: int
+    age_s: float
+    runs: int
 
 
-def stop_warm() -> dict[str, Any] | None:
-    """Have the server end, after the runs that it has; what it said, None where there is none."""
-    return _ask(b"stop")
+def list_warm() -> list[WarmServer]:
+    """The user's fork servers."""
+    return _ask_all(b"status")
 
 
-def _ask(what: bytes) -> dict[str, Any] | None:
-    try:
-        with _connect(_socket_path()) as sock:
+def stop_warm() -> list[WarmServer]:
+    """Have them end, after the runs that they have."""
+    return _ask_all(b"stop")
+
+
+def _ask_all(what: bytes) -> list[WarmServer]:
+    found = []
+    for path in sorted(_private_folder().glob("*.socket")):
+        with contextlib.suppress(OSError, ValueError), _connect(path) as sock:
             sock.settimeout(60)
             sock.send(what)
-            answer: dict[str, Any] = json.loads(sock.recv(1 << 16))
-            return answer
-    except (OSError, ValueError):
-        return None
+            answer = json.loads(sock.recv(1 << 16))
+            found.append(WarmServer(answer["pid"], answer["age_s"], answer["runs"]))
+    return found
 
 
 def _connect(path: Path) -> socket.socket:
@@ -83,7 +93,8 @@ def _start(path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(path))
         listener.listen(128)
-        command = server_command(listener.fileno(), idle_s=IDLE_S, path=str(path))
+        idle_s = float(os.environ.get("UNISONO_WARM_IDLE_S", _IDLE_S))
+        command = server_command(listener.fileno(), idle_s=idle_s, path=str(path))
         env = server_environment({name: value for name, value in os.environ.items() if name != "UNISONO_RUN"})
         streams: dict[str, Any] = {"stdin": quiet, "stdout": quiet, "stderr": quiet}
         # The process that is started forks the server and ends: the server is no child of this command.
@@ -93,6 +104,7 @@ def _start(path: Path) -> None:
 def _socket_path() -> Path:
     folder = _private_folder()
     facts = [sys.executable, sys.version, str(_PACKAGE), *map(str, _source_times())]
+    facts.append(json.dumps(start_variables(server_environment(os.environ)), sort_keys=True))
     return folder / f"{hashlib.sha256(' '.join(facts).encode()).hexdigest()[:16]}.socket"
 
 

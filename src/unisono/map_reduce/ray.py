@@ -142,4 +142,4 @@ def _table(part: int, data: Any) -> Part:
         for name, values in batch.items():
             columns.setdefault(name, []).append(values)
     name = f"part {part} of the Ray Dataset"
-    return Part.of({column: np.concatenate(values) for column, values in columns.items()}, name=name)
+    return Part.from_columns({column: np.concatenate(values) for column, values in columns.items()}, name=name)

@@ -251,7 +251,7 @@ def _table(part: int, rows: list[Any]) -> Part:
         else [item for some in values for item in some]
         for column, values in columns.items()
     }
-    return Part.of(whole, name=name)
+    return Part.from_columns(whole, name=name)
 
 
 # -- small things ------------------------------------------------------------------------------------------------------

@@ -139,9 +139,9 @@ class Engine:
         Tables of the engine among the arguments become parts of them: an engine that has tables has a field `tables`.
         """
         from unisono.launchers.calls import call_on
-        from unisono.launchers.worker.task import lift_tables
+        from unisono.launchers.worker.task import replace_tables
 
-        lifted, keywords, tables = lift_tables(args, kwargs or {}, self.is_table)
+        lifted, keywords, tables = replace_tables(args, kwargs or {}, self.is_table)
         engine = copy.copy(self)
         if tables:
             object.__setattr__(engine, "tables", tuple(tables))

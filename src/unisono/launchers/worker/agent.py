@@ -1,4 +1,4 @@
-"""The launcher's hand on a worker's host: an engine starts one for each worker, and it starts and watches that worker.
+"""The agent of one worker: an engine starts it on the worker's host, and it starts and watches that worker.
 
 Started by start.py, without torch, with UNISONO_LAUNCHER (addresses), UNISONO_TOKEN and UNISONO_ENGINE
 in the environment.
@@ -28,19 +28,20 @@ from unisono.launchers import guard
 from unisono.launchers.channel import Channel, Frame, Unreachable, connect
 from unisono.launchers.environment import threads_per_worker, worker_environment
 from unisono.launchers.forks import open_starter
-from unisono.launchers.meeting_page import open_offered
+from unisono.launchers.meeting_page import open_board
 from unisono.launchers.processes import Command, Process
 from unisono.launchers.worker.program import die_with
+from unisono.runtime.machine import interface_of_address, read_boot_id, read_namespaces
 from unisono.runtime.memfd import anonymous_file
 from unisono.runtime.place import Place, read_place
 from unisono.runtime.status import StatusPage
 
-__all__ = ["Agent", "identity", "interface_of", "launcher_addresses", "serve_worker"]
+__all__ = ["Agent", "identity", "launcher_addresses", "serve_worker"]
 
 _UNREACHED, _DRAIN_S = 97, 10.0
 _ON_SIGTERM = ((0.0, signal.SIGTERM), (1.0, signal.SIGKILL))
 _ON_LOSS = ((0.0, signal.SIGKILL),)
-_KEPT = ("stdout", "stderr", "report")
+_PIPES = ("stdout", "stderr", "report")
 
 
 class Agent:
@@ -54,7 +55,7 @@ class Agent:
         self._starter = open_starter("fresh")
         self._process: Process | None = None
         self._payload, self._result = -1, -1
-        self._board = open_offered(os.environ.pop("UNISONO_BOARD", ""))
+        self._board = open_board(os.environ.pop("UNISONO_BOARD", ""))
         self._pieces: list[bytes] = []
         self._start: dict[str, Any] | None = None
         self._status: int | None = None  # of the worker, as subprocess counts it
@@ -82,7 +83,7 @@ class Agent:
             pid=os.getpid(),
         )
         self._selector.register(self.channel, selectors.EVENT_READ, self._on_launcher)
-        while self._start is None and not self._ending:
+        while self._start is None and not self._is_ending:
             self._pump(None)
         if self._start is None:
             return self._leave or 1
@@ -94,7 +95,7 @@ class Agent:
         return self._leave if self._leave is not None else self._code()
 
     @property
-    def _ending(self) -> bool:
+    def _is_ending(self) -> bool:
         return self._lost or self._leave is not None or bool(self._schedule)
 
     def _on_launcher(self) -> None:
@@ -107,9 +108,9 @@ class Agent:
             self._selector.unregister(self.channel)
             self._stop(_ON_LOSS)
         for frame in frames or ():
-            self._obey(frame)
+            self._follow(frame)
 
-    def _obey(self, frame: Frame) -> None:
+    def _follow(self, frame: Frame) -> None:
         if frame.kind == "P":
             self._pieces.append(frame.body)
             return
@@ -122,7 +123,7 @@ class Agent:
         elif kind == "signal" and self._process is not None and self._status is None:
             self._process.send_group(message["number"])
         elif kind == "status":
-            self._tell("doing")
+            self._send_status("doing")
         elif kind == "exit":
             self._leave = message["status"]
 
@@ -153,13 +154,13 @@ class Agent:
         os.close(report_end)
         assert process.stdout is not None
         assert process.stderr is not None
-        self._fds = dict(zip(_KEPT, (process.stdout, process.stderr, report_fd), strict=True))
+        self._fds = dict(zip(_PIPES, (process.stdout, process.stderr, report_fd), strict=True))
         for name, fd in self._fds.items():
             os.set_blocking(fd, False)
             self._selector.register(fd, selectors.EVENT_READ, partial(self._relay, name))
         if process.pid_fd is not None:
             self._selector.register(process.pid_fd, selectors.EVENT_READ, self._on_exit)
-        self._tell("started")
+        self._send_status("started")
 
     def _set_up(self, start: dict[str, Any]) -> None:
         for name, value in start["env"].items():
@@ -176,7 +177,7 @@ class Agent:
                     f"{socket.gethostname()} ({error.strerror}): the program must lie in the same place on every host"
                 ) from None
         mine = self.channel.sock.getsockname()[0]
-        interface = interface_of(mine)
+        interface = interface_of_address(mine)
         if "GLOO_SOCKET_IFNAME" not in os.environ and interface not in ("", "lo"):
             os.environ["GLOO_SOCKET_IFNAME"] = interface  # a host's own name often means the loopback device
 
@@ -200,6 +201,7 @@ class Agent:
             GROUP_WORLD_SIZE=str(start["hosts"]),
             TORCHELASTIC_RESTART_COUNT=str(start["attempt"]),
             UNISONO_ATTEMPT=start["attempt_id"],
+            UNISONO_AGENT_PID=str(os.getpid()),
         )
         return env
 
@@ -214,7 +216,7 @@ class Agent:
         self._drain()
         if self._status == 0 and self._result >= 0:
             self._send_result()
-        self._tell("ended", status=self._status)
+        self._send_status("ended", status=self._status)
         deadline = time.monotonic() + _DRAIN_S
         while self._leave is None and not self._lost and time.monotonic() < deadline:
             self._pump(deadline - time.monotonic())
@@ -277,7 +279,7 @@ class Agent:
             self._send("R", piece)
             done += len(piece)
 
-    def _tell(self, kind: str, **fields: Any) -> None:
+    def _send_status(self, kind: str, **fields: Any) -> None:
         status = self._page.read(self.place.rank)
         since_s = time.monotonic() - status.doing_since if status.doing else 0.0
         pid = self._process.pid if self._process is not None else 0
@@ -327,26 +329,8 @@ def identity() -> str:
     """The same for two workers just when they are on one host and see the same accelerators."""
     parts = [os.environ.get("CUDA_VISIBLE_DEVICES", "")]
     with contextlib.suppress(OSError):
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            parts.append(file.read().strip())
-        parts.append(os.readlink("/proc/self/ns/net"))
+        parts += [read_boot_id(), *read_namespaces("net")]
     return " ".join([socket.gethostname(), *parts])
-
-
-def interface_of(address: str) -> str:
-    """The network interface that has this IPv4 address, "" where it cannot be found."""
-    if sys.platform != "linux":
-        return ""
-    import fcntl
-    import struct
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                found = fcntl.ioctl(sock, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-                if socket.inet_ntoa(found[20:24]) == address:
-                    return name
-    return ""
 
 
 def launcher_addresses() -> list[tuple[str, int]]:

@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # so that lines show as they are printed, also in a pipe or a file
             stream.reconfigure(line_buffering=True)
-    return _guarded(_program(arguments), reports)
+    return _run_guarded(_program(arguments), reports)
 
 
 # -- 1. this process and the launcher ------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def _read_all(fd: int) -> bytes:
 # -- 3. run it ---------------------------------------------------------------------------------------------------------
 
 
-def _guarded(program: Callable[[], None], reports: _Reports) -> int:
+def _run_guarded(program: Callable[[], None], reports: _Reports) -> int:
     try:
         reports.send("ready")  # from here on SIGINT is handled quietly, and the launcher may send it
         program()

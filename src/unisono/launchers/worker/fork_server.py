@@ -210,6 +210,7 @@ class _Server:
         reason = self._reason_not_to(request)
         pid = os.fork() if not reason else -1
         if pid == 0:
+            os.close(fds[0])
             self._close_all()
             request.body["server"] = os.getppid()
             request.body["server_threads"] = self.threads

@@ -1,11 +1,22 @@
-"""Shared by all tests: network tests need root, iproute2 and the right to make a network namespace."""
+"""Shared by all tests: the order in which they run, and the fork server that their workers come from.
+
+Where several processes run tests (`-n 4 --dist loadgroup --no-loadscope-reorder`), the longest begin first, as
+durations.json remembers them; what shares a cluster or a costly fixture stays together; and short tests travel in
+handfuls. `UNISONO_RECORD_DURATIONS=1` writes that file anew.
+
+Workers that tests start are forked from one process that has imported torch, as with `unisono run --warm`. Tests of
+the start itself say which way they mean; UNISONO_WARM=0 in the environment makes all of them fresh.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import subprocess
+import tempfile
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
@@ -15,7 +26,113 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two-core machines
 for signum in (signal.SIGINT, signal.SIGHUP):  # ignored in the background and under nohup: a handler is not inherited
     if signal.getsignal(signum) is signal.SIG_IGN:
         signal.signal(signum, lambda *_: None)
-NETWORK = Path(__file__).parent / "network"
+TESTS = Path(__file__).parent
+NETWORK = TESTS / "network"
+DURATIONS = TESTS / "durations.json"
+# Tests of one file that share a cluster, or what a fixture has computed. The network's are alone on it.
+TOGETHER = {
+    **{f"engines/test_{name}.py": name for name in ("ray", "slurm", "spark", "ssh")},
+    "processes/test_ddp_parity.py": "ddp_parity",
+    "processes/test_examples.py": "examples",
+    "network/test_hosts.py": "network",
+}
+LONG_S, HANDFUL_S = 0.5, 3.0  # a test that travels alone; how much of short ones travels together
+
+
+# -- the fork server ---------------------------------------------------------------------------------------------------
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput") or "UNISONO_WARM" in os.environ:
+        return
+    os.environ["UNISONO_WARM_IDLE_S"] = "60"  # where these tests are killed
+    os.environ["UNISONO_WARM"] = folder = tempfile.mkdtemp(prefix="unisono-tests-")  # of mode 700
+    config.add_cleanup(lambda: _stop_servers(folder))
+    if any("processes" in arg or "engines" in arg for arg in config.args):
+        from unisono.launchers.warm import connect_warm
+
+        connect_warm().close()  # it begins to import torch
+
+
+def _stop_servers(folder: str) -> None:
+    from unisono.launchers.warm import stop_warm
+
+    stop_warm()
+    shutil.rmtree(folder, ignore_errors=True)
+    del os.environ["UNISONO_WARM"]
+
+
+# -- the order ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if NETWORK in item.path.parents and (reason := why_no_network()):
+            item.add_marker(pytest.mark.skip(reason=reason))
+    if hasattr(config, "workerinput"):
+        groups = _groups(items)
+        for name, members in groups.items():
+            for item in members:
+                item.add_marker(pytest.mark.xdist_group(name))
+        items[:] = [item for members in groups.values() for item in members]
+
+
+def _groups(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    """The tests by the group they travel in, the group that takes longest first."""
+    remembered: dict[str, float] = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    groups: dict[str, list[pytest.Item]] = defaultdict(list)
+    seconds: dict[str, float] = defaultdict(float)
+    handfuls: dict[str, int] = defaultdict(int)
+    for number, item in enumerate(items):
+        file = item.path.relative_to(TESTS).as_posix() if TESTS in item.path.parents else item.path.name
+        takes_s = remembered.get(_key(item.nodeid), remembered.get(file, 0.02))
+        if file in TOGETHER:
+            name = TOGETHER[file]
+        elif takes_s >= LONG_S or not file.startswith(("unit/", "conformance/")):
+            name = f"test-{number}"
+        else:
+            if seconds[f"{file}-{handfuls[file]}"] > HANDFUL_S:
+                handfuls[file] += 1
+            name = f"{file}-{handfuls[file]}"
+        groups[name].append(item)
+        seconds[name] += takes_s
+    return {name: groups[name] for name in sorted(groups, key=lambda name: -seconds[name])}
+
+
+def _key(nodeid: str) -> str:
+    name = nodeid.removeprefix("tests/")
+    return name[: name.rfind("@")] if name.rfind("@") > name.rfind("]") else name
+
+
+class _Recorder:
+    """Remembers how long tests took, those of a second and more by name and the others by the mean of their file."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[_key(report.nodeid)] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        long = {name: round(s, 1) for name, s in self.seconds.items() if s >= LONG_S}
+        short: dict[str, list[float]] = defaultdict(list)
+        for name, s in self.seconds.items():
+            if name not in long:
+                short[name.partition("::")[0]].append(s)
+        means = {file: round(sum(taken) / len(taken), 3) for file, taken in short.items()}
+        DURATIONS.write_text(json.dumps({**means, **long}, indent=0, sort_keys=True) + "\n")
+        if path := os.environ.get("UNISONO_ALL_DURATIONS"):
+            Path(path).write_text(json.dumps(self.seconds))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if os.environ.get("UNISONO_RECORD_DURATIONS") and not hasattr(session.config, "workerinput"):
+        session.config.pluginmanager.register(_Recorder())
+
+
+# -- what is there -----------------------------------------------------------------------------------------------------
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,7 +156,7 @@ def why_no_network() -> str:
     return ""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if NETWORK in item.path.parents and (reason := why_no_network()):
-            item.add_marker(pytest.mark.skip(reason=reason))
+@pytest.fixture
+def start_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of this test are fresh processes."""
+    monkeypatch.setenv("UNISONO_WARM", "0")

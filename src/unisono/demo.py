@@ -76,7 +76,7 @@ def train(epochs: int, width: int) -> Result:
 
 def measure(workers: int, epochs: int, width: int) -> Result | int:
     """Train with `workers` local processes, one thread each; an exit status where that failed or was interrupted."""
-    from unisono.launchers.local import Job
+    from unisono.launchers.job import Job
     from unisono.launchers.terminal import run_in_terminal
 
     with tempfile.TemporaryDirectory() as folder:

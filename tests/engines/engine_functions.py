@@ -48,7 +48,7 @@ def kill_the_engines_process(flag: str) -> tuple[int, str]:
     world = un.join(device="cpu")
     if world.rank == 1 and not Path(flag).exists():
         Path(flag).touch()
-        stat = Path(f"/proc/{os.getppid()}/stat").read_text()  # of the agent, whose parent it is
+        stat = Path(f"/proc/{os.environ['UNISONO_AGENT_PID']}/stat").read_text()  # whose parent it is
         os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
         signal.pause()
     world.barrier()

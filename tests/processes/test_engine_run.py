@@ -162,4 +162,4 @@ def test_an_agent_that_is_killed_is_one_report() -> None:
 
 
 def _kill_agent() -> None:
-    os.kill(os.getppid(), signal.SIGKILL)
+    os.kill(int(os.environ["UNISONO_AGENT_PID"]), signal.SIGKILL)

@@ -55,7 +55,6 @@ PUBLIC_BASES = {
 }
 # To go, each with the work that removes it.
 PENDING = {
-    "unisono.launchers.worker.task imports unisono.data.tables",
 }
 
 

@@ -71,7 +71,7 @@ def test_a_cause_within_a_second_goes_before_its_consequence(consequence):
 def test_status_is_read_as_it_was_noted():
     page = status.StatusPage.create(3)
     code = (
-        "from unisono.launchers import status\n"
+        "from unisono.runtime import status\n"
         "status.note(step=41, doing='old')\nstatus.note(step=42)\nstatus.note(doing='é' * 500)\n"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "RANK": "1", "UNISONO_STATUS_FD": str(page.fd)}
@@ -92,7 +92,7 @@ def test_note_does_nothing_outside_a_launcher_or_with_another_file_behind_the_de
             "RANK": "0",
             "UNISONO_STATUS_FD": str(file.fileno()),
         }
-        code = "from unisono.launchers import status\nstatus.note(step=1, doing='x')"
+        code = "from unisono.runtime import status\nstatus.note(step=1, doing='x')"
         subprocess.run([sys.executable, "-c", code], env=env, pass_fds=[file.fileno()], check=True)
     assert (tmp_path / "file").read_bytes() == b"not a page" * 100
 
@@ -103,9 +103,7 @@ def test_threads_are_shared_fairly_unless_set(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
     def threads(workers: int, asked: int | None = None) -> tuple[str | None, str | None]:
-        made = environment.worker_environment(
-            0, workers, address=("127.0.0.1", 1), run_id="x", descriptors={}, threads=asked
-        )
+        made = environment.worker_environment(0, workers, address=("127.0.0.1", 1), run_id="x", threads=asked)
         return made.get("OMP_NUM_THREADS"), made.get("MKL_NUM_THREADS")
 
     assert threads(3) == ("2", "2")
@@ -121,7 +119,7 @@ def test_workers_keep_freed_memory_unless_the_user_set_the_allocator(monkeypatch
         monkeypatch.delenv(name, raising=False)
 
     def allocator() -> list[str | None]:
-        made = environment.worker_environment(0, 2, address=("127.0.0.1", 1), run_id="x", descriptors={})
+        made = environment.worker_environment(0, 2, address=("127.0.0.1", 1), run_id="x")
         return [made.get(name) for name in names]
 
     assert allocator() == [str(32 << 20), str(1 << 30)]
@@ -134,9 +132,8 @@ def test_workers_keep_freed_memory_unless_the_user_set_the_allocator(monkeypatch
 def test_a_run_inside_a_worker_of_another_run_belongs_to_both(monkeypatch):
     monkeypatch.setenv("UNISONO_RUN", "outer")
     monkeypatch.setenv("UNISONO_SHM_FD", "99")
-    made = environment.worker_environment(1, 2, address=("127.0.0.1", 1), run_id="inner", descriptors={"STATUS": 5})
+    made = environment.worker_environment(1, 2, address=("127.0.0.1", 1), run_id="inner")
     assert made["UNISONO_RUN"] == "outer:inner"
-    assert made["UNISONO_STATUS_FD"] == "5"
     assert "UNISONO_SHM_FD" not in made
 
 

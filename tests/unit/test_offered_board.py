@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from unisono.launchers.meeting_page import OfferedBoard, open_offered
+from unisono.launchers.meeting_page import OfferedBoard, open_board
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="boards are Linux's anonymous memory")
 
@@ -22,7 +22,7 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[OfferedBoard]:
 
 
 def test_what_is_opened_is_the_board_itself(board: OfferedBoard) -> None:
-    fd = open_offered(board.offer())
+    fd = open_board(board.offer())
     try:
         os.pwrite(fd, b"seen", 0)
         assert os.pread(board.fd, 4, 0) == b"seen"
@@ -34,10 +34,10 @@ def test_what_is_opened_is_the_board_itself(board: OfferedBoard) -> None:
 
 def test_after_a_failure_the_same_offer_gives_a_new_board(board: OfferedBoard) -> None:
     offer, first = board.offer(), board.number
-    old = open_offered(offer)
+    old = open_board(offer)
     os.pwrite(old, b"of the first attempt", 0)
     board.renew()
-    new = open_offered(offer)
+    new = open_board(offer)
     try:
         assert os.pread(new, 20, 0) == b""
         assert os.fstat(new).st_ino == board.number != first
@@ -49,11 +49,11 @@ def test_after_a_failure_the_same_offer_gives_a_new_board(board: OfferedBoard) -
 
 def test_an_offer_of_another_host_or_of_something_else_is_left_alone(board: OfferedBoard) -> None:
     kernel, _, address = board.offer().rpartition(" ")
-    assert open_offered("") == -1
-    assert open_offered(f"{kernel}x {address}") == -1
+    assert open_board("") == -1
+    assert open_board(f"{kernel}x {address}") == -1
     with open(os.devnull) as other:
-        assert open_offered(f"{kernel} /proc/{os.getpid()}/fd/{other.fileno()}") == -1
-    assert open_offered(f"{kernel} /proc/{os.getpid()}/fd/9999") == -1
+        assert open_board(f"{kernel} /proc/{os.getpid()}/fd/{other.fileno()}") == -1
+    assert open_board(f"{kernel} /proc/{os.getpid()}/fd/9999") == -1
 
 
 def test_it_is_neither_offered_nor_opened_where_shared_memory_is_turned_off(
@@ -62,4 +62,4 @@ def test_it_is_neither_offered_nor_opened_where_shared_memory_is_turned_off(
     offer = board.offer()
     monkeypatch.setenv("UNISONO_SHARED_MEMORY", "0")
     assert board.offer() == ""
-    assert open_offered(offer) == -1
+    assert open_board(offer) == -1

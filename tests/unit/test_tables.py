@@ -12,7 +12,7 @@ import torch
 
 import unisono as un
 from unisono.data.tables import TablePart, count_prefix, select_batches
-from unisono.launchers.table_files import PartFiles, listing
+from unisono.launchers.table_files import TableFiles, write_listing
 
 COUNTS = [[5], [3, 3], [7, 1], [1, 1, 9], [4, 4, 4, 1]]
 
@@ -86,8 +86,8 @@ def test_a_rank_without_rows_and_settings_that_move_rows_are_refused() -> None:
 # What the agent writes, the worker reads ------------------------------------------------------------------------------
 
 
-def reopened(monkeypatch: pytest.MonkeyPatch, *written: PartFiles) -> list[TablePart]:
-    file = listing(written)
+def reopened(monkeypatch: pytest.MonkeyPatch, *written: TableFiles) -> list[TablePart]:
+    file = write_listing(written)
     monkeypatch.setenv("UNISONO_PARTS", f"/proc/{os.getpid()}/fd/{file.fileno()}")
     parts = [TablePart(i) for i in range(len(written))]
     file.close()
@@ -97,7 +97,7 @@ def reopened(monkeypatch: pytest.MonkeyPatch, *written: PartFiles) -> list[Table
 
 
 def test_columns_come_back_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    written = PartFiles("table")
+    written = TableFiles("table")
     pieces = [(0, 3), (3, 3), (3, 5)]
     x, y = np.arange(20, dtype=np.float32).reshape(5, 2, 2), np.array([True, False, True, True, False])
     text = ["", "ä", "two words", "b", "c"]
@@ -116,7 +116,7 @@ def test_columns_come_back_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_samples_keep_their_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    pairs, single = PartFiles("pairs"), PartFiles("single")
+    pairs, single = TableFiles("pairs"), TableFiles("single")
     pairs.add_samples((np.full(2, i), float(i)) for i in range(3000))  # more than one piece
     single.add_samples(range(4))
     first, second = reopened(monkeypatch, pairs, single)
@@ -139,7 +139,7 @@ def test_samples_keep_their_form(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_columns_that_cannot_be_given_are_named(pieces: list[dict[str, Any]], problem: str) -> None:
-    written = PartFiles("table")
+    written = TableFiles("table")
     for piece in pieces[:-1]:
         written.add(piece)
     with pytest.raises((ValueError, TypeError), match=problem):

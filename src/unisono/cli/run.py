@@ -17,7 +17,7 @@ from unisono.launchers import on
 from unisono.launchers.engines.engine import Engine, EngineError
 
 if TYPE_CHECKING:
-    from unisono.launchers.local import Job
+    from unisono.launchers.job import Job
 
 __all__ = ["add_command"]
 
@@ -73,6 +73,11 @@ def add_command(commands: Commands) -> None:
         default="auto",
         help="what becomes of the workers' output, see below; default: auto",
     )
+    parser.add_argument(
+        "--warm",
+        action="store_true",
+        help="fork the workers from a process that has imported torch, kept for 10 minutes for the next such run",
+    )
     parser.add_argument("--output-dir", metavar="DIR", help="where --output files writes; default: unisono-output")
     _add_engine_options(parser)
     parser.add_argument("program", nargs="?", metavar="script.py", help="the program (a module's name with -m)")
@@ -88,7 +93,7 @@ def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
         parser.error("--output-dir goes with --output files")
     check_program(options.program, parser, module=options.module)
 
-    from unisono.launchers.local import Job
+    from unisono.launchers.job import Job
     from unisono.launchers.terminal import run_in_terminal
 
     job = Job(
@@ -97,6 +102,7 @@ def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
         threads=options.threads,
         output=options.output,
         output_dir=options.output_dir,
+        start="warm" if options.warm else "fresh",
     )
     status = _run_on_engine(options, parser, job)
     return run_in_terminal(job) if status is None else status

@@ -17,7 +17,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from unisono.launchers.failures import WorkerError
-from unisono.launchers.local import Job, LocalRun, TimedOut
+from unisono.launchers.job import Job, TimedOut
+from unisono.launchers.local import LocalRun
 from unisono.launchers.output import MODES, Mode
 from unisono.runtime.memfd import anonymous_file
 
@@ -56,6 +57,7 @@ def run_function(
             timeout_s=timeout_s,
             payload_fd=descriptors[0],
             result_fds=descriptors[1:],
+            start="fork" if "torch" in sys.modules else "fresh",
         )
         _supervise(job, LocalRun(job))
         return [_result(rank, fd) for rank, fd in enumerate(job.result_fds)]

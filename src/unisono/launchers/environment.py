@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 
 from unisono.runtime.machine import usable_cores
 
-__all__ = ["threads_per_worker", "worker_environment"]
+__all__ = ["ALLOCATOR", "threads_per_worker", "worker_environment"]
 
 # glibc gives freed memory back to the kernel and takes it anew, page by page, in every training step: keep up to 1 GiB.
-_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 
 
 def worker_environment(
@@ -19,7 +18,6 @@ def worker_environment(
     *,
     address: tuple[str, int],
     run_id: str,
-    descriptors: Mapping[str, int],
     threads: int | None = None,
 ) -> dict[str, str]:
     """This process's environment with what `rank` needs to know about itself."""
@@ -39,14 +37,13 @@ def worker_environment(
         # A run inside a worker of another run belongs to both.
         UNISONO_RUN=":".join(filter(None, [os.environ.get("UNISONO_RUN"), run_id])),
     )
-    env.update({f"UNISONO_{name}_FD": str(fd) for name, fd in descriptors.items()})
     share = str(threads or threads_per_worker(workers))
     if threads is not None or "OMP_NUM_THREADS" not in env:
         env["OMP_NUM_THREADS"] = share
         if threads is not None or "MKL_NUM_THREADS" not in env:
             env["MKL_NUM_THREADS"] = share
-    if not _MALLOC.keys() & env.keys():
-        env.update(_MALLOC)
+    if not ALLOCATOR.keys() & env.keys():
+        env.update(ALLOCATOR)
     return env
 
 

@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 __all__ = [
-    "Described",
     "EngineError",
     "Failure",
     "Outcome",
+    "WorkerDescription",
     "WorkerError",
+    "failure_of_exit",
+    "find_outcome",
     "first_failure",
     "format_report",
-    "from_exit",
-    "from_message",
-    "outcome_of",
+    "read_failure",
 ]
 
 SETTLE_S = 1.0  # a failure that looks like a consequence waits this long for its cause
@@ -92,7 +92,7 @@ class WorkerError(RuntimeError):
         self.traceback = traceback
 
 
-def from_message(rank: int, message: dict[str, object], now: float) -> Failure | None:
+def read_failure(rank: int, message: dict[str, object], now: float) -> Failure | None:
     """The failure that a worker's JSON line reports; None where it reports something else."""
     kind, code, time = message.get("kind"), message.get("code"), message.get("time")
     if kind not in ("exception", "exit", "interrupt") or not isinstance(code, int):
@@ -109,7 +109,7 @@ def from_message(rank: int, message: dict[str, object], now: float) -> Failure |
     )
 
 
-def from_exit(rank: int, status: int, now: float, native_traceback: str) -> Failure:
+def failure_of_exit(rank: int, status: int, now: float, native_traceback: str) -> Failure:
     """The failure of a worker that ended without a word. `status` is negative for a signal, as in subprocess."""
     if status < 0:
         return Failure(rank, now, "signal", 128 - status, (), _signal_name(-status), _trim_native(native_traceback))
@@ -140,7 +140,7 @@ class Outcome:
         return self.failure.code if self.failure else 0
 
 
-class Described(NamedTuple):
+class WorkerDescription(NamedTuple):
     """What a launcher knows of the worker that failed first; see `format_report`."""
 
     identity: str
@@ -149,12 +149,12 @@ class Described(NamedTuple):
     unseen: Sequence[str]
 
 
-def outcome_of(
+def find_outcome(
     failures: Sequence[Failure],
     stopped_at: float | None,
     *,
     workers: int,
-    describe: Callable[[Failure], Described],
+    describe: Callable[[Failure], WorkerDescription],
     colour: bool,
 ) -> Outcome:
     """Tell failures from workers that the launcher stopped (at `stopped_at`), and put the first into words."""
@@ -237,7 +237,7 @@ def _trim_native(text: str) -> str:
     kept = [
         line
         for line in text.splitlines()
-        if not re.search(r'File "(<frozen |.*launchers/worker\.py")', line)
+        if not re.search(r'File "(<frozen |.*launchers/worker/(program|fork_server)\.py")', line)
         and not line.startswith("Extension modules:")
     ]
     return "\n".join(kept).strip()

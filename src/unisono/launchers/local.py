@@ -17,50 +17,37 @@ import secrets
 import selectors
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from unisono.launchers import guard
-from unisono.launchers.child import Child, exit_status, pid_fd
+from unisono.launchers.child import Child
 from unisono.launchers.environment import worker_environment
-from unisono.launchers.failures import SETTLE_S, Described, Failure, Outcome, from_exit, from_message, outcome_of
-from unisono.launchers.output import Mode, Output, OutputClosed
+from unisono.launchers.failures import (
+    SETTLE_S,
+    Failure,
+    Outcome,
+    WorkerDescription,
+    failure_of_exit,
+    find_outcome,
+    read_failure,
+)
+from unisono.launchers.forks import open_starter
+from unisono.launchers.job import Job, TimedOut
+from unisono.launchers.output import Output, OutputClosed
+from unisono.launchers.processes import Command
 from unisono.launchers.store import HostedStore
 from unisono.runtime.memfd import anonymous_file
 from unisono.runtime.status import StatusPage
 
-__all__ = ["Job", "LocalRun", "Outcome", "TimedOut"]
+__all__ = ["LocalRun"]
 
-_FOLDER = Path(__file__).parent
 _TICK_S = 0.02
 # Signals sent to the workers' main processes, and when (seconds after the decision to stop).
 _AFTER_FAILURE = ((0.0, signal.SIGTERM), (1.0, signal.SIGKILL))
 _FAILED_ITSELF = ((3.0, signal.SIGKILL),)  # it has reported its error and is on its way out
 _AFTER_INTERRUPT = ((0.0, signal.SIGINT), (0.9, signal.SIGTERM), (1.2, signal.SIGKILL))
-
-
-class TimedOut(Exception):
-    """The time given to the run is over; the text says what the workers were doing."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """What to start, and how."""
-
-    program: Sequence[str]  # arguments of worker/program.py: script and its arguments, or -m module ..., or --function
-    workers: int
-    threads: int | None = None
-    output: Mode = "auto"
-    output_dir: str | os.PathLike[str] | None = None
-    inherit: bool = True  # rank 0 may use this process's own standard streams
-    timeout_s: float | None = None
-    payload_fd: int | None = None
-    result_fds: Sequence[int] = ()
 
 
 class LocalRun:
@@ -70,6 +57,8 @@ class LocalRun:
         self.job = job
         self.run_id = secrets.token_hex(12)
         self.output = Output(job.output, job.workers, job.output_dir, inherit=job.inherit)
+        self._starter = open_starter(job.start)
+        self._begin = time.monotonic()
         self._workers: list[Child] = []
         self._selector = selectors.DefaultSelector()
         self._page = StatusPage.create(job.workers)
@@ -129,52 +118,52 @@ class LocalRun:
         self._guard = guard.Guard(self.run_id, self._sessions())
 
     def _start_worker(self, rank: int) -> None:
+        begin = time.monotonic()
+        left_s = None if self.job.timeout_s is None else self._begin + self.job.timeout_s - begin
         report_fd, report_end = os.pipe()
-        descriptors = {**self._descriptors(rank), "REPORT": report_end}
+        descriptors = {**self._descriptors(rank), "UNISONO_REPORT_FD": report_end}
         streams = self.output.open(rank)
+        command = Command(self.job.program, self._environment(rank), descriptors, **streams)
         try:
-            process = subprocess.Popen(
-                [sys.executable, str(_FOLDER / "worker" / "program.py"), *self.job.program],
-                env=self._environment(rank, descriptors),
-                pass_fds=tuple(descriptors.values()),
-                start_new_session=True,
-                bufsize=0,
-                **streams,  # type: ignore[call-overload]  # stdin, stdout, stderr
-            )
+            process = self._starter.start(command, timeout_s=left_s)
+        except BaseException as error:
+            os.close(report_fd)
+            if isinstance(error, TimeoutError):
+                raise TimedOut("  the workers were being started") from None
+            raise
         finally:
             os.close(report_end)
             if self.job.output == "files":
                 streams["stdout"].close()  # type: ignore[union-attr]
-        worker = Child(rank, process, pid_fd(process.pid), report_fd, time.monotonic())
+        worker = Child(rank, process, report_fd, begin)
         self._workers.append(worker)
         self._listen(report_fd, partial(self._on_report, worker))
         for name in ("stdout", "stderr"):
-            stream = getattr(process, name)
-            if stream is not None:
-                self._listen(stream.fileno(), partial(self.output.feed, rank, name))
-        if worker.pid_fd is not None:
-            self._selector.register(worker.pid_fd, selectors.EVENT_READ, partial(self._on_exit, worker))
+            fd = getattr(process, name)
+            if fd is not None:
+                self._listen(fd, partial(self.output.feed, rank, name))
+        if process.pid_fd is not None:
+            self._selector.register(process.pid_fd, selectors.EVENT_READ, partial(self._on_exit, worker))
 
     def _descriptors(self, rank: int) -> dict[str, int]:
-        """The open files that `rank` inherits, by the name that its environment gives them."""
-        found = {"SHM": self._board, "STATUS": self._page.fd}
+        """The open files that `rank` inherits, by the variable that names them."""
+        found = {"UNISONO_SHM_FD": self._board, "UNISONO_STATUS_FD": self._page.fd}
         if self.job.payload_fd is not None:
-            found.update(PAYLOAD=self.job.payload_fd, RESULT=self.job.result_fds[rank])
+            found.update(UNISONO_PAYLOAD_FD=self.job.payload_fd, UNISONO_RESULT_FD=self.job.result_fds[rank])
         return found
 
-    def _environment(self, rank: int, descriptors: dict[str, int]) -> dict[str, str]:
+    def _environment(self, rank: int) -> dict[str, str]:
         return worker_environment(
             rank,
             self.job.workers,
             address=self._store.address,
             run_id=self.run_id,
-            descriptors=descriptors,
             threads=self.job.threads,
         )
 
     def _start_store(self) -> None:
         self._selector.unregister(self._store.listener)
-        self._store.start(self._environment(0, {}))
+        self._store.start(self._environment(0), self._starter)
 
     # -- 2. watch ------------------------------------------------------------------------------------------------------
 
@@ -189,14 +178,14 @@ class LocalRun:
                 if now >= until or not all(failure.consequence for failure in failures):
                     return
             elif self.job.timeout_s is not None:
-                until = self._workers[0].started + self.job.timeout_s
+                until = self._begin + self.job.timeout_s
                 if now >= until:
                     raise TimedOut(self._activities(now))
             self._pump(None if until is None else until - now)
 
     def _pump(self, wait_s: float | None) -> None:
         """Handle what has happened, waiting at most `wait_s` (None: for as long as it takes) for something to."""
-        polled = [worker for worker in self._workers if worker.pid_fd is None and worker.exited is None]
+        polled = [worker for worker in self._workers if worker.process.pid_fd is None and worker.exited is None]
         if polled:
             wait_s = _TICK_S if wait_s is None else min(wait_s, _TICK_S)
         for key, _ in self._selector.select(wait_s):
@@ -233,22 +222,21 @@ class LocalRun:
             if not isinstance(message, dict):
                 continue
             worker.ready = True
-            worker.failure = worker.failure or from_message(worker.rank, message, time.monotonic())
+            worker.failure = worker.failure or read_failure(worker.rank, message, time.monotonic())
         worker.text = unknown + worker.text
 
     def _on_exit(self, worker: Child) -> None:
-        status = exit_status(worker.process.pid)
+        status = worker.process.exit_status()
         if status is None:
             return
         worker.exited = time.monotonic()
-        if worker.pid_fd is not None:
-            self._selector.unregister(worker.pid_fd)
-            os.close(worker.pid_fd)
+        if worker.process.pid_fd is not None:
+            self._selector.unregister(worker.process.pid_fd)
         self._drain(worker)
         self.output.flush(worker.rank)
         if status != 0 and worker.failure is None:
             text = worker.text.decode("utf-8", "replace")
-            worker.failure = from_exit(worker.rank, status, worker.exited, text)
+            worker.failure = failure_of_exit(worker.rank, status, worker.exited, text)
 
     def _drain(self, worker: Child) -> None:
         """Take what the pipes hold now: a child of the worker may keep them open, so their end is not waited for."""
@@ -297,6 +285,7 @@ class LocalRun:
         )
         for worker in self._workers:
             self._forget(worker)
+        self._starter.close()
         if self._guard is not None:
             self._guard.done()
         self._selector.close()
@@ -308,7 +297,7 @@ class LocalRun:
     def _forget(self, worker: Child) -> None:
         with contextlib.suppress(OutputClosed):
             if worker.exited is None:
-                exit_status(worker.process.pid, wait=True)
+                worker.process.exit_status(wait=True)
                 self._on_exit(worker)
             self._drain(worker)  # what its children wrote after it
             self.output.flush(worker.rank)
@@ -319,12 +308,12 @@ class LocalRun:
     def _outcome(self) -> Outcome:
         failures = [worker.failure for worker in self._workers if worker.failure]
         workers, colour = self.job.workers, self.output.colour
-        return outcome_of(failures, self._stop_time, workers=workers, describe=self._describe, colour=colour)
+        return find_outcome(failures, self._stop_time, workers=workers, describe=self._describe, colour=colour)
 
-    def _describe(self, failure: Failure) -> Described:
+    def _describe(self, failure: Failure) -> WorkerDescription:
         rank, worker = failure.rank, self._workers[failure.rank]
         ran_s = failure.time - worker.started
-        return Described(
+        return WorkerDescription(
             f"rank {rank}, host {socket.gethostname()}, pid {worker.process.pid}, after {ran_s:.1f} s",
             self._activity(rank, failure.time),
             self._page.read(rank).step,

@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import sys
 
+from unisono.runtime.machine import read_boot_id, read_namespaces
 from unisono.runtime.memfd import anonymous_file
 
-__all__ = ["OfferedBoard", "open_offered"]
+__all__ = ["OfferedBoard", "open_board"]
 
 
 class OfferedBoard:
@@ -29,7 +30,7 @@ class OfferedBoard:
         """What an agent's environment says of it; "" where shared memory is not to be used."""
         if sys.platform != "linux" or os.environ.get("UNISONO_SHARED_MEMORY", "1") == "0":
             return ""
-        return f"{_kernel()} /proc/{os.getpid()}/fd/{self.fd}"
+        return f"{_machine_key()} /proc/{os.getpid()}/fd/{self.fd}"
 
     def renew(self) -> None:
         """A new one, for the next attempt."""
@@ -42,22 +43,19 @@ class OfferedBoard:
         os.close(self.fd)
 
 
-def open_offered(offer: str) -> int:
+def open_board(offer: str) -> int:
     """A descriptor of the board that was offered; -1 on another host, or where that may not be opened."""
-    kernel, _, address = offer.rpartition(" ")
-    if not kernel or os.environ.get("UNISONO_SHARED_MEMORY", "1") == "0":
+    machine, _, address = offer.rpartition(" ")
+    if not machine or os.environ.get("UNISONO_SHARED_MEMORY", "1") == "0":
         return -1
     try:
-        if kernel != _kernel() or "unisono-board" not in os.readlink(address):
+        if machine != _machine_key() or "unisono-board" not in os.readlink(address):
             return -1
         return os.open(address, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return -1
 
 
-def _kernel() -> str:
+def _machine_key() -> str:
     """The same for two processes just when they can reach each other's files in /proc."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        boot = file.read().strip()
-    spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid")]
-    return " ".join([boot, str(os.getuid()), *spaces])
+    return " ".join([read_boot_id(), str(os.getuid()), *read_namespaces("net", "pid")])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unisono.launchers.channel import Channel
-from unisono.launchers.failures import Failure, from_exit, from_message
+from unisono.launchers.failures import Failure, failure_of_exit, read_failure
 
 __all__ = ["Member"]
 
@@ -45,7 +45,7 @@ class Member:
             if isinstance(message, dict):
                 self.ready = True
                 message["time"] = now
-                self.failure = self.failure or from_message(self.rank, message, now)
+                self.failure = self.failure or read_failure(self.rank, message, now)
         self.text = unknown + self.text
 
     def take_status(self, message: dict[str, Any], now: float) -> None:
@@ -61,7 +61,7 @@ class Member:
         """The worker has ended; `status` is negative for a signal, as in subprocess."""
         self.ended = now
         if status != 0 and self.failure is None:
-            self.failure = from_exit(self.rank, status, now, self.text.decode("utf-8", "replace"))
+            self.failure = failure_of_exit(self.rank, status, now, self.text.decode("utf-8", "replace"))
 
     def activity(self) -> str:
         """What it last noted, in words; "" when it noted nothing."""

@@ -26,12 +26,14 @@ from unisono.launchers import guard
 from unisono.launchers.channel import GREETING_S, Channel, Frame, keep_alive
 from unisono.launchers.engines.engine import Engine, EngineError, Started, Work, agent_command
 from unisono.launchers.environment import worker_environment
-from unisono.launchers.failures import SETTLE_S, Described, Failure, Outcome, first_failure, outcome_of
-from unisono.launchers.local import Job, TimedOut
+from unisono.launchers.failures import SETTLE_S, Failure, Outcome, WorkerDescription, find_outcome, first_failure
+from unisono.launchers.forks import open_starter
+from unisono.launchers.job import Job, TimedOut
 from unisono.launchers.meeting_page import OfferedBoard
 from unisono.launchers.member import Member
 from unisono.launchers.output import Output, OutputClosed
 from unisono.launchers.store import HostedStore
+from unisono.runtime.machine import address_towards
 
 __all__ = ["RemoteRun"]
 
@@ -58,6 +60,7 @@ class RemoteRun:
         bind = "127.0.0.1" if engine.local else "0.0.0.0"
         backlog = max(128, 2 * job.workers)
         self._bind, self._backlog = bind, backlog
+        self._starter = open_starter(job.start)
         self._store = HostedStore(bind, backlog=backlog)  # of the engine and the first attempt
         self._later_store: HostedStore | None = None
         self._board = OfferedBoard()
@@ -111,7 +114,7 @@ class RemoteRun:
         port = self._listener.getsockname()[1]
         addresses = [(address, port) for address in self._addresses()]
         if self.engine.needs_store:
-            self._store.start(env)
+            self._store.start(env, self._starter)
         self._started = self.engine.start(
             Work(
                 workers=self.job.workers,
@@ -133,7 +136,7 @@ class RemoteRun:
     def _environment(self) -> dict[str, str]:
         """Of processes on this host that serve the run."""
         address = self._store.address
-        return worker_environment(0, self.job.workers, address=address, run_id=self.run_id, descriptors={}, threads=1)
+        return worker_environment(0, self.job.workers, address=address, run_id=self.run_id, threads=1)
 
     def _fresh_store(self, wanted: bool) -> HostedStore:
         """The store of an attempt: torch's own groups take addresses of an earlier attempt for this one's.
@@ -145,14 +148,14 @@ class RemoteRun:
             self._close_later_store()
             store = self._later_store = HostedStore(self._bind, backlog=self._backlog)
         if wanted and not store.serving:
-            store.start(self._environment())
+            store.start(self._environment(), self._starter)
         elif not store.serving:
             self._selector.register(store.listener, selectors.EVENT_READ, partial(self._serve, store))
         return store
 
     def _serve(self, store: HostedStore) -> None:
         self._selector.unregister(store.listener)
-        store.start(self._environment())
+        store.start(self._environment(), self._starter)
 
     def _close_later_store(self) -> None:
         if self._later_store is not None:
@@ -164,11 +167,8 @@ class RemoteRun:
         """Where other hosts may reach this one: the addresses from which it would speak to them."""
         if self.engine.local:
             return ["127.0.0.1"]
-        found: list[str] = []
-        for host in [*self.engine.hosts_to_reach(), "192.0.2.1"]:  # the last stands for anywhere; nothing is sent
-            with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect((host, 9))
-                found.append(probe.getsockname()[0])
+        hosts = [*self.engine.hosts_to_reach(), "192.0.2.1"]  # the last stands for anywhere
+        found = [address for host in hosts if (address := address_towards(host))]
         return list(dict.fromkeys([*found, socket.gethostname()]))
 
     # -- 2. meet -------------------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ class RemoteRun:
         self._waiting = {}
         hosts = list(dict.fromkeys(member.identity for member in self._members))
         attempt_id = secrets.token_hex(8)
-        env = self._forwarded()
+        env = self._forwarded_variables()
         boards = {member.board for member in self._members} if len(hosts) == 1 else set()
         on_board = boards == {self._board.number} and len({member.host for member in self._members}) == 1
         store_port = self._fresh_store(wanted=self.job.workers > 1 and not on_board).address[1]
@@ -250,7 +250,7 @@ class RemoteRun:
                 attempt_id=attempt_id,
             )
 
-    def _forwarded(self) -> dict[str, str | None]:
+    def _forwarded_variables(self) -> dict[str, str | None]:
         """Variables for the workers; None for one that is to be unset."""
         env: dict[str, str | None] = {name: os.environ[name] for name in _FORWARDED if name in os.environ}
         if self.engine.environment() == "torchrun":
@@ -272,7 +272,7 @@ class RemoteRun:
             ):
                 if self._attempt >= self.engine.restarts or self._engine_ended is not None:
                     return
-                self._again(failures)
+                self._restart(failures)
             if not self._members and len(self._waiting) == self.job.workers:
                 self._begin_attempt()
             self._check_start(now)
@@ -281,14 +281,14 @@ class RemoteRun:
             self._check_engine(now)
             self._pump(_TICK_S)
 
-    def _again(self, failures: Sequence[Failure]) -> None:
+    def _restart(self, failures: Sequence[Failure]) -> None:
         """Have the agents end; the engine sees it and starts all workers again."""
         first = first_failure(failures)
-        told = " ".join(first.message.split()) if first.kind == "exception" else ""
+        message = " ".join(first.message.split()) if first.kind == "exception" else ""
         self._attempt += 1
         self._board.renew()
         self.output.say(
-            f"unisono: worker {first.rank} failed: {first.headline}{': ' if told else ''}{told[:200]}; "
+            f"unisono: worker {first.rank} failed: {first.headline}{': ' if message else ''}{message[:200]}; "
             f"all workers start again (restart {self._attempt} of {self.engine.restarts})"
         )
         self._send_stop(lambda member: _FAILED_ITSELF if member.failure else _AFTER_FAILURE)
@@ -422,6 +422,7 @@ class RemoteRun:
             self._forget(channel)
         self._close_later_store()
         self._store.close()
+        self._starter.close()
         self._board.close()
         guard.sweep(self.run_id, self._started.sessions() if self._started else (), patience_s=0.3)
         if self._started is not None:
@@ -445,12 +446,12 @@ class RemoteRun:
 
     def _outcome(self) -> Outcome:
         workers, colour = self.job.workers, self.output.colour
-        return outcome_of(self._failures(), self._stop_time, workers=workers, describe=self._describe, colour=colour)
+        return find_outcome(self._failures(), self._stop_time, workers=workers, describe=self._describe, colour=colour)
 
-    def _describe(self, failure: Failure) -> Described:
+    def _describe(self, failure: Failure) -> WorkerDescription:
         rank, member = failure.rank, self._members[failure.rank]
         ran_s = failure.time - member.started
-        return Described(
+        return WorkerDescription(
             f"rank {rank}, host {member.host}, pid {member.pid}, after {ran_s:.1f} s",
             member.activity(),
             member.step,

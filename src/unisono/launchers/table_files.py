@@ -2,7 +2,7 @@
 
 The rows of a Spark DataFrame or a Ray Dataset come to the agent in pieces (Arrow, NumPy). Each column of numbers is
 appended to an unlinked file of its own, so that the worker maps it as one array, also where it is larger than memory.
-Text and bytes are one file of contents and one of ends. `unisono.data.tables` reads them.
+Text and bytes are one file of contents and one of ends. runtime/table_part.py reads them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, Any
 
-__all__ = ["PartFiles", "arrow_columns", "listing"]
+__all__ = ["TableFiles", "arrow_columns", "write_listing"]
 
 
-class PartFiles:
+class TableFiles:
     """The files of one part. `name` is what errors call the table."""
 
     def __init__(self, name: str) -> None:
@@ -114,7 +114,7 @@ class PartFiles:
         return len(self._files) - 1
 
 
-def listing(parts: Sequence[PartFiles]) -> IO[bytes]:
+def write_listing(parts: Sequence[TableFiles]) -> IO[bytes]:
     """An open file that describes them all, for UNISONO_PARTS in the worker's environment."""
     file = tempfile.TemporaryFile(prefix="unisono-parts-")  # noqa: SIM115  # open as long as the worker lives
     file.write(json.dumps([part.describe() for part in parts]).encode())
@@ -123,7 +123,7 @@ def listing(parts: Sequence[PartFiles]) -> IO[bytes]:
 
 
 def arrow_columns(name: str, batch: Any) -> dict[str, Any]:
-    """The columns of an Arrow record batch as `PartFiles.add` takes them, without a copy where there need be none."""
+    """The columns of an Arrow record batch as `TableFiles.add` takes them, without a copy where there need be none."""
     import pyarrow as pa
 
     return {

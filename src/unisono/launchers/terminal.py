@@ -9,7 +9,8 @@ from types import FrameType
 from typing import Protocol
 
 from unisono.launchers.failures import Outcome
-from unisono.launchers.local import Job, LocalRun
+from unisono.launchers.job import Job
+from unisono.launchers.local import LocalRun
 from unisono.launchers.output import Output, OutputClosed
 
 __all__ = ["run_in_terminal"]

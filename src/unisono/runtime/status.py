@@ -14,7 +14,7 @@ from time import monotonic
 
 from unisono.runtime.memfd import anonymous_file
 
-__all__ = ["StatusPage", "WorkerStatus", "note"]
+__all__ = ["StatusPage", "WorkerStatus", "attach", "note"]
 
 _MAGIC = b"unisono status 1"
 _HEADER = struct.Struct("<16sQ")  # magic, number of rows
@@ -80,7 +80,7 @@ def _row(rank: int) -> int:
     return _HEADER_BYTES + rank * _ROW_BYTES
 
 
-def _attach() -> tuple[mmap.mmap | None, int]:
+def _find_row() -> tuple[mmap.mmap | None, int]:
     """This worker's page and the offset of its row; (None, 0) outside a launcher.
 
     The magic is checked because a program started by a worker inherits the variable, but not the descriptor it names.
@@ -96,7 +96,13 @@ def _attach() -> tuple[mmap.mmap | None, int]:
     return page, _row(rank)
 
 
-_page, _offset = _attach()
+_page, _offset = _find_row()
+
+
+def attach() -> None:
+    """Look again for this worker's page: for a worker that was forked after this module was imported."""
+    global _page, _offset
+    _page, _offset = _find_row()
 
 
 def note(step: int | None = None, doing: str | None = None) -> None:

@@ -22,7 +22,7 @@ from unisono.launchers.failures import EngineError
 from unisono.runtime.memfd import anonymous_file
 
 if TYPE_CHECKING:
-    from unisono.launchers.local import Job
+    from unisono.launchers.job import Job
     from unisono.launchers.output import Mode
 
 __all__ = ["Engine", "EngineError", "ProcessStarted", "Started", "Work", "agent_command", "find_program"]
@@ -115,7 +115,7 @@ class Engine:
 
         For the command line: it takes over signals, shows the output, and one report on standard error.
         """
-        from unisono.launchers.local import Job
+        from unisono.launchers.job import Job
         from unisono.launchers.remote import RemoteRun
         from unisono.launchers.terminal import run_in_terminal
 
@@ -139,9 +139,9 @@ class Engine:
         Tables of the engine among the arguments become parts of them: an engine that has tables has a field `tables`.
         """
         from unisono.launchers.calls import call_on
-        from unisono.launchers.worker.task import lift_tables
+        from unisono.launchers.worker.task import replace_tables
 
-        lifted, keywords, tables = lift_tables(args, kwargs or {}, self.is_table)
+        lifted, keywords, tables = replace_tables(args, kwargs or {}, self.is_table)
         engine = copy.copy(self)
         if tables:
             object.__setattr__(engine, "tables", tuple(tables))

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from unisono.launchers.engines.engine import Engine, EngineError, Work
-from unisono.launchers.table_files import PartFiles
+from unisono.launchers.table_files import TableFiles
 from unisono.launchers.worker.task import FAILED, run_agent
 
 if TYPE_CHECKING:
@@ -324,7 +324,7 @@ class _Actor:
         """One worker, from the beginning to its end."""
         parts = []
         for name, table in tables:
-            part = PartFiles(name)
+            part = TableFiles(name)
             for batch in table.iter_batches(batch_size=None, batch_format="numpy"):
                 part.add(batch)
             parts.append(part)

@@ -24,7 +24,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from unisono.launchers.engines.engine import Engine, EngineError, Work
-from unisono.launchers.table_files import PartFiles, arrow_columns
+from unisono.launchers.table_files import TableFiles, arrow_columns
 from unisono.launchers.worker.task import FAILED, run_agent
 
 if TYPE_CHECKING:
@@ -293,28 +293,28 @@ def _task(
     env: Mapping[str, str],
     workers: int,
     names: Sequence[str],
-    fill: Callable[[list[PartFiles], Iterable[Any]], None],
+    fill: Callable[[list[TableFiles], Iterable[Any]], None],
     rows: Iterable[Any],
 ) -> Iterator[tuple[int, int, str]]:
     from pyspark import BarrierTaskContext
 
-    parts = [PartFiles(name) for name in names]
+    parts = [TableFiles(name) for name in names]
     fill(parts, rows)
     rank = BarrierTaskContext.get().partitionId()
     yield (rank, *run_agent(env, rank, workers, parts))
 
 
-def _nothing(parts: list[PartFiles], rows: Iterable[Any]) -> None:
+def _nothing(parts: list[TableFiles], rows: Iterable[Any]) -> None:
     """The rows are only there to have partitions; Spark throws a process away that has not read them."""
     for _ in rows:
         pass
 
 
-def _one(parts: list[PartFiles], rows: Iterable[Any]) -> None:
+def _one(parts: list[TableFiles], rows: Iterable[Any]) -> None:
     parts[0].add_samples(rows)
 
 
-def _several(parts: list[PartFiles], rows: Iterable[Any]) -> None:
+def _several(parts: list[TableFiles], rows: Iterable[Any]) -> None:
     """Pieces of several tables, as `_pieces` made them."""
     for _, (number, piece) in rows:
         if isinstance(piece, bytes):
@@ -323,7 +323,7 @@ def _several(parts: list[PartFiles], rows: Iterable[Any]) -> None:
             parts[number].add_samples(piece)
 
 
-def _add_arrow(part: PartFiles, piece: bytes) -> None:
+def _add_arrow(part: TableFiles, piece: bytes) -> None:
     import pyarrow as pa
 
     with pa.ipc.open_stream(piece) as stream:
@@ -336,7 +336,7 @@ def _arrow_task(env: Mapping[str, str], workers: int, name: str, batches: Iterab
     import pyarrow as pa
     from pyspark import BarrierTaskContext
 
-    part = PartFiles(name)
+    part = TableFiles(name)
     for batch in batches:
         part.add(arrow_columns(name, batch))
     rank = BarrierTaskContext.get().partitionId()

@@ -1,4 +1,4 @@
-"""The launcher's hand on a worker's host: an engine starts one for each worker, and it starts and watches that worker.
+"""The agent of one worker: an engine starts it on the worker's host, and it starts and watches that worker.
 
 Started by start.py, without torch, with UNISONO_LAUNCHER (addresses), UNISONO_TOKEN and UNISONO_ENGINE
 in the environment.
@@ -22,25 +22,26 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from unisono.launchers import guard
 from unisono.launchers.channel import Channel, Frame, Unreachable, connect
-from unisono.launchers.child import exit_status, pid_fd
 from unisono.launchers.environment import threads_per_worker, worker_environment
-from unisono.launchers.meeting_page import open_offered
+from unisono.launchers.forks import open_starter
+from unisono.launchers.meeting_page import open_board
+from unisono.launchers.processes import Command, Process
 from unisono.launchers.worker.program import die_with
+from unisono.runtime.machine import interface_of_address, read_boot_id, read_namespaces
 from unisono.runtime.memfd import anonymous_file
 from unisono.runtime.place import Place, read_place
 from unisono.runtime.status import StatusPage
 
-__all__ = ["Agent", "identity", "interface_of", "launcher_addresses", "serve_worker"]
+__all__ = ["Agent", "identity", "launcher_addresses", "serve_worker"]
 
 _UNREACHED, _DRAIN_S = 97, 10.0
 _ON_SIGTERM = ((0.0, signal.SIGTERM), (1.0, signal.SIGKILL))
 _ON_LOSS = ((0.0, signal.SIGKILL),)
-_KEPT = ("stdout", "stderr", "report")
+_PIPES = ("stdout", "stderr", "report")
 
 
 class Agent:
@@ -51,9 +52,10 @@ class Agent:
         self.run_id = secrets.token_hex(12)
         self._selector = selectors.DefaultSelector()
         self._schedule: list[tuple[float, int]] = []
-        self._process: subprocess.Popen[bytes] | None = None
+        self._starter = open_starter("fresh")
+        self._process: Process | None = None
         self._payload, self._result = -1, -1
-        self._board = open_offered(os.environ.pop("UNISONO_BOARD", ""))
+        self._board = open_board(os.environ.pop("UNISONO_BOARD", ""))
         self._pieces: list[bytes] = []
         self._start: dict[str, Any] | None = None
         self._status: int | None = None  # of the worker, as subprocess counts it
@@ -81,7 +83,7 @@ class Agent:
             pid=os.getpid(),
         )
         self._selector.register(self.channel, selectors.EVENT_READ, self._on_launcher)
-        while self._start is None and not self._ending:
+        while self._start is None and not self._is_ending:
             self._pump(None)
         if self._start is None:
             return self._leave or 1
@@ -93,7 +95,7 @@ class Agent:
         return self._leave if self._leave is not None else self._code()
 
     @property
-    def _ending(self) -> bool:
+    def _is_ending(self) -> bool:
         return self._lost or self._leave is not None or bool(self._schedule)
 
     def _on_launcher(self) -> None:
@@ -106,9 +108,9 @@ class Agent:
             self._selector.unregister(self.channel)
             self._stop(_ON_LOSS)
         for frame in frames or ():
-            self._obey(frame)
+            self._follow(frame)
 
-    def _obey(self, frame: Frame) -> None:
+    def _follow(self, frame: Frame) -> None:
         if frame.kind == "P":
             self._pieces.append(frame.body)
             return
@@ -119,10 +121,9 @@ class Agent:
         elif kind == "stop":
             self._stop([(delay, signal.Signals(number)) for delay, number in message["schedule"]])
         elif kind == "signal" and self._process is not None and self._status is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, message["number"])
+            self._process.send_group(message["number"])
         elif kind == "status":
-            self._tell("doing")
+            self._send_status("doing")
         elif kind == "exit":
             self._leave = message["status"]
 
@@ -132,37 +133,34 @@ class Agent:
         self._set_up(start)
         self._page = StatusPage.create(self.place.size)
         report_fd, report_end = os.pipe()
-        descriptors = {"STATUS": self._page.fd, "REPORT": report_end}
+        descriptors = {"UNISONO_STATUS_FD": self._page.fd, "UNISONO_REPORT_FD": report_end, **_engine_descriptors()}
         if start["board"]:
-            descriptors["SHM"] = self._board
+            descriptors["UNISONO_SHM_FD"] = self._board
         if start["function"]:
             self._payload, self._result = anonymous_file("unisono-function"), anonymous_file("unisono-result")
             with open(self._payload, "wb", closefd=False) as file:
                 file.writelines(self._pieces)
             self._pieces.clear()
-            descriptors.update(PAYLOAD=self._payload, RESULT=self._result)
-        process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("program.py")), *start["program"]],
-            env=self._environment(start, descriptors),
-            pass_fds=(*descriptors.values(), *_engine_descriptors()),
+            descriptors.update(UNISONO_PAYLOAD_FD=self._payload, UNISONO_RESULT_FD=self._result)
+        command = Command(
+            start["program"],
+            self._environment(start),
+            descriptors,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,
-            bufsize=0,
         )
+        process = self._process = self._starter.start(command)
         os.close(report_end)
         assert process.stdout is not None
         assert process.stderr is not None
-        self._process = process
-        self._pid_fd = pid_fd(process.pid)
-        self._fds = dict(zip(_KEPT, (process.stdout.fileno(), process.stderr.fileno(), report_fd), strict=True))
+        self._fds = dict(zip(_PIPES, (process.stdout, process.stderr, report_fd), strict=True))
         for name, fd in self._fds.items():
             os.set_blocking(fd, False)
             self._selector.register(fd, selectors.EVENT_READ, partial(self._relay, name))
-        if self._pid_fd is not None:
-            self._selector.register(self._pid_fd, selectors.EVENT_READ, self._on_exit)
-        self._tell("started")
+        if process.pid_fd is not None:
+            self._selector.register(process.pid_fd, selectors.EVENT_READ, self._on_exit)
+        self._send_status("started")
 
     def _set_up(self, start: dict[str, Any]) -> None:
         for name, value in start["env"].items():
@@ -179,11 +177,11 @@ class Agent:
                     f"{socket.gethostname()} ({error.strerror}): the program must lie in the same place on every host"
                 ) from None
         mine = self.channel.sock.getsockname()[0]
-        interface = interface_of(mine)
+        interface = interface_of_address(mine)
         if "GLOO_SOCKET_IFNAME" not in os.environ and interface not in ("", "lo"):
             os.environ["GLOO_SOCKET_IFNAME"] = interface  # a host's own name often means the loopback device
 
-    def _environment(self, start: dict[str, Any], descriptors: dict[str, int]) -> dict[str, str]:
+    def _environment(self, start: dict[str, Any]) -> dict[str, str]:
         per_task = os.environ.get("SLURM_CPUS_PER_TASK", "")
         share = int(per_task) if per_task.isdigit() else threads_per_worker(start["local_size"])
         threads = start["threads"] or (None if "OMP_NUM_THREADS" in os.environ else share)
@@ -192,7 +190,6 @@ class Agent:
             self.place.size,
             address=(self.channel.sock.getpeername()[0], start["store_port"]),
             run_id=self.run_id,
-            descriptors=descriptors,
             threads=threads,
         )
         for name in ("UNISONO_TOKEN", "UNISONO_LAUNCHER", "UNISONO_ENGINE"):  # the worker has no use for them
@@ -204,6 +201,7 @@ class Agent:
             GROUP_WORLD_SIZE=str(start["hosts"]),
             TORCHELASTIC_RESTART_COUNT=str(start["attempt"]),
             UNISONO_ATTEMPT=start["attempt_id"],
+            UNISONO_AGENT_PID=str(os.getpid()),
         )
         return env
 
@@ -213,12 +211,12 @@ class Agent:
         """Until the worker has ended and the launcher knows, or has gone."""
         assert self._process is not None
         while self._status is None:
-            self._pump(0.1 if self._pid_fd is None or self._schedule else None)
+            self._pump(0.1 if self._process.pid_fd is None or self._schedule else None)
             self._on_exit()
         self._drain()
         if self._status == 0 and self._result >= 0:
             self._send_result()
-        self._tell("ended", status=self._status)
+        self._send_status("ended", status=self._status)
         deadline = time.monotonic() + _DRAIN_S
         while self._leave is None and not self._lost and time.monotonic() < deadline:
             self._pump(deadline - time.monotonic())
@@ -230,8 +228,7 @@ class Agent:
         while self._schedule and self._schedule[0][0] <= now:
             number = self._schedule.pop(0)[1]
             if self._process is not None and self._status is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._process.pid, number)
+                self._process.send(number)
         if self._schedule:
             wait_s = min(self._schedule[0][0] - now, 60.0 if wait_s is None else wait_s)
         for key, _ in self._selector.select(wait_s):
@@ -271,10 +268,9 @@ class Agent:
     def _on_exit(self) -> None:
         assert self._process is not None
         if self._status is None:
-            self._status = exit_status(self._process.pid)
-            if self._status is not None and self._pid_fd is not None:
-                self._selector.unregister(self._pid_fd)
-                os.close(self._pid_fd)
+            self._status = self._process.exit_status()
+            if self._status is not None and self._process.pid_fd is not None:
+                self._selector.unregister(self._process.pid_fd)
 
     def _send_result(self) -> None:
         size, done = os.fstat(self._result).st_size, 0
@@ -283,7 +279,7 @@ class Agent:
             self._send("R", piece)
             done += len(piece)
 
-    def _tell(self, kind: str, **fields: Any) -> None:
+    def _send_status(self, kind: str, **fields: Any) -> None:
         status = self._page.read(self.place.rank)
         since_s = time.monotonic() - status.doing_since if status.doing else 0.0
         pid = self._process.pid if self._process is not None else 0
@@ -311,9 +307,10 @@ class Agent:
         if self._process is None:
             return
         if self._status is None:
-            self._process.kill()
+            self._process.send(signal.SIGKILL)
         guard.sweep(self.run_id, [self._process.pid], patience_s=0.15, manager_patience_s=0.0 if self._lost else 3.0)
-        self._process.wait()
+        self._process.close()
+        self._starter.close()
         self.channel.close()
 
     def _code(self) -> int:
@@ -322,36 +319,18 @@ class Agent:
         return 128 - self._status if self._status < 0 else self._status
 
 
-def _engine_descriptors() -> list[int]:
+def _engine_descriptors() -> dict[str, int]:
     """What the engine left open for the worker itself: MPICH's connection for MPI_Init."""
     text = os.environ.get("PMI_FD", "")
-    return [int(text)] if text.isdigit() and os.path.exists(f"/proc/self/fd/{text}") else []
+    return {"PMI_FD": int(text)} if text.isdigit() and os.path.exists(f"/proc/self/fd/{text}") else {}
 
 
 def identity() -> str:
     """The same for two workers just when they are on one host and see the same accelerators."""
     parts = [os.environ.get("CUDA_VISIBLE_DEVICES", "")]
     with contextlib.suppress(OSError):
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            parts.append(file.read().strip())
-        parts.append(os.readlink("/proc/self/ns/net"))
+        parts += [read_boot_id(), *read_namespaces("net")]
     return " ".join([socket.gethostname(), *parts])
-
-
-def interface_of(address: str) -> str:
-    """The network interface that has this IPv4 address, "" where it cannot be found."""
-    if sys.platform != "linux":
-        return ""
-    import fcntl
-    import struct
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                found = fcntl.ioctl(sock, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-                if socket.inet_ntoa(found[20:24]) == address:
-                    return name
-    return ""
 
 
 def launcher_addresses() -> list[tuple[str, int]]:

@@ -17,7 +17,7 @@ import time
 
 from unisono.launchers import guard
 from unisono.launchers.channel import Channel, Unreachable, connect
-from unisono.launchers.child import pid_fd
+from unisono.launchers.processes import pid_fd
 
 __all__ = ["serve_host"]
 

@@ -1,6 +1,6 @@
 """What runs in a worker process around the user's program.
 
-Started by file (`python program.py script.py args…`, `-m module args…`, `--function`, `--store FD PORT`), so that
+Started by file (`python program.py script.py args…`, `-m module args…`, `--function`, `--store PORT`), so that
 nothing of Unisono, and no torch, is imported before the user's program asks for it.
 
 1. Tie this process to the launcher: it dies when the launcher does.
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     die_with(int(os.environ.pop("UNISONO_LAUNCHER_PID")))
     _fix_import_path()
     if arguments[0] == "--store":
-        _serve_store(int(arguments[1]), int(arguments[2]))
+        _serve_store(int(os.environ["UNISONO_STORE_FD"]), int(arguments[1]))
     _keep_descriptors_private()
     reports = _Reports(int(os.environ["UNISONO_REPORT_FD"]))
     # Ignored where the launcher was started in the background of a script; only the launcher can send it here.
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # so that lines show as they are printed, also in a pipe or a file
             stream.reconfigure(line_buffering=True)
-    return _guarded(_program(arguments), reports)
+    return _run_guarded(_program(arguments), reports)
 
 
 # -- 1. this process and the launcher ------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def _read_all(fd: int) -> bytes:
 # -- 3. run it ---------------------------------------------------------------------------------------------------------
 
 
-def _guarded(program: Callable[[], None], reports: _Reports) -> int:
+def _run_guarded(program: Callable[[], None], reports: _Reports) -> int:
     try:
         reports.send("ready")  # from here on SIGINT is handled quietly, and the launcher may send it
         program()

@@ -1,7 +1,7 @@
 """Inside an engine's own process (a Ray actor, a Spark task): run one worker's agent there, beside the data.
 
 Also how tables get there: among the arguments of a function they are replaced by a `TablePart`, which every worker
-opens as its own rows (parts.py writes them, `unisono.data.tables` reads them).
+opens as its own rows (table_files.py writes them, runtime/table_part.py reads them).
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from unisono.launchers.engines.engine import agent_command
-from unisono.launchers.table_files import PartFiles, listing
+from unisono.launchers.table_files import TableFiles, write_listing
 
-__all__ = ["FAILED", "lift_tables", "run_agent"]
+__all__ = ["FAILED", "replace_tables", "run_agent"]
 
 FAILED = 1
 
 
-def run_agent(env: Mapping[str, str], rank: int, workers: int, parts: Sequence[PartFiles] = ()) -> tuple[int, str]:
+def run_agent(env: Mapping[str, str], rank: int, workers: int, parts: Sequence[TableFiles] = ()) -> tuple[int, str]:
     """Run the agent of `rank` to its end; its exit status and what it wrote itself (only where it could not start).
 
     A process of its own: engines use theirs for other tasks too, and it must end with this one, however this one ends.
     """
     place = {"RANK": str(rank), "WORLD_SIZE": str(workers), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     env = {**os.environ, **env, **place, "UNISONO_AGENT_PARENT": str(os.getpid())}
-    with listing(parts) as told, tempfile.TemporaryFile() as said:
+    with write_listing(parts) as told, tempfile.TemporaryFile() as said:
         if parts:
             env["UNISONO_PARTS"] = f"/proc/{os.getpid()}/fd/{told.fileno()}"
         agent = subprocess.Popen(agent_command(None), env=env, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
@@ -45,7 +45,7 @@ def run_agent(env: Mapping[str, str], rank: int, workers: int, parts: Sequence[P
     return status, words
 
 
-def lift_tables(
+def replace_tables(
     args: Sequence[Any], kwargs: Mapping[str, Any], is_table: Callable[[Any], bool]
 ) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:
     """The arguments with a `TablePart` in place of each table, also inside lists, tuples and dicts; and the tables."""
@@ -53,7 +53,7 @@ def lift_tables(
 
     def lift(value: Any) -> Any:
         if is_table(value):
-            from unisono.data.tables import TablePart
+            from unisono.runtime.table_part import TablePart  # imports numpy
 
             number = next((i for i, table in enumerate(tables) if table is value), len(tables))
             if number == len(tables):

@@ -1,0 +1,301 @@
+"""Workers forked from a process that has imported torch already: they begin in milliseconds instead of seconds.
+
+A fork server (worker/fork_server.py) belongs to a program: the first `un.launch` starts it, later ones use it, and it
+ends with the program. Or to a user, for `unisono run --warm`: see warm.py. A run holds a connection to its server; the
+connection's end is the end of the run's workers, as the launcher's end is that of fresh ones.
+
+The variable UNISONO_WARM set to 0 keeps all workers fresh; 1, or a folder for its sockets, makes all runs use the
+user's server.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from unisono.launchers.fork_context import process_context, soft_limits
+from unisono.launchers.job import StartMethod
+from unisono.launchers.processes import Command, FreshProcess, FreshStarter, Process, Starter, Streams, send_by_pid_fd
+from unisono.runtime.memfd import anonymous_file
+
+__all__ = ["ForkStarter", "NoServer", "open_starter", "server_command", "server_environment"]
+
+_SERVER = Path(__file__).parent / "worker" / "fork_server.py"
+_PADDING = 512  # room for the names of runs, each of 24 digits; see _show_run in fork_server.py
+_ANSWER_S = 60.0  # a server that has just been started imports torch first
+
+
+class NoServer(Exception):
+    """The fork server has ended, or cannot be reached."""
+
+
+def open_starter(method: StartMethod) -> Starter:
+    """What starts a run's processes; a fresh one where servers do not work or are not wanted."""
+    wanted = os.environ.get("UNISONO_WARM", "")
+    if wanted == "0" or sys.platform != "linux" or not hasattr(os, "pidfd_open"):
+        return FreshStarter()
+    with contextlib.suppress(NoServer, OSError):
+        if wanted or method == "warm":
+            from unisono.launchers.warm import connect_warm
+
+            return ForkStarter(connect_warm(), say_why=method == "warm")
+        if method == "fork":
+            return ForkStarter(_connect_own())
+    return FreshStarter()
+
+
+# -- the server of this program ----------------------------------------------------------------------------------------
+
+
+class _OwnServer:
+    """The fork server of this process, and the socket over which it is sent its connections."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = server_command(theirs.fileno(), owner=self.owner)
+        with theirs:
+            self.process = subprocess.Popen(
+                command,
+                env=server_environment(os.environ),
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        atexit.register(self.close)
+
+    def usable(self) -> bool:
+        """Whether it is this process's own and still runs."""
+        return self.owner == os.getpid() and self.process.poll() is None
+
+    def connect(self) -> socket.socket:
+        """A connection for one run."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                socket.send_fds(self.control, [b"connection"], [theirs.fileno()])
+            except OSError as error:
+                ours.close()
+                raise NoServer(str(error)) from error
+        return ours
+
+    def close(self) -> None:
+        """End the server; a copy of this object in a forked child leaves it alone."""
+        if self.owner != os.getpid():
+            return
+        with contextlib.suppress(OSError):
+            self.control.shutdown(socket.SHUT_RDWR)  # also where a forked child holds a copy of it
+        self.control.close()
+        self.process.wait()
+        atexit.unregister(self.close)
+
+
+_own: _OwnServer | None = None
+_own_lock = threading.Lock()
+
+
+def _connect_own() -> socket.socket:
+    global _own
+    with _own_lock:
+        if _own is None or not _own.usable():
+            if _own is not None:
+                _own.close()
+            _own = _OwnServer()
+        return _own.connect()
+
+
+def server_command(fd: int, *, owner: int = 0, idle_s: float = 0.0, path: str = "") -> list[str]:
+    """How a fork server is started."""
+    return [sys.executable, str(_SERVER), str(fd), str(owner), str(idle_s), path]
+
+
+def server_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a fork server: a worker's, and room for the name of a run."""
+    from unisono.launchers.environment import ALLOCATOR
+
+    found = {name: value for name, value in env.items() if not (name.startswith("UNISONO_") and name.endswith("_FD"))}
+    if not ALLOCATOR.keys() & found.keys():
+        found.update(ALLOCATOR)
+    found["OPENBLAS_NUM_THREADS"] = "1"  # it starts its threads when it is loaded
+    found["UNISONO_RUN"] = env.get("UNISONO_RUN", "").ljust(_PADDING, ":")
+    return found
+
+
+# -- a run's connection ------------------------------------------------------------------------------------------------
+
+
+class ForkStarter:
+    """Starts the processes of one run by a fork server, or as fresh ones where the server says that it cannot."""
+
+    def __init__(self, sock: socket.socket, *, say_why: bool = False) -> None:
+        self._sock: socket.socket | None = sock
+        self._say_why = say_why
+        self._context = process_context()
+        self._ended: dict[int, int] = {}
+        self.refusals: list[str] = []
+
+    def start(self, command: Command, *, timeout_s: float | None = None) -> Process:
+        """See Starter."""
+        if self._sock is None:
+            return FreshProcess(command)
+        streams = Streams(command.stdin, command.stdout, command.stderr)
+        try:
+            answer, fds = self._ask(command, streams, _ANSWER_S if timeout_s is None else min(_ANSWER_S, timeout_s))
+        except BaseException as error:
+            streams.close_ours()
+            if not isinstance(error, NoServer):
+                raise
+            self._sock.close()
+            self._sock = None
+            return FreshProcess(command)
+        finally:
+            streams.close_theirs()
+        if answer["kind"] == "forked":
+            return _ForkedProcess(self, answer["pid"], fds[0], streams)
+        streams.close_ours()
+        self._note_refusal(answer["reason"])
+        return FreshProcess(command)
+
+    def close(self) -> None:
+        """See Starter: the server ends and reaps what is left."""
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+
+    def _ask(self, command: Command, streams: Streams, timeout_s: float) -> tuple[dict[str, Any], list[int]]:
+        assert self._sock is not None
+        body, folder = anonymous_file("unisono-fork"), os.open(".", os.O_PATH | os.O_DIRECTORY)
+        try:
+            with open(body, "w", closefd=False) as file:
+                json.dump(self._describe(command), file)
+            os.lseek(body, 0, os.SEEK_SET)
+            fds = [body, *streams.theirs, folder, *command.descriptors.values()]
+            try:
+                socket.send_fds(self._sock, [b"fork"], fds)
+            except OSError as error:
+                raise NoServer(str(error)) from error
+        finally:
+            os.close(body)
+            os.close(folder)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            answer, received = self._receive(deadline)
+            if answer["kind"] in ("forked", "refused"):
+                return answer, received
+
+    def _describe(self, command: Command) -> dict[str, Any]:
+        """All that a fresh child would have from this process."""
+        ignored = [s for s in signal.valid_signals() if signal.getsignal(s) is signal.SIG_IGN]
+        umask = os.umask(0o077)
+        os.umask(umask)
+        return {
+            "program": list(command.program),
+            "env": dict(command.env),
+            "descriptors": list(command.descriptors),
+            "context": self._context,
+            "path": _import_folders(command),
+            "ignored_signals": [int(s) for s in ignored if s not in (signal.SIGPIPE, signal.SIGXFSZ)],
+            "blocked_signals": [int(s) for s in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+            "umask": umask,
+            "limits": soft_limits(),
+            "cores": sorted(os.sched_getaffinity(0)),
+        }
+
+    def _receive(self, deadline: float) -> tuple[dict[str, Any], list[int]]:
+        """The next message; TimeoutError at the deadline. Takes note of processes that have ended."""
+        assert self._sock is not None
+        self._sock.settimeout(max(0.001, deadline - time.monotonic()))
+        try:
+            data, fds, _, _ = socket.recv_fds(self._sock, 1 << 16, 1)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise NoServer(str(error)) from error
+        if not data:
+            raise NoServer("the fork server has ended")
+        message: dict[str, Any] = json.loads(data)
+        if message["kind"] == "ended":
+            self._ended[message["pid"]] = message["status"]
+        return message, fds
+
+    def wait_status(self, pid: int) -> int:
+        """How a forked process that has ended did; killed, where the server has gone with it."""
+        deadline = time.monotonic() + 5.0
+        with contextlib.suppress(NoServer, TimeoutError):
+            while pid not in self._ended and self._sock is not None:
+                self._receive(deadline)
+        return self._ended.get(pid, -signal.SIGKILL)
+
+    def _note_refusal(self, reason: str) -> None:
+        if self._say_why and not self.refusals:
+            print(f"unisono: workers are started without the warm server: {reason}", file=sys.stderr)
+        self.refusals.append(reason)
+
+
+class _ForkedProcess:
+    """A process that a fork server forked: the server's child, but in all else as one of ours."""
+
+    def __init__(self, starter: ForkStarter, pid: int, pid_fd: int, streams: Streams) -> None:
+        self._starter, self.pid, self._streams = starter, pid, streams
+        self.pid_fd: int | None = pid_fd
+        self.stdin, self.stdout, self.stderr = streams.ours
+        self._status: int | None = None
+
+    def exit_status(self, *, wait: bool = False) -> int | None:
+        """See Process."""
+        if self._status is None and self._has_ended(wait):
+            self._status = self._starter.wait_status(self.pid)
+        return self._status
+
+    def _has_ended(self, wait: bool) -> bool:
+        import select
+
+        assert self.pid_fd is not None
+        poll = select.poll()
+        poll.register(self.pid_fd, select.POLLIN)
+        return bool(poll.poll(None if wait else 0))
+
+    def send(self, signum: int) -> None:
+        """See Process."""
+        if self.pid_fd is not None:
+            send_by_pid_fd(self.pid_fd, signum)
+
+    def send_group(self, signum: int) -> None:
+        """See Process."""
+        with contextlib.suppress(ProcessLookupError):
+            if not self._has_ended(False):
+                os.killpg(self.pid, signum)
+
+    def close(self) -> None:
+        """See Process."""
+        self.exit_status(wait=True)
+        self._streams.close_ours()
+        if self.pid_fd is not None:
+            os.close(self.pid_fd)
+            self.pid_fd = None
+
+
+def _import_folders(command: Command) -> list[str]:
+    """Where a program may find modules of its own: the server looks whether it has others of their names."""
+    entries = [entry for entry in command.env.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    first = command.program[0]
+    if first == "--function":
+        entries += [entry or "." for entry in sys.path]
+    elif first == "-m":
+        entries.append(".")
+    elif not first.startswith("--"):
+        entries.append(os.path.dirname(os.path.realpath(first)))
+    return list(dict.fromkeys(os.path.abspath(entry) for entry in entries))

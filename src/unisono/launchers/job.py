@@ -1,0 +1,35 @@
+"""What a run is asked to do: the program or function, how many workers, and what becomes of their output."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from unisono.launchers.output import Mode
+
+__all__ = ["Job", "StartMethod", "TimedOut"]
+
+# fresh: a new interpreter each. fork: from this program's own fork server. warm: from the user's (see forks.py).
+StartMethod = Literal["fresh", "fork", "warm"]
+
+
+class TimedOut(Exception):
+    """The time given to the run is over; the text says what the workers were doing."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to start, and how."""
+
+    program: Sequence[str]  # arguments of worker/program.py: script and its arguments, or -m module ..., or --function
+    workers: int
+    threads: int | None = None
+    output: Mode = "auto"
+    output_dir: str | os.PathLike[str] | None = None
+    inherit: bool = True  # rank 0 may use this process's own standard streams
+    timeout_s: float | None = None
+    payload_fd: int | None = None
+    result_fds: Sequence[int] = ()
+    start: StartMethod = "fresh"

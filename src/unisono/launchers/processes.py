@@ -1,0 +1,200 @@
+"""Processes that a launcher starts: a fresh interpreter here; forks.py has those of a fork server.
+
+Both kinds take the same `Command` and are the same to their launcher: a process id, a descriptor that becomes readable
+when the process ends, our ends of its pipes, and how it ended. A process is not reaped before `close`, so its id is
+not used again while anything may still be sent to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Protocol
+
+__all__ = ["Command", "FreshProcess", "FreshStarter", "Process", "Starter", "Streams", "exit_status", "pid_fd"]
+
+WORKER_PROGRAM = Path(__file__).parent / "worker" / "program.py"
+Stream = int | IO[bytes] | None
+
+
+@dataclass(frozen=True)
+class Command:
+    """A run of worker/program.py. `descriptors` maps variables of the environment to the open files they will name."""
+
+    program: Sequence[str]
+    env: Mapping[str, str]
+    descriptors: Mapping[str, int] = field(default_factory=dict)
+    stdin: Stream = subprocess.DEVNULL
+    stdout: Stream = None
+    stderr: Stream = None
+
+
+class Process(Protocol):
+    """A process that was started, whichever way."""
+
+    pid: int
+    pid_fd: int | None  # readable when it has ended; None where the system has no such descriptors
+    stdin: int | None  # our ends of its pipes
+    stdout: int | None
+    stderr: int | None
+
+    def exit_status(self, *, wait: bool = False) -> int | None:
+        """How it ended, as subprocess counts it (negative: by a signal); None while it runs."""
+
+    def send(self, signum: int) -> None:
+        """Send a signal to it, if it is still there."""
+
+    def send_group(self, signum: int) -> None:
+        """Send a signal to it and the children in its process group."""
+
+    def close(self) -> None:
+        """Wait for its end, reap it and close our ends of its pipes."""
+
+
+class Starter(Protocol):
+    """What starts the processes of one run."""
+
+    def start(self, command: Command, *, timeout_s: float | None = None) -> Process:
+        """Start one. Raises TimeoutError where it could not be started in that time."""
+
+    def close(self) -> None:
+        """The run is over; its processes have been closed."""
+
+
+class Streams:
+    """The standard streams of a process to be started: its ends, and ours of those that are pipes."""
+
+    def __init__(self, stdin: Stream, stdout: Stream, stderr: Stream) -> None:
+        self.theirs: list[int] = []
+        self.ours: list[int | None] = []
+        self._to_close: list[int] = []
+        for number, stream in enumerate((stdin, stdout, stderr)):
+            theirs, ours = self._open(number, stream)
+            self.theirs.append(theirs)
+            self.ours.append(ours)
+
+    def _open(self, number: int, stream: Stream) -> tuple[int, int | None]:
+        if stream == subprocess.PIPE:
+            reading, writing = os.pipe()
+            theirs, ours = (reading, writing) if number == 0 else (writing, reading)
+            self._to_close.append(theirs)
+            return theirs, ours
+        if stream == subprocess.STDOUT:
+            return self.theirs[1], None
+        if stream is None and _is_open(number):
+            return number, None
+        if stream is None or stream == subprocess.DEVNULL:
+            self._to_close.append(os.open(os.devnull, os.O_RDWR))
+            return self._to_close[-1], None
+        return (stream if isinstance(stream, int) else stream.fileno()), None
+
+    def close_theirs(self) -> None:
+        """Close the ends that the process has now."""
+        for fd in self._to_close:
+            os.close(fd)
+        self._to_close.clear()
+
+    def close_ours(self) -> None:
+        """Close our ends: the process has ended, or was never started."""
+        for fd in self.ours:
+            if fd is not None:
+                os.close(fd)
+        self.ours = [None] * 3
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+class FreshProcess:
+    """A child of this process, in a session of its own."""
+
+    def __init__(self, command: Command) -> None:
+        streams = Streams(command.stdin, command.stdout, command.stderr)
+        self._streams = streams
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, str(WORKER_PROGRAM), *command.program],
+                env={**command.env, **{name: str(fd) for name, fd in command.descriptors.items()}},
+                pass_fds=tuple(command.descriptors.values()),
+                start_new_session=True,
+                stdin=streams.theirs[0],
+                stdout=streams.theirs[1],
+                stderr=streams.theirs[2],
+            )
+        except BaseException:
+            streams.close_ours()
+            raise
+        finally:
+            streams.close_theirs()
+        self.pid = self._process.pid
+        self.pid_fd = pid_fd(self.pid)
+        self.stdin, self.stdout, self.stderr = streams.ours
+
+    def exit_status(self, *, wait: bool = False) -> int | None:
+        """See Process."""
+        return exit_status(self.pid, wait=wait)
+
+    def send(self, signum: int) -> None:
+        """See Process."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signum)
+
+    def send_group(self, signum: int) -> None:
+        """See Process."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signum)
+
+    def close(self) -> None:
+        """See Process."""
+        self._process.wait()
+        self._streams.close_ours()
+        if self.pid_fd is not None:
+            os.close(self.pid_fd)
+            self.pid_fd = None
+
+
+class FreshStarter:
+    """Starts every process as a new interpreter, which begins at once."""
+
+    def start(self, command: Command, *, timeout_s: float | None = None) -> Process:
+        """See Starter."""
+        return FreshProcess(command)
+
+    def close(self) -> None:
+        """See Starter."""
+
+
+def pid_fd(pid: int) -> int | None:
+    """A descriptor that becomes readable when the process ends; None where the system has none."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # kernel before 5.3
+            return os.pidfd_open(pid)
+    return None
+
+
+def exit_status(pid: int, *, wait: bool = False) -> int | None:
+    """How the child ended, as subprocess counts it (negative: by a signal); None while it runs. Does not reap it."""
+    try:
+        result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | (0 if wait else os.WNOHANG))
+    except ChildProcessError:  # reaped by others: this program ignores SIGCHLD
+        return 0
+    if result is None:
+        return None
+    return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+
+
+def send_by_pid_fd(fd: int, signum: int) -> None:
+    """Send a signal to the very process that the descriptor stands for."""
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(fd, signum)

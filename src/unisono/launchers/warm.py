@@ -1,0 +1,135 @@
+"""The user's own fork server, kept between commands: `unisono run --warm`.
+
+There is one for each interpreter, version of torch, state of Unisono's sources, and set of variables that count when a
+process starts (fork_context.py). Its socket lies in a folder that
+only the user can enter, and both ends ask the kernel who is at the other. It ends after ten minutes without a run, or
+by `unisono warm stop`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from unisono.launchers.fork_context import start_variables
+from unisono.launchers.forks import NoServer, server_command, server_environment
+from unisono.launchers.worker.fork_server import peer_of
+
+__all__ = ["WarmServer", "connect_warm", "list_warm", "stop_warm"]
+
+_IDLE_S = 600.0  # UNISONO_WARM_IDLE_S sets another
+_PACKAGE = Path(__file__).parents[1]
+
+
+def connect_warm() -> socket.socket:
+    """A connection to the user's fork server, which is started where there is none."""
+    path = _socket_path()
+    with contextlib.suppress(OSError):
+        return _connect(path)
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # only one of several commands starts it
+        with contextlib.suppress(OSError):
+            return _connect(path)
+        _start(path)
+    return _connect(path)
+
+
+class WarmServer(NamedTuple):
+    """A fork server of the user: its process, how long ago it was started, and the runs that it has workers for."""
+
+    pid: int
+    age_s: float
+    runs: int
+
+
+def list_warm() -> list[WarmServer]:
+    """The user's fork servers."""
+    return _ask_all(b"status")
+
+
+def stop_warm() -> list[WarmServer]:
+    """Have them end, after the runs that they have."""
+    return _ask_all(b"stop")
+
+
+def _ask_all(what: bytes) -> list[WarmServer]:
+    found = []
+    for path in sorted(_private_folder().glob("*.socket")):
+        with contextlib.suppress(OSError, ValueError), _connect(path) as sock:
+            sock.settimeout(60)
+            sock.send(what)
+            answer = json.loads(sock.recv(1 << 16))
+            found.append(WarmServer(answer["pid"], answer["age_s"], answer["runs"]))
+    return found
+
+
+def _connect(path: Path) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.connect(str(path))
+        if peer_of(sock)[1] != os.getuid():
+            raise PermissionError(f"{path} belongs to another user")
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _start(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    quiet = subprocess.DEVNULL
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen(128)
+        idle_s = float(os.environ.get("UNISONO_WARM_IDLE_S", _IDLE_S))
+        command = server_command(listener.fileno(), idle_s=idle_s, path=str(path))
+        env = server_environment({name: value for name, value in os.environ.items() if name != "UNISONO_RUN"})
+        streams: dict[str, Any] = {"stdin": quiet, "stdout": quiet, "stderr": quiet}
+        # The process that is started forks the server and ends: the server is no child of this command.
+        subprocess.run(command, env=env, pass_fds=(listener.fileno(),), start_new_session=True, check=False, **streams)
+
+
+def _socket_path() -> Path:
+    folder = _private_folder()
+    facts = [sys.executable, sys.version, str(_PACKAGE), *map(str, _source_times())]
+    facts.append(json.dumps(start_variables(server_environment(os.environ)), sort_keys=True))
+    return folder / f"{hashlib.sha256(' '.join(facts).encode()).hexdigest()[:16]}.socket"
+
+
+def _private_folder() -> Path:
+    """The folder for the sockets, made if need be: the user's own, and closed to all others."""
+    wanted = os.environ.get("UNISONO_WARM", "")
+    if wanted not in ("", "0", "1"):
+        folder = Path(wanted)
+    elif "XDG_RUNTIME_DIR" in os.environ:
+        folder = Path(os.environ["XDG_RUNTIME_DIR"], "unisono")
+    else:
+        folder = Path(f"/tmp/unisono-{os.getuid()}")
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise NoServer(f"{folder} is not a folder of this user alone (mode 700): remove it, or set UNISONO_WARM")
+    return folder
+
+
+def _source_times() -> Iterator[int]:
+    """When torch and each of Unisono's sources were last changed: a server that imported others is not used."""
+    torch = importlib.util.find_spec("torch")
+    if torch is not None and torch.origin is not None:
+        yield os.stat(torch.origin).st_mtime_ns
+    files = sorted(_PACKAGE.rglob("*.py"))
+    yield len(files)
+    yield max(file.stat().st_mtime_ns for file in files)

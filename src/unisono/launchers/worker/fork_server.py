@@ -1,0 +1,467 @@
+"""The fork server: a process of one thread that has imported torch, and forks a worker from itself on request.
+
+Started by file, as `python fork_server.py FD OWNER 0 ""` by a program that launches functions (FD: an end of its socket
+pair, OWNER: its process id) or as `python fork_server.py FD 0 IDLE_S PATH` for `unisono run --warm` (FD: a socket that
+listens at PATH).
+
+1. Import what workers need. No thread may exist, and CUDA is not touched: a fork copies neither.
+2. Serve: a connection is a run. It asks for workers, and is told how each ended. Its end, or that of its process, is
+   the end of its workers. The kernel ends all workers when the server ends (they ask for it, see program.py).
+3. In the child: become what a fresh process would have been, and run worker/program.py's `main`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import io
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+__all__: list[str] = []
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))
+_RUN = "UNISONO_RUN"
+_MOST_FDS = 250  # the kernel passes at most 253 in a message
+
+
+def main(fd: int, owner: int, idle_s: float, path: str) -> int:
+    """Serve until the program that owns this server ends, or nobody has asked for `idle_s`; or be a worker."""
+    for signum in (signal.SIGINT, signal.SIGHUP):  # they are the launchers' business
+        signal.signal(signum, signal.SIG_IGN)
+    if sys.path and os.path.abspath(sys.path[0]) == _HERE:
+        del sys.path[0]
+    if _ROOT not in sys.path:
+        sys.path.append(_ROOT)
+    if not owner and os.fork():  # the launcher waits for this process only; the server is nobody's child
+        return 0
+    door = socket.socket(fileno=fd)
+    door.setblocking(False)
+    server = _Server(door, owner, idle_s, path)
+    _import_modules()
+    request = server.serve()
+    if request is not None:
+        imported = set(sys.modules)
+        arguments = _become_worker(request, server.python_path)
+        from unisono.launchers.worker import program
+
+        _leave(program.main(arguments), imported)
+    return 0
+
+
+def _import_modules() -> None:
+    """What training needs: torch, what optimizers import at their first use, and all that `unisono` exports."""
+    import unisono
+
+    for name in ("numpy", "torch", "torch._dynamo", "cloudpickle", "unisono.launchers.worker.program"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    for name in unisono.__all__:
+        with contextlib.suppress(ImportError):
+            getattr(unisono, name)
+    gc.collect()
+    gc.freeze()  # so that a worker's collections do not copy these pages
+
+
+# -- 2. serve ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Request:
+    """One worker to fork: what it is to run, and the open files that came along."""
+
+    body: dict[str, Any]
+    streams: Sequence[int]
+    folder: int
+    descriptors: Mapping[str, int]
+
+
+@dataclass
+class _Connection:
+    """A run that has connected, with the workers that it asked for."""
+
+    sock: socket.socket
+    peer_fd: int  # readable when the launcher has ended
+    workers: dict[int, int] = field(default_factory=dict)  # descriptor of the process -> process id
+    ended: set[int] = field(default_factory=set)
+
+
+class _Server:
+    """Everything that the server waits for, in one poll."""
+
+    def __init__(self, door: socket.socket, owner: int, idle_s: float, path: str) -> None:
+        from unisono.launchers.fork_context import process_context, start_variables
+
+        self.door, self.idle_s, self.path = door, idle_s, path
+        self.owner_fd = os.pidfd_open(owner) if owner else -1
+        self.owner_gone = owner != 0 and os.getppid() != owner
+        self.connections: dict[int, _Connection] = {}
+        self.dying: list[int] = []  # workers that were killed and are to be reaped
+        self.stopping = False
+        self.start_variables, self.context = start_variables(os.environ), process_context()
+        self.threads = os.environ.get("OMP_NUM_THREADS", "")
+        first = [os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+        self.python_path = [entry for entry in sys.path if entry not in first]
+        self.started = time.time()
+
+    def serve(self) -> _Request | None:
+        """Until the end, which is None; or, in a forked child, its request."""
+        idle = False
+        while not (self.owner_gone or idle or (self.stopping and not self.connections)):
+            waits = {self.door.fileno(): self._on_door} if not self.stopping else {}
+            if self.owner_fd >= 0:
+                waits[self.owner_fd] = self._on_owner
+            ready = self._poll([*waits, *self.connections, *self._process_fds()])
+            idle = not ready and not self.connections and not self.dying
+            for fd in ready:
+                if fd in waits:
+                    waits[fd]()
+                elif (request := self._on_ready(fd)) is not None:
+                    return request
+            self._reap()
+        self._end()
+        return None
+
+    def _poll(self, fds: Sequence[int]) -> list[int]:
+        poll = select.poll()
+        for fd in fds:
+            poll.register(fd, select.POLLIN)
+        wait_s = self.idle_s if self.idle_s and not self.connections else None
+        if self.dying:
+            wait_s = 0.02
+        return [fd for fd, _ in poll.poll(None if wait_s is None else wait_s * 1000)]
+
+    def _process_fds(self) -> list[int]:
+        found = [connection.peer_fd for connection in self.connections.values()]
+        for connection in self.connections.values():
+            found += [fd for fd in connection.workers if fd not in connection.ended]
+        return found
+
+    def _on_owner(self) -> None:
+        self.owner_gone = True
+
+    def _on_door(self) -> None:
+        """A run connects: to the listening socket, or with a socket that the program sends."""
+        try:
+            if self.owner_fd < 0:
+                sock, _ = self.door.accept()
+            else:
+                data, fds, _, _ = socket.recv_fds(self.door, 16, 1)
+                if not data:
+                    self.owner_gone = True
+                    return
+                sock = socket.socket(fileno=fds[0])
+        except BlockingIOError:
+            return
+        pid, uid, _ = peer_of(sock)
+        try:
+            if uid != os.getuid():
+                raise PermissionError
+            sock.setblocking(True)
+            self.connections[sock.fileno()] = _Connection(sock, os.pidfd_open(pid))
+        except OSError:  # another user's, or one that has ended
+            sock.close()
+
+    def _on_ready(self, fd: int) -> _Request | None:
+        if fd in self.connections:
+            return self._on_message(self.connections[fd])
+        for connection in list(self.connections.values()):
+            if fd == connection.peer_fd:
+                self._close(connection)
+            elif fd in connection.workers and fd not in connection.ended:
+                connection.ended.add(fd)
+                self._tell(connection, kind="ended", pid=connection.workers[fd], status=_status_of(fd))
+        return None
+
+    def _on_message(self, connection: _Connection) -> _Request | None:
+        try:
+            data, fds, _, _ = socket.recv_fds(connection.sock, 4096, _MOST_FDS, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        except OSError:
+            data, fds = b"", []
+        if not data:
+            self._close(connection)
+            return None
+        if data == b"fork":
+            return self._fork(connection, fds)
+        if data == b"stop":
+            self.stopping = True
+            self._unlink()
+        runs = sum(bool(other.workers) for other in self.connections.values())
+        age_s = time.time() - self.started
+        self._tell(connection, kind="status", pid=os.getpid(), age_s=age_s, runs=runs)
+        return None
+
+    def _fork(self, connection: _Connection, fds: list[int]) -> _Request | None:
+        """Fork a worker; in it, the request."""
+        request = _read_request(fds)
+        reason = self._reason_not_to(request)
+        pid = os.fork() if not reason else -1
+        if pid == 0:
+            os.close(fds[0])
+            self._close_all()
+            request.body["server"] = os.getppid()
+            request.body["server_threads"] = self.threads
+            return request
+        for fd in fds:
+            os.close(fd)
+        if reason:
+            self._tell(connection, kind="refused", reason=reason)
+            return None
+        fd = os.pidfd_open(pid)
+        connection.workers[fd] = pid
+        self._tell(connection, [fd], kind="forked", pid=pid)
+        return None
+
+    def _reason_not_to(self, request: _Request) -> str:
+        """Why a fresh process must be started instead; "" where none need be."""
+        from unisono.launchers.fork_context import find_difference, start_variables
+
+        env = request.body["env"]
+        names = find_difference(start_variables(env), self.start_variables)
+        facts = find_difference(request.body["context"], self.context)
+        if names or facts:
+            return f"it has another {names or facts} than the fork server"
+        if not env.get("OMP_NUM_THREADS", "1").isdigit():
+            return "OMP_NUM_THREADS is not a number"
+        for folder in request.body["path"]:
+            if folder not in self.python_path and (shadowed := _shadowed_modules(folder)):
+                return f"{folder} has its own {', '.join(shadowed[:3])}"
+        tasks = len(os.listdir("/proc/self/task"))
+        if tasks != 1:
+            return f"the fork server has {tasks} threads"
+        return ""
+
+    def _tell(self, connection: _Connection, fds: Sequence[int] = (), **fields: Any) -> None:
+        with contextlib.suppress(OSError):  # its end is noticed when it is read
+            socket.send_fds(connection.sock, [json.dumps(fields).encode()], list(fds), socket.MSG_DONTWAIT)
+
+    def _close(self, connection: _Connection) -> None:
+        """The run is over: so are its workers."""
+        for fd in connection.workers:
+            if fd not in connection.ended:
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+            os.close(fd)
+        self.dying += connection.workers.values()
+        self._reap()
+        del self.connections[connection.sock.fileno()]
+        os.close(connection.peer_fd)
+        connection.sock.close()
+
+    def _reap(self) -> None:
+        self.dying = [pid for pid in self.dying if os.waitpid(pid, os.WNOHANG)[0] == 0]
+
+    def _end(self) -> None:
+        for connection in list(self.connections.values()):
+            self._close(connection)
+        self._unlink()
+
+    def _unlink(self) -> None:
+        if self.path:
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
+            self.path = ""  # from now on it may be another server's
+
+    def _close_all(self) -> None:
+        """In a child: nothing of the server stays open."""
+        for connection in self.connections.values():
+            for fd in (connection.peer_fd, *connection.workers):
+                os.close(fd)
+            connection.sock.close()
+        if self.owner_fd >= 0:
+            os.close(self.owner_fd)
+        self.door.close()
+
+
+def peer_of(sock: socket.socket) -> tuple[int, int, int]:
+    """Process, user and group at the other end of a Unix socket, as the kernel says."""
+    import struct
+
+    pid, uid, gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid, gid
+
+
+def _status_of(fd: int) -> int:
+    """How a worker ended, without reaping it."""
+    result = os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOWAIT)
+    assert result is not None
+    return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+
+
+def _read_request(fds: Sequence[int]) -> _Request:
+    """The first descriptor is a file with the request; then the streams, the folder, and what the request names."""
+    with open(fds[0], "rb", closefd=False) as file:
+        body = json.load(file)
+    return _Request(body, fds[1:4], fds[4], dict(zip(body["descriptors"], fds[5:], strict=True)))
+
+
+def _shadowed_modules(folder: str) -> list[str]:
+    """Modules that the server has imported from elsewhere, and a fresh process would find in `folder`."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return []
+    here = os.path.join(os.path.realpath(folder), "")
+    found = set()
+    for entry in names:
+        name, _, ending = entry.partition(".")
+        if name in ("sitecustomize", "usercustomize"):
+            found.add(name)
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is None or name == "__main__" or os.path.realpath(file).startswith(here):
+            continue
+        if ending.endswith(("py", "so", "pyc")) or (not ending and os.path.exists(f"{here}{name}/__init__.py")):
+            found.add(name)
+    return sorted(found)
+
+
+# -- 3. in the child ---------------------------------------------------------------------------------------------------
+
+
+def _become_worker(request: _Request, python_path: Sequence[str]) -> list[str]:
+    """Make this process what a fresh one would have been; the arguments of its program."""
+    body = request.body
+    os.setsid()
+    _reset_signals(body["ignored_signals"], body["blocked_signals"])
+    _replace_streams(request.streams)
+    os.fchdir(request.folder)
+    for fd in (*request.streams, request.folder):
+        os.close(fd)
+    os.umask(body["umask"])
+    os.sched_setaffinity(0, body["cores"])
+    _set_limits(body["limits"])
+    _replace_environment(body, request.descriptors)
+    entries = [os.path.abspath(e) for e in os.environ.get("PYTHONPATH", "").split(os.pathsep) if e]
+    sys.path[:] = list(dict.fromkeys([*entries, *python_path]))
+    _refresh_modules(body["server_threads"])
+    return list(body["program"])
+
+
+def _reset_signals(ignored: Sequence[int], blocked: Sequence[int]) -> None:
+    for signum in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        with contextlib.suppress(OSError, ValueError):  # some belong to the C library
+            signal.signal(signum, signal.SIG_IGN if signum in ignored else signal.SIG_DFL)
+    for name in ("SIGPIPE", "SIGXFSZ"):  # as Python does
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _replace_streams(fds: Sequence[int]) -> None:
+    """New stream objects: what Python finds out about a stream when it starts is true of the old ones only."""
+    for number, fd in enumerate(fds):
+        os.dup2(fd, number, inheritable=True)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        old = getattr(sys, f"__{name}__")
+        raw = io.FileIO(number, "r" if number == 0 else "w", closefd=False)
+        raw.name = f"<{name}>"  # as Python's own
+        buffer: Any = io.BufferedReader(raw) if number == 0 else io.BufferedWriter(raw)
+        new = io.TextIOWrapper(
+            buffer, old.encoding, old.errors, line_buffering=number == 2 or raw.isatty(), write_through=False
+        )
+        new.mode = "r" if number == 0 else "w"  # type: ignore[misc]
+        setattr(sys, name, new)
+        setattr(sys, f"__{name}__", new)
+
+
+def _set_limits(soft: Mapping[str, int]) -> None:
+    import resource
+
+    for name, value in soft.items():
+        hard = resource.getrlimit(getattr(resource, name))[1]
+        resource.setrlimit(getattr(resource, name), (value, hard))
+
+
+def _replace_environment(body: Mapping[str, Any], descriptors: Mapping[str, int]) -> None:
+    os.environ.clear()
+    os.environ.update(body["env"])
+    os.environ["UNISONO_LAUNCHER_PID"] = str(body["server"])  # with which this process ends
+    for name, fd in descriptors.items():
+        os.environ[name] = str(fd)
+        os.set_inheritable(fd, True)
+    _show_run(os.environ.get(_RUN, ""))
+    time.tzset()
+
+
+def _show_run(runs: str) -> None:
+    """Write the run's name where /proc shows it, for the guard: into the server's padded variable of that name."""
+    with open("/proc/self/environ", "rb") as file:
+        shown = b"\0" + file.read()
+    begin = shown.find(b"\0" + _RUN.encode() + b"=") + len(_RUN) + 2
+    end = shown.find(b"\0", begin)
+    if begin > len(_RUN) + 1 and len(runs) <= end - begin:
+        with open("/proc/self/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        address = int(fields[47])  # env_start, the 50th field; the first two are before the bracket
+        text = runs.encode().ljust(end - begin, b":")
+        ctypes.memmove(address + begin - 1, text, len(text))
+
+
+def _refresh_modules(server_threads: str) -> None:
+    """What libraries found out when they were imported, or must not share with the server."""
+    import tempfile
+
+    from unisono.runtime import status
+
+    status.attach()
+    tempfile.tempdir = None
+    importlib.invalidate_caches()
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    torch = sys.modules.get("torch")
+    if torch is not None and threads != server_threads:
+        torch.set_num_threads(int(threads) if threads else len(os.sched_getaffinity(0)))
+    if torch is not None:
+        torch.default_generator.seed()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+        _set_blas_threads(os.environ.get("OPENBLAS_NUM_THREADS") or threads or str(len(os.sched_getaffinity(0))))
+
+
+def _set_blas_threads(count: str) -> None:
+    """NumPy's OpenBLAS was loaded with one thread, so that the server has no others."""
+    if not count.isdigit() or count == "1":
+        return
+    with open("/proc/self/maps") as file:
+        libraries = {line.split()[-1] for line in file if "openblas" in line and ".so" in line}
+    for path in libraries:
+        library = ctypes.CDLL(path)
+        for name in ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads64_", "openblas_set_num_threads"):
+            if hasattr(library, name):
+                getattr(library, name)(int(count))
+                break
+
+
+def _leave(status: int, imported: Collection[str]) -> NoReturn:
+    """End as an interpreter does, but let the server's modules be: to take them apart would copy all their pages."""
+    import atexit
+    import threading
+
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
+    atexit._run_exitfuncs()
+    for name in set(sys.modules) - set(imported) | {"__main__"}:
+        sys.modules.pop(name, None)
+    gc.collect()
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None and not stream.closed:
+                stream.flush()
+    except OSError:
+        status = status or 120  # as Python
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]))

@@ -53,24 +53,17 @@ PUBLIC_BASES = {
     "unisono.callbacks.Callback",
     "unisono.world.transports.Transport",
 }
-# To go, each with the work that removes it.
-PENDING = {
-}
-
-
-def without_pending(problems: list[str]) -> list[str]:
-    return [p for p in problems if not any(re.sub(r":\d+", "", p).startswith(known) for known in PENDING)]
 
 
 # Who may import whom -----------------------------------------------------------------------------------------
 
 
 def test_imports_go_to_lower_layers() -> None:
-    assert without_pending(find_upward_imports(UNISONO, LAYERS)) == []
+    assert find_upward_imports(UNISONO, LAYERS) == []
 
 
 def test_launchers_know_only_the_runtime() -> None:
-    assert without_pending(find_other_imports(UNISONO, "launchers", {"runtime"})) == []
+    assert find_other_imports(UNISONO, "launchers", {"runtime"}) == []
 
 
 @pytest.mark.parametrize("folder", ["reducers", "strategies"])
@@ -79,7 +72,7 @@ def test_a_method_is_a_file_or_a_folder_and_knows_no_other(folder: str) -> None:
 
 
 def test_no_class_is_continued_in_another_file() -> None:
-    assert without_pending(find_halved_classes(UNISONO, PUBLIC_BASES)) == []
+    assert find_halved_classes(UNISONO, PUBLIC_BASES) == []
 
 
 def test_files_and_functions_are_short() -> None:

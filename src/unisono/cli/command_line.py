@@ -9,7 +9,14 @@ from collections.abc import Sequence
 
 __all__ = ["main"]
 
-COMMANDS = ("run", "export", "memory", "strategies", "warm", "demo")  # in the order of the help; each is a file of this folder
+COMMANDS = (
+    "run",
+    "export",
+    "memory",
+    "strategies",
+    "warm",
+    "demo",
+)  # in the order of the help; each is a file of this folder
 _DESCRIPTION = "Data-parallel training under one unchanged PyTorch loop."
 _EPILOG = """\
 examples:

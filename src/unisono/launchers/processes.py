@@ -17,7 +17,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Protocol
 
-__all__ = ["Command", "FreshProcess", "FreshStarter", "Process", "Starter", "Streams", "exit_status", "pid_fd"]
+__all__ = [
+    "Command",
+    "FreshProcess",
+    "FreshStarter",
+    "Process",
+    "Starter",
+    "Streams",
+    "exit_status",
+    "pid_fd",
+    "send_by_pid_fd",
+]
 
 WORKER_PROGRAM = Path(__file__).parent / "worker" / "program.py"
 Stream = int | IO[bytes] | None

@@ -36,7 +36,7 @@ _AT_ONCE = 2  # blocks that the CPU works on: threads that are done with one go 
 __all__ = ["HostStreams", "Pipeline", "Run", "Shard", "clip_ranges"]
 
 
-class ReachedMark:
+class _ReachedMark:
     """A mark that is reached."""
 
     def hold(self) -> None: ...
@@ -60,7 +60,7 @@ class HostStreams:
         return self
 
     def now(self) -> Mark:
-        return ReachedMark()
+        return _ReachedMark()
 
     def lend(self, tensor: Tensor, queue: Queue) -> None: ...
 
@@ -68,7 +68,7 @@ class HostStreams:
         for mark in after:
             mark.wait()
         work()
-        return ReachedMark()
+        return _ReachedMark()
 
 
 @dataclass

@@ -62,14 +62,13 @@ def main(fd: int, owner: int, idle_s: float, path: str) -> int:
 
 def _import_modules() -> None:
     """What training needs: torch, what optimizers import at their first use, and all that `unisono` exports."""
-    import unisono
-
+    package = importlib.import_module("unisono")  # by name: it is the workers that need these, not this program
     for name in ("numpy", "torch", "torch._dynamo", "cloudpickle", "unisono.launchers.worker.program"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    for name in unisono.__all__:
+    for name in package.__all__:
         with contextlib.suppress(ImportError):
-            getattr(unisono, name)
+            getattr(package, name)
     gc.collect()
     gc.freeze()  # so that a worker's collections do not copy these pages
 

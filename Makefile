@@ -1,41 +1,43 @@
 # Everything runs from .venv, which is made on first use and again when its inputs change.
 #   make demo   train a small CNN with 1 and with 2 workers and show where the time goes
-#   make test   ruff, mypy, then all tests; installs the engines that some of them start
+#   make test   ruff, mypy and all tests; installs the engines that some of them start
+#   make quick  ruff, mypy and a part of the unit tests, for the loop of a developer
 #   make engines  only the tests that start real engines: MPI, Slurm, torchrun, ssh, Ray, Spark
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ENGINES := $(VENV)/.engines
-# Several tests at a time (FAST), or several files (FILES: an engine's tests share its cluster, and wait for processes
-# more than they compute): what does not depend on how long things take. The others one after the other.
-STEADY := $(addprefix tests/processes/test_,zero_processes.py estimator_processes.py)
-FAST   := tests/unit tests/conformance tests/golden $(STEADY)
-TRAIN  := $(addprefix tests/processes/test_,examples.py server_processes.py resume.py local_training.py \
-	strategy_processes.py ddp_parity.py)
-SLOW   := tests/processes tests/network $(addprefix --ignore=,$(STEADY) $(TRAIN))
-FILES  := -rs -n 2 --dist loadfile --timeout=300 --durations=15
+# One pool for all tests, the longest first (tests/conftest.py). Three at a time on two cores: many wait for processes.
+POOL   := -n 3 --dist loadgroup --no-loadscope-reorder --timeout=300
+DOCTEST := -q -p no:xdist --doctest-modules --ignore-glob='*_triton.py' src
+# Lint, types and doctests run beside the tests: what they say is shown at the end, and their failure is one of the whole.
+BESIDE = @log=$$(mktemp); $(MAKE) --no-print-directory check doctest >$$log 2>&1 & beside=$$!; \
+	$(1); tests=$$?; wait $$beside; checks=$$?; cat $$log; rm -f $$log; [ $$tests = 0 ] && [ $$checks = 0 ]
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test engines check bench network-tools engine-tools venv clean
+.PHONY: demo test quick engines check doctest bench network-tools engine-tools venv clean
 
 demo: $(STAMP)
 	$(BIN)/python -m unisono.demo
 
-test: check network-tools engine-tools $(ENGINES)
-	$(BIN)/python -m pytest -q --doctest-modules --ignore-glob='*_triton.py' src
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal $(FAST)
-	$(BIN)/python -m pytest $(FILES) tests/engines $(TRAIN)
-	$(BIN)/python -m pytest --durations=15 $(SLOW)
+test: $(STAMP) network-tools engine-tools $(ENGINES)
+	$(call BESIDE,$(BIN)/python -m pytest -q $(POOL) --durations=15 tests)
+
+quick: $(STAMP)
+	$(call BESIDE,$(BIN)/python -m pytest -q $(POOL) --quick tests/unit tests/conformance)
 
 engines: engine-tools $(ENGINES)
-	$(BIN)/python -m pytest $(FILES) tests/engines
+	$(BIN)/python -m pytest -rs $(POOL) --durations=15 tests/engines
 
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+doctest: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(DOCTEST)
 
 bench: $(STAMP)
 	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file; done

@@ -37,6 +37,7 @@ TOGETHER = {
     "network/test_hosts.py": "network",
 }
 LONG_S, HANDFUL_S = 0.5, 3.0  # a test that travels alone; how much of short ones travels together
+QUICK_CASES = 6
 
 
 # -- the fork server ---------------------------------------------------------------------------------------------------
@@ -62,6 +63,27 @@ def _stop_servers(folder: str) -> None:
     del os.environ["UNISONO_WARM"]
 
 
+# -- a part of the tests -------------------------------------------------------------------------------------------
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help=f"at most {QUICK_CASES} cases of a test, and no long test")
+
+
+def _select_quick(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Of each test that is not long, cases spread over all that it has."""
+    remembered = _read_durations()
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if remembered.get(_key(item.nodeid), 0.0) < LONG_S:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    chosen = set()
+    for found in cases.values():
+        step = max(1.0, len(found) / QUICK_CASES)
+        chosen.update(found[int(i * step)] for i in range(min(len(found), QUICK_CASES)))
+    return [item for item in items if item in chosen]
+
+
 # -- the order ---------------------------------------------------------------------------------------------------------
 
 
@@ -70,6 +92,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if NETWORK in item.path.parents and (reason := why_no_network()):
             item.add_marker(pytest.mark.skip(reason=reason))
+    if config.getoption("--quick"):
+        chosen = _select_quick(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+        items[:] = chosen
     if hasattr(config, "workerinput"):
         groups = _groups(items)
         for name, members in groups.items():
@@ -80,7 +106,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _groups(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
     """The tests by the group they travel in, the group that takes longest first."""
-    remembered: dict[str, float] = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    remembered = _read_durations()
     groups: dict[str, list[pytest.Item]] = defaultdict(list)
     seconds: dict[str, float] = defaultdict(float)
     handfuls: dict[str, int] = defaultdict(int)
@@ -98,6 +124,12 @@ def _groups(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
         groups[name].append(item)
         seconds[name] += takes_s
     return {name: groups[name] for name in sorted(groups, key=lambda name: -seconds[name])}
+
+
+def _read_durations() -> dict[str, float]:
+    """Seconds by test, for the long ones, and by file for a test of the others."""
+    found: dict[str, float] = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    return found
 
 
 def _key(nodeid: str) -> str:

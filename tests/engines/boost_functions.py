@@ -11,6 +11,8 @@ import numpy.typing as npt
 import unisono as un
 
 Array = npt.NDArray[Any]
+SMALL = {"n_estimators": 8, "n_jobs": 1}
+NAMES = ["a", "b", "c", "d"]
 
 
 def table(rows: int = 2001) -> tuple[Array, Array]:
@@ -31,3 +33,16 @@ def killed_while_boosting() -> None:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, 0.5)
     LightGBM(n_estimators=10**7, n_jobs=1).fit(x, y)
+
+
+def check_model(on: Any, rows: Any) -> None:
+    """XGBoost on a table of the engine, against the library itself in this process."""
+    import xgboost
+
+    from unisono.boost import XGBoost
+
+    x, y = table()
+    model = XGBoost(workers=2, on=on, **SMALL).fit(rows, "y")
+    expected = xgboost.XGBRegressor(**SMALL).fit(x, y).predict(x)
+    np.testing.assert_allclose(model.predict(x), expected, rtol=1e-4, atol=1e-3)
+    assert (model.n_rows_, list(model.feature_names_in_)) == (len(y), NAMES)

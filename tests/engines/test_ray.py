@@ -1,4 +1,4 @@
-"""Real Ray: the same program as local, its data where it lies, losses, and MapReduce on actors."""
+"""Real Ray: the same program as local, its data where it lies, losses, MapReduce on actors, and boosting."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from boost_functions import NAMES, SMALL, check_model, killed_while_boosting, table
 from engine_cases import EVERYTHING, right_loss, specs
 from engine_commands import Command, only, unisono_run
 from engine_functions import (
@@ -142,6 +143,55 @@ def test_mapreduce_makes_a_lost_part_again(tmp_path: Path) -> None:
     )  # fmt: skip
     assert found == (flag, 4)
     assert Path(flag).exists()
+
+
+# -- boosting ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def rows() -> Any:
+    """A Dataset to learn from, in three blocks."""
+    import ray.data
+
+    pytest.importorskip("xgboost", reason="XGBoost is not installed: pip install 'unisono[boost]'")
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    x, y = table()
+    found = [{**dict(zip(NAMES, row, strict=True)), "y": target} for row, target in zip(x.tolist(), y, strict=True)]
+    return ray.data.from_items(found, override_num_blocks=3)
+
+
+def test_a_table_is_boosted_where_it_lies_to_the_librarys_own_model(rows: Any) -> None:
+    check_model(un.on.ray(), rows)
+
+
+def test_arrays_are_sent_to_the_workers_and_classes_come_back() -> None:
+    lightgbm = pytest.importorskip("lightgbm", reason="LightGBM is not installed: pip install 'unisono[boost]'")
+    from unisono.boost import LightGBM
+
+    x, y = table()
+    labels = np.where(y > np.median(y), "high", "low")
+    settings = {**SMALL, "min_child_samples": 1, "min_child_weight": 3.0}  # a leaf's rows are estimated otherwise
+    model = LightGBM(task="classification", workers=2, on=un.on.ray(), **settings).fit(x, labels)
+    own = lightgbm.LGBMClassifier(**settings, verbose=-1).fit(x, labels)
+    np.testing.assert_allclose(model.predict_proba(x), own.predict_proba(x), rtol=1e-5, atol=1e-6)
+    assert model.classes_.tolist() == ["high", "low"]
+
+
+def test_a_worker_that_is_killed_while_boosting_is_one_report() -> None:
+    pytest.importorskip("xgboost", reason="XGBoost is not installed: pip install 'unisono[boost]'")
+    with pytest.raises(un.WorkerError, match="worker 1 of 2 failed") as caught:
+        un.launch(killed_while_boosting, workers=2, on=un.on.ray())
+    assert caught.value.rank == 1
+
+
+def test_a_table_without_the_name_of_its_target_is_refused(rows: Any) -> None:
+    from unisono.boost import XGBoost
+
+    with pytest.raises(ValueError, match=r"give on= .* and as y the name of its column to learn"):
+        XGBoost(workers=2, on=un.on.ray()).fit(rows)
+
+
+# -- what is wrong -----------------------------------------------------------------------------------------------------
 
 
 def test_an_address_where_nothing_listens_is_named(command: Command) -> None:

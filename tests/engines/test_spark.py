@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from boost_functions import NAMES, check_model, table
 from engine_cases import EVERYTHING, right_loss, specs
 from engine_commands import Command, only, unisono_run
 from engine_functions import (
@@ -186,6 +187,14 @@ def test_least_squares_on_a_frame_finds_the_same_line(session: Any) -> None:
     assert found.coef_ == pytest.approx(wanted[:-1], rel=1e-6)
     assert found.intercept_ == pytest.approx(wanted[-1], rel=1e-6)
     assert list(found.feature_names_in_) == list(rows.columns)
+
+
+def test_a_frame_is_boosted_where_it_lies_to_the_librarys_own_model(session: Any) -> None:
+    pytest.importorskip("xgboost", reason="XGBoost is not installed: pip install 'unisono[boost]'")
+    x, y = table()
+    rows = [(*row, target) for row, target in zip(x.tolist(), y.tolist(), strict=True)]
+    frame = session.createDataFrame(session.sparkContext.parallelize(rows, 3), [*NAMES, "y"])
+    check_model(un.on.spark(session), frame)
 
 
 def test_an_address_where_nothing_listens_is_named(command: Command) -> None:

@@ -46,7 +46,10 @@ def launch(
         timeout_s: stop the workers and raise TimeoutError after so many seconds.
 
     Raises WorkerError with one report when a worker fails; the others are stopped. When it returns or raises, no
-    process is left. An engine that is not installed, not reachable or too small raises EngineError.
+    process of theirs is left. An engine that is not installed, not reachable or too small raises EngineError.
+
+    In a program that has imported torch, workers are forked from a process that has too: the first call starts it,
+    later ones begin at once, and it ends with the program (with UNISONO_WARM=0 in the environment: never).
 
     >>> launch(pow, workers=2, args=(2, 10))
     [1024, 1024]

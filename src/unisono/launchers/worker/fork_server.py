@@ -50,6 +50,7 @@ def main(fd: int, owner: int, idle_s: float, path: str) -> int:
     door.setblocking(False)
     server = _Server(door, owner, idle_s, path)
     _import_modules()
+    os.chdir("/")  # it keeps no folder in use
     request = server.serve()
     if request is not None:
         imported = set(sys.modules)

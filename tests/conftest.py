@@ -68,6 +68,9 @@ def _stop_servers(folder: str) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help=f"at most {QUICK_CASES} cases of a test, and no long test")
+    parser.addoption("--reducers", action="append", default=[], help="a folder of reducers for the conformance suite")
+    parser.addoption("--strategies", action="append", default=[], help="a folder of strategies for the same")
+    parser.addoption("--rewrite-golden", action="store_true", help="write tests/golden/*.json anew")
 
 
 def _select_quick(items: list[pytest.Item]) -> list[pytest.Item]:
@@ -165,12 +168,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 # -- what is there -----------------------------------------------------------------------------------------------------
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--reducers", action="append", default=[], help="a folder of reducers for the conformance suite")
-    parser.addoption("--strategies", action="append", default=[], help="a folder of strategies for the same")
-    parser.addoption("--rewrite-golden", action="store_true", help="write tests/golden/*.json anew")
 
 
 @cache

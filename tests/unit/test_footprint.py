@@ -31,7 +31,7 @@ from unisono.footprint.formula import (
 )
 from unisono.footprint.memory_report import MemoryReport
 from unisono.offload import device, plan
-from unisono.offload.homes import Parts
+from unisono.offload.chunks import ChunkBuffers
 from unisono.offload.stepper import Stepper
 from unisono.spec import build
 from unisono.strategies.allreduce import AllReduceReplica, allreduce
@@ -294,9 +294,9 @@ def test_no_number_in_the_formulas_is_a_copy() -> None:
     assigned = [node for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None]
     literal = [ast.unparse(node) for node in assigned if isinstance(node.value, ast.Constant | ast.BinOp)]
     assert literal == ["CORES = 16"]
-    assert (formula.SLOTS, formula.SLOT_ELEMENTS) == (device.SLOTS, plan.PART)
-    assert inspect.signature(Stepper).parameters["part_elements"].default == formula.DISK_PART_ELEMENTS
-    assert inspect.signature(Parts).parameters["buffers"].default == formula.DISK_BUFFERS
+    assert (formula.STAGING_BUFFERS, formula.BLOCK_ELEMENTS) == (device.STAGING_BUFFERS, plan.BLOCK_ELEMENTS)
+    assert inspect.signature(Stepper).parameters["chunk_elements"].default == formula.CHUNK_ELEMENTS
+    assert inspect.signature(ChunkBuffers).parameters["buffers"].default == formula.CHUNK_BUFFERS
     assert plan.staged_share(formula.CORES - 1) == formula.STAGED
 
 

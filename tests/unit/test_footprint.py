@@ -373,7 +373,7 @@ def test_predicted_and_measured_stand_side_by_side() -> None:
     assert "(+100.0%)" in str(found)
     with pytest.raises(ValueError, match="known for allreduce and zero, got 'powersgd'"):
         report.need("powersgd")
-    with pytest.raises(ValueError, match=r"stages 1, 2 and 3, got stage=4"):
+    with pytest.raises(ValueError, match=r"takes one of 1, 2, 3; got 4"):
         report.need("zero(stage=4)")
     with pytest.raises(TypeError, match="expected bytes of device, host, disk"):
         report.compare("allreduce", gpu=3)

@@ -218,8 +218,6 @@ def _read_setting(spec: str) -> Setting:
     strategy = build(spec)
     if not isinstance(strategy, zero):
         return Setting(accumulate=strategy.accumulate)
-    if strategy.stage not in (1, 2, 3):
-        raise ValueError(f"zero has stages 1, 2 and 3, got stage={strategy.stage!r}")
     return Setting("zero", **{name: getattr(strategy, name) for name in SETTINGS})
 
 

@@ -86,7 +86,7 @@ def measure(workers: int, epochs: int, width: int) -> Result | int:
         return status or Result(**json.loads(file.read_text()))
 
 
-def make_table(one: Result, many: Result) -> Any:
+def make_comparison(one: Result, many: Result) -> Any:
     """The comparison as a rich table."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -182,7 +182,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         results.append(outcome)
     console.print()
     one, many = results
-    console.print(make_table(one, many))
+    console.print(make_comparison(one, many))
     draw(one, many, options.picture)
     console.print(f"picture: {options.picture}")
     return 0

@@ -5,24 +5,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from unisono.boost.ensembles import Bagged, Forest
-    from unisono.boost.shared_model import LightGBM, XGBoost
+if TYPE_CHECKING:  # the same as below, for type checkers: a test compares them
+    from unisono.boost.ensembles import Bagged as Bagged
+    from unisono.boost.ensembles import Forest as Forest
+    from unisono.boost.shared_model import LightGBM as LightGBM
+    from unisono.boost.shared_model import XGBoost as XGBoost
 
-_LAZY = {
+_MODULE_OF = {
     "Bagged": "unisono.boost.ensembles",
     "Forest": "unisono.boost.ensembles",
     "LightGBM": "unisono.boost.shared_model",
     "XGBoost": "unisono.boost.shared_model",
 }
 
-__all__ = ["Bagged", "Forest", "LightGBM", "XGBoost"]
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
     """Import on first use: workers need no scikit-learn, and each library only where it is asked for."""
-    if name in _LAZY:
-        import importlib
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'unisono.boost' has no attribute {name!r}")
+    import importlib
 
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'unisono.boost' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from unisono.boost.lgbm_bins import SAMPLE_ROWS, Columns, connect, find_bins, sample_columns
+from unisono.boost.lgbm_bins import SAMPLE_ROWS, Columns, connect_network, find_bins, sample_columns
 from unisono.boost.library import BoostSettings, EvalSets, LazyModule, TrainedModel
 from unisono.boost.network_address import find_own_address, reserve_port
 from unisono.boost.rank_rows import RankRows
@@ -112,7 +112,7 @@ def _train_together(
             held.close()
             # A rank connects to those above it, and tries again only after 0.2 s where they do not listen yet.
             time.sleep(_AFTER_S * min(world.size - 1 - world.rank, 10))
-            with connect(machines, port, wait_minutes=wait_minutes, params=params):
+            with connect_network(machines, port, wait_minutes=wait_minutes, params=params):
                 bins = find_bins(*sample, params, categories) if apart is None else apart
                 sample[0].clear()
                 fields = _make_dataset_fields(settings, data, params)

@@ -20,7 +20,7 @@ from unisono.boost.rank_rows import RankRows
 from unisono.estimators.row_blocks import is_sparse
 from unisono.world import World
 
-__all__ = ["Columns", "connect", "find_bins", "sample_columns"]
+__all__ = ["Columns", "connect_network", "find_bins", "sample_columns"]
 
 SAMPLE_ROWS = 200_000  # LightGBM's own bin_construct_sample_cnt
 SAMPLE_BYTES = 256 << 20
@@ -32,7 +32,7 @@ lightgbm: Any = LazyModule("lightgbm")
 
 
 @contextmanager
-def connect(machines: Sequence[str], port: int, *, wait_minutes: int, params: dict[str, Any]) -> Iterator[None]:
+def connect_network(machines: Sequence[str], port: int, *, wait_minutes: int, params: dict[str, Any]) -> Iterator[None]:
     """The network of this thread, between ranks in the order of `machines`."""
     count = ctypes.c_int(0)  # a call that reads the parameters: this thread is then as silent as they say
     verbosity = _format_params({"verbosity": params["verbosity"]})

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from unisono.estimators.row_blocks import Rows, Table, format_column, is_sparse, make_table
 from unisono.world import World
 
-__all__ = ["RankRows", "agree_on_rows", "collect_rows", "find_problem"]
+__all__ = ["RankRows", "agree_on_rows", "collect_rows", "find_bad_value"]
 
 Array = npt.NDArray[Any]
 MOST_CLASSES = 10_000
@@ -62,7 +62,7 @@ def _collect_blocks(table: Table) -> RankRows:
     return RankRows(x, y, np.concatenate(weights) if weights else None, table.names, where)
 
 
-def find_problem(rows: RankRows) -> str:
+def find_bad_value(rows: RankRows) -> str:
     """The first value that neither library can learn from, named by column and place; empty where there is none."""
     values = rows.x.data if is_sparse(rows.x) else rows.x
     if values.dtype.kind == "f" and np.isinf(values).any():
@@ -90,7 +90,7 @@ def agree_on_rows(rows: RankRows, world: World, *, labels: bool, classes: int | 
     `classes`: y is already numbered from 0 to so many; None: labels as they are in files. ValueError on every rank
     where one of them has data that cannot be learned from.
     """
-    mine: dict[str, Any] = {"problem": find_problem(rows), "shape": list(rows.x.shape)}
+    mine: dict[str, Any] = {"problem": find_bad_value(rows), "shape": list(rows.x.shape)}
     mine["weighted"] = rows.weight is not None
     if labels and classes is None and not mine["problem"]:
         mine["labels"] = np.unique(rows.y).tolist()

@@ -29,7 +29,7 @@ class BoostingFailed(RuntimeError):
     """Another rank failed, or does not answer."""
 
 
-class _Call(threading.Thread):
+class _LibraryCall(threading.Thread):
     """One call of the library."""
 
     def __init__(self, fn: Callable[[], Any]) -> None:
@@ -54,7 +54,7 @@ def run_supervised(fn: Callable[[], T], world: World, *, timeout_s: float) -> T:
     """`fn()` on every rank; raises on every rank where one of them fails, dies, or is silent for `timeout_s`."""
     if world.size == 1:
         return fn()
-    call = _Call(fn)
+    call = _LibraryCall(fn)
     call.start()
     reports: queue.SimpleQueue[Any] = queue.SimpleQueue()
     beat = threading.Thread(target=_exchange_beats, args=(call, world, reports), name="boosting-beat", daemon=True)
@@ -76,7 +76,7 @@ def run_supervised(fn: Callable[[], T], world: World, *, timeout_s: float) -> T:
         return cast(T, _take_outcome(call, world, news))
 
 
-def _exchange_beats(call: _Call, world: World, reports: queue.SimpleQueue[Any]) -> None:
+def _exchange_beats(call: _LibraryCall, world: World, reports: queue.SimpleQueue[Any]) -> None:
     """Tells None at each beat; at the end every rank's [when, what went wrong, whether a user's mistake], which is
     empty for those that did not fail; or what broke the world."""
     try:
@@ -99,7 +99,7 @@ def _exchange_beats(call: _Call, world: World, reports: queue.SimpleQueue[Any]) 
         reports.put(error)
 
 
-def _take_outcome(call: _Call, world: World, every: list[list[Any]]) -> Any:
+def _take_outcome(call: _LibraryCall, world: World, every: list[list[Any]]) -> Any:
     failed = {rank: news for rank, news in enumerate(every) if news}
     if not failed:
         return call.value

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from unisono.data.order import Partition
-from unisono.data.sources import Source, is_same_values
+from unisono.data.sources import SampleSource, is_same_values
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def select_loader_options(settings: ShardSettings) -> dict[str, Any]:
     return options
 
 
-def decide_shuffle(wanted: bool | None, source: Source) -> bool:
+def decide_shuffle(wanted: bool | None, source: SampleSource) -> bool:
     """Whether the order is drawn anew for every epoch."""
     if source.samples is None:
         if wanted:
@@ -72,7 +72,7 @@ def decide_shuffle(wanted: bool | None, source: Source) -> bool:
     return wanted
 
 
-def check_choices(settings: ShardSettings, source: Source) -> None:
+def check_choices(settings: ShardSettings, source: SampleSource) -> None:
     """Refuses settings that do not go together, with the reason."""
     if settings.partition not in (None, "contiguous", "strided"):
         raise ValueError(f"un.shard got partition={settings.partition!r}. Expected 'contiguous' or 'strided'.")

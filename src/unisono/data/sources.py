@@ -1,4 +1,4 @@
-"""What `un.shard` can read: arrays, datasets, streams, DataLoaders, lists of files; all as one `Source`."""
+"""What `un.shard` can read: arrays, datasets, streams, DataLoaders, lists of files; all as one `SampleSource`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from unisono.data.tables import TablePart
 
 
 @dataclass
-class Source:
+class SampleSource:
     """Where samples come from.
 
     Attributes:
@@ -178,7 +178,7 @@ def open_source(
     collate_fn: Callable[[list[Any]], Any] | None,
     read: Callable[[Any], Any] | None,
     options: dict[str, Any],
-) -> Source:
+) -> SampleSource:
     """Recognises what `data` is.
 
     Args:
@@ -203,10 +203,10 @@ def open_source(
         return _open_part(data, collate_fn, options)
     if is_files(data):
         files = FileList(data, read)
-        return Source(files, len(data), collate if read or collate_fn else identity, options)
+        return SampleSource(files, len(data), collate if read or collate_fn else identity, options)
     if is_arrays(data) or type(data) is TensorDataset:
         arrays = Arrays(list(data.tensors) if type(data) is TensorDataset else data, whole=collate_fn is None)
-        return Source(arrays, len(arrays), collate_fn or identity, options)
+        return SampleSource(arrays, len(arrays), collate_fn or identity, options)
     if hasattr(data, "iloc") or isinstance(data, str | bytes | os.PathLike | Mapping | set):
         raise TypeError(
             f"un.shard got {_describe_kind(data)}. Expected tensors or arrays (or a tuple, list or dict of them), a "
@@ -219,23 +219,25 @@ def open_source(
                 f"un.shard got {_describe_kind(data)}, which can be read only once. Expected an iterable dataset: an "
                 "object whose __iter__ starts the stream anew for every epoch."
             )
-        return Source(data, None, collate, options)
+        return SampleSource(data, None, collate, options)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        return Source(data, len(data), collate, options)
+        return SampleSource(data, len(data), collate, options)
     raise TypeError(f"un.shard got {_describe_kind(data)}. Expected a dataset: __getitem__ and __len__, or __iter__.")
 
 
-def _open_part(part: TablePart, collate_fn: Callable[[list[Any]], Any] | None, options: dict[str, Any]) -> Source:
+def _open_part(part: TablePart, collate_fn: Callable[[list[Any]], Any] | None, options: dict[str, Any]) -> SampleSource:
     """The rows that lie with this worker: whole columns where all are arrays, else row by row."""
     from torch.utils.data import default_collate
 
     columns = part.arrays
     if columns is None:
-        return Source(part, len(part), collate_fn or default_collate, options, divided=True)
-    return Source(Arrays(columns, whole=collate_fn is None), len(part), collate_fn or identity, options, divided=True)
+        return SampleSource(part, len(part), collate_fn or default_collate, options, divided=True)
+    return SampleSource(
+        Arrays(columns, whole=collate_fn is None), len(part), collate_fn or identity, options, divided=True
+    )
 
 
-def _open_loader(loader: Any, collate_fn: Callable[[list[Any]], Any] | None, options: dict[str, Any]) -> Source:
+def _open_loader(loader: Any, collate_fn: Callable[[list[Any]], Any] | None, options: dict[str, Any]) -> SampleSource:
     from torch.utils.data import (
         BatchSampler,
         DistributedSampler,
@@ -312,7 +314,7 @@ def read_classes(labels: Any, samples: int) -> Indices:
     return np.unique(values, return_inverse=True)[1].reshape(-1).astype(choose_index_dtype(samples))
 
 
-def read_costs(cost: Any, source: Source) -> NDArray[np.float64]:
+def read_costs(cost: Any, source: SampleSource) -> NDArray[np.float64]:
     """The cost of every sample, given as an array or as a function of a sample; finite and 0 or more."""
     assert source.samples is not None
     costs = source.compute_costs(cost) if callable(cost) else read_numbers("cost", cost, source.samples)

@@ -5,26 +5,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from unisono.estimators.files import Files
-    from unisono.estimators.fit_report import FitReport
-    from unisono.estimators.least_squares import LeastSquares
-    from unisono.estimators.logistic import LogisticRegression
+if TYPE_CHECKING:  # the same as below, for type checkers: a test compares them
+    from unisono.estimators.files import Files as Files
+    from unisono.estimators.fit_report import FitReport as FitReport
+    from unisono.estimators.least_squares import LeastSquares as LeastSquares
+    from unisono.estimators.logistic import LogisticRegression as LogisticRegression
 
-_LAZY = {
+_MODULE_OF = {
     "Files": "unisono.estimators.files",
+    "FitReport": "unisono.estimators.fit_report",
     "LeastSquares": "unisono.estimators.least_squares",
     "LogisticRegression": "unisono.estimators.logistic",
-    "FitReport": "unisono.estimators.fit_report",
 }
 
-__all__ = ["Files", "FitReport", "LeastSquares", "LogisticRegression"]
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
     """Import on first use: what runs in workers needs no scikit-learn, and starts faster without."""
-    if name in _LAZY:
-        import importlib
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'unisono.estimators' has no attribute {name!r}")
+    import importlib
 
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'unisono.estimators' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

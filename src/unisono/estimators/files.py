@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from unisono.estimators.addresses import list_files
 from unisono.estimators.formats import ENDINGS, FilePiece, find_format
-from unisono.estimators.row_blocks import BLOCK_BYTES, Block
+from unisono.estimators.row_blocks import BLOCK_BYTES, RowBlock
 
 __all__ = ["FilePlan", "FileTable", "Files"]
 
@@ -116,7 +116,7 @@ class FileTable:
         self._kept: dict[FilePiece, tuple[Array, npt.NDArray[np.intp]]] = {}
         self._kept_bytes = 0
 
-    def read_blocks(self) -> Iterator[Block]:
+    def read_blocks(self) -> Iterator[RowBlock]:
         count = 0
         each = max(64, BLOCK_BYTES // (8 * max(1, self.columns)))
         for piece in self.pieces:
@@ -126,7 +126,9 @@ class FileTable:
             y, weight = rest[:, : self.targets], rest[:, self.targets] if self.plan.weight is not None else None
             for start in range(0, len(data), each):
                 rows = slice(start, start + each)
-                yield Block(x[rows], y[rows], None if weight is None else weight[rows], _RowPlace(piece, numbers[rows]))
+                yield RowBlock(
+                    x[rows], y[rows], None if weight is None else weight[rows], _RowPlace(piece, numbers[rows])
+                )
         self.rows = count
 
     def take_batch(self, index: int, of: int) -> Any:

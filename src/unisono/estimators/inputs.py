@@ -13,7 +13,7 @@ from unisono.estimators.row_blocks import Rows
 from unisono.estimators.workers import Workers
 from unisono.world import World, join
 
-__all__ = ["check_same_rows", "find_rows_elsewhere", "find_target", "is_files", "make_rows"]
+__all__ = ["check_same_rows", "find_rows_elsewhere", "find_target", "make_rows", "names_files"]
 
 
 def find_rows_elsewhere(X: Any, y: Any, sample_weight: Any, workers: Workers) -> Any:
@@ -33,7 +33,7 @@ def find_target(y: Any) -> str | None:
     return y if isinstance(y, str) else None
 
 
-def is_files(X: Any) -> bool:
+def names_files(X: Any) -> bool:
     """Whether it names files: `Files`, an address, or a list of addresses."""
     if isinstance(X, Files | str | Path):
         return True
@@ -63,7 +63,7 @@ def check_same_rows(rows: Rows, world: World) -> None:
 
 def _plan_files(X: Any, y: Any, sample_weight: Any, workers: Workers) -> FilePlan | None:
     """Files that hold the rows, or None where X is an array."""
-    if not is_files(X):
+    if not names_files(X):
         return None
     if sample_weight is not None:
         raise ValueError("got sample_weight with files: name a column of theirs, Files(..., weight='name')")

@@ -14,7 +14,7 @@ from unisono.estimators.files import FilePlan
 from unisono.estimators.inputs import find_rows_elsewhere, find_target, make_rows
 from unisono.estimators.linear import check_arrays, compute_scores, find_workers, fit_here, read_settings, run_fit
 from unisono.estimators.linear_fit import FitResult
-from unisono.estimators.moments import Moments, minimise
+from unisono.estimators.moments import TableMoments, minimise
 
 __all__ = ["LeastSquares"]
 
@@ -108,11 +108,11 @@ class LeastSquares(MultiOutputMixin, RegressorMixin, BaseEstimator):  # type: ig
         if single is None:
             self._set_columns(found)
             single = True
-        moments = Moments(*found["moments"])
+        moments = TableMoments(*found["moments"])
         if before is not None:
             if len(before[2]) != len(moments.mean):
                 raise ValueError(f"y has {len(moments.mean) - self.n_features_in_} targets, other than before")
-            moments = Moments(*before).merge(moments)
+            moments = TableMoments(*before).merge(moments)
         about = moments if settings.intercept else moments.center_at_zero()
         options: Any = {"l1": settings.l1, "l2": settings.l2, "tol": settings.tol, "max_iter": settings.max_iter}
         solved = minimise(about, self.n_features_in_, **options)

@@ -20,10 +20,10 @@ from unisono.estimators.conventions import (
 )
 from unisono.estimators.files import FilePlan, Files
 from unisono.estimators.fit_report import CountingAsk, FitReport
-from unisono.estimators.inputs import check_same_rows, is_files
+from unisono.estimators.inputs import check_same_rows, names_files
 from unisono.estimators.linear_fit import FitResult, FitSettings, make_program
 from unisono.estimators.linear_worker import fit_in_world, work
-from unisono.estimators.row_blocks import Block, Rows, find_problem, is_finite
+from unisono.estimators.row_blocks import RowBlock, Rows, find_problem, is_finite
 from unisono.estimators.workers import Workers
 from unisono.map_reduce.map_reduce import find_native
 from unisono.world import join
@@ -156,7 +156,7 @@ def compute_scores(estimator: Any, X: Any, columns: list[str] | None) -> Array:
     """X coef + intercept: rows × outputs. `columns`: those of the files that were learned from, where it was files."""
     check_is_fitted(estimator)
     coef, intercept = np.atleast_2d(estimator.coef_).T, estimator.intercept_
-    if is_files(X):
+    if names_files(X):
         known = getattr(estimator, "feature_names_in_", columns)
         plan = (X if isinstance(X, Files) else Files(X)).plan(columns=known)
         if len(plan.features) != len(coef):
@@ -166,7 +166,7 @@ def compute_scores(estimator: Any, X: Any, columns: list[str] | None) -> Array:
     return np.asarray(X @ coef + intercept)
 
 
-def _read_all(plan: FilePlan) -> Iterator[Block]:
+def _read_all(plan: FilePlan) -> Iterator[RowBlock]:
     """All rows of files; ValueError where a value is not a finite number."""
     table = plan.part(0, 1)
     for block in table.read_blocks():

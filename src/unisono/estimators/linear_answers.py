@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from unisono.estimators import losses
 from unisono.estimators.moments import peek, sum_products
-from unisono.estimators.row_blocks import Block, Table, find_problem, is_finite, is_sparse
+from unisono.estimators.row_blocks import RowBlock, Table, find_problem, is_finite, is_sparse
 
-__all__ = ["answer", "merge_answers"]
+__all__ = ["answer", "merge_peeks"]
 
 Array = npt.NDArray[np.float64]
 
@@ -50,7 +50,7 @@ def _answer_problem(table: Table, request: dict[str, Any]) -> str:
     return next(filter(None, (find_problem(block, table.names) for block in table.read_blocks())), "")
 
 
-def merge_answers(a: Any, b: Any) -> Any:
+def merge_peeks(a: Any, b: Any) -> Any:
     """Reduce: of two peeks both; of two problems, or of a peek and a problem, the first problem."""
     if isinstance(a, str) or isinstance(b, str):
         return a if isinstance(a, str) and (a or not isinstance(b, str)) else b
@@ -107,7 +107,7 @@ class _LabelledTable:
         self.table, self.labels = table, labels
         self.names, self.columns, self.targets, self.rows = table.names, table.columns, table.targets, table.rows
 
-    def read_blocks(self) -> Iterator[Block]:
+    def read_blocks(self) -> Iterator[RowBlock]:
         for block in self.table.read_blocks():
             yield block._replace(y=np.searchsorted(self.labels, block.y).astype(np.float64))
 

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from unisono.estimators import losses, solvers
-from unisono.estimators.linear_answers import answer, merge_answers
-from unisono.estimators.moments import Moments, minimise
+from unisono.estimators.linear_answers import answer, merge_peeks
+from unisono.estimators.moments import TableMoments, minimise
 from unisono.estimators.row_blocks import make_table
 from unisono.map_reduce import Ask, MapReduce
 
@@ -51,12 +51,12 @@ FitResult = dict[str, Any]  # plain values and arrays: coef (columns × outputs)
 def make_program(settings: FitSettings) -> MapReduce:
     """The fit as a MapReduce program, whose parts become tables first."""
     to_table = functools.partial(make_table, target=settings.target)
-    return MapReduce(answer, merge_answers, functools.partial(_fit, settings), to_table)
+    return MapReduce(answer, merge_peeks, functools.partial(_fit, settings), to_table)
 
 
 def make_survey(settings: FitSettings) -> MapReduce:
     """What a solver outside of this file needs to know, as a program whose parts are tables."""
-    return MapReduce(answer, merge_answers, functools.partial(_survey, settings))
+    return MapReduce(answer, merge_peeks, functools.partial(_survey, settings))
 
 
 def _fit(settings: FitSettings, ask: Ask) -> FitResult:
@@ -145,7 +145,7 @@ def _raise_problem(ask: Ask, otherwise: str) -> None:
 
 def _solve_normal(settings: FitSettings, ask: Ask, shift: Array, columns: int) -> FitResult:
     """Normal equations, and where the columns are nearly dependent a step with the true residual."""
-    moments = Moments.from_sums(*_ask_sums(ask, "moments", shift), shift)
+    moments = TableMoments.from_sums(*_ask_sums(ask, "moments", shift), shift)
     options: Any = {"l1": settings.l1, "l2": settings.l2, "tol": settings.tol, "max_iter": settings.max_iter}
     about = moments if settings.intercept else moments.center_at_zero()
     found = minimise(about, columns, **options)
@@ -156,7 +156,7 @@ def _solve_normal(settings: FitSettings, ask: Ask, shift: Array, columns: int) -
             slope = ask(request, reduce="sum")
             by_coef = -slope[1:][: found.coef.size].reshape(found.coef.shape)
             by_coef += np.outer(about.mean[:columns], slope[1 + found.coef.size : -1])
-            left = Moments(about.count, about.weight, about.mean * 0, about.products.copy(), about.noise)
+            left = TableMoments(about.count, about.weight, about.mean * 0, about.products.copy(), about.noise)
             left.products[:columns, columns:] = by_coef - settings.l2 * about.weight * found.coef
             found.coef = found.coef + minimise(left, columns, **options).coef
             found.intercept = about.mean[columns:] - about.mean[:columns] @ found.coef

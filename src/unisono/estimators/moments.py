@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unisono.estimators.row_blocks import Block, Table, is_finite, is_sparse
+from unisono.estimators.row_blocks import RowBlock, Table, is_finite, is_sparse
 
-__all__ = ["Moments", "Solution", "minimise", "peek", "sum_products"]
+__all__ = ["Solution", "TableMoments", "minimise", "peek", "sum_products"]
 
 Array = npt.NDArray[np.float64]
 
 
 @dataclass
-class Moments:
+class TableMoments:
     """count: rows; weight: sum of weights; mean: of every column of Z = [X, Y]; products: Zᵀ Z about the mean.
 
     noise: a standard deviation below it is rounding, and the column constant.
@@ -33,30 +33,30 @@ class Moments:
     noise: Array  # columns + targets
 
     @classmethod
-    def from_sums(cls, count: int, weight: float, sums: Array, products: Array, shift: Array) -> Moments:
+    def from_sums(cls, count: int, weight: float, sums: Array, products: Array, shift: Array) -> TableMoments:
         """From sums of Z - shift and of its products."""
         away = sums / weight
         mean, eps = shift + away, np.finfo(np.float64).eps
         noise = 4 * np.sqrt(eps) * np.abs(away) + 4 * eps * np.abs(mean)
         return cls(count, weight, mean, products - weight * np.outer(away, away), noise)
 
-    def merge(self, other: Moments) -> Moments:
+    def merge(self, other: TableMoments) -> TableMoments:
         """Those of both sets of rows (Chan, Golub and LeVeque, 1983)."""
         weight = self.weight + other.weight
         away = other.mean - self.mean
         mean = self.mean + away * (other.weight / weight)
         between = np.outer(away, away) * (self.weight * other.weight / weight)
         products, noise = self.products + other.products + between, np.maximum(self.noise, other.noise)
-        return Moments(self.count + other.count, weight, mean, products, noise)
+        return TableMoments(self.count + other.count, weight, mean, products, noise)
 
     def to_list(self) -> list[Any]:
         """Its fields, as a message carries them."""
         return [self.count, self.weight, self.mean, self.products, self.noise]
 
-    def center_at_zero(self) -> Moments:
+    def center_at_zero(self) -> TableMoments:
         """The products about 0, for a model without intercept."""
         products = self.products + self.weight * np.outer(self.mean, self.mean)
-        return Moments(self.count, self.weight, np.zeros_like(self.mean), products, np.zeros_like(self.noise))
+        return TableMoments(self.count, self.weight, np.zeros_like(self.mean), products, np.zeros_like(self.noise))
 
 
 def peek(table: Table) -> Array:
@@ -99,7 +99,7 @@ def sum_products(table: Table, shift: Array) -> tuple[int, int, float, Array, Ar
     return int(bad), count, float(total[width, width]), total[width, :width].copy(), total[:width, :width].copy()
 
 
-def _add_sparse(block: Block, shift: Array, total: Array) -> None:
+def _add_sparse(block: RowBlock, shift: Array, total: Array) -> None:
     """As above, with the columns of x about 0."""
     d = block.x.shape[1]
     rest = np.column_stack([block.y - shift[d:], np.ones(len(block.y))])
@@ -128,7 +128,7 @@ class Solution:
     iterations: int = 1
 
 
-def minimise(moments: Moments, columns: int, *, l1: float, l2: float, tol: float, max_iter: int) -> Solution:
+def minimise(moments: TableMoments, columns: int, *, l1: float, l2: float, tol: float, max_iter: int) -> Solution:
     """The minimiser of Σ (z w - y)² / 2n + l1 |w| + l2 w² / 2 from the moments (n: the sum of weights).
 
     Columns are first scaled to length 1. Where they depend on each other, the solution of least length, as

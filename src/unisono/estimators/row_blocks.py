@@ -13,7 +13,7 @@ from unisono.map_reduce.worker_data import find_bounds
 
 __all__ = [
     "ArrayTable",
-    "Block",
+    "RowBlock",
     "Rows",
     "Table",
     "find_problem",
@@ -27,7 +27,7 @@ Array = npt.NDArray[np.float64]
 BLOCK_BYTES = 1 << 20  # the two products of a gradient then read a block once from memory and once from the cache
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """Some rows. x: rows × columns (dense or sparse); y: rows × targets; weight: rows, or None for all 1."""
 
     x: Any
@@ -45,7 +45,7 @@ class Table(Protocol):
     targets: int
     rows: int  # of a stream: those of the last whole pass
 
-    def read_blocks(self) -> Iterator[Block]:
+    def read_blocks(self) -> Iterator[RowBlock]:
         """All rows, in blocks of some rows each."""
 
     def take_batch(self, index: int, of: int) -> Table:
@@ -82,14 +82,14 @@ class ArrayTable:
     def take_batch(self, index: int, of: int) -> ArrayTable:
         return ArrayTable(self._rows.part(index, of))
 
-    def read_blocks(self) -> Iterator[Block]:
+    def read_blocks(self) -> Iterator[RowBlock]:
         x, y, weight, _, first = self._rows
         total = x.shape[0]
         each = total if is_sparse(x) else max(64, BLOCK_BYTES // (8 * max(1, self.columns)))
         for start in range(0, total, max(1, each)):
             stop = min(start + each, total)
             whole = stop - start == total
-            yield Block(
+            yield RowBlock(
                 x if whole else x[start:stop],
                 y[start:stop],
                 None if weight is None else weight[start:stop],
@@ -143,7 +143,7 @@ def format_column(names: Sequence[str] | None, column: int) -> str:
     return f"column {names[column]!r}" if names is not None else f"column {column}"
 
 
-def find_problem(block: Block, names: Sequence[str] | None) -> str:
+def find_problem(block: RowBlock, names: Sequence[str] | None) -> str:
     """The first value that is not a finite number, named by column and place; empty where all are."""
     found = _find_bad(block.x)
     if found is not None:
@@ -159,7 +159,7 @@ def find_problem(block: Block, names: Sequence[str] | None) -> str:
     return ""
 
 
-def is_finite(block: Block) -> bool:
+def is_finite(block: RowBlock) -> bool:
     """Whether all numbers are finite. A sum is fast, and settles almost every case."""
     values = [block.x.data if is_sparse(block.x) else block.x, block.y, block.weight]
     with np.errstate(all="ignore"):

@@ -26,7 +26,7 @@ _LSTM_SCRATCH = 5  # times its output, and once its weights: what backward takes
 
 
 @dataclass
-class _Entry:
+class _LiveStorage:
     """A storage that is alive: what it counts, and as what."""
 
     nbytes: int = 0
@@ -59,7 +59,7 @@ class LiveBytes(TorchDispatchMode):
         self.device, self.scalar, self.counting = device, scalar, counting
         self.peaks = Peaks()
         self.backwards: Counter[Tensor] = Counter()  # how often each parameter's gradient was complete
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _LiveStorage] = {}
         self._without_gradients = self._without_gradients_narrow = self._gradients = self._gradients_narrow = 0
 
     def __torch_dispatch__(
@@ -139,16 +139,16 @@ class LiveBytes(TorchDispatchMode):
         peaks.without_gradients_narrow = max(peaks.without_gradients_narrow, narrow)
         peaks.with_gradients_narrow = max(peaks.with_gradients_narrow, narrow + self._gradients_narrow)
 
-    def _find_entry(self, tensor: Tensor) -> _Entry:
+    def _find_entry(self, tensor: Tensor) -> _LiveStorage:
         storage = tensor.untyped_storage()
         key = id(storage)
         known = self._entries.get(key)
         if known is None:
-            known = self._entries[key] = _Entry()
+            known = self._entries[key] = _LiveStorage()
             known.alive = weakref.ref(storage, self._make_death_callback(key, known))
         return known
 
-    def _make_death_callback(self, key: int, entry: _Entry) -> Callable[[Any], None]:
+    def _make_death_callback(self, key: int, entry: _LiveStorage) -> Callable[[Any], None]:
         me = weakref.ref(self)
 
         def forget(_: Any) -> None:

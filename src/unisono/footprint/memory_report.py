@@ -16,7 +16,7 @@ from unisono.strategies.zero import zero
 _BEST = 5  # of the settings that fit, so many are spelled out
 
 
-class Row(NamedTuple):
+class SettingRow(NamedTuple):
     """A setting, and what a worker needs under it."""
 
     spec: str  # to give to un.parallel
@@ -60,7 +60,7 @@ class MemoryReport:
     title: str = ""
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[SettingRow]:
         """Every stage and placement, the fastest first."""
         return [self._make_row(setting) for setting in self._list_settings()]
 
@@ -90,9 +90,9 @@ class MemoryReport:
             raise TypeError(f"compare got {odd[0]!r}; expected bytes of {', '.join(places)}")
         return Comparison(spec, {k: (getattr(wanted, k), v) for k, v in measured.items() if v is not None})
 
-    def _make_row(self, setting: Setting) -> Row:
+    def _make_row(self, setting: Setting) -> SettingRow:
         needed = self._compute_need(setting)
-        return Row(setting.spec, needed, describe_shortage(needed, self.machine))
+        return SettingRow(setting.spec, needed, describe_shortage(needed, self.machine))
 
     # Words -----------------------------------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ class MemoryReport:
         told = [(n.device, "on the device"), (n.host, "of the host"), (n.disk, "of disk")]
         return ", ".join(f"{show_size(x)} {where}" for x, where in told if x)
 
-    def _explain_no_fit(self, rows: Sequence[Row]) -> str:
+    def _explain_no_fit(self, rows: Sequence[SettingRow]) -> str:
         least = min(rows, key=lambda row: compute_excess(row.need, self.machine))
         lines = [f"nothing fits. Closest: {least.spec}, which lacks {least.shortage}."]
         f = self.facts

@@ -68,11 +68,11 @@ def predict_for_script(
     """
     there = find_capacity(device_memory, host_memory, disk, workers=min(workers, workers_per_host or workers))
     left_out: list[str] = []
-    run = _Run(workers)
+    run = _ScriptRun(workers)
     error = run.run_script(program, arguments, module=module, mode=make_fake_mode())
     if run.seen is None and error is not None and not isinstance(error, SystemExit):
         first = error
-        run = _Run(workers, stop_at_parallel=True)  # with memory, but no further than the model
+        run = _ScriptRun(workers, stop_at_parallel=True)  # with memory, but no further than the model
         error = run.run_script(program, arguments, module=module, mode=None)
         left_out.append(f"activations: on fake tensors the script failed before un.parallel ({format_error(first)})")
     if run.seen is None:
@@ -89,7 +89,7 @@ def predict_for_script(
     return MemoryReport(facts, there, workers, (*left_out, *more), title=title)
 
 
-class _Run:
+class _ScriptRun:
     """One run of a script, and what it showed."""
 
     def __init__(self, workers: int, *, stop_at_parallel: bool = False) -> None:

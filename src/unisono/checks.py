@@ -18,6 +18,7 @@ __all__ = [
     "AtLeast",
     "Note",
     "Range",
+    "Rule",
     "Satisfies",
     "SettingTypeError",
     "check_setting",
@@ -147,7 +148,7 @@ class Note:
         return f"{kind} ({self.words})"
 
 
-_RULES = (AtLeast, Range, Satisfies, Note)
+Rule = AtLeast | Range | Satisfies | Note
 
 # Checks -----------------------------------------------------------------------------------------------------------
 
@@ -245,14 +246,14 @@ def _accepts(value: Any, hint: Any, *, rules: bool = True) -> bool:
     return isinstance(value, hint)
 
 
-def _applies(rule: Any, value: Any) -> bool:
+def _applies(rule: Rule, value: Any) -> bool:
     """Whether a rule speaks of such a value: bounds do of numbers, where None or a word is accepted as well."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number if isinstance(rule, AtLeast | Range) else value is not None
 
 
-def _rules(hint: Any) -> list[Any]:
-    return [rule for rule in getattr(hint, "__metadata__", ()) if isinstance(rule, _RULES)]
+def _rules(hint: Any) -> list[Rule]:
+    return [rule for rule in getattr(hint, "__metadata__", ()) if isinstance(rule, Rule)]
 
 
 _KINDS: Mapping[Any, list[str]] = {

@@ -96,12 +96,12 @@ class _Reader:
         self.text = text
         self._bytes = text.encode("utf-8", "surrogatepass")
 
-    def at(self, node: ast.expr | ast.keyword) -> int:
+    def position(self, node: ast.expr | ast.keyword) -> int:
         """The position in characters; the tree counts bytes."""
         return len(self._bytes[: node.col_offset].decode("utf-8", "surrogatepass"))
 
     def fail(self, problem: str, node: ast.expr | ast.keyword) -> NoReturn:
-        raise SpecError(problem, self.text, self.at(node))
+        raise SpecError(problem, self.text, self.position(node))
 
     def value(self, node: ast.expr) -> Any:
         if isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float | str | None):
@@ -109,7 +109,7 @@ class _Reader:
         if isinstance(node, ast.Name):
             if node.id in NUMBERS:
                 return NUMBERS[node.id]
-            return Spec(node.id, called=False, text=self.text, at=self.at(node))
+            return Spec(node.id, called=False, text=self.text, at=self.position(node))
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
             number = self.value(node.operand)
             if isinstance(number, bool) or not isinstance(number, int | float):
@@ -129,7 +129,7 @@ class _Reader:
         if not isinstance(node.func, ast.Name):
             self.fail(f"expected a method's name before the parenthesis, got `{ast.unparse(node.func)}`", node)
         args = tuple(self.value(x) for x in node.args)
-        spots: dict[int | str, int] = {i: self.at(x) for i, x in enumerate(node.args)}
+        spots: dict[int | str, int] = {i: self.position(x) for i, x in enumerate(node.args)}
         kwargs: dict[str, Any] = {}
         keys: dict[str, int] = {}
         for item in node.keywords:
@@ -138,8 +138,8 @@ class _Reader:
             if item.arg in kwargs:
                 self.fail(f"{item.arg!r} is given twice", item)
             kwargs[item.arg] = self.value(item.value)
-            keys[item.arg], spots[item.arg] = self.at(item), self.at(item.value)
-        return Spec(node.func.id, args, kwargs, True, self.text, self.at(node.func), spots, keys)
+            keys[item.arg], spots[item.arg] = self.position(item), self.position(item.value)
+        return Spec(node.func.id, args, kwargs, True, self.text, self.position(node.func), spots, keys)
 
 
 def write(value: Any, other: Callable[[Any], str] = repr) -> str:

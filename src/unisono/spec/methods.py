@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import torch
 
-from unisono.checks import AtLeast, Note, Range, Satisfies, find_fault, read_annotations
+from unisono.checks import Rule, find_fault, read_annotations
 from unisono.facts import Example, Facts
 from unisono.spec.grammar import NUMBERS, Spec, SpecError, parse, write
 
@@ -37,7 +37,7 @@ _ELSEWHERE = "..."  # stands for a value that text cannot hold
 
 def names(kind: Kind) -> list[str]:
     """The methods of a kind, by the names of their files."""
-    return sorted(_files(kind))
+    return sorted(_find_files(kind))
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def extend(*, strategies: str | Path | None = None, reducers: str | Path | None 
                     del sys.modules[key]
 
 
-def _files(kind: Kind) -> dict[str, Path]:
+def _find_files(kind: Kind) -> dict[str, Path]:
     folders = [Path(folder) for folder in importlib.import_module(_FOLDERS[kind]).__path__]
     files = {
         entry.stem: entry / "__init__.py" if entry.is_dir() else entry
@@ -70,23 +70,23 @@ def _files(kind: Kind) -> dict[str, Path]:
 
 def read_facts(name: str, kind: Kind) -> Facts:
     """What a method says of itself: `FACTS` in its file. Without them, its bare name is an example of it."""
-    return typing.cast(Facts, getattr(_module(name, kind), "FACTS", Facts([Example(name)])))
+    return typing.cast(Facts, getattr(_load_module(name, kind), "FACTS", Facts([Example(name)])))
 
 
-def _module(name: str, kind: Kind) -> types.ModuleType:
+def _load_module(name: str, kind: Kind) -> types.ModuleType:
     return importlib.import_module(f"{_FOLDERS[kind]}.{name}")
 
 
-def _factory(name: str, kind: Kind) -> Callable[..., Any]:
+def _load_factory(name: str, kind: Kind) -> Callable[..., Any]:
     """The class or function a method's file defines. An error in the file itself comes through as it is."""
-    module = _module(name, kind)
+    module = _load_module(name, kind)
     factory = getattr(module, name, None)
     if not callable(factory):
         raise ImportError(f"{module.__file__} must define a class or function named {name!r}")
     return typing.cast(Callable[..., Any], factory)
 
 
-def _nearest(word: str, known: Iterable[str]) -> str:
+def _suggest(word: str, known: Iterable[str]) -> str:
     known = list(known)
     near = difflib.get_close_matches(word.lower(), known, n=1) or difflib.get_close_matches(word, known, n=1)
     if near:
@@ -115,7 +115,7 @@ def build(spec: str | Spec | Any, kind: Kind = "strategy") -> Any:
     if inspect.isfunction(spec) or inspect.isclass(spec):
         raise TypeError(f"expected a {kind}, got {spec!r} itself; call it: {spec.__name__}(...)")
     if _is_reducer(spec):
-        return spec if kind == "reducer" else _factory("allreduce", "strategy")(reducer=spec)
+        return spec if kind == "reducer" else _load_factory("allreduce", "strategy")(reducer=spec)
     if kind == "strategy" and callable(getattr(spec, "bind", None)):
         return spec
     raise TypeError(
@@ -128,16 +128,16 @@ _reducers: dict[tuple[Callable[..., Any], str], Any] = {}  # built reducers, by 
 
 
 def _build(spec: Spec, kind: Kind) -> Any:
-    if spec.name not in _files(kind):
-        if kind == "strategy" and spec.name in _files("reducer"):
-            return _factory("allreduce", "strategy")(reducer=_build(spec, "reducer"))
-        if spec.name in _files("strategy"):
+    if spec.name not in _find_files(kind):
+        if kind == "strategy" and spec.name in _find_files("reducer"):
+            return _load_factory("allreduce", "strategy")(reducer=_build(spec, "reducer"))
+        if spec.name in _find_files("strategy"):
             spec.fail(f"{spec.name!r} is a strategy; a reducer is needed here, such as 'dense'")
         known = {*names(kind), *(names("reducer") if kind == "strategy" else ())}
-        spec.fail(f"unknown {kind} {spec.name!r}{_nearest(spec.name, sorted(known))}")
-    factory = _factory(spec.name, kind)
+        spec.fail(f"unknown {kind} {spec.name!r}{_suggest(spec.name, sorted(known))}")
+    factory = _load_factory(spec.name, kind)
     bound = _bind(spec, factory)
-    canonical = _canonical(spec.name, bound)
+    canonical = _write_canonical(spec.name, bound)
     if kind == "reducer" and (factory, canonical) in _reducers:
         return _reducers[factory, canonical]
     try:
@@ -163,27 +163,27 @@ def _bind(spec: Spec, factory: Callable[..., Any]) -> inspect.BoundArguments:
         if i >= len(plain) and rest is None:
             spec.fail(f"{usage} takes no more than {len(plain)} without a name", spec.spots[i])
         parameter = plain[i] if i < len(plain) else typing.cast(inspect.Parameter, rest)
-        args.append(_argument(spec, parameter.name, value, hints, spec.spots[i]))
+        args.append(_read_argument(spec, parameter.name, value, hints, spec.spots[i]))
     named = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     kwargs = {}
     for name, value in spec.kwargs.items():
         if name not in named:
-            spec.fail(f"{spec.name} has no argument {name!r}{_nearest(name, named)}", spec.keys[name])
+            spec.fail(f"{spec.name} has no argument {name!r}{_suggest(name, named)}", spec.keys[name])
         if name in [p.name for p in plain[: len(args)]]:
             spec.fail(f"{name!r} is given twice: by position and by name", spec.keys[name])
-        kwargs[name] = _argument(spec, name, value, hints, spec.spots[name])
+        kwargs[name] = _read_argument(spec, name, value, hints, spec.spots[name])
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:
         return spec.fail(f"{spec.name}: {error}; expected {usage}")
 
 
-def _argument(spec: Spec, name: str, value: Any, hints: Mapping[str, Any], position: int) -> Any:
+def _read_argument(spec: Spec, name: str, value: Any, hints: Mapping[str, Any], position: int) -> Any:
     try:
         converted = _convert(value, hints.get(name, Any))
     except _MismatchError as mismatch:
         got = f"got {write(value)}{mismatch}"
-        return spec.fail(f"{spec.name}({name}=...) takes {_expected(hints[name])}; {got}", position)
+        return spec.fail(f"{spec.name}({name}=...) takes {_describe_hint(hints[name])}; {got}", position)
     fault = find_fault(name, converted, hints.get(name, Any))
     return spec.fail(f"{spec.name}: {fault}", position) if fault else converted
 
@@ -203,7 +203,7 @@ def _convert(value: Any, hint: Any) -> Any:
         word = value.name if isinstance(value, Spec) and not value.called else value
         if word in members and type(word) in map(type, members):
             return word
-        raise _MismatchError(_nearest(str(word), [m for m in members if isinstance(m, str)]))
+        raise _MismatchError(_suggest(str(word), [m for m in members if isinstance(m, str)]))
     if _is_sequence(hint):
         return _convert_sequence(value, hint)
     if (kind := _kind_of(hint)) is not None:
@@ -222,7 +222,9 @@ def _convert(value: Any, hint: Any) -> Any:
 def _convert_union(value: Any, members: tuple[Any, ...]) -> Any:
     if type(value) in members:
         return value
-    method = isinstance(value, Spec) and (value.called or value.name in (_files("reducer") | _files("strategy")))
+    method = isinstance(value, Spec) and (
+        value.called or value.name in (_find_files("reducer") | _find_files("strategy"))
+    )
     mismatches = []
     for member in sorted(members, key=lambda m: (_kind_of(m) is not None) != method):
         try:
@@ -247,8 +249,8 @@ def _convert_sequence(value: Any, hint: Any) -> Any:
 def _convert_word(value: Spec, hint: Any) -> Any:
     """A bare word: a string for `str`, a dtype for `torch.dtype`, the method of that name where all goes."""
     if hint in (Any, object) or not isinstance(hint, type):
-        if value.called or value.name in _files("reducer"):
-            return _build(value, "strategy" if value.name in _files("strategy") else "reducer")
+        if value.called or value.name in _find_files("reducer"):
+            return _build(value, "strategy" if value.name in _find_files("strategy") else "reducer")
         return value.name
     if not value.called and hint is str:
         return value.name
@@ -278,15 +280,15 @@ def _is_reducer(obj: Any) -> bool:
     return callable(getattr(obj, "init", None)) and callable(getattr(obj, "reduce", None))
 
 
-def _expected(hint: Any) -> str:
+def _describe_hint(hint: Any) -> str:
     members = typing.get_args(hint)
     if typing.get_origin(hint) is typing.Annotated:
-        words = _expected(members[0])
+        words = _describe_hint(members[0])
         for rule in members[1:]:
-            words = rule.expected(words) if isinstance(rule, AtLeast | Note | Range | Satisfies) else words
+            words = rule.expected(words) if isinstance(rule, Rule) else words
         return words
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return " or ".join(_expected(m) for m in members)
+        return " or ".join(_describe_hint(m) for m in members)
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(map(repr, members))
     if (kind := _kind_of(hint)) is not None:
@@ -314,7 +316,7 @@ def describe(obj: Any) -> str:
         defaults = {
             f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory() for f in fields
         }
-        parts = [f"{k}={write(v, _loose)}" for k, v in values.items() if not _same(v, defaults[k])]
+        parts = [f"{k}={write(v, _write_other)}" for k, v in values.items() if not _is_same(v, defaults[k])]
         return f"{type(obj).__name__}({', '.join(parts)})" if parts else type(obj).__name__
     if _is_reducer(obj):
         if getattr(obj, "spec", ""):
@@ -326,27 +328,27 @@ def describe(obj: Any) -> str:
     return f"{type(obj).__name__}({_ELSEWHERE})"
 
 
-def _canonical(name: str, bound: inspect.BoundArguments) -> str:
+def _write_canonical(name: str, bound: inspect.BoundArguments) -> str:
     parts = []
     for key, value in bound.arguments.items():
         parameter = bound.signature.parameters[key]
         if parameter.kind is parameter.VAR_POSITIONAL:
-            parts += [write(x, _loose) for x in value]
-        elif not _same(value, parameter.default):
+            parts += [write(x, _write_other) for x in value]
+        elif not _is_same(value, parameter.default):
             prefix = "" if parameter.kind is parameter.POSITIONAL_ONLY else f"{key}="
-            parts.append(prefix + write(value, _loose))
+            parts.append(prefix + write(value, _write_other))
     return f"{name}({', '.join(parts)})" if parts else name
 
 
-def _same(a: Any, b: Any) -> bool:
+def _is_same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and bool(a == b))
 
 
-def _loose(value: Any) -> str:
+def _write_other(value: Any) -> str:
     """What the grammar cannot hold itself: words without quotes, dtypes by name, methods by their specs."""
     if isinstance(value, str):
         word = value.isidentifier() and value.isascii() and not keyword.iskeyword(value)
-        taken = value in NUMBERS or value in _files("reducer") | _files("strategy")
+        taken = value in NUMBERS or value in _find_files("reducer") | _find_files("strategy")
         return value if word and not taken else repr(value)
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")

@@ -183,9 +183,3 @@ def why_no_network() -> str:
         return f"network namespaces cannot be made here: {made.stderr.strip()}"
     subprocess.run(["ip", "netns", "del", name], check=True)
     return ""
-
-
-@pytest.fixture
-def start_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers of this test are fresh processes."""
-    monkeypatch.setenv("UNISONO_WARM", "0")

@@ -55,6 +55,13 @@ class Launched:
         self.process.send_signal(signum)
 
 
+@pytest.fixture(params=["fresh", "forked"])
+def start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How the workers of a test are started; both ways, unless the test says which."""
+    if request.param == "fresh":
+        monkeypatch.setenv("UNISONO_WARM", "0")
+
+
 @pytest.fixture
 def run_script(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     """run_script(text, *options, args=()) starts `unisono run *options script.py *args`; killed at the end."""

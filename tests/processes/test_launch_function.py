@@ -14,6 +14,9 @@ import pytest
 
 from unisono.launchers import WorkerError, launch
 
+pytestmark = pytest.mark.usefixtures("start")
+only_fresh = pytest.mark.parametrize("start", ["fresh"], indirect=True)
+
 
 def ranks_of(word: str, *, times: int = 1) -> tuple[str, int]:
     return word * times, int(os.environ["RANK"])
@@ -162,6 +165,7 @@ def test_no_descriptor_and_no_child_is_left():
     assert Path(f"/proc/self/task/{os.getpid()}/children").read_text().split() == []
 
 
+@only_fresh
 @pytest.mark.parametrize(
     ("call", "kind", "words"),
     [
@@ -178,6 +182,7 @@ def test_bad_arguments_say_what_to_do(call, kind, words):
         call()
 
 
+@only_fresh
 def test_without_cloudpickle_the_extra_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert launch(ranks_of, workers=1, args=["a"]) == [("a", 0)]

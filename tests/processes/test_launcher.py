@@ -12,6 +12,8 @@ import time
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("start")
+only_fresh = pytest.mark.parametrize("start", ["fresh"], indirect=True)
 PRELUDE = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
@@ -62,6 +64,7 @@ def test_module_runs_with_its_own_options(run_command, tmp_path):
     assert out == "__main__ project.train ['--lr', '0.1', '-n', '3']\n"  # one worker: no prefix
 
 
+@only_fresh
 def test_neither_launcher_nor_worker_imports_torch_by_itself(run_script):
     status, out, err = run_script(
         """
@@ -169,6 +172,7 @@ def test_on_a_terminal_rank_0_has_the_terminal_itself(run_script):
     assert sorted(shown.splitlines()) == ["\x1b[33m[1]\x1b[0m RANK 1 False", "RANK 0 True"]
 
 
+@only_fresh
 def test_huge_output_from_all_ranks_on_both_streams_arrives_whole(run_script):
     status, out, err = run_script(
         PRELUDE
@@ -384,6 +388,7 @@ time.sleep(1000)
 # -- bad input -----------------------------------------------------------------------------------------------------
 
 
+@only_fresh
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -410,6 +415,7 @@ def test_bad_command_lines_say_what_to_do(tmp_path, monkeypatch, capsys, argumen
     assert words in capsys.readouterr().err
 
 
+@only_fresh
 def test_version_and_strategies_need_no_torch(run_command):
     status, out, _ = run_command("--version")
     assert (status, out.split()[0].strip(",")) == (0, "unisono")
@@ -433,6 +439,7 @@ def test_join_meets_under_our_launcher(run_script):
     assert (status, sorted(out.splitlines())) == (0, ["[0] total 3.0 of 2", "[1] total 3.0 of 2"]), err
 
 
+@only_fresh
 def test_join_meets_in_a_world_that_torchrun_started(tmp_path):
     (tmp_path / "script.py").write_text(JOIN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "script.py"]

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,15 @@ import torch.distributed as dist
 import unisono as un
 from collective_matrix import CHECKS, DTYPES, check_direct_messages, check_dtype, check_equal, reference, values
 from unisono import Mismatch, PeerLost, World, run_threads
+from unisono.world.ledger import Ledger
+from unisono.world.operations import Operations
+from unisono.world.transports import Transport
 from unisono.world.transports.arithmetic import combine
+from unisono.world.transports.cuda_route import Route
 from unisono.world.transports.gloo import GlooTransport
 from unisono.world.transports.meeting_page import PAGE_NAME, ROW
 from unisono.world.transports.shared import SharedTransport
+from unisono.world.transports.simulated import SimulatedTransport
 from unisono.world.transports.two_level import TwoLevelTransport
 
 
@@ -282,6 +288,33 @@ def test_an_operations_error_is_raised_again_at_each_wait(runner: Runner) -> Non
         assert seen[0] == seen[1]
         assert "rank 0" in seen[0]
         assert "rank 1" in seen[2]
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_an_operation_on_a_stream_runs_at_once_and_is_finished_by_who_waits(
+    monkeypatch: pytest.MonkeyPatch, inline: bool
+) -> None:
+    steps: list[str] = []
+
+    def finish(value: str) -> str:
+        steps.append("finish")
+        return f"{value}, finished"
+
+    def run(transport: Transport) -> tuple[float, str]:
+        steps.append("run")
+        return 0.0, "result"
+
+    transport = SimulatedTransport(0, 2, bits_per_s=1e9, latency_s=0.0)
+    monkeypatch.setattr("unisono.world.operations.choose_route", lambda *_: Route(transport, finish=finish))
+    operations = Operations("world", transport, transport, Ledger(), inline=inline)
+    on_device: Any = SimpleNamespace(is_cuda=True)
+    handle = operations.run(operations.record("all_reduce", "x", 0), on_device, run)
+    assert steps == ["run"]
+    assert [handle.wait(), handle.wait()] == ["result, finished"] * 2
+    assert steps == ["run", "finish"]
+    assert len(operations.ledger.records) == 1
+    assert not operations.ledger.spans, "the host did not stand still"
+    operations.close()
 
 
 # Bad input ---------------------------------------------------------------------------------------------------

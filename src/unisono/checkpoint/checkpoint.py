@@ -296,8 +296,8 @@ def find_newest(
         if isinstance(result, Contents) and not any(reasons):
             return result, root / name, skipped
         why = {reason: rank for rank, reason in reversed(list(enumerate(reasons))) if reason}
-        told = [reason if reasons[0] == reason else f"rank {rank}: {reason}" for reason, rank in why.items()]
-        skipped.append((str(root / name), "; ".join(reversed(told))))
+        found_by = [reason if reasons[0] == reason else f"rank {rank}: {reason}" for reason, rank in why.items()]
+        skipped.append((str(root / name), "; ".join(reversed(found_by))))
     lines = "".join(f"\n  {where}: {why}" for where, why in skipped)
     raise CheckpointError(f"no whole checkpoint at {root}; restore one from a copy, or give another path:{lines}")
 

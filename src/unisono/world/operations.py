@@ -274,6 +274,6 @@ def swap_shapes(transport: Transport, pieces: Sequence[Tensor], tag: str) -> lis
 def _exchange_shapes(transport: Transport, mine: list[Any], what: str) -> list[Any]:
     seen = [packing.from_bytes(message) for message in transport.exchange(packing.to_bytes(mine))]
     if len({dtype for dtype, _ in seen}) > 1:
-        told = ", ".join(f"rank {r} {dtype}" for r, (dtype, _) in enumerate(seen))
-        raise Mismatch(f"{what}: the ranks' dtypes differ: {told}")
+        each = ", ".join(f"rank {r} {dtype}" for r, (dtype, _) in enumerate(seen))
+        raise Mismatch(f"{what}: the ranks' dtypes differ: {each}")
     return seen

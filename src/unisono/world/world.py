@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +32,13 @@ from unisono.world.transports import SMALL_BYTES, Op, Transport, find_group
 from unisono.world.transports.arithmetic import check_op, count_bytes
 
 __all__ = ["World"]
+
+
+class WeightListener(Protocol):
+    """One that follows the weight of this rank's batch (`World.weight`)."""
+
+    def weight_changed(self, weight: float, /) -> None:
+        """The weight is another from now on."""
 
 
 class World:
@@ -74,7 +81,7 @@ class World:
         self._children: dict[World, None] = {}
         self._parent: weakref.ref[World] | None = None
         self._weight = 1.0
-        self._weight_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._weight_listeners: weakref.WeakSet[WeightListener] = weakref.WeakSet()
 
     def __repr__(self) -> str:
         how = self.transport.name if self.transport else "alone"
@@ -104,11 +111,11 @@ class World:
             for listener in list(self._weight_listeners):
                 listener.weight_changed(value)
 
-    def on_weight(self, listener: Any) -> None:
+    def on_weight(self, listener: WeightListener) -> None:
         """Call `listener.weight_changed(weight)` when the weight changes."""
         self._weight_listeners.add(listener)
 
-    def off_weight(self, listener: Any) -> None:
+    def off_weight(self, listener: WeightListener) -> None:
         """Call it no more."""
         self._weight_listeners.discard(listener)
 

@@ -78,9 +78,9 @@ def _translate_errors(method: F) -> F:
         except (PeerLost, NotImplementedError):
             raise
         except (Mismatch, RuntimeError) as error:
-            problem, odds = str(error), isinstance(error, Mismatch)
+            problem, is_mismatch = str(error), isinstance(error, Mismatch)
             traceback.clear_frames(error.__traceback__)
-        raise self._explain_failure(method.__name__, problem, odds)
+        raise self._explain_failure(method.__name__, problem, is_mismatch)
 
     return run  # type: ignore[return-value]
 
@@ -240,10 +240,10 @@ class GlooTransport(Transport):
     @_translate_errors
     def send(self, x: Tensor, dst: int) -> None:
         sign = _encode(f"{x.numel()} x {x.dtype}")
-        told = self.group.send([sign], dst, _DIRECT_TAG)
+        sending = self.group.send([sign], dst, _DIRECT_TAG)
         if x.numel():
             self.group.send([x], dst, _DIRECT_TAG).wait()
-        told.wait()
+        sending.wait()
 
     @_translate_errors
     def recv(self, x: Tensor, src: int) -> None:
@@ -306,19 +306,19 @@ class GlooTransport(Transport):
         mine = _encode(f"{what} {sign}" + (f" as collective {self.sequence}" if self.sequence else ""))
         theirs = torch.empty(_SIGN, dtype=torch.uint8)
         previous, tag = (self.rank - 1) % self.size, self.next_round()
-        heard = self.group.recv([theirs], previous, tag)
-        told = self.group.send([mine], (self.rank + 1) % self.size, tag)
-        heard.wait()
-        told.wait()
+        receiving = self.group.recv([theirs], previous, tag)
+        sending = self.group.send([mine], (self.rank + 1) % self.size, tag)
+        receiving.wait()
+        sending.wait()
         if not theirs.equal(mine):
             raise Mismatch(
                 f"{what}: the ranks disagree; rank {previous} has {_decode(theirs)}, "
                 f"rank {self.rank} has {_decode(mine)}"
             )
 
-    def _explain_failure(self, what: str, problem: str, odds: bool) -> Exception:
-        """What to raise: my own finding, another rank's, or who is missing. The others are told, or see me leave."""
-        if odds:
+    def _explain_failure(self, what: str, problem: str, is_mismatch: bool) -> Exception:
+        """What to raise: my own finding, another rank's, or who is missing. The others learn it, or see me leave."""
+        if is_mismatch:
             self.abandon(found := Mismatch(problem))
             return found
         self._gloo = None

@@ -40,10 +40,10 @@ class Liveness:
         try:
             if not self._store.check(["wrong"]):
                 return None
-            odds, text = json.loads(self._store.get("wrong"))
+            is_mismatch, text = json.loads(self._store.get("wrong"))
         except RuntimeError:
             return None
-        return Mismatch(text) if odds else PeerLost(text)
+        return Mismatch(text) if is_mismatch else PeerLost(text)
 
     def describe_missing(self) -> str:
         """The ranks that died or do not answer, in words."""
@@ -63,8 +63,8 @@ class Liveness:
                 time.sleep(0.05)
         except RuntimeError:
             return "the store in which the ranks met is gone, perhaps with the rank that kept it"
-        told = gone or [f"rank {r} (process {who[r][2]} on {who[r][0]}) does not answer" for r in silent]
-        return " and ".join(told) or "every rank is still there, but a connection broke"
+        found = gone or [f"rank {r} (process {who[r][2]} on {who[r][0]}) does not answer" for r in silent]
+        return " and ".join(found) or "every rank is still there, but a connection broke"
 
 
 def identify_machine() -> str:

@@ -42,8 +42,8 @@ class MappedMemory:
                 item.decode("ascii", "replace").split() for item in swap(f"memory {nbytes} {publish(fd)}".encode())
             ]
             if any(item[:2] != ["memory", str(nbytes)] for item in found):
-                told = ", ".join(f"rank {r} {' '.join(item[1:2]) or 'none'}" for r, item in enumerate(found))
-                raise Mismatch(f"memory that is shared: every rank asks for the same bytes, got {told}")
+                each = ", ".join(f"rank {r} {' '.join(item[1:2]) or 'none'}" for r, item in enumerate(found))
+                raise Mismatch(f"memory that is shared: every rank asks for the same bytes, got {each}")
             addresses = [item[2] for item in found]
             self.ranks: list[Tensor] = []
             for r, address in enumerate(addresses):

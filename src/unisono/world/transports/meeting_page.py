@@ -339,11 +339,11 @@ class SmallAllReduce:
         mine = heads[page.rank][1:]
         if any(head[1:] != mine for head in heads):
             names = list(OP_CODES)
-            told = ", ".join(
+            each = ", ".join(
                 f"rank {r} has {names[o]} of {n} x {DTYPES[d]} as collective {i}"
                 for r, (_, o, d, n, i) in enumerate(heads)
             )
-            raise Mismatch(f"all_reduce: the ranks disagree; {told}")
+            raise Mismatch(f"all_reduce: the ranks disagree; {each}")
         combine(views, op, x.detach().view(-1))
         return float(max(head[0] for head in heads))
 

@@ -135,8 +135,8 @@ class SharedTransport(Transport):
     def all_gather(self, x: Tensor, outs: Sequence[Tensor]) -> float:
         heads, last = self._begin("all_gather", "sum", x.dtype, x.numel(), self._locate(x), same=False)
         if any(out.numel() != head[3] for out, head in zip(outs, heads, strict=True)):
-            told = ", ".join(f"rank {r} has {head[3]}" for r, head in enumerate(heads))
-            raise Mismatch(f"all_gather: the ranks have sizes that were not expected ({told}): are they even?")
+            each = ", ".join(f"rank {r} has {head[3]}" for r, head in enumerate(heads))
+            raise Mismatch(f"all_gather: the ranks have sizes that were not expected ({each}): are they even?")
         if all(head[4] >= 0 for head in heads):
             for out, head, r in zip(outs, heads, range(self.size), strict=True):
                 out.copy_(_view_as(self._find_mapped(head[4]).ranks[r], head[5], out.numel(), x.dtype))
@@ -249,13 +249,13 @@ class SharedTransport(Transport):
         numbers = self._page.read_sequences()
         if any(head[:keep] != heads[0][:keep] for head in heads) or len(set(numbers)) > 1:
             ops = list(OP_CODES)
-            told = [
+            each = [
                 f"rank {r} has {ops[h[0]] if h[0] < len(ops) else 'another operation'} of {h[3]} x {DTYPES[h[1]]}"
                 + ("" if h[2] == kind else " in another collective")
                 + ("" if len(set(numbers)) == 1 else f" as collective {numbers[r]}")
                 for r, h in enumerate(heads)
             ]
-            raise Mismatch(f"{what}: the ranks disagree; " + "; ".join(told))
+            raise Mismatch(f"{what}: the ranks disagree; " + "; ".join(each))
         return heads, last
 
     def _check_small(self, rank: int) -> None:

@@ -76,8 +76,8 @@ class ThreadTransport(Transport):
             hub.wait_for(lambda: hub.round > now, what, range(hub.size))
             found, last = hub.found
         if any(other[:2] != found[0][:2] for other in found):
-            told = ", ".join(f"rank {r} has {other} {sign}" for r, (other, sign, _) in enumerate(found))
-            raise Mismatch(f"{what}: the ranks disagree; {told}")
+            each = ", ".join(f"rank {r} has {other} {sign}" for r, (other, sign, _) in enumerate(found))
+            raise Mismatch(f"{what}: the ranks disagree; {each}")
         return [item for _, _, item in found], last
 
     def _end(self, what: str) -> None:

@@ -93,8 +93,8 @@ def _fail_together(method: F) -> F:
         try:
             return method(self, *args)
         except (Mismatch, PeerLost) as error:
-            told = str(error)
-            why = type(error)(told if told.startswith("on host ") else f"on host {self._hosts[self.rank]}: {told}")
+            text = str(error)
+            why = type(error)(text if text.startswith("on host ") else f"on host {self._hosts[self.rank]}: {text}")
         for transport in (self._inside, self._across, self._flat):
             if transport is not None:
                 transport.abandon(why)

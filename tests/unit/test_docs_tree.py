@@ -15,7 +15,7 @@ from doc_pages import PAGES, ROOT, blocks
 SRC = ROOT / "src" / "unisono"
 PAGE = ROOT / "docs" / "architecture.md"
 # Packages that are being rebuilt: the page has the files that they will have.
-PENDING = ("strategies/zero/", "offload/", "launchers/", "runtime/", "estimators/", "boost/")
+PENDING = ("strategies/zero/", "offload/", "launchers/", "runtime/", "estimators/", "boost/", "cli/", "exchange/")
 
 
 def listed() -> list[str]:

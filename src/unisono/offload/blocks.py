@@ -335,6 +335,11 @@ class Block(OptimizerState):
         """The end of its elements in their shard."""
         return self.start + self.length
 
+    @property
+    def on_device(self) -> bool:
+        """Whether the device steps it."""
+        return self.home in ("staged", "resident")
+
     def prepare(self, index: int, rule: Rule, groups: Sequence[Mapping[str, Any]], moments: torch.dtype) -> None:
         """Find out what is kept for the block by a rule, in memory that is still to be found (`chunks`)."""
         self.index, self.rule, self._groups = index, rule, groups

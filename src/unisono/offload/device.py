@@ -124,7 +124,7 @@ class Kernel:
         batch.after = self._rule.apply(group, batch.scalars, batch.fresh, params, grads, mine)
 
     def _multiply(self, gradient: Tensor, block: Block, scale: Scale) -> Tensor:
-        """The gradient to step with, in memory of our own unless it may be used as it is."""
+        """Return the gradient to step with, in memory of our own unless it can be used as it is."""
         plain = not isinstance(scale, Tensor) and scale == 1.0
         if plain and gradient.dtype == block.dtype and self._rule.has_kernel:
             return gradient
@@ -240,7 +240,7 @@ class DeviceStepper:
         )
 
     def _forget_loaded(self) -> None:
-        """What was loaded ahead is out of date: load it again."""
+        """Load again what was loaded ahead: it is out of date."""
         self.wait()
         self._loaded.clear()
 

@@ -163,7 +163,7 @@ class Pipeline:
     # Making it --------------------------------------------------------------------------------------------
 
     def _make_blocks(self, spans: Sequence[tuple[int, int, int, Any]], moments: torch.dtype, buffers: int) -> None:
-        """Cut the shards, and hand their values to who steps them."""
+        """Cut the shards into blocks, and hand their values to who steps them."""
         cpu, shards = torch.device("cpu"), self._shards
         blocks: dict[tuple[int, int], Block] = {}  # of the device
         for u, a, b, home in spans:
@@ -192,7 +192,7 @@ class Pipeline:
                 shard.master = None
 
     def _make_transits(self, gradients: torch.dtype | None) -> list[_Transit]:
-        """All host memory that the device copies, in one piece, at the start."""
+        """Take all host memory that the device copies, in one piece, at the start."""
         sides, made = 2 if self.delayed else 1, []
         borders = [max((b.stop for b in self._host if b.unit == u), default=0) for u in range(len(self._shards))]
         units = [(n, s.compute, gradients or s.compute.dtype) for n, s in zip(borders, self._shards, strict=True)]

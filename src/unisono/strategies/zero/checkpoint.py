@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from unisono.checkpoint.slices import Piece, Stored
 from unisono.strategies.zero.gather import Values
 from unisono.strategies.zero.offloading import Offloading
-from unisono.strategies.zero.optimizer_shards import OptimizerShards
+from unisono.strategies.zero.optimizer_shards import OptimizerShards, as_stored
 from unisono.strategies.zero.units import Unit
 
 
@@ -73,11 +73,6 @@ def _is_split(model: nn.Module, name: str, places: Mapping[Any, Any]) -> bool:
         return model.get_submodule(owner)._parameters.get(leaf) in places
     except AttributeError:
         return False
-
-
-def as_stored(value: Any) -> Stored:
-    """View a saved tensor as `Stored`, whether it is in memory or in a file."""
-    return value if isinstance(value, Stored) else Stored.of(value)
 
 
 def load_whole(value: Any) -> Any:

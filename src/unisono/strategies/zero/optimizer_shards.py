@@ -208,9 +208,18 @@ def _read(value: Any, key: str, unit: Unit, part: Part, optimizer: Optimizer) ->
     if not isinstance(value, (Stored, Tensor)):
         return value
     if has_element_each(value.shape, key, unit.shapes[part.slot]):
-        stored = value if isinstance(value, Stored) else Stored.of(value)
-        out = torch.empty(part.length, dtype=unit.master.dtype, device=unit.master.device)
-        return stored.read(part.start, part.start + part.length, out=out)
+        return read_part(value, part, unit.master.dtype, unit.master.device)
     found = value.full() if isinstance(value, Stored) else value
     on_device = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
     return found.clone().to(unit.master.device) if on_device else found.clone()
+
+
+def read_part(value: Stored | Tensor, part: Part, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """Read the elements of a part from a saved tensor."""
+    out = torch.empty(part.length, dtype=dtype, device=device)
+    return as_stored(value).read(part.start, part.start + part.length, out=out)
+
+
+def as_stored(value: Stored | Tensor) -> Stored:
+    """View a saved tensor as `Stored`, whether it is in memory or in a file."""
+    return value if isinstance(value, Stored) else Stored.of(value)

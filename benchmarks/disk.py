@@ -10,7 +10,7 @@ Keys:
   raw_gbyte_s, step_gbyte_s          bytes/s read and written, both counted (and raw_16bit_, step_16bit_)
   step_mparam_s, step_16bit_mparam_s parameters stepped in a second
   memory_mparam_s                    the same with everything in memory
-  read_gbyte_s, write_gbyte_s        reading alone and writing alone, by `bandwidth`
+  read_gbyte_s, write_gbyte_s        reading alone and writing alone, by `measure_bandwidth`
   direct                             whether the folder takes direct I/O
 """
 

@@ -68,7 +68,7 @@ Cell = dict[int, Spans]  # by the number of the batch: elements that one thread 
 
 
 class Runs:
-    """The runs of one block, in order; one of which only some elements have a gradient is cut."""
+    """The runs of one block, in order. A run is cut in two where only some of its elements have a gradient."""
 
     def __init__(self, runs: Sequence[Run], length: int, groups: int) -> None:
         self.given = _check_runs(runs, length, groups)
@@ -76,7 +76,7 @@ class Runs:
         self._cells: dict[tuple[int, int, int], tuple[object, list[Cell]]] = {}
 
     def batches(self, absent: Iterable[tuple[int, int]], rule: Rule) -> list[Batch]:
-        """The runs outside the `absent` ranges, put together where they agree."""
+        """Group the runs outside the `absent` ranges: those that agree form a batch."""
         holes = list(absent)
         for start, stop in holes:
             self._cut(start)
@@ -96,14 +96,14 @@ class Runs:
         return list(found.values())
 
     def advance(self, batches: Iterable[Batch]) -> None:
-        """A step is done: its runs keep the scalars it left."""
+        """Keep the scalars that a step has left, for its runs."""
         for batch in batches:
             for run in batch.runs:
                 run.scalars = batch.after
         self._join()
 
     def cells(self, batches: Sequence[Batch], start: int, stop: int, size: int) -> list[Cell]:
-        """Elements [start, stop), cut after every `size` of them and counted from `start`."""
+        """Cut elements [start, stop) after every `size` of them; they are counted from `start`."""
         number = {id(run): i for i, batch in enumerate(batches) for run in batch.runs}
         shape = [(number.get(id(run), IDLE), run.start, run.stop) for run in self._runs]
         known, cells = self._cells.get((start, stop, size), (None, []))
@@ -335,8 +335,13 @@ class Block(OptimizerState):
         """The end of its elements in their shard."""
         return self.start + self.length
 
+    @property
+    def on_device(self) -> bool:
+        """Whether the device steps it."""
+        return self.home in ("staged", "resident")
+
     def prepare(self, index: int, rule: Rule, groups: Sequence[Mapping[str, Any]], moments: torch.dtype) -> None:
-        """Find out what is kept for the block by a rule, in memory that is still to be found (`chunks`)."""
+        """Find out which state a rule keeps for the block; the memory for it (`chunks`) comes next."""
         self.index, self.rule, self._groups = index, rule, groups
         self.steps = Runs(self.runs, self.length, len(groups))
         self.first = {}
@@ -448,7 +453,7 @@ class Shard(OptimizerState):
         return None
 
     def load(self, values: Mapping[str, Any], *, start: int = 0, stop: int | None = None) -> None:
-        """As in the base; new master values also become those that compute."""
+        """Set state; new master values also become those that compute."""
         stop = self._end(start, stop)
         self._check_lines(values, start, stop)
         names = self.names()

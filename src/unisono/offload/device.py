@@ -30,32 +30,32 @@ Scale = float | Tensor
 
 
 class DeviceChunk(Chunk):
-    """All of a block that the device steps: the memory it lives in, and the memory it is stepped in."""
+    """All of a block that the device steps: the memory where its state is stored, and that in which it is stepped."""
 
-    def __init__(self, block: Block, turn: int, home: Tensor, place: Tensor, on_write: Callable[[], None]) -> None:
+    def __init__(self, block: Block, turn: int, store: Tensor, work: Tensor, on_write: Callable[[], None]) -> None:
         super().__init__(0, block.length)
-        nbytes = _bytes_of(block)
+        nbytes = _count_bytes(block)
         self.turn = turn  # among the staged blocks
-        self.home, self.place = home[:nbytes], place[:nbytes]
-        self.home_lines, self.place_lines = _lines_of(block, self.home), _lines_of(block, self.place)
+        self.store, self.work = store[:nbytes], work[:nbytes]
+        self._store_lines, self._work_lines = _view_lines(block, self.store), _view_lines(block, self.work)
         self._on_write = on_write
 
     def open(self) -> Mapping[str, Tensor]:
-        return self.place_lines
+        return self._work_lines
 
     def read(self, name: str, low: int, high: int, into: Tensor) -> Handle[Tensor]:
-        return Handle.of(into.copy_(self.home_lines[name][low:high]))
+        return Handle.of(into.copy_(self._store_lines[name][low:high]))
 
     def write(self, name: str, low: int, values: Tensor) -> None:
         self._on_write()
-        self.home_lines[name][low : low + values.numel()].copy_(values)
+        self._store_lines[name][low : low + values.numel()].copy_(values)
 
 
-def _bytes_of(block: Block) -> int:
+def _count_bytes(block: Block) -> int:
     return sum(Slab.bytes_for(block.length, dtype) for dtype in block.dtypes.values())
 
 
-def _lines_of(block: Block, memory: Tensor) -> dict[str, Tensor]:
+def _view_lines(block: Block, memory: Tensor) -> dict[str, Tensor]:
     """The lines of a block in its memory: the master, then the optimizer's state."""
     found, at = {}, 0
     for name, dtype in block.dtypes.items():
@@ -124,7 +124,7 @@ class Kernel:
         batch.after = self._rule.apply(group, batch.scalars, batch.fresh, params, grads, mine)
 
     def _multiply(self, gradient: Tensor, block: Block, scale: Scale) -> Tensor:
-        """The gradient to step with, in memory of our own unless it may be used as it is."""
+        """Return the gradient to step with, in memory of our own unless it can be used as it is."""
         plain = not isinstance(scale, Tensor) and scale == 1.0
         if plain and gradient.dtype == block.dtype and self._rule.has_kernel:
             return gradient
@@ -148,14 +148,14 @@ class DeviceStepper:
         rule = make_rule(optimizer).on_device(optimizer)
         rounding = Rounding(_SEED, device)
         self._streams = streams
-        self._load, self._step, self._store = (streams.queue() for _ in range(3))
+        self._load_queue, self._step_queue, self._store_queue = (streams.queue() for _ in range(3))
         self._aside, self._here = (Kernel(rule, rounding, device) for _ in range(2))
         for index, block in enumerate(blocks):
             block.prepare(index, rule, optimizer.param_groups, moments)
         staged = [block for block in blocks if block.home == "staged"]
-        most = max((_bytes_of(block) for block in staged), default=0)
+        most = max((_count_bytes(block) for block in staged), default=0)
         self._buffers = [self._make_memory(most) for _ in range(min(buffers, len(staged)))]
-        self.slab = Slab(sum(_bytes_of(block) for block in staged), pinned=device.type == "cuda")
+        self.slab = Slab(sum(_count_bytes(block) for block in staged), pinned=device.type == "cuda")
         self._chunks: dict[Block, DeviceChunk] = {}
         self._staged: list[DeviceChunk] = []  # in their turns
         self._resident: list[DeviceChunk] = []
@@ -168,11 +168,11 @@ class DeviceStepper:
 
     def _place(self, block: Block) -> None:
         """Give a block its memory."""
-        nbytes = _bytes_of(block)
+        nbytes = _count_bytes(block)
         if block.home == "staged":
             turn = len(self._staged)
-            home = self.slab.take_line(nbytes, torch.uint8)
-            chunk = DeviceChunk(block, turn, home, self._buffers[turn % len(self._buffers)], self._forget_loaded)
+            store = self.slab.take_line(nbytes, torch.uint8)
+            chunk = DeviceChunk(block, turn, store, self._buffers[turn % len(self._buffers)], self._forget_loaded)
             self._staged.append(chunk)
             self._aside.reserve(block)
         else:
@@ -188,7 +188,7 @@ class DeviceStepper:
     @property
     def device_bytes(self) -> int:
         """Bytes of device memory held: resident state, buffers and scratch lines."""
-        held = sum(t.numel() for t in (*self._buffers, *(chunk.home for chunk in self._resident)))
+        held = sum(t.numel() for t in (*self._buffers, *(chunk.store for chunk in self._resident)))
         return held + self._aside.nbytes + self._here.nbytes
 
     # Steps ------------------------------------------------------------------------------------------------
@@ -214,12 +214,12 @@ class DeviceStepper:
         chunk = self._chunks[block]
         self._fetch(chunk.turn)
         if isinstance(scale, Tensor):
-            self._streams.lend(scale, self._step)
-        ready = self._step.run(
+            self._streams.lend(scale, self._step_queue)
+        ready = self._step_queue.run(
             lambda: self._aside(block, target, gradient, scale=scale, absent=absent, now=now),
             after=[self._loaded.pop(chunk.turn), after],
         )
-        stored = self._store.run(lambda: chunk.home.copy_(chunk.place, non_blocking=True), after=[ready])
+        stored = self._store_queue.run(lambda: chunk.store.copy_(chunk.work, non_blocking=True), after=[ready])
         self._stored[chunk.turn] = self._free[chunk.turn % len(self._buffers)] = stored
         return ready
 
@@ -235,17 +235,17 @@ class DeviceStepper:
         self._loaded.pop(self._owner[number], None)  # loaded ahead, then it had no gradient
         self._owner[number] = turn
         marks = (self._free[number], self._stored.get(turn))
-        self._loaded[turn] = self._load.run(
-            lambda: chunk.place.copy_(chunk.home, non_blocking=True), after=[m for m in marks if m is not None]
+        self._loaded[turn] = self._load_queue.run(
+            lambda: chunk.work.copy_(chunk.store, non_blocking=True), after=[m for m in marks if m is not None]
         )
 
     def _forget_loaded(self) -> None:
-        """What was loaded ahead is out of date: load it again."""
+        """Load again what was loaded ahead: it is out of date."""
         self.wait()
         self._loaded.clear()
 
     def wait(self) -> None:
-        """Block until all state is home and nothing is on its way."""
+        """Block until all state is stored and nothing is on its way."""
         for mark in (*self._stored.values(), *self._loaded.values()):
             mark.wait()
 

@@ -1,4 +1,4 @@
-"""A scratch file for blocks of bytes: direct I/O from a few threads, nothing left behind whatever ends the process.
+"""A scratch file: direct I/O from a few threads, and nothing is left behind, however the process ends.
 
 The disk tier of ZeRO-Infinity (Rajbhandari et al., 2021, arXiv:2104.07857). Requests of a few MiB, several in flight,
 pass around the page cache (O_DIRECT): memory stays bounded and the disk is used at its own speed. A file system that
@@ -75,7 +75,7 @@ def free_bytes(folder: str | os.PathLike[str]) -> int:
 
 
 class Disk:
-    """Room for blocks of bytes in an unnamed file in `folder`; its space is taken at once and is given back at the end.
+    """Regions of bytes in an unnamed file in `folder`; its space is taken at once and is given back at the end.
 
     `nbytes` is the sum of `align(n)` over the regions that will be placed. Reads and writes run in the background, in
     no order among each other: wait for a write before its region is read or its buffer is filled anew.
@@ -109,7 +109,7 @@ class Disk:
         self._close = weakref.finalize(self, self._requests.close)
 
     def place(self, nbytes: int) -> Region:
-        """A region of `nbytes` bytes for one block, on a border of `ALIGNMENT` bytes."""
+        """Take a region of `nbytes` bytes, on a border of `ALIGNMENT` bytes."""
         if nbytes < 0:
             raise ValueError(f"got nbytes={nbytes}: expected a size of 0 or more")
         with self._lock:
@@ -162,7 +162,7 @@ class Disk:
 
 
 def measure_bandwidth(folder: str | os.PathLike[str], nbytes: int = 1 << 30) -> Bandwidth:
-    """What the disk under `folder` reads and writes in a second, measured on a scratch file of `nbytes`.
+    """Measure what the disk under `folder` reads and writes in a second, on a scratch file of `nbytes`.
 
     >>> read, write = measure_bandwidth(".", 1 << 20)
     >>> read > 0 and write > 0
@@ -223,7 +223,7 @@ def _check_folder(folder: str | os.PathLike[str]) -> str:
 
 
 def _create(folder: str, nbytes: int) -> int:
-    """An open file without a name, `nbytes` long, its space taken."""
+    """Open a file without a name, `nbytes` long, and take its space."""
     try:
         fd = _open_unnamed(folder)
     except OSError as error:
@@ -249,7 +249,7 @@ def _open_unnamed(folder: str) -> int:
 
 
 def _reserve(fd: int, folder: str, nbytes: int) -> None:
-    """Take up the space now, so that a full disk is found before the training starts."""
+    """Take the space now, so that a full disk is found before the training starts."""
     if nbytes == 0:
         return
     try:

@@ -1,4 +1,4 @@
-"""The user's optimizer as a rule for pieces of a flat line: which state it keeps, and one step on any part of it.
+"""The user's optimizer as a rule for pieces of a flat line: which state it keeps, and how it steps a piece.
 
 Adam, AdamW, SGD and Adagrad go through torch's fused kernels. Every other elementwise optimizer runs its own `step` on
 a copy of itself that holds the pieces as its parameters.
@@ -50,7 +50,7 @@ class Rule(ABC):
 
     @abstractmethod
     def find_state(self, group: Settings) -> StateSpec:
-        """What is kept for the parameters of a group."""
+        """Find out what is kept for the parameters of a group."""
 
     def advance(self, scalars: Scalars | None) -> Scalars:
         """The scalars that every call of one step gets; `scalars` are those so far, None before the first step."""
@@ -244,7 +244,7 @@ _FUSED: dict[type[torch.optim.Optimizer], tuple[type[_FusedRule], tuple[str, ...
 
 
 def make_rule(optimizer: torch.optim.Optimizer) -> Rule:
-    """How to step pieces of the parameters of `optimizer`.
+    """Make the rule by which pieces of the parameters of `optimizer` are stepped.
 
     >>> adam = torch.optim.AdamW([torch.zeros(3)])
     >>> list(make_rule(adam).find_state(adam.param_groups[0]).lines)
@@ -268,7 +268,7 @@ def make_rule(optimizer: torch.optim.Optimizer) -> Rule:
 
 
 def read_settings(group: Mapping[str, Any]) -> Settings:
-    """A param group's settings as they are now."""
+    """Read the settings of a param group as they are now."""
     return {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
 
 

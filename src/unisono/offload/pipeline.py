@@ -163,45 +163,39 @@ class Pipeline:
     # Making it --------------------------------------------------------------------------------------------
 
     def _make_blocks(self, spans: Sequence[tuple[int, int, int, Any]], moments: torch.dtype, buffers: int) -> None:
-        """Cut the shards, and hand their values to who steps them."""
-        shards = self._shards
-        on_device = [
-            Block(None, clip(shards[u].runs, a, b), home, b - a, shards[u].master_dtype, unit=u, start=a)
-            for u, a, b, home in spans
-            if home in ("staged", "resident")
-        ]
-        self._device = None
-        if on_device:
-            options: dict[str, Any] = {"moments": moments, "streams": self.streams, "buffers": buffers}
-            self._device = DeviceStepper(self.optimizer, on_device, **options)
-        following = iter(on_device)
+        """Cut the shards into blocks, and hand their values to who steps them."""
+        cpu, shards = torch.device("cpu"), self._shards
+        blocks: dict[tuple[int, int], Block] = {}  # of the device
+        for u, a, b, home in spans:
+            if home in ("staged", "resident"):
+                runs, dtype = clip(shards[u].runs, a, b), shards[u].master_dtype
+                blocks[u, a] = Block(None, runs, home, b - a, dtype, unit=u, start=a)
+        options: dict[str, Any] = {"moments": moments, "streams": self.streams, "buffers": buffers}
+        self._device = DeviceStepper(self.optimizer, list(blocks.values()), **options) if blocks else None
         self._host: list[Block] = []
         self._padding: dict[Block, list[tuple[int, int]]] = {}
-        cpu = torch.device("cpu")
-        for u, start, stop, home in spans:
+        for u, a, b, home in spans:
             shard = shards[u]
-            values = (shard.compute if shard.master is None else shard.master)[start:stop].detach()
-            if home in ("staged", "resident"):
-                block = next(following)
+            values = (shard.compute if shard.master is None else shard.master)[a:b].detach()
+            block = blocks.get((u, a))
+            if block is not None:
                 block.load({"master": values})
             else:
-                runs, dtype = clip(shard.runs, start, stop), shard.master_dtype
+                runs, dtype = clip(shard.runs, a, b), shard.master_dtype
                 master = copy_to(values, cpu, dtype) if home == "cpu" else values.to(cpu, dtype).contiguous()
-                block = self.stepper.add(Block(master, runs, home, unit=u, start=start))
+                block = self.stepper.add(Block(master, runs, home, unit=u, start=a))
                 self._host.append(block)
                 self._padding[block] = find_gaps(runs, block.length)
             shard.blocks.append(block)
             del values
-            if stop == shard.length:
+            if b == shard.length:
                 shard.master = None
 
     def _make_transits(self, gradients: torch.dtype | None) -> list[_Transit]:
-        """All host memory that the device copies, in one piece, at the start."""
+        """Take all host memory that the device copies, in one piece, at the start."""
         sides, made = 2 if self.delayed else 1, []
         borders = [max((b.stop for b in self._host if b.unit == u), default=0) for u in range(len(self._shards))]
-        units = [
-            (n, shard.compute, gradients or shard.compute.dtype) for n, shard in zip(borders, self._shards, strict=True)
-        ]
+        units = [(n, s.compute, gradients or s.compute.dtype) for n, s in zip(borders, self._shards, strict=True)]
         rooms = [
             Slab.bytes_for(n, kind) for n, compute, dtype in units for kind in dict.fromkeys((dtype, compute.dtype))
         ]
@@ -309,7 +303,7 @@ class Pipeline:
             transit, absent = self._transits[u], update.absent.get(u, ())
             target, kept = self._target(u, update), transit.kept[update.side]
             for block in self._shards[u].blocks:
-                if block.home not in ("staged", "resident"):
+                if not block.on_device:
                     continue
                 mark = device.step(
                     block,

@@ -56,15 +56,15 @@ def cut(
     seen = given = 0
     for unit, length in enumerate(lengths):
         if unit in resident:
-            blocks += [(unit, *span, "resident") for span in _spans(0, length, block)]
+            blocks += [(unit, *span, "resident") for span in _divide(0, length, block)]
         elif unit in disk:
-            blocks += [(unit, *span, "disk") for span in _spans(0, length, length)]  # it is divided into chunks
+            blocks += [(unit, *span, "disk") for span in _divide(0, length, length)]  # it is divided into chunks
         else:
             seen += length
             border = _find_border(length, share * seen - given)
             given += length - border
-            blocks += [(unit, *span, "cpu") for span in _spans(0, border, _CPU_BLOCKS * block)]
-            blocks += [(unit, *span, "staged") for span in _spans(border, length, block)]
+            blocks += [(unit, *span, "cpu") for span in _divide(0, border, _CPU_BLOCKS * block)]
+            blocks += [(unit, *span, "staged") for span in _divide(border, length, block)]
     return blocks
 
 
@@ -76,7 +76,7 @@ def _find_border(length: int, wanted: float) -> int:
     return length if length - border < _LEAST else border
 
 
-def _spans(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
+def _divide(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
     """From `start` to `stop` in equal spans of at most `most` elements."""
     if stop <= start:
         return

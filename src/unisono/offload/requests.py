@@ -142,7 +142,7 @@ class Requests:
             return self._busy_s + (time.perf_counter() - self._since if self._under_way else 0.0)
 
     def close(self) -> None:
-        """End the threads and close the file; what is still in the queue is dropped, and whoever waits is told."""
+        """End the threads and close the file; what is still in the queue is dropped, and waiting for it raises."""
         if os.getpid() != self._owner:  # a forked child: it has no such threads, and the lock may be held forever
             return
         with self._signal:
@@ -214,7 +214,7 @@ class Requests:
             done += moved
 
     def _move_by_blocks(self, kind: Kind, start: int, memory: memoryview) -> None:
-        """A request that direct I/O would refuse, by way of the whole blocks around it."""
+        """Do a request that direct I/O would refuse, by way of the whole disk blocks around it."""
         low, high = start // ALIGNMENT * ALIGNMENT, align(start + memory.nbytes)
         blocks = view_bytes(make_buffer(high - low))
         inside = slice(start - low, start - low + memory.nbytes)
@@ -246,7 +246,7 @@ class Requests:
         transfer.finished.set()
 
     def _sync(self, transfer: _Transfer) -> None:
-        """Through the page cache a write fails only as it reaches the disk, and the system tells that only once."""
+        """Through the page cache a write fails only as it reaches the disk, and the system reports it only once."""
         with self._syncing:
             found: OSError | None = None
             try:

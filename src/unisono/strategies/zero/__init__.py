@@ -1,6 +1,7 @@
 """ZeRO: optimizer state, gradients and parameters split over the workers. Rajbhandari et al., 2020, arXiv:1910.02054.
 
-Offload: Ren et al., 2021, arXiv:2101.06840. Infinity: Rajbhandari et al., 2021, arXiv:2104.07857.
+Offload: Ren et al., 2021, arXiv:2101.06840. Infinity: Rajbhandari et al., 2021, arXiv:2104.07857. Here are
+the settings; `replica` is what follows from them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of split parameters, and how it is taken up again: each rank its own elements."""
+"""Checkpoints of split parameters: each rank saves and loads its own elements."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from unisono.checkpoint.slices import Piece, Stored
 from unisono.strategies.zero.gather import Values
 from unisono.strategies.zero.offloading import Offloading
-from unisono.strategies.zero.optimizer_shards import OptimizerShards
+from unisono.strategies.zero.optimizer_shards import OptimizerShards, as_stored
 from unisono.strategies.zero.units import Unit
 
 
 def collect_model_pieces(model: nn.Module, units: Sequence[Unit], offload: Offloading | None) -> dict[str, Any]:
-    """The model's state: a Piece for each parameter that is split, in the precision that the optimizer steps.
+    """Collect the model's state: a Piece for each parameter that is split, in the precision that the optimizer steps.
 
     `model.state_dict()` must leave the values where they are while this runs.
     """
@@ -45,7 +45,7 @@ def collect_model_pieces(model: nn.Module, units: Sequence[Unit], offload: Offlo
 def load_model(
     model: nn.Module, units: Sequence[Unit], saved: Mapping[str, Any], *, whole: bool, offload: Offloading | None
 ) -> None:
-    """Take up saved values: my elements of them, or all of them where a rank keeps `whole` units."""
+    """Load saved values: my elements of them, or all of them where a rank keeps `whole` units."""
     places = {param: (unit, slot) for unit in units for slot, param in enumerate(unit.params)}
     done: set[Tensor] = set()
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -75,13 +75,8 @@ def _is_split(model: nn.Module, name: str, places: Mapping[Any, Any]) -> bool:
         return False
 
 
-def as_stored(value: Any) -> Stored:
-    """A tensor, wherever it lies."""
-    return value if isinstance(value, Stored) else Stored.of(value)
-
-
 def load_whole(value: Any) -> Any:
-    """State with whole tensors."""
+    """Read every tensor of a saved state whole."""
     if isinstance(value, Stored):
         return value.full()
     if isinstance(value, dict):
@@ -92,7 +87,7 @@ def load_whole(value: Any) -> Any:
 
 
 def collect_optimizer_pieces(shards: OptimizerShards, offload: Offloading | None) -> dict[str, Any]:
-    """The optimizer's state, with a Piece for each tensor that is split."""
+    """Collect the optimizer's state, with a Piece for each tensor that is split."""
     state = shards.pieces()
     if offload is not None:
         state["state"] = offload.state_pieces()
@@ -100,7 +95,7 @@ def collect_optimizer_pieces(shards: OptimizerShards, offload: Offloading | None
 
 
 def load_optimizer(shards: OptimizerShards, units: Sequence[Unit], saved: Any, offload: Offloading | None) -> None:
-    """Take up saved state."""
+    """Load saved state."""
     if not units:
         shards.optimizer.load_state_dict(load_whole(saved))
         return
@@ -145,7 +140,7 @@ class WholeStateDict:
             self._values.gather_all()
 
     def _copy(self, _module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-        """What `state_dict()` gives stays, when the values are released."""
+        """Copy what `state_dict()` gives out, so that it stays when the values are released."""
         if self._values.always_here or self._paused:
             return
         copies: dict[tuple[int, torch.Size], Tensor] = {}
@@ -157,7 +152,7 @@ class WholeStateDict:
 
     @torch.no_grad()
     def _update_shards(self) -> None:
-        """Someone wrote into the whole values: my shards follow."""
+        """Copy whole values that someone has set into my shards."""
         if self._paused:
             return
         for unit in self._units:

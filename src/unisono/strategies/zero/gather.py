@@ -239,12 +239,14 @@ class GatheredValues(Values):
             torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
             self._pushed[-1] = True
 
-    def _look_ahead(self, module: nn.Module, step: int) -> None:
-        at = self._order.index(module) + step
-        if 0 <= at < len(self._order):
-            for unit in self._of[self._order[at]]:
-                if self._lane is not None and unit not in self._there:
-                    self._start(unit)
+    def _look_ahead(self, module: nn.Module, direction: int) -> None:
+        """Begin to gather what comes next, in the order of forward (+1) or backward (-1)."""
+        for distance in range(1, UNITS_GATHERED):
+            at = self._order.index(module) + distance * direction
+            if 0 <= at < len(self._order):
+                for unit in self._of[self._order[at]]:
+                    if self._lane is not None and unit not in self._there:
+                        self._start(unit)
 
     def after(self, module: nn.Module, output: Any) -> None:
         """A module has run, or failed."""

@@ -1,4 +1,4 @@
-"""Making units: memory for values, and values for parameters that were made on the meta device."""
+"""Memory for the values of units, and values for parameters that were made on the meta device."""
 
 from __future__ import annotations
 
@@ -107,5 +107,5 @@ def swap(optimizer: Optimizer, replacements: Replacements) -> None:
 
 
 def own_tensors(module: nn.Module) -> list[Tensor]:
-    """A module's own parameters and buffers."""
+    """List a module's own parameters and buffers."""
     return [x for x in (*module._parameters.values(), *module._buffers.values()) if x is not None]

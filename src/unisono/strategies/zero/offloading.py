@@ -18,6 +18,7 @@ from unisono.offload.disk import Disk
 from unisono.offload.host import give_back_freed_memory
 from unisono.offload.host_shards import HostShards
 from unisono.offload.pipeline import Pipeline
+from unisono.strategies.zero.optimizer_shards import as_stored, read_part
 from unisono.strategies.zero.placement import Placement, Positions
 from unisono.strategies.zero.units import Part, Unit
 
@@ -240,7 +241,7 @@ class Offloading:
 
     def load_values(self, unit: Unit, part: Part, stored: Stored) -> None:
         """Set the values of one parameter's elements here."""
-        values = self._read(stored, unit, part)
+        values = read_part(stored, part, unit.master_dtype)
         self.state(unit).load({"master": values}, start=part.at, stop=part.at + part.length)
 
     def load_states(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
@@ -255,16 +256,13 @@ class Offloading:
                 span = {"start": part.at, "stop": part.at + part.length}
                 given = saved.get(position.number)
                 if given:
-                    state.load({k: self._read(x, unit, part, line=k in names) for k, x in given.items()}, **span)
+                    state.load({key: _read(x, unit, part, line=key in names) for key, x in given.items()}, **span)
                 else:
                     state.reset(**span)
 
-    def _read(self, value: Any, unit: Unit, part: Part, *, line: bool = True) -> Any:
-        """A saved value: of a line, the elements of a part."""
-        if not isinstance(value, (Stored, Tensor)):
-            return value
-        stored = value if isinstance(value, Stored) else Stored.of(value)
-        if not line:
-            return stored.full()
-        out = torch.empty(part.length, dtype=unit.master_dtype)
-        return stored.read(part.start, part.start + part.length, out=out)
+
+def _read(value: Any, unit: Unit, part: Part, *, line: bool) -> Any:
+    """Read a saved value: of a line, the elements of a part."""
+    if not isinstance(value, (Stored, Tensor)):
+        return value
+    return read_part(value, part, unit.master_dtype) if line else as_stored(value).full()

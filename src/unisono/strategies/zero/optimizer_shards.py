@@ -54,7 +54,7 @@ class OptimizerShards:
         self._units: list[Unit] = []
 
     def split(self, units: Sequence[Unit]) -> dict[int, dict[str, Any]]:
-        """Give the optimizer the leaves of some units, which are made.
+        """Make the leaves of some units, and let the optimizer hold them.
 
         Returns the state of whole parameters, by their number, for units that are stepped elsewhere.
         """
@@ -82,7 +82,7 @@ class OptimizerShards:
         return before
 
     def add_stand_in(self) -> Tensor | None:
-        """Something for the optimizer to hold where no element of any parameter is mine: a GradScaler asks for it."""
+        """Let the optimizer hold something where no element of any parameter is mine: a GradScaler needs it."""
         if any(unit.parts for unit in self._units):
             return None
         made = Parameter(torch.zeros(1, device=self._units[0].params[0].device))
@@ -100,7 +100,7 @@ class OptimizerShards:
     def join(
         self, units: Sequence[Unit], world: World, join_shards: Callable[[Tensor], Tensor]
     ) -> dict[Tensor, dict[str, Any]]:
-        """The state of whole parameters; `join_shards` puts the ranks' shards of a line together.
+        """Put the state of whole parameters together; `join_shards` joins the ranks' shards of a line.
 
         units: those that were split; on a rank that holds nothing of them, others of the same layout.
         """
@@ -128,7 +128,7 @@ class OptimizerShards:
         return every
 
     def _gather_kinds(self, units: Sequence[Unit], world: World) -> Kinds:
-        """What state each parameter has, put together from all ranks."""
+        """Ask all ranks what state each parameter has."""
         mine: Kinds = {}
         for unit in units:
             for part, leaf in zip(unit.parts, unit.leaves):  # noqa: B905 - a rank that holds nothing has no leaves
@@ -145,7 +145,7 @@ class OptimizerShards:
     # Checkpoints
 
     def pieces(self) -> dict[str, Any]:
-        """`optimizer.state_dict()` as it would be with whole parameters, as far as this rank has them: a Piece for each
+        """What `optimizer.state_dict()` would be with whole parameters, as far as this rank has them: a Piece for each
         state that is split."""
         state: dict[int, dict[str, Any]] = {}
         for unit, part, leaf in self._leaves():
@@ -161,7 +161,7 @@ class OptimizerShards:
         return {"state": dict(sorted(state.items())), "param_groups": packed}
 
     def load(self, saved: Any) -> None:
-        """Take my part of a saved state."""
+        """Load my part of a saved state."""
         optimizer = self.optimizer
         optimizer.state.clear()
         for unit, part, leaf in self._leaves():
@@ -208,9 +208,18 @@ def _read(value: Any, key: str, unit: Unit, part: Part, optimizer: Optimizer) ->
     if not isinstance(value, (Stored, Tensor)):
         return value
     if has_element_each(value.shape, key, unit.shapes[part.slot]):
-        stored = value if isinstance(value, Stored) else Stored.of(value)
-        out = torch.empty(part.length, dtype=unit.master.dtype, device=unit.master.device)
-        return stored.read(part.start, part.start + part.length, out=out)
+        return read_part(value, part, unit.master.dtype, unit.master.device)
     found = value.full() if isinstance(value, Stored) else value
     on_device = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
     return found.clone().to(unit.master.device) if on_device else found.clone()
+
+
+def read_part(value: Stored | Tensor, part: Part, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """Read the elements of a part from a saved tensor."""
+    out = torch.empty(part.length, dtype=dtype, device=device)
+    return as_stored(value).read(part.start, part.start + part.length, out=out)
+
+
+def as_stored(value: Stored | Tensor) -> Stored:
+    """View a saved tensor as `Stored`, whether it is in memory or in a file."""
+    return value if isinstance(value, Stored) else Stored.of(value)

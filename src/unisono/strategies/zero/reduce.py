@@ -39,7 +39,7 @@ class Backward(Windows):
 
     stage: 1 keeps the gradients of a window's passes whole and reduces with the last one, 2 and 3 reduce with every
         pass and add up shards.
-    values: the values of the units, which it is told when they have been used.
+    values: the values of the units; they are released as their gradients arrive.
     stand_in: what the optimizer holds where no element is mine: a GradScaler looks at it.
     on_reduced(unit, fresh): the gradient of my shard is that of the whole window; `fresh`, if gradients were cleared
         before it.
@@ -144,7 +144,7 @@ class Backward(Windows):
         Variable._execution_engine.queue_callback(self._end)
 
     def _launch(self) -> None:
-        """Phase 2 of the next unit."""
+        """Begin phase 2 for the next unit."""
         unit, last = self.units[self._next], self._last
         self._next -= 1
         line = self._take_line()
@@ -184,7 +184,7 @@ class Backward(Windows):
         handle.wait()
 
     def _fill(self, unit: Unit, flat: Tensor) -> list[bool]:
-        """Take the gradients of this pass; says which parameters had none from before (or had been cleared)."""
+        """Copy the gradients of this pass into a line; returns which parameters had none from before (or cleared)."""
         every_fresh, targets, grads = [], [], []
         gradients, first = self.gradients, self.gradients.first[unit]
         for number, view in enumerate(unit.views(flat), first):
@@ -247,7 +247,7 @@ class Backward(Windows):
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """Phase 3: who used what; every rank hears of a value that is not finite, so that AMP skips everywhere."""
+        """Phase 3: agree on which parameters were used, and on whether AMP is to skip: some value is not finite."""
         gradients = self.gradients
         mine = self.world.size > 1 and gradients.has_nonfinite()
         flags = torch.tensor([*gradients.used, mine], dtype=torch.uint8)

@@ -41,7 +41,9 @@ DTYPES = {"bf16": torch.bfloat16}
 
 
 class ZeroReplica(Replica):
-    """Units of parameters, each with one shard a rank; in a world of one with nothing to move, only counting.
+    """A model in units of parameters, each with one shard on every rank.
+
+    In a world of one, with nothing to keep elsewhere, it only counts windows.
 
     Where something is split, `_backward`, `_values` and `_state_dict` are there from `start` to `stop`.
     """
@@ -99,14 +101,14 @@ class ZeroReplica(Replica):
         self._watch(stand_in)
 
     def _make_units(self, size: int, rank: int) -> list[Unit]:
-        """The units of the model for a world of this size; without memory."""
+        """Divide the model into units for a world of this size; they have no memory yet."""
         s = self.strategy
         dtype = None if s.precision is None else DTYPES[s.precision]
         by = units_by_module if s.stage == 3 else units_by_size
         return by(self.model, unit_bytes_for(self.model, s.unit_bytes), dtype=dtype, size=size, rank=rank)
 
     def _narrow_frozen(self) -> None:
-        """In stages 1 and 2 frozen parameters belong to no unit: they compute in the precision of the others."""
+        """Cast frozen parameters, which belong to no unit in stages 1 and 2, to the precision of the others."""
         self._narrowed = []
         if self.strategy.precision is None or self.strategy.stage == 3:
             return
@@ -117,7 +119,7 @@ class ZeroReplica(Replica):
                 param.data = param.data.to(dtype)
 
     def _find_device(self) -> torch.device:
-        """Where the model computes; its buffers are there."""
+        """Find the device on which the model computes, and move its buffers there."""
         on = next(self.model.parameters()).device
         if self.strategy.params_on == "device" and on.type != "meta":
             return on
@@ -133,7 +135,7 @@ class ZeroReplica(Replica):
         return {name: Position(g, number) for number, (name, g) in enumerate(every)}
 
     def _adopt_units(self, replacements: Replacements, device: torch.device) -> None:
-        """One unit after the other: a model may be larger than this rank's memory."""
+        """Move the parameters into units, one after the other: the model may be larger than this rank's memory."""
         s, host, offload = self.strategy, torch.device("cpu"), self._offload
         for unit in self.units:
             materialise(self.model, self.world, replacements, unit.params)
@@ -152,13 +154,13 @@ class ZeroReplica(Replica):
                 offload.adopt(unit)
 
     def _materialise_rest(self, replacements: Replacements) -> None:
-        """What is still on the meta device gets values; the optimizer holds what has them."""
+        """Give values to what is still on the meta device, and let the optimizer hold it."""
         materialise(self.model, self.world, replacements)
         swap(self.optimizer, replacements)
         self._shards = OptimizerShards(self.optimizer)
 
     def _watch(self, stand_in: Tensor | None) -> None:
-        """Follow forward and backward passes; inputs take the dtype that computes."""
+        """Put hooks on forward and backward passes; inputs are cast to the dtype that computes."""
         s, world, offload = self.strategy, self.world, self._offload
         overlap = overlap_pays(world) if s.overlap is None else s.overlap
         if s.stage == 3:
@@ -188,7 +190,7 @@ class ZeroReplica(Replica):
         self._state_dict = checkpoint.WholeStateDict(self, self.model, self.units, self._values, offload)
 
     def _fetch(self, unit: Unit) -> Tensor:
-        """My shard of a unit, up to date, where it computes."""
+        """Return my shard of a unit, up to date, on the device that computes."""
         found = unit.shard if self._offload is None or not unit.trainable else self._offload.values(unit)
         return found if self.world.size == 1 else found.to(unit.full.device)
 
@@ -196,7 +198,7 @@ class ZeroReplica(Replica):
         share_buffers([b.detach() for b in self.model.buffers()], self.strategy.buffers, world)
 
     def _check_pass(self) -> None:
-        """A parameter that learns from now on belongs to no unit: its gradient would stay on its own rank."""
+        """Refuse a parameter that was frozen: it belongs to no unit, so its gradient would stay on its own rank."""
         assert self._values is not None
         self._values.gather_late()  # what no module asked for
         for name, param in self._frozen:
@@ -207,7 +209,7 @@ class ZeroReplica(Replica):
                 )
 
     def _unwatch(self) -> None:
-        """No more hooks, no more units."""
+        """Remove all hooks and units."""
         if self._cast is not None:
             self._cast.remove()
         for part in (self._state_dict, self._counter, self._backward, self._values, self._offload):
@@ -232,7 +234,7 @@ class ZeroReplica(Replica):
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """The new values of my shards go to everyone: at once, or when a module needs them."""
+        """Send the new values of my shards to every rank: at once, or when a module needs them."""
         if self._counter is not None:
             self._counter.after_step()
         if self._backward is None or self._values is None:
@@ -254,8 +256,8 @@ class ZeroReplica(Replica):
         super().watch(scaler)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """The window does not end with passes inside the block. Stage 1 keeps their gradients whole; stages 2 and 3,
-        which are there to avoid that, reduce them at once and add up shards: the sum is the same."""
+        """Do not end the window with passes inside the block. Stage 1 keeps their gradients whole; stages 2 and 3,
+        which exist to avoid that, reduce them at once and add up shards: the sum is the same."""
         windows = self._backward or self._counter
         return windows.no_sync() if windows is not None else super().no_sync()
 
@@ -270,7 +272,7 @@ class ZeroReplica(Replica):
             self._offload.steps = shared.get("updates", self.step)
 
     def sharded_state(self) -> dict[str, Any] | None:
-        """Model and optimizer as far as this rank has them, with a Piece in place of each tensor that is split."""
+        """Return what this rank has of model and optimizer, with a Piece in place of each tensor that is split."""
         if self._values is None:
             return None
         if self._offload is not None and self.strategy.delayed_update:
@@ -281,7 +283,7 @@ class ZeroReplica(Replica):
         return {"model": model, "optimizer": checkpoint.collect_optimizer_pieces(self._shards, self._offload)}
 
     def load_sharded_state(self, whole: dict[str, Any], *, same_world: bool) -> None:
-        """Take my part of any checkpoint's model and optimizer (see `unisono.checkpoint.slices.Stored`)."""
+        """Load my part of any checkpoint's model and optimizer (see `unisono.checkpoint.slices.Stored`)."""
         whole_units = self.strategy.stage < 3
         with self._pause_state_dict():
             checkpoint.load_model(
@@ -346,7 +348,7 @@ class ZeroReplica(Replica):
         return super().take_model(change) + f", split over {size} ranks instead of {change.former_size}"
 
     def _load_offloaded(self) -> None:
-        """Have the state that is off the device where the optimizer would keep it."""
+        """Move the state that is off the device to where the optimizer would keep it."""
         if self._offload is None or self._values is None:
             return
         self._values.gather_all()
@@ -359,7 +361,7 @@ class ZeroReplica(Replica):
 
     @torch.no_grad()
     def _join(self, units: Sequence[Unit], world: World, order: Sequence[int]) -> None:
-        """Let model and optimizer have whole parameters and their state, which the ranks `order` hold."""
+        """Put model and optimizer together from the shards that the ranks `order` hold."""
         values, states = reshard.join_units(units, self._shards, world, order)
         self._close_units()
         for param, value in values.items():
@@ -371,7 +373,7 @@ class ZeroReplica(Replica):
         self.optimizer.state.update(states)
 
     def _close_units(self) -> None:
-        """Model and optimizer are ordinary ones again, with what this rank has of them."""
+        """Make model and optimizer ordinary ones again, with what this rank has of them."""
         if self.units:
             self._shards.put_back()
         self._unwatch()

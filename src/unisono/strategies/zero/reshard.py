@@ -1,4 +1,4 @@
-"""Units on the move: whole again, or split anew over the ranks of another world."""
+"""Units that are put together again, or split anew over the ranks of another world."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unisono.world import World
 def join_units(
     units: Sequence[Unit], shards: OptimizerShards, world: World, order: Sequence[int]
 ) -> tuple[dict[Tensor, Tensor], dict[Tensor, dict[str, Any]]]:
-    """The values and the optimizer's state of whole parameters, from the ranks of `world` that hold shards, in order.
+    """Gather the values and the optimizer's state of whole parameters from the ranks `order`, which hold the shards.
 
     A rank that is not among them has `units` of the same layout, and nothing in them.
     """
@@ -38,7 +38,7 @@ def join_units(
 
 
 def empty_parameters(units: Sequence[Unit]) -> None:
-    """What they hold is out of date: give them memory for what comes."""
+    """Give parameters whose values are out of date memory for new ones."""
     for unit in units:
         for param, shape in zip(unit.params, unit.shapes, strict=True):
             param.data = torch.empty(shape, dtype=unit.original_dtype, device=param.device)

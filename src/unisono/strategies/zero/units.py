@@ -107,7 +107,7 @@ class Unit:
         return line[self.rank * self.shard_length : (self.rank + 1) * self.shard_length]
 
     def update_shard(self) -> None:
-        """The optimizer has stepped `master`: so are the values that compute."""
+        """Copy what the optimizer has stepped to the values that compute."""
         if self.master is not self.shard:
             self.shard.copy_(self.master)
 

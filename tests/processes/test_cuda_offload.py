@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unisono.offload.pipeline import Pipeline, Run, Shard
 from unisono.offload.plan import resident_units
-from unisono.offload.streams import Slab, streams_of
+from unisono.offload.streams import CudaStreams, Slab
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -180,7 +180,7 @@ def test_a_slab_is_pinned_and_copies_do_not_wait() -> None:
     line = slab.take_line(16 << 20, torch.float32)
     assert line.is_pinned()
     x = torch.randn(16 << 20, device="cuda")
-    streams = streams_of(torch.device("cuda"))
+    streams = CudaStreams(torch.device("cuda"))
     mark = streams.queue().run(lambda: line.copy_(x, non_blocking=True), after=[streams.now()])
     mark.wait()
     assert torch.equal(line, x.cpu())

@@ -236,7 +236,7 @@ def bytes_for(spec: str, width: int, workers: int) -> int | None:
         return None
     with torch.device("meta"):
         model, _, _ = wide_mlp(width)
-    buckets = layout(list(model.named_parameters()), BUCKET_BYTES)
+    buckets = group_into_buckets(list(model.named_parameters()), BUCKET_BYTES)
     made = [Bucket(i, named, lambda n, dtype: torch.empty(n, dtype=dtype)) for i, named in enumerate(buckets)]
     return sum(sends(bucket, workers) for bucket in made)
 

@@ -227,7 +227,7 @@ def bytes_for(spec: str, width: int, workers: int) -> int | None:
     """Bytes a rank sends in a world of `workers`, by the reducer's closed form; None where it has none."""
     import torch
 
-    from unisono.buckets import BUCKET_BYTES, Bucket, layout
+    from unisono.buckets import BUCKET_BYTES, Bucket, group_into_buckets
     from unisono.spec import build
 
     reducer = build(spec, kind="reducer")

@@ -127,7 +127,7 @@ class _ScriptRun:
     def _observe_parallel(
         self, model: nn.Module, optimizer: Optimizer, strategy: strategies.Strategy, world: World
     ) -> strategies.Replica:
-        """Stands in for the binding of a strategy."""
+        """Called in place of a strategy's `bind`."""
         if self.seen is not None:  # a second model: only the first counts
             return strategies.Replica(model, optimizer, world, strategy)
         self.seen = _Seen(model, optimizer)
@@ -179,7 +179,7 @@ def _explain_no_model(program: str, error: BaseException | None) -> str:
 
 @contextmanager
 def _pose_as_program(program: str, arguments: Sequence[str], *, module: bool) -> Iterator[None]:
-    """As Python does it for a program: its arguments, and where it imports from."""
+    """Set the arguments and the import path as Python does for a program."""
     argv, path = sys.argv, list(sys.path)
     sys.argv = [program, *arguments]
     sys.path.insert(0, os.getcwd() if module else str(Path(program).resolve().parent))

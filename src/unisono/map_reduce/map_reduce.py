@@ -96,7 +96,7 @@ def take_part(data: Any, world: World, *, own: bool) -> Any:
 def launch_workers(
     work: Callable[[Any, Any], Any], argument: Any, data: Any, *, workers: int | None, on: Any
 ) -> list[Any]:
-    """Every worker's `work(argument, data)`. On this host, large arrays are mapped and not copied to each worker."""
+    """Launch workers and return each one's `work(argument, data)`. On this host they map large arrays: no copies."""
     _check_outside_world(workers)
     if on is not None:
         return launch(work, args=(argument, data), output="rank0", **_launch_options(workers, on))

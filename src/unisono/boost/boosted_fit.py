@@ -22,7 +22,7 @@ from unisono.estimators.conventions import (
 )
 from unisono.estimators.files import FilePlan
 from unisono.estimators.inputs import find_rows_elsewhere, find_target, make_rows
-from unisono.estimators.row_blocks import Rows
+from unisono.estimators.row_blocks import Rows, is_sparse
 from unisono.estimators.workers import Workers
 from unisono.map_reduce.worker_data import share_arrays, split
 from unisono.world import World, join
@@ -157,12 +157,12 @@ def _choose_few(x: Any, y: Array) -> tuple[Any, Array]:
     """Choose a few rows, among them the first of each of the lowest classes, to try the settings on."""
     chosen = np.unique(np.concatenate([np.arange(min(8, len(y))), np.unique(y, return_index=True)[1][:64]]))
     rows = x[chosen]
-    return (rows if hasattr(rows, "tocsr") else np.where(np.isinf(rows), 0.0, rows)), np.nan_to_num(y[chosen])
+    return (rows if is_sparse(rows) else np.where(np.isinf(rows), 0.0, rows)), np.nan_to_num(y[chosen])
 
 
 def _compute_checksum(x: Any, *, few: bool = False) -> list[Any]:
     """Shape and checksum, of all or of three rows."""
     shape = list(x.shape)
     rows = x[sorted({0, shape[0] // 2, shape[0] - 1})] if few else x
-    lines = [rows.data, rows.indices, rows.indptr] if hasattr(rows, "tocsr") else [rows]
+    lines = [rows.data, rows.indices, rows.indptr] if is_sparse(rows) else [rows]
     return [shape, *(zlib.crc32(np.ascontiguousarray(line).data.cast("B")) for line in lines)]

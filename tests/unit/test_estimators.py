@@ -19,7 +19,9 @@ from sklearn.utils.estimator_checks import check_estimator
 
 import unisono as un
 from unisono.estimators import Files, LeastSquares, LogisticRegression
+from unisono.launchers.engines.engine import Engine
 from unisono.map_reduce.map_reduce import find_native
+from unisono.map_reduce.ray import run as map_reduce_on_ray
 from unisono.map_reduce.rounds import Round
 from unisono.map_reduce.worker_data import split
 
@@ -487,8 +489,10 @@ def test_a_fit_runs_on_an_engines_own_mapreduce(monkeypatch):
 
 
 def test_engines_are_found_by_the_name_of_a_file():
-    class Engine:
+    class Unknown(Engine):
         name = "No such engine"
 
-    assert find_native(Engine()) is None
+    assert find_native(Unknown()) is None
+    assert find_native(un.on.mpi()) is None
     assert find_native(None) is None
+    assert find_native(un.on.ray()) is map_reduce_on_ray

@@ -1,4 +1,4 @@
-"""What the boosted estimators are: scikit-learn's interface, the library's settings, and its model after a fit."""
+"""The base of the boosted estimators: scikit-learn's interface, the library's settings, and its model after a fit."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class BoostedEstimator(BaseEstimator):  # type: ignore[misc]
 
     @property
     def feature_importances_(self) -> Array:
-        """The gain of each column, of a sum of 1."""
+        """The gain of each column, as a share of all gain."""
         check_is_fitted(self)
         gains: Array = find_library(self.library_name).compute_importances(self.booster_, self.n_features_in_)
         return gains / max(float(gains.sum()), 1e-300)

@@ -1,4 +1,4 @@
-"""A boosted fit from where it is called: what was given becomes rows, the workers fit, the estimator gets the model."""
+"""A boosted fit, seen from its caller: the input becomes rows, the workers fit, the estimator gets the model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from unisono.estimators.conventions import (
 )
 from unisono.estimators.files import FilePlan
 from unisono.estimators.inputs import find_rows_elsewhere, find_target, make_rows
-from unisono.estimators.row_blocks import Rows
+from unisono.estimators.row_blocks import Rows, is_sparse
 from unisono.estimators.workers import Workers
 from unisono.map_reduce.worker_data import share_arrays, split
 from unisono.world import World, join
@@ -101,7 +101,7 @@ def _find_labels(y: Array, workers: Workers) -> Labels:
 
 
 def _check_members(settings: BoostSettings, source: Any, workers: Workers) -> None:
-    """Of models that are grown apart: each worker has one, and the rows that it is to be drawn from."""
+    """Where models are grown apart, each worker needs one to grow, and the rows that its bootstraps are drawn from."""
     if not settings.members:
         return
     if settings.sees_all_rows and not isinstance(source, Rows | FilePlan):
@@ -113,7 +113,7 @@ def _check_members(settings: BoostSettings, source: Any, workers: Workers) -> No
 
 
 def _check_eval_sets(estimator: BoostedEstimator, eval_set: Any, classes: Labels | None) -> EvalSets:
-    """Evaluation sets as arrays. Every rank looks at all of them: so all see the same, as one process does."""
+    """Evaluation sets as arrays. Every rank evaluates all of them, so all ranks see what one process would see."""
     found = []
     for number, pair in enumerate(() if eval_set is None else eval_set):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
@@ -146,7 +146,7 @@ def _check_same(source: Any, evals: EvalSets, workers: Workers, world: World) ->
 
 
 def _add_row(error: ValueError, y: Any) -> ValueError:
-    """scikit-learn names what is wrong with y, but not where."""
+    """Add the row to scikit-learn's error: it says what is wrong with y, but not where."""
     line = np.asarray(y) if "Input y contains" in str(error) else np.empty(0)
     if line.dtype.kind != "f" or line.ndim != 1 or np.isfinite(line).all():
         return error
@@ -154,15 +154,15 @@ def _add_row(error: ValueError, y: Any) -> ValueError:
 
 
 def _choose_few(x: Any, y: Array) -> tuple[Any, Array]:
-    """Some rows, with the first of each of the lowest classes among them: to see whether settings are taken."""
+    """Choose a few rows, among them the first of each of the lowest classes, to try the settings on."""
     chosen = np.unique(np.concatenate([np.arange(min(8, len(y))), np.unique(y, return_index=True)[1][:64]]))
     rows = x[chosen]
-    return (rows if hasattr(rows, "tocsr") else np.where(np.isinf(rows), 0.0, rows)), np.nan_to_num(y[chosen])
+    return (rows if is_sparse(rows) else np.where(np.isinf(rows), 0.0, rows)), np.nan_to_num(y[chosen])
 
 
 def _compute_checksum(x: Any, *, few: bool = False) -> list[Any]:
     """Shape and checksum, of all or of three rows."""
     shape = list(x.shape)
     rows = x[sorted({0, shape[0] // 2, shape[0] - 1})] if few else x
-    lines = [rows.data, rows.indices, rows.indptr] if hasattr(rows, "tocsr") else [rows]
+    lines = [rows.data, rows.indices, rows.indptr] if is_sparse(rows) else [rows]
     return [shape, *(zlib.crc32(np.ascontiguousarray(line).data.cast("B")) for line in lines)]

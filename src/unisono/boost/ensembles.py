@@ -31,7 +31,7 @@ class _Ensemble(BoostedEstimator):
         return self
 
     def _share_out(self, settings: BoostSettings, members: int) -> BoostSettings:
-        """With so many models to grow apart, and what each is grown on."""
+        """The settings with `members` models to grow apart, and which rows each is grown on."""
         who = type(self).__name__
         if self.sample not in SAMPLES:
             raise ValueError(f"{who}: got sample={self.sample!r}; expected one of {', '.join(map(repr, SAMPLES))}")

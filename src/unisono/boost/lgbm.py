@@ -170,7 +170,7 @@ def _make_init(start: float | None, y: Any) -> Any:
 
 
 def _strip_network(text: str) -> str:
-    """Where the ranks were reached is no part of the model, and differs between ranks."""
+    """Remove the ranks' addresses: they are no part of the model, and differ between ranks."""
     return re.sub(r"\[(machines|local_listen_port|num_machines|time_out|tree_learner): [^\]]*\]\n", "", text)
 
 
@@ -245,13 +245,13 @@ def merge_models(models: Sequence[bytes]) -> bytes:
 
 
 def _shift_model(model: str, by: float) -> str:
-    """The model whose predictions are so much larger: by the first tree."""
+    """Add `by` to every prediction, through the first tree."""
     head, trees, tail = _split_model(model)
     return _join_model(head, [_change_values(trees[0], lambda value: value + by), *trees[1:]], tail)
 
 
 def _split_model(model: str) -> tuple[str, list[str], str]:
-    """What stands before the trees, the trees, and what stands behind."""
+    """Split a model's text into what comes before the trees, the trees, and what comes after."""
     body, end, tail = model.partition("end of trees")
     head, *trees = re.split(r"^Tree=\d+\n", body, flags=re.MULTILINE)
     return head, trees, end + tail

@@ -1,4 +1,4 @@
-"""What this package asks of a boosting library, and what is given to it and comes back."""
+"""What a boosting library must offer here, what it is given and what it gives back."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TrainedModel(NamedTuple):
 
 
 class Library(Protocol):
-    """One library, as a file of this folder knows it."""
+    """What the file of a library offers: `xgb.py` and `lgbm.py`."""
 
     SAVED_ENDINGS: tuple[str, ...]  # of the files that its boosters write
 

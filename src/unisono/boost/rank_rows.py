@@ -85,7 +85,9 @@ def _find_first(bad: Array) -> tuple[int, int]:
 
 
 def agree_on_rows(rows: RankRows, world: World, *, labels: bool, classes: int | None = None) -> list[float] | None:
-    """The labels of all ranks in order, where y holds `labels` that are not numbered yet: y is numbered by them.
+    """Check that all ranks can go on; where y holds `labels` as they are in files, number them alike on every rank.
+
+    Returns the labels of all ranks in order, or None where there were none to number.
 
     `classes`: y is already numbered from 0 to so many; None: labels as they are in files. ValueError on every rank
     where one of them has data that cannot be learned from.

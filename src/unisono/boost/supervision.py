@@ -51,7 +51,7 @@ class _LibraryCall(threading.Thread):
 
 
 def run_supervised(fn: Callable[[], T], world: World, *, timeout_s: float) -> T:
-    """`fn()` on every rank; raises on every rank where one of them fails, dies, or is silent for `timeout_s`."""
+    """Run `fn()` on every rank; if one of them fails, dies, or is silent for `timeout_s`, every rank raises."""
     if world.size == 1:
         return fn()
     call = _LibraryCall(fn)

@@ -102,7 +102,7 @@ def _run_and_listen(fn: Callable[[], Any]) -> tuple[Any, list[str]]:
 
 
 class _Messages:
-    """Keeps what XGBoost says in this thread, which would else go to standard error."""
+    """Keeps XGBoost's messages of this thread, which would otherwise go to standard error."""
 
     def __init__(self, said: list[str]) -> None:
         kind = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
@@ -155,7 +155,7 @@ def train(settings: BoostSettings, data: RankRows, world: World, evals: EvalSets
 
 
 def _free(tracker: Any) -> None:
-    """Let go of a tracker after a failure: it waits for its workers, of which one may be gone, and then complains."""
+    """Free a tracker after a failure: it waits for its workers, one of which may be gone, and then raises."""
     with contextlib.suppress(ValueError):
         tracker.free()
 

@@ -76,7 +76,7 @@ def _predict(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
 
 
 def _split_sizes(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Our options before and behind the program, and the arguments that are the program's."""
+    """Our options from before and after the program's name, and the arguments that are the program's own."""
     behind: list[str] = options.arguments
     cut = behind.index("--") if "--" in behind else len(behind)
     parser = argparse.ArgumentParser(prog="unisono memory", add_help=False, allow_abbrev=False)

@@ -138,7 +138,7 @@ class _ReseededDataset:
 
 
 class _SeededSampler:
-    """Within it, a torch sampler draws from a generator keyed by (seed, epoch): the same on every rank."""
+    """Inside the block, a torch sampler draws from a generator keyed by (seed, epoch): the same on every rank."""
 
     def __init__(self, sampler: Any, seed: int, epoch: int) -> None:
         self.sampler = sampler if hasattr(sampler, "generator") else None
@@ -168,7 +168,7 @@ class FileList:
 
 
 def identity(x: Any) -> Any:
-    """Its argument; a name instead of a lambda, so that worker processes can be given it."""
+    """Return the argument. A named function, because worker processes cannot be sent a lambda."""
     return x
 
 

@@ -12,7 +12,7 @@ __all__ = ["list_files", "open_file", "read_size"]
 
 
 def list_files(paths: str | Path | Sequence[str | Path], endings: Sequence[str]) -> list[str]:
-    """The files that the addresses name, in order: a pattern's and a folder's sorted by name."""
+    """List the files that the addresses name, in order; those of a pattern or a folder are sorted by name."""
     given = [paths] if isinstance(paths, str | Path) else list(paths)
     found = [file for one in given for file in _expand(str(one), tuple(endings))]
     if not found:
@@ -21,7 +21,7 @@ def list_files(paths: str | Path | Sequence[str | Path], endings: Sequence[str])
 
 
 def open_file(address: str) -> IO[bytes]:
-    """The file, to be read as bytes."""
+    """Open the file for reading bytes."""
     if "://" not in address:
         return open(address, "rb")
     system, path = _open_filesystem(address)
@@ -30,7 +30,7 @@ def open_file(address: str) -> IO[bytes]:
 
 
 def read_size(address: str) -> int:
-    """How long the file is."""
+    """Read how many bytes the file has."""
     if "://" not in address:
         return os.path.getsize(address)
     system, path = _open_filesystem(address)

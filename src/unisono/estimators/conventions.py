@@ -1,4 +1,4 @@
-"""scikit-learn's conventions, as all estimators here keep them: what it lends, and checks of settings and labels."""
+"""scikit-learn's conventions for all estimators here: the names they use of it, and checks of settings and labels."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def check_count(who: str, name: str, value: object, *, optional: bool = True) ->
 
 
 def check_weights(sample_weight: Any, X: Any) -> Any:
-    """The weights of the rows of X as an array, where there are some; refuses negative ones."""
+    """The weights of the rows of X as an array, or None; refuses negative ones."""
     if sample_weight is None:
         return None
     return _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
 
 
 def set_columns(estimator: Any, count: int, names: list[str] | None) -> None:
-    """Of files, and of tables that lie in an engine: only the workers have seen their columns."""
+    """Set what the workers report of the columns: of files and of tables in an engine, only they have seen them."""
     estimator.n_features_in_ = count
     if names is not None:
         estimator.feature_names_in_ = np.array(names, dtype=object)
@@ -76,7 +76,7 @@ def set_columns(estimator: Any, count: int, names: list[str] | None) -> None:
 
 
 def gather_labels(labels: npt.NDArray[Any], world: World) -> npt.NDArray[Any]:
-    """The labels of all ranks, in order."""
+    """Gather the labels of all ranks, in order."""
     if world.size == 1 or not any(world.gather_objects(len(labels))):
         return labels
     return np.unique(np.concatenate([np.asarray(each) for each in world.gather_objects(labels.tolist()) if each]))

@@ -65,7 +65,10 @@ class Files:
         return f"Files({self.paths!r}, target={self.target!r})"
 
     def plan(self, *, columns: Sequence[str] | None = None) -> FilePlan:
-        """Look at all files: their columns must agree. `columns`: those to learn from, where they are known."""
+        """Read the columns of all files, which must agree, and cut the files into pieces.
+
+        `columns`: those to learn from, if they are known already.
+        """
         files = list_files(self.paths, ENDINGS)
         names, named = find_format(files[0]).read_columns(files[0])
         for other in files[1:]:
@@ -152,7 +155,7 @@ class FileTable:
 
 @dataclass(frozen=True)
 class _RowPlace:
-    """Names a row's place; a file is looked at again only when asked."""
+    """Names the place of a row; the file is read again only when the name is needed."""
 
     piece: FilePiece
     numbers: Any

@@ -75,7 +75,7 @@ class FitReport:
 
 
 def sum_costs(rounds: list[Round], workers: int) -> FitReport:
-    """What the rounds themselves tell: wall time, compute, waiting for the slowest."""
+    """Add up what the rounds recorded: wall time, compute, and waiting for the slowest worker."""
     known = [r.compute_s for r in rounds if r.compute_s]
     return FitReport(
         workers=workers,
@@ -107,7 +107,7 @@ class CountingAsk:
 
 
 def count_words(value: Any) -> int:
-    """Numbers, in arrays and out of them; text counts by its bytes.
+    """Count the numbers in a value, inside arrays and outside; text counts by its bytes.
 
     >>> count_words({"do": "gradient", "coef": torch.zeros(3, 2), "b": [1.0, 2.0]})
     9
@@ -122,7 +122,10 @@ def count_words(value: Any) -> int:
 
 
 def count_sent(world: World, since: float) -> tuple[float, int]:
-    """Words that all ranks have sent since a moment of the ledger's clock, and messages of one rank (a collective)."""
+    """Count the words that all ranks have sent since a time of the ledger's clock, and the messages of one rank.
+
+    Every rank must call it: the counts are summed over the ranks.
+    """
     mine = [r for r in list(world.ledger.records) if r.start >= since]
     sums = torch.tensor([float(sum(r.bytes_sent for r in mine)), float(len(mine))], dtype=torch.float64)
     total, messages = world.all_reduce(sums, "sum", tag="report").wait().tolist()
@@ -130,7 +133,7 @@ def count_sent(world: World, since: float) -> tuple[float, int]:
 
 
 def measure_link(world: World) -> tuple[float, float]:
-    """Latency in seconds and bandwidth in words a second and worker: medians of a few all-reduces."""
+    """Measure the latency (seconds) and each worker's bandwidth (words a second): medians of a few all-reduces."""
     if world.size == 1:
         return 0.0, 0.0
     one, many = torch.zeros(1, dtype=torch.float64), torch.zeros(_BANDWIDTH_BYTES // 8, dtype=torch.float64)
@@ -175,7 +178,7 @@ def measure_speedup(
 def _time_round(
     work: Callable[[float], torch.Tensor], vector: torch.Tensor, world: World, k: int, fraction: float, repeats: int
 ) -> float:
-    """Seconds of a round that k workers share, the slowest one's; the others rest."""
+    """Measure a round that k workers share, in seconds of the slowest one; the others wait."""
     groups = [list(range(k)), *([list(range(k, world.size))] if k < world.size else [])]
     group = world.split(groups)
     times = []

@@ -32,13 +32,13 @@ class FilePiece(NamedTuple):
 
 
 class Format(Protocol):
-    """How tables lie in a kind of file."""
+    """How a kind of file stores a table."""
 
     def read_columns(self, file: str) -> tuple[list[str], bool]:
         """The columns, and whether they have names (numbers from 0 otherwise)."""
 
     def cut_pieces(self, file: str, piece_bytes: int) -> list[FilePiece]:
-        """The whole file in pieces of about so many bytes."""
+        """Cut the file into pieces of about `piece_bytes` each."""
 
     def read(self, piece: FilePiece, columns: Sequence[str]) -> Array:
         """These columns of the piece: rows × columns."""
@@ -183,7 +183,7 @@ class _Parquet:
             return list(_import_parquet(file).ParquetFile(source).schema_arrow.names), True
 
     def cut_pieces(self, file: str, piece_bytes: int) -> list[FilePiece]:
-        """Row groups of at least so many bytes together, as the metadata gives them."""
+        """Join row groups until they have at least `piece_bytes`, as the metadata counts them."""
         with open_file(file) as source:
             about = _import_parquet(file).ParquetFile(source).metadata
             sizes = [about.row_group(i).total_byte_size for i in range(about.num_row_groups)]
@@ -239,7 +239,7 @@ ENDINGS = tuple(_FORMATS)
 
 
 def find_format(file: str) -> Format:
-    """The format that a file's name says."""
+    """Find the format by the ending of the file's name."""
     for ending, kind in _FORMATS.items():
         if file.lower().endswith(ending):
             return kind

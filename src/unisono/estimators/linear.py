@@ -95,7 +95,7 @@ def read_settings(estimator: LinearEstimator, loss: str, solvers: tuple[str, ...
 
 
 def run_fit(estimator: LinearEstimator, settings: FitSettings, source: Any) -> FitResult:
-    """The fitted model; sets what every estimator has after a fit."""
+    """Fit where `workers` and `on` say, and set what every linear estimator has after a fit."""
     workers = find_workers(estimator)
     if not workers.are_launched:
         found = fit_here(estimator, settings, source)
@@ -125,7 +125,7 @@ def fit_here(estimator: LinearEstimator, settings: FitSettings, source: Any) -> 
 
 
 def _fit_on_engine(engine: Callable[..., Any], settings: FitSettings, source: Any, workers: Workers) -> FitResult:
-    """By the engine's own MapReduce; `drive` runs in this process."""
+    """Fit by the engine's own MapReduce; `drive` runs in this process."""
     program = make_program(settings)
 
     def drive(ask: Any) -> FitResult:
@@ -143,7 +143,7 @@ def _fit_on_engine(engine: Callable[..., Any], settings: FitSettings, source: An
 def check_arrays(
     estimator: LinearEstimator, X: Any, y: Any, sample_weight: Any, *, reset: bool = True, **checks: Any
 ) -> tuple[Any, Any, Any]:
-    """Arrays as scikit-learn checks them; finite or not is for the workers to see."""
+    """Check arrays as scikit-learn does, except for values that are not finite: the workers look for those."""
     options = {"accept_sparse": "csr", "dtype": np.float64, "ensure_all_finite": False}
     if estimator.own_rows and getattr(X, "shape", (1,))[0] == 0:  # the other ranks have rows
         X = validate_data(estimator, X, reset=reset, ensure_min_samples=0, **options)
@@ -153,7 +153,7 @@ def check_arrays(
 
 
 def compute_scores(estimator: Any, X: Any, columns: list[str] | None) -> Array:
-    """X coef + intercept: rows × outputs. `columns`: those of the files that were learned from, where it was files."""
+    """X coef + intercept: rows × outputs. `columns`: the columns that were learned from, if that was from files."""
     check_is_fitted(estimator)
     coef, intercept = np.atleast_2d(estimator.coef_).T, estimator.intercept_
     if names_files(X):

@@ -18,10 +18,10 @@ Array = npt.NDArray[np.float64]
 
 
 def answer(table: Table, request: dict[str, Any]) -> Any:
-    """Map: what the server asks for, on my rows.
+    """Map: compute what the server asks for on my rows.
 
-    Rows that cannot be read are an answer too, so that no rank waits for one that has given up: text where text fits,
-    else sums that are marked as bad, upon which the server asks for the problem.
+    Where rows cannot be read, that is the answer, so that no rank waits for one that has given up: the error as text
+    if the request allows text, else sums that are marked as bad. The server then asks for the problem.
     """
     do = request["do"]
     if do == "gradient":
@@ -51,7 +51,7 @@ def _answer_problem(table: Table, request: dict[str, Any]) -> str:
 
 
 def merge_peeks(a: Any, b: Any) -> Any:
-    """Reduce: of two peeks both; of two problems, or of a peek and a problem, the first problem."""
+    """Reduce: two peeks become one; of two problems, or of a peek and a problem, the first problem is kept."""
     if isinstance(a, str) or isinstance(b, str):
         return a if isinstance(a, str) and (a or not isinstance(b, str)) else b
     if a[:2] != b[:2]:

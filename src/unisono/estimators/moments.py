@@ -1,4 +1,4 @@
-"""Sums that say all about least squares: how many rows, the mean and the centred products of [X, y].
+"""The sums that determine least squares: the number of rows, the mean and the centred products of [X, y].
 
 They are small (the square of the number of columns), they add up over workers and over time, and every penalty is
 solved from them without another pass over the rows.
@@ -41,7 +41,7 @@ class TableMoments:
         return cls(count, weight, mean, products - weight * np.outer(away, away), noise)
 
     def merge(self, other: TableMoments) -> TableMoments:
-        """Those of both sets of rows (Chan, Golub and LeVeque, 1983)."""
+        """The moments of both sets of rows together (Chan, Golub and LeVeque, 1983)."""
         weight = self.weight + other.weight
         away = other.mean - self.mean
         mean = self.mean + away * (other.weight / weight)
@@ -60,9 +60,9 @@ class TableMoments:
 
 
 def peek(table: Table) -> Array:
-    """A value near the columns' means, from my first rows: the sums are taken about it, and lose no digits.
+    """A value near each column's mean, from my first rows: sums of differences from it lose no digits.
 
-    Followed by how many rows that were. Sparse columns stay about 0, or they were sparse no more.
+    The last number is 1 if I have rows, else 0. For sparse columns the value is 0: shifted, they would be dense.
     """
     width = table.columns + table.targets
     out = np.zeros(width + 1)

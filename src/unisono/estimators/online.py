@@ -40,7 +40,7 @@ class OnlineModel:
         return cls(start, bias, np.zeros((columns + 1) * outputs), 0.0, np.zeros(columns), np.zeros(columns))
 
     def improve(self, settings: FitSettings, part: Any, world: World) -> OnlineModel:
-        """After one pass over every rank's `part`."""
+        """The model after one pass over every rank's `part`."""
         table = make_table(part)
         known, _ = run_in_world(make_survey(replace(settings, learning_rate=1.0)), table, world)
         scaling = Scaling(*known["scaling"])
@@ -53,7 +53,7 @@ class OnlineModel:
         return replace(scaled, coef=coef, intercept=intercept, squared=squared)
 
     def _include_scales(self, new: Scaling) -> OnlineModel:
-        """With the scales of the new rows taken in."""
+        """The model with scales that include the new rows."""
         weight = self.weight + new.weight
         away = new.mean - self.mean
         between = away * away * (self.weight * new.weight / weight)

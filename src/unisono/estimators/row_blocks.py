@@ -38,7 +38,7 @@ class RowBlock(NamedTuple):
 
 @runtime_checkable
 class Table(Protocol):
-    """What a worker maps: its rows, as often as asked."""
+    """A worker's rows, which can be read as often as needed."""
 
     names: Sequence[str] | None  # of the columns, where they have names
     columns: int

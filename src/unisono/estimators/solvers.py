@@ -19,7 +19,7 @@ SmoothFunction = Callable[[Array], tuple[float, Array]]
 
 @dataclass
 class SolverResult:
-    """Where a solver ended."""
+    """Where a solver stopped."""
 
     at: Array
     value: float

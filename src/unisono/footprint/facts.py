@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono.footprint.formula import Facts, StepMemory, UnitSizes
+from unisono.footprint.formula import DEFAULTS, Facts, StepMemory, UnitSizes
 from unisono.footprint.live_bytes import Peaks
 from unisono.footprint.trace import Loss, OptimizerState, make_fake_mode, trace_activations, trace_optimizer
 from unisono.strategies.zero.units import Unit, unit_bytes_for, units_by_module, units_by_size
@@ -56,13 +56,13 @@ def find_facts(
 
 def measure_units_by_size(model: nn.Module) -> UnitSizes:
     """What stages 1 and 2 reduce together."""
-    units = units_by_size(model, unit_bytes_for(model, None), dtype=None, size=1, rank=0)
+    units = units_by_size(model, unit_bytes_for(model, DEFAULTS["unit_bytes"]), dtype=None, size=1, rank=0)
     return UnitSizes(0, tuple(sorted((u.numel for u in units), reverse=True)), _count_waiting(units))
 
 
 def measure_units_by_module(model: nn.Module) -> UnitSizes:
     """What stage 3 gathers and reduces together."""
-    units = units_by_module(model, unit_bytes_for(model, None), dtype=None, size=1, rank=0)
+    units = units_by_module(model, unit_bytes_for(model, DEFAULTS["unit_bytes"]), dtype=None, size=1, rank=0)
     sizes: dict[nn.Module | None, int] = {None: 0}
     for unit in units:
         sizes[unit.owner] = sizes.get(unit.owner, 0) + unit.numel

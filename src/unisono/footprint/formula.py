@@ -36,6 +36,7 @@ from unisono.strategies.zero.replica import DTYPES
 
 CORES = 16  # of the host beside a GPU, which is seldom this one; the link's threads take one of them
 STAGED = staged_share(CORES - 1)  # of the state on the host, the share that passes through the GPU to be stepped there
+HALF_BYTES = min(dtype.itemsize for dtype in DTYPES.values())  # of an element that computes, at the least
 MASTER_BYTES = torch.float32.itemsize  # of an element that is stepped, at least
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(zero)}
 

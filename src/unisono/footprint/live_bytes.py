@@ -131,7 +131,7 @@ class LiveBytes(TorchDispatchMode):
         return self._without_gradients + self._gradients
 
     def _update_peaks(self, scratch: int = 0) -> None:
-        """Take the peaks; `scratch`: bytes that are there for this moment."""
+        """Raise the peaks to what is alive now; `scratch`: bytes that exist at this moment only."""
         peaks, now = self.peaks, self._without_gradients + scratch
         narrow = self._without_gradients_narrow + scratch // 2
         peaks.without_gradients = max(peaks.without_gradients, now)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from unisono.footprint.capacity import Capacity
-from unisono.footprint.formula import SETTINGS, Facts, Need, Setting, compute_need, list_settings
+from unisono.footprint.formula import HALF_BYTES, SETTINGS, Facts, Need, Setting, compute_need, list_settings
 from unisono.sizes import show_size
 from unisono.spec import build, parse
 from unisono.strategies.zero import zero
@@ -65,7 +65,7 @@ class MemoryReport:
         return [self._make_row(setting) for setting in self._list_settings()]
 
     def _list_settings(self) -> list[Setting]:
-        half = self.facts.trainable_bytes > 2 * self.facts.trainable
+        half = self.facts.trainable_bytes > HALF_BYTES * self.facts.trainable
         return list_settings(self.workers, device_is_host=self.machine.device is None, half=half)
 
     def fits(self) -> list[str]:

@@ -177,7 +177,7 @@ def _explain_no_model(program: str, error: BaseException | None) -> str:
 
 @contextmanager
 def _pose_as_program(program: str, arguments: Sequence[str], *, module: bool) -> Iterator[None]:
-    """As Python does it for a program: its arguments, and where it imports from."""
+    """Set the arguments and the import path as Python does for a program."""
     argv, path = sys.argv, list(sys.path)
     sys.argv = [program, *arguments]
     sys.path.insert(0, os.getcwd() if module else str(Path(program).resolve().parent))

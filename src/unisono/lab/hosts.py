@@ -16,7 +16,7 @@ from typing import Any
 
 
 def find_obstacle() -> str:
-    """Empty where emulated hosts can be made, else the reason."""
+    """Why emulated hosts cannot be made here; empty if they can."""
     if os.geteuid() != 0:
         return "emulated hosts are network namespaces: run as root"
     if shutil.which("ip") is None or shutil.which("tc") is None:
@@ -94,7 +94,7 @@ class EmulatedHosts:
 
 
 def _remove_left_over() -> None:
-    """Remove what runs left that were killed: the names carry the ids of processes that are no more."""
+    """Remove what killed runs left behind: its names carry the ids of processes that no longer exist."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
     links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True).stdout
     for space, pid in re.findall(r"^(un(\d+)-\d+)\b", listed, flags=re.MULTILINE):

@@ -1,4 +1,4 @@
-"""Reducing the values of parts that arrive in any order: sums at once, other functions only between neighbours."""
+"""Answers of parts, in any order, and how they are merged: sums at once, other functions only between neighbours."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Answers:
 
 
 def answer_part(part: int, map_: Callable[[Any, Any], Any], block: Any, state: Any) -> Answers:
-    """One part's answer, its error caught."""
+    """Map one part; an error becomes part of the answer."""
     start = time.perf_counter()
     try:
         value = map_(block, state)
@@ -46,7 +46,7 @@ def answer_part(part: int, map_: Callable[[Any, Any], Any], block: Any, state: A
 
 
 def merge_answers(a: Answers, b: Answers, reduce: Literal["sum"] | Callable[[Any, Any], Any]) -> Answers:
-    """Both together. A function combines neighbours only, so the order of the parts is kept."""
+    """Merge two answers. A function combines neighbours only, so the order of the parts is kept."""
     values = sorted([*a.values, *b.values], key=lambda item: item[0])
     joined: list[tuple[int, int, Any]] = []
     for first, last, value in values:
@@ -86,7 +86,7 @@ def _add(a: Any, b: Any) -> Any:
 
 
 def merge_all(founds: Sequence[Answers], reduce: Literal["sum"] | Callable[[Any, Any], Any]) -> Answers:
-    """All of them merged."""
+    """Merge any number of answers."""
     result = Answers()
     for found in founds:
         result = merge_answers(result, found, reduce)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from unisono.launchers import launch
+from unisono.launchers.engines.engine import Engine
 from unisono.map_reduce.rounds import Ask, MapReduce, run_in_world
 from unisono.map_reduce.worker_data import open_shared, share_arrays, split
 from unisono.world import World, join
@@ -81,7 +82,9 @@ def run(program: MapReduce, data: Any, *, workers: int | None = None, on: Any = 
 def find_native(on: Any) -> Callable[[MapReduce, Any, int | None, Any], Any] | None:
     """The MapReduce that an engine itself has: `run(program, data, workers, on)` in the file of this folder that is
     named for the engine. The others run it in a world that they launch."""
-    name = str(getattr(on, "name", "")).lower()
+    if not isinstance(on, Engine):
+        return None
+    name = on.name.lower()
     if not name.isidentifier() or importlib.util.find_spec(f"unisono.map_reduce.{name}") is None:
         return None
     found: Callable[[MapReduce, Any, int | None, Any], Any] = importlib.import_module(f"unisono.map_reduce.{name}").run
@@ -96,7 +99,7 @@ def take_part(data: Any, world: World, *, own: bool) -> Any:
 def launch_workers(
     work: Callable[[Any, Any], Any], argument: Any, data: Any, *, workers: int | None, on: Any
 ) -> list[Any]:
-    """Every worker's `work(argument, data)`. On this host, large arrays are mapped and not copied to each worker."""
+    """Launch workers and return each one's `work(argument, data)`. On this host they map large arrays: no copies."""
     _check_outside_world(workers)
     if on is not None:
         return launch(work, args=(argument, data), output="rank0", **_launch_options(workers, on))

@@ -93,7 +93,7 @@ class _RayRounds:
         return merge_all(self._ray.get(refs), how)
 
     def _retry_lost(self, refs: list[Any], sent: Any, how: Any) -> Answers:
-        """The round once more for the parts whose actors are gone."""
+        """Run the round again for the parts whose actors are gone."""
         ray = self._ray
         founds = []
         for part, ref in enumerate(refs):
@@ -114,7 +114,7 @@ class _PartActor:
     """Runs in Ray's process, and keeps one part."""
 
     def load(self, part: int, packed: Packed, data: Any) -> str:
-        """Make the block; a word on what went wrong, or none."""
+        """Prepare my part and keep it; returns what went wrong, or an empty text."""
         self.part = part
         self.map, self.reduce, prepare = packed.open()
         try:
@@ -129,7 +129,7 @@ class _PartActor:
         return answer_part(self.part, self.map, self.block, state)
 
     def combine(self, plain_sum: bool, a: Answers, b: Answers | None = None) -> Answers:
-        """Two answers as one."""
+        """Merge two answers."""
         return a if b is None else merge_answers(a, b, "sum" if plain_sum else self.reduce)
 
 

@@ -104,7 +104,7 @@ class _SparkRounds:
                 parts = parts - set(loading.collect())
 
     def close(self) -> None:
-        """Let go of the blocks, and of what they came from."""
+        """Drop the blocks, and what they came from."""
         self._markers.mapPartitions(partial(_forget, self._run)).collect()
         self._markers.unpersist()
         for sent in self._sent:
@@ -125,7 +125,7 @@ class _SparkRounds:
 
 
 def _load(run_id: str, packed: Packed, part: int, elements: Iterable[Any]) -> Iterator[str]:
-    """Make the block and keep it; what is left for Spark to keep is a word on what went wrong, or none."""
+    """Prepare the block and keep it here; Spark keeps only what went wrong, or an empty text."""
     try:
         _keep(run_id, packed, part, elements)
         yield ""
@@ -176,7 +176,7 @@ def _run_on_part(part: int, sent: Any, work: Any, placeholder: Iterable[Any]) ->
 
 
 def _drain(elements: Iterable[Any]) -> None:
-    """Take all of a task's input: a Python process that has not is thrown away by Spark, and its blocks with it."""
+    """Read all of a task's input: Spark throws away a Python process that has not, and its blocks with it."""
     for _ in elements:
         pass
 

@@ -141,7 +141,7 @@ def _key(nodeid: str) -> str:
 
 
 class _Recorder:
-    """Remembers how long tests took, those of a second and more by name and the others by the mean of their file."""
+    """Remembers how long tests took: long ones by name, the others by the mean of their file."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -155,10 +155,10 @@ class _Recorder:
         for name, s in self.seconds.items():
             if name not in long:
                 short[name.partition("::")[0]].append(s)
-        means = {file: round(sum(taken) / len(taken), 3) for file, taken in short.items()}
-        DURATIONS.write_text(json.dumps({**means, **long}, indent=0, sort_keys=True) + "\n")
-        if path := os.environ.get("UNISONO_ALL_DURATIONS"):
-            Path(path).write_text(json.dumps(self.seconds))
+        means = {file: round(sum(each) / len(each), 3) for file, each in short.items()}
+        files = {name.partition("::")[0] for name in self.seconds}
+        others = {name: s for name, s in _read_durations().items() if name.partition("::")[0] not in files}
+        DURATIONS.write_text(json.dumps({**others, **means, **long}, indent=0, sort_keys=True) + "\n")
 
 
 @pytest.hookimpl(trylast=True)

@@ -59,7 +59,7 @@ def reference(steps: int) -> list[Tensor]:
 def built(**options: Any) -> tuple[Pipeline, list[Tensor]]:
     lines = [Shard(line.bfloat16().cuda(), [Run(0, line.numel(), 0)], line) for line in start()]
     optimizer = torch.optim.AdamW([torch.zeros(1)], lr=0.01)
-    options.setdefault("part", 1 << 19)
+    options.setdefault("block", 1 << 19)
     return Pipeline(optimizer, lines, device=torch.device("cuda"), **options), [line.compute for line in lines]
 
 

@@ -211,8 +211,8 @@ def connect(addresses: Sequence[tuple[str, int]], token: bytes, *, timeout_s: fl
             except OSError as error:
                 tried[f"{host}:{port}"] = str(error) or type(error).__name__
         if time.monotonic() > deadline or not addresses:
-            told = "; ".join(f"{where} ({why})" for where, why in tried.items())
-            raise Unreachable(f"host {socket.gethostname()} cannot reach the launcher. Tried: {told or 'no address'}")
+            attempts = "; ".join(f"{where} ({why})" for where, why in tried.items()) or "no address"
+            raise Unreachable(f"host {socket.gethostname()} cannot reach the launcher. Tried: {attempts}")
         time.sleep(0.2)
 
 

@@ -99,7 +99,11 @@ class _OwnServer:
         with contextlib.suppress(OSError):
             self.control.shutdown(socket.SHUT_RDWR)  # also where a forked child holds a copy of it
         self.control.close()
-        self.process.wait()
+        try:
+            self.process.wait(timeout=0.5)
+        except subprocess.TimeoutExpired:  # it is still importing torch
+            self.process.kill()
+            self.process.wait()
         atexit.unregister(self.close)
 
 

@@ -159,13 +159,13 @@ class ProcessStarted:
         self, command: Sequence[str], env: Mapping[str, str], *, input_text: str | None = None, label: str = ""
     ) -> None:
         self.label = label
-        self._said = anonymous_file("unisono-engine")
+        self._output = anonymous_file("unisono-engine")
         self.process = subprocess.Popen(
             list(command),
             env={**os.environ, **env},
             stdin=subprocess.DEVNULL if input_text is None else subprocess.PIPE,
-            stdout=self._said,
-            stderr=self._said,
+            stdout=self._output,
+            stderr=self._output,
             start_new_session=True,
         )
         if self.process.stdin is not None:
@@ -184,8 +184,8 @@ class ProcessStarted:
 
     def words(self) -> str:
         """The last 16 KiB of what it wrote."""
-        size = os.fstat(self._said).st_size
-        data = os.pread(self._said, 1 << 14, max(0, size - (1 << 14)))
+        size = os.fstat(self._output).st_size
+        data = os.pread(self._output, 1 << 14, max(0, size - (1 << 14)))
         return data.decode("utf-8", "replace").strip()
 
     def sessions(self) -> Sequence[int]:
@@ -199,7 +199,7 @@ class ProcessStarted:
         if self.process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self.process.stdin.close()
-        os.close(self._said)
+        os.close(self._output)
 
 
 def agent_command(python: str | None, what: str = "agent") -> list[str]:

@@ -91,7 +91,7 @@ class Mpi(Engine):
 def _kind(program: str) -> str:
     """ "Open MPI" or another, by the program's own words."""
     try:
-        told = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=20)
+        answer = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise EngineError(f"`{program} --version` does not work: {error}") from error
-    return "Open MPI" if "Open MPI" in told.stdout or "open-mpi" in told.stdout else "MPI"
+    return "Open MPI" if "Open MPI" in answer.stdout or "open-mpi" in answer.stdout else "MPI"

@@ -72,13 +72,13 @@ class Slurm(Engine):
         """Whether the cluster is there, and has as many CPUs in all: srun itself would wait."""
         command = [find_program("sinfo", advice=_INSTALL), "--noheader", "--format=%C"]
         try:
-            told = subprocess.run(command, capture_output=True, text=True, timeout=30)
+            answer = subprocess.run(command, capture_output=True, text=True, timeout=30)
         except subprocess.TimeoutExpired:
             raise EngineError(f"`sinfo` had no answer after 30 s. {_no_controller()}") from None
-        if told.returncode:
-            words = "; ".join(line.strip() for line in told.stderr.splitlines())
-            raise EngineError(f"`sinfo` failed. {self.explain(told.stderr, workers)}\nIts own words: {words}")
-        cpus = sum(int(line.rpartition("/")[2]) for line in told.stdout.split())  # allocated/idle/other/total
+        if answer.returncode:
+            words = "; ".join(line.strip() for line in answer.stderr.splitlines())
+            raise EngineError(f"`sinfo` failed. {self.explain(answer.stderr, workers)}\nIts own words: {words}")
+        cpus = sum(int(line.rpartition("/")[2]) for line in answer.stdout.split())  # allocated/idle/other/total
         if cpus < workers:
             raise EngineError(
                 f"the cluster has {cpus} CPUs in all, too few for {workers} workers (`sinfo` shows them): ask for fewer"

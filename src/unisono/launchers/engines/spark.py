@@ -71,7 +71,7 @@ class Spark(Engine):
 
     @property
     def local(self) -> bool:
-        session = self._existing()
+        session = self._find_session()
         master = session.sparkContext.master if session is not None else self._master(1)
         return master.startswith("local")
 
@@ -83,7 +83,7 @@ class Spark(Engine):
         return "torchrun"  # the same variables
 
     def hosts_to_reach(self) -> Sequence[str]:
-        session = self._existing()
+        session = self._find_session()
         master = session.sparkContext.master if session is not None else self._master(1)
         return [host for host, _ in _addresses(master)]
 
@@ -97,7 +97,7 @@ class Spark(Engine):
             )
         if isinstance(self.max_restarts, bool) or not isinstance(self.max_restarts, int) or self.max_restarts < 0:
             raise ValueError(f"un.on.spark got max_restarts={self.max_restarts!r}; expected a whole number from 0 up")
-        session = self._existing()
+        session = self._find_session()
         if session is None:
             return
         if self.session is None and self.master is not None and session.sparkContext.master != self.master:
@@ -127,7 +127,7 @@ class Spark(Engine):
 
     def open_session(self, workers: int) -> tuple[Any, bool]:
         """A session that can run so many tasks at once, and whether it was made for this and is to be stopped."""
-        session, ours = self._existing(), False
+        session, ours = self._find_session(), False
         if session is None:
             session, ours = self._make(workers), True
         try:
@@ -138,7 +138,7 @@ class Spark(Engine):
             raise
         return session, ours
 
-    def _existing(self) -> Any:
+    def _find_session(self) -> Any:
         """The session to use, None where one is to be made."""
         if self.session is not None:
             session = self.session
@@ -153,8 +153,8 @@ class Spark(Engine):
         return session
 
     def _master(self, workers: int) -> str:
-        told = (self.settings or {}).get("spark.master")
-        return self.master or told or os.environ.get("SPARK_MASTER") or f"local[{workers}]"
+        configured = (self.settings or {}).get("spark.master")
+        return self.master or configured or os.environ.get("SPARK_MASTER") or f"local[{workers}]"
 
     def _make(self, workers: int) -> Any:
         pyspark = _pyspark()
@@ -230,14 +230,14 @@ class _Stage:
             return frame.mapInArrow(task, "rank int, status int, words string", barrier=True).collect  # type: ignore[no-any-return]
         if not tables:
             stage = self._context.parallelize(range(workers), workers)
-            task = partial(_task, env, workers, [], _nothing)
+            task = partial(_task, env, workers, [], _read_all)
         elif len(tables) == 1:
             stage = tables[0] if tables[0].getNumPartitions() == workers else tables[0].repartition(workers)
-            task = partial(_task, env, workers, names, _one)
+            task = partial(_task, env, workers, names, _add_samples)
         else:
             pieces = [_pieces(table, number, workers) for number, table in enumerate(tables)]
             stage = self._context.union(pieces).partitionBy(workers, int)
-            task = partial(_task, env, workers, names, _several)
+            task = partial(_task, env, workers, names, _add_pieces)
         return stage.barrier().mapPartitions(task).collect  # type: ignore[no-any-return]
 
     def _run(self) -> None:
@@ -304,17 +304,17 @@ def _task(
     yield (rank, *run_agent(env, rank, workers, parts))
 
 
-def _nothing(parts: list[TableFiles], rows: Iterable[Any]) -> None:
+def _read_all(parts: list[TableFiles], rows: Iterable[Any]) -> None:
     """The rows are only there to have partitions; Spark throws a process away that has not read them."""
     for _ in rows:
         pass
 
 
-def _one(parts: list[TableFiles], rows: Iterable[Any]) -> None:
+def _add_samples(parts: list[TableFiles], rows: Iterable[Any]) -> None:
     parts[0].add_samples(rows)
 
 
-def _several(parts: list[TableFiles], rows: Iterable[Any]) -> None:
+def _add_pieces(parts: list[TableFiles], rows: Iterable[Any]) -> None:
     """Pieces of several tables, as `_pieces` made them."""
     for _, (number, piece) in rows:
         if isinstance(piece, bytes):

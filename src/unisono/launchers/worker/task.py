@@ -27,10 +27,10 @@ def run_agent(env: Mapping[str, str], rank: int, workers: int, parts: Sequence[T
     """
     place = {"RANK": str(rank), "WORLD_SIZE": str(workers), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     env = {**os.environ, **env, **place, "UNISONO_AGENT_PARENT": str(os.getpid())}
-    with write_listing(parts) as told, tempfile.TemporaryFile() as said:
+    with write_listing(parts) as listing, tempfile.TemporaryFile() as output:
         if parts:
-            env["UNISONO_PARTS"] = f"/proc/{os.getpid()}/fd/{told.fileno()}"
-        agent = subprocess.Popen(agent_command(None), env=env, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+            env["UNISONO_PARTS"] = f"/proc/{os.getpid()}/fd/{listing.fileno()}"
+        agent = subprocess.Popen(agent_command(None), env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         try:
             status = agent.wait()
         except BaseException:
@@ -40,8 +40,8 @@ def run_agent(env: Mapping[str, str], rank: int, workers: int, parts: Sequence[T
         finally:
             for part in parts:
                 part.close()
-        said.seek(0)
-        words = said.read(1 << 14).decode("utf-8", "replace").strip()
+        output.seek(0)
+        words = output.read(1 << 14).decode("utf-8", "replace").strip()
     return status, words
 
 

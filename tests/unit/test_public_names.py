@@ -19,11 +19,6 @@ MODULES = {
 }
 PACKAGES = [name for name, file in MODULES.items() if file.name == "__init__.py" and name != "unisono"]
 WANTED = {"join", "World", "parallel", "shard", "save", "load", "launch", "Trainer", "estimators", "boost"}
-# Modules whose __all__ is still shorter than what they define without an underscore.
-SHORT = {
-    *("unisono.launchers.engines.ssh", "unisono.launchers.engines.torchrun", "unisono.launchers.terminal"),
-    *("unisono.launchers.worker.program", "unisono.reducers._subsets", "unisono.world.world"),
-}
 
 
 def test_dir_lists_exactly_the_exported_names() -> None:
@@ -73,7 +68,7 @@ def _defined(tree: ast.Module) -> set[str]:
     return {node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")}
 
 
-@pytest.mark.parametrize("name", sorted(set(MODULES) - set(PACKAGES) - SHORT - {"unisono", "unisono.__main__"}))
+@pytest.mark.parametrize("name", sorted(set(MODULES) - set(PACKAGES) - {"unisono", "unisono.__main__"}))
 def test_where_a_module_lists_its_names_everything_else_is_underscored(name: str) -> None:
     tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
     lists = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import unisono as un
 from unisono.offload import disk
 from unisono.offload.disk import DiskError
-from unisono.offload.host import available_bytes
+from unisono.runtime.machine import available_bytes
 from unisono.strategies.zero import placement
 from unisono.world import World
 from unisono.world.virtual import run_threads

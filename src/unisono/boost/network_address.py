@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from unisono.runtime.machine import address_of_interface, address_towards
 from unisono.world import World
 
 __all__ = ["find_own_address", "reserve_port"]
@@ -24,7 +24,7 @@ def find_own_address(world: World) -> str:
         return _read_interface(name.split(",")[0])
     launcher = os.environ.get("UNISONO_LAUNCHER", "").rpartition(":")[0]
     for target in (launcher, os.environ.get("MASTER_ADDR", ""), "192.0.2.1"):
-        found = _find_address_towards(target) if target else ""
+        found = address_towards(target) if target else ""
         if found and not found.startswith("127."):
             return found
     raise OSError(
@@ -42,22 +42,8 @@ def reserve_port() -> Iterator[tuple[int, socket.socket]]:
         yield held.getsockname()[1], held
 
 
-def _find_address_towards(host: str) -> str:
-    """The address from which this host speaks to another; nothing is sent."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))
-            return str(probe.getsockname()[0])
-    except OSError:
-        return ""
-
-
 def _read_interface(name: str) -> str:
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-        except OSError as error:
-            raise OSError(f"GLOO_SOCKET_IFNAME={name}: that interface has no IPv4 address here ({error})") from error
-    return socket.inet_ntoa(answer[20:24])
+    try:
+        return address_of_interface(name)
+    except OSError as error:
+        raise OSError(f"GLOO_SOCKET_IFNAME={name}: that interface has no IPv4 address here ({error})") from error

@@ -171,9 +171,11 @@ def _check_columns(first: str, names: list[str], named: bool, other: str) -> Non
     if not named or not also_named:
         raise ValueError(f"the files' columns differ: {first} has {len(names)}, {other} has {len(theirs)}")
     lacking, extra = [n for n in names if n not in theirs], [n for n in theirs if n not in names]
-    told = [f"{what} {', '.join(map(repr, which))}" for what, which in (("lacks", lacking), ("adds", extra)) if which]
+    differences = [
+        f"{what} {', '.join(map(repr, which))}" for what, which in (("lacks", lacking), ("adds", extra)) if which
+    ]
     raise ValueError(
-        f"the files' columns differ: compared with {first}, {other} {' and '.join(told) or 'repeats some'}"
+        f"the files' columns differ: compared with {first}, {other} {' and '.join(differences) or 'repeats some'}"
     )
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from unisono.runtime.machine import host_bytes
 from unisono.sizes import parse_size, show_size
-
-_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @dataclass(frozen=True)
@@ -31,10 +29,10 @@ class Capacity:
         """In one line."""
         here = {name: " (this machine's)" if name in self.guessed else "" for name in ("device", "host", "disk")}
         shared = f", shared by {self.workers} workers" if self.workers > 1 else ""
-        told = [f"host {show_size(self.host)}{here['host']}{shared}", f"disk {show_size(self.disk)}{here['disk']}"]
+        parts = [f"host {show_size(self.host)}{here['host']}{shared}", f"disk {show_size(self.disk)}{here['disk']}"]
         if self.device is not None:
-            return "; ".join([f"device {show_size(self.device)}{here['device']}", *told])
-        return "; ".join([f"{told[0]}, in which they compute", told[1]])
+            return "; ".join([f"device {show_size(self.device)}{here['device']}", *parts])
+        return "; ".join([f"{parts[0]}, in which they compute", parts[1]])
 
 
 def find_capacity(
@@ -56,17 +54,10 @@ def find_capacity(
     if host_memory is not None:
         host = parse_size(host_memory, "host_memory")
     else:
-        host = read_host_bytes()
+        host = host_bytes()
         guessed.append("host")
     room, here = _find_room(disk)
     return Capacity(device, host, room, workers, (*guessed, "disk") if here else tuple(guessed))
-
-
-def read_host_bytes() -> int:
-    """Memory of this host, or the limit that was set on this program's group where that is lower."""
-    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [Path(path).read_text(encoding="utf-8").strip() for path in _LIMITS if Path(path).is_file()]
-    return min([found, *(int(limit) for limit in limits if limit.isdecimal())])
 
 
 def _find_room(disk: str | int | Path | None) -> tuple[int, bool]:

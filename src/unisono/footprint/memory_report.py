@@ -37,11 +37,11 @@ class Comparison:
         return measured / max(1, predicted)
 
     def __str__(self) -> str:
-        told = [
+        parts = [
             f"{place}: predicted {show_size(p)}, measured {show_size(m)} ({m / max(1, p) - 1:+.1%})"
             for place, (p, m) in self.places.items()
         ]
-        return f"{self.spec}: {'; '.join(told)}"
+        return f"{self.spec}: {'; '.join(parts)}"
 
 
 @dataclass(frozen=True)
@@ -155,8 +155,8 @@ class MemoryReport:
     def _format_total(self, n: Need) -> str:
         if self.machine.device is None:
             return f"{show_size(n.device + n.host)}" + (f", {show_size(n.disk)} of disk" if n.disk else "")
-        told = [(n.device, "on the device"), (n.host, "of the host"), (n.disk, "of disk")]
-        return ", ".join(f"{show_size(x)} {where}" for x, where in told if x)
+        parts = [(n.device, "on the device"), (n.host, "of the host"), (n.disk, "of disk")]
+        return ", ".join(f"{show_size(x)} {where}" for x, where in parts if x)
 
     def _explain_no_fit(self, rows: Sequence[SettingRow]) -> str:
         least = min(rows, key=lambda row: compute_excess(row.need, self.machine))
@@ -182,12 +182,12 @@ class MemoryReport:
 
 def describe_shortage(needed: Need, there: Capacity) -> str:
     """What there is too little of, in words; empty where it fits."""
-    told = []
+    parts = []
     for name, wanted, has, many in _list_demands(needed, there):
         if wanted > has:
             each = f" for {many} workers" if many > 1 else ""
-            told.append(f"{show_size(wanted - has)} of {name} (needs {show_size(wanted)}{each}, has {show_size(has)})")
-    return " and ".join(told)
+            parts.append(f"{show_size(wanted - has)} of {name} (needs {show_size(wanted)}{each}, has {show_size(has)})")
+    return " and ".join(parts)
 
 
 def compute_excess(needed: Need, there: Capacity) -> float:

@@ -13,7 +13,7 @@ from unisono.launchers.job import Job
 from unisono.launchers.local import LocalRun
 from unisono.launchers.output import Output, OutputClosed
 
-__all__ = ["run_in_terminal"]
+__all__ = ["Run", "run_in_terminal"]
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -29,6 +29,7 @@ __all__ = [
     "keep_where",
     "narrow",
     "reduce_subsets",
+    "run_together",
     "widen",
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
 import resource
@@ -15,6 +16,7 @@ __all__ = [
     "address_of_interface",
     "address_towards",
     "available_bytes",
+    "give_back_freed_memory",
     "host_bytes",
     "interface_of_address",
     "read_boot_id",
@@ -27,6 +29,7 @@ _MEMORY_LIMITS = (  # of the control group: limit and use, versions 2 and 1
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
 _SIOCGIFADDR = 0x8915
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
 
 
 # -- cores -------------------------------------------------------------------------------------------------------------
@@ -94,6 +97,18 @@ def _free_bytes() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def give_back_freed_memory() -> None:
+    """Let the C library return large blocks to the system when they are freed, where it is glibc.
+
+    It keeps them otherwise, and cannot always use them again for aligned memory: a process that frees as much as it
+    takes still grows. Costs page faults, so it is only for runs that must fit into little memory.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, 1 << 20)
+        mallopt(_TRIM_THRESHOLD, 16 << 20)
 
 
 # -- which machine -----------------------------------------------------------------------------------------------------

@@ -114,10 +114,10 @@ def agree(model: nn.Module, optimizer: Optimizer, strategy: str, world: World) -
     for i in range(max(len(other) for other in every)):
         here = [other[i] if i < len(other) else "nothing" for other in every]
         if len(set(here)) > 1:
-            told = "; ".join(f"rank {r} has {line}" for r, line in enumerate(here))
+            differences = "; ".join(f"rank {r} has {line}" for r, line in enumerate(here))
             raise ValueError(
-                f"the ranks do not train the same thing: {told}. Every rank must build the same model, optimizer "
-                "and strategy"
+                f"the ranks do not train the same thing: {differences}. Every rank must build the same model, "
+                "optimizer and strategy"
             )
 
 

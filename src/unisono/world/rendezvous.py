@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from unisono.runtime.machine import read_boot_id
 from unisono.runtime.place import Place, number, read_place
 from unisono.world.stores import agree_on_attempt, open_engine_store, open_tcp_store
 from unisono.world.transports import Transport
@@ -171,14 +172,9 @@ def _wants_nccl(transport: Transport, device: torch.device) -> bool:
     """Whether every rank has a CUDA device of its own (NCCL refuses two ranks on one)."""
     import torch.distributed as dist
 
-    mine = f"{_read_boot_id()} {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else ""
+    mine = f"{read_boot_id()} {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else ""
     every = transport.exchange(mine.encode())
     return dist.is_nccl_available() and b"" not in every and len(set(every)) == len(every)
-
-
-def _read_boot_id() -> str:
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        return file.read().strip()
 
 
 def _connect_nccl(transport: Transport, device: torch.device, timeout_s: float) -> Transport:

@@ -19,6 +19,7 @@ import zlib
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from unisono.runtime.machine import address_towards
 from unisono.runtime.place import Place
 
 if TYPE_CHECKING:
@@ -66,20 +67,9 @@ def _open_mpi_store(timeout_s: float) -> Store:
     world, store, found = MPI.COMM_WORLD, None, None
     if world.rank == 0:
         store = open_tcp_store("0.0.0.0", 0, serve=True, timeout_s=timeout_s)
-        found = (_find_own_address(), store.port)
+        found = ((address_towards("192.0.2.1") or "127.0.0.1"), store.port)
     host, port = world.bcast(found, root=0)
     return store if store is not None else open_tcp_store(host, port, serve=False, timeout_s=timeout_s)
-
-
-def _find_own_address() -> str:
-    """The address from which this host would speak to others; nothing is sent."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(("192.0.2.1", 9))
-            address: str = probe.getsockname()[0]
-            return address
-    except OSError:
-        return "127.0.0.1"
 
 
 def _open_one_host_store(place: Place, meeting: int, timeout_s: float) -> Store:

@@ -31,7 +31,7 @@ from unisono.world.operations import (
 from unisono.world.transports import SMALL_BYTES, Op, Transport, find_group
 from unisono.world.transports.arithmetic import check_op, count_bytes
 
-__all__ = ["World"]
+__all__ = ["WeightListener", "World"]
 
 
 class WeightListener(Protocol):

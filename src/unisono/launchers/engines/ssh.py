@@ -17,7 +17,7 @@ from typing import ClassVar
 from unisono.launchers.engines.engine import Engine, EngineError, ProcessStarted, Work, agent_command, find_program
 from unisono.launchers.engines.torchrun import torchrun_command
 
-__all__ = ["Ssh", "divide"]
+__all__ = ["Ssh", "SshStarted", "divide"]
 
 _INSTALL = "Debian and Ubuntu: apt-get install openssh-client."
 _TO_FAIL_FAST = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from unisono.launchers.engines.engine import Engine, EngineError, ProcessStarted, Work
 
-__all__ = ["Torchrun", "torchrun_command"]
+__all__ = ["Torchrun", "refused_options", "torchrun_command"]
 
 
 @dataclass(frozen=True)

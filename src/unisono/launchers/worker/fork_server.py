@@ -61,12 +61,16 @@ def main(fd: int, owner: int, idle_s: float, path: str) -> int:
     return 0
 
 
+# What training needs: torch, what optimizers import at their first use, and all that `unisono` exports. Names, as it is
+# the workers that use these, not this program.
+_PRELOADED = ("unisono", "numpy", "torch", "torch._dynamo", "cloudpickle", "unisono.launchers.worker.program")
+
+
 def _import_modules() -> None:
-    """What training needs: torch, what optimizers import at their first use, and all that `unisono` exports."""
-    package = importlib.import_module("unisono")  # by name: it is the workers that need these, not this program
-    for name in ("numpy", "torch", "torch._dynamo", "cloudpickle", "unisono.launchers.worker.program"):
+    for name in _PRELOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    package = sys.modules[_PRELOADED[0]]
     for name in package.__all__:
         with contextlib.suppress(ImportError):
             getattr(package, name)

@@ -24,7 +24,7 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-__all__ = ["die_with"]
+__all__ = ["die_with", "main"]
 
 _HERE = os.path.abspath(__file__)
 _PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(_HERE))))

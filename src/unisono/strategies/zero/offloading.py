@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from unisono.checkpoint.slices import Piece, Stored
 from unisono.offload.blocks import Shard
 from unisono.offload.disk import Disk
-from unisono.offload.host import give_back_freed_memory
 from unisono.offload.host_shards import HostShards
 from unisono.offload.pipeline import Pipeline
+from unisono.runtime.machine import give_back_freed_memory
 from unisono.strategies.zero.optimizer_shards import as_stored, read_part
 from unisono.strategies.zero.placement import Placement, Positions
 from unisono.strategies.zero.units import Part, Unit

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from unisono.offload.blocks import Block, Run
 from unisono.offload.device import STAGING_BUFFERS
 from unisono.offload.disk import Disk, DiskError, map_file
-from unisono.offload.host import available_bytes
 from unisono.offload.plan import resident_units, staged_share
 from unisono.offload.stepper import disk_bytes
+from unisono.runtime.machine import available_bytes
 from unisono.sizes import parse_size, show_size
 from unisono.strategies.zero.units import Unit
 

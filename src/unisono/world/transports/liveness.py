@@ -9,6 +9,7 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
+from unisono.runtime.machine import read_boot_id, read_namespaces
 from unisono.world.transports import Mismatch, PeerLost
 
 if TYPE_CHECKING:
@@ -70,8 +71,7 @@ class Liveness:
 def identify_machine() -> str:
     """The same for two processes just when they can see each other by number."""
     try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+        return " ".join([read_boot_id(), *read_namespaces("pid")])
     except OSError:
         return socket.gethostname()
 

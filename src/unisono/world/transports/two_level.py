@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from unisono.runtime.machine import read_boot_id, read_namespaces
 from unisono.world.transports import UNKNOWN, Mismatch, Op, PeerLost, Transport, find_group
 from unisono.world.transports.arithmetic import widen
 from unisono.world.transports.gloo import GlooTransport
@@ -55,10 +56,7 @@ def _identify_host() -> tuple[str, str]:
     name = os.environ.get("UNISONO_HOST", socket.gethostname())
     if not is_supported():
         return name, f"{name} {os.getpid()}"
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        boot = file.read().strip()
-    spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid")]
-    return name, " ".join([boot, name, str(os.getuid()), *spaces])
+    return name, " ".join([read_boot_id(), name, str(os.getuid()), *read_namespaces("net", "pid")])
 
 
 def _share_memory(

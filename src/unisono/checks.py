@@ -154,14 +154,15 @@ Rule = AtLeast | Range | Satisfies | Note
 
 
 def check_settings(settings: Any) -> None:
-    """Refuse a dataclass (a strategy, say) with a field that its annotation does not accept.
+    """Refuse a dataclass (a strategy, say) with a field that its annotation does not accept. What is no dataclass has
+    no settings.
 
     Raises:
         SettingTypeError: a value of a wrong type. It is a TypeError and a ValueError.
         ValueError: a value out of its range.
     """
     hints = read_annotations(type(settings))
-    for field in dataclasses.fields(settings):
+    for field in dataclasses.fields(settings) if dataclasses.is_dataclass(settings) else ():
         if field.init:
             value = getattr(settings, field.name)
             check_setting(field.name, value, hints.get(field.name, Any), owner=type(settings).__name__)

@@ -535,7 +535,7 @@ def test_unfreezing_is_noticed_and_a_rebind_takes_it_in() -> None:
     [
         ("gossip(shift_one)", 3, "even world, got 3"),
         ("gossip(graph=star)", 2, "graph"),
-        ("gossip(bits=4)", 2, "bits must be 8"),
+        ("gossip(bits=4)", 2, r"bits=\.\.\.\) takes one of 8 or None"),
         ("gossip(exponential, bits=8)", 2, "ring"),
         ("gossip(every=0)", 1, "every"),
         ("gossip(accumulate=0)", 1, "accumulate"),

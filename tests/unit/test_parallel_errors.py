@@ -72,7 +72,7 @@ def test_settings_are_checked(settings: dict[str, Any], kind: type[Exception], w
 
 def test_settings_of_a_strategy_without_fields() -> None:
     class Bare(un.Strategy):
-        def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> un.Replica:
+        def make(self, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> un.Replica:
             return un.Replica(model, optimizer, world, self)
 
     with pytest.raises(TypeError, match="Bare has no setting 'every'; it has none"):

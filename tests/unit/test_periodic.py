@@ -15,7 +15,7 @@ from unisono.world.virtual import run_threads
 
 
 class Meets(Strategy):
-    def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> PeriodicReplica:
+    def make(self, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> PeriodicReplica:
         raise NotImplementedError
 
 

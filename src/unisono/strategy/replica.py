@@ -20,7 +20,7 @@ from unisono.exchange.reduction import Unsent as Unsent
 from unisono.runtime import status
 from unisono.world import World
 
-Buffers = Literal["average", "broadcast", "local"]
+Buffers = Literal["broadcast", "average", "local"]
 Accumulate = Annotated[int, AtLeast(1, "backward passes a window")]
 BucketBytes = Annotated[int, AtLeast(1, "bytes a bucket")]
 _replicas: weakref.WeakSet[Replica] = weakref.WeakSet()  # those that watch a model

@@ -23,7 +23,8 @@ demo: $(STAMP)
 	$(BIN)/python -m unisono.demo
 
 test: $(STAMP) network-tools engine-tools $(ENGINES)
-	$(call BESIDE,$(BIN)/python -m pytest -q $(POOL) --durations=15 tests)
+	$(call BESIDE,$(BIN)/python -m pytest -q $(POOL) -m "not alone" --durations=15 tests)
+	$(BIN)/python -m pytest -q -m alone tests/processes
 
 quick: $(STAMP)
 	$(call BESIDE,$(BIN)/python -m pytest -q $(POOL) --quick tests/unit tests/conformance)

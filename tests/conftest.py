@@ -46,6 +46,7 @@ QUICK_CASES = 6
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "alone: compares times, so that nothing else may run beside it")
     if hasattr(config, "workerinput") or "UNISONO_WARM" in os.environ:
         return
     os.environ["UNISONO_WARM_IDLE_S"] = "60"  # where these tests are killed

@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ENGINES := $(VENV)/.engines
 # One pool for all tests, the longest first (tests/conftest.py). Three at a time on two cores: many wait for processes.
-POOL   := -n 3 --dist loadgroup --no-loadscope-reorder --timeout=300
+POOL   := -n 3 --no-loadscope-reorder --timeout=300
 DOCTEST := -q -p no:xdist --doctest-modules --ignore-glob='*_triton.py' src
 # Lint, types and doctests run beside the tests: what they say is shown at the end, and their failure is one of the whole.
 BESIDE = @log=$$(mktemp); $(MAKE) --no-print-directory check doctest >$$log 2>&1 & beside=$$!; \
@@ -23,7 +23,8 @@ demo: $(STAMP)
 	$(BIN)/python -m unisono.demo
 
 test: $(STAMP) network-tools engine-tools $(ENGINES)
-	$(call BESIDE,$(BIN)/python -m pytest -q $(POOL) --durations=15 tests)
+	$(call BESIDE,$(BIN)/python -m pytest -q $(POOL) -m "not alone" --durations=15 tests)
+	$(BIN)/python -m pytest -q -m alone tests/processes
 
 quick: $(STAMP)
 	$(call BESIDE,$(BIN)/python -m pytest -q $(POOL) --quick tests/unit tests/conformance)

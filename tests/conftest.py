@@ -1,6 +1,6 @@
 """Shared by all tests: the order in which they run, and the fork server that their workers come from.
 
-Where several processes run tests (`-n 4 --dist loadgroup --no-loadscope-reorder`), the longest begin first, as
+Where several processes run tests (`-n 3 --no-loadscope-reorder`), the longest begin first, as
 durations.json remembers them; what shares a cluster or a costly fixture stays together; and short tests travel in
 handfuls. `UNISONO_RECORD_DURATIONS=1` writes that file anew.
 
@@ -17,8 +17,10 @@ import signal
 import subprocess
 import tempfile
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +46,7 @@ QUICK_CASES = 6
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "alone: compares times, so that nothing else may run beside it")
     if hasattr(config, "workerinput") or "UNISONO_WARM" in os.environ:
         return
     os.environ["UNISONO_WARM_IDLE_S"] = "60"  # where these tests are killed
@@ -90,7 +93,7 @@ def _select_quick(items: list[pytest.Item]) -> list[pytest.Item]:
 # -- the order ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if NETWORK in item.path.parents and (reason := why_no_network()):
@@ -100,33 +103,47 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
         items[:] = chosen
     if hasattr(config, "workerinput"):
-        groups = _groups(items)
-        for name, members in groups.items():
-            for item in members:
-                item.add_marker(pytest.mark.xdist_group(name))
-        items[:] = [item for members in groups.values() for item in members]
+        place = {nodeid: i for i, nodeid in enumerate(_group_tests([item.nodeid for item in items]))}
+        items.sort(key=lambda item: place[item.nodeid])
 
 
-def _groups(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
-    """The tests by the group they travel in, the group that takes longest first."""
+def _group_tests(nodeids: Sequence[str]) -> dict[str, str]:
+    """The group that each test travels in, in the order to run them: the group that takes longest first."""
     remembered = _read_durations()
-    groups: dict[str, list[pytest.Item]] = defaultdict(list)
+    groups: dict[str, list[str]] = defaultdict(list)
     seconds: dict[str, float] = defaultdict(float)
     handfuls: dict[str, int] = defaultdict(int)
-    for number, item in enumerate(items):
-        file = item.path.relative_to(TESTS).as_posix() if TESTS in item.path.parents else item.path.name
-        takes_s = remembered.get(_key(item.nodeid), remembered.get(file, 0.02))
+    for nodeid in nodeids:
+        file = _key(nodeid).partition("::")[0]
+        takes_s = remembered.get(_key(nodeid), remembered.get(file, 0.02))
         if file in TOGETHER:
             name = TOGETHER[file]
         elif takes_s >= LONG_S or not file.startswith(("unit/", "conformance/")):
-            name = f"test-{number}"
+            name = nodeid
         else:
             if seconds[f"{file}-{handfuls[file]}"] > HANDFUL_S:
                 handfuls[file] += 1
             name = f"{file}-{handfuls[file]}"
-        groups[name].append(item)
+        groups[name].append(nodeid)
         seconds[name] += takes_s
-    return {name: groups[name] for name in sorted(groups, key=lambda name: -seconds[name])}
+    ordered = sorted(groups, key=lambda name: -seconds[name])
+    return {nodeid: name for name in ordered for nodeid in groups[name]}
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Groups by name: xdist's own are lost where the names of tests cannot be changed."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Pool(LoadScopeScheduling):  # type: ignore[misc]
+        def schedule(self) -> None:
+            if self.collection is None and self.registered_collections:
+                self.groups = _group_tests(next(iter(self.registered_collections.values())))
+            super().schedule()
+
+        def _split_scope(self, nodeid: str) -> str:
+            return self.groups[nodeid]
+
+    return Pool(config, log)
 
 
 def _read_durations() -> dict[str, float]:
@@ -136,8 +153,7 @@ def _read_durations() -> dict[str, float]:
 
 
 def _key(nodeid: str) -> str:
-    name = nodeid.removeprefix("tests/")
-    return name[: name.rfind("@")] if name.rfind("@") > name.rfind("]") else name
+    return nodeid.removeprefix("tests/")
 
 
 class _Recorder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -64,6 +65,7 @@ def test_processes_and_threads_give_the_same_bits() -> None:
             assert torch.equal(one, other), f"{spec} on rank {rank}"
 
 
+@pytest.mark.alone
 def test_gossip_hides_behind_compute() -> None:
     def work() -> tuple[float, float]:
         torch.set_num_threads(1)
@@ -99,6 +101,7 @@ def fast_and_slow(slow_s: float) -> list[tuple[float, int]]:
     return un.launch(work, 3)
 
 
+@pytest.mark.alone
 def test_a_slow_worker_does_not_slow_the_others() -> None:
     even, uneven = fast_and_slow(0.02), fast_and_slow(0.08)
     for (alone, _), (beside, rounds) in zip(even[:2], uneven[:2], strict=True):

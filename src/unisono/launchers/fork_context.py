@@ -12,6 +12,7 @@ Where a request differs from the server in any of these, its worker is started a
 from __future__ import annotations
 
 import os
+import re
 import resource
 from collections.abc import Mapping
 
@@ -20,14 +21,16 @@ __all__ = ["THREAD_VARIABLES", "find_difference", "process_context", "soft_limit
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # set again in the worker
 # Read once, when the interpreter or a library starts.
 _PREFIXES = (
-    *("PYTHON", "LD_", "GLIBC_", "MALLOC_", "LC_"),
+    *("LD_", "GLIBC_", "MALLOC_", "LC_"),
     *("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "GOTO_", "BLIS_", "NPY_", "NUMPY_"),
     *("TORCH", "PYTORCH_", "ATEN_", "C10_", "DNNL_", "ONEDNN_", "TRITON_", "CUDA_", "NVIDIA_"),
 )
-_NAMES = {"LANG"}
+_NAMES = {"LANG", "PYTHON_GIL", "PYTHON_JIT", "PYTHON_CPU_COUNT"}
+_OF_PYTHON = re.compile("PYTHON[A-Z0-9]+")  # the interpreter's own: engines add others, with an underscore
 _APPLIED = {  # begin like those, and take effect in the worker
     *THREAD_VARIABLES,
     "PYTHONPATH",
+    "PYTHONBREAKPOINT",  # read when it is needed
     "CUDA_VISIBLE_DEVICES",  # CUDA starts after the fork
 }
 _PRIVILEGES = ("NoNewPrivs", "Seccomp", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")
@@ -43,7 +46,7 @@ def start_variables(env: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in env.items()
-        if (name in _NAMES or name.startswith(_PREFIXES))
+        if (name in _NAMES or name.startswith(_PREFIXES) or _OF_PYTHON.fullmatch(name))
         and name not in _APPLIED
         and not name.startswith("TORCHELASTIC_")
     }

@@ -91,8 +91,7 @@ def one_process(ranks_at: Callable[[int], list[int]], steps: int, clip: float | 
 # Training ------------------------------------------------------------------------------------------------------
 
 
-@sizes
-@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize(("size", "clip"), [(1, 0.05), (2, None), (2, 0.05), (3, None)])
 def test_all_ranks_end_alike_and_as_one_process_would(case: Case, size: int, clip: float | None) -> None:
     def work(world: World) -> tuple[list[Tensor], int]:
         model, optimizer, replica = started(case, world, seed=world.rank)  # rank 0's start counts
@@ -119,8 +118,11 @@ def test_a_world_of_one_is_the_bare_loop(case: Case) -> None:
     assert_same(values(replica.consolidate()), values(bare))
 
 
-@sizes
-@pytest.mark.parametrize("windows", [[2, 2, 2], [2, 2, 1]], ids=["even", "short last window"])
+@pytest.mark.parametrize(
+    ("size", "windows"),
+    [(1, [2, 2, 1]), (2, [2, 2, 2]), (2, [2, 2, 1]), (3, [2, 2, 1])],
+    ids=["1-short last window", "2-even", "2-short last window", "3-short last window"],
+)
 def test_accumulation(case: Case, size: int, windows: list[int]) -> None:
     def work(world: World) -> list[Tensor]:
         model, optimizer, replica = started(case, world)

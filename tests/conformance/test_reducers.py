@@ -190,8 +190,11 @@ def test_a_bucket_with_nothing_in_it(case: Case, size: int) -> None:
 
 @pytest.mark.parametrize(
     ("size", "bad", "where"),  # every pair of the three; at 0 is a matrix, at 2 a scalar, at 14 a large matrix
-    [(1, -math.inf, 0), (1, math.nan, 2), (1, -math.inf, 14), (2, math.nan, 0), (2, -math.inf, 2), (2, math.nan, 14)]
-    + [(3, -math.inf, 0), (3, math.nan, 2), (3, math.nan, 14)],
+    [
+        *[(1, -math.inf, 0), (1, math.nan, 2), (1, -math.inf, 14)],
+        *[(2, math.nan, 0), (2, -math.inf, 2), (2, math.nan, 14)],
+        *[(3, -math.inf, 0), (3, math.nan, 2), (3, math.nan, 14)],
+    ],
 )
 def test_an_overflow_on_one_rank_is_seen_by_all_and_changes_no_memory(
     case: Case, size: int, bad: float, where: int

@@ -55,9 +55,9 @@ PROGRAM = """
 """
 NOTES = {"world/ledger.py": {"close_record", "close_span"}, "runtime/status.py": {"note"}}  # they move nothing
 LIMITS = {
-    "allreduce": 13,  # to reach: 12
-    "local_sgd(every=1, start=0)": 15,  # to reach: 12
-    "zero(stage=3, optimizer_on=cpu)": 26,  # to reach: 18
+    "allreduce": 12,
+    "local_sgd(every=1, start=0)": 13,  # one more than allreduce: periodic.py, which methods of your own build on
+    "zero(stage=3, optimizer_on=cpu)": 18,
 }
 
 

@@ -332,7 +332,7 @@ def test_gradients_of_the_former_world_are_not_stepped(case: Case) -> None:
 # Settings ------------------------------------------------------------------------------------------------------
 
 
-@sizes
+@pytest.mark.parametrize("size", [2])  # settings are checked before anything is said to other ranks
 def test_bad_settings_are_refused_with_the_reason(refusal: tuple[Case, str], size: int) -> None:
     case, setting = refusal
 

@@ -6,9 +6,11 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -26,6 +28,18 @@ def interleaved(
             if i >= warmup:
                 times[name].append(time.perf_counter() - start)
     return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+@contextmanager
+def keep_busy(processes: int) -> Iterator[None]:
+    """So many other processes compute meanwhile, as on a machine that others use too."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
 
 
 def finish(results: Mapping[str, Any]) -> None:

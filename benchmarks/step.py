@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measure import finish, interleaved
+from measure import finish, interleaved, keep_busy
 
 
 def mlp() -> tuple[Any, Any, Any]:
@@ -157,29 +157,35 @@ def on_gpu(repeats: int) -> dict[str, Any]:
     return results
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=40)
-    parser.add_argument("--gpu", action="store_true", help="one GPU, NCCL, a world of one")
-    asked = parser.parse_args()
-    if asked.gpu:
-        finish(on_gpu(asked.repeats))
-        return
+def on_cpu(repeats: int) -> dict[str, Any]:
+    """2 and 4 workers on this host, and a world of one."""
     import unisono as un
 
     results: dict[str, Any] = {}
     for name, workers in (("mlp", 2), ("mlp", 4), ("cnn", 2)):
-        seconds = un.launch(compare, workers=workers, args=(name, asked.repeats), threads=1)[0]
+        seconds = un.launch(compare, workers=workers, args=(name, repeats), threads=1)[0]
         print(f"{name}, {workers} workers: " + ", ".join(f"{k} {v * 1e3:.1f} ms" for k, v in seconds.items()))
         suffix = f"cnn_{workers}" if name == "cnn" else str(workers)
         results[f"ddp_over_ours_{suffix}"] = seconds["ddp"] / seconds["ours"]
         results[f"ours_over_bare_{suffix}"] = seconds["ours"] / seconds["bare"]
         if suffix == "2":
             results["ledger_overhead"] = ledger_seconds() / seconds["ours"]
-    seconds = un.launch(alone, workers=1, args=(asked.repeats * 3,), threads=1)[0]
+    seconds = un.launch(alone, workers=1, args=(repeats * 3,), threads=1)[0]
     print("alone: " + ", ".join(f"{k} {v * 1e3:.2f} ms" for k, v in seconds.items()))
     results["world_of_one_overhead"] = seconds["ours"] / seconds["bare"] - 1
-    finish(results)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--gpu", action="store_true", help="one GPU, NCCL, a world of one")
+    parser.add_argument(
+        "--busy", type=int, nargs="?", const=2, default=0, help="so many other processes compute meanwhile"
+    )
+    asked = parser.parse_args()
+    with keep_busy(asked.busy):
+        finish(on_gpu(asked.repeats) if asked.gpu else on_cpu(asked.repeats) | {"busy": asked.busy})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measure import finish, interleaved, on_hosts, tell
+from measure import finish, interleaved, keep_busy, on_hosts, tell
 
 MB = 1_000_000
 
@@ -145,6 +145,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--mbit", type=float, default=1000.0, help="speed of a link between emulated hosts")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--busy",
+        type=int,
+        nargs="?",
+        const=2,
+        default=0,
+        help="so many other processes compute meanwhile; one host only",
+    )
     asked = parser.parse_args()
     if asked.worker:
         between_hosts(asked.megabytes, asked.repeats)
@@ -154,14 +162,15 @@ def main() -> None:
     results: dict[str, Any] = {}
     for workers in (2, 4):
         start = time.perf_counter()
-        seconds = un.launch(on_one_host, workers=workers, args=(asked.megabytes, asked.repeats), threads=1)[0]
+        with keep_busy(asked.busy):
+            seconds = un.launch(on_one_host, workers=workers, args=(asked.megabytes, asked.repeats), threads=1)[0]
         for name in [key.removesuffix("_gloo_s") for key in seconds if key.endswith("_gloo_s")]:
             gloo, ours = seconds[f"{name}_gloo_s"], seconds[f"{name}_ours_s"]
             scale, unit = (1e6 / 200, "us") if name == "small" else (1e3, "ms")
             print(f"{workers} workers {name:>18}: gloo {gloo * scale:8.2f} {unit}, ours {ours * scale:8.2f} {unit}")
             results[f"gloo_over_ours_{name}_{workers}"] = gloo / ours
         print(f"({time.perf_counter() - start:.0f} s)")
-    results |= emulate(4, asked.mbit, asked.megabytes, 9)
+    results |= {"busy": asked.busy} if asked.busy else emulate(4, asked.mbit, asked.megabytes, 9)
     finish(results)
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-import unisono as un
 
 Array = npt.NDArray[Any]
 SMALL = {"n_estimators": 8, "n_jobs": 1}
@@ -20,19 +17,6 @@ def table(rows: int = 2001) -> tuple[Array, Array]:
     rng = np.random.default_rng(0)
     x = rng.integers(0, 32, (rows, 4)).astype(float)
     return x, x @ [3.0, -2.0, 1.0, 0.5] + rng.standard_normal(rows)
-
-
-def killed_while_boosting() -> None:
-    """Rank 1 is killed in the middle of a fit that would take hours."""
-    from unisono.boost import LightGBM
-
-    world = un.join("cpu")
-    x, y = table(500)
-    LightGBM(n_estimators=2, n_jobs=1).fit(x, y)
-    if world.rank == 1:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, 0.5)
-    LightGBM(n_estimators=10**7, n_jobs=1).fit(x, y)
 
 
 def check_model(on: Any, rows: Any) -> None:

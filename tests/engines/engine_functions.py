@@ -12,11 +12,12 @@ import unisono as un
 ROWS = 22
 
 
-def shares(part: Any, batch_size: int = 4) -> dict[str, Any]:
-    """Every batch of one epoch of an unshuffled shard: its values of y, and my weight."""
+def shares(part: Any, others: Any = (), batch_size: int = 4) -> dict[str, Any]:
+    """Every batch of one epoch of an unshuffled shard: its values of y, and my weight; and all samples here."""
     world = un.join(device="cpu")
     batches = [(batch["y"].tolist(), world.weight) for batch in un.shard(part, batch_size=batch_size, shuffle=False)]
-    return {"rows": len(part), "batches": batches, "mean": _mean(part)}
+    samples = two_tables(part, {"check": others})
+    return {"rows": len(part), "batches": batches, "mean": _mean(part), "samples": samples}
 
 
 def _mean(part: Any) -> float:
@@ -67,6 +68,15 @@ def gradient(part: Any, w: Any) -> Any:
     """Of the squares, on a part (x, y)."""
     x, y = part
     return x.T @ (x @ w - y)
+
+
+def gradient_and_place(part: Any, state: tuple[Any, str]) -> tuple[Any, list[tuple[int, int]]]:
+    """The same, and where the part is: its process and object. In the third round a process is killed, once."""
+    w, flag = state
+    if flag.endswith("2") and not Path(flag).exists():
+        Path(flag).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return gradient(part, w), pids(part, None)
 
 
 def dies_once(part: Any, flag_and_round: Any) -> int:

@@ -9,18 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from boost_functions import NAMES, SMALL, check_model, killed_while_boosting, table
+from boost_functions import NAMES, check_model, table
 from engine_cases import EVERYTHING, right_loss, specs
 from engine_commands import Command, only, unisono_run
 from engine_functions import (
     ROWS,
-    dies_once,
     fail_on_rank_1,
-    gradient,
+    gradient_and_place,
     kill_the_engines_process,
-    pids,
     shares,
-    two_tables,
 )
 
 import unisono as un
@@ -94,8 +91,11 @@ def test_slots_in_use_are_told_from_slots_that_are_missing() -> None:
     remove_placement_group(taken)
 
 
-def test_a_dataset_is_read_where_it_lies(dataset: Any) -> None:
-    found = un.launch(shares, workers=2, args=(dataset,), on=un.on.ray())
+def test_datasets_are_read_where_they_lie(dataset: Any) -> None:
+    import ray.data
+
+    check = ray.data.from_items([{"t": f"text {i}"} for i in range(3)])
+    found = un.launch(shares, workers=2, args=(dataset, check), on=un.on.ray())
     seen = [y for worker in found for values, weight in worker["batches"] if weight for y in values]
     assert sorted(seen) == [float(i) for i in range(ROWS)]  # each row once
     assert sum(worker["rows"] for worker in found) == ROWS
@@ -106,43 +106,33 @@ def test_a_dataset_is_read_where_it_lies(dataset: Any) -> None:
     # Unequal parts train as the whole table would.
     assert found[0]["rows"] != found[1]["rows"]
     assert [worker["mean"] for worker in found] == pytest.approx([np.mean(range(ROWS))] * 2, rel=1e-12)
-
-
-def test_two_datasets_reach_the_workers_by_name(dataset: Any) -> None:
-    import ray.data
-
-    check = ray.data.from_items([{"t": f"text {i}"} for i in range(3)])
-    found = un.launch(two_tables, workers=2, args=(dataset, {"check": check}), on=un.on.ray())
-    rows = sorted((row["y"], row["x"].tolist()) for train, _ in found for row in train)
+    # A row is its columns, and a second table arrives beside the first.
+    rows = sorted((row["y"], row["x"].tolist()) for worker in found for row in worker["samples"][0])
     assert rows == [(float(i), [float(i)] * 2) for i in range(ROWS)]
-    assert sorted(row["t"] for _, others in found for row in others) == ["text 0", "text 1", "text 2"]
+    assert sorted(row["t"] for worker in found for row in worker["samples"][1]) == ["text 0", "text 1", "text 2"]
 
 
-def test_mapreduce_is_gradient_descent_on_actors_that_keep_their_part() -> None:
+def test_mapreduce_is_gradient_descent_on_actors_that_keep_their_part_and_makes_a_lost_one_again(
+    tmp_path: Path,
+) -> None:
     rng = np.random.default_rng(0)
     x, w = rng.normal(size=(1000, 3)), np.array([1.0, -2.0, 3.0])
     where: list[Any] = []
-    found = mapreduce(
-        gradient, "sum", (x, x @ w), state=np.zeros(3), update=lambda w, g: w - g / 1000, rounds=12, workers=2,
-        on=un.on.ray(),
+
+    def update(state: Any, reduced: Any) -> Any:
+        where.append(reduced[1])
+        return state[0] - reduced[0] / 1000, str(tmp_path / f"flag-{len(where)}")
+
+    found, _ = mapreduce(
+        gradient_and_place, lambda a, b: (a[0] + b[0], a[1] + b[1]), (x, x @ w),
+        state=(np.zeros(3), str(tmp_path / "flag-0")), update=update, rounds=12, workers=2, on=un.on.ray(),
     )  # fmt: skip
     assert np.abs(found - w).max() < 1e-6
-    mapreduce(
-        pids, lambda a, b: a + b, list(range(10)), state=0,
-        update=lambda state, seen: where.append(seen) or state + 1, rounds=3, workers=2, on=un.on.ray(),
-    )  # fmt: skip
-    assert where[0] == where[1] == where[2]
-    assert len({pid for pid, _ in where[0]}) == 2
-
-
-def test_mapreduce_makes_a_lost_part_again(tmp_path: Path) -> None:
-    flag = str(tmp_path / "flag")
-    found = mapreduce(
-        dies_once, "sum", list(range(10)), state=(flag, 0), update=lambda state, total: (flag, state[1] + total // 10),
-        rounds=4, workers=2, on=un.on.ray(),
-    )  # fmt: skip
-    assert found == (flag, 4)
-    assert Path(flag).exists()
+    assert (tmp_path / "flag-2").exists()
+    assert where[0] == where[1]
+    assert all(places == where[-1] for places in where[2:])
+    assert len({pid for pid, _ in where[0]}) == len({pid for pid, _ in where[-1]}) == 2
+    assert len(set(where[0]) & set(where[-1])) == 1  # the other actor kept its part
 
 
 # -- boosting ----------------------------------------------------------------------------------------------------------
@@ -162,26 +152,6 @@ def rows() -> Any:
 
 def test_a_table_is_boosted_where_it_lies_to_the_librarys_own_model(rows: Any) -> None:
     check_model(un.on.ray(), rows)
-
-
-def test_arrays_are_sent_to_the_workers_and_classes_come_back() -> None:
-    lightgbm = pytest.importorskip("lightgbm", reason="LightGBM is not installed: pip install 'unisono[boost]'")
-    from unisono.boost import LightGBM
-
-    x, y = table()
-    labels = np.where(y > np.median(y), "high", "low")
-    settings = {**SMALL, "min_child_samples": 1, "min_child_weight": 3.0}  # a leaf's rows are estimated otherwise
-    model = LightGBM(task="classification", workers=2, on=un.on.ray(), **settings).fit(x, labels)
-    own = lightgbm.LGBMClassifier(**settings, verbose=-1).fit(x, labels)
-    np.testing.assert_allclose(model.predict_proba(x), own.predict_proba(x), rtol=1e-5, atol=1e-6)
-    assert model.classes_.tolist() == ["high", "low"]
-
-
-def test_a_worker_that_is_killed_while_boosting_is_one_report() -> None:
-    pytest.importorskip("xgboost", reason="XGBoost is not installed: pip install 'unisono[boost]'")
-    with pytest.raises(un.WorkerError, match="worker 1 of 2 failed") as caught:
-        un.launch(killed_while_boosting, workers=2, on=un.on.ray())
-    assert caught.value.rank == 1
 
 
 def test_a_table_without_the_name_of_its_target_is_refused(rows: Any) -> None:

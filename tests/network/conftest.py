@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from preloaded import Program
 from unisono.lab.hosts import EmulatedHosts
 
 SOURCES = Path(__file__).parents[2] / "src"
@@ -21,7 +20,7 @@ SOURCES = Path(__file__).parents[2] / "src"
 class Run:
     """The workers of one script, rank by rank."""
 
-    def __init__(self, workers: list[subprocess.Popen[str]]) -> None:
+    def __init__(self, workers: list[Program]) -> None:
         self.workers = workers
 
     def results(self, timeout_s: float = 90) -> list[Any]:
@@ -66,8 +65,7 @@ def on_hosts(tmp_path: Path) -> Any:
                 "UNISONO_HOST": f"host{host}",
                 "OMP_NUM_THREADS": "1",
             }
-            streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            run.workers.append(hosts.start(host, [sys.executable, str(file)], env, **streams))
+            run.workers.append(Program(file, env=env, stderr=None, namespace=hosts.namespace(host)))
         return run
 
     yield start

@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,6 +16,7 @@ xgboost = pytest.importorskip("xgboost", reason="pip install 'unisono[boost]'")
 lightgbm = pytest.importorskip("lightgbm", reason="pip install 'unisono[boost]'")
 
 import unisono as un  # noqa: E402
+from preloaded import Program  # noqa: E402
 from unisono.boost import Forest, LightGBM, XGBoost  # noqa: E402
 
 SMALL = {"n_estimators": 10, "n_jobs": 1}
@@ -128,12 +127,13 @@ def test_without_a_launcher_the_others_end_by_themselves_in_time(tmp_path, libra
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     sources = str(Path(un.__file__).parents[1])
-    workers = []
+    program = tmp_path / "program.py"
+    program.write_text(ALONE)
+    workers: list[Program] = []
     for rank in range(2):
         env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": sources}
-        command = [sys.executable, "-c", ALONE, library, str(tmp_path)]
-        workers.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+        workers.append(Program(program, library, tmp_path, env=env, stderr=None))
     try:
         deadline = time.monotonic() + 60
         while not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)):
@@ -146,8 +146,6 @@ def test_without_a_launcher_the_others_end_by_themselves_in_time(tmp_path, libra
     finally:
         for worker in workers:
             worker.kill()
-            worker.wait()
-            if worker.stdout is not None:
-                worker.stdout.close()
+            worker.communicate()
     assert "raised" in out
     assert words in out

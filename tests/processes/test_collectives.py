@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import unisono as un
 from collective_matrix import check_dtype, check_everything, reference, values
+from preloaded import Program
 from unisono import World
 
 TESTS = Path(__file__).parents[1]
@@ -137,8 +138,7 @@ class Ranks:
             env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "UNISONO_SHARED_MEMORY": str(int(shared))}
             env |= {"UNISONO_HOST": host, "OMP_NUM_THREADS": "1"}
             env |= {"PYTHONPATH": os.pathsep.join([str(SOURCES), str(TESTS)])}
-            command = [sys.executable, "script.py"]
-            self.processes.append(subprocess.Popen(command, cwd=folder, env=env, stderr=subprocess.PIPE, text=True))
+            self.processes.append(Program(folder / "script.py", cwd=folder, env=env))
 
     def finish(self) -> list[int]:
         codes = []
@@ -150,8 +150,7 @@ class Ranks:
 
     def end(self) -> None:
         for process in self.processes:
-            if process.poll() is None:
-                process.kill()
+            process.kill()
             process.communicate()
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import unisono as un
+from preloaded import Program
 
 SOURCES = Path(un.__file__).parents[1]
 
@@ -71,7 +72,7 @@ class Ranks:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.processes: list[subprocess.Popen[str]] = []
+        self.processes: list[Program] = []
 
     def run(self, size: int, *args: object, shared: bool = True, **variables: str) -> list[int]:
         (self.folder / "program.py").write_text(textwrap.dedent(PROGRAM))
@@ -83,10 +84,12 @@ class Ranks:
             env |= {"MASTER_PORT": str(self.store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", **variables}
             env |= {"TORCHELASTIC_RESTART_COUNT": attempt, "UNISONO_SHARED_MEMORY": str(int(shared))}
             env["PYTHONPATH"] = str(SOURCES)
-            command = [sys.executable, "program.py", *map(str, args), str(self.folder)]
-            started.append(subprocess.Popen(command, cwd=self.folder, env=env, text=True))
+            program = self.folder / "program.py"
+            started.append(Program(program, *args, self.folder, cwd=self.folder, env=env, stderr=None))
         self.processes += started
-        return [process.wait(timeout=280) for process in started]
+        for process in started:
+            print(process.communicate(timeout=280)[0])
+        return [process.wait() for process in started]
 
     def found(self, *ranks: int) -> list[dict[str, Any]]:
         return [json.loads((self.folder / f"rank{r}.json").read_text()) for r in ranks]
@@ -97,9 +100,8 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
     running = Ranks(tmp_path)
     yield running
     for process in running.processes:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "messages"])

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import unisono as un
+from preloaded import Program
 from unisono import rng
 from unisono.checkpoint import CheckpointError, safetensors
 from unisono.checkpoint.folder import read_folder
@@ -456,8 +456,12 @@ except CheckpointError as error:
     print(error)
 un.load(sys.argv[1], make(4))
 """
-    run = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=True)
-    assert "File too large" in run.stdout
+    program = tmp_path.with_suffix(".py")
+    program.write_text(script)
+    run = Program(program, tmp_path, env=os.environ)
+    out, err = run.communicate(60)
+    assert run.returncode == 0, err
+    assert "File too large" in out
     assert steps(tmp_path) == ["step-0000000000"]
 
 
@@ -483,14 +487,15 @@ while True:
         model.weight.fill_(replica.step)
     un.save(sys.argv[1], replica, keep=2)
 """
+    program = tmp_path.with_suffix(".py")
+    program.write_text(script)
     for delay_s in (0.05, 0.11, 0.17):
-        process = subprocess.Popen([sys.executable, "-c", script, tmp_path], stdout=subprocess.PIPE)
+        process = Program(program, tmp_path, env=os.environ)
         process.stdout.readline()
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(delay_s)
         process.kill()
-        process.wait()
-        process.stdout.close()
+        process.communicate()
     model = torch.nn.Linear(200, 200)
     replica = un.parallel(model, torch.optim.SGD(model.parameters(), lr=1), world=World())
     loaded = un.load(tmp_path, replica)

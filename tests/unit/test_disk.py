@@ -10,7 +10,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from preloaded import Program
 from unisono.offload import disk as disk_module
 from unisono.offload.disk import ALIGNMENT, Disk, DiskError, Region, align, free_bytes, make_buffer, measure_bandwidth
 
@@ -446,9 +446,10 @@ print("written", flush=True)
 while True:
     disk.write(region, line).wait()
 """
-    child = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    script = tmp_path.with_suffix(".py")
+    script.write_text(program)
+    child = Program(script, tmp_path, env=os.environ)
     try:
-        assert child.stdout is not None
         assert child.stdout.readline() == "written\n"
         assert os.listdir(tmp_path) == []
     finally:

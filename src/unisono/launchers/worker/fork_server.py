@@ -49,7 +49,7 @@ def main(fd: int, owner: int, idle_s: float, path: str) -> int:
     door = socket.socket(fileno=fd)
     door.setblocking(False)
     server = _Server(door, owner, idle_s, path)
-    _import_modules()
+    import_modules()
     os.chdir("/")  # it keeps no folder in use
     request = server.serve()
     if request is not None:
@@ -57,7 +57,7 @@ def main(fd: int, owner: int, idle_s: float, path: str) -> int:
         arguments = _become_worker(request, server.python_path)
         from unisono.launchers.worker import program
 
-        _leave(program.main(arguments), imported)
+        leave(program.main(arguments), imported)
     return 0
 
 
@@ -66,7 +66,7 @@ def main(fd: int, owner: int, idle_s: float, path: str) -> int:
 _PRELOADED = ("unisono", "numpy", "torch", "torch._dynamo", "cloudpickle", "unisono.launchers.worker.program")
 
 
-def _import_modules() -> None:
+def import_modules() -> None:
     for name in _PRELOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
@@ -448,7 +448,7 @@ def _set_blas_threads(count: str) -> None:
                 break
 
 
-def _leave(status: int, imported: Collection[str]) -> NoReturn:
+def leave(status: int, imported: Collection[str]) -> NoReturn:
     """End as an interpreter does, but let the server's modules be: to take them apart would copy all their pages."""
     import atexit
     import threading

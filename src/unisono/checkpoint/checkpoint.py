@@ -9,7 +9,7 @@ import shutil
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -34,7 +34,7 @@ from unisono.checkpoint.split import SPLIT, merge_trees
 from unisono.packing import pack
 from unisono.world import World
 
-__all__ = ["CheckpointError", "Loaded", "Savable", "find_newest", "load", "save", "warn_of_damage"]
+__all__ = ["CheckpointError", "Loaded", "ModelPart", "Savable", "find_newest", "load", "save", "warn_of_damage"]
 
 _VISIBLE_WITHIN_S = 5.0  # a network disk may show a new folder late
 
@@ -51,6 +51,22 @@ class Loaded(NamedTuple):
     path: str
     skipped: list[tuple[str, str]]
     extra: Any
+
+
+class ModelPart(NamedTuple):
+    """What stands for one rank in the one model that a checkpoint gives to plain PyTorch and to other strategies.
+
+    Each is by the model's own parameters and buffers. What is not named stands as it is; where the ranks' differ, their
+    mean is taken, each counted once.
+
+    values: what stands in a tensor's place.
+    weights: how much this rank counts in a tensor's mean.
+    first: tensors of which rank 0's is taken instead of the mean.
+    """
+
+    values: Mapping[Tensor, Tensor] = {}
+    weights: Mapping[Tensor, float] = {}
+    first: Collection[Tensor] = ()
 
 
 @runtime_checkable
@@ -77,6 +93,9 @@ class Savable(Protocol):
 
     def load_state_dict(self, state: dict[str, Any], *, same_world: bool) -> None:
         """Take it up again; from a world of another size, `state["locals"]` has every old rank's part."""
+
+    def model_part(self) -> ModelPart:
+        """What stands for this rank in the model that others get from the checkpoint."""
 
     def sharded_state(self) -> dict[str, Any] | None:
         """Model and optimizer with a `Piece` in place of each tensor that is split; None: nothing is."""
@@ -135,6 +154,7 @@ class _Saving:
         """1. Take the state apart; rank 0 makes the hidden folder and says what its tensors are."""
         state, parts = self.replica.state_dict(), self.replica.sharded_state()
         model = _unwrap(self.replica.model)
+        part, named = self.replica.model_part(), _name_tensors(model) if parts is None else []
         whole = {
             "model": model.state_dict() if parts is None else parts["model"],
             "versions": {name: {"version": x._version} for name, x in model.named_modules(remove_duplicate=False)},
@@ -142,6 +162,12 @@ class _Saving:
             "optimizer_type": type(self.replica.optimizer).__name__,
             "strategy": state["shared"],
             "strategy_type": type(self.replica.strategy).__name__,
+            "consolidated": {
+                name: part.values[x].detach().to(x.dtype)
+                for name, x in named
+                if x in part.values
+            },
+            "first": [f"model.{name}" for name, x in named if any(x is y for y in part.first)],
             "shards": {name: shard.state_dict() for name, shard in self.world.shards.items()},
             "ledger": {"step_count": self.world.ledger.step_count},
             "extra": self.extra,
@@ -150,6 +176,8 @@ class _Saving:
         pieces = {name: x for name, x in found.items() if isinstance(x, Piece)}
         self.pieces = None if parts is None else pieces
         self.tensors = {name: x for name, x in found.items() if name not in pieces}
+        weights = {f"model.{name}": float(part.weights[x]) for name, x in named if x in part.weights}
+        self.weights = {name: weight for name, weight in weights.items() if weight != 1.0}
         self.own = pack({"local": state["local"], "rng": rng.capture(self.world.device)})
         report: dict[str, Any] = {"split": None}
         if parts is not None:
@@ -169,11 +197,13 @@ class _Saving:
         if rank == 0:
             tree = self.tree if self.pieces is None else self.tree | {"pieces": wholes}
             files = write_shared(self.writing, tree, self.tensors)
-            return files | write_rank(self.writing, rank, self.own, pieces=self.pieces)
+            return files | write_rank(self.writing, rank, self.own, pieces=self.pieces, weights=self.weights)
         mine, digests = self._digest(), reports[0]["digests"]
         differs = {key: tensor for key, tensor in self.tensors.items() if mine[key] != digests.get(key)}
         tree = self._compared() if mine[""] != digests[""] else None
-        return write_rank(self.writing, rank, self.own, tree=tree, differs=differs, pieces=self.pieces)
+        return write_rank(
+            self.writing, rank, self.own, tree=tree, differs=differs, pieces=self.pieces, weights=self.weights
+        )
 
     def _merge(self, parts: Sequence[tuple[Any, dict[str, Held]] | None]) -> dict[str, list[Any]]:
         """Where the state is split: make the tree of all ranks' parts; dtype and shape of the whole of each piece."""
@@ -427,6 +457,11 @@ def _unwrap(model: nn.Module) -> nn.Module:
     """The module itself, where torch.compile has put another around it."""
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, nn.Module) else model
+
+
+def _name_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers by their names in the model's state, each name of those that have several."""
+    return [(name, x) for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)]
 
 
 def _shorten(error: BaseException) -> str:

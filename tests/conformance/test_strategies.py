@@ -406,6 +406,15 @@ def test_its_spec_builds_it_again_and_it_cannot_be_changed(case: Case) -> None:
         strategy.something = 1
 
 
+def test_the_replica_says_as_the_facts_whose_gradients_they_are(case: Case) -> None:
+    def work(world: World) -> None:
+        _, _, replica = started(case, world)
+        assert replica.own_gradients == case.facts.own_gradients
+        replica.close()
+
+    run_threads(work, 2)
+
+
 def test_after_close_the_model_is_an_ordinary_one(case: Case) -> None:
     def work(world: World) -> None:
         model, optimizer, replica = started(case, world)

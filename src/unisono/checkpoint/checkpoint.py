@@ -32,7 +32,7 @@ from unisono.checkpoint.folder import (
 from unisono.checkpoint.slices import Held, Piece, Stored, find_gaps
 from unisono.checkpoint.split import SPLIT, merge_trees
 from unisono.packing import pack
-from unisono.world import World
+from unisono.world import PeerLost, World
 
 __all__ = ["CheckpointError", "Loaded", "ModelPart", "Savable", "find_newest", "load", "save", "warn_of_damage"]
 
@@ -94,6 +94,12 @@ class Savable(Protocol):
     def load_state_dict(self, state: dict[str, Any], *, same_world: bool) -> None:
         """Take it up again; from a world of another size, `state["locals"]` has every old rank's part."""
 
+    def present_ranks(self) -> list[int]:
+        """The ranks that save: all, unless the strategy goes on without those that died."""
+
+    def gather_present(self, obj: Any) -> dict[int, Any]:
+        """By rank, the `obj` of every rank that is there."""
+
     def model_part(self) -> ModelPart:
         """What stands for this rank in the model that others get from the checkpoint."""
 
@@ -115,6 +121,8 @@ def save(path: str | os.PathLike[str], replica: Savable, *, keep: int | None = 3
     and a failure on any rank raises on every rank. The newest `keep` remain (None: all of them).
     `extra` is any nested state that `unisono.packing.pack` takes: a scheduler's state, a GradScaler's, a
     history; a rank whose `extra` is its own gets that back in a world of the same size.
+    Where a strategy goes on without a rank that died (`parameter_server`), those that live save: the checkpoint is of
+    a world of as many. Elsewhere such a rank is `PeerLost` on all.
 
     Returns the checkpoint's own folder.
 
@@ -124,15 +132,20 @@ def save(path: str | os.PathLike[str], replica: Savable, *, keep: int | None = 3
     if keep is not None and (type(keep) is not int or keep < 1):
         raise ValueError(f"keep is {keep!r}; expected how many checkpoints remain: at least 1, or None for all")
     _check_replica("save", replica)
-    saving = _Saving(Path(path), replica, keep, extra)
-    world, what = replica.world, f"no checkpoint was written to {path}, the former ones are as they were"
+    what = f"no checkpoint was written to {path}, the former ones are as they were"
+    saving: _Saving | None = None
     try:
-        reports = _do_together(world, what, saving.prepare)
-        files = _do_together(world, what, lambda: saving.write(reports))
-        name = _do_together(world, what, lambda: saving.publish(files))[0]
-    except BaseException:
-        if world.rank == 0 and saving.writing is not None:
+        saving = _Saving(Path(path), replica, keep, extra)
+        reports = _do_together(saving.gather, what, saving.prepare)
+        files = _do_together(saving.gather, what, lambda: saving.write(reports))
+        unsure = f"it is not known whether the checkpoint was written to {path}, the former ones are whole"
+        what, former = unsure, what
+        name = _do_together(saving.gather, former, lambda: saving.publish(files))[0]
+    except BaseException as error:
+        if saving is not None and saving.number == 0 and saving.writing is not None:
             shutil.rmtree(saving.writing, ignore_errors=True)
+        if isinstance(error, PeerLost):
+            raise PeerLost(f"{what}: {error}") from error
         raise
     return str(Path(path) / name)
 
@@ -148,7 +161,16 @@ class _Saving:
     def __init__(self, root: Path, replica: Savable, keep: int | None, extra: Any) -> None:
         self.root, self.replica, self.keep, self.extra = root, replica, keep, extra
         self.world = replica.world
+        self.ranks = replica.present_ranks()
+        self.number = self.ranks.index(self.world.rank)  # of those that save
         self.writing: Path | None = None
+
+    def gather(self, obj: Any) -> list[Any]:
+        """Every saving rank's `obj`, in order; all raise alike where one was lost since the save began."""
+        every = self.replica.gather_present(obj)
+        if lost := [rank for rank in self.ranks if rank not in every]:
+            raise PeerLost(f"rank(s) {', '.join(map(str, lost))} died while the others saved; save again")
+        return [every[rank] for rank in self.ranks]
 
     def prepare(self) -> dict[str, Any]:
         """1. Take the state apart; rank 0 makes the hidden folder and says what its tensors are."""
@@ -183,15 +205,15 @@ class _Saving:
         if parts is not None:
             held = {name: piece.describe() for name, piece in pieces.items()}
             report["split"] = [{key: self.tree[key] for key in SPLIT}, held]
-        if self.world.rank == 0:
+        if self.number == 0:
             self.writing = begin_folder(self.root, self.replica.step)
-            alone = self.world.size == 1
+            alone = len(self.ranks) == 1
             report |= {"name": self.writing.name, "digests": {} if alone else self._digest()}
         return report
 
     def write(self, reports: Sequence[Mapping[str, Any]]) -> Files:
         """2. Rank 0 writes what it has; every rank writes where it differs from that, and what is its own."""
-        rank, self.writing = self.world.rank, self.root / reports[0]["name"]
+        rank, self.writing = self.number, self.root / reports[0]["name"]
         wholes = self._merge([report["split"] for report in reports])
         _wait_until_visible(self.writing, self.world.host)
         if rank == 0:
@@ -232,13 +254,13 @@ class _Saving:
 
     def publish(self, files: list[Files]) -> str | None:
         """3. Rank 0 gives the folder its name, and removes the oldest."""
-        if self.world.rank:
+        if self.number:
             return None
         assert self.writing is not None
         joined = {name: entry for part in files for name, entry in part.items()}
         step = self.replica.step
         is_split = self.pieces is not None
-        made = publish_folder(self.writing, joined, step=step, world_size=self.world.size, is_split=is_split)
+        made = publish_folder(self.writing, joined, step=step, world_size=len(self.ranks), is_split=is_split)
         self.writing = None
         remove_replaced(made, step=step, keep=self.keep)
         return made.name
@@ -296,13 +318,14 @@ def load(path: str | os.PathLike[str], replica: Savable, *, strict: bool = True)
     _check_replica("load", replica)
     world, root = replica.world, Path(path)
     strategy, what = type(replica.strategy).__name__, f"{root} could not be loaded"
-    is_split = _do_together(world, what, lambda: replica.sharded_state() is not None)[world.rank]
+    gather = world.gather_objects
+    is_split = _do_together(gather, what, lambda: replica.sharded_state() is not None)[world.rank]
     found, folder, skipped = find_newest(
         root, world, lambda folder: read_folder(folder, world.rank, world.size, strategy, lazy=is_split)
     )
     if world.rank == 0:
         warn_of_damage(found, folder, skipped, stacklevel=3)
-    _do_together(world, f"{folder} could not be loaded", lambda: _apply(found, replica, strict=strict))
+    _do_together(gather, f"{folder} could not be loaded", lambda: _apply(found, replica, strict=strict))
     positions = [state["epoch"] for state in found.whole["shards"].values() if "epoch" in state]
     return Loaded(found.step, positions[0] if positions else 0, str(folder), skipped, found.whole["extra"])
 
@@ -316,7 +339,7 @@ def find_newest(
         found = find_candidates(root) if world.rank == 0 else []
         return [[str(c.path.relative_to(root)), c.problem] for c in found]
 
-    names = _do_together(world, f"{root} could not be read", list_candidates)[0]
+    names = _do_together(world.gather_objects, f"{root} could not be read", list_candidates)[0]
     if not names:
         raise FileNotFoundError(f"no checkpoint at {root}: expected a folder that un.save has written to")
     skipped: list[tuple[str, str]] = []
@@ -433,7 +456,7 @@ def _check_optimizer(mine: Sequence[Any], saved: Sequence[Any], kinds: tuple[str
 # Inside ---------------------------------------------------------------------------------------------------
 
 
-def _do_together(world: World, what: str, do: Callable[[], Any]) -> list[Any]:
+def _do_together(gather: Callable[[Any], list[Any]], what: str, do: Callable[[], Any]) -> list[Any]:
     """Every rank's result of `do`, which must not talk to others; where it fails on any rank, all ranks raise.
 
     A TypeError or ValueError stays itself on its own rank, as it is about what the caller gave.
@@ -443,7 +466,7 @@ def _do_together(world: World, what: str, do: Callable[[], Any]) -> list[Any]:
         result = do()
     except Exception as caught:
         error = caught
-    answers = world.gather_objects([result, None if error is None else _shorten(error)])
+    answers = gather([result, None if error is None else _shorten(error)])
     failed = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(answers) if problem is not None]
     if isinstance(error, TypeError | ValueError):
         raise error

@@ -35,6 +35,7 @@ class PeriodicReplica(Replica):
     `meet()`.
     """
 
+    own_gradients: ClassVar[bool] = True
     own_models: ClassVar[bool] = False  # ranks' parameters differ: the model to evaluate is their mean
 
     def __init__(

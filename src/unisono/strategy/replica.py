@@ -95,6 +95,7 @@ class Replica:
       `take_model`, `start` and `carry`.
     """
 
+    own_gradients: ClassVar[bool] = False  # ranks' gradients differ: AMP may skip the step of one rank alone
     own_optimizer: ClassVar[bool] = False  # ranks' optimizer states differ: those that stay in a new world keep theirs
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: Strategy) -> None:
@@ -198,6 +199,14 @@ class Replica:
         """What stands for this rank in the model that a checkpoint gives to plain PyTorch and to other strategies, which
         must be what `consolidate()` gives: here the model as it is. Must not talk to other ranks."""
         return ModelPart()
+
+    def present_ranks(self) -> list[int]:
+        """The ranks that `gather_present` hears: all, unless a method goes on without those that died."""
+        return list(range(self.world.size))
+
+    def gather_present(self, obj: Any) -> dict[int, Any]:
+        """By rank, the `obj` of every rank that is there (every such rank calls it)."""
+        return dict(enumerate(self.world.gather_objects(obj)))
 
     def sharded_state(self) -> dict[str, Any] | None:
         """Where model and optimizer are split over the ranks: what this one holds, as {"model", "optimizer"} with a

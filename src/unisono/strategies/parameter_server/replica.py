@@ -207,6 +207,17 @@ class ServedReplica(PeriodicReplica):
             self._take(part, states)
         self._at_home = True
 
+    def present_ranks(self) -> list[int]:
+        """The workers that live, by what the first server knows."""
+        return sorted(self.gather_present(None))
+
+    def gather_present(self, obj: Any) -> dict[int, Any]:
+        """By way of the first server: it goes on without workers that have died, as training does."""
+        if self._connections is None:
+            return super().gather_present(obj)
+        every = packing.from_bytes(self._links[0].gather(packing.to_bytes(obj)))
+        return {worker: packing.from_bytes(data) for worker, data in every}
+
     def model_part(self) -> ModelPart:
         return ModelPart(first=list(self.model.buffers()))
 
@@ -255,9 +266,13 @@ class ServedReplica(PeriodicReplica):
         return f"on {servers} server(s) beside the first ranks; pushes that were not applied are dropped"
 
     def close(self) -> None:
-        """The optimizer's states come home; a rank with a server stays until all workers have closed theirs."""
+        """The optimizer's states come home; a rank with a server stays until all workers have closed theirs.
+
+        Where a server is gone, its states are gone with it: `PeerLost`, unless the program has had that before.
+        """
         try:
-            self._fetch()
+            if not any(link.is_lost for link in self._links):
+                self._fetch()
         finally:
             super().close()
 

@@ -46,9 +46,9 @@ class Trainer:
     A batch is a sequence: the last item is the target, the others are the model's inputs. `loss(output, target)`
     and each of `metrics` give the mean over a batch; reported is the mean over all samples of all workers, each
     counted once. `accumulate` batches make one optimizer step. `scheduler` steps every epoch, or every optimizer
-    step with `schedule="step"` (one that fp16 skips does not count, unless ranks may skip alone). With `checkpoint` (a folder), the state is saved after every epoch and every
-    `save_every` steps, the last `keep` stay, and `fit` goes on from the newest whole one unless `resume=False`.
-    `early_stopping` is a patience in epochs or an `EarlyStopping`.
+    step with `schedule="step"` (one that fp16 skips does not count, unless ranks may skip alone). With `checkpoint`
+    (a folder), the state is saved after every epoch and every `save_every` steps, the last `keep` stay, and `fit` goes
+    on from the newest whole one unless `resume=False`. `early_stopping` is a patience in epochs or an `EarlyStopping`.
 
     >>> x = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
     >>> model = nn.Linear(3, 1)

@@ -728,7 +728,7 @@ def test_a_server_that_is_gone_is_told_of_once() -> None:
             return
         with pytest.raises(un.PeerLost, match="the parameter server on rank 0 is gone"):
             train(model, optimizer, world.rank, range(2, 3))
-        with pytest.raises(un.PeerLost, match="no checkpoint was written .* the parameter server on rank 0 is gone"):
+        with pytest.raises(un.PeerLost, match=r"no checkpoint was written .* the parameter server on rank 0 is gone"):
             un.save("nowhere", replica)
         replica.close()
         train(model, optimizer, world.rank, range(3, 4))  # an ordinary model

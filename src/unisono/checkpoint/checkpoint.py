@@ -132,20 +132,19 @@ def save(path: str | os.PathLike[str], replica: Savable, *, keep: int | None = 3
     if keep is not None and (type(keep) is not int or keep < 1):
         raise ValueError(f"keep is {keep!r}; expected how many checkpoints remain: at least 1, or None for all")
     _check_replica("save", replica)
-    what = f"no checkpoint was written to {path}, the former ones are as they were"
-    saving: _Saving | None = None
+    none = f"no checkpoint was written to {path}, the former ones are as they were"
+    saving, files = None, None
     try:
         saving = _Saving(Path(path), replica, keep, extra)
-        reports = _do_together(saving.gather, what, saving.prepare)
-        files = _do_together(saving.gather, what, lambda: saving.write(reports))
-        unsure = f"it is not known whether the checkpoint was written to {path}, the former ones are whole"
-        what, former = unsure, what
-        name = _do_together(saving.gather, former, lambda: saving.publish(files))[0]
+        reports = _do_together(saving.gather, none, saving.prepare)
+        files = _do_together(saving.gather, none, lambda: saving.write(reports))
+        name = _do_together(saving.gather, none, lambda: saving.publish(files))[0]
     except BaseException as error:
         if saving is not None and saving.number == 0 and saving.writing is not None:
             shutil.rmtree(saving.writing, ignore_errors=True)
-        if isinstance(error, PeerLost):
-            raise PeerLost(f"{what}: {error}") from error
+        if isinstance(error, PeerLost):  # in the last phase, rank 0 may have come as far as the name
+            unsure = f"it is not known whether the checkpoint was written to {path}, the former ones are whole"
+            raise PeerLost(f"{none if files is None else unsure}: {error}") from error
         raise
     return str(Path(path) / name)
 
@@ -184,11 +183,7 @@ class _Saving:
             "optimizer_type": type(self.replica.optimizer).__name__,
             "strategy": state["shared"],
             "strategy_type": type(self.replica.strategy).__name__,
-            "consolidated": {
-                name: part.values[x].detach().to(x.dtype)
-                for name, x in named
-                if x in part.values
-            },
+            "consolidated": {name: part.values[x].detach().to(x.dtype) for name, x in named if x in part.values},
             "first": [f"model.{name}" for name, x in named if any(x is y for y in part.first)],
             "shards": {name: shard.state_dict() for name, shard in self.world.shards.items()},
             "ledger": {"step_count": self.world.ledger.step_count},

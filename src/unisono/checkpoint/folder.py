@@ -326,10 +326,10 @@ def _make_mean(first: Stored, others: Mapping[int, Stored], weights: list[float]
     alike = sum(weight for rank, weight in enumerate(weights) if rank not in others)
 
     def read_mean(start: int, stop: int) -> torch.Tensor:
-        total = first.read(start, stop).double() * alike if alike else 0.0
-        for rank, x in others.items():
-            if weights[rank]:  # else it may have stepped to what is not finite
-                total = total + x.read(start, stop).double() * weights[rank]
+        total = torch.zeros(stop - start, dtype=torch.float64)
+        for weight, x in ((alike, first), *((weights[rank], x) for rank, x in others.items())):
+            if weight:  # else it may hold what is not finite
+                total += x.read(start, stop).double() * weight
         return (total / sum(weights)).to(first.dtype)
 
     return Stored(first.shape, first.dtype, [Span(0, first.numel(), read_mean)], first.name)

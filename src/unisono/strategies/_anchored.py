@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unisono.background import Handle
-from unisono.buckets import Bucket, group_into_buckets, on_device
+from unisono.buckets import Bucket, group_into_buckets, on_device, split_evenly, widen
 from unisono.checks import AtLeast
 from unisono.exchange.reduction import LearningRates, Reduction, Unsent, check_real, overlap_pays
 from unisono.exchange.side_channel import SideChannel
@@ -148,22 +148,6 @@ class Fragment:
 
 
 @dataclass
-class WindowWeights:
-    """The weights of this rank's windows since an exchange."""
-
-    total: float = 0.0
-    count: int = 0
-
-    @property
-    def mean(self) -> float:
-        """How much this rank counts in the mean over the ranks: 1 where all have seen as many samples, or none yet.
-
-        `World.weight` adds up to the number of ranks in every window: so does this.
-        """
-        return self.total / self.count if self.count else 1.0
-
-
-@dataclass
 class PendingExchange:
     """An exchange of a fragment that is under way: applied after window `due`."""
 
@@ -202,7 +186,7 @@ class Anchors:
         self._rates = self._learning_rates.by_group()
         self.fell = [False] * fragments  # a learning rate fell since a fragment was exchanged
         self._agreed = [0] * fragments  # the window in which each fragment's anchors were last agreed on
-        self._weights = [WindowWeights() for _ in range(fragments)]  # of each fragment, since its last exchange
+        self._weights: list[list[float]] = [[] for _ in range(fragments)]  # of the windows since its last exchange
         self._begun: set[int] = set()  # what was under way when the world ended
         self._side: SideChannel | None = None
         self._world, self._channel = World(), None  # type: tuple[World, World | None]
@@ -276,9 +260,14 @@ class Anchors:
 
     def count_window(self, weight: float) -> None:
         """A window has ended whose batches had this weight (`World.weight`)."""
-        for weights in self._weights:
-            weights.total += weight
-            weights.count += 1
+        for fragment in self.fragments:
+            self._weights[fragment.index].append(weight)
+
+    def weight(self, fragment: int) -> float:
+        """How much this rank counts in the mean over the ranks: its part of all samples since the fragment's last
+        exchange, times the number of ranks (so the ranks' add up to that); 1 before there are any."""
+        weights = self._weights[fragment]
+        return sum(weights) / len(weights) if weights else 1.0
 
     def begin(self, fragment: Fragment, window: int, *, delay: int = 0, agree_on_decay: bool = False) -> float:
         """Take the fragment's differences and start their exchange, to be applied `delay` windows later.
@@ -290,7 +279,7 @@ class Anchors:
         """
         if not fragment.has_its_buckets:
             self._build(fragment)
-        weight, self._weights[fragment.index] = self._weights[fragment.index].mean, WindowWeights()
+        weight, self._weights[fragment.index] = self.weight(fragment.index), []
         fragment.fill(weight)
         mine, self.fell[fragment.index] = self.fell[fragment.index], False
         asks = agree_on_decay or not self.reducer.exact
@@ -338,8 +327,7 @@ class Anchors:
 
     @torch.no_grad()
     def fill_with_means(self, model: nn.Module) -> None:
-        """Give a copy of the model the mean of all ranks' parameters and buffers, each rank counted by the samples
-        that it saw since the last exchange (every rank calls it)."""
+        """Give a copy of the model the mean of all ranks' parameters and buffers, by `weight` (every rank calls it)."""
         if self._world.size > 1:
             self.run(partial(self._fill_with_means, model))
 
@@ -347,15 +335,15 @@ class Anchors:
         theirs = dict(model.named_parameters())
         for fragment in self.fragments:
             differences = [fragment.difference(name) for name in fragment.live]
-            take_weighted_mean(differences, self._weights[fragment.index].mean, channel, tag="consolidate")
+            take_weighted_mean(differences, self.weight(fragment.index), channel, tag="consolidate")
             for name, difference in zip(fragment.live, differences, strict=True):
                 theirs[name].detach().copy_(fragment.anchors[name] - difference)
-        share_buffers([b.detach() for b in model.buffers()], "average", channel, self._weights[0].mean)
+        share_buffers([b.detach() for b in model.buffers()], "average", channel, self.weight(0))
 
     def weights(self) -> dict[Tensor, float]:
         """By parameter and buffer: how much this rank counts in the mean over the ranks, as it is now."""
-        found = {f.params[name]: self._weights[f.index].mean for f in self.fragments for name in f.live}
-        return found | dict.fromkeys(self._model.buffers(), self._weights[0].mean)
+        found: dict[Tensor, float] = {f.params[n]: self.weight(f.index) for f in self.fragments for n in f.live}
+        return found | dict.fromkeys(self._model.buffers(), self.weight(0))
 
     # State -------------------------------------------------------------------------------------------------------
 
@@ -386,7 +374,7 @@ class Anchors:
         """What this rank's reducers keep, and what it saw since the last exchanges."""
         return {
             "reducer": [f.reduction.state_dict()["local"] for f in self.fragments],
-            "weights": [[weights.total, weights.count] for weights in self._weights],
+            "weights": [list(weights) for weights in self._weights],
         }
 
     @torch.no_grad()
@@ -411,18 +399,17 @@ class Anchors:
             self.pending[int(index)] = PendingExchange(saved["due"], handle, partial(dict, means), buffers)
 
     def load_locals(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]], *, same_world: bool) -> None:
-        """What the ranks' reducers kept, if the fragments are the same. In another world all ranks have the mean of
-        the parameters: what each saw before is in it."""
+        """What the ranks' reducers kept, if the fragments are the same; in the same world, what this rank saw."""
         self.forget_weights()
         if same_world and len(locals_[0].get("weights", ())) == self._count:
-            self._weights = [WindowWeights(total, count) for total, count in locals_[0]["weights"]]
+            self._weights = [list(weights) for weights in locals_[0]["weights"]]
         if len(self.fragments) == shared["fragments"]:
             for i, fragment in enumerate(self.fragments):
                 fragment.reduction.load_state_dict(shared["reducer"][i], [part["reducer"][i] for part in locals_])
 
     def forget_weights(self) -> None:
         """All ranks have the same parameters: what each saw until now counts no more."""
-        self._weights = [WindowWeights() for _ in range(self._count)]
+        self._weights = [[] for _ in range(self._count)]
 
     def forget_pending(self, *, keep_arrived: bool = False) -> list[int]:
         """Wait for what is under way, and forget it, or keep what arrived; gives the fragments that arrived."""
@@ -439,13 +426,12 @@ class Anchors:
     # Another world, another strategy -----------------------------------------------------------------------------
 
     def progress(self) -> dict[str, Any]:
-        """When each fragment was last agreed on, which exchanges were begun since and have arrived, and how much this
-        rank counts."""
+        """When each fragment was last agreed on, which exchanges begun since arrived, and how much this rank counts."""
         return {
             "agreed": list(self._agreed),
             "begun": sorted(self._begun),
             "arrived": sorted(self.pending),
-            "weights": [weights.mean for weights in self._weights],
+            "weights": [self.weight(i) for i in range(self._count)],
         }
 
     def move_reducers(self, change: Change, shared: dict[str, Any], dropped: set[int]) -> None:
@@ -455,14 +441,13 @@ class Anchors:
             fragment.reduction.move(kept, keep=keep, factor=change.factor)
 
     def average_parameters(self, change: Change) -> None:
-        """The anchors are the source's by now: parameters become x0 - mean(x0 - x_i), over all who stayed, each counted
-        by the samples that it saw since the last exchange."""
+        """The anchors are the source's now: parameters become x0 - mean(x0 - x_i) of all who stayed, by `weight`."""
         world, stayed = change.world, change.stayed
         named = [(f, name) for f in self.fragments for name in f.live]
         sums = [torch.zeros_like(f.anchors[name]) for f, name in named]
         for (fragment, name), mine in zip(named, sums, strict=True):
             total = sum(change.progress[r]["weights"][fragment.index] for r in stayed)
-            weight = self._weights[fragment.index].mean * len(stayed) / total if total else 1.0
+            weight = self.weight(fragment.index) * len(stayed) / total if total else 1.0
             if change.keeps and weight:
                 mine.copy_(fragment.difference(name)).mul_(weight)
         world.all_reduce(sums, "sum", tag="rebind").wait()
@@ -521,8 +506,7 @@ class AnchoredReplica(PeriodicReplica):
         super().advance()
 
     def weight_changed(self, weight: float) -> None:
-        """A batch of weight zero stands in for one that is missing: its gradient is zero. The others count whole, and
-        the model that they lead to by their weights."""
+        """A batch of weight zero stands in for one that is missing; the others count in the mean of the models."""
         self.weigh_gradients(None if weight else torch.zeros_like)
 
     def count_window(self, weight: float) -> None:
@@ -612,26 +596,3 @@ class AnchoredReplica(PeriodicReplica):
             f"the exchange of {len(dropped)} fragment(s) did not arrive: their differences go with the next "
             "one, what their reducers kept back is gone"
         )
-
-
-def split_evenly(named: Sequence[tuple[str, Parameter]], count: int) -> list[list[tuple[str, Parameter]]]:
-    """The parameters in `count` parts of about equal bytes, each in the model's order: the largest first, always to
-    the part that has least."""
-    weights = [p.numel() * p.element_size() if p.requires_grad else 0 for _, p in named]
-    trainable = sum(p.requires_grad for _, p in named)
-    if count > trainable:
-        raise ValueError(
-            f"fragments={count}, but the model has {trainable} trainable tensors: give at most so many fragments"
-        )
-    loads, parts = [0] * count, [[] for _ in range(count)]  # type: tuple[list[int], list[list[int]]]
-    for i in sorted(range(len(named)), key=lambda i: (-weights[i], i)):
-        part = loads.index(min(loads))
-        loads[part] += weights[i]
-        parts[part].append(i)
-    return [[named[i] for i in sorted(part)] for part in parts]
-
-
-def widen(param: Tensor) -> Tensor:
-    """A copy that small changes add up in: float32 of 16-bit numbers."""
-    dtype = torch.float32 if param.is_floating_point() and param.element_size() < 4 else param.dtype
-    return param.detach().to(dtype, copy=True)

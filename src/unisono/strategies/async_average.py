@@ -120,8 +120,8 @@ class Averager:
                 _finish_on_device(self._pending)
 
     def hold(self, world: World) -> None:
-        """Return when no round is under way on any rank: what the rounds so far left is then pending, or applied, on all
-        of them. Every rank calls it; `release()` follows.
+        """Return when no round is under way on any rank: what the rounds so far left is then pending, or applied, on
+        all of them. Every rank calls it; `release()` follows.
 
         Rounds that a rank enters from here on average nothing. A round averages if every rank entered it before that:
         so all rounds up to the least number entered end, and none after it.

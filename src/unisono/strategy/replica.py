@@ -196,8 +196,8 @@ class Replica:
         there. `shared` is the checkpoint's, and has been taken."""
 
     def model_part(self) -> ModelPart:
-        """What stands for this rank in the model that a checkpoint gives to plain PyTorch and to other strategies, which
-        must be what `consolidate()` gives: here the model as it is. Must not talk to other ranks."""
+        """What stands for this rank in the model that a checkpoint gives to plain PyTorch and to other strategies: it
+        must be the one that `consolidate()` gives. Here the model as it is. Must not talk to other ranks."""
         return ModelPart()
 
     def present_ranks(self) -> list[int]:
@@ -382,8 +382,8 @@ def share_buffers(buffers: Sequence[Tensor], how: Buffers, world: World, weight:
 
 @torch.no_grad()
 def take_weighted_mean(tensors: Sequence[Tensor], weight: float, world: World, *, tag: str) -> None:
-    """Replace tensors on every rank by (sum of weight_i x_i) / (sum of weight_i), or by their mean where every weight is
-    0. The weights travel with the tensors; where all are 1, the result has the bits of a plain mean."""
+    """Replace tensors on every rank by (sum of weight_i x_i) / (sum of weight_i), or by their mean where all weights
+    are 0. The weights travel with the tensors; where all are 1, the result has the bits of a plain mean."""
     if not tensors or world.size == 1:
         return
     before = [x.clone() for x in tensors] if weight == 0.0 else []

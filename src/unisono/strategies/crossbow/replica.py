@@ -282,8 +282,9 @@ class CrossbowReplica(PeriodicReplica):
     @torch.no_grad()
     def model_part(self) -> ModelPart:
         """The central model, not a learner; and all learners' buffers."""
-        center = {param: self.center.z[name] for name, param in self.learners.named if name in self.center.z}
-        return ModelPart({**center, **dict(zip(self.model.buffers(), self._mean_buffers(), strict=True))})
+        values = dict(zip(self.model.buffers(), self._mean_buffers(), strict=True))
+        values |= {param: self.center.z[name] for name, param in self.learners.named if name in self.center.z}
+        return ModelPart(values)
 
     def shared_state(self) -> dict[str, Any]:
         """In mid-round the sum is part of it: what learners that have stepped gave to it is gone."""

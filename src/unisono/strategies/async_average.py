@@ -119,6 +119,11 @@ class Averager:
                 self._fresh = False
                 _finish_on_device(self._pending)
 
+    def add_pending(self, copies: dict[Tensor, Tensor]) -> None:
+        """Add what is pending to copies of the parameters, by parameter; it stays pending."""
+        with self._changed:
+            torch._foreach_add_([copies[p].detach() for p in self._lines.params], self._lines.views(self._pending))
+
     def hold(self, world: World) -> None:
         """Return when no round is under way on any rank: what the rounds so far left is then pending, or applied, on
         all of them. Every rank calls it; `release()` follows.
@@ -332,8 +337,22 @@ class AsyncAverageReplica(PeriodicReplica):
         self._averager.start()
         self._averager.apply()
 
-    def _apply_all(self) -> None:
-        """Add what the rounds so far left, on every rank the same rounds (every rank calls it)."""
+    @torch.no_grad()
+    def copy_model(self) -> nn.Module:
+        """With what the rounds so far left, on every rank the same rounds (every rank calls it)."""
+        if self._averager is None:
+            return super().copy_model()
+        self._averager.hold(self.world)
+        try:
+            made = super().copy_model()
+            self._averager.add_pending(dict(zip(self.model.parameters(), made.parameters(), strict=True)))
+        finally:
+            self._averager.release()
+        return made
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every rank calls it: the models are saved with the same rounds in them."""
+        state = super().state_dict()
         if self._averager is not None:
             self._averager.hold(self.world)
             try:
@@ -341,16 +360,6 @@ class AsyncAverageReplica(PeriodicReplica):
                     self._averager.apply()
             finally:
                 self._averager.release()
-
-    def consolidate(self) -> nn.Module:
-        self.meet_if_due()
-        self._apply_all()
-        return super().consolidate()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Every rank calls it: the models are saved with the same rounds in them."""
-        state = super().state_dict()
-        self._apply_all()
         return state
 
     def load_shared(self, shared: dict[str, Any]) -> None:

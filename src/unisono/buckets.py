@@ -142,3 +142,26 @@ def group_into_buckets(named: Sequence[tuple[str, Parameter]], bucket_bytes: int
 def on_device(device: torch.device, n: int, dtype: torch.dtype) -> Tensor:
     """Memory of a device."""
     return torch.empty(n, dtype=dtype, device=device)
+
+
+def split_evenly(named: Sequence[tuple[str, Parameter]], count: int) -> list[list[tuple[str, Parameter]]]:
+    """The parameters in `count` parts of about equal bytes, each in the model's order: the largest first, always to
+    the part that has least."""
+    weights = [p.numel() * p.element_size() if p.requires_grad else 0 for _, p in named]
+    trainable = sum(p.requires_grad for _, p in named)
+    if count > trainable:
+        raise ValueError(
+            f"fragments={count}, but the model has {trainable} trainable tensors: give at most so many fragments"
+        )
+    loads, parts = [0] * count, [[] for _ in range(count)]  # type: tuple[list[int], list[list[int]]]
+    for i in sorted(range(len(named)), key=lambda i: (-weights[i], i)):
+        part = loads.index(min(loads))
+        loads[part] += weights[i]
+        parts[part].append(i)
+    return [[named[i] for i in sorted(part)] for part in parts]
+
+
+def widen(param: Tensor) -> Tensor:
+    """A copy that small changes add up in: float32 of 16-bit numbers."""
+    dtype = torch.float32 if param.is_floating_point() and param.element_size() < 4 else param.dtype
+    return param.detach().to(dtype, copy=True)

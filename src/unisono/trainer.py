@@ -46,9 +46,9 @@ class Trainer:
     A batch is a sequence: the last item is the target, the others are the model's inputs. `loss(output, target)`
     and each of `metrics` give the mean over a batch; reported is the mean over all samples of all workers, each
     counted once. `accumulate` batches make one optimizer step. `scheduler` steps every epoch, or every optimizer
-    step with `schedule="step"`. With `checkpoint` (a folder), the state is saved after every epoch and every
-    `save_every` steps, the last `keep` stay, and `fit` goes on from the newest whole one unless `resume=False`.
-    `early_stopping` is a patience in epochs or an `EarlyStopping`.
+    step with `schedule="step"` (one that fp16 skips does not count, unless ranks may skip alone). With `checkpoint`
+    (a folder), the state is saved after every epoch and every `save_every` steps, the last `keep` stay, and `fit` goes
+    on from the newest whole one unless `resume=False`. `early_stopping` is a patience in epochs or an `EarlyStopping`.
 
     >>> x = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
     >>> model = nn.Linear(3, 1)
@@ -231,8 +231,17 @@ class Trainer:
         self.scaler.update()
         self.optimizer.zero_grad()
         skipped = self.scaler.get_scale() < scale  # fp16 has overflowed: the optimizer was not called
-        if self.scheduler is not None and self.schedule == "step" and not skipped:
-            self.scheduler.step()
+        if self.scheduler is not None and self.schedule == "step":
+            self._step_schedule(skipped=skipped)
+
+    def _step_schedule(self, *, skipped: bool) -> None:
+        """Move the schedule on all ranks or on none, without asking them. Where ranks share gradients, they skip alike,
+        and a skipped step does not count. Where a rank may skip alone, every window counts."""
+        if skipped:
+            if not self.replica.own_gradients or self.world.size == 1:
+                return
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch warns if it was the first
+        self.scheduler.step()
 
     def _end_epoch(self, logs: Logs) -> None:
         """Record the epoch, step the schedule, and agree with all ranks on whether to go on."""

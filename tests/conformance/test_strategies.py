@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,6 +157,7 @@ def test_accumulation(case: Case, size: int, windows: list[int]) -> None:
 def test_overflow_on_one_rank_skips_the_step_on_all_that_share_gradients(case: Case, size: int) -> None:
     def work(world: World) -> tuple[list[Tensor], list[float], int]:
         model, optimizer, replica = started(case, world)
+        assert replica.own_gradients == case.facts.own_gradients
         scaler, scales = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=100), []
         replica.watch(scaler)
         for t in range(4):
@@ -243,6 +246,56 @@ def test_a_saved_run_goes_on_bit_by_bit(case: Case, size: int) -> None:
         other_replica.close()
 
     run_threads(work, size)
+
+
+class Normalised(nn.Module):
+    """Has buffers that differ from rank to rank, and a parameter with two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+        self.again = self.first.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.norm(self.first(x)))) + self.again.sum()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_checkpoint_gives_others_what_consolidate_gives(case: Case, size: int, tmp_path: Path) -> None:
+    """Plain PyTorch, and another strategy in another world; where the ranks' parts of a batch differ in size, too."""
+
+    def work(world: World) -> list[dict[str, Tensor]]:
+        with MODELS:
+            torch.manual_seed(0)
+            model = Normalised().double()
+        optimizer = optimizer_of(case, model)
+        replica, found = un.parallel(model, optimizer, case.spec, world=world), []
+        for t in range(4):
+            parts = [2 + (t + rank) % size for rank in range(size)]
+            world.weight = parts[world.rank] * size / sum(parts)
+            optimizer.zero_grad()
+            loss_of(model, batch(t, world.rank, parts[world.rank])).backward()
+            optimizer.step()
+            if t >= 2:  # after an exchange, and between two
+                un.save(tmp_path / str(t), replica)
+                consolidated = replica.consolidate()
+                replica.restore()
+                found.append({name: x.clone() for name, x in consolidated.state_dict().items()})
+                replica.split_again()
+        world.weight = 1.0
+        replica.close()
+        return found
+
+    for t, wanted in enumerate(run_threads(work, size)[0], 2):
+        model = Normalised().double()
+        other = un.parallel(model, optimizer_of(case, model), "allreduce", world=World())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it says what became a mean
+            read = un.read_checkpoint(tmp_path / str(t))["model"]
+            un.load(tmp_path / str(t), other)
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(read[name], wanted[name], rtol=TIGHT, atol=TIGHT)
+            torch.testing.assert_close(value, wanted[name], rtol=TIGHT, atol=TIGHT)
 
 
 @pytest.mark.parametrize("comes_back", ["as it left", "as a new process"])

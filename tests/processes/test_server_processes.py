@@ -58,6 +58,8 @@ PROGRAM = """
         found["sum"] = [p.double().sum().item() for p in whole.parameters()]
         found["clocks"] = replica.progress()
         found["events"] = [e.kind for e in world.ledger.events if e.kind == "worker lost"]
+        if os.environ.get("DIES"):
+            un.save(f"{folder}/after", replica)
         replica.close()
     except un.PeerLost as error:
         found["error"] = str(error)
@@ -114,6 +116,9 @@ def test_a_dead_worker_does_not_stop_the_others(spec: str, shared: bool, ranks: 
         assert one["sum"] == found[0]["sum"]
         assert one["clocks"][3] == -1
     assert found[0]["events"] == ["worker lost"]
+    saved = un.read_checkpoint(ranks.folder / "after")  # those that live have saved
+    assert saved["step"] == 12
+    assert [x.sum().item() for x in saved["model"].values()] == found[0]["sum"]
 
 
 @pytest.mark.parametrize("shared", [False], ids=["messages"])  # both would take a minute

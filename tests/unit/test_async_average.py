@@ -105,6 +105,52 @@ def test_without_gradients_every_rank_reaches_the_mean(size: int) -> None:
     run_threads(work, size)
 
 
+def test_consolidate_has_the_last_round_in_it_on_every_rank() -> None:
+    """One rank has added what a round left, the other has not yet: the mean is that of what both learned alone."""
+
+    def work(world: World) -> Tensor:
+        model, optimizer, replica = started(world, "async_average(every_s=600.0)")
+        step(model, optimizer, 0, world.rank)
+        until(lambda: replica.rounds == 1, "no averaging")
+        world.barrier()
+        optimizer.param_groups[0]["lr"] = 0.0
+        if world.rank == 0:
+            step(model, optimizer, 1, 0)  # adds what is pending, and nothing else
+        found = flat(replica.consolidate())
+        world.barrier()
+        replica.close()
+        return found
+
+    alone = []
+    for rank in range(2):
+        model = make()
+        step(model, sgd(model), 0, rank)
+        alone.append(flat(model))
+    for found in run_threads(work, 2):
+        torch.testing.assert_close(found, torch.stack(alone).mean(0), rtol=1e-12, atol=1e-12)
+
+
+def test_consolidate_while_rounds_go_on_is_the_mean_of_what_all_learned() -> None:
+    """Rounds leave the sum over the ranks as it is, if all ranks have the same rounds in them."""
+
+    def work(world: World) -> list[Tensor]:
+        model, optimizer, replica = started(world)
+        train(model, optimizer, world.rank, range(3))
+        optimizer.param_groups[0]["lr"] = 0.0
+        found = []
+        for t in range(20):
+            for _ in range((t + world.rank) % 3):
+                step(model, optimizer, t, world.rank)
+            found.append(flat(replica.consolidate()))
+        world.barrier()
+        replica.close()
+        return found
+
+    for found in run_threads(work, 3):
+        for later in found[1:]:
+            torch.testing.assert_close(later, found[0], rtol=1e-12, atol=1e-12)
+
+
 def test_ranks_learn_together_what_none_sees_alone() -> None:
     """Each rank has its own targets; the consolidated model is near the optimum of all."""
 
@@ -333,8 +379,9 @@ def test_consolidate_is_a_copy_with_the_same_bits_everywhere() -> None:
         before = flat(model)
         mean = replica.consolidate()
         assert torch.equal(flat(model), before)
+        replica.state_dict()  # a round that has ended is then in the model
         replica.close()
-        return before, flat(mean)
+        return flat(model), flat(mean)
 
     results = run_threads(work, 3)
     for _, mean in results:

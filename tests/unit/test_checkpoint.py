@@ -342,6 +342,28 @@ def test_a_damaged_checkpoint_is_skipped_by_name_and_the_former_one_loaded(tmp_p
     assert bits(replica) == alone[1][0]
 
 
+@pytest.mark.parametrize(("at", "said"), [(1, "no checkpoint was written"), (2, "it is not known whether")])
+def test_a_rank_that_dies_while_the_others_save_leaves_the_former_ones_whole(tmp_path, alone, at, said):
+    """Under a strategy that goes on without it: those that live all hear of it."""
+
+    class Losing(type(alone[0])):
+        heard = 0
+
+        def present_ranks(self):
+            return [0, 1]
+
+        def gather_present(self, obj):
+            self.heard += 1
+            return {0: obj} | ({1: [{"split": None}, None]} if self.heard <= at else {})
+
+    replica = make()
+    replica.__class__ = Losing
+    with pytest.raises(un.PeerLost, match=f"{said}.*rank\\(s\\) 1 died while the others saved"):
+        un.save(tmp_path, replica)
+    assert not [name for name in steps(tmp_path) if name.startswith(".")]
+    assert un.load(tmp_path / "step-0000000002", make()).step == 2
+
+
 def test_every_flipped_byte_is_noticed(tmp_path):
     model = torch.nn.Linear(1, 1)
     replica = un.parallel(model, torch.optim.SGD(model.parameters(), lr=1), world=World())

@@ -5,16 +5,19 @@ from __future__ import annotations
 import copy
 import math
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import unisono as un
 from unisono.batch_norm import sync_batch_norm
+from unisono.checkpoint.plain import export_model
 from unisono.spec import build
 from unisono.strategies.crossbow.tuning import LearnersTuner, PeriodTuner, Tuning
 from unisono.world import World
@@ -991,3 +994,34 @@ def test_impossible_settings_are_refused(setting: str, word: str) -> None:
     model = make()
     with pytest.raises((ValueError, TypeError), match=word):
         un.parallel(model, sgd(model), f"crossbow({setting})", world=World())
+
+
+@pytest.mark.parametrize("windows", [4, 5])  # between rounds, and in mid-round
+def test_a_checkpoint_gives_others_the_central_model(tmp_path: Path, windows: int) -> None:
+    """Plain PyTorch, a file for other programs, and another strategy in a world of the same size."""
+
+    def work(world: World) -> list[Tensor]:
+        model, optimizer, replica = started("crossbow(learners=2)", world)
+        train(model, optimizer, world.rank, range(windows))
+        un.save(tmp_path / "checkpoint", replica)
+        center, learners = seen(replica)
+        assert all(not torch.equal(center[0], learner[0]) for learner in learners)
+        replica.close()
+        return center
+
+    def load_elsewhere(world: World) -> list[Tensor]:
+        model = make(seed=3)
+        replica = un.parallel(model, sgd(model), "allreduce", world=world)
+        un.load(tmp_path / "checkpoint", replica)
+        return params(model)
+
+    center = run_threads(work, 2)[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the optimizer's states became a mean
+        read = un.read_checkpoint(tmp_path / "checkpoint")
+        export_model(tmp_path / "checkpoint", tmp_path / "model.safetensors")
+        loaded = run_threads(load_elsewhere, 2)
+    exported = load_file(tmp_path / "model.safetensors")
+    assert list(exported) == sorted(read["model"])
+    for found in (list(read["model"].values()), [exported[name] for name in read["model"]], *loaded):
+        close(found, center, 0.0)

@@ -682,3 +682,55 @@ def test_bytes_sent_are_a_gradient_a_push_and_the_parameters_a_pull() -> None:
     assert server_side["pull"] == 2 * 5 * nbytes
     for sums in workers:
         assert sums["push"] == 5 * nbytes
+
+
+# Workers that died -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["parameter_server", "parameter_server(servers=2, staleness=2)"])
+def test_those_who_live_save_and_the_checkpoint_is_of_a_world_of_as_many(tmp_path: Path, spec: str) -> None:
+    def work(world: World) -> list[Tensor]:
+        model, optimizer, replica = served(world, spec)
+        train(model, optimizer, world.rank, range(2))
+        if world.rank == 2:
+            replica.close()
+            return []
+        train(model, optimizer, world.rank, range(2, 4))
+        un.save(tmp_path, replica)
+        found = consolidated(replica)
+        replica.close()
+        return found
+
+    first, second, _ = run_threads(work, 3)
+
+    def resumed(world: World) -> list[Tensor]:
+        _, _, replica = served(world, spec, seed=5)
+        assert un.load(tmp_path, replica).step == 4
+        found = consolidated(replica)
+        replica.close()
+        return found
+
+    for found in (second, *run_threads(resumed, 2)):
+        assert_same(found, first)
+
+
+def test_a_server_that_is_gone_is_told_of_once() -> None:
+    """`PeerLost` where the program first meets it; `un.save` says that nothing was written, and `close` is quiet."""
+
+    def work(world: World) -> None:
+        model, optimizer, replica = served(world, "parameter_server")
+        train(model, optimizer, world.rank, range(2))
+        world.barrier()
+        if world.rank == 0:
+            replica._connections.abandon()  # as the end of its process would
+        world.barrier()
+        if world.rank == 0:
+            return
+        with pytest.raises(un.PeerLost, match="the parameter server on rank 0 is gone"):
+            train(model, optimizer, world.rank, range(2, 3))
+        with pytest.raises(un.PeerLost, match=r"no checkpoint was written .* the parameter server on rank 0 is gone"):
+            un.save("nowhere", replica)
+        replica.close()
+        train(model, optimizer, world.rank, range(3, 4))  # an ordinary model
+
+    run_threads(work, 2)

@@ -241,6 +241,38 @@ def test_clipping_takes_the_mean_gradient_where_the_strategy_accumulates_too(siz
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("spec", ["local_sgd(every=2, start=0)", "hogwild", "allreduce"])
+def test_an_overflow_on_one_rank_leaves_all_ranks_with_the_same_schedule(spec: str) -> None:
+    def fit(world: World) -> tuple[float, float]:
+        net = copy.deepcopy(MODEL).float()
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        calls: list[int] = []
+
+        def loss(scores: Tensor, target: Tensor) -> Tensor:
+            calls.append(1)
+            overflows = world.rank == 1 and len(calls) in (1, 4)
+            return LOSS(scores, target) * (float("inf") if overflows else 1e-3)
+
+        work = Trainer(
+            net,
+            optimizer,
+            spec,
+            loss=loss,
+            scheduler=torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5),
+            schedule="step",
+            precision="fp16",
+            progress=False,
+            world=world,
+        )
+        work.fit((X.float(), Y), epochs=2, batch_size=BATCH, shuffle=False)
+        return optimizer.param_groups[0]["lr"], work.scaler.get_scale()
+
+    (first, scale), (second, other) = in_world(2, fit)
+    assert other == 2.0**14, "two steps of rank 1 were skipped"
+    assert scale == (2.0**14 if spec == "allreduce" else 2.0**16)
+    assert first == second == 0.5 ** (10 if spec == "allreduce" else 12)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_step_that_fp16_overflow_skipped_does_not_move_the_schedule(size: int) -> None:
     def fit(world: World) -> tuple[int, float]:

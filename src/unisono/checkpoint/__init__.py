@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from unisono.checkpoint.checkpoint import CheckpointError, Loaded, Savable, load, save
+from unisono.checkpoint.checkpoint import CheckpointError, Loaded, ModelPart, Savable, load, save
 
-__all__ = ["CheckpointError", "Loaded", "Savable", "load", "save"]
+__all__ = ["CheckpointError", "Loaded", "ModelPart", "Savable", "load", "save"]

@@ -9,7 +9,7 @@ import shutil
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -32,9 +32,9 @@ from unisono.checkpoint.folder import (
 from unisono.checkpoint.slices import Held, Piece, Stored, find_gaps
 from unisono.checkpoint.split import SPLIT, merge_trees
 from unisono.packing import pack
-from unisono.world import World
+from unisono.world import PeerLost, World
 
-__all__ = ["CheckpointError", "Loaded", "Savable", "find_newest", "load", "save", "warn_of_damage"]
+__all__ = ["CheckpointError", "Loaded", "ModelPart", "Savable", "find_newest", "load", "save", "warn_of_damage"]
 
 _VISIBLE_WITHIN_S = 5.0  # a network disk may show a new folder late
 
@@ -51,6 +51,22 @@ class Loaded(NamedTuple):
     path: str
     skipped: list[tuple[str, str]]
     extra: Any
+
+
+class ModelPart(NamedTuple):
+    """What stands for one rank in the one model that a checkpoint gives to plain PyTorch and to other strategies.
+
+    Each is by the model's own parameters and buffers. What is not named stands as it is; where the ranks' differ, their
+    mean is taken, each counted once.
+
+    values: what stands in a tensor's place.
+    weights: how much this rank counts in a tensor's mean.
+    first: tensors of which rank 0's is taken instead of the mean.
+    """
+
+    values: Mapping[Tensor, Tensor] = {}
+    weights: Mapping[Tensor, float] = {}
+    first: Collection[Tensor] = ()
 
 
 @runtime_checkable
@@ -78,6 +94,15 @@ class Savable(Protocol):
     def load_state_dict(self, state: dict[str, Any], *, same_world: bool) -> None:
         """Take it up again; from a world of another size, `state["locals"]` has every old rank's part."""
 
+    def present_ranks(self) -> list[int]:
+        """The ranks that save: all, unless the strategy goes on without those that died."""
+
+    def gather_present(self, obj: Any) -> dict[int, Any]:
+        """By rank, the `obj` of every rank that is there."""
+
+    def model_part(self) -> ModelPart:
+        """What stands for this rank in the model that others get from the checkpoint."""
+
     def sharded_state(self) -> dict[str, Any] | None:
         """Model and optimizer with a `Piece` in place of each tensor that is split; None: nothing is."""
 
@@ -96,6 +121,8 @@ def save(path: str | os.PathLike[str], replica: Savable, *, keep: int | None = 3
     and a failure on any rank raises on every rank. The newest `keep` remain (None: all of them).
     `extra` is any nested state that `unisono.packing.pack` takes: a scheduler's state, a GradScaler's, a
     history; a rank whose `extra` is its own gets that back in a world of the same size.
+    Where a strategy goes on without a rank that died (`parameter_server`), those that live save: the checkpoint is of
+    a world of as many. Elsewhere such a rank is `PeerLost` on all.
 
     Returns the checkpoint's own folder.
 
@@ -105,15 +132,19 @@ def save(path: str | os.PathLike[str], replica: Savable, *, keep: int | None = 3
     if keep is not None and (type(keep) is not int or keep < 1):
         raise ValueError(f"keep is {keep!r}; expected how many checkpoints remain: at least 1, or None for all")
     _check_replica("save", replica)
-    saving = _Saving(Path(path), replica, keep, extra)
-    world, what = replica.world, f"no checkpoint was written to {path}, the former ones are as they were"
+    none = f"no checkpoint was written to {path}, the former ones are as they were"
+    saving, files = None, None
     try:
-        reports = _do_together(world, what, saving.prepare)
-        files = _do_together(world, what, lambda: saving.write(reports))
-        name = _do_together(world, what, lambda: saving.publish(files))[0]
-    except BaseException:
-        if world.rank == 0 and saving.writing is not None:
+        saving = _Saving(Path(path), replica, keep, extra)
+        reports = _do_together(saving.gather, none, saving.prepare)
+        files = _do_together(saving.gather, none, lambda: saving.write(reports))
+        name = _do_together(saving.gather, none, lambda: saving.publish(files))[0]
+    except BaseException as error:
+        if saving is not None and saving.number == 0 and saving.writing is not None:
             shutil.rmtree(saving.writing, ignore_errors=True)
+        if isinstance(error, PeerLost):  # in the last phase, rank 0 may have come as far as the name
+            unsure = f"it is not known whether the checkpoint was written to {path}, the former ones are whole"
+            raise PeerLost(f"{none if files is None else unsure}: {error}") from error
         raise
     return str(Path(path) / name)
 
@@ -129,12 +160,22 @@ class _Saving:
     def __init__(self, root: Path, replica: Savable, keep: int | None, extra: Any) -> None:
         self.root, self.replica, self.keep, self.extra = root, replica, keep, extra
         self.world = replica.world
+        self.ranks = replica.present_ranks()
+        self.number = self.ranks.index(self.world.rank)  # of those that save
         self.writing: Path | None = None
+
+    def gather(self, obj: Any) -> list[Any]:
+        """Every saving rank's `obj`, in order; all raise alike where one was lost since the save began."""
+        every = self.replica.gather_present(obj)
+        if lost := [rank for rank in self.ranks if rank not in every]:
+            raise PeerLost(f"rank(s) {', '.join(map(str, lost))} died while the others saved; save again")
+        return [every[rank] for rank in self.ranks]
 
     def prepare(self) -> dict[str, Any]:
         """1. Take the state apart; rank 0 makes the hidden folder and says what its tensors are."""
         state, parts = self.replica.state_dict(), self.replica.sharded_state()
         model = _unwrap(self.replica.model)
+        part, named = self.replica.model_part(), _name_tensors(model) if parts is None else []
         whole = {
             "model": model.state_dict() if parts is None else parts["model"],
             "versions": {name: {"version": x._version} for name, x in model.named_modules(remove_duplicate=False)},
@@ -142,6 +183,8 @@ class _Saving:
             "optimizer_type": type(self.replica.optimizer).__name__,
             "strategy": state["shared"],
             "strategy_type": type(self.replica.strategy).__name__,
+            "consolidated": {name: part.values[x].detach().to(x.dtype) for name, x in named if x in part.values},
+            "first": [f"model.{name}" for name, x in named if any(x is y for y in part.first)],
             "shards": {name: shard.state_dict() for name, shard in self.world.shards.items()},
             "ledger": {"step_count": self.world.ledger.step_count},
             "extra": self.extra,
@@ -150,30 +193,34 @@ class _Saving:
         pieces = {name: x for name, x in found.items() if isinstance(x, Piece)}
         self.pieces = None if parts is None else pieces
         self.tensors = {name: x for name, x in found.items() if name not in pieces}
+        weights = {f"model.{name}": float(part.weights[x]) for name, x in named if x in part.weights}
+        self.weights = {name: weight for name, weight in weights.items() if weight != 1.0}
         self.own = pack({"local": state["local"], "rng": rng.capture(self.world.device)})
         report: dict[str, Any] = {"split": None}
         if parts is not None:
             held = {name: piece.describe() for name, piece in pieces.items()}
             report["split"] = [{key: self.tree[key] for key in SPLIT}, held]
-        if self.world.rank == 0:
+        if self.number == 0:
             self.writing = begin_folder(self.root, self.replica.step)
-            alone = self.world.size == 1
+            alone = len(self.ranks) == 1
             report |= {"name": self.writing.name, "digests": {} if alone else self._digest()}
         return report
 
     def write(self, reports: Sequence[Mapping[str, Any]]) -> Files:
         """2. Rank 0 writes what it has; every rank writes where it differs from that, and what is its own."""
-        rank, self.writing = self.world.rank, self.root / reports[0]["name"]
+        rank, self.writing = self.number, self.root / reports[0]["name"]
         wholes = self._merge([report["split"] for report in reports])
         _wait_until_visible(self.writing, self.world.host)
         if rank == 0:
             tree = self.tree if self.pieces is None else self.tree | {"pieces": wholes}
             files = write_shared(self.writing, tree, self.tensors)
-            return files | write_rank(self.writing, rank, self.own, pieces=self.pieces)
+            return files | write_rank(self.writing, rank, self.own, pieces=self.pieces, weights=self.weights)
         mine, digests = self._digest(), reports[0]["digests"]
         differs = {key: tensor for key, tensor in self.tensors.items() if mine[key] != digests.get(key)}
         tree = self._compared() if mine[""] != digests[""] else None
-        return write_rank(self.writing, rank, self.own, tree=tree, differs=differs, pieces=self.pieces)
+        return write_rank(
+            self.writing, rank, self.own, tree=tree, differs=differs, pieces=self.pieces, weights=self.weights
+        )
 
     def _merge(self, parts: Sequence[tuple[Any, dict[str, Held]] | None]) -> dict[str, list[Any]]:
         """Where the state is split: make the tree of all ranks' parts; dtype and shape of the whole of each piece."""
@@ -202,13 +249,13 @@ class _Saving:
 
     def publish(self, files: list[Files]) -> str | None:
         """3. Rank 0 gives the folder its name, and removes the oldest."""
-        if self.world.rank:
+        if self.number:
             return None
         assert self.writing is not None
         joined = {name: entry for part in files for name, entry in part.items()}
         step = self.replica.step
         is_split = self.pieces is not None
-        made = publish_folder(self.writing, joined, step=step, world_size=self.world.size, is_split=is_split)
+        made = publish_folder(self.writing, joined, step=step, world_size=len(self.ranks), is_split=is_split)
         self.writing = None
         remove_replaced(made, step=step, keep=self.keep)
         return made.name
@@ -266,13 +313,14 @@ def load(path: str | os.PathLike[str], replica: Savable, *, strict: bool = True)
     _check_replica("load", replica)
     world, root = replica.world, Path(path)
     strategy, what = type(replica.strategy).__name__, f"{root} could not be loaded"
-    is_split = _do_together(world, what, lambda: replica.sharded_state() is not None)[world.rank]
+    gather = world.gather_objects
+    is_split = _do_together(gather, what, lambda: replica.sharded_state() is not None)[world.rank]
     found, folder, skipped = find_newest(
         root, world, lambda folder: read_folder(folder, world.rank, world.size, strategy, lazy=is_split)
     )
     if world.rank == 0:
         warn_of_damage(found, folder, skipped, stacklevel=3)
-    _do_together(world, f"{folder} could not be loaded", lambda: _apply(found, replica, strict=strict))
+    _do_together(gather, f"{folder} could not be loaded", lambda: _apply(found, replica, strict=strict))
     positions = [state["epoch"] for state in found.whole["shards"].values() if "epoch" in state]
     return Loaded(found.step, positions[0] if positions else 0, str(folder), skipped, found.whole["extra"])
 
@@ -286,7 +334,7 @@ def find_newest(
         found = find_candidates(root) if world.rank == 0 else []
         return [[str(c.path.relative_to(root)), c.problem] for c in found]
 
-    names = _do_together(world, f"{root} could not be read", list_candidates)[0]
+    names = _do_together(world.gather_objects, f"{root} could not be read", list_candidates)[0]
     if not names:
         raise FileNotFoundError(f"no checkpoint at {root}: expected a folder that un.save has written to")
     skipped: list[tuple[str, str]] = []
@@ -403,7 +451,7 @@ def _check_optimizer(mine: Sequence[Any], saved: Sequence[Any], kinds: tuple[str
 # Inside ---------------------------------------------------------------------------------------------------
 
 
-def _do_together(world: World, what: str, do: Callable[[], Any]) -> list[Any]:
+def _do_together(gather: Callable[[Any], list[Any]], what: str, do: Callable[[], Any]) -> list[Any]:
     """Every rank's result of `do`, which must not talk to others; where it fails on any rank, all ranks raise.
 
     A TypeError or ValueError stays itself on its own rank, as it is about what the caller gave.
@@ -413,7 +461,7 @@ def _do_together(world: World, what: str, do: Callable[[], Any]) -> list[Any]:
         result = do()
     except Exception as caught:
         error = caught
-    answers = world.gather_objects([result, None if error is None else _shorten(error)])
+    answers = gather([result, None if error is None else _shorten(error)])
     failed = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(answers) if problem is not None]
     if isinstance(error, TypeError | ValueError):
         raise error
@@ -427,6 +475,11 @@ def _unwrap(model: nn.Module) -> nn.Module:
     """The module itself, where torch.compile has put another around it."""
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, nn.Module) else model
+
+
+def _name_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers by their names in the model's state, each name of those that have several."""
+    return [(name, x) for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)]
 
 
 def _shorten(error: BaseException) -> str:

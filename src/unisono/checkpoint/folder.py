@@ -15,7 +15,7 @@ import shutil
 import time
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,12 +90,14 @@ def write_rank(
     tree: Any = None,
     differs: Tensors | None = None,
     pieces: Mapping[str, Piece] | None = None,
+    weights: Mapping[str, float] | None = None,
 ) -> Files:
-    """A rank's own part, where it differs from rank 0 (the tree, None: the same, and some tensors), and its pieces."""
+    """A rank's own part, where it differs from rank 0 (the tree, None: the same, and some tensors), its pieces, and how
+    much it counts in the mean of tensors (None: once)."""
     own_tree, own_tensors = own
     differs = differs or {}
     files: Files = {}
-    entry = {"own": own_tree, "tree": tree, "differs": list(differs)}
+    entry = {"own": own_tree, "tree": tree, "differs": list(differs), "weights": dict(weights or {})}
     if pieces is not None:
         written, entry["pieces"] = split.write_pieces(folder, rank, pieces)
         if written:
@@ -179,7 +181,8 @@ def read_folder(
     folder: Path, rank: int, world_size: int, strategy: str = "", *, lazy: bool = False, owns: bool = True
 ) -> Contents:
     """Read and verify the shared part and mine; in a world of another size, or for another strategy than that which
-    saved it, those of all ranks. `lazy`: of model and optimizer, nothing is kept in memory.
+    saved it, those of all ranks. `lazy`: of model and optimizer, nothing is kept in memory. Not `owns`: for plain
+    PyTorch, which is such another strategy.
 
     Files that are not read in one go are verified before, each by one of the ranks: all must have returned before
     anything is used. Raises OSError or ValueError, with the reason, for what is not whole.
@@ -187,7 +190,7 @@ def read_folder(
     manifest = _read_manifest(folder)
     source = _Source(folder, manifest["files"], lazy)
     is_split, saved_by = manifest["format"] == _SPLIT_FORMAT, manifest["world_size"]
-    same_world = saved_by == world_size
+    same_world = saved_by == world_size and owns
     all_files = is_split or lazy or not same_world or rank == 0  # rank 0 looks after all of them
     source.check_sizes("" if all_files else ("shared.", f"{_name_rank(rank)}."))
     if is_split or lazy:
@@ -204,12 +207,18 @@ def read_folder(
         tree |= entries[rank]["tree"] or {}
         tensors |= different[0]
     else:
-        averaged = list(_average(tensors, different))
+        given = {f"model.{name}" for name in tree.get("consolidated", {})}
+        weights = [entries[r].get("weights", {}) for r in used]
+        averaged = list(_average(tensors, different, weights, {*tree.get("first", ()), *given}))
     if is_split:
         tensors = _find_absent(source, entries, tensors) | tensors
         tensors |= split.find_pieces(folder, wholes, [entries[r].get("pieces", {}) for r in entries])
     own_parts = [unpack(entries[r]["own"], _Full(kept[r])) for r in used] if owns else []
-    return Contents(manifest["step"], _assemble(tree, tensors, lazy), same_world, own_parts, averaged)
+    whole = _assemble(tree, tensors, lazy)
+    consolidated = whole.pop("consolidated", {})
+    if not same_world:
+        whole["model"] |= consolidated
+    return Contents(manifest["step"], whole, same_world, own_parts, averaged)
 
 
 class _Source:
@@ -272,8 +281,9 @@ class _Full(Mapping[str, torch.Tensor]):
 def _assemble(tree: dict[str, Any], tensors: Mapping[str, Stored], lazy: bool) -> dict[str, Any]:
     if not lazy:
         return dict(unpack(tree, _Full(tensors)))
-    rest = {key: part for key, part in tree.items() if key not in split.SPLIT}
-    return dict(unpack(rest, _Full(tensors))) | {key: split.unpack_lazily(tree[key], tensors) for key in split.SPLIT}
+    large = [key for key in (*split.SPLIT, "consolidated") if key in tree]
+    rest = {key: part for key, part in tree.items() if key not in large}
+    return dict(unpack(rest, _Full(tensors))) | {key: split.unpack_lazily(tree[key], tensors) for key in large}
 
 
 def _find_absent(source: _Source, entries: Mapping[int, Any], tensors: Mapping[str, Stored]) -> dict[str, Stored]:
@@ -286,30 +296,41 @@ def _find_absent(source: _Source, entries: Mapping[int, Any], tensors: Mapping[s
     return found
 
 
-def _average(tensors: dict[str, Stored], different: list[dict[str, Stored]]) -> Iterator[str]:
-    """Put the mean over the ranks that saved in place of rank 0's, where model or optimizer differed.
+def _average(
+    tensors: dict[str, Stored],
+    different: list[dict[str, Stored]],
+    weights: list[dict[str, float]],
+    left_out: Collection[str],
+) -> Iterator[str]:
+    """Put the mean over the ranks that saved in place of rank 0's, where model or optimizer differed, each rank counted
+    by its weight (where it has none, once); not of those `left_out`.
 
     Such are parameters between two averagings of local SGD, and the statistics of a BatchNorm that is not
     synchronised. Only numbers with a fraction have a mean; of the others, rank 0's stay.
     """
     for name in sorted({name for part in different for name in part}):
-        first, others = tensors.get(name), [part[name] for part in different if name in part]
-        if first is None or not name.startswith(("model.", "optimizer.")) or not first.dtype.is_floating_point:
+        first, counted = tensors.get(name), [part.get(name, 1.0) for part in weights]
+        if first is None or not name.startswith(("model.", "optimizer.", "consolidated.")) or name in left_out:
             continue
-        if any(x.shape != first.shape or x.dtype != first.dtype for x in others):
+        if not first.dtype.is_floating_point:
             continue
-        tensors[name] = _make_mean(first, others, len(different))
+        others = {r: part[name] for r, part in enumerate(different) if name in part}
+        if any(x.shape != first.shape or x.dtype != first.dtype for x in others.values()):
+            continue
+        tensors[name] = _make_mean(first, others, counted if any(counted) else [1.0] * len(counted))
         yield name
 
 
-def _make_mean(first: Stored, others: list[Stored], count: int) -> Stored:
-    """The mean over `count` ranks; those that are not among the others have the first."""
+def _make_mean(first: Stored, others: Mapping[int, Stored], weights: list[float]) -> Stored:
+    """The mean over all ranks, by their weights; those that are not among the others have the first."""
+    alike = sum(weight for rank, weight in enumerate(weights) if rank not in others)
 
     def read_mean(start: int, stop: int) -> torch.Tensor:
-        total = first.read(start, stop).double() * (count - len(others))
-        for x in others:
-            total += x.read(start, stop).double()
-        return (total / count).to(first.dtype)
+        total = torch.zeros(stop - start, dtype=torch.float64)
+        for weight, x in ((alike, first), *((weights[rank], x) for rank, x in others.items())):
+            if weight:  # else it may hold what is not finite
+                total += x.read(start, stop).double() * weight
+        return (total / sum(weights)).to(first.dtype)
 
     return Stored(first.shape, first.dtype, [Span(0, first.numel(), read_mean)], first.name)
 

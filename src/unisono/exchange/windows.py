@@ -66,13 +66,21 @@ class Counter(Windows):
     """Counts the windows of a model that exchanges nothing, by a hook on one parameter.
 
     Where that parameter takes no part in a backward pass, the optimizer's step counts instead. AMP may skip that: so
-    `others`, parameters too, take note of a pass, and `catch_up()` counts it.
+    `others`, parameters too, take note of a pass, and `catch_up()` counts it. `end_pass()` is called after every pass
+    that was seen, those inside `no_sync` too.
     """
 
     def __init__(
-        self, param: Parameter, *, accumulate: int, advance: Callable[[], None], others: Sequence[Parameter] = ()
+        self,
+        param: Parameter,
+        *,
+        accumulate: int,
+        advance: Callable[[], None],
+        others: Sequence[Parameter] = (),
+        end_pass: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(accumulate, advance)
+        self._end_pass = end_pass
         self._noted = False  # a pass has reached some parameter, and is not counted
         end, note = weakref.WeakMethod(self._end), weakref.WeakMethod(self._note)
         self._hooks = [param.register_post_accumulate_grad_hook(partial(at_the_end, end))]
@@ -83,6 +91,8 @@ class Counter(Windows):
 
     def _end(self) -> None:
         self._noted = False
+        if self._end_pass is not None:
+            self._end_pass()
         if not self._local:
             self._passes += 1
             self._ended = False

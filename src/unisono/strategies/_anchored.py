@@ -18,14 +18,23 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unisono.background import Handle
-from unisono.buckets import Bucket, group_into_buckets, on_device
+from unisono.buckets import Bucket, group_into_buckets, on_device, split_evenly, widen
 from unisono.checks import AtLeast
 from unisono.exchange.reduction import LearningRates, Reduction, Unsent, check_real, overlap_pays
 from unisono.exchange.side_channel import SideChannel
 from unisono.exchange.windows import TrainableParameters
 from unisono.reducer import Reducer
 from unisono.reducers.dense import dense
-from unisono.strategy import Buffers, Change, PeriodicReplica, Strategy, share, share_buffers
+from unisono.strategy import (
+    Buffers,
+    Change,
+    ModelPart,
+    PeriodicReplica,
+    Strategy,
+    share,
+    share_buffers,
+    take_weighted_mean,
+)
 from unisono.world import World
 
 T = TypeVar("T")
@@ -101,8 +110,8 @@ class Fragment:
         anchor, param = self.anchors[name], self.params[name].detach()
         return anchor.to(param.dtype).to(anchor.dtype) - param.to(anchor.dtype)
 
-    def fill(self) -> None:
-        """Write the differences into the buckets."""
+    def fill(self, weight: float = 1.0) -> None:
+        """Write the differences into the buckets, times `weight`."""
         for bucket in self.buckets:
             params = [self.params[name].detach() for name in bucket.names]
             if all(p.dtype == bucket.dtype for p in params):
@@ -110,6 +119,10 @@ class Fragment:
                 torch._foreach_sub_(bucket.tensors, params)
             else:
                 torch._foreach_copy_(bucket.tensors, [self.difference(name) for name in bucket.names])
+            if weight == 0.0:
+                torch._foreach_zero_(bucket.tensors)  # also where they are not finite
+            elif weight != 1.0:
+                torch._foreach_mul_(bucket.tensors, weight)
 
     def reduce(self, channel: World) -> None:
         """Turn the differences in the buckets into their mean."""
@@ -173,6 +186,7 @@ class Anchors:
         self._rates = self._learning_rates.by_group()
         self.fell = [False] * fragments  # a learning rate fell since a fragment was exchanged
         self._agreed = [0] * fragments  # the window in which each fragment's anchors were last agreed on
+        self._weights: list[list[float]] = [[] for _ in range(fragments)]  # of the windows since its last exchange
         self._begun: set[int] = set()  # what was under way when the world ended
         self._side: SideChannel | None = None
         self._world, self._channel = World(), None  # type: tuple[World, World | None]
@@ -244,15 +258,29 @@ class Anchors:
             self.fell = [True] * self._count
         self._rates = now
 
-    def begin(self, fragment: Fragment, window: int, *, delay: int = 0, agree_on_decay: bool = False) -> None:
+    def count_window(self, weight: float) -> None:
+        """A window has ended whose batches had this weight (`World.weight`)."""
+        for fragment in self.fragments:
+            self._weights[fragment.index].append(weight)
+
+    def weight(self, fragment: int) -> float:
+        """How much this rank counts in the mean over the ranks: its part of all samples since the fragment's last
+        exchange, times the number of ranks (so the ranks' add up to that); 1 before there are any."""
+        weights = self._weights[fragment]
+        return sum(weights) / len(weights) if weights else 1.0
+
+    def begin(self, fragment: Fragment, window: int, *, delay: int = 0, agree_on_decay: bool = False) -> float:
         """Take the fragment's differences and start their exchange, to be applied `delay` windows later.
+
+        They count by the samples that this rank saw since the fragment's last exchange: gives how much.
 
         `agree_on_decay`: all ranks hear whether a learning rate fell on some rank (always, under a reducer that
         compresses).
         """
         if not fragment.has_its_buckets:
             self._build(fragment)
-        fragment.fill()
+        weight, self._weights[fragment.index] = self.weight(fragment.index), []
+        fragment.fill(weight)
         mine, self.fell[fragment.index] = self.fell[fragment.index], False
         asks = agree_on_decay or not self.reducer.exact
         buffers = self._buffers_to_share() if fragment.index == 0 else []
@@ -267,11 +295,12 @@ class Anchors:
                 fell = bool(flag.item())
                 fragment.reduction.set_decayed(fell)
             fragment.reduce(channel)
-            share_buffers(buffers, self._buffers, channel)
+            share_buffers(buffers, self._buffers, channel, weight)
             return fell
 
         handle = self._submit(exchange)
         self.pending[fragment.index] = PendingExchange(window + delay, handle, fragment.means, buffers)
+        return weight
 
     def finish(self, fragment: Fragment, window: int) -> tuple[dict[str, Tensor], bool]:
         """The mean of the differences, and whether a learning rate fell on some rank (if the ranks agreed on it)."""
@@ -298,7 +327,7 @@ class Anchors:
 
     @torch.no_grad()
     def fill_with_means(self, model: nn.Module) -> None:
-        """Give a copy of the model the mean of all ranks' parameters and buffers (every rank calls it)."""
+        """Give a copy of the model the mean of all ranks' parameters and buffers, by `weight` (every rank calls it)."""
         if self._world.size > 1:
             self.run(partial(self._fill_with_means, model))
 
@@ -306,10 +335,15 @@ class Anchors:
         theirs = dict(model.named_parameters())
         for fragment in self.fragments:
             differences = [fragment.difference(name) for name in fragment.live]
-            channel.all_reduce(differences, "mean", tag="consolidate").wait()
+            take_weighted_mean(differences, self.weight(fragment.index), channel, tag="consolidate")
             for name, difference in zip(fragment.live, differences, strict=True):
                 theirs[name].detach().copy_(fragment.anchors[name] - difference)
-        share_buffers([b.detach() for b in model.buffers()], "average", channel)
+        share_buffers([b.detach() for b in model.buffers()], "average", channel, self.weight(0))
+
+    def weights(self) -> dict[Tensor, float]:
+        """By parameter and buffer: how much this rank counts in the mean over the ranks, as it is now."""
+        found: dict[Tensor, float] = {f.params[n]: self.weight(f.index) for f in self.fragments for n in f.live}
+        return found | dict.fromkeys(self._model.buffers(), self.weight(0))
 
     # State -------------------------------------------------------------------------------------------------------
 
@@ -337,8 +371,11 @@ class Anchors:
         }
 
     def local_state(self) -> dict[str, Any]:
-        """What this rank's reducers keep."""
-        return {"reducer": [f.reduction.state_dict()["local"] for f in self.fragments]}
+        """What this rank's reducers keep, and what it saw since the last exchanges."""
+        return {
+            "reducer": [f.reduction.state_dict()["local"] for f in self.fragments],
+            "weights": [list(weights) for weights in self._weights],
+        }
 
     @torch.no_grad()
     def load_shared(self, shared: dict[str, Any]) -> None:
@@ -361,11 +398,18 @@ class Anchors:
             handle = Handle.of(saved["heard"])
             self.pending[int(index)] = PendingExchange(saved["due"], handle, partial(dict, means), buffers)
 
-    def load_locals(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]]) -> None:
-        """What the ranks' reducers kept, if the fragments are the same."""
+    def load_locals(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]], *, same_world: bool) -> None:
+        """What the ranks' reducers kept, if the fragments are the same; in the same world, what this rank saw."""
+        self.forget_weights()
+        if same_world and len(locals_[0].get("weights", ())) == self._count:
+            self._weights = [list(weights) for weights in locals_[0]["weights"]]
         if len(self.fragments) == shared["fragments"]:
             for i, fragment in enumerate(self.fragments):
                 fragment.reduction.load_state_dict(shared["reducer"][i], [part["reducer"][i] for part in locals_])
+
+    def forget_weights(self) -> None:
+        """All ranks have the same parameters: what each saw until now counts no more."""
+        self._weights = [[] for _ in range(self._count)]
 
     def forget_pending(self, *, keep_arrived: bool = False) -> list[int]:
         """Wait for what is under way, and forget it, or keep what arrived; gives the fragments that arrived."""
@@ -382,8 +426,13 @@ class Anchors:
     # Another world, another strategy -----------------------------------------------------------------------------
 
     def progress(self) -> dict[str, Any]:
-        """When each fragment was last agreed on, and which exchanges were begun since and have arrived."""
-        return {"agreed": list(self._agreed), "begun": sorted(self._begun), "arrived": sorted(self.pending)}
+        """When each fragment was last agreed on, which exchanges begun since arrived, and how much this rank counts."""
+        return {
+            "agreed": list(self._agreed),
+            "begun": sorted(self._begun),
+            "arrived": sorted(self.pending),
+            "weights": [self.weight(i) for i in range(self._count)],
+        }
 
     def move_reducers(self, change: Change, shared: dict[str, Any], dropped: set[int]) -> None:
         """Bring the reducers' states over; not what belongs to exchanges that were `dropped`."""
@@ -392,14 +441,19 @@ class Anchors:
             fragment.reduction.move(kept, keep=keep, factor=change.factor)
 
     def average_parameters(self, change: Change) -> None:
-        """The anchors are the source's by now: parameters become x0 - mean(x0 - x_i), over all who stayed."""
-        world = change.world
+        """The anchors are the source's now: parameters become x0 - mean(x0 - x_i) of all who stayed, by `weight`."""
+        world, stayed = change.world, change.stayed
         named = [(f, name) for f in self.fragments for name in f.live]
-        sums = [f.difference(name) if change.keeps else torch.zeros_like(f.anchors[name]) for f, name in named]
+        sums = [torch.zeros_like(f.anchors[name]) for f, name in named]
+        for (fragment, name), mine in zip(named, sums, strict=True):
+            total = sum(change.progress[r]["weights"][fragment.index] for r in stayed)
+            weight = self.weight(fragment.index) * len(stayed) / total if total else 1.0
+            if change.keeps and weight:
+                mine.copy_(fragment.difference(name)).mul_(weight)
         world.all_reduce(sums, "sum", tag="rebind").wait()
         share(self._model, world, change.source)
         for (fragment, name), total in zip(named, sums, strict=True):
-            fragment.params[name].detach().copy_(fragment.anchors[name] - total / len(change.stayed))
+            fragment.params[name].detach().copy_(fragment.anchors[name] - total / len(stayed))
 
     def unsent(self) -> Unsent | None:
         """What the fragments' reducers have kept back, of all parameters."""
@@ -451,12 +505,23 @@ class AnchoredReplica(PeriodicReplica):
         self.anchors.before_step()
         super().advance()
 
+    def weight_changed(self, weight: float) -> None:
+        """A batch of weight zero stands in for one that is missing; the others count in the mean of the models."""
+        self.weigh_gradients(None if weight else torch.zeros_like)
+
+    def count_window(self, weight: float) -> None:
+        self.anchors.count_window(weight)
+
     def consolidate(self) -> nn.Module:
-        """A copy of the model with the mean of all ranks' parameters and buffers (every rank calls it)."""
+        """A copy of the model with the mean of all ranks' parameters and buffers, each rank counted by the samples that
+        it saw since the last exchange (every rank calls it)."""
         self.meet_if_due()
         made = self.copy_model()
         self.anchors.fill_with_means(made)
         return made
+
+    def model_part(self) -> ModelPart:
+        return ModelPart(weights=self.anchors.weights())
 
     def shared_state(self) -> dict[str, Any]:
         return {**super().shared_state(), **self.anchors.shared_state()}
@@ -476,7 +541,7 @@ class AnchoredReplica(PeriodicReplica):
         self.anchors.load_shared(shared)
 
     def load_local(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]], *, same_world: bool) -> None:
-        self.anchors.load_locals(shared, locals_)
+        self.anchors.load_locals(shared, locals_, same_world=same_world)
 
     def unsent(self) -> Unsent | None:
         return self.anchors.unsent()
@@ -523,6 +588,7 @@ class AnchoredReplica(PeriodicReplica):
         else:
             self.load_shared(shared)
             self.anchors.average_parameters(change)
+        self.anchors.forget_weights()
         self.anchors.move_reducers(change, shared, dropped)
         if not dropped:
             return ""
@@ -530,26 +596,3 @@ class AnchoredReplica(PeriodicReplica):
             f"the exchange of {len(dropped)} fragment(s) did not arrive: their differences go with the next "
             "one, what their reducers kept back is gone"
         )
-
-
-def split_evenly(named: Sequence[tuple[str, Parameter]], count: int) -> list[list[tuple[str, Parameter]]]:
-    """The parameters in `count` parts of about equal bytes, each in the model's order: the largest first, always to
-    the part that has least."""
-    weights = [p.numel() * p.element_size() if p.requires_grad else 0 for _, p in named]
-    trainable = sum(p.requires_grad for _, p in named)
-    if count > trainable:
-        raise ValueError(
-            f"fragments={count}, but the model has {trainable} trainable tensors: give at most so many fragments"
-        )
-    loads, parts = [0] * count, [[] for _ in range(count)]  # type: tuple[list[int], list[list[int]]]
-    for i in sorted(range(len(named)), key=lambda i: (-weights[i], i)):
-        part = loads.index(min(loads))
-        loads[part] += weights[i]
-        parts[part].append(i)
-    return [[named[i] for i in sorted(part)] for part in parts]
-
-
-def widen(param: Tensor) -> Tensor:
-    """A copy that small changes add up in: float32 of 16-bit numbers."""
-    dtype = torch.float32 if param.is_floating_point() and param.element_size() < 4 else param.dtype
-    return param.detach().to(dtype, copy=True)

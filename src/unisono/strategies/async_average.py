@@ -28,6 +28,7 @@ from unisono.strategy import Accumulate, Change, PeriodicReplica, Replica, Strat
 from unisono.world import World
 
 _ROUND_S = 2.0  # a round, when the program ends
+_PAUSED = 2  # what a rank asks for that has aborted averaging; 1 leaves out this round only
 
 FACTS = Facts(
     [Example("async_average", varies=True), Example("async_average(warmup=1)", varies=True)],
@@ -77,6 +78,9 @@ class Averager:
         self._pending = [torch.zeros_like(line) for line in lines.new()]
         self._fresh = False  # something is pending
         self._stepping, self._closing, self._paused = False, False, False
+        self._holding = False  # this rank waits until no round is under way
+        self._entered, self._ended = 0, 0  # rounds that this rank entered ready to average; rounds that have ended
+        self._over = False  # there are no more rounds
         self._generation = 0  # of the model: a round that began with another one does not count
         self._started = False
         self.steps, self.rounds = 0, 0
@@ -115,6 +119,29 @@ class Averager:
                 self._fresh = False
                 _finish_on_device(self._pending)
 
+    def add_pending(self, copies: dict[Tensor, Tensor]) -> None:
+        """Add what is pending to copies of the parameters, by parameter; it stays pending."""
+        with self._changed:
+            torch._foreach_add_([copies[p].detach() for p in self._lines.params], self._lines.views(self._pending))
+
+    def hold(self, world: World) -> None:
+        """Return when no round is under way on any rank: what the rounds so far left is then pending, or applied, on
+        all of them. Every rank calls it; `release()` follows.
+
+        Rounds that a rank enters from here on average nothing. A round averages if every rank entered it before that:
+        so all rounds up to the least number entered end, and none after it.
+        """
+        with self._changed:
+            self._holding, mine = True, torch.tensor([self._entered])
+        last = int(world.all_reduce(mine, "min", tag="hold").wait())
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended >= last or self._over)
+
+    def release(self) -> None:
+        """Average again."""
+        with self._changed:
+            self._holding = False
+
     def forget(self) -> None:
         """The model is another one: what was averaged of the former does not count."""
         with self._changed:
@@ -150,16 +177,28 @@ class Averager:
             if not self._closing:  # else the world ended before all had heard of it
                 self.error = error
         finally:
-            self.averaging = False
+            with self._changed:
+                self.averaging, self._over = False, True
+                self._changed.notify_all()
             self._lane.close()  # this thread's own: it ends
 
     def _round(self) -> bool:
         """1. agree; 2. copy; 3. average; 4. leave the difference. False: a rank ends, so all do."""
         with self._changed:
-            asked = [self._generation, -self._generation, int(self._paused), int(self._closing)]
+            if not self._holding:
+                self._entered = self._ended + 1
+            pause = _PAUSED if self._paused else int(self._holding)
+            asked = [self._generation, -self._generation, pause, int(self._closing)]
+        goes_on = self._average_if_agreed(asked)
+        with self._changed:
+            self._ended += 1
+            self._changed.notify_all()
+        return goes_on
+
+    def _average_if_agreed(self, asked: list[int]) -> bool:
         agreed: list[int] = self._channel.all_reduce(torch.tensor(asked), "max", tag="agree").wait().tolist()
         generation, paused, closing = agreed[0], agreed[2], agreed[3]
-        self.averaging = not paused and not closing
+        self.averaging = paused < _PAUSED and not closing
         if closing:
             self._ledger.event("async_average", round=self.rounds, ended=True)
             return False
@@ -213,6 +252,7 @@ class AsyncAverageReplica(PeriodicReplica):
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: async_average) -> None:
         self._averager: Averager | None = None
+        self._warming = False
         super().__init__(model, optimizer, world, strategy, accumulate=strategy.accumulate)
 
     def start(self) -> None:
@@ -226,6 +266,7 @@ class AsyncAverageReplica(PeriodicReplica):
         if self._warming:
             self.windows.close()
             self.windows = self._synchronous()
+        self.weight_changed(self.world.weight)
 
     def _synchronous(self) -> Exchange:
         """Counts windows as a Counter does, and leaves the mean gradients."""
@@ -279,6 +320,9 @@ class AsyncAverageReplica(PeriodicReplica):
             self._averager.stepping(False)
         super().after_step()
 
+    def weight_changed(self, weight: float) -> None:
+        super().weight_changed(1.0 if self._warming else weight)  # the exchange of the warm-up weighs them itself
+
     def meet(self) -> None:
         if self._averager is None:
             return
@@ -289,14 +333,33 @@ class AsyncAverageReplica(PeriodicReplica):
             self._warming = False
             self.windows.close()
             self.windows = self.new_counter()
+            self.weight_changed(self.world.weight)
         self._averager.start()
         self._averager.apply()
 
+    @torch.no_grad()
+    def copy_model(self) -> nn.Module:
+        """With what the rounds so far left, on every rank the same rounds (every rank calls it)."""
+        if self._averager is None:
+            return super().copy_model()
+        self._averager.hold(self.world)
+        try:
+            made = super().copy_model()
+            self._averager.add_pending(dict(zip(self.model.parameters(), made.parameters(), strict=True)))
+        finally:
+            self._averager.release()
+        return made
+
     def state_dict(self) -> dict[str, Any]:
+        """Every rank calls it: the models are saved with the same rounds in them."""
         state = super().state_dict()
         if self._averager is not None:
-            with torch.no_grad():
-                self._averager.apply()
+            self._averager.hold(self.world)
+            try:
+                with torch.no_grad():
+                    self._averager.apply()
+            finally:
+                self._averager.release()
         return state
 
     def load_shared(self, shared: dict[str, Any]) -> None:

@@ -44,6 +44,7 @@ FACTS = Facts(
 class diloco(Strategy):
     """Local steps; every H windows an outer SGD step on the last agreed model x0: its gradient is mean(x0 - x_i).
 
+    In the mean each worker counts by the samples that it saw since the fragment's last exchange.
     Then x_i <- mix * x_i + (1 - mix) * x0. With fragments, each has its own place in the H windows, so that less
     travels at a time; with a delay, the exchange runs behind the next windows and is applied after them.
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from unisono.buckets import FlatLayout
 from unisono.facts import Example, Facts
-from unisono.strategy import Accumulate, Change, PeriodicReplica, Replica, Strategy
+from unisono.strategy import Accumulate, Change, ModelPart, PeriodicReplica, Replica, Strategy
 from unisono.world import World
 
 FACTS = Facts(
@@ -94,6 +94,9 @@ class HogwildReplica(PeriodicReplica):
         if self.world.size > 1:
             self.world.barrier(tag="hogwild")
         return super().state_dict()
+
+    def model_part(self) -> ModelPart:
+        return ModelPart(first=list(self.model.buffers()))
 
     def take_model(self, change: Change) -> str:
         return super().take_model(change) + ", in memory that these share"

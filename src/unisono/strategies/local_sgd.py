@@ -18,7 +18,7 @@ from unisono.checks import AtLeast
 from unisono.facts import Example, Facts
 from unisono.reducer import Reducer
 from unisono.strategies._anchored import AnchoredReplica, Anchors, Every
-from unisono.strategy import Accumulate, BucketBytes, Buffers, Replica, Strategy
+from unisono.strategy import Accumulate, BucketBytes, Buffers, Replica, Strategy, take_weighted_mean
 from unisono.world import World
 
 FACTS = Facts(
@@ -43,6 +43,8 @@ FACTS = Facts(
 @dataclass(frozen=True)
 class local_sgd(Strategy):
     """Local steps; then, with the last agreed model x0 and each worker's x_i: x0 <- x0 - mean(x0 - x_i), x_i <- x0.
+
+    In the mean each worker counts by the samples that it saw since the last exchange.
 
     every: windows from one exchange to the next, once the start is over (H).
     start: windows at the start in which models are averaged after each, as in synchronous training; or "decay":
@@ -99,12 +101,12 @@ class LocalSGDReplica(AnchoredReplica):
     def _average(self) -> bool:
         """Exchange, and go on from the mean; whether a learning rate fell on some rank."""
         [fragment] = self.anchors.fragments
-        self.anchors.begin(fragment, self.met, agree_on_decay=self._since is None)
+        weight = self.anchors.begin(fragment, self.met, agree_on_decay=self._since is None)
         means, fell = self.anchors.finish(fragment, self.met)
         torch._foreach_sub_([fragment.anchors[name] for name in means], list(means.values()))
         fragment.return_to_anchors()
         if self.strategy.momentum == "average" and self.world.size > 1:
-            self.anchors.run(lambda channel: average_momentum(self.optimizer, channel))
+            self.anchors.run(lambda channel: average_momentum(self.optimizer, channel, weight))
         return fell
 
     def shared_state(self) -> dict[str, Any]:
@@ -116,8 +118,9 @@ class LocalSGDReplica(AnchoredReplica):
             self._since = shared.get("since")
 
 
-def average_momentum(optimizer: Optimizer, world: World) -> None:
-    """The mean of every optimizer state that has its parameter's shape and that all ranks have.
+def average_momentum(optimizer: Optimizer, world: World, weight: float) -> None:
+    """The mean of every optimizer state that has its parameter's shape and that all ranks have; this one's counts
+    `weight` times.
 
     A rank whose parameter never had a gradient has no state of it yet: then the others keep theirs.
     """
@@ -136,4 +139,4 @@ def average_momentum(optimizer: Optimizer, world: World) -> None:
         everywhere = set.intersection(*map(set, world.gather_objects(list(found))))
         found = {path: value for path, value in found.items() if path in everywhere}
     for device in dict.fromkeys(x.device for x in found.values()):
-        world.all_reduce([x for x in found.values() if x.device == device], "mean", tag="momentum").wait()
+        take_weighted_mean([x for x in found.values() if x.device == device], weight, world, tag="momentum")

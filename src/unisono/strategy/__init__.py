@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from unisono.checkpoint import ModelPart
 from unisono.strategy.binding import parallel
 from unisono.strategy.periodic import PeriodicReplica
 from unisono.strategy.replica import (
@@ -15,6 +16,7 @@ from unisono.strategy.replica import (
     bound_parameters,
     share,
     share_buffers,
+    take_weighted_mean,
 )
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "BucketBytes",
     "Buffers",
     "Change",
+    "ModelPart",
     "PeriodicReplica",
     "Replica",
     "Strategy",
@@ -30,4 +33,5 @@ __all__ = [
     "parallel",
     "share",
     "share_buffers",
+    "take_weighted_mean",
 ]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.exchange.overlap import Exchange
+from unisono.exchange.overlap import Exchange, scale_gradient
 from unisono.exchange.windows import Counter
 from unisono.strategy.replica import Change, Replica, Strategy, share
 from unisono.world import World
@@ -27,10 +27,15 @@ class PeriodicReplica(Replica):
     that ranks never drift apart. `replica.watch(scaler)` lets it run in time, so that no rank waits for that one. A
     step with a closure (LBFGS) is one window, however often it calls the closure.
 
+    Where the ranks' parts of a batch differ in size, a gradient counts by its part (`World.weight`), as it does where
+    gradients are averaged: so the mean of the models counts every sample once, under SGD. A method that weighs the
+    models instead overrides `weight_changed()` and `count_window()`.
+
     A method overrides `start()` (called at the end of the construction, and again in every new world), `stop()` and
     `meet()`.
     """
 
+    own_gradients: ClassVar[bool] = True
     own_models: ClassVar[bool] = False  # ranks' parameters differ: the model to evaluate is their mean
 
     def __init__(
@@ -40,6 +45,8 @@ class PeriodicReplica(Replica):
         self.accumulate = accumulate
         self.windows: Counter | Exchange = self.new_counter()
         self._unmet = 0  # windows that have ended, and after which the ranks have not met
+        self._ended: list[float] = []  # of each of these, the mean weight of its batches
+        self._passes: list[float] = []  # the weights of this window's batches so far
         self._closure: AbstractContextManager[None] | None = None  # a step with a closure is under way
         self._forward = model.register_forward_pre_hook(partial(_meet_if_due, weakref.ref(self)))
         self._weighting: list[Any] = []
@@ -53,7 +60,12 @@ class PeriodicReplica(Replica):
     def new_counter(self) -> Counter:
         """Counts windows from now on, by hooks on the parameters."""
         *others, last = [p for p in self.model.parameters() if p.requires_grad]  # the last: backward reaches it first
-        return Counter(last, accumulate=self.accumulate, advance=self.advance, others=others)
+        return Counter(
+            last, accumulate=self.accumulate, advance=self.advance, others=others, end_pass=self._note_weight
+        )
+
+    def _note_weight(self) -> None:
+        self._passes.append(self.world.weight)
 
     @property
     def met(self) -> int:
@@ -68,15 +80,26 @@ class PeriodicReplica(Replica):
         """Meet, if a window has ended since."""
         self.windows.catch_up()
         while self._unmet:
-            self._unmet -= 1
-            with torch.no_grad():
-                self.meet()
+            self.meet_once()
+
+    def meet_once(self) -> None:
+        """Meet after the first window that has not been met."""
+        self._unmet -= 1
+        if self._ended:
+            self.count_window(self._ended.pop(0))
+        with torch.no_grad():
+            self.meet()
+
+    def count_window(self, weight: float) -> None:
+        """A window is about to be met; `weight`: the mean of `World.weight` over its batches."""
 
     # Around the optimizer's step ---------------------------------------------------------------------------------
 
     def advance(self) -> None:
         super().advance()
         self._unmet += 1
+        passes, self._passes = self._passes or [self.world.weight], []
+        self._ended.append(sum(passes) / len(passes))
 
     def _about_to_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         self._leave_closure()  # of a step before this one that failed
@@ -120,8 +143,8 @@ class PeriodicReplica(Replica):
         self.weight_changed(self.world.weight)
 
     def weight_changed(self, weight: float) -> None:
-        """A batch of weight zero stands in for one that is missing (see `World.weight`): its gradient is zero."""
-        self.weigh_gradients(None if weight else torch.zeros_like)
+        """Gradients count by their part of the global batch (see `World.weight`): those of weight zero are zero."""
+        self.weigh_gradients(None if weight == 1.0 else partial(scale_gradient, weight))
 
     def weigh_gradients(self, change: Any) -> None:
         """Let every gradient be what `change(gradient)` gives; None: leave them as they are."""
@@ -154,14 +177,17 @@ class PeriodicReplica(Replica):
 
     def load_shared(self, shared: dict[str, Any]) -> None:
         super().load_shared(shared)
-        self._unmet = 0
+        self._forget_windows()
+
+    def _forget_windows(self) -> None:
+        self._unmet, self._ended, self._passes = 0, [], []
 
     # Another world -----------------------------------------------------------------------------------------------
 
     def enter(self, world: World) -> None:
         self.world.off_weight(self)
         super().enter(world)
-        self._unmet = 0
+        self._forget_windows()
         self.windows.close()
         self.windows = self.new_counter()
         self._follow_weight()
@@ -185,7 +211,7 @@ class PeriodicReplica(Replica):
         self.world.off_weight(self)
         self.windows.close()
         self._forward.remove()
-        self._unmet = 0
+        self._forget_windows()
         self.weigh_gradients(None)
         self.stop()
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.batch_norm import move_batch_norm
+from unisono.checkpoint import ModelPart
 from unisono.checks import AtLeast, check_settings
 from unisono.exchange.reduction import Unsent as Unsent
 from unisono.runtime import status
@@ -94,6 +95,7 @@ class Replica:
       `take_model`, `start` and `carry`.
     """
 
+    own_gradients: ClassVar[bool] = False  # ranks' gradients differ: AMP may skip the step of one rank alone
     own_optimizer: ClassVar[bool] = False  # ranks' optimizer states differ: those that stay in a new world keep theirs
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: Strategy) -> None:
@@ -192,6 +194,19 @@ class Replica:
     def load_local(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]], *, same_world: bool) -> None:
         """Take `local_state()`: in the same world mine is the only one of `locals_`, else every former rank's is
         there. `shared` is the checkpoint's, and has been taken."""
+
+    def model_part(self) -> ModelPart:
+        """What stands for this rank in the model that a checkpoint gives to plain PyTorch and to other strategies: it
+        must be the one that `consolidate()` gives. Here the model as it is. Must not talk to other ranks."""
+        return ModelPart()
+
+    def present_ranks(self) -> list[int]:
+        """The ranks that `gather_present` hears: all, unless a method goes on without those that died."""
+        return list(range(self.world.size))
+
+    def gather_present(self, obj: Any) -> dict[int, Any]:
+        """By rank, the `obj` of every rank that is there (every such rank calls it)."""
+        return dict(enumerate(self.world.gather_objects(obj)))
 
     def sharded_state(self) -> dict[str, Any] | None:
         """Where model and optimizer are split over the ranks: what this one holds, as {"model", "optimizer"} with a
@@ -349,11 +364,41 @@ def share(model: nn.Module, world: World, src: int = 0) -> None:
         world.broadcast(tensors, src, tag="initial state").wait()
 
 
-def share_buffers(buffers: Sequence[Tensor], how: Buffers, world: World) -> None:
-    """Make buffers the same on every rank: numbers with a fraction become their mean, the others are rank 0's."""
+def share_buffers(buffers: Sequence[Tensor], how: Buffers, world: World, weight: float | None = None) -> None:
+    """Make buffers the same on every rank: numbers with a fraction become their mean, the others are rank 0's.
+
+    `weight`: how much this rank counts in the mean, where ranks may count differently.
+    """
     if how == "local" or not buffers:
         return
     floats = [b for b in buffers if how == "average" and (b.is_floating_point() or b.is_complex())]
     others = [b for b in buffers if not any(b is x for x in floats)]
-    world.all_reduce(floats, "mean", tag="buffers").wait()
+    if weight is None:
+        world.all_reduce(floats, "mean", tag="buffers").wait()
+    else:
+        take_weighted_mean(floats, weight, world, tag="buffers")
     world.broadcast(others, tag="buffers").wait()
+
+
+@torch.no_grad()
+def take_weighted_mean(tensors: Sequence[Tensor], weight: float, world: World, *, tag: str) -> None:
+    """Replace tensors on every rank by (sum of weight_i x_i) / (sum of weight_i), or by their mean where all weights
+    are 0. The weights travel with the tensors; where all are 1, the result has the bits of a plain mean."""
+    if not tensors or world.size == 1:
+        return
+    before = [x.clone() for x in tensors] if weight == 0.0 else []
+    for x in tensors:
+        if weight == 0.0:
+            x.zero_()  # also where it is not finite
+        elif weight != 1.0:
+            x.mul_(weight)
+    wide = any(x.dtype in (torch.float64, torch.complex128) for x in tensors)
+    weights = torch.tensor([weight], dtype=torch.float64 if wide else torch.float32, device=tensors[0].device)
+    world.all_reduce([*tensors, weights], "mean", tag=tag).wait()
+    total = float(weights)
+    if total == 0.0:  # all ranks have the same total
+        torch._foreach_copy_(list(tensors), before)
+        world.all_reduce(list(tensors), "mean", tag=tag).wait()
+    elif total != 1.0:
+        for x in tensors:
+            x.div_(total)

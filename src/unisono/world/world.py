@@ -101,7 +101,8 @@ class World:
 
     @property
     def weight(self) -> float:
-        """My batch's share of the global batch, times the number of ranks: 1 but at uneven ends."""
+        """My batch's share of the global batch, times the number of ranks, so that all ranks' add up to that: 1 but
+        at uneven ends."""
         return self._weight
 
     @weight.setter

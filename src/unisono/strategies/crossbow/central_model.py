@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from unisono.buckets import Bucket, group_into_buckets, on_device
-from unisono.strategies._anchored import widen
+from unisono.buckets import Bucket, group_into_buckets, on_device, widen
 from unisono.world import World
 
 

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unisono.background import Handle, SerialQueue
+from unisono.exchange.overlap import scale_gradient
 from unisono.world import World
 
 State = dict[Any, Any]
@@ -243,9 +245,9 @@ def _job(
 
 @contextmanager
 def _counting(module: nn.Module, weight: float) -> Iterator[None]:
-    """A batch of weight zero stands in for one that is missing: its gradient is zero."""
-    params = [p for p in module.parameters() if p.requires_grad and weight == 0.0]
-    hooks = [p.register_hook(torch.zeros_like) for p in params]
+    """Gradients count by the batch's weight."""
+    params = [p for p in module.parameters() if p.requires_grad and weight != 1.0]
+    hooks = [p.register_hook(partial(scale_gradient, weight)) for p in params]
     try:
         yield
     finally:

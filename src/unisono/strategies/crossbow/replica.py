@@ -19,7 +19,7 @@ from unisono.exchange.side_channel import SideChannel
 from unisono.strategies.crossbow.central_model import CentralModel
 from unisono.strategies.crossbow.learners import Batches, Learners
 from unisono.strategies.crossbow.tuning import Tuning
-from unisono.strategy import Change, PeriodicReplica, bound_parameters, share, share_buffers
+from unisono.strategy import Change, ModelPart, PeriodicReplica, bound_parameters, share, share_buffers
 from unisono.world import World
 
 if TYPE_CHECKING:
@@ -266,14 +266,25 @@ class CrossbowReplica(PeriodicReplica):
         made = self.copy_model()
         self.center.copy_to([p.detach() for p in made.parameters()])
         buffers = [b.detach() for b in made.buffers()]
-        for i, buffer in enumerate(buffers):
-            if buffer.is_floating_point() or buffer.is_complex():
-                every = [self.learners.buffers(j)[i] for j in range(self.learners.count)]
-                buffer.copy_(torch.stack(every).mean(0))
-            else:
-                buffer.copy_(self.learners.buffers(0)[i])
+        for buffer, mean in zip(buffers, self._mean_buffers(), strict=True):
+            buffer.copy_(mean)
         share_buffers(buffers, "average", self.world)
         return made
+
+    def _mean_buffers(self) -> list[Tensor]:
+        """In the model's order: the mean of the learners' here; of numbers without a fraction, the first learner's."""
+        every = [self.learners.buffers(j) for j in range(self.learners.count)]
+        return [
+            torch.stack(each).mean(0) if each[0].is_floating_point() or each[0].is_complex() else each[0]
+            for each in zip(*every, strict=True)
+        ]
+
+    @torch.no_grad()
+    def model_part(self) -> ModelPart:
+        """The central model, not a learner; and all learners' buffers."""
+        values = dict(zip(self.model.buffers(), self._mean_buffers(), strict=True))
+        values |= {param: self.center.z[name] for name, param in self.learners.named if name in self.center.z}
+        return ModelPart(values)
 
     def shared_state(self) -> dict[str, Any]:
         """In mid-round the sum is part of it: what learners that have stepped gave to it is gone."""

@@ -22,7 +22,7 @@ from unisono.strategies.parameter_server.server import Answer, ByteLayout, Grads
 from unisono.world import PeerLost, World
 from unisono.world.ledger import Record
 
-PUSH, TICK, SETTLE, FETCH, PUT, LEAVE = range(1, 7)
+PUSH, TICK, SETTLE, FETCH, PUT, LEAVE, GATHER = range(1, 8)
 Settled = tuple[list[Tensor], bytes, list[dict[str, Any]]]  # parameters, buffers, states of the optimizer
 _WORKER, _SERVER = 0, 1  # ranks in the world of a pair
 
@@ -67,6 +67,8 @@ class Coder:
 class LocalLink:
     """A worker's link to the server in its own process."""
 
+    is_lost = False
+
     def __init__(self, server: Server, worker: int, targets: Sequence[Tensor], coder: Coder | None) -> None:
         self.server, self.worker, self.targets, self.coder = server, worker, targets, coder
         self._given: tuple[Grads | None, Settings | None] = (None, None)
@@ -90,6 +92,9 @@ class LocalLink:
     def settle(self, buffers: bytes) -> Settled:
         line, rest = self.server.settle(self.worker, buffers)
         return self.server.layout.views(line), *packing.from_bytes(rest)
+
+    def gather(self, data: bytes) -> bytes:
+        return self.server.gather(self.worker, data)
 
     def fetch(self) -> tuple[list[Tensor], list[dict[str, Any]]]:
         line, states = self.server.fetch()
@@ -122,6 +127,7 @@ class RemoteLink:
         self._head = torch.zeros(4 + workers, dtype=torch.int64)
         self._answers = 0
         self._owed = 0  # answers that are still to come
+        self.is_lost = False  # the server is gone, and the program has heard of it
 
     def push(self, grads: Grads | None, settings: Settings | None, code: Tensor | None) -> None:
         text = b"" if settings is None else packing.to_bytes(settings)
@@ -143,6 +149,10 @@ class RemoteLink:
         self._ask(SETTLE, buffers)
         line = self._answer(torch.empty_like(self._line))[1]
         return self.layout.views(line), *packing.from_bytes(_bytes(self._answer()[1]))
+
+    def gather(self, data: bytes) -> bytes:
+        self._ask(GATHER, data)
+        return _bytes(self._answer()[1])
 
     def fetch(self) -> tuple[list[Tensor], list[dict[str, Any]]]:
         self._ask(FETCH)
@@ -210,6 +220,7 @@ class RemoteLink:
         ledger.close_span("blocked", began, ended)
 
     def _lost(self, error: PeerLost) -> PeerLost:
+        self.is_lost = True
         return PeerLost(
             f"the parameter server on rank {self.rank} is gone, and its part of the parameters with it: start the "
             f"run again from its last checkpoint (in the world of the two of us, where it is rank 1: {error})"
@@ -288,6 +299,8 @@ class RequestLoop:
             self.server.confirm_settled(self.worker)
         elif kind == FETCH:
             self._send(_line_of(packing.to_bytes(list(self.server.fetch()))))
+        elif kind == GATHER:
+            self._send(_line_of(self.server.gather(self.worker, text)))
         elif kind == PUT:
             self.server.put(*packing.from_bytes(text))
             self._send(torch.empty(0, dtype=torch.uint8))

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from unisono import packing
 from unisono.batch_norm import move_batch_norm
-from unisono.exchange.overlap import scale_gradient
 from unisono.strategies.parameter_server.placement import (
     Connections,
     connect,
@@ -23,7 +22,7 @@ from unisono.strategies.parameter_server.placement import (
 )
 from unisono.strategies.parameter_server.protocol import Coder, LocalLink, RemoteLink
 from unisono.strategies.parameter_server.server import ByteLayout, Grads, Server, Settings, options_of
-from unisono.strategy import Change, PeriodicReplica
+from unisono.strategy import Change, ModelPart, PeriodicReplica
 from unisono.world import World
 
 if TYPE_CHECKING:
@@ -98,8 +97,7 @@ class ServedReplica(PeriodicReplica):
         """Push the gradients, pull the parameters, and leave the optimizer nothing to do."""
         self.windows.before_step()
         while self._unmet > 1:  # a window before this one was skipped
-            self._unmet -= 1
-            self.meet()
+            self.meet_once()
         if self._connections is None:
             return
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -156,10 +154,6 @@ class ServedReplica(PeriodicReplica):
         self._clocks = answers[0].clocks
         self.world.ledger.event("staleness", ahead=ahead, missed=missed, clocks=self._clocks)
 
-    def weight_changed(self, weight: float) -> None:
-        """Gradients count by their share of the global batch (uneven ends; see `World.weight`)."""
-        self.weigh_gradients(None if weight == 1.0 else partial(scale_gradient, weight))
-
     # Progress ---------------------------------------------------------------------------------------------------
 
     def staleness(self) -> dict[str, dict[int, int]]:
@@ -213,6 +207,20 @@ class ServedReplica(PeriodicReplica):
             self._take(part, states)
         self._at_home = True
 
+    def present_ranks(self) -> list[int]:
+        """The workers that live, by what the first server knows."""
+        return sorted(self.gather_present(None))
+
+    def gather_present(self, obj: Any) -> dict[int, Any]:
+        """By way of the first server: it goes on without workers that have died, as training does."""
+        if self._connections is None:
+            return super().gather_present(obj)
+        every = packing.from_bytes(self._links[0].gather(packing.to_bytes(obj)))
+        return {worker: packing.from_bytes(data) for worker, data in every}
+
+    def model_part(self) -> ModelPart:
+        return ModelPart(first=list(self.model.buffers()))
+
     def local_state(self) -> dict[str, Any]:
         """Every rank calls it: model and optimizer then hold what the servers do, for any strategy to go on with."""
         self._rest(self.model, buffers=False)
@@ -258,9 +266,13 @@ class ServedReplica(PeriodicReplica):
         return f"on {servers} server(s) beside the first ranks; pushes that were not applied are dropped"
 
     def close(self) -> None:
-        """The optimizer's states come home; a rank with a server stays until all workers have closed theirs."""
+        """The optimizer's states come home; a rank with a server stays until all workers have closed theirs.
+
+        Where a server is gone, its states are gone with it: `PeerLost`, unless the program has had that before.
+        """
         try:
-            self._fetch()
+            if not any(link.is_lost for link in self._links):
+                self._fetch()
         finally:
             super().close()
 

@@ -65,7 +65,7 @@ class Server:
     parameters about as far; a worker more than `staleness` windows ahead of the slowest waits (None: nobody does).
     delay: a push is applied when so many pushes of others have come after it; its worker waits for that.
 
-    Workers that have left, or rest until all do (`settle`), are waited for by nobody.
+    Workers that have left, or rest until all do (`settle`, `gather`), are waited for by nobody.
     """
 
     def __init__(
@@ -97,6 +97,9 @@ class Server:
         self._resting: set[int] = set()
         self._unanswered: set[int] = set()  # those that have not had their answer when all rested
         self._buffers: dict[int, bytes] = {}
+        self._brought: dict[int, bytes] = {}  # what workers brought to `gather`
+        self._gathers = 0
+        self._gathered = b""
         self._settles = 0
         self._settled: tuple[Tensor, bytes] = (self._line, b"")
 
@@ -139,6 +142,15 @@ class Server:
             if wait:
                 self._wait(lambda: not self._unanswered)
 
+    def gather(self, worker: int, data: bytes) -> bytes:
+        """Rest until every worker has come here: what each brought, as packed pairs of worker and bytes."""
+        with self._changed:
+            self._brought[worker] = data
+            number = self._gathers
+            self._look_again()
+            self._wait(lambda: self._gathers > number)
+            return self._gathered
+
     def fetch(self) -> tuple[Tensor, list[dict[str, Any]]]:
         """The parameters as they are now, and the optimizer's state of each."""
         with self._changed:
@@ -158,6 +170,7 @@ class Server:
         with self._changed:
             self._clocks.pop(worker, None)
             self._resting.discard(worker)
+            self._brought.pop(worker, None)
             self._unanswered.discard(worker)
             self._look_again()
 
@@ -190,7 +203,7 @@ class Server:
         return missed
 
     def _active(self) -> set[int]:
-        return set(self._clocks) - self._resting
+        return set(self._clocks) - self._resting - set(self._brought)
 
     def _slowest(self, worker: int) -> int:
         return min(self._clocks[w] for w in {*self._active(), worker})
@@ -211,6 +224,10 @@ class Server:
             self._resting.clear()
             self._buffers.clear()
             self._settles += 1
+        if self._brought and set(self._clocks) <= set(self._brought):
+            self._gathered = packing.to_bytes([[w, data] for w, data in sorted(self._brought.items())])
+            self._brought.clear()
+            self._gathers += 1
         self._changed.notify_all()
 
     def _end_round(self) -> None:

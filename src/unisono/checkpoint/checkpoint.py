@@ -272,7 +272,7 @@ def load(path: str | os.PathLike[str], replica: Savable, *, strict: bool = True)
     )
     if world.rank == 0:
         warn_of_damage(found, folder, skipped, stacklevel=3)
-    _do_together(world, f"{folder} could not be loaded", lambda: _apply(found, replica, strict=strict))
+    _do_together(world, f"{folder} could not be loaded", lambda: _apply_or_refuse(found, replica, strict=strict))
     positions = [state["epoch"] for state in found.whole["shards"].values() if "epoch" in state]
     return Loaded(found.step, positions[0] if positions else 0, str(folder), skipped, found.whole["extra"])
 
@@ -307,7 +307,7 @@ def _try_to_read(folder: Path, world: World, read: Callable[[Path], Contents]) -
         return f"it cannot be seen from {world.host}; give a path on one disk that all hosts share"
     try:
         return read(folder)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         return _shorten(error)
 
 
@@ -323,6 +323,14 @@ def warn_of_damage(found: Contents, folder: Path, skipped: list[tuple[str, str]]
             f"ranks ({some}): each became their mean",
             stacklevel=stacklevel,
         )
+
+
+def _apply_or_refuse(found: Contents, replica: Savable, *, strict: bool) -> None:
+    """A checkpoint that does not fit the model is the caller's mistake; one with parts of a wrong kind is broken."""
+    try:
+        _apply(found, replica, strict=strict)
+    except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        raise CheckpointError(f"its parts are not as un.save writes them: {error!r}") from error
 
 
 def _apply(found: Contents, replica: Savable, *, strict: bool) -> None:

@@ -346,11 +346,18 @@ def _apply(found: Contents, replica: Savable, *, strict: bool) -> None:
             world.shards[name].load_state_dict(state)
         else:
             world.pending_shards[name] = state
-    states = [own["rng"] for own in found.owns]
-    if found.same_world or world.rank < len(states):
-        rng.restore(states[0 if found.same_world else world.rank], world.device)
-    else:
-        rng.derive(states[0], world.rank)
+    _apply_rng([own["rng"] for own in found.owns], found, world)
+
+
+def _apply_rng(states: list[Any], found: Contents, world: World) -> None:
+    try:
+        if found.same_world or world.rank < len(states):
+            rng.restore(states[0 if found.same_world else world.rank], world.device)
+        else:
+            rng.derive(states[0], world.rank)
+    except (ValueError, TypeError, RuntimeError, LookupError, ArithmeticError, AttributeError) as error:
+        file = f"rank-{world.rank if found.same_world else min(world.rank, len(states) - 1):05d}.json"
+        raise CheckpointError(f"{file} has a state of random numbers that cannot be taken up: {error!r}") from error
 
 
 def _apply_model_and_optimizer(found: Contents, replica: Savable, *, strict: bool) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,10 +74,17 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         if not self.training or self.link.world.size == 1:
             return super().forward(input)
         axes = [0, *range(2, input.dim())]
+        few = self.link.world.weight == 0.0 or _count_values(input) == 1  # known here without waiting for a device
         wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         count = torch.full((1,), float(input.numel() // self.num_features), dtype=wide.dtype, device=input.device)
         sums = self._sum(torch.cat([wide.sum(axes), count]))
         total = sums[-1].detach()
+        if few and float(total) <= 1.0:  # then few is so on every rank, and all of them raise
+            raise ValueError(
+                f"SyncBatchNorm got one value for each channel over all {self.link.world.size} ranks (an input of "
+                f"shape {tuple(input.shape)}), which has no variance: leave a last batch of one sample out "
+                "(un.shard(..., drop_last=True)), or take a batch_size that leaves more"
+            )
         mean = sums[:-1] / total
         shape = [1, -1] + [1] * (input.dim() - 2)
         centred = wide - mean.view(shape)
@@ -104,6 +113,44 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         unbiased = variance * (total / (total - 1).clamp(min=1))
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
+
+
+def watch_batch_norms(model: nn.Module, world: World) -> list[Any]:
+    """Have every plain batch normalisation say what to do where this rank's part of a batch is too small for it.
+
+    Returns the hooks, to be removed; none in a world of one, where PyTorch's own error says all.
+    """
+    if world.size == 1:
+        return []
+    kind, others = nn.modules.batchnorm._BatchNorm, (SyncBatchNorm, nn.SyncBatchNorm)
+    return [
+        module.register_forward_pre_hook(partial(_check_values, name or "the model"))
+        for name, module in model.named_modules()
+        if isinstance(module, kind) and not isinstance(module, others)
+    ]
+
+
+def unwatch_batch_norms(model: nn.Module) -> None:
+    """Take these hooks off a copy, which belongs to no replica."""
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, partial) and hook.func is _check_values:
+                del module._forward_pre_hooks[key]
+
+
+def _check_values(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+    if module.training and args and isinstance(args[0], Tensor) and _count_values(args[0]) == 1:
+        raise ValueError(
+            f"{name} ({type(module).__name__}) got one value for each channel, an input of shape "
+            f"{tuple(args[0].shape)}: this rank's part of the batch is a single sample, which has no variance. Take "
+            "the statistics over all ranks, model = un.sync_batch_norm(model) before the optimizer is made; or leave a "
+            "short last batch out, un.shard(..., drop_last=True); or take a batch_size that leaves each rank two"
+        )
+
+
+def _count_values(x: Tensor) -> int:
+    """How many values each channel has."""
+    return math.prod(x.shape[:1]) * math.prod(x.shape[2:])
 
 
 def sync_batch_norm(model: nn.Module, world: World | None = None) -> nn.Module:

@@ -6,9 +6,9 @@ No pickle and no code: what is read can only ever become the plain values listed
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import math
+import re
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-__all__ = ["from_bytes", "pack", "to_bytes", "unpack"]
+__all__ = ["count_shape_bytes", "find_dtype", "from_bytes", "pack", "to_bytes", "unpack"]
 
 Tensors = dict[str, torch.Tensor]
 Path = tuple[str | int, ...]
@@ -30,6 +30,16 @@ _NATIVE = {
 _INLINE_BYTES = 1024  # shorter bytes stay inside the JSON, as base64
 _LONG_INT_BITS = 8192  # Python refuses to read longer ints from decimal text
 _LENGTH = struct.Struct("<Q")
+
+_PACKED = "packed state"  # what an error calls it
+
+# What is read may come from anywhere: each number is judged before anything is made of it.
+_MAX_DIMENSIONS = 64  # of a tensor, and of an array
+_MAX_BYTES = 2**63 - 1  # what a tensor's strides may count
+_MAX_EMPTY_ITEM = 1 << 24  # NumPy reserves the bytes of one item for an array of none
+_MAX_EMPTY_ITEMS = 1 << 20  # items without bytes: NumPy gives each of them one
+_NUMPY_DTYPE = re.compile(r"[<>|=]([biufcSUV]\d{1,9}|[mM]8(\[\d{0,9}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)", re.ASCII)
+_DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
 
 
 def pack(obj: Any, *, leaves: type | tuple[type, ...] = ()) -> tuple[Any, Tensors]:
@@ -87,7 +97,7 @@ def from_bytes(data: bytes | bytearray | memoryview) -> Any:
     try:
         header = json.loads(bytes(view[start : start + length]))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"packed state has a broken header: {error}") from None
+        raise ValueError(f"packed state has a broken header: {_shorten(error)}") from None
     if not isinstance(header, list) or len(header) not in (1, 2):
         raise ValueError("packed state has a broken header: expected [tree] or [tree, layout]")
     tensors = _read_tensors(header[1], view[start + length :]) if len(header) == 2 else {}
@@ -97,16 +107,23 @@ def from_bytes(data: bytes | bytearray | memoryview) -> Any:
 def _read_tensors(layout: Any, body: memoryview) -> Tensors:
     tensors: Tensors = {}
     position = 0
-    try:
-        for name, dtype_name, shape in layout:
-            dtype = _dtype(dtype_name)
-            size = math.prod(_shape(shape)) * dtype.itemsize
-            if size > len(body) - position:
-                raise ValueError(f"packed state is cut short: tensor {name!r} needs {size} bytes")
-            tensors[name] = _tensor_of(body[position : position + size], dtype, shape)
-            position += size
-    except TypeError as error:
-        raise ValueError(f"packed state has a broken layout: {error}") from None
+    if not isinstance(layout, list):
+        raise ValueError(f"packed state has a broken layout: expected a list, got {_shorten(layout)}")
+    for entry in layout:
+        if not isinstance(entry, list) or len(entry) != 3 or type(entry[0]) is not str:
+            raise ValueError(f"packed state has a broken layout: expected name, dtype, shape, got {_shorten(entry)}")
+        name, shape = entry[0], entry[2]
+        try:
+            dtype = find_dtype(entry[1])
+            size = count_shape_bytes(shape, dtype.itemsize)
+            part = body[position : position + size]
+            if len(part) == size:
+                tensors[name] = _tensor_of(part, dtype, shape)
+        except (ValueError, RuntimeError) as error:  # RuntimeError: a dtype that torch knows and has no tensors of
+            raise ValueError(f"packed state has a broken layout: {_shorten(error)}") from None
+        if len(part) < size:
+            raise ValueError(f"packed state is cut short: tensor {_shorten(name)} needs {size} bytes")
+        position += size
     if position != len(body):
         raise ValueError(f"packed state has {len(body) - position} bytes too many")
     return tensors
@@ -232,6 +249,7 @@ class _Unpacker:
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
         self._built: dict[tuple[str, str], torch.Tensor] = {}
+        self._copied: set[str] = set()
 
     def value(self, tree: Any) -> Any:
         if isinstance(tree, list):
@@ -243,53 +261,66 @@ class _Unpacker:
             return {key: self.value(x) for key, x in tree.items()}
         try:
             return self._tagged(tag, tree[tag], tree)
-        except (KeyError, TypeError, AttributeError, RuntimeError, binascii.Error) as error:
-            if isinstance(error, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+            if isinstance(error, RecursionError) or str(error).startswith(_PACKED):
                 raise
-            raise ValueError(f"packed state has a broken {tag!r} entry: {error!r}") from None
+            raise ValueError(f"packed state has a broken {tag!r} entry: {_shorten(error)}") from None
 
     def _tagged(self, tag: str, body: Any, tree: dict[str, Any]) -> Any:
         if tag == "!tensor":
-            return self._tensor(body, tree)
+            return self._tensor(_expect(str, body), tree)
         if tag == "!tuple":
-            return tuple(self.value(x) for x in body)
+            return tuple(self.value(x) for x in _expect(list, body))
         if tag in ("!dict", "!ordered", "!counter"):
             kind = {"!dict": dict, "!ordered": OrderedDict, "!counter": Counter}[tag]
-            return kind({key: self.value(x) for key, x in body})
+            return kind({_read_key(pair): self.value(pair[1]) for pair in _expect(list, body)})
         if tag in ("!array", "!scalar"):
             return self._numpy(tag, body, tree)
         if tag == "!int":
-            return int(body, 16)
+            return _read_hex(body)
         if tag == "!float":
-            return float(body)
+            return {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[body]
         if tag == "!bytes":
-            return base64.b64decode(body, validate=True)
+            return base64.b64decode(_expect(str, body).encode(), validate=True)
         if tag == "!blob":
-            return self._tensors[body].numpy().tobytes()
+            return self._take(body).numpy().tobytes()
         if tag == "!size":
-            return torch.Size(body)
+            return torch.Size(_read_number(n) for n in _expect(list, body))
         if tag == "!dtype":
-            return _dtype(body)
+            return find_dtype(body)
         if tag == "!device":
-            return torch.device(body)
-        raise ValueError(f"packed state has an unknown entry {tag!r}; was it written by a newer version?")
+            return torch.device(_expect(str, body))
+        raise ValueError(f"packed state has an unknown entry {_shorten(tag)}; was it written by a newer version?")
 
     def _tensor(self, name: str, tree: dict[str, Any]) -> torch.Tensor:
         dtype_name = tree.get("dtype", "")
         if (name, dtype_name) not in self._built:
             tensor = self._tensors[name]
             if dtype_name:
-                tensor = tensor.reshape(-1).view(_dtype(dtype_name)).reshape(_shape(tree["shape"]))
+                dtype = find_dtype(dtype_name)
+                count_shape_bytes(tree["shape"], dtype.itemsize)
+                tensor = tensor.reshape(-1).view(dtype).reshape(tree["shape"])
             self._built[name, dtype_name] = tensor
         return self._built[name, dtype_name]
 
-    def _numpy(self, tag: str, body: str, tree: dict[str, Any]) -> Any:
-        dtype = np.dtype(str(tree["dtype"]))
+    def _take(self, name: Any) -> torch.Tensor:
+        """A tensor that is copied: once. Else a short text could ask for copies without end."""
+        if _expect(str, name) in self._copied:
+            raise ValueError(f"two values in the place of {_shorten(name)}")
+        self._copied.add(name)
+        return self._tensors[name]
+
+    def _numpy(self, tag: str, body: Any, tree: dict[str, Any]) -> Any:
+        dtype = _find_numpy_dtype(tree["dtype"])
         scalar = tag == "!scalar"
-        raw = base64.b64decode(body, validate=True) if scalar else self._tensors[body].numpy().tobytes()
-        shape = () if scalar else tuple(_shape(tree["shape"]))
-        if dtype.hasobject or math.prod(shape) * dtype.itemsize != len(raw):
-            raise ValueError(f"packed state has {len(raw)} bytes for a numpy value of {dtype} and shape {shape}")
+        raw = base64.b64decode(_expect(str, body).encode(), validate=True) if scalar else None
+        size = len(raw) if raw is not None else self._tensors[_expect(str, body)].nbytes
+        shape = () if scalar else tuple(_check_shape(tree["shape"]))
+        if count_shape_bytes([*shape], dtype.itemsize) != size or (
+            not size and (dtype.itemsize > _MAX_EMPTY_ITEM or math.prod(shape) > _MAX_EMPTY_ITEMS)
+        ):
+            raise ValueError(f"{size} bytes for a numpy value of {dtype} and shape {_shorten(shape)}")
+        raw = self._take(body).numpy().tobytes() if raw is None else raw
         array = np.zeros(shape, dtype)
         if raw:
             array = np.frombuffer(raw, dtype).reshape(shape).copy()
@@ -312,17 +343,70 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"packed state names an unknown dtype {name!r}; this torch is {torch.__version__}")
+def find_dtype(name: Any) -> torch.dtype:
+    """The dtype of a name that was read; ValueError where this torch has none of that name."""
+    dtype = _DTYPES.get(name) if isinstance(name, str) else None
+    if dtype is None:
+        raise ValueError(f"an unknown dtype {_shorten(name)}; this torch is {torch.__version__}")
     return dtype
 
 
-def _shape(shape: list[int]) -> list[int]:
-    if not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError(f"packed state has a broken shape {shape!r}")
+def _find_numpy_dtype(name: Any) -> np.dtype[Any]:
+    """What `dtype.str` writes of numbers, bools, strings and times, and nothing else that NumPy would read."""
+    if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):
+        raise ValueError(f"an unknown numpy dtype {_shorten(name)}")
+    return np.dtype(name)
+
+
+def count_shape_bytes(shape: Any, itemsize: int) -> int:
+    """The bytes of a tensor whose shape was read; ValueError for a shape that no tensor has."""
+    numbers = _check_shape(shape)
+    if math.prod(max(n, 1) for n in numbers) * max(itemsize, 1) > _MAX_BYTES:
+        raise ValueError(f"a shape that is too large: {_shorten(shape)}")
+    return math.prod(numbers) * itemsize
+
+
+def _check_shape(shape: Any) -> list[int]:
+    """A list of whole numbers, not too many; each fits 64 bits, so that their product is no long one."""
+    if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS:
+        raise ValueError(f"a broken shape {_shorten(shape)}")
+    if not all(type(n) is int and 0 <= n <= _MAX_BYTES for n in shape):
+        raise ValueError(f"a broken shape {_shorten(shape)}")
     return shape
+
+
+def _expect(kind: type, value: Any) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"expected {kind.__name__}, got {_shorten(value)}")
+    return value
+
+
+def _read_number(n: Any) -> int:
+    """A whole number of 64 bits."""
+    if type(n) is not int or not -_MAX_BYTES <= n <= _MAX_BYTES:
+        raise TypeError(f"expected a whole number of 64 bits, got {_shorten(n)}")
+    return n
+
+
+def _read_key(pair: Any) -> Any:
+    if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) not in (str, int, bool):
+        raise TypeError(f"expected a key of str or int, and its value; got {_shorten(pair)}")
+    return pair[0]
+
+
+def _read_hex(text: Any) -> int:
+    if not re.fullmatch(r"-?0x[0-9a-f]+", _expect(str, text), re.ASCII):
+        raise TypeError(f"expected a number such as 0xff, got {_shorten(text)}")
+    return int(text, 16)
+
+
+def _shorten(value: Any) -> str:
+    """A value in a message, not at any length. (A long number has no decimal text at all.)"""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _join(path: Path) -> str:

@@ -10,6 +10,7 @@ _UNITS = {
     **{f"{letter}ib": 1024**i for i, letter in enumerate(_POWERS) if letter},
 }
 _FORM = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
+_MAX_BYTES, _MAX_DIGITS = 2**63 - 1, 30
 _EXPECTED = 'a number of bytes, or text such as "18GiB" (18 · 2^30 bytes) or "500 MB" (500 · 10^6 bytes)'
 
 
@@ -22,8 +23,9 @@ def parse_size(size: str | int | float, name: str = "size") -> int:
     if isinstance(size, bool) or not isinstance(size, (str, int, float)):
         raise TypeError(f"{name} must be {_EXPECTED}, got {size!r}")
     if not isinstance(size, str):
-        if not 0 <= size < float("inf"):
-            raise ValueError(f"{name} must be {_EXPECTED}, got {size!r}")
+        if not 0 <= size <= _MAX_BYTES:
+            got = repr(size) if isinstance(size, float) or abs(size) <= _MAX_BYTES else "one beyond 2^63"
+            raise ValueError(f"{name} must be {_EXPECTED}, got {got}")
         return int(size)
     found = _FORM.fullmatch(size)
     unit = found[2].lower() if found else ""
@@ -35,7 +37,10 @@ def parse_size(size: str | int | float, name: str = "size") -> int:
         )
     if not found or (unit and unit not in _UNITS):
         raise ValueError(f"{name} must be {_EXPECTED}, got {size!r}")
-    return round(float(found[1]) * _UNITS[unit]) if unit else round(float(found[1]))
+    scale = _UNITS[unit] if unit else 1
+    if len(found[1]) > _MAX_DIGITS or (counted := float(found[1]) * scale) > _MAX_BYTES:
+        raise ValueError(f"{name} is beyond every memory and disk: expected less than 2^63 bytes, got {size[:40]!r}")
+    return round(counted)
 
 
 def show_size(nbytes: float) -> str:

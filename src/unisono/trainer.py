@@ -19,6 +19,7 @@ from unisono.data.settings import ShardSettings
 from unisono.progress import SPLIT, Display, EarlyStopping, History, Logs
 from unisono.strategy import Strategy, parallel
 from unisono.world import World, join
+from unisono.world.ledger import Totals
 
 __all__ = ["Callback", "Trainer"]
 
@@ -184,7 +185,7 @@ class Trainer:
         """Train on what is left of this epoch; `sums` holds what was counted before a checkpoint."""
         self.model.train()
         counted = float(self.world.all_reduce(sums[:1].clone(), "sum", tag="metrics").wait())
-        began, steps = time.perf_counter(), 0
+        began, before, steps = time.perf_counter(), self.world.ledger.totals(), 0
         for batch in batches:
             opened = (batches.batch - 1) // self.accumulate * self.accumulate
             window = self.accumulate if total is None else min(self.accumulate, total - opened)
@@ -200,9 +201,9 @@ class Trainer:
                 if self.save_every and self.replica.step % self.save_every == 0:
                     self._save(sums)
                 if display.live and steps % REFRESH_STEPS == 0:
-                    live = self._summarise(sums, steps, counted, began)
+                    live = self._summarise(sums, before, counted, began)
             display.advance(len(self.history), batches.batch, live)
-        return self._summarise(sums, steps, counted, began)
+        return self._summarise(sums, before, counted, began)
 
     def _forward(self, model: nn.Module, batch: Sequence[Tensor], sums: Tensor) -> Tensor:
         """The loss of my batch; adds it and the metrics to `sums`, times my samples."""
@@ -268,9 +269,9 @@ class Trainer:
         samples, *totals = sums.tolist()
         return {name: total / max(samples, 1) for name, total in zip(self._sum_names[1:], totals, strict=True)}
 
-    def _summarise(self, sums: Tensor, steps: int, counted: float, began: float) -> Logs:
+    def _summarise(self, sums: Tensor, before: Totals, counted: float, began: float) -> Logs:
         """World-wide means so far, samples a second, and shares of the time (one small all-reduce)."""
-        spent = self.world.ledger.totals(last=steps)
+        spent = self.world.ledger.totals() - before
         elapsed_s = time.perf_counter() - began
         times = [spent.compute, spent.communication, spent.waiting, spent.data, elapsed_s]  # as in SPLIT
         both = self.world.all_reduce(torch.cat([sums, sums.new_tensor(times)]), "sum", tag="metrics").wait()

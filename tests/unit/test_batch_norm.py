@@ -109,3 +109,77 @@ def test_parameters_keys_and_copies() -> None:
     with pytest.raises(ValueError, match="at least 2 dimensions, got 1"):
         model[0](torch.ones(3, dtype=torch.float64))
     assert isinstance(un.sync_batch_norm(nn.BatchNorm2d(3), World()), SyncBatchNorm)
+
+
+# A part of one sample -----------------------------------------------------------------------------------------
+
+
+def train_uneven(model: nn.Module, world: World, samples: int, **settings: object) -> list[Tensor]:
+    """Two steps a pass over `samples` in batches of 4: the last one leaves rank 1 a single sample or none."""
+    data = torch.linspace(-1, 2, 3 * samples, dtype=torch.float64).cos().view(samples, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    replica = un.parallel(model, optimizer, world=world)
+    try:
+        for (x,) in un.shard((data,), batch_size=4, shuffle=False, world=world, **settings):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    finally:
+        replica.close()
+    return list(model.state_dict().values())
+
+
+def train_alone(samples: int) -> list[Tensor]:
+    model = plain()
+    data = torch.linspace(-1, 2, 3 * samples, dtype=torch.float64).cos().view(samples, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in data.split(4):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    return list(model.state_dict().values())
+
+
+@pytest.mark.parametrize("samples", [7, 6])  # 2 + 1 at the end, and 1 + 1
+def test_a_part_of_one_sample_trains_where_the_statistics_are_over_all_ranks(samples: int) -> None:
+    found = run_threads(lambda world: train_uneven(un.sync_batch_norm(plain(), world), world, samples), 2)
+    for values in found:
+        for a, b in zip(values, train_alone(samples), strict=True):
+            close(a, b)
+
+
+def test_one_sample_in_all_is_refused_on_every_rank() -> None:
+    def work(world: World) -> None:
+        with pytest.raises(ValueError, match=r"one value for each channel over all 2 ranks.*drop_last=True"):
+            train_uneven(un.sync_batch_norm(plain(), world), world, 5)  # 1 + a stand-in at the end
+
+    run_threads(work, 2)
+
+
+@pytest.mark.parametrize("samples", [6, 5])
+def test_plain_batch_normalisation_says_what_to_do_with_a_part_of_one_sample(samples: int) -> None:
+    def work(world: World) -> None:
+        model = plain()
+        with pytest.raises(ValueError, match=r"0 \(BatchNorm1d\).*single sample.*sync_batch_norm.*drop_last=True"):
+            train_uneven(model, world, samples)
+        assert not model[0]._forward_pre_hooks, "none is left on a model that no replica watches"
+        train_uneven(model, world, samples, drop_last=True)
+        with pytest.raises(ValueError, match="Expected more than 1 value"):  # PyTorch's own again
+            model(numbers(1))
+        model.eval()
+        model(numbers(1))
+
+    run_threads(work, 2)
+
+
+def test_a_copy_of_the_model_is_watched_no_more() -> None:
+    def work(world: World) -> None:
+        model = plain()
+        replica = un.parallel(model, torch.optim.SGD(model.parameters(), lr=0.1), "local_sgd(every=4)", world=world)
+        assert all(len(module._forward_pre_hooks) == 1 for module in (model[0], model[2]))
+        model(numbers(2, world.rank)).sum().backward()
+        replica.optimizer.step()
+        assert not any(module._forward_pre_hooks for module in replica.consolidate().modules())
+        replica.close()
+
+    run_threads(work, 2)

@@ -151,12 +151,54 @@ def test_memory_is_bounded_and_totals_are_not(monkeypatch: pytest.MonkeyPatch) -
     assert totals.wall == pytest.approx(50)
     assert totals.communication == pytest.approx(5.0)
     assert (book.totals(last=4).steps, book.totals(last=0).steps) == (4, 0)
+    assert book.by_tag() == {"gradients": 1050}, "all of them, not only those kept"
+    assert (book.sent().collectives, book.sent().bytes_sent) == (150, 1050)
     book.settle({("world", n): 1e9 for n in range(150)})
     assert book.totals().bytes_sent == 1050, "steps whose records were dropped are left as they were"
+    assert book.totals().waiting == pytest.approx(0.3), "of the three steps whose records are all there"
+    assert book.totals().communication == pytest.approx(4.7)
     for i in range(100):  # a program that never steps
         collective(book, 0.0, 0.0, 0.0, sequence=i)
         book.close_span("data", 0.0, 0.0)
     assert len(book._fresh) == len(book._fresh_spans) == 10
+
+
+def test_after_ten_thousand_steps_nothing_more_is_kept() -> None:
+    """The bound of docs/ledger.md: what is kept after 10,000 steps and after 20,000 is the same."""
+    book, kept = Ledger(clock=Clock()), []
+    for i in range(20_000):
+        now = 101.0 + i
+        collective(book, now - 0.5, now - 0.4, now - 0.3, nbytes=7, sequence=i)
+        book.close_span("blocked", now - 0.5, now - 0.3)
+        book.event("decision", number=i)
+        step_at(book, now)
+        if i in (9_999, 19_999):
+            kept.append([len(x) for x in (book.rows, book.records, book.spans, book.events, book.by_tag())])
+    assert kept[0] == kept[1]
+    assert max(kept[1]) <= 10_000
+    assert (book.totals().steps, book.sent().bytes_sent) == (20_000, 140_000)
+    assert f"{ledger.KEPT:,}" in (Path(__file__).parents[2] / "docs" / "ledger.md").read_text()
+
+
+def test_a_difference_of_totals_is_exact_beyond_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "KEPT", 2)
+    book = Ledger(clock=Clock())
+    for i in range(8):
+        if i == 3:
+            before = book.totals()
+        book.close_span("data", 100.0 + i, 100.25 + i)
+        step_at(book, 101.0 + i)
+    since = book.totals() - before
+    assert (since.steps, since.wall, since.data, since.compute) == (5, 5.0, 1.25, 3.75)
+    assert book.totals(last=5).steps == 2, "only those that are kept"
+
+
+def test_tags_without_end_are_summed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "KEPT_TAGS", 2)
+    book = Ledger(clock=Clock())
+    for i in range(6):
+        book.close_record(Record("send", f"step {i}", 10, "world", i))
+    assert book.by_tag() == {"step 0": 10, "step 1": 10, ledger.OTHER_TAGS: 40}
 
 
 def test_table_and_json_lines(book: Ledger, tmp_path: Path) -> None:

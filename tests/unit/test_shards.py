@@ -25,6 +25,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+import unisono as un
 from unisono import data as data_module
 from unisono.data import Shard, shard
 
@@ -50,6 +51,10 @@ class FakeWorld:
         self.ledger = FakeLedger()
         self.shards: dict[str, Shard] = {}
         self.pending_shards: dict[str, Any] = {}
+
+    def gather_objects(self, obj: Any) -> list[Any]:
+        """The other ranks have the same."""
+        return [obj] * self.size
 
 
 class Squares(Dataset[tuple[int, int]]):
@@ -529,6 +534,43 @@ def test_a_loader_leaves_the_global_generator_alone() -> None:
     list(shard(Squares(23), 6, world=FakeWorld()))
     list(shard(DataLoader(Squares(20), 20, sampler=SubsetRandomSampler(range(20))), world=FakeWorld()))
     torch.testing.assert_close(torch.rand(3), expected)
+
+
+def read_in_threads(lists: list[list[Any]]) -> list[Any]:
+    """What each rank reads of its own list of files; or why it was refused."""
+
+    def work(world: Any) -> Any:
+        try:
+            batches = shard(lists[world.rank], batch_size=2, shuffle=False, world=world)
+            return [name for batch in batches for name in batch]
+        except ValueError as error:
+            return str(error)
+
+    return un.run_threads(work, len(lists))
+
+
+def test_files_in_another_order_on_a_rank_are_refused_on_all() -> None:
+    names = [f"/data/{name}.txt" for name in "abcd"]
+    found = read_in_threads([names, [*names[:2], names[3], names[2]]])
+    for why in found:
+        assert "the same 4 files in different orders: as number 2, rank 0 on" in why
+        assert "has c.txt; rank 1 on" in why
+        assert "has d.txt" in why
+        assert "un.shard(sorted(files)" in why
+
+
+def test_other_files_on_a_rank_are_refused_on_all() -> None:
+    names = [f"/data/{name}.txt" for name in "abcd"]
+    for other in (names[:3], [*names[:3], "/data/x.txt"]):
+        for why in read_in_threads([names, other]):
+            assert f"different files on the ranks (4, {len(other)} of them): as number 3" in why
+            assert f"has {'no more' if len(other) == 3 else 'x.txt'}" in why
+
+
+def test_the_same_files_may_lie_in_another_folder_on_each_host() -> None:
+    lists = [[Path(f"/{host}/data/{part}/x.txt") for part in "abcd"] for host in ("one", "two/three")]
+    mine, others = read_in_threads([*lists])
+    assert mine + others == [lists[0][0], lists[0][2], lists[1][1], lists[1][3]]
 
 
 def test_files_are_read_one_a_sample(tmp_path: Path) -> None:

@@ -320,7 +320,7 @@ def load(path: str | os.PathLike[str], replica: Savable, *, strict: bool = True)
     )
     if world.rank == 0:
         warn_of_damage(found, folder, skipped, stacklevel=3)
-    _do_together(gather, f"{folder} could not be loaded", lambda: _apply(found, replica, strict=strict))
+    _do_together(gather, f"{folder} could not be loaded", lambda: _apply_or_refuse(found, replica, strict=strict))
     positions = [state["epoch"] for state in found.whole["shards"].values() if "epoch" in state]
     return Loaded(found.step, positions[0] if positions else 0, str(folder), skipped, found.whole["extra"])
 
@@ -355,7 +355,7 @@ def _try_to_read(folder: Path, world: World, read: Callable[[Path], Contents]) -
         return f"it cannot be seen from {world.host}; give a path on one disk that all hosts share"
     try:
         return read(folder)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         return _shorten(error)
 
 
@@ -373,6 +373,14 @@ def warn_of_damage(found: Contents, folder: Path, skipped: list[tuple[str, str]]
         )
 
 
+def _apply_or_refuse(found: Contents, replica: Savable, *, strict: bool) -> None:
+    """A checkpoint that does not fit the model is the caller's mistake; one with parts of a wrong kind is broken."""
+    try:
+        _apply(found, replica, strict=strict)
+    except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        raise CheckpointError(f"its parts are not as un.save writes them: {error!r}") from error
+
+
 def _apply(found: Contents, replica: Savable, *, strict: bool) -> None:
     """Put everything in its place; what can be checked is checked before anything is touched."""
     world, whole = replica.world, found.whole
@@ -386,11 +394,18 @@ def _apply(found: Contents, replica: Savable, *, strict: bool) -> None:
             world.shards[name].load_state_dict(state)
         else:
             world.pending_shards[name] = state
-    states = [own["rng"] for own in found.owns]
-    if found.same_world or world.rank < len(states):
-        rng.restore(states[0 if found.same_world else world.rank], world.device)
-    else:
-        rng.derive(states[0], world.rank)
+    _apply_rng([own["rng"] for own in found.owns], found, world)
+
+
+def _apply_rng(states: list[Any], found: Contents, world: World) -> None:
+    try:
+        if found.same_world or world.rank < len(states):
+            rng.restore(states[0 if found.same_world else world.rank], world.device)
+        else:
+            rng.derive(states[0], world.rank)
+    except (ValueError, TypeError, RuntimeError, LookupError, ArithmeticError, AttributeError) as error:
+        file = f"rank-{world.rank if found.same_world else min(world.rank, len(states) - 1):05d}.json"
+        raise CheckpointError(f"{file} has a state of random numbers that cannot be taken up: {error!r}") from error
 
 
 def _apply_model_and_optimizer(found: Contents, replica: Savable, *, strict: bool) -> None:

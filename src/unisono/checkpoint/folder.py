@@ -15,9 +15,10 @@ import shutil
 import time
 import warnings
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -38,11 +39,13 @@ __all__ = [
     "write_shared",
 ]
 
+T = TypeVar("T")
 Tensors = dict[str, torch.Tensor]
 Files = dict[str, list[int]]  # name -> size and CRC-32
 
 _FORMAT, _SPLIT_FORMAT = 1, 2  # the second has tensors that are split over the ranks
 _MANIFEST = "manifest.json"
+_MAX_NUMBER = 2**63 - 1
 
 
 class Candidate(NamedTuple):
@@ -196,26 +199,26 @@ def read_folder(
     if is_split or lazy:
         source.verify(rank, world_size)
     tree = source.tree("shared")
-    wholes = tree.pop("pieces", {})
+    wholes = _check_wholes(tree.pop("pieces", {}))
     same_world &= tree.get("strategy_type", strategy) == strategy or not strategy
     used = [rank] if same_world else list(range(saved_by))
-    entries = {r: source.tree(_name_rank(r)) for r in (range(saved_by) if is_split else used)}
+    entries = {r: _check_entry(source.tree(_name_rank(r)), r) for r in (range(saved_by) if is_split else used)}
     tensors, kept = source.tensors("shared"), {r: source.tensors(_name_rank(r)) for r in used}
-    different = [{key: kept[r][key] for key in entries[r]["differs"]} for r in used]
+    different = [_pick(kept[r], entries[r]["differs"], r) for r in used]
     averaged = []
     if same_world:
         tree |= entries[rank]["tree"] or {}
         tensors |= different[0]
     else:
-        given = {f"model.{name}" for name in tree.get("consolidated", {})}
-        weights = [entries[r].get("weights", {}) for r in used]
-        averaged = list(_average(tensors, different, weights, {*tree.get("first", ()), *given}))
+        weights = [entries[r]["weights"] for r in used]
+        averaged = list(_average(tensors, different, weights, _find_given(tree)))
     if is_split:
         tensors = _find_absent(source, entries, tensors) | tensors
-        tensors |= split.find_pieces(folder, wholes, [entries[r].get("pieces", {}) for r in entries])
-    own_parts = [unpack(entries[r]["own"], _Full(kept[r])) for r in used] if owns else []
-    whole = _assemble(tree, tensors, lazy)
-    consolidated = whole.pop("consolidated", {})
+        tensors |= split.find_pieces(folder, wholes, [entries[r]["pieces"] for r in entries])
+    own_parts = [_unpack_own(entries[r]["own"], kept[r], r) for r in used] if owns else []
+    with _naming("shared.json"):
+        whole = _check_whole(_assemble(tree, tensors, lazy))
+        consolidated = _expect(dict, whole.pop("consolidated", {}), "consolidated")
     if not same_world:
         whole["model"] |= consolidated
     return Contents(manifest["step"], whole, same_world, own_parts, averaged)
@@ -244,9 +247,11 @@ class _Source:
             self._check(name, safetensors.checksum(self.folder / name))
 
     def tree(self, stem: str) -> dict[str, Any]:
-        text = (self.folder / f"{stem}.json").read_bytes()
-        self._check(f"{stem}.json", safetensors.Written(len(text), zlib.crc32(text)))
-        return dict(json.loads(text))
+        name = f"{stem}.json"
+        text = (self.folder / name).read_bytes()
+        self._check(name, safetensors.Written(len(text), zlib.crc32(text)))
+        with _naming(name):
+            return _expect(dict, json.loads(text), "the whole")
 
     def tensors(self, stem: str) -> dict[str, Stored]:
         """In memory, and verified; or where they lie."""
@@ -258,6 +263,8 @@ class _Source:
         return {name: Stored.of(tensor, name) for name, tensor in tensors.items()}
 
     def _check(self, name: str, found: safetensors.Written) -> None:
+        if name not in self.files:
+            raise ValueError(f"{name} is not among the files of {_MANIFEST}")
         if list(found) != self.files[name]:
             raise ValueError(f"{name} is damaged: its checksum differs")
 
@@ -280,10 +287,11 @@ class _Full(Mapping[str, torch.Tensor]):
 
 def _assemble(tree: dict[str, Any], tensors: Mapping[str, Stored], lazy: bool) -> dict[str, Any]:
     if not lazy:
-        return dict(unpack(tree, _Full(tensors)))
-    large = [key for key in (*split.SPLIT, "consolidated") if key in tree]
+        return _expect(dict, unpack(tree, _Full(tensors)), "the whole")
+    large = [*split.SPLIT, *(["consolidated"] if "consolidated" in tree else [])]
     rest = {key: part for key, part in tree.items() if key not in large}
-    return dict(unpack(rest, _Full(tensors))) | {key: split.unpack_lazily(tree[key], tensors) for key in large}
+    lazily = {key: split.unpack_lazily(_get(tree, key), tensors) for key in large}
+    return _expect(dict, unpack(rest, _Full(tensors)), "the whole") | lazily
 
 
 def _find_absent(source: _Source, entries: Mapping[int, Any], tensors: Mapping[str, Stored]) -> dict[str, Stored]:
@@ -291,8 +299,7 @@ def _find_absent(source: _Source, entries: Mapping[int, Any], tensors: Mapping[s
     found: dict[str, Stored] = {}
     for rank, entry in entries.items():
         if names := [name for name in entry["differs"] if name not in tensors and name not in found]:
-            own = source.tensors(_name_rank(rank))
-            found |= {name: own[name] for name in names}
+            found |= _pick(source.tensors(_name_rank(rank)), names, rank)
     return found
 
 
@@ -347,15 +354,137 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((folder / _MANIFEST).read_bytes())
         claimed = manifest.pop("crc32")
+        same = claimed == _sum_crc(manifest)
     except FileNotFoundError:
         raise ValueError(f"it has no {_MANIFEST}") from None
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise ValueError(f"{_MANIFEST} is damaged") from None
-    if claimed != _sum_crc(manifest):
+    if not same:
         raise ValueError(f"{_MANIFEST} is damaged: its checksum differs")
-    if manifest["format"] not in (_FORMAT, _SPLIT_FORMAT):
-        raise ValueError(f"it has format {manifest['format']}, this version reads {_FORMAT} and {_SPLIT_FORMAT}")
+    with _naming(_MANIFEST):
+        form = _expect_number(manifest, "format")
+        if form not in (_FORMAT, _SPLIT_FORMAT):
+            raise ValueError(f"it has format {form}, this version reads {_FORMAT} and {_SPLIT_FORMAT}")
+        for name, least in (("step", 0), ("serial", 0), ("world_size", 1)):
+            _expect_number(manifest, name, least)
+        files = _expect(dict, _get(manifest, "files"), "files")
+        for name, entry in files.items():
+            if Path(name).name != name or not _is_numbers(entry, 2):
+                raise ValueError(f"expected a file's name with its size and checksum, got {name[:200]!r}")
+        if manifest["world_size"] > len(files):
+            raise ValueError(f"{manifest['world_size']} workers have written {len(files)} files")
     return dict(manifest)
+
+
+# Judging --------------------------------------------------------------------------------------------------
+#
+# A checkpoint may come from anywhere. What is not as `save` writes it is refused before it is used, by a ValueError
+# that names the file.
+
+
+@contextmanager
+def _naming(file: str) -> Iterator[None]:
+    """Say in which file something is wrong."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+        text = str(error) if isinstance(error, ValueError) else repr(error)
+        raise ValueError(text if file in text else f"{file} is not as it was written: {text}") from error
+
+
+def _expect(kind: type[T], value: Any, what: str) -> T:
+    if not isinstance(value, kind):
+        raise ValueError(f"{what[:200]} should be a {kind.__name__}, not a {type(value).__name__}")
+    return value
+
+
+def _get(tree: Mapping[str, Any], name: str) -> Any:
+    if name not in tree:
+        raise ValueError(f"it has no {name!r}")
+    return tree[name]
+
+
+def _expect_number(tree: Mapping[str, Any], name: str, least: int = 0) -> int:
+    value = _get(tree, name)
+    if type(value) is not int or not least <= value <= _MAX_NUMBER:
+        raise ValueError(f"{name} should be a whole number from {least} on, below 2^63")
+    return value
+
+
+def _is_numbers(value: Any, count: int) -> bool:
+    is_list = isinstance(value, list) and len(value) == count
+    return is_list and all(type(n) is int and 0 <= n <= _MAX_NUMBER for n in value)
+
+
+def _check_wholes(wholes: Any) -> dict[str, Sequence[Any]]:
+    """The split tensors: a dtype and a shape by name."""
+    with _naming("shared.json"):
+        for name, whole in _expect(dict, wholes, "pieces").items():
+            if not isinstance(whole, list) or len(whole) != 2:
+                raise ValueError(f"the piece {name[:200]!r} should have a dtype and a shape")
+    return dict(wholes)
+
+
+def _check_entry(entry: dict[str, Any], rank: int) -> dict[str, Any]:
+    """A rank's own file: where it differs, what it holds of split tensors."""
+    with _naming(f"{_name_rank(rank)}.json"):
+        _get(entry, "own")
+        if (tree := _get(entry, "tree")) is not None:
+            _expect(dict, tree, "tree")
+        for name in _expect(list, _get(entry, "differs"), "differs"):
+            _expect(str, name, "a name in differs")
+        weights = _expect(dict, entry.get("weights", {}), "weights")
+        for weight in weights.values():
+            if type(weight) not in (int, float) or not 0 <= weight <= _MAX_NUMBER:
+                raise ValueError("a weight should be a number from 0 on")
+        pieces = _expect(dict, entry.get("pieces", {}), "pieces")
+        for name, spans in pieces.items():
+            if not all(_is_numbers(span, 2) for span in _expect(list, spans, name)):
+                raise ValueError(f"the piece {name[:200]!r} should have a start and a stop for each span")
+    return entry | {"pieces": pieces, "weights": weights}
+
+
+def _find_given(tree: Mapping[str, Any]) -> set[str]:
+    """The tensors of the model of which others get no mean: consolidated ones, and the first rank's."""
+    with _naming("shared.json"):
+        first = [_expect(str, name, "a name in first") for name in _expect(list, tree.get("first", []), "first")]
+        consolidated = _expect(dict, tree.get("consolidated", {}), "consolidated")
+    return {*first, *(f"model.{name}" for name in consolidated)}
+
+
+def _pick(stored: Mapping[str, Stored], names: Sequence[str], rank: int) -> dict[str, Stored]:
+    if absent := [name for name in names if name not in stored]:
+        raise ValueError(f"{_name_rank(rank)}.safetensors has no tensor {absent[0][:200]!r}")
+    return {name: stored[name] for name in names}
+
+
+def _unpack_own(tree: Any, kept: Mapping[str, Stored], rank: int) -> dict[str, Any]:
+    with _naming(f"{_name_rank(rank)}.json"):
+        own = _expect(dict, unpack(tree, _Full(kept)), "own")
+        for name in ("local", "rng"):
+            _get(own, name)
+    return own
+
+
+def _check_whole(whole: dict[str, Any]) -> dict[str, Any]:
+    """What `load` and `read_checkpoint` go by is there, and of its kind."""
+    for name in ("model", "versions", "optimizer", "shards", "ledger"):
+        _expect(dict, _get(whole, name), name)
+    for name in ("optimizer_type", "strategy_type"):
+        _expect(str, _get(whole, name), name)
+    for name in ("strategy", "extra"):
+        _get(whole, name)
+    if not all(isinstance(name, str) for name in whole["model"]):
+        raise ValueError("the names in model should be text")
+    _expect(dict, _get(whole["optimizer"], "state"), "the optimizer's state")
+    for group in _expect(list, _get(whole["optimizer"], "param_groups"), "param_groups"):
+        _expect(list, _get(_expect(dict, group, "a group of parameters"), "params"), "params")
+    for name, state in whole["shards"].items():
+        for number in ("epoch", "batch"):
+            if number in _expect(dict, state, f"shard {name}"):
+                _expect_number(state, number)
+    _expect_number(whole["ledger"], "step_count")
+    return whole
 
 
 def _name_step(step: int) -> str:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from unisono.checkpoint.slices import CHUNK_BYTES, Span, Stored
+from unisono.packing import count_shape_bytes
 
 __all__ = ["Entry", "Written", "checksum", "index", "is_storable", "read", "write", "write_bytes", "write_stream"]
 
@@ -171,21 +172,39 @@ def _parse_layout(header: bytes, body_bytes: int, name: str) -> list[tuple[str, 
     """Each tensor's name, dtype, shape and place, in the order of their bytes; they fill the body without a hole."""
     try:
         entries = json.loads(header)
+        if not isinstance(entries, dict):
+            raise ValueError("expected an object")
         entries.pop("__metadata__", None)
-        ordered = sorted(entries.items(), key=lambda item: item[1]["data_offsets"])
+        found = [_judge_entry(key, entry, body_bytes) for key, entry in entries.items()]
         position = 0
         layout = []
-        for key, entry in ordered:
-            dtype, shape, (start, end) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
-            if start != position or end - start != math.prod(shape) * dtype.itemsize or min(shape, default=0) < 0:
-                raise ValueError(f"tensor {key!r} does not fit its place")
+        for start, end, key, dtype, shape in sorted(found, key=lambda one: one[:2]):
+            if start != position:
+                raise ValueError(f"tensor {key[:200]!r} does not fit its place")
             position = end
             layout.append((key, dtype, shape, start))
         if position != body_bytes:
             raise ValueError(f"{body_bytes} bytes of tensors, {position} described")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{name} has a broken header: {error!r}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} has a broken header: {error}") from None
     return layout
+
+
+def _judge_entry(key: str, entry: Any, body_bytes: int) -> tuple[int, int, str, torch.dtype, list[int]]:
+    """What a header says of a tensor, each number of it checked before it is used: type, sign, and size."""
+    what = f"tensor {key[:200]!r}"
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise ValueError(f"{what} has no dtype, shape and data_offsets")
+    dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+    if dtype is None:
+        raise ValueError(f"{what} has a dtype that is not known")
+    place = entry["data_offsets"]
+    if not isinstance(place, list) or len(place) != 2 or not all(type(n) is int for n in place):
+        raise ValueError(f"{what} has no place")
+    start, end = place
+    if not 0 <= start <= end <= body_bytes or end - start != count_shape_bytes(entry["shape"], dtype.itemsize):
+        raise ValueError(f"{what} does not fit its place")
+    return start, end, key, dtype, entry["shape"]
 
 
 def _view_bytes(tensor: torch.Tensor) -> Any:

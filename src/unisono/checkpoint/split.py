@@ -15,7 +15,7 @@ import torch
 
 from unisono.checkpoint import safetensors
 from unisono.checkpoint.slices import Piece, Span, Stored
-from unisono.packing import unpack
+from unisono.packing import count_shape_bytes, find_dtype, unpack
 
 __all__ = ["SPLIT", "find_pieces", "merge_trees", "name_file", "unpack_lazily", "write_pieces"]
 
@@ -95,12 +95,17 @@ def _read_tag(tree: dict[str, Any]) -> str:
 def find_pieces(folder: Path, wholes: Mapping[str, Sequence[Any]], ranks: Sequence[Spans]) -> dict[str, Stored]:
     """Every split tensor (dtype and shape by name), over the files of all ranks; ValueError where a part is missing."""
     spans: dict[str, list[Span]] = {name: [] for name in wholes}
-    kinds = {name: _find_dtype(dtype) for name, (dtype, _) in wholes.items()}
+    kinds = {name: find_dtype(dtype) for name, (dtype, _) in wholes.items()}
+    for name, (_, shape) in wholes.items():
+        count_shape_bytes(shape, kinds[name].itemsize)
     for rank, held in enumerate(ranks):
         lines = safetensors.index(folder / name_file(rank)) if held else {}
         for name, places in held.items():
             for start, stop in places:
-                spans[name].append(_make_span(lines[_name_line(name, start, stop)], start, stop, kinds[name]))
+                line = lines.get(_name_line(name, start, stop))
+                if name not in wholes or line is None:
+                    raise ValueError(f"{name_file(rank)} has no elements {start} to {stop} of {name[:200]!r}")
+                spans[name].append(_make_span(line, start, stop, kinds[name]))
     return {name: Stored(shape, kinds[name], spans[name], name) for name, (_, shape) in wholes.items()}
 
 
@@ -134,14 +139,9 @@ def unpack_lazily(tree: Any, stored: Mapping[str, Stored]) -> Any:
             found.setdefault(name, stored[name])
             return name
         key = f"{name} as {node['dtype']}"
-        found.setdefault(key, stored[name].view_as(_find_dtype(node["dtype"]), node["shape"]))
+        dtype = find_dtype(node["dtype"])
+        count_shape_bytes(node["shape"], dtype.itemsize)
+        found.setdefault(key, stored[name].view_as(dtype, node["shape"]))
         return key
 
     return unpack(walk(tree), found)
-
-
-def _find_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"it names an unknown dtype {name!r}; this torch is {torch.__version__}")
-    return dtype

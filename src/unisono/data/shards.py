@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import count, islice
 from typing import Any, Literal
 
+from unisono.data.agreement import agree_on_files
 from unisono.data.order import Indices, Partition, balance_parts, order_epoch, slice_part
 from unisono.data.settings import (
     ShardSettings,
@@ -17,7 +18,7 @@ from unisono.data.settings import (
     decide_shuffle,
     select_loader_options,
 )
-from unisono.data.sources import is_same_data, move_to_device, open_source, read_classes, read_costs, skip
+from unisono.data.sources import FileList, is_same_data, move_to_device, open_source, read_classes, read_costs, skip
 from unisono.data.tables import select_batches
 from unisono.world import World, join
 
@@ -54,10 +55,10 @@ def shard(
 
     Args:
         data: Tensors or arrays (one, or a tuple, list or dict of them); a map-style dataset; an iterable one,
-            which every rank reads whole, keeping its own samples; a list of files; a worker's part of a Spark
-            DataFrame or RDD or a Ray Dataset, of which each batch takes every rank's share; or a DataLoader, with
-            its batch size as the global one, and its sampler. Random samplers of torch's are seeded here; one of
-            your own must give the same on every rank.
+            which every rank reads whole, keeping its own samples; a list of files, in one order on every rank (sort
+            them: the ranks compare); a worker's part of a Spark DataFrame or RDD or a Ray Dataset, of which each
+            batch takes every rank's share; or a DataLoader, with its batch size as the global one, and its sampler.
+            Random samplers of torch's are seeded here; one of your own must give the same on every rank.
         batch_size: Samples in a global batch, at least one a worker. A DataLoader brings its own.
         shuffle: Another order every epoch. By default yes; as a DataLoader has it; no for an iterable dataset.
         seed: Decides the shuffled order, together with the epoch.
@@ -125,6 +126,8 @@ class Shard:
         self._counts: list[int] = []  # the samples that lie with each rank, where all see different ones
         if source.divided:
             self._count_samples(world)
+        if isinstance(source.dataset, FileList):
+            agree_on_files(source.dataset.paths, world)
         self.batch_size = source.batch_size if settings.batch_size is None else int(settings.batch_size)
         self.drop_last = bool(source.drop_last if settings.drop_last is None else settings.drop_last)
         self.shuffle = decide_shuffle(settings.shuffle, source)
@@ -295,6 +298,8 @@ class Shard:
         """Share the data among the ranks of another world; a pass that is under way goes on there."""
         if self._counts:
             self._count_samples(world)
+        if isinstance(self.source.dataset, FileList):
+            agree_on_files(self.source.dataset.paths, world)
         self._check_sizes(world)
         self.world.shards.pop(self.name, None)
         self.world, world.shards[self.name] = world, self

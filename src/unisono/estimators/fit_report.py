@@ -16,6 +16,7 @@ import torch
 
 from unisono.map_reduce.rounds import Ask, Round
 from unisono.world import World
+from unisono.world.ledger import Sent
 
 __all__ = ["CountingAsk", "FitReport", "count_sent", "count_words", "measure_link", "measure_speedup", "sum_costs"]
 
@@ -121,13 +122,14 @@ def count_words(value: Any) -> int:
     return int(value.numel()) if isinstance(value, torch.Tensor) else int(getattr(value, "size", value is not None))
 
 
-def count_sent(world: World, since: float) -> tuple[float, int]:
-    """Count the words that all ranks have sent since a time of the ledger's clock, and the messages of one rank.
+def count_sent(world: World, before: Sent) -> tuple[float, int]:
+    """Count the words that all ranks have sent since `before` (of `ledger.sent()`), and the messages of one rank.
 
     Every rank must call it: the counts are summed over the ranks.
     """
-    mine = [r for r in list(world.ledger.records) if r.start >= since]
-    sums = torch.tensor([float(sum(r.bytes_sent for r in mine)), float(len(mine))], dtype=torch.float64)
+    now = world.ledger.sent()
+    mine = [float(now.bytes_sent - before.bytes_sent), float(now.collectives - before.collectives)]
+    sums = torch.tensor(mine, dtype=torch.float64)
     total, messages = world.all_reduce(sums, "sum", tag="report").wait().tolist()
     return total / WORD_BYTES, round(messages / world.size)
 

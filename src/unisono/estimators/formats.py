@@ -9,6 +9,7 @@ import csv
 import io
 import warnings
 from collections.abc import Sequence
+from tokenize import TokenError
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -19,6 +20,7 @@ from unisono.estimators.addresses import open_file, read_size
 __all__ = ["ENDINGS", "FilePiece", "Format", "find_format"]
 
 Array = npt.NDArray[np.float64]
+_MAX_COLUMNS_OF_NONE = 1 << 20  # of a file without rows
 MISSING = {"", "na", "n/a", "nan", "null", "none"}
 
 
@@ -166,12 +168,20 @@ class _Npy:
 
     def _read_header(self, file: str) -> tuple[tuple[int, int], np.dtype[Any], bool, int]:
         with open_file(file) as source:
-            version = np.lib.format.read_magic(source)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, fortran, dtype = read(source)
+            try:
+                version = np.lib.format.read_magic(source)
+                read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+                shape, fortran, dtype = read(source)
+            except (ValueError, TypeError, SyntaxError, OverflowError, RecursionError, TokenError) as error:
+                raise ValueError(f"{file} has a broken header: {str(error)[:200]}") from None
             offset = source.tell()
         if len(shape) != 2 or dtype.kind not in "fiub":
-            raise ValueError(f"{file} holds {dtype} of shape {shape}: expected numbers in rows and columns")
+            raise ValueError(f"{file} holds {dtype} of shape {str(shape)[:200]}: expected numbers in rows and columns")
+        held, (rows, columns) = read_size(file) - offset, shape
+        if min(shape) < 0 or rows * columns * dtype.itemsize > held or columns > max(held, _MAX_COLUMNS_OF_NONE):
+            raise ValueError(
+                f"{file} is cut short or has a broken header: {held} bytes for {dtype} of shape {str(shape)[:200]}"
+            )
         return shape, dtype, fortran, offset
 
 

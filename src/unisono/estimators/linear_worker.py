@@ -23,7 +23,7 @@ __all__ = ["fit_in_world", "work"]
 
 def fit_in_world(settings: FitSettings, part: Any, world: World, *, speedup: bool) -> FitResult:
     """Fit with every rank's own `part`; adds what it cost as "report"."""
-    since = world.ledger.clock()
+    before = world.ledger.sent()
     table = make_table(part, settings.target)
     if settings.extra.get("strategy"):
         found, rounds = fit_by_strategy(settings, table, world)
@@ -32,7 +32,7 @@ def fit_in_world(settings: FitSettings, part: Any, world: World, *, speedup: boo
     report = sum_costs(rounds, world.size)
     report.solver = found["solver"]
     if world.size > 1:
-        report.words_sent, report.messages = count_sent(world, since)
+        report.words_sent, report.messages = count_sent(world, before)
         report.latency_s, report.bandwidth_words_per_s = measure_link(world)
     if speedup:
         report.speedup = measure_speedup(functools.partial(_compute_round, table), world)

@@ -15,6 +15,7 @@ __all__ = ["NUMBERS", "Spec", "SpecError", "parse", "write"]
 NUMBERS = {"inf": math.inf, "nan": math.nan}  # words that are numbers
 _PARSING = threading.Lock()  # in CPython 3.11 two threads that parse at once may end in a SystemError
 _MAX_CHARACTERS = 4096
+_MAX_BITS = 64  # of a whole number
 
 
 class SpecError(ValueError):
@@ -105,6 +106,8 @@ class _Reader:
 
     def value(self, node: ast.expr) -> Any:
         if isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float | str | None):
+            if isinstance(node.value, int) and node.value.bit_length() > _MAX_BITS:
+                self.fail(f"expected a whole number of at most {_MAX_BITS} bits", node)
             return node.value
         if isinstance(node, ast.Name):
             if node.id in NUMBERS:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unisono.batch_norm import unwatch_batch_norms
 from unisono.exchange.overlap import Exchange, scale_gradient
 from unisono.exchange.windows import Counter
 from unisono.strategy.replica import Change, Replica, Strategy, share
@@ -169,6 +170,7 @@ class PeriodicReplica(Replica):
         """A copy of the model that belongs to no replica."""
         made = copy.deepcopy(self.model)
         made._forward_pre_hooks.pop(self._forward.id, None)
+        unwatch_batch_norms(made)
         return made
 
     def state_dict(self) -> dict[str, Any]:

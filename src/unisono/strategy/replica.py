@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.batch_norm import move_batch_norm
+from unisono.batch_norm import move_batch_norm, watch_batch_norms
 from unisono.checkpoint import ModelPart
 from unisono.checks import AtLeast, check_settings
 from unisono.exchange.reduction import Unsent as Unsent
@@ -105,6 +105,7 @@ class Replica:
         self._hooks: list[Any] = [
             optimizer.register_step_pre_hook(self._about_to_step),
             optimizer.register_step_post_hook(lambda *_: self.after_step()),
+            *watch_batch_norms(model, world),
         ]
         with _replicas_lock:
             _replicas.add(self)

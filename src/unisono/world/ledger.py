@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
     from unisono.world.timeline import Report
     from unisono.world.world import World
 
-KEPT = 100_000  # records, spans and rows kept in detail; totals go on for ever
+KEPT = 10_000  # records, spans and rows kept in detail; totals go on for ever
+KEPT_EVENTS = 1_000  # an event may hold a value for every parameter
+KEPT_TAGS = 1_000  # tags whose bytes are summed; further ones are summed together
+OTHER_TAGS = "other tags"
 
 
 @dataclass(slots=True)
@@ -107,13 +111,36 @@ class Totals:
         for name in _SUMMED:
             setattr(self, name, getattr(self, name) + getattr(row, name))
 
+    def replace(self, old: Row, new: Row) -> None:
+        """Count `new` in place of `old`: the same step, divided anew."""
+        for name in _SUMMED:
+            setattr(self, name, getattr(self, name) - getattr(old, name) + getattr(new, name))
+
+    def __sub__(self, before: Totals) -> Totals:
+        """What came after `before`, the totals of an earlier moment: exact however many steps lie between."""
+        names = ("steps", *_SUMMED)
+        return Totals(self.rank, **{name: getattr(self, name) - getattr(before, name) for name in names})
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """All collectives of one rank so far, inside steps and outside; the sent bytes by tag."""
+
+    collectives: int
+    bytes_sent: int
+    by_tag: dict[str, int]
+
 
 E = TypeVar("E", Record, Span)
 _SUMMED = [f.name for f in fields(Totals) if f.name not in ("rank", "steps")]
 
 
 class Ledger:
-    """The record of one rank. `World` writes collectives, spans come from the parts that work or wait."""
+    """The record of one rank. `World` writes collectives, spans come from the parts that work or wait.
+
+    The last `KEPT` of each are kept in detail (`KEPT_EVENTS` events): memory does not grow with the length of a run.
+    `totals` and `sent` count all of it.
+    """
 
     def __init__(self, rank: int = 0, clock: Callable[[], float] = time.perf_counter) -> None:
         self.rank = rank
@@ -121,9 +148,12 @@ class Ledger:
         self.step_count = 0
         self.records: deque[Record] = deque(maxlen=KEPT)
         self.spans: deque[Span] = deque(maxlen=KEPT)
-        self.events: deque[Event] = deque(maxlen=KEPT)
+        self.events: deque[Event] = deque(maxlen=KEPT_EVENTS)
         self.rows: deque[Row] = deque(maxlen=KEPT)
-        self._dropped = Totals(rank)
+        self._totals = Totals(rank)
+        self._collectives = 0
+        self._bytes_by_tag: dict[str, int] = {}
+        self._counting = threading.Lock()  # collectives end in several threads
         self._fresh: deque[Record] = deque(maxlen=KEPT)
         self._fresh_spans: deque[Span] = deque(maxlen=KEPT)
         self._open_since = self.clock()
@@ -136,6 +166,12 @@ class Ledger:
         record.step = self.step_count
         self.records.append(record)
         self._fresh.append(record)
+        with self._counting:
+            sums, tag = self._bytes_by_tag, record.tag or record.op
+            if tag not in sums and len(sums) >= KEPT_TAGS:
+                tag = OTHER_TAGS
+            sums[tag] = sums.get(tag, 0) + record.bytes_sent
+            self._collectives += 1
 
     def close_span(self, kind: str, start: float, end: float) -> None:
         """Enter a finished span."""
@@ -172,9 +208,9 @@ class Ledger:
             return
         now = self.clock()
         records, spans = _take(self._fresh, self.step_count), _take(self._fresh_spans, self.step_count)
-        if len(self.rows) == self.rows.maxlen:
-            self._dropped.add(self.rows[0])
-        self.rows.append(_divide(self.step_count, self._open_since, now, records, spans))
+        row = _divide(self.step_count, self._open_since, now, records, spans)
+        self.rows.append(row)
+        self._totals.add(row)
         self.step_count += 1
         self._open_since = now
 
@@ -191,16 +227,21 @@ class Ledger:
     # Reading ---------------------------------------------------------------------------------------------
 
     def totals(self, *, last: int | None = None) -> Totals:
-        """Sums over the whole run, or over the `last` steps."""
-        rows = list(self.rows)
+        """Sums over the whole run, or over the `last` steps (of those kept in detail; `steps` says how many).
+
+        Of any stretch, however long: `before = ledger.totals()`, and later `ledger.totals() - before`.
+        """
+        if last is None or last >= self._totals.steps:
+            return replace(self._totals)
         sums = Totals(self.rank)
-        if last is None:
-            sums = Totals(**asdict(self._dropped))
-        else:
-            rows = rows[-last:] if last > 0 else []
-        for row in rows:
+        for row in list(self.rows)[-last:] if last > 0 else []:
             sums.add(row)
         return sums
+
+    def sent(self) -> Sent:
+        """All collectives so far, those of unfinished steps too."""
+        with self._counting:
+            return Sent(self._collectives, sum(self._bytes_by_tag.values()), dict(self._bytes_by_tag))
 
     def table(self, *, last: int = 20) -> str:
         """The last steps as text, a line each, times in milliseconds."""
@@ -217,11 +258,8 @@ class Ledger:
         return "\n".join(f"step {event.step}: {event}" for event in events[-last:])
 
     def by_tag(self) -> dict[str, int]:
-        """Bytes sent so far by tag (of the records kept)."""
-        sums: dict[str, int] = {}
-        for record in list(self.records):
-            sums[record.tag or record.op] = sums.get(record.tag or record.op, 0) + record.bytes_sent
-        return sums
+        """Bytes sent so far by tag; what has no tag, by operation."""
+        return self.sent().by_tag
 
     def write_jsonl(self, path: str | Path) -> None:
         """Write steps, collectives, spans and events as JSON lines, told apart by "type"."""
@@ -256,6 +294,7 @@ class Ledger:
             mine = [r for r in records.get(row.step, []) if r.end >= row.start]  # not what `restart` left out
             if row.step in changed and len(mine) == row.collectives and row.start >= since:  # nothing was dropped
                 self.rows[i] = _divide(row.step, row.start, row.start + row.wall, mine, spans.get(row.step, []))
+                self._totals.replace(row, self.rows[i])
 
 
 def _check_plain(kind: str, value: Any) -> None:

@@ -13,7 +13,6 @@ import torch
 from unisono.world.ledger import Event, Ledger, Record, Row, Span, Totals, as_json
 from unisono.world.world import World
 
-TRACED = 20_000  # events a rank that travel for the trace: the latest
 _PINGS = 8
 
 
@@ -123,10 +122,10 @@ def gather(ledger: Ledger, world: World) -> Report:
         ledger.settle({key: at - offset for key, at in latest.items()})
     mine = {
         "totals": asdict(ledger.totals()),
-        "rows": [asdict(r) for r in list(ledger.rows)[-TRACED:]],
-        "records": [asdict(r) for r in list(ledger.records)[-TRACED:]],
-        "spans": [asdict(s) for s in list(ledger.spans)[-TRACED:]],
-        "events": [asdict(e) for e in list(ledger.events)[-TRACED:]],
+        "rows": [asdict(r) for r in list(ledger.rows)],
+        "records": [asdict(r) for r in list(ledger.records)],
+        "spans": [asdict(s) for s in list(ledger.spans)],
+        "events": [asdict(e) for e in list(ledger.events)],
     }
     every = world.gather_objects(mine)
     return Report(

@@ -156,7 +156,7 @@ class SerialQueue:
 
 
 _queues: weakref.WeakSet[SerialQueue] = weakref.WeakSet()
-_EXIT_S = 5.0  # calls that wait for another rank end by their own deadline
+_EXIT_S = 3.0  # calls that wait for another rank end by their own deadline
 
 
 @atexit.register

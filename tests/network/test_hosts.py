@@ -154,6 +154,54 @@ def test_the_death_of_a_worker_is_told_to_the_others(on_hosts, per_host) -> None
     assert run.workers[1].returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 
+CUT_OFF = """
+    import json, sys, torch, torch.distributed, unisono as un
+    print("imported", flush=True)
+    sys.stdin.readline()
+    world = un.join()
+    world.barrier()
+    print("met", flush=True)
+    sys.stdin.readline()
+    told = "nothing"
+    try:
+        world.all_reduce(torch.ones(5)).wait()
+    except un.PeerLost as error:
+        told = str(error)
+    print(json.dumps(told), flush=True)
+    sys.stdin.readline()  # the others could see that this process has ended, which they could not on another machine
+"""
+
+
+@pytest.mark.parametrize(("per_host", "cut"), [([1, 1], 0), ([2, 1], 1)])
+def test_a_host_that_is_cut_off_ends_by_itself_and_says_so_on_both_sides(on_hosts, per_host, cut) -> None:
+    """Rank 0, on host 0, keeps the store: it is cut off with it, or from it."""
+    run = on_hosts(CUT_OFF, per_host=per_host, deadline_s=3)
+    run.hear("imported")
+    run.tell("meet")
+    run.hear("met")
+    run.cut_off(cut)
+    run.tell("reduce")
+    for told in run.results():
+        assert "cannot reach" in told, told
+
+
+NOBODY = """
+    import json, unisono as un
+    try:
+        un.join()
+        told = "nothing"
+    except un.PeerLost as error:
+        told = str(error)
+    print(json.dumps(told))
+"""
+
+
+@pytest.mark.parametrize(("missing", "expected"), [(0, "no store answers"), (1, "met not all of the 2 ranks")])
+def test_a_rank_that_finds_nobody_waits_no_longer_than_the_deadline(on_hosts, missing, expected) -> None:
+    (told,) = on_hosts(NOBODY, per_host=[1, 1], deadline_s=1, missing=[missing]).results()
+    assert expected in told, told
+
+
 def test_nothing_is_left_of_emulated_hosts() -> None:
     from unisono.lab.hosts import EmulatedHosts
 

@@ -56,9 +56,8 @@ class Torchrun(Engine):
 
     def start(self, work: Work) -> ProcessStarted:
         state = anonymous_file("unisono-rendezvous")
-        there = (
-            [f"--rdzv-endpoint=/proc/{os.getpid()}/fd/{state}"] if sys.platform == "linux" else []
-        )  # else a new file
+        # Where there is no /proc, torchrun makes a file of its own in the folder for temporary ones.
+        there = [f"--rdzv-endpoint=/proc/{os.getpid()}/fd/{state}"] if sys.platform == "linux" else []
         command = [
             *(sys.executable, "-m", "torch.distributed.run"),
             *(f"--nproc-per-node={work.workers}", f"--max-restarts={self.max_restarts}", "--monitor-interval=0.1"),

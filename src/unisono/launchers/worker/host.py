@@ -101,12 +101,11 @@ class _Host:
             if agent.poll() is None:
                 agent.terminate()
         deadline = time.monotonic() + _TO_END_S
+        while any(agent.poll() is None for agent in self._agents) and time.monotonic() < deadline:
+            time.sleep(0.02)
         for agent in self._agents:
-            try:
-                agent.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                agent.kill()
-                agent.wait()
+            agent.kill()
+            agent.wait()
 
     def _start(self, local: int, rank: int) -> subprocess.Popen[bytes]:
         env = {**self._env, "RANK": str(rank), "LOCAL_RANK": str(local)}

@@ -126,10 +126,10 @@ def test_waiting_for_a_late_host_is_told_apart_from_communication(on_hosts) -> N
 
 
 DYING = """
-    import json, os, signal, torch, unisono as un
+    import json, os, signal, sys, torch, unisono as un
     world = un.join()
     world.barrier()
-    if world.rank == 1:
+    if world.rank == int(sys.stdin.readline()):
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         for _ in range(1000):
@@ -142,16 +142,18 @@ DYING = """
 """
 
 
-@pytest.mark.parametrize("per_host", [[1, 1], [2, 1]])
-def test_the_death_of_a_worker_is_told_to_the_others(on_hosts, per_host) -> None:
+@pytest.mark.parametrize(("per_host", "dying"), [([1, 1], 1), ([2, 1], 1), ([2, 1], 0)])
+def test_the_death_of_a_worker_is_told_to_the_others(on_hosts, per_host, dying) -> None:
+    """With rank 0 the store dies in which the others would ask who is missing."""
     run = on_hosts(DYING, per_host=per_host)
-    survivors = [w for rank, w in enumerate(run.workers) if rank != 1]
+    run.tell(str(dying))
+    survivors = [w for rank, w in enumerate(run.workers) if rank != dying]
     for worker in survivors:
         output, _ = worker.communicate(timeout=60)
         assert worker.returncode == 0, output
         assert "all_reduce" in output.splitlines()[-1] or "broadcast" in output.splitlines()[-1], output
-    run.workers[1].wait()
-    assert run.workers[1].returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
+    run.workers[dying].wait()
+    assert run.workers[dying].returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 
 CUT_OFF = """

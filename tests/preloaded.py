@@ -33,7 +33,8 @@ _CLONE_NEWNET = 0x40000000
 class Program:
     """A Python program: `file` with its arguments, in this environment and folder, on this network.
 
-    `stdout` and `stderr` are read by `communicate`, or line by line; `stderr=None`: it goes the way of stdout.
+    `stdin` can be written to; `stdout` and `stderr` are read by `communicate`, or line by line. `stderr=None`: it goes
+    the way of stdout.
     """
 
     def __init__(
@@ -53,14 +54,16 @@ class Program:
         }
         reading, writing = os.pipe()
         pipes = [(reading, writing), os.pipe() if stderr is not None else (-1, writing)]
+        stdin, ours = os.pipe()
         self._end, theirs = socket.socketpair()
         body = json.dumps(asked).encode()
-        fds = [pipes[0][1], pipes[1][1], theirs.fileno()]
+        fds = [stdin, pipes[0][1], pipes[1][1], theirs.fileno()]
         socket.send_fds(_server(), [len(body).to_bytes(4, "little")], fds)
         _server().sendall(body)
         theirs.close()
-        for fd in set(fds[:2]):
+        for fd in set(fds[:3]):
             os.close(fd)
+        self.stdin: IO[str] = os.fdopen(ours, "w")
         self.stdout: IO[str] = os.fdopen(pipes[0][0])
         self.stderr: IO[str] | None = os.fdopen(pipes[1][0]) if stderr is not None else None
         self.returncode: int | None = None
@@ -86,6 +89,7 @@ class Program:
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """What it writes from now to its end."""
         deadline = None if timeout is None else time.monotonic() + timeout
+        self.stdin.close()
         streams = [stream for stream in (self.stdout, self.stderr) if stream is not None and not stream.closed]
         found = dict.fromkeys(streams, b"")
         with selectors.DefaultSelector() as selector:
@@ -145,7 +149,7 @@ def _serve(connection: socket.socket) -> None:
     assert tasks == 1, f"{tasks} threads: they would not be there in a process that is forked"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # of those below nobody waits here
     while True:
-        head, fds, _, _ = socket.recv_fds(connection, 4, 3)
+        head, fds, _, _ = socket.recv_fds(connection, 4, 4)
         if not head:
             return
         size, body = int.from_bytes(head, "little"), b""
@@ -161,17 +165,17 @@ def _serve(connection: socket.socket) -> None:
             os.close(fd)
 
 
-def _keep(asked: dict[str, Any], out: int, err: int, told: int) -> NoReturn:
+def _keep(asked: dict[str, Any], stdin: int, out: int, err: int, told: int) -> NoReturn:
     """Fork the program, tell its number, wait for its end, and tell its status."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
     if pid == 0:
-        os.dup2(out, 1)
-        os.dup2(err, 2)
-        for fd in {out, err, told}:
+        for number, fd in enumerate((stdin, out, err)):
+            os.dup2(fd, number)
+        for fd in {stdin, out, err, told}:
             os.close(fd)
         _run(asked)
-    for fd in {out, err}:
+    for fd in {stdin, out, err}:
         os.close(fd)
     os.write(told, str(pid).encode().ljust(16))
     _, status = os.waitpid(pid, 0)

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from engine_commands import SOURCES
+
 from unisono.lab.hosts import EmulatedHosts
 from unisono.lab.hosts import find_obstacle as why_no_hosts
 
@@ -23,6 +25,7 @@ PasswordAuthentication no
 KbdInteractiveAuthentication no
 UsePAM no
 StrictModes no
+SetEnv PYTHONPATH={sources}
 """
 PORT = 2222
 
@@ -54,7 +57,7 @@ class SshHosts(EmulatedHosts):
                 subprocess.run(
                     ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name)], check=True
                 )
-            (self.folder / "sshd_config").write_text(CONFIG.format(port=PORT, folder=self.folder))
+            (self.folder / "sshd_config").write_text(CONFIG.format(port=PORT, folder=self.folder, sources=SOURCES))
             os.makedirs("/run/sshd", mode=0o755, exist_ok=True)
             command = ["/usr/sbin/sshd", "-D", "-e", "-f", str(self.folder / "sshd_config")]
             quiet = subprocess.DEVNULL

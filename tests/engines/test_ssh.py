@@ -12,6 +12,7 @@ import pytest
 from engine_cases import COMMON, EVERYTHING, KILLED, right_loss, specs
 from engine_commands import Command, only, unisono_run
 from ssh_hosts import SshHosts, why_not
+from stranger import visit
 
 import unisono as un
 
@@ -59,6 +60,31 @@ def test_an_error_on_another_host_ends_in_one_report(command: Command, hosts: Ss
     assert "unisono: worker 1 of 2 failed: LookupError\n" in ended.err
     assert "LookupError: no such sample" in ended.err
     assert ended.err.count("unisono:") == 1
+
+
+def test_a_stranger_runs_no_code_in_a_run(hosts: SshHosts, tmp_path: Path) -> None:
+    words = on_hosts(hosts, "--max-restarts", "1", "script.py", str(tmp_path))
+    spaces = {hosts.namespace(host): [hosts.address(host)] for host in range(3)}
+    ended = visit(words, tmp_path, hosts.namespace(1), spaces)
+    assert ended.status == 0, ended
+
+
+def test_hosts_whose_workers_ended_well_start_again_too(command: Command, hosts: SshHosts) -> None:
+    script = """
+        import os, pathlib, time
+        file = pathlib.Path("agent")
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            if os.environ["RANK"] == "0":
+                file.with_suffix(".new").write_text(os.environ["UNISONO_AGENT_PID"])
+                file.with_suffix(".new").rename(file)
+            else:
+                while not file.exists() or os.path.exists(f"/proc/{file.read_text()}"):
+                    time.sleep(0.05)
+                raise SystemExit(3)
+        print("{}")
+    """
+    ended = command(*on_hosts(hosts, "--max-restarts", "1", "script.py"), script=script)
+    assert (ended.status, ended.json()) == (0, [{}, {}, {}]), ended
 
 
 def test_a_host_that_cannot_be_reached_is_named(command: Command, hosts: SshHosts) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 from engine_cases import EVERYTHING, KILLED, right_loss, specs
 from engine_commands import Command, only, unisono_run
+from stranger import visit
+
+from unisono.lab.hosts import EmulatedHosts, find_obstacle
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -58,3 +62,24 @@ def test_plain_torchrun_restarts_a_world_of_ours(command: Command) -> None:
     ended = command(*torchrun, "script.py", script=MESSAGES, env={"UNISONO_SHARED_MEMORY": "0"})
     assert ended.status == 0, ended
     assert ended.json() == [{"loss": pytest.approx(right_loss(), rel=1e-12), "attempt": "1"}] * 2
+
+
+PLAIN = [sys.executable, "-m", "torch.distributed.run", "--master-port=29411", "--max-restarts=1", "--nproc-per-node=2"]
+
+
+@pytest.mark.skipif(bool(find_obstacle()), reason=find_obstacle())
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(unisono_run("--on", "torchrun", "--max-restarts", "1", "-n", "2"), id="unisono run"),
+        pytest.param(PLAIN, id="torchrun"),
+    ],
+)
+def test_a_stranger_runs_no_code_in_a_run(words: list[str], tmp_path: Path) -> None:
+    """Plain torchrun as docs/security.md has it: without --standalone, whose store is unpickled."""
+    with EmulatedHosts(1) as hosts:
+        here = hosts.namespace(0)
+        command = ["ip", "netns", "exec", here, *words, "script.py", str(tmp_path)]
+        near = ["127.0.0.1", hosts.address(0)]
+        ended = visit(command, tmp_path, here, {here: near})
+    assert ended.status == 0, ended

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,25 @@ SOURCES = Path(__file__).parents[2] / "src"
 class Run:
     """The workers of one script, rank by rank."""
 
-    def __init__(self, workers: list[Program]) -> None:
-        self.workers = workers
+    def __init__(self, workers: list[Program], hosts: EmulatedHosts) -> None:
+        self.workers, self.hosts = workers, hosts
+
+    def cut_off(self, host: int) -> None:
+        """Take a host's link down."""
+        command = ["ip", "-n", self.hosts.namespace(host), "link", "set", self.hosts.interface, "down"]
+        subprocess.run(command, check=True)
+
+    def tell(self, word: str) -> None:
+        """Write a line to each worker."""
+        for worker in self.workers:
+            worker.stdin.write(word + "\n")
+            worker.stdin.flush()
+
+    def hear(self, word: str) -> None:
+        """Wait until each worker has printed a line."""
+        for worker in self.workers:
+            lines = iter(worker.stdout.readline, "")
+            assert any(line == word + "\n" for line in lines), f"a worker ended before it printed {word}"
 
     def results(self, timeout_s: float = 90) -> list[Any]:
         """What each rank printed as JSON on its last line; fails with the output of a rank that failed."""
@@ -40,18 +58,30 @@ class Run:
 
 @pytest.fixture
 def on_hosts(tmp_path: Path) -> Any:
-    """on_hosts(script, per_host=[2, 2], bits_per_s=None) -> Run; hosts and workers are gone after the test."""
+    """on_hosts(script, per_host=[2, 2]) -> Run; hosts and workers are gone after the test.
+
+    `bits_per_s`: the speed of the links; `deadline_s`: how long a rank waits; `missing`: ranks that are not started.
+    """
     made: list[tuple[EmulatedHosts, Run]] = []
 
-    def start(script: str, *, per_host: list[int], bits_per_s: float | None = None) -> Run:
+    def start(
+        script: str,
+        *,
+        per_host: list[int],
+        bits_per_s: float | None = None,
+        deadline_s: float | None = None,
+        missing: Sequence[int] = (),
+    ) -> Run:
         file = tmp_path / "script.py"
         file.write_text(textwrap.dedent(script))
         hosts = EmulatedHosts(len(per_host), bits_per_s=bits_per_s)
         hosts.__enter__()
-        run = Run([])
+        run = Run([], hosts)
         made.append((hosts, run))
         places = [(host, local) for host, count in enumerate(per_host) for local in range(count)]
         for rank, (host, local) in enumerate(places):
+            if rank in missing:
+                continue
             env = {
                 **os.environ,
                 "PYTHONPATH": str(SOURCES),
@@ -64,6 +94,7 @@ def on_hosts(tmp_path: Path) -> Any:
                 "GLOO_SOCKET_IFNAME": hosts.interface,
                 "UNISONO_HOST": f"host{host}",
                 "OMP_NUM_THREADS": "1",
+                **({} if deadline_s is None else {"UNISONO_TIMEOUT_S": str(deadline_s)}),
             }
             run.workers.append(Program(file, env=env, stderr=None, namespace=hosts.namespace(host)))
         return run

@@ -126,10 +126,10 @@ def test_waiting_for_a_late_host_is_told_apart_from_communication(on_hosts) -> N
 
 
 DYING = """
-    import json, os, signal, torch, unisono as un
+    import json, os, signal, sys, torch, unisono as un
     world = un.join()
     world.barrier()
-    if world.rank == 1:
+    if world.rank == int(sys.stdin.readline()):
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         for _ in range(1000):
@@ -142,16 +142,66 @@ DYING = """
 """
 
 
-@pytest.mark.parametrize("per_host", [[1, 1], [2, 1]])
-def test_the_death_of_a_worker_is_told_to_the_others(on_hosts, per_host) -> None:
+@pytest.mark.parametrize(("per_host", "dying"), [([1, 1], 1), ([2, 1], 1), ([2, 1], 0)])
+def test_the_death_of_a_worker_is_told_to_the_others(on_hosts, per_host, dying) -> None:
+    """With rank 0 the store dies in which the others would ask who is missing."""
     run = on_hosts(DYING, per_host=per_host)
-    survivors = [w for rank, w in enumerate(run.workers) if rank != 1]
+    run.tell(str(dying))
+    survivors = [w for rank, w in enumerate(run.workers) if rank != dying]
     for worker in survivors:
         output, _ = worker.communicate(timeout=60)
         assert worker.returncode == 0, output
         assert "all_reduce" in output.splitlines()[-1] or "broadcast" in output.splitlines()[-1], output
-    run.workers[1].wait()
-    assert run.workers[1].returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
+    run.workers[dying].wait()
+    assert run.workers[dying].returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
+
+
+CUT_OFF = """
+    import json, sys, torch, torch.distributed, unisono as un
+    print("imported", flush=True)
+    sys.stdin.readline()
+    world = un.join()
+    world.barrier()
+    print("met", flush=True)
+    sys.stdin.readline()
+    told = "nothing"
+    try:
+        world.all_reduce(torch.ones(5)).wait()
+    except un.PeerLost as error:
+        told = str(error)
+    print(json.dumps(told), flush=True)
+    sys.stdin.readline()  # the others could see that this process has ended, which they could not on another machine
+"""
+
+
+@pytest.mark.parametrize(("per_host", "cut"), [([1, 1], 0), ([2, 1], 1)])
+def test_a_host_that_is_cut_off_ends_by_itself_and_says_so_on_both_sides(on_hosts, per_host, cut) -> None:
+    """Rank 0, on host 0, keeps the store: it is cut off with it, or from it."""
+    run = on_hosts(CUT_OFF, per_host=per_host, deadline_s=3)
+    run.hear("imported")
+    run.tell("meet")
+    run.hear("met")
+    run.cut_off(cut)
+    run.tell("reduce")
+    for told in run.results():
+        assert "cannot reach" in told, told
+
+
+NOBODY = """
+    import json, unisono as un
+    try:
+        un.join()
+        told = "nothing"
+    except un.PeerLost as error:
+        told = str(error)
+    print(json.dumps(told))
+"""
+
+
+@pytest.mark.parametrize(("missing", "expected"), [(0, "no store answers"), (1, "met not all of the 2 ranks")])
+def test_a_rank_that_finds_nobody_waits_no_longer_than_the_deadline(on_hosts, missing, expected) -> None:
+    (told,) = on_hosts(NOBODY, per_host=[1, 1], deadline_s=1, missing=[missing]).results()
+    assert expected in told, told
 
 
 def test_nothing_is_left_of_emulated_hosts() -> None:

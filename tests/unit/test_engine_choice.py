@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from unisono.launchers.engines.engine import Engine
 from unisono.launchers.engines.mpi import Mpi
 from unisono.launchers.engines.slurm import Slurm, job_script
 from unisono.runtime.place import read_place
-from unisono.world.stores import agree_on_attempt
+from unisono.world.stores import agree_on_attempt, open_tcp_store
 
 SLURM = {
     "SLURM_JOB_ID": "7",
@@ -148,7 +150,7 @@ def test_the_token_is_on_no_command_line(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(module, "find_program", lambda name, advice: f"/usr/bin/{name}")
         monkeypatch.setattr(module, "ProcessStarted", lambda command, env, **_: commands.append(command))
     monkeypatch.setattr(mpi, "_kind", lambda program: "Open MPI")
-    work = engines.Work(2, ["python", "start.py"], {"UNISONO_TOKEN": "secret"}, [("h", 1)], 2, "secret")
+    work = engines.Work(2, ["python", "start.py"], {"UNISONO_TOKEN": "secret"}, [("h", 1)], "secret")
     Mpi().start(work)
     Slurm().start(work)
     assert len(commands) == 2
@@ -161,3 +163,15 @@ def test_a_job_script_quotes_what_needs_it() -> None:
     )
     assert "#SBATCH --time=1:00\n" in text
     assert "run --on slurm -n 2 --threads 4 'my train.py' --name 'a b'\n" in text
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_store_that_this_process_keeps_listens_only_at_the_address_given() -> None:
+    store = open_tcp_store("127.0.0.1", 0, serve=True)
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    listening = {row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{store.port:04X}")}
+    assert listening == {f"0100007F:{store.port:04X}"}
+    again = open_tcp_store("127.0.0.1", store.port, serve=True)  # as a later init_process_group of the program would
+    store.set("key", "value")
+    assert again.get("key") == b"value"
+    assert open_tcp_store("127.0.0.1", store.port, serve=False).get("key") == b"value"

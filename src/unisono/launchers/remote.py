@@ -61,13 +61,14 @@ class RemoteRun:
         backlog = max(128, 2 * job.workers)
         self._bind, self._backlog = bind, backlog
         self._starter = open_starter(job.start)
-        self._store = HostedStore(bind, backlog=backlog)  # of the engine and the first attempt
+        self._store = HostedStore(bind, backlog=backlog)  # of the first attempt
         self._later_store: HostedStore | None = None
         self._board = OfferedBoard()
         self._listener = socket.create_server((bind, 0), backlog=backlog)
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._channels: dict[Channel, Member | None] = {}
+        self._hosts: list[Channel] = []  # of hosts whose agents are started by host.py
         self._waiting: dict[int, Member] = {}  # agents of the attempt that is to begin
         self._members: list[Member] = []  # workers of the attempt that runs, by rank
         self._attempt = 0
@@ -113,8 +114,6 @@ class RemoteRun:
         env = self._environment()
         port = self._listener.getsockname()[1]
         addresses = [(address, port) for address in self._addresses()]
-        if self.engine.needs_store:
-            self._store.start(env, self._starter)
         self._started = self.engine.start(
             Work(
                 workers=self.job.workers,
@@ -127,7 +126,6 @@ class RemoteRun:
                     "UNISONO_BOARD": self._board.offer(),
                 },
                 addresses=addresses,
-                store_port=self._store.address[1],
                 token=self._token.hex(),
             )
         )
@@ -206,7 +204,8 @@ class RemoteRun:
 
     def _on_hello(self, channel: Channel, frame: Frame) -> None:
         hello = frame.json()
-        if hello.get("kind") == "host":  # of ssh.py: one a host, which starts torchrun there
+        if hello.get("kind") == "host":  # of ssh.py: one a host, which starts the agents there
+            self._hosts.append(channel)
             return
         rank, size = int(hello["rank"]), int(hello["size"])
         if size != self.job.workers:
@@ -292,6 +291,8 @@ class RemoteRun:
             f"all workers start again (restart {self._attempt} of {self.engine.restarts})"
         )
         self._send_stop(lambda member: _FAILED_ITSELF if member.failure else _AFTER_FAILURE)
+        for channel in self._hosts:  # one whose workers have all ended well would not know
+            self._say(channel, kind="again", attempt=self._attempt)
         self._members = []
         self._since = time.monotonic()
 
@@ -434,6 +435,8 @@ class RemoteRun:
     def _end_engine(self, started: Started) -> None:
         """It ends by itself once its workers have; otherwise it is told to."""
         well = bool(self._members) and not self._running()
+        for channel in self._hosts if well else ():
+            self._say(channel, kind="end")
         for signum, wait_s in ((None, 3.0 if well else 0.0), (signal.SIGTERM, 2.0), (signal.SIGKILL, 1.0)):
             if signum is not None and started.poll() is None:
                 started.stop(signum)

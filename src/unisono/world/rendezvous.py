@@ -13,7 +13,7 @@ import torch
 
 from unisono.runtime.machine import read_boot_id
 from unisono.runtime.place import Place, number, read_place
-from unisono.world.stores import agree_on_attempt, open_engine_store, open_tcp_store
+from unisono.world.stores import MEETING_S, agree_on_attempt, open_engine_store, open_tcp_store
 from unisono.world.transports import Transport
 from unisono.world.transports.meeting_page import PAGE_NAME
 from unisono.world.world import World
@@ -78,7 +78,7 @@ def meet(device: str | torch.device | None = None) -> World:
     else:
         from unisono.world.transports.two_level import connect
 
-        transport, hosts = connect(_open_store(place), rank, size, timeout_s=timeout_s)
+        transport, hosts = connect(_open_store(place, timeout_s), rank, size, timeout_s=timeout_s)
     accelerated = _connect_nccl(transport, chosen, timeout_s) if _wants_nccl(transport, chosen) else None
     return World(transport, device=chosen, hosts=hosts, accelerated=accelerated)
 
@@ -139,14 +139,14 @@ def _choose_device(asked: str | torch.device | None, local_rank: int, local_size
     return device
 
 
-def _open_store(place: Place) -> Store:
+def _open_store(place: Place, timeout_s: float) -> Store:
     """The store that the launcher hosts; with a prefix of this attempt, so a restart meets only itself.
 
     A world that is joined after another was closed is a meeting of its own.
     """
     import torch.distributed as dist
 
-    meeting = next(_meetings)
+    meeting, patience_s = next(_meetings), min(MEETING_S, timeout_s)
     attempt = os.environ.get("UNISONO_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if dist.is_initialized():
         from torch.distributed.distributed_c10d import _get_default_store
@@ -159,12 +159,13 @@ def _open_store(place: Place) -> Store:
             "found: start the program with `unisono run -n N` or torchrun"
         )
     if missing:
-        return dist.PrefixStore(f"unisono/{meeting}", open_engine_store(place, meeting))
+        return dist.PrefixStore(f"unisono/{meeting}", open_engine_store(place, meeting, timeout_s=patience_s))
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serve = not hosted and place.rank == 0
-    store = open_tcp_store(os.environ["MASTER_ADDR"], number("MASTER_PORT"), serve=serve)
+    store = open_tcp_store(os.environ["MASTER_ADDR"], number("MASTER_PORT"), serve=serve, timeout_s=patience_s)
     if hosted and "UNISONO_ATTEMPT" not in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's own store
-        attempt = agree_on_attempt(dist.PrefixStore(f"unisono/{meeting}", store), place.rank, place.size)
+        meeting_place = dist.PrefixStore(f"unisono/{meeting}", store)
+        attempt = agree_on_attempt(meeting_place, place.rank, place.size, timeout_s=patience_s)
     return dist.PrefixStore(f"unisono/{attempt}/{meeting}", store)
 
 

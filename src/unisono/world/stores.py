@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import secrets
 import socket
@@ -21,14 +22,16 @@ from typing import TYPE_CHECKING
 
 from unisono.runtime.machine import address_towards
 from unisono.runtime.place import Place
+from unisono.world.transports import PeerLost
+from unisono.world.transports.silence import probe
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
 
-TIMEOUT_S = 300.0
+MEETING_S = 300.0
 
 
-def open_engine_store(place: Place, meeting: int, *, timeout_s: float = TIMEOUT_S) -> Store:
+def open_engine_store(place: Place, meeting: int, *, timeout_s: float = MEETING_S) -> Store:
     """A store for the workers of an MPI or Slurm job that have nothing but the engine's variables."""
     if "mpi4py.MPI" in sys.modules:
         return _open_mpi_store(timeout_s)
@@ -47,18 +50,46 @@ def open_engine_store(place: Place, meeting: int, *, timeout_s: float = TIMEOUT_
     return _open_mpi_store(timeout_s)
 
 
-def open_tcp_store(host: str, port: int, *, serve: bool, timeout_s: float = TIMEOUT_S) -> TCPStore:
-    """The store at an address; `serve`: this process keeps it."""
+def open_tcp_store(host: str, port: int, *, serve: bool, timeout_s: float = MEETING_S) -> TCPStore:
+    """The store at an address; `serve`: this process keeps it, and listens only there where that can be.
+
+    A name may mean another address here than on other hosts: then all addresses of this host are listened to.
+    """
     from torch.distributed import TCPStore
 
+    listener = _listen(host, port) if serve else None
+    if not serve:
+        _await_server(host, port, timeout_s)
     return TCPStore(
         host,
-        port,
+        port if listener is None else listener.getsockname()[1],
         is_master=serve,
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
         multi_tenant=True,  # a later init_process_group of the program may use the same address
+        master_listen_fd=None if listener is None else listener.detach(),
     )
+
+
+def _listen(host: str, port: int) -> socket.socket | None:
+    """A socket that listens at an address of this host; None for a name, and for what is no address of this host."""
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except (ValueError, OSError):
+        return None  # torch listens, or says why it cannot
+
+
+def _await_server(host: str, port: int, timeout_s: float) -> None:
+    """Until the store's process listens: torch itself tries a refused connection for longer than it is told to."""
+    deadline = time.monotonic() + timeout_s
+    while (why := probe((host, port), max(0.1, min(3.0, deadline - time.monotonic())))) is not None:
+        if time.monotonic() > deadline:
+            raise PeerLost(
+                f"no store answers at {host}:{port} within {timeout_s:g} s ({why}): the process that keeps it, rank 0 "
+                f"or the launcher, has not started or cannot be reached from host {socket.gethostname()}"
+            )
+        time.sleep(0.02)
 
 
 def _open_mpi_store(timeout_s: float) -> Store:
@@ -115,7 +146,7 @@ def _open_slurm_store(place: Place, meeting: int, timeout_s: float) -> Store:
         ) from error
 
 
-def agree_on_attempt(store: Store, rank: int, size: int, *, timeout_s: float = TIMEOUT_S) -> str:
+def agree_on_attempt(store: Store, rank: int, size: int, *, timeout_s: float = MEETING_S) -> str:
     """A name that exactly the workers of this attempt agree on, in a store where earlier attempts left theirs.
 
     Each rank writes a fresh number of its own and waits for an answer to just that number. Rank 0 answers all numbers

@@ -38,7 +38,6 @@ class Work:
     agent: Sequence[str]
     env: Mapping[str, str]
     addresses: Sequence[tuple[str, int]]  # of the launcher's channel
-    store_port: int
     token: str
 
 
@@ -81,11 +80,6 @@ class Engine:
     def start_s(self) -> float:
         """How long the engine may take until all workers have reported to the launcher."""
         return 120.0
-
-    @property
-    def needs_store(self) -> bool:
-        """Whether the engine itself uses the launcher's store, so that also one worker needs it."""
-        return False
 
     def environment(self) -> str:
         """Whose variables tell a worker its rank: a key of place.py."""
@@ -156,9 +150,16 @@ class ProcessStarted:
     """An engine's job that is a process of this host, such as mpirun or srun."""
 
     def __init__(
-        self, command: Sequence[str], env: Mapping[str, str], *, input_text: str | None = None, label: str = ""
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        input_text: str | None = None,
+        label: str = "",
+        keep: Sequence[int] = (),
     ) -> None:
-        self.label = label
+        """`keep`: descriptors that it needs open here for as long as it runs."""
+        self.label, self._keep = label, keep
         self._output = anonymous_file("unisono-engine")
         self.process = subprocess.Popen(
             list(command),
@@ -199,7 +200,8 @@ class ProcessStarted:
         if self.process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self.process.stdin.close()
-        os.close(self._output)
+        for fd in (self._output, *self._keep):
+            os.close(fd)
 
 
 def agent_command(python: str | None, what: str = "agent") -> list[str]:

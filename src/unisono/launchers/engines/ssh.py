@@ -1,21 +1,21 @@
-"""Workers on a list of hosts: ssh to each, where torchrun starts that host's workers.
+"""Workers on a list of hosts: ssh to each, where host.py starts that host's agents.
 
-The launcher's store serves torchrun's rendezvous too, so no host of the list is special. What a host needs to know (and
-the run's token with it) goes through ssh's standard input, where nobody else can see it.
+The launcher says which host has which ranks: the hosts' own launchers need no store to meet in. torchrun's would
+unpickle what lies in theirs, and anybody on the network can write there. What a host needs to know (and the run's token
+with it) goes through ssh's standard input, where nobody else can see it.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from unisono.launchers.engines.engine import Engine, EngineError, ProcessStarted, Work, agent_command, find_program
-from unisono.launchers.engines.torchrun import torchrun_command
 
 __all__ = ["Ssh", "SshStarted", "divide"]
 
@@ -55,10 +55,6 @@ class Ssh(Engine):
     def start_s(self) -> float:
         return 60.0
 
-    @property
-    def needs_store(self) -> bool:
-        return len(self.hosts) > 1  # a torchrun alone meets nobody
-
     def hosts_to_reach(self) -> Sequence[str]:
         return [host.partition(":")[0].rpartition("@")[2] for host in self.hosts]
 
@@ -72,18 +68,19 @@ class Ssh(Engine):
 
     def start(self, work: Work) -> SshStarted:
         program = find_program("ssh", advice=_INSTALL)
-        python = self.python or sys.executable
-        counts = {host: count for host, count in divide(self.hosts, work.workers).items() if count}
+        ranks = iter(range(work.workers))
         started: dict[str, ProcessStarted] = {}
-        for host, count in counts.items():
-            torchrun = torchrun_command(python, count, self.max_restarts, [f"--nnodes={len(counts)}"])
+        for host, count in divide(self.hosts, work.workers).items():
+            if not count:
+                continue
             setup = {
                 "launcher": list(work.addresses),
                 "token": work.token,
                 "env": dict(work.env),
-                "torchrun": torchrun,
-                "store_port": work.store_port if self.needs_store else None,
                 "agent": list(work.agent),
+                "ranks": list(itertools.islice(ranks, count)),
+                "size": work.workers,
+                "max_restarts": self.max_restarts,
             }
             command = [program, *_TO_FAIL_FAST, *self.options, host, shlex.join(agent_command(self.python, "host"))]
             started[host] = ProcessStarted(command, {}, input_text=json.dumps(setup) + "\n")

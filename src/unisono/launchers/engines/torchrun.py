@@ -2,19 +2,25 @@
 
 torchrun 2.13 hands every attempt the same store, and gloo then meets the addresses of the attempt before. Here the
 launcher hosts the store, and each attempt has one of its own.
+
+torchrun's own store would listen on all interfaces, and torchrun unpickles what it finds there. Here it keeps its state
+in a file in memory instead, which only processes of this user can open, and listens nowhere.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from unisono.launchers.engines.engine import Engine, EngineError, ProcessStarted, Work
+from unisono.runtime.memfd import anonymous_file
 
-__all__ = ["Torchrun", "refused_options", "torchrun_command"]
+__all__ = ["Torchrun", "refused_options"]
 
 
 @dataclass(frozen=True)
@@ -49,8 +55,20 @@ class Torchrun(Engine):
             raise EngineError("torchrun is a part of PyTorch, which is not installed here: pip install torch")
 
     def start(self, work: Work) -> ProcessStarted:
-        command = torchrun_command(sys.executable, work.workers, self.max_restarts, self.options)
-        return ProcessStarted([*command, "--standalone", "--no-python", *work.agent], work.env)
+        state = anonymous_file("unisono-rendezvous")
+        # Where there is no /proc, torchrun makes a file of its own in the folder for temporary ones.
+        there = [f"--rdzv-endpoint=/proc/{os.getpid()}/fd/{state}"] if sys.platform == "linux" else []
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *(f"--nproc-per-node={work.workers}", f"--max-restarts={self.max_restarts}", "--monitor-interval=0.1"),
+            *self.options,
+            *("--rdzv-backend=c10d", "--rdzv-conf=store_type=file", *there),
+            *(f"--rdzv-id={secrets.token_hex(8)}", "--local-addr=127.0.0.1", "--no-python"),
+            *work.agent,
+        ]
+        # Without it torchrun opens a store for the workers too, which have the launcher's.
+        env = {**work.env, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        return ProcessStarted(command, env, keep=[state])
 
     def explain(self, words: str, workers: int) -> str:
         return refused_options(words)
@@ -60,16 +78,3 @@ def refused_options(words: str) -> str:
     """The line in which torchrun says that it does not know an option; "" where there is none."""
     lines = [line for line in words.splitlines() if "error: " in line and "argument" in line]
     return f"torchrun does not take these options: {lines[-1].partition('error: ')[2]}" if lines else ""
-
-
-def torchrun_command(python: str, workers: int, max_restarts: int, options: Sequence[str]) -> list[str]:
-    """The part of the command line that one host and many have in common."""
-    return [
-        python,
-        "-m",
-        "torch.distributed.run",
-        f"--nproc-per-node={workers}",
-        f"--max-restarts={max_restarts}",
-        "--monitor-interval=0.1",
-        *options,
-    ]

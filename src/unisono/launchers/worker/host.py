@@ -1,7 +1,8 @@
-"""The launcher's hand on a host that ssh reaches: starts torchrun there, and ends it when the launcher goes.
+"""The launcher's hand on a host that ssh reaches: starts the agents of that host's workers, and ends them with it.
 
 Started by start.py, without torch; one line of JSON on standard input says what to do (ssh.py). Standard input stays
-open for as long as the launcher lives.
+open for as long as the launcher lives. The launcher says which ranks are here, so hosts need not meet by themselves,
+and nothing listens on them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from typing import Any
 
 from unisono.launchers import guard
 from unisono.launchers.channel import Channel, Unreachable, connect
@@ -22,10 +25,11 @@ from unisono.launchers.processes import pid_fd
 __all__ = ["serve_host"]
 
 _UNREACHED = 97
+_TO_END_S = 2.0  # that agents have after SIGTERM
 
 
 def serve_host() -> int:
-    """Run torchrun as told, to its end or the launcher's."""
+    """Start agents as told, to their end or the launcher's."""
     setup = json.loads(_first_line())
     try:
         channel = connect([(host, port) for host, port in setup["launcher"]], bytes.fromhex(setup["token"]))
@@ -33,29 +37,14 @@ def serve_host() -> int:
         print(f"unisono: {error}", file=sys.stderr)
         return _UNREACHED
     channel.send_json(kind="host")
-    here, there = channel.sock.getsockname()[0], channel.sock.getpeername()[0]
-    run_id = secrets.token_hex(12)
-    runs = ":".join(filter(None, [setup["env"].get("UNISONO_RUN"), run_id]))
-    meeting = [
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={there}:{setup['store_port']}",
-        f"--rdzv-id={runs.partition(':')[0]}",
-        "--rdzv-conf=is_host=0,join_timeout=60,close_timeout=5",
-        f"--local-addr={here}",
-    ]
-    if setup["store_port"] is None:  # this is the only host
-        meeting = ["--standalone"]
-    command = [*setup["torchrun"], *meeting, "--no-python", *setup["agent"]]
-    env = {**os.environ, **setup["env"], "UNISONO_RUN": runs, "UNISONO_LAUNCHER": f"{there}:{_port(channel)}"}
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a closed session: what it means is read from standard input
-    process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
+    run_id = secrets.token_hex(12)
+    host = _Host(setup, channel, run_id)
     try:
-        return _watch(process, channel)
+        return host.run()
     finally:
-        guard.sweep(run_id, [process.pid], patience_s=0.5)
-        if process.poll() is None:
-            process.kill()
-        process.wait()
+        host.stop()
+        guard.sweep(run_id, host.started, patience_s=0.5)
 
 
 def _first_line() -> bytes:
@@ -66,26 +55,102 @@ def _first_line() -> bytes:
     return line
 
 
-def _port(channel: Channel) -> int:
-    port: int = channel.sock.getpeername()[1]
-    return port
+class _Host:
+    """The agents of this host, attempt by attempt."""
 
+    def __init__(self, setup: dict[str, Any], channel: Channel, run_id: str) -> None:
+        self._setup, self._channel = setup, channel
+        there, port = channel.sock.getpeername()[:2]
+        self._env = {
+            **os.environ,
+            **setup["env"],
+            "UNISONO_RUN": ":".join(filter(None, [setup["env"].get("UNISONO_RUN"), run_id])),
+            "UNISONO_LAUNCHER": f"{there}:{port}",
+            "UNISONO_AGENT_PARENT": str(os.getpid()),
+            "WORLD_SIZE": str(setup["size"]),
+            "LOCAL_WORLD_SIZE": str(len(setup["ranks"])),
+        }
+        self._agents: list[subprocess.Popen[bytes]] = []
+        self.started: list[int] = []  # agents of all attempts: each leads a session
+        self._wanted = 0  # the attempt that the launcher asked for
+        self._launcher_ended = False
 
-def _watch(process: subprocess.Popen[bytes], channel: Channel) -> int:
-    """Until torchrun ends, or the launcher: then torchrun is told to, and has two seconds."""
-    poll = select.poll()
-    ended = pid_fd(process.pid)
-    for fd in (0, channel.fileno(), *([ended] if ended is not None else [])):
-        poll.register(fd, select.POLLIN)
-    while process.poll() is None:
-        for fd, _ in poll.poll(500):
-            if fd == ended:
+    def run(self) -> int:
+        """The status for ssh: 0 when every agent ended well, in the last attempt that the launcher asked for."""
+        attempt = 0
+        while True:
+            self._agents = [self._start(local, rank) for local, rank in enumerate(self._setup["ranks"])]
+            failed = self._watch()
+            if failed and attempt < self._setup["max_restarts"] and not self._launcher_ended:
+                self.stop()
+                attempt += 1
                 continue
-            data = os.read(fd, 4096) if fd == 0 else channel.sock.recv(4096)
-            if not data:
-                process.terminate()
-                deadline = time.monotonic() + 2.0
-                while process.poll() is None and time.monotonic() < deadline:
-                    time.sleep(0.05)
-                return 1
-    return process.returncode
+            if failed or self._launcher_ended:
+                return failed or 1
+            while attempt < self._setup["max_restarts"] and self._wanted <= attempt:
+                if self._launcher_ended:
+                    return 0
+                self._read(())  # a worker of another host may still fail, and then all start again
+            if self._wanted <= attempt:
+                return 0
+            attempt = self._wanted
+
+    def stop(self) -> None:
+        """End the agents, which end their workers."""
+        for agent in self._agents:
+            if agent.poll() is None:
+                agent.terminate()
+        deadline = time.monotonic() + _TO_END_S
+        while any(agent.poll() is None for agent in self._agents) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for agent in self._agents:
+            agent.kill()
+            agent.wait()
+
+    def _start(self, local: int, rank: int) -> subprocess.Popen[bytes]:
+        env = {**self._env, "RANK": str(rank), "LOCAL_RANK": str(local)}
+        agent = subprocess.Popen(self._setup["agent"], env=env, stdin=subprocess.DEVNULL, start_new_session=True)
+        self.started.append(agent.pid)
+        return agent
+
+    def _watch(self) -> int:
+        """Until one agent has failed (its status), all have ended well, or the launcher has gone (0)."""
+        ends = [fd for agent in self._agents if (fd := pid_fd(agent.pid)) is not None]
+        try:
+            while not self._launcher_ended:
+                found = [agent.poll() for agent in self._agents]
+                failed = [status for status in found if status]
+                if failed:
+                    return failed[0] if failed[0] > 0 else 128 - failed[0]
+                if None not in found:
+                    return 0
+                self._read([fd for fd, status in zip(ends, found, strict=False) if status is None])
+            return 0
+        finally:
+            for fd in ends:
+                os.close(fd)
+
+    def _read(self, ends: Sequence[int]) -> None:
+        """Wait for the end of an agent, half a second or what the launcher says, and take note of that."""
+        poll = select.poll()
+        for fd in (0, self._channel.fileno(), *ends):
+            poll.register(fd, select.POLLIN)
+        for fd, _ in poll.poll(500):
+            if fd == 0:
+                self._launcher_ended |= not os.read(0, 4096)
+            elif fd == self._channel.fileno():
+                self._follow()
+
+    def _follow(self) -> None:
+        try:
+            frames = self._channel.receive()
+        except OSError:  # this host or the launcher's is cut off
+            frames = None
+        if frames is None:
+            self._launcher_ended = True
+        for frame in frames or ():
+            message = frame.json()
+            if message["kind"] == "again":
+                self._wanted = max(self._wanted, message["attempt"])
+            elif message["kind"] == "end":
+                self._launcher_ended = True

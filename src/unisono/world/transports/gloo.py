@@ -43,6 +43,16 @@ _INLINE = 512 - 8  # bytes of an object that travel with its size
 def _connect(store: Store, rank: int, size: int, timeout_s: float) -> Any:
     """A gloo group of all ranks. Its connections fail now and then for no reason that lasts (about one group in a
     thousand on a busy machine): the ranks tell each other in the store, and all try again."""
+    try:
+        return _connect_together(store, rank, size, timeout_s)
+    except PeerLost:
+        raise
+    except RuntimeError as error:
+        problem = str(error)
+    raise PeerLost(f"the {size} ranks could not connect: the store in which they meet does not answer ({problem})")
+
+
+def _connect_together(store: Store, rank: int, size: int, timeout_s: float) -> Any:
     problem = ""
     for attempt in range(_ATTEMPTS):
         fresh = dist.PrefixStore(f"mesh/{attempt}", store)

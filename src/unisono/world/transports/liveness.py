@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 from unisono.runtime.machine import read_boot_id, read_namespaces
 from unisono.world.transports import Mismatch, PeerLost
+from unisono.world.transports.silence import find_address, limit_silence, probe
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 DYING_S = 0.5  # a process that was killed may outlive its connections by a moment
-PATIENCE_S = 2.0  # for ranks of other machines to answer; those of this one are looked up
+PATIENCE_S = 2.0  # for ranks to answer; the processes of this machine are looked up
+_SILENCE_S = 2.0  # of the store's host, when who is missing is asked for
 
 
 class Liveness:
@@ -27,7 +29,8 @@ class Liveness:
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
-        store.set(f"who/{rank}", json.dumps([socket.gethostname(), identify_machine(), os.getpid()]))
+        self._host = os.environ.get("UNISONO_HOST", socket.gethostname())
+        store.set(f"who/{rank}", json.dumps([self._host, identify_machine(), os.getpid()]))
 
     def report(self, why: Exception) -> None:
         """Tell the others why I leave."""
@@ -38,6 +41,7 @@ class Liveness:
 
     def read_report(self) -> Exception | None:
         """Why another rank left, if it said so."""
+        limit_silence(self._store, _SILENCE_S)
         try:
             if not self._store.check(["wrong"]):
                 return None
@@ -52,20 +56,34 @@ class Liveness:
             self._store.set(f"alive/{self._rank}", "1")
             who = [json.loads(self._store.get(f"who/{r}")) for r in range(self._size)]
             near = [r for r in range(self._size) if who[r][1] == identify_machine()]
-            far = [r for r in range(self._size) if r not in near]
+            others = [r for r in range(self._size) if r != self._rank]
             began = time.monotonic()
             deadline = began + PATIENCE_S
             while True:
                 gone = [f"rank {r} (process {who[r][2]} on {who[r][0]}) has died" for r in near if _has_died(who[r][2])]
-                silent = [r for r in far if not self._store.check([f"alive/{r}"])]
+                silent = [r for r in others if not self._store.check([f"alive/{r}"])]
                 now = time.monotonic()
                 if gone or (not silent and now > began + DYING_S) or now > deadline:
                     break
                 time.sleep(0.05)
         except RuntimeError:
-            return "the store in which the ranks met is gone, perhaps with the rank that kept it"
+            return self._explain_store()
         found = gone or [f"rank {r} (process {who[r][2]} on {who[r][0]}) does not answer" for r in silent]
+        away = [r for r in others if who[r][0] != self._host]
+        if not gone and away and set(away) <= set(silent):
+            found[0] = f"host {self._host} cannot reach any other host, and may be cut off: {found[0]}"
         return " and ".join(found) or "every rank is still there, but a connection broke"
+
+    def _explain_store(self) -> str:
+        """Why the store does not answer: its process is gone, or its host cannot be reached from here."""
+        address = find_address(self._store)
+        why = probe(address, _SILENCE_S) if address is not None else None
+        if address is None or why is None or isinstance(why, ConnectionError):
+            return "the store in which the ranks met is gone, perhaps with the rank that kept it"
+        return (
+            f"host {self._host} cannot reach {address[0]}, where the ranks met ({why.strerror or why}): it is cut off "
+            "from the others, or that host is down"
+        )
 
 
 def identify_machine() -> str:

@@ -23,19 +23,29 @@ from unisono.world.transports.gloo import GlooTransport
 from unisono.world.transports.mapped import open_published, publish
 from unisono.world.transports.meeting_page import PAGE_NAME, is_supported
 from unisono.world.transports.shared import SharedTransport
+from unisono.world.transports.silence import limit_silence
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_ASKING_S = 10.0
+
 
 def connect(store: Store, rank: int, size: int, *, timeout_s: float) -> tuple[Transport, list[str]]:
     """Meet the other ranks in `store`; the best transport for where they are, and every rank's host."""
     from torch.distributed import PrefixStore
 
-    store.set(f"host/{rank}", json.dumps(_identify_host()))
-    found = [json.loads(store.get(f"host/{r}")) for r in range(size)]
+    limit_silence(store, timeout_s)
+    try:
+        store.set(f"host/{rank}", json.dumps(_identify_host()))
+        found = [json.loads(store.get(f"host/{r}")) for r in range(size)]
+    except RuntimeError as error:
+        raise PeerLost(
+            f"rank {rank} on host {_identify_host()[0]} met not all of the {size} ranks in time: some have not "
+            f"started, or cannot be reached from here ({error})"
+        ) from None
     hosts = [name for name, _ in found]
     for r, (name, _) in enumerate(found):  # one name, two machines (cloned images): keep them apart
         twins = list(dict.fromkeys(key for n, key in found if n == name))
@@ -76,8 +86,12 @@ def _share_memory(
         store.set(f"shares/{rank}", str(int(works)))
         if not all(store.get(f"shares/{r}") == b"1" for r in range(size)):
             return False, None
-        alone = len(mine) == 1
-        return True, None if alone else SharedTransport(fd, mine.index(rank), len(mine), timeout_s=timeout_s)
+        if len(mine) == 1:
+            return True, None
+        # A rank waits for its host's leader, which waits for the other hosts and then asks who is missing: the wait
+        # inside a host is longer, so that all of it hear what the leader found.
+        wait_s = timeout_s if len(mine) == size else timeout_s + _ASKING_S
+        return True, SharedTransport(fd, mine.index(rank), len(mine), timeout_s=wait_s)
     finally:
         if fd >= 0:
             os.close(fd)

@@ -1,0 +1,67 @@
+"""How long a call of torch's store may wait for a host that says nothing: the kernel counts, on its connections.
+
+A call such as `check` or `add` waits for the answer without a limit, and a host that is cut off sends neither an answer
+nor an end. torch does not give its sockets away: they are found among this process's descriptors by the store's port.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.distributed import Store
+
+__all__ = ["find_address", "limit_silence", "probe"]
+
+_LONGEST_S = 32_000  # what Linux takes for TCP_KEEPIDLE
+
+
+def find_address(store: Store) -> tuple[str, int] | None:
+    """Where the server of a store is; None for one without a server (files, memory)."""
+    inner: Any = store
+    while hasattr(inner, "underlying_store"):
+        inner = inner.underlying_store
+    return (inner.host, inner.port) if hasattr(inner, "port") else None
+
+
+def limit_silence(store: Store, seconds: float) -> None:
+    """Have calls of the store fail after `seconds` without a word from its server's host.
+
+    A server that is only slow, or stopped, is not silent: its host's kernel answers for it.
+    """
+    address = find_address(store)
+    if address is None or sys.platform != "linux":
+        return
+    whole = min(_LONGEST_S, max(1, round(seconds)))
+    for sock in _connections(address[1]):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, whole // 3))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, whole // 3))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, whole * 1000)  # also while something is unanswered
+
+
+def probe(address: tuple[str, int], seconds: float) -> OSError | None:
+    """None if something listens at an address, else why it cannot be reached."""
+    try:
+        socket.create_connection(address, timeout=seconds).close()
+    except OSError as error:
+        return error
+    return None
+
+
+def _connections(port: int) -> Iterator[socket.socket]:
+    """This process's connections to that port, by descriptors of our own."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself, or one that was just closed
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as sock:
+                if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getpeername()[1] == port:
+                    yield sock

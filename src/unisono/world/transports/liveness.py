@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import select
 import socket
 import time
+import weakref
 from typing import TYPE_CHECKING
 
+from unisono.background import close_queues
+from unisono.runtime.ending import describe_ending
 from unisono.runtime.machine import read_boot_id, read_namespaces
 from unisono.world.transports import Mismatch, PeerLost
 
@@ -22,12 +26,24 @@ PATIENCE_S = 2.0  # for ranks of other machines to answer; those of this one are
 class Liveness:
     """Each rank leaves its process at the start; after a failure each answers, and those that do not are named.
 
-    A rank that leaves for another reason says so here too: the others only see its connections close.
+    A rank that leaves for another reason, or ends its program, says so here too: the others only see its connections
+    close.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
         store.set(f"who/{rank}", json.dumps([socket.gethostname(), identify_machine(), os.getpid()]))
+        self._pid = os.getpid()
+        _known.add(self)
+
+    def end(self, how: str) -> None:
+        """Tell the others that my program has ended: "has ended its program with status 0"."""
+        if self._pid != os.getpid():
+            return
+        try:
+            self._store.set(f"ended/{self._rank}", how)
+        except RuntimeError:
+            return  # the store went with a rank
 
     def report(self, why: Exception) -> None:
         """Tell the others why I leave."""
@@ -46,26 +62,43 @@ class Liveness:
             return None
         return Mismatch(text) if is_mismatch else PeerLost(text)
 
-    def describe_missing(self) -> str:
-        """The ranks that died or do not answer, in words."""
+    def describe_missing(self) -> tuple[str, bool]:
+        """The ranks that ended, died or do not answer, in words; and whether they said so themselves."""
         try:
             self._store.set(f"alive/{self._rank}", "1")
             who = [json.loads(self._store.get(f"who/{r}")) for r in range(self._size)]
+            names = [f"rank {r} (process {pid} on {host})" for r, (host, _, pid) in enumerate(who)]
             near = [r for r in range(self._size) if who[r][1] == identify_machine()]
             far = [r for r in range(self._size) if r not in near]
             began = time.monotonic()
             deadline = began + PATIENCE_S
             while True:
-                gone = [f"rank {r} (process {who[r][2]} on {who[r][0]}) has died" for r in near if _has_died(who[r][2])]
+                ended = [r for r in range(self._size) if r != self._rank and self._store.check([f"ended/{r}"])]
+                gone = [f"{names[r]} {self._store.get(f'ended/{r}').decode()}" for r in ended] or [
+                    f"{names[r]} has died" for r in near if _has_died(who[r][2])
+                ]
                 silent = [r for r in far if not self._store.check([f"alive/{r}"])]
                 now = time.monotonic()
                 if gone or (not silent and now > began + DYING_S) or now > deadline:
                     break
                 time.sleep(0.05)
         except RuntimeError:
-            return "the store in which the ranks met is gone, perhaps with the rank that kept it"
-        found = gone or [f"rank {r} (process {who[r][2]} on {who[r][0]}) does not answer" for r in silent]
-        return " and ".join(found) or "every rank is still there, but a connection broke"
+            return "the store in which the ranks met is gone, perhaps with the rank that kept it", False
+        found = gone or [f"{names[r]} does not answer" for r in silent]
+        return " and ".join(found) or "every rank is still there, but a connection broke", bool(ended)
+
+
+_known: weakref.WeakSet[Liveness] = weakref.WeakSet()
+
+
+@atexit.register
+def _tell_the_others() -> None:
+    """At the end of the program, once what was queued has been sent: nobody is to wait for this rank any more."""
+    known = list(_known)
+    if known:
+        close_queues()
+    for liveness in known:
+        liveness.end(describe_ending())
 
 
 def identify_machine() -> str:

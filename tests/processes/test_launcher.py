@@ -162,7 +162,11 @@ time.sleep(1000)
 def test_on_a_terminal_rank_0_has_the_terminal_itself(run_script):
     ours, theirs = pty.openpty()
     launched = run_script(
-        PRELUDE + "print('RANK', RANK, sys.stdout.isatty())", "-n", "2", stdout=theirs, stderr=subprocess.DEVNULL
+        PRELUDE + "os.write(1, f'RANK {RANK} {sys.stdout.isatty()}\\n'.encode())",  # print may write a line in pieces
+        "-n",
+        "2",
+        stdout=theirs,
+        stderr=subprocess.DEVNULL,
     )
     os.close(theirs)
     status, _, _ = launched.finish()

@@ -26,6 +26,7 @@ from unisono.exchange.windows import TrainableParameters
 from unisono.reducer import Reducer
 from unisono.reducers.dense import dense
 from unisono.strategy import Buffers, Change, PeriodicReplica, Strategy, share, share_buffers
+from unisono.strategy.mistakes import SameData
 from unisono.world import World
 
 T = TypeVar("T")
@@ -176,12 +177,13 @@ class Anchors:
         self._begun: set[int] = set()  # what was under way when the world ended
         self._side: SideChannel | None = None
         self._world, self._channel = World(), None  # type: tuple[World, World | None]
+        self._same_data = SameData(self._world)
 
     # A world -----------------------------------------------------------------------------------------------------
 
     def start(self, world: World) -> None:
         """Fragments, where they are needed, with buckets in this world."""
-        self._world = world
+        self._world, self._same_data = world, SameData(world)
         if world.size == 1 and self.reducer.exact and not self._always:
             self.fragments = []
             return
@@ -266,7 +268,12 @@ class Anchors:
                 channel.all_reduce(flag, "max", tag="decay").wait()
                 fell = bool(flag.item())
                 fragment.reduction.set_decayed(fell)
-            fragment.reduce(channel)
+            if fragment.index == 0 and self.reducer.exact:
+                widest = max((t for bucket in fragment.buckets for t in bucket.tensors), key=Tensor.numel)
+                with self._same_data.watching(widest):
+                    fragment.reduce(channel)
+            else:
+                fragment.reduce(channel)
             share_buffers(buffers, self._buffers, channel)
             return fell
 

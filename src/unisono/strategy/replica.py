@@ -18,6 +18,7 @@ from unisono.batch_norm import move_batch_norm
 from unisono.checks import AtLeast, check_settings
 from unisono.exchange.reduction import Unsent as Unsent
 from unisono.runtime import status
+from unisono.strategy.mistakes import follow_optimizer, leave_optimizer
 from unisono.world import World
 
 Buffers = Literal["broadcast", "average", "local"]
@@ -104,6 +105,7 @@ class Replica:
             optimizer.register_step_pre_hook(self._about_to_step),
             optimizer.register_step_post_hook(lambda *_: self.after_step()),
         ]
+        follow_optimizer(self, optimizer)
         with _replicas_lock:
             _replicas.add(self)
 
@@ -161,6 +163,7 @@ class Replica:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        leave_optimizer(self)
         self.world.ledger.leave(self)
         with _replicas_lock:
             _replicas.discard(self)

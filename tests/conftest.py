@@ -130,6 +130,7 @@ def _group_tests(nodeids: Sequence[str]) -> dict[str, str]:
     return {nodeid: name for name in ordered for nodeid in groups[name]}
 
 
+@pytest.hookimpl(optionalhook=True)  # with -p no:xdist nobody asks
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Groups by name: xdist's own are lost where the names of tests cannot be changed."""
     from xdist.scheduler import LoadScopeScheduling

@@ -302,6 +302,26 @@ def test_ranks_with_samples_of_their_own_are_not_suspected(strategy: str) -> Non
     assert same_samples(strategy, lambda rank: rank) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("same", [True, False])
+def test_parameters_of_every_dtype_are_compared(dtype: torch.dtype, same: bool) -> None:
+    def work(world: un.World) -> None:
+        weight = nn.Parameter(torch.ones(5, 4, dtype=dtype))
+        model = nn.ParameterList([weight])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        un.parallel(model, optimizer)
+        generator = torch.Generator().manual_seed(0 if same else world.rank)
+        for _ in range(4):
+            optimizer.zero_grad()
+            (weight * torch.randn(5, 4, generator=generator).to(dtype)).sum().abs().backward()
+            optimizer.step()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        un.run_threads(work, 2)
+    assert [str(w.message).partition(":")[0] for w in caught] == [SAME_SAMPLES] * same
+
+
 def test_three_ranks_whose_mean_is_rounded_are_told_too() -> None:
     [said] = same_samples("allreduce", lambda rank: 1, size=3)
     assert said.startswith(SAME_SAMPLES)

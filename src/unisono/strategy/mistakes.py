@@ -121,7 +121,8 @@ register_optimizer_step_pre_hook(_notice_step)
 
 def sample(x: Tensor) -> Tensor:
     """A copy of some of its numbers, from all over it."""
-    line = x.detach().reshape(-1)
+    x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
+    line = x.reshape(-1)
     return line[:: -(-line.numel() // _SAMPLE) or 1].clone()
 
 
@@ -163,13 +164,14 @@ class SameData:
 
 
 def _says_something(x: Tensor) -> bool:
-    return bool(torch.isfinite(x).all()) and x.unique().numel() >= _DISTINCT
+    wide = x.double()  # not every dtype can be compared
+    return bool(torch.isfinite(wide).all()) and wide.unique().numel() >= _DISTINCT
 
 
 def _are_equal(mine: Tensor, mean: Tensor) -> bool:
     if mine.dtype in (torch.float32, torch.float64):  # the mean over three or over several hosts is rounded
         return bool((mine - mean).abs().max() <= 4 * torch.finfo(mine.dtype).eps * mine.abs().max())
-    return mine.equal(mean)
+    return mine.double().equal(mean.double())
 
 
 class GradientProbe:

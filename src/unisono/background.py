@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 import weakref
@@ -18,6 +19,36 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+
+
+LONG_S = 5.0
+_watchers: list[Callable[[bool], None]] = []
+
+
+def watch_long_waits(call: Callable[[bool], None]) -> None:
+    """`call(True)` when a thread of the program has waited for long, in that thread, and `call(False)` after it."""
+    _watchers.append(call)
+
+
+class LongWait:
+    """Around a wait: `check()` now and then."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._is_long = False
+
+    def check(self) -> None:
+        """Tell the watchers, once this has taken long; a queue's own thread is none of the program's."""
+        if not self._is_long and not in_background() and time.monotonic() - self._began > LONG_S:
+            self._is_long = True
+            for call in _watchers:
+                call(True)
+
+    def end(self) -> None:
+        """The wait is over."""
+        if self._is_long:
+            for call in _watchers:
+                call(False)
 
 
 def in_background() -> bool:
@@ -95,12 +126,16 @@ class SerialQueue:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self._closed = False
+        self.begin_anew()
+        _queues.add(self)
+
+    def begin_anew(self) -> None:
+        """Without jobs and thread: as at first, and in a forked child, where the thread and its locks are not."""
         self._jobs: deque[_Job] = deque()
         self._signal = threading.Condition()
         self._running = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._closed = False
-        _queues.add(self)
 
     def submit(self, run: Callable[[], T]) -> Handle[T]:
         """Queue `run`; its handle gives the result."""
@@ -116,14 +151,19 @@ class SerialQueue:
         return Handle(lambda: self._result(job), job.finished.is_set)
 
     def _result(self, job: _Job) -> Any:
-        while not job.finished.is_set():
-            if self._running.acquire(blocking=False):
-                try:
-                    self._run_next()
-                finally:
-                    self._running.release()
-            else:
-                job.finished.wait(0.05)
+        wait = LongWait()
+        try:
+            while not job.finished.is_set():
+                if self._running.acquire(blocking=False):
+                    try:
+                        self._run_next()
+                    finally:
+                        self._running.release()
+                else:
+                    job.finished.wait(0.05)
+                    wait.check()
+        finally:
+            wait.end()
         if job.error is not None:
             raise job.error
         return job.value
@@ -156,12 +196,22 @@ class SerialQueue:
 
 
 _queues: weakref.WeakSet[SerialQueue] = weakref.WeakSet()
-_EXIT_S = 3.0  # calls that wait for another rank end by their own deadline
+_EXIT_S = 2.0
+_deadline = 0.0
 
 
 @atexit.register
-def _close_all() -> None:
+def close_queues() -> None:
     """At the end of the program: a thread that comes back from C++ while Python shuts down would abort the process."""
-    deadline = time.monotonic() + _EXIT_S
+    global _deadline
+    _deadline = _deadline or time.monotonic() + _EXIT_S  # for all who call it at the end together
     for queue in list(_queues):
-        queue.close(max(0.0, deadline - time.monotonic()))
+        queue.close(max(0.0, _deadline - time.monotonic()))
+
+
+def _begin_anew_in_child() -> None:
+    for queue in list(_queues):
+        queue.begin_anew()
+
+
+os.register_at_fork(after_in_child=_begin_anew_in_child)

@@ -85,6 +85,7 @@ def values(model: nn.Module) -> list[Tensor]:
     return [x.detach().clone() for x in model.state_dict().values()]
 
 
+@pytest.mark.filterwarnings("ignore:another optimizer")  # its steps would be exchanges
 def test_one_worker_at_a_time_is_one_process() -> None:
     """Steps that take turns are those of one process: what one worker writes, the next one reads."""
 

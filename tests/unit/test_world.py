@@ -493,7 +493,7 @@ def test_a_rank_that_never_comes_ends_the_wait_with_its_name() -> None:
     def work(world: World) -> None:
         if world.rank == 0:
             for call in (lambda: world.all_reduce(torch.ones(5000)).wait(), world.barrier):
-                with pytest.raises(PeerLost, match=r"waited 0.3 s for local rank 1 .* of 2"):
+                with pytest.raises(PeerLost, match=r"waited 0.3 s for rank 1 .* of 2"):
                     call()
             with pytest.raises(PeerLost, match="recv from rank 1: waited"):
                 world.recv(torch.ones(1), 1).wait()

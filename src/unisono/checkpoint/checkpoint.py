@@ -110,6 +110,11 @@ class Savable(Protocol):
         """Take my part of a model and an optimizer that have a `Stored` in place of each tensor."""
 
 
+EVERY_RANK = {  # what errors say of ranks that do not come (see `unisono.runtime.frames`)
+    "save": "every rank calls un.save; rank 0 writes, and each rank the parts that only it has",
+    "load": "every rank calls un.load",
+}
+
 # Saving ---------------------------------------------------------------------------------------------------
 
 

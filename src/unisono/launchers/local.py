@@ -46,7 +46,7 @@ __all__ = ["LocalRun"]
 _TICK_S = 0.02
 # Signals sent to the workers' main processes, and when (seconds after the decision to stop).
 _AFTER_FAILURE = ((0.0, signal.SIGTERM), (1.0, signal.SIGKILL))
-_FAILED_ITSELF = ((3.0, signal.SIGKILL),)  # it has reported its error and is on its way out
+_LEAVING = ((3.0, signal.SIGKILL),)  # it has reported its error, or its program is over
 _AFTER_INTERRUPT = ((0.0, signal.SIGINT), (0.9, signal.SIGTERM), (1.2, signal.SIGKILL))
 
 
@@ -86,7 +86,7 @@ class LocalRun:
             self.interruptible = False
             if any(worker.failure for worker in self._workers):
                 patience_s = 0.3
-                self._stop(lambda worker: _FAILED_ITSELF if worker.failure else _AFTER_FAILURE)
+                self._stop(lambda worker: _LEAVING if worker.is_leaving else _AFTER_FAILURE)
         except BaseException:
             self.interruptible = False
             patience_s = 0.15
@@ -222,6 +222,7 @@ class LocalRun:
             if not isinstance(message, dict):
                 continue
             worker.ready = True
+            worker.done = worker.done or message.get("kind") == "done"
             worker.failure = worker.failure or read_failure(worker.rank, message, time.monotonic())
         worker.text = unknown + worker.text
 
@@ -234,7 +235,8 @@ class LocalRun:
             self._selector.unregister(worker.process.pid_fd)
         self._drain(worker)
         self.output.flush(worker.rank)
-        if status != 0 and worker.failure is None:
+        stopped = worker.done and self._stop_time is not None  # it took its time to leave: no failure
+        if status != 0 and worker.failure is None and not stopped:
             text = worker.text.decode("utf-8", "replace")
             worker.failure = failure_of_exit(worker.rank, status, worker.exited, text)
 

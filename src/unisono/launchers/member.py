@@ -25,12 +25,18 @@ class Member:
     started: float = 0.0
     ready: bool = False  # whether it has begun its program, and handles SIGINT
     text: bytes = b""  # of its reports: an unfinished line, and faulthandler's dump
+    done: bool = False  # whether its program has ended well
     failure: Failure | None = None
     ended: float | None = None
     step: int | None = None
     doing: str = ""
     since_s: float = 0.0
     result: list[bytes] = field(default_factory=list)
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it ends by itself, and need not be told to."""
+        return self.done or self.failure is not None
 
     def take_report(self, data: bytes, now: float) -> None:
         """A piece of what the worker wrote to its report pipe; times are this host's."""
@@ -44,6 +50,7 @@ class Member:
                 continue
             if isinstance(message, dict):
                 self.ready = True
+                self.done = self.done or message.get("kind") == "done"
                 message["time"] = now
                 self.failure = self.failure or read_failure(self.rank, message, now)
         self.text = unknown + self.text
@@ -57,10 +64,13 @@ class Member:
         self.doing = str(doing or "")
         self.since_s = float(since_s or 0.0)
 
-    def take_end(self, status: int, now: float) -> None:
-        """The worker has ended; `status` is negative for a signal, as in subprocess."""
+    def take_end(self, status: int, now: float, *, stopping: bool) -> None:
+        """The worker has ended; `status` is negative for a signal, as in subprocess.
+
+        `stopping`: it may have been told to. One that was done and took its time to leave has not failed.
+        """
         self.ended = now
-        if status != 0 and self.failure is None:
+        if status != 0 and self.failure is None and not (stopping and self.done):
             self.failure = failure_of_exit(self.rank, status, now, self.text.decode("utf-8", "replace"))
 
     def activity(self) -> str:

@@ -41,7 +41,7 @@ _TICK_S = 0.1
 _ENDED_S = 1.5  # after the engine has ended, what its workers said may still be on its way
 Schedule = Sequence[tuple[float, signal.Signals]]
 _AFTER_FAILURE: Schedule = ((0.0, signal.SIGTERM), (1.0, signal.SIGKILL))
-_FAILED_ITSELF: Schedule = ((3.0, signal.SIGKILL),)
+_LEAVING: Schedule = ((3.0, signal.SIGKILL),)
 _AFTER_INTERRUPT: Schedule = ((0.0, signal.SIGINT), (0.9, signal.SIGTERM), (1.2, signal.SIGKILL))
 _AT_ONCE: Schedule = ((0.0, signal.SIGKILL),)
 # Variables of this process that workers on other hosts get too, where they are set.
@@ -87,7 +87,7 @@ class RemoteRun:
             self._watch()
             self.interruptible = False
             if self._failures():
-                self._stop(lambda member: _FAILED_ITSELF if member.failure else _AFTER_FAILURE)
+                self._stop(lambda member: _LEAVING if member.is_leaving else _AFTER_FAILURE)
         except BaseException as error:
             self.interruptible = False
             if not isinstance(error, EngineError):
@@ -290,7 +290,7 @@ class RemoteRun:
             f"unisono: worker {first.rank} failed: {first.headline}{': ' if message else ''}{message[:200]}; "
             f"all workers start again (restart {self._attempt} of {self.engine.restarts})"
         )
-        self._send_stop(lambda member: _FAILED_ITSELF if member.failure else _AFTER_FAILURE)
+        self._send_stop(lambda member: _LEAVING if member.is_leaving else _AFTER_FAILURE)
         for channel in self._hosts:  # one whose workers have all ended well would not know
             self._say(channel, kind="again", attempt=self._attempt)
         self._members = []
@@ -344,7 +344,7 @@ class RemoteRun:
             message = frame.json()
             member.take_status(message, now)
             if message.get("kind") == "ended":
-                member.take_end(int(message["status"]), now)
+                member.take_end(int(message["status"]), now, stopping=self._stop_time is not None)
                 self.output.flush(member.rank)
                 if member.failure is None:
                     self._say(member.channel, kind="exit", status=0)

@@ -14,7 +14,7 @@ from time import monotonic
 
 from unisono.runtime.memfd import anonymous_file
 
-__all__ = ["StatusPage", "WorkerStatus", "attach", "note"]
+__all__ = ["StatusPage", "WorkerStatus", "attach", "note", "read_step"]
 
 _MAGIC = b"unisono status 1"
 _HEADER = struct.Struct("<16sQ")  # magic, number of rows
@@ -97,6 +97,7 @@ def _find_row() -> tuple[mmap.mmap | None, int]:
 
 
 _page, _offset = _find_row()
+_step: int | None = None  # the last that was noted, also outside a launcher
 
 
 def attach() -> None:
@@ -110,9 +111,17 @@ def note(step: int | None = None, doing: str | None = None) -> None:
 
     >>> note(step=12, doing="all_reduce grads/3")
     """
+    global _step
+    if step is not None:
+        _step = step
     if _page is None:
         return
     if step is not None:
         _STEP.pack_into(_page, _offset, step)
     if doing is not None:
         _DOING.pack_into(_page, _offset + 8, monotonic(), doing.encode())  # struct cuts or pads to the field
+
+
+def read_step() -> int | None:
+    """The last step that this process has noted."""
+    return _step

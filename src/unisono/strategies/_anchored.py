@@ -35,6 +35,7 @@ from unisono.strategy import (
     share_buffers,
     take_weighted_mean,
 )
+from unisono.strategy.mistakes import SameData
 from unisono.world import World
 
 T = TypeVar("T")
@@ -190,12 +191,13 @@ class Anchors:
         self._begun: set[int] = set()  # what was under way when the world ended
         self._side: SideChannel | None = None
         self._world, self._channel = World(), None  # type: tuple[World, World | None]
+        self._same_data = SameData(self._world)
 
     # A world -----------------------------------------------------------------------------------------------------
 
     def start(self, world: World) -> None:
         """Fragments, where they are needed, with buckets in this world."""
-        self._world = world
+        self._world, self._same_data = world, SameData(world)
         if world.size == 1 and self.reducer.exact and not self._always:
             self.fragments = []
             return
@@ -294,7 +296,12 @@ class Anchors:
                 channel.all_reduce(flag, "max", tag="decay").wait()
                 fell = bool(flag.item())
                 fragment.reduction.set_decayed(fell)
-            fragment.reduce(channel)
+            if fragment.index == 0 and self.reducer.exact:
+                widest = max((t for bucket in fragment.buckets for t in bucket.tensors), key=Tensor.numel)
+                with self._same_data.watching(widest):
+                    fragment.reduce(channel)
+            else:
+                fragment.reduce(channel)
             share_buffers(buffers, self._buffers, channel, weight)
             return fell
 

@@ -20,6 +20,7 @@ from unisono.facts import Example, Facts
 from unisono.reducer import Reducer
 from unisono.reducers.dense import dense
 from unisono.strategy import Accumulate, BucketBytes, Buffers, Change, Replica, Strategy, Unsent, share_buffers
+from unisono.strategy.mistakes import GradientProbe
 from unisono.world import World
 
 FACTS = Facts(
@@ -67,6 +68,7 @@ class AllReduceReplica(Replica):
             self.reducer.check(optimizer, world)
         self._reduction = Reduction(self.reducer, optimizer, self._share_buffers, "gradients")
         self._exchange: Exchange | Counter | None = None
+        self._probe: GradientProbe | None = None
         try:
             self.start()
         except BaseException:
@@ -80,6 +82,8 @@ class AllReduceReplica(Replica):
             return
         dense_ones, sparse_ones = split_sparse(self.model)
         check_real(self.reducer, dense_ones)
+        if self.reducer.exact:
+            self._probe = GradientProbe(self.model.parameters(), self.world)
         pays = overlap_pays(self.world)
         self._exchange = Exchange(
             dense_ones,
@@ -102,6 +106,11 @@ class AllReduceReplica(Replica):
 
     def _share_buffers(self, world: World) -> None:
         share_buffers([b.detach() for b in self.model.buffers()], self.strategy.buffers, world)
+
+    def advance(self) -> None:
+        if self._probe is not None:
+            self._probe.compare()
+        super().advance()
 
     def before_step(self) -> None:
         if self._exchange is not None:
@@ -141,6 +150,9 @@ class AllReduceReplica(Replica):
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None
 
     def progress(self) -> list[Any]:
         return [self.step, self._reduction.keeps_own]

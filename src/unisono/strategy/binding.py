@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.spec import build, describe
+from unisono.strategy.mistakes import refuse_wrapped
 from unisono.strategy.replica import Replica, Strategy, bound_parameters, share
 from unisono.world import World, join
 
@@ -69,11 +70,12 @@ def _with_settings(strategy: Strategy, settings: dict[str, Any]) -> Strategy:
 
 
 def check(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse a model without trainable parameters or already bound, and an optimizer that holds others."""
+    """Refuse a model without trainable parameters, already bound or wrapped, and an optimizer that holds others."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    refuse_wrapped(model)
     names = {param: name for name, param in model.named_parameters()}
     if not any(param.requires_grad for param in names):
         raise ValueError(

@@ -19,6 +19,7 @@ from unisono.checkpoint import ModelPart
 from unisono.checks import AtLeast, check_settings
 from unisono.exchange.reduction import Unsent as Unsent
 from unisono.runtime import status
+from unisono.strategy.mistakes import follow_optimizer, leave_optimizer
 from unisono.world import World
 
 Buffers = Literal["broadcast", "average", "local"]
@@ -107,6 +108,7 @@ class Replica:
             optimizer.register_step_post_hook(lambda *_: self.after_step()),
             *watch_batch_norms(model, world),
         ]
+        follow_optimizer(self, optimizer)
         with _replicas_lock:
             _replicas.add(self)
 
@@ -164,6 +166,7 @@ class Replica:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        leave_optimizer(self)
         self.world.ledger.leave(self)
         with _replicas_lock:
             _replicas.discard(self)

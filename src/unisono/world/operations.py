@@ -4,6 +4,8 @@ that fits, and recorded with their times."""
 from __future__ import annotations
 
 import math
+import os
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -36,6 +38,8 @@ class Operations:
         self.inline = inline
         self._queues: dict[str, SerialQueue] = {}
         self._sequences: dict[str, int] = {}
+        self._owner: int | None = None  # in a forked child: the process that the world belongs to
+        _living.add(self)
 
     @property
     def base(self) -> Transport:
@@ -45,6 +49,12 @@ class Operations:
 
     def record(self, op: str, tag: str, bytes_sent: int, *, queue: str = "main") -> Record:
         """The record of an operation that begins now; its number is the same on every rank."""
+        if self._owner is not None:
+            raise RuntimeError(
+                f"this process was forked from process {self._owner}, which is rank {self.base.rank} of the world: "
+                "only that one can exchange something with the other ranks. Train in the process that un.join() was "
+                "called in; more workers are started by `unisono run -n N`, and a forked child may load data"
+            )
         if self.closed:
             raise RuntimeError(f"{self.name!r} is closed: nothing more can be sent through it")
         channel = self.name if queue == "main" else f"{self.name}:{queue}"
@@ -100,7 +110,7 @@ class Operations:
         route = Route(base) if like is None or not like.is_cuda else choose_route(base, self.accelerated, like)
 
         def job() -> T:
-            status.note(doing=f"{record.op} {record.tag}")
+            status.note(doing=f"{record.op} {record.tag}".rstrip())
             if queue == "main":
                 base.sequence = record.sequence + 1
             record.start = self.ledger.clock()
@@ -129,6 +139,10 @@ class Operations:
 
         return Handle(wait, handle.done)
 
+    def disown(self, owner: int) -> None:
+        """This process is a forked child of the one that the world belongs to."""
+        self._owner = self._owner or owner
+
     def close(self) -> None:
         """Run what is queued, then let go of the threads and the transports."""
         self.closed = True
@@ -147,6 +161,17 @@ class Operations:
         """The program waited for an exchange, unless this is a thread that works behind it."""
         if not in_background():
             self.ledger.close_span("blocked", start, end)
+
+
+_living: weakref.WeakSet[Operations] = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    for operations in list(_living):
+        operations.disown(os.getppid())
+
+
+os.register_at_fork(after_in_child=_disown_all)
 
 
 def _keep_until_now(run: Callable[[Transport], object], value: T) -> T:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from unisono.runtime.frames import hide_frames_of_uncaught, warn_user
 from unisono.runtime.machine import read_boot_id
 from unisono.runtime.place import Place, number, read_place
 from unisono.world.stores import MEETING_S, agree_on_attempt, open_engine_store, open_tcp_store
@@ -68,6 +69,8 @@ def meet(device: str | torch.device | None = None) -> World:
     chosen = _choose_device(device, place.local_rank, local_size or 1)
     if size == 1:
         return World(None, device=chosen, hosts=[socket.gethostname()])
+    if "UNISONO_REPORT_FD" not in os.environ:  # else the launcher prints the error
+        hide_frames_of_uncaught()
     timeout_s = float(os.environ.get("UNISONO_TIMEOUT_S", TIMEOUT_S))
     fd = _find_inherited_page()
     if fd is not None and local_size == size:
@@ -121,8 +124,15 @@ def _find_mpi_place() -> Place | None:
 
 def _choose_device(asked: str | torch.device | None, local_rank: int, local_size: int) -> torch.device:
     if asked is None:
-        fits = torch.cuda.is_available() and torch.cuda.device_count() >= local_size
-        return torch.device("cuda", local_rank) if fits else torch.device("cpu")
+        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if found >= local_size:
+            return torch.device("cuda", local_rank)
+        if found and local_rank == 0:
+            warn_user(
+                f"this host has {found} CUDA device(s) for {local_size} workers, so all of them train on the CPU: "
+                f"start {found} worker(s) here, let them share it by un.join(device='cuda'), or ask for device='cpu'"
+            )
+        return torch.device("cpu")
     device = torch.device(asked)
     if device.type == "cuda":
         if not torch.cuda.is_available():

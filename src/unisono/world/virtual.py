@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from unisono.runtime.frames import CalledByAll
 from unisono.world.ledger import Ledger
 from unisono.world.rendezvous import enter
 from unisono.world.transports import PeerLost
 from unisono.world.transports.simulated import SimulatedTransport
-from unisono.world.transports.threads import Hub, ThreadTransport
+from unisono.world.transports.threads import Hub, ThreadTransport, be
 from unisono.world.world import World
 
 __all__ = ["run_threads", "simulate"]
@@ -43,8 +44,11 @@ def run_threads(
         transport = ThreadTransport(hub, rank) if size > 1 else None
         world = World(transport, hosts=hosts or ["localhost"] * size)
         enter(world)
+        be(transport.member if transport is not None else None)
         try:
             results[rank] = fn(world)
+            if transport is not None:
+                transport.member.why = "has returned from its function"
         except BaseException as error:
             errors[rank] = error
             hub.lose(f"rank {rank} failed: {error!r}")
@@ -59,7 +63,10 @@ def run_threads(
         thread.join()
     failed = [e for e in errors if e is not None]
     if failed:
-        raise next((e for e in failed if not isinstance(e, PeerLost)), failed[0])
+        first = next((e for e in failed if not isinstance(e, PeerLost)), failed[0])
+        if isinstance(first, CalledByAll):
+            first.hide_frames()
+        raise first
     return results
 
 

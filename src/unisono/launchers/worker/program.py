@@ -175,15 +175,30 @@ def _run_guarded(program: Callable[[], None], reports: _Reports) -> int:
         reports.send("ready")  # from here on SIGINT is handled quietly, and the launcher may send it
         program()
     except SystemExit as stop:
-        return _exit_status(stop, reports)
+        status = _exit_status(stop, reports)
+        _note_ending("note_ending", f"has ended its program with status {status}")
+        if not status:
+            reports.send("done")
+        return status
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _note_ending("note_ending", "was interrupted")
         reports.send("interrupt", code=130)
         return 130
     except BaseException as error:
         _report_error(error, reports)
+        _note_ending("note_failure", error)
         return 1
+    _note_ending("note_ending", "has ended its program with status 0")
+    reports.send("done")
     return 0
+
+
+def _note_ending(call: str, how: object) -> None:
+    """For the ranks that still wait for this one, if the program had to do with any."""
+    ending = sys.modules.get("unisono.runtime.ending")
+    if ending is not None:
+        getattr(ending, call)(how)
 
 
 def _exit_status(stop: SystemExit, reports: _Reports) -> int:
@@ -202,6 +217,8 @@ def _report_error(error: BaseException, reports: _Reports) -> None:
     while frames is not None and _is_ours(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
     error.__traceback__ = frames
+    if hasattr(error, "hide_frames"):  # it is about the ranks, and our frames say nothing of it
+        error.hide_frames()
     text = "".join(traceback.format_exception(type(error), error, frames))
     types_ = [kind.__name__ for kind in type(error).__mro__]
     message = str(error)[:_MESSAGE_CHARACTERS]

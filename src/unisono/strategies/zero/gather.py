@@ -29,6 +29,10 @@ from unisono.strategies.zero.units import UNCALLED, WHOLE, Unit
 from unisono.world import World
 
 UNITS_GATHERED = 2  # at most, beside the model's own: the one at work, and the one that comes next
+EVERY_RANK = {  # what errors say of ranks that do not come (see `unisono.runtime.frames`)
+    "*": "at stage 3 the parameters are split over the ranks, so every rank runs the model as often as the others, "
+    "also to evaluate it"
+}
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # others' are left alone
 
 

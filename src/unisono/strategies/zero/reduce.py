@@ -29,6 +29,7 @@ from unisono.exchange.windows import Windows, if_alive
 from unisono.strategies.zero.gather import Values
 from unisono.strategies.zero.gradients import ShardedGradients
 from unisono.strategies.zero.units import Unit
+from unisono.strategy.mistakes import SameData, sample
 from unisono.world import World
 
 LINES_IN_FLIGHT = 3  # units of gradients that are being reduced, where that overlaps with backward
@@ -79,6 +80,7 @@ class Backward(Windows):
             for number, (unit, slot) in enumerate(self.gradients.places)
         ]
         self._weighting: list[Any] = []
+        self._same_data = SameData(world)
         self._task = -1
         self._reducing = False
         self._open_window()
@@ -210,7 +212,11 @@ class Backward(Windows):
         mean = (
             old if direct and old is not None else torch.empty(unit.shard_length, dtype=unit.dtype, device=flat.device)
         )
+        looks = self._same_data.is_looking and unit is self.units[-1]
+        mine = sample(flat.split(unit.shard_length)[self.world.rank]) if looks else None
         self.channel.reduce_scatter(flat, "mean", out=mean, tag=unit.tag).wait()
+        if mine is not None:
+            self._same_data.compare(mine, sample(mean))
         if first:
             dtype = unit.master_dtype if unit.steps_here else unit.dtype  # what leaves may leave as it is
             unit.gradient = mean.to(dtype) if old is None or direct else old.copy_(mean)

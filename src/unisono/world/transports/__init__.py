@@ -9,16 +9,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from unisono.runtime.frames import CalledByAll, warn_user
+
 Op = Literal["sum", "mean", "max", "min"]
 UNKNOWN = float("nan")
 SMALL_BYTES = 4096  # an all-reduce of one tensor up to this size is offered to `Transport.post`
 
 
-class PeerLost(RuntimeError):
-    """Another rank of this world died, or its connection broke, during a collective."""
+class PeerLost(CalledByAll, RuntimeError):
+    """Another rank of this world ended or died, or its connection broke, during a collective."""
 
 
-class Mismatch(ValueError):
+class Mismatch(CalledByAll, ValueError):
     """Ranks called one collective with different arguments."""
 
 
@@ -93,6 +95,15 @@ class Transport(ABC):
 
     def close(self) -> None:  # noqa: B027 (not every transport holds something)
         """Let go of sockets, threads and memory."""
+
+
+def warn_of_each_other(mine: str, rank: int, theirs: str) -> None:
+    """Say that this rank and another wait for each other, in different calls of the program."""
+    warn_user(
+        f"this rank waits in {mine} for rank {rank}, which waits in {theirs}: they have come to "
+        "different places of the program and wait for each other. Every rank makes the same calls in the same order, "
+        "and as many passes over data as the others"
+    )
 
 
 def find_group(groups: Sequence[Sequence[int]], rank: int, size: int) -> list[int]:

@@ -332,8 +332,12 @@ class GlooTransport(Transport):
             self.abandon(found := Mismatch(problem))
             return found
         self._gloo = None
-        short = problem.split(". This is typically")[0]
-        return self._liveness.read_report() or PeerLost(f"{what}: {self._liveness.describe_missing()} ({short})")
+        if (report := self._liveness.read_report()) is not None:
+            return report
+        missing, is_certain = self._liveness.describe_missing()
+        if is_certain:
+            return PeerLost(f"{missing}; waited for it in {what}")
+        return PeerLost(f"{what}: {missing} ({problem.split('. This is typically')[0]})")
 
 
 class _Flow:

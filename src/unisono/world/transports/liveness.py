@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import select
 import socket
 import time
+import weakref
 from typing import TYPE_CHECKING
 
+from unisono.background import close_queues
+from unisono.runtime.ending import describe_ending
 from unisono.runtime.machine import read_boot_id, read_namespaces
 from unisono.world.transports import Mismatch, PeerLost
 from unisono.world.transports.silence import find_address, limit_silence, probe
@@ -24,13 +28,26 @@ _SILENCE_S = 2.0  # of the store's host, when who is missing is asked for
 class Liveness:
     """Each rank leaves its process at the start; after a failure each answers, and those that do not are named.
 
-    A rank that leaves for another reason says so here too: the others only see its connections close.
+    A rank that leaves for another reason, or ends its program, says so here too: the others only see its connections
+    close.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._host = os.environ.get("UNISONO_HOST", socket.gethostname())
         store.set(f"who/{rank}", json.dumps([self._host, identify_machine(), os.getpid()]))
+        self._pid = os.getpid()
+        _known.add(self)
+
+    def end(self, how: str) -> None:
+        """Tell the others that my program has ended: "has ended its program with status 0"."""
+        if self._pid != os.getpid():
+            return
+        limit_silence(self._store, _SILENCE_S)
+        try:
+            self._store.set(f"ended/{self._rank}", how)
+        except RuntimeError:
+            return  # the store went with a rank
 
     def report(self, why: Exception) -> None:
         """Tell the others why I leave."""
@@ -50,29 +67,33 @@ class Liveness:
             return None
         return Mismatch(text) if is_mismatch else PeerLost(text)
 
-    def describe_missing(self) -> str:
-        """The ranks that died or do not answer, in words."""
+    def describe_missing(self) -> tuple[str, bool]:
+        """The ranks that ended, died or do not answer, in words; and whether they said so themselves."""
         try:
             self._store.set(f"alive/{self._rank}", "1")
             who = [json.loads(self._store.get(f"who/{r}")) for r in range(self._size)]
+            names = [f"rank {r} (process {pid} on {host})" for r, (host, _, pid) in enumerate(who)]
             near = [r for r in range(self._size) if who[r][1] == identify_machine()]
             others = [r for r in range(self._size) if r != self._rank]
             began = time.monotonic()
             deadline = began + PATIENCE_S
             while True:
-                gone = [f"rank {r} (process {who[r][2]} on {who[r][0]}) has died" for r in near if _has_died(who[r][2])]
+                ended = [r for r in others if self._store.check([f"ended/{r}"])]
+                gone = [f"{names[r]} {self._store.get(f'ended/{r}').decode()}" for r in ended] or [
+                    f"{names[r]} has died" for r in near if _has_died(who[r][2])
+                ]
                 silent = [r for r in others if not self._store.check([f"alive/{r}"])]
                 now = time.monotonic()
                 if gone or (not silent and now > began + DYING_S) or now > deadline:
                     break
                 time.sleep(0.05)
         except RuntimeError:
-            return self._explain_store()
-        found = gone or [f"rank {r} (process {who[r][2]} on {who[r][0]}) does not answer" for r in silent]
+            return self._explain_store(), False
+        found = gone or [f"{names[r]} does not answer" for r in silent]
         away = [r for r in others if who[r][0] != self._host]
         if not gone and away and set(away) <= set(silent):
             found[0] = f"host {self._host} cannot reach any other host, and may be cut off: {found[0]}"
-        return " and ".join(found) or "every rank is still there, but a connection broke"
+        return " and ".join(found) or "every rank is still there, but a connection broke", bool(ended)
 
     def _explain_store(self) -> str:
         """Why the store does not answer: its process is gone, or its host cannot be reached from here."""
@@ -84,6 +105,19 @@ class Liveness:
             f"host {self._host} cannot reach {address[0]}, where the ranks met ({why.strerror or why}): it is cut off "
             "from the others, or that host is down"
         )
+
+
+_known: weakref.WeakSet[Liveness] = weakref.WeakSet()
+
+
+@atexit.register
+def _tell_the_others() -> None:
+    """At the end of the program, once what was queued has been sent: nobody is to wait for this rank any more."""
+    known = list(_known)
+    if known:
+        close_queues()
+    for liveness in known:
+        liveness.end(describe_ending())
 
 
 def identify_machine() -> str:

@@ -7,6 +7,7 @@ The page is a memfd: it has no name in any file system and the kernel frees it w
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import mmap
 import os
@@ -15,13 +16,17 @@ import select
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-from unisono.world.transports import SMALL_BYTES, Mismatch, Op, PeerLost
+from unisono.background import LongWait, close_queues, watch_long_waits
+from unisono.runtime.ending import describe_ending
+from unisono.runtime.frames import find_current_call
+from unisono.world.transports import SMALL_BYTES, Mismatch, Op, PeerLost, warn_of_each_other
 from unisono.world.transports.arithmetic import combine
 
 PAGE_NAME = "unisono-board"  # launchers that make the page give it this name
@@ -32,8 +37,10 @@ _CHECK_S = 0.05
 SPINS = 1000  # looks before sleeping, some 50 us: a wake-up costs as much
 
 # The page: a row of meetings for each rank, a row of small all-reduces for each, a row for each pair of ranks.
-ROW = 1024  # counter, process id, two slots of (arrival time, number of the collective, item), why the rank gave up
-_COUNT, _PID, _SLOTS, _REASON = 0, 4, 32, 512
+# counter, process id, two slots of (arrival time, number of the collective, item), why the rank left, where it waits
+ROW = 1280
+_COUNT, _PID, _SLOTS, _REASON, _WAITS = 0, 4, 32, 512, 1024
+_GAVE_UP = "gave up: "
 _SLOT = 240
 _TOP = struct.Struct("dqH")
 ITEM_LIMIT = _SLOT - _TOP.size
@@ -122,7 +129,7 @@ class ProcessWatch:
                     self._fds[rank] = os.pidfd_open(pid)
         except ProcessLookupError:
             self.close()
-            raise PeerLost(f"local rank {rank} (process {pid}) has died") from None
+            raise PeerLost(f"rank {rank} (process {pid}) has ended") from None
 
     def has_died(self, rank: int) -> bool:
         """Whether the process of `rank` is gone."""
@@ -145,6 +152,7 @@ class MeetingPage:
     def __init__(self, fd: int, rank: int, size: int, *, timeout_s: float, spin: bool) -> None:
         """`fd` is a memfd that all share."""
         self.rank, self.size, self.spin = rank, size, spin
+        self.noun = "rank"  # what the others here are called
         self.small_rows = [size * ROW + r * _SMALL_ROW for r in range(size)]
         self.pair_rows = size * (ROW + _SMALL_ROW)
         nbytes = self.pair_rows + size * size * _PAIR
@@ -156,7 +164,9 @@ class MeetingPage:
         self.on_missing: Callable[[int], None] | None = None  # asked about a rank that does not come to a meeting
         self._round = 0
         self._peers = [r for r in range(size) if r != rank]
-        struct.pack_into("i", self.memory, rank * ROW + _PID, os.getpid())
+        self._pid = os.getpid()  # a forked child is not the one that others wait for
+        struct.pack_into("i", self.memory, rank * ROW + _PID, self._pid)
+        _pages.add(self)
         self._watch: ProcessWatch | None = None
         self._timeout_s = timeout_s
         self.meet(b"")
@@ -187,37 +197,79 @@ class MeetingPage:
         if not is_behind(counters[at], target) or (self.spin and counters.spin(at, target)):
             fence()
             return
-        began = 0.0
-        while is_behind(seen := counters[at], target):
-            counters.sleep(at, seen)
-            began = began or time.perf_counter()
-            if is_behind(counters[at], target):
-                self._check_peer(at, target, rank, what, began)
-                if on_missing is not None:
-                    on_missing(rank)
+        began, wait = time.perf_counter(), None
+        try:
+            while is_behind(seen := counters[at], target):
+                counters.sleep(at, seen)
+                if is_behind(counters[at], target):
+                    if on_missing is not None:  # first: a rank that is in another collective may leave for that
+                        on_missing(rank)
+                    self._check_peer(at, target, rank, what, began)
+                    wait = wait or LongWait()
+                    wait.check()
+                    self._compare_waits(rank)
+        finally:
+            if wait is not None:
+                wait.end()
         fence()
 
     def _check_peer(self, at: int, target: int, rank: int, what: str, began: float) -> None:
-        """Raise where `rank` has died, or has been waited for too long."""
-        who = f"local rank {rank}" + (f" (process {self._watch.pids[rank]})" if self._watch is not None else "")
-        if self._watch is not None and self._watch.has_died(rank) and is_behind(self.counters[at], target):
-            raise self.give_up(PeerLost(f"{what}: {who} has died"))
-        if text := self.memory[rank * ROW + _REASON : rank * ROW + ROW].rstrip(b"\0"):
-            raise PeerLost(f"{what}: {who} gave up: {text.decode('utf-8', 'replace')}")
+        """Raise where `rank` has left or died, or has been waited for too long."""
+        who = f"{self.noun} {rank}" + (f" (process {self._watch.pids[rank]})" if self._watch is not None else "")
+        waited = f"waited {time.perf_counter() - began:.1f} s for it in {what}"
+        has_died = self._watch is not None and self._watch.has_died(rank)
+        reason = self._read(rank * ROW + _REASON, rank * ROW + _WAITS)
+        fence()
+        if not is_behind(self.counters[at], target):  # it came before it left
+            return
+        if reason.startswith(_GAVE_UP):
+            raise PeerLost(f"{what}: {who} {reason}")
+        if reason:
+            raise self.give_up(PeerLost(f"{who} {reason}; {waited}"))
+        if has_died:
+            raise self.give_up(PeerLost(f"{who} has died: killed, or ended by os._exit; {waited}"))
         if time.perf_counter() - began > self._timeout_s:
+            theirs = self.read_wait(rank)
+            why = f"it waits in {theirs}" if theirs else "is it alive, and do all ranks call the same collectives?"
             raise self.give_up(
-                PeerLost(
-                    f"{what}: waited {self._timeout_s:g} s for {who} of {self.size}, which did not come: "
-                    "is it alive, and do all ranks call the same collectives?"
-                )
+                PeerLost(f"{what}: waited {self._timeout_s:g} s for {who} of {self.size}, which did not come: {why}")
             )
 
     def give_up(self, error: Exception) -> Exception:
-        """Leave the reason for those who wait for me: I shall not come to another meeting."""
-        text = str(error).encode()[: ROW - _REASON]
+        """Tell those who wait for me that I shall not come to another meeting."""
+        self._leave(_GAVE_UP + str(error))
+        return error
+
+    def end(self, how: str) -> None:
+        """The same where I have ended: "has ended its program with status 0"."""
+        if self._pid == os.getpid() and not self.memory[self.rank * ROW + _REASON]:
+            self._leave(how)
+
+    def _leave(self, why: str) -> None:
+        text = why.encode()[: _WAITS - _REASON]
         start = self.rank * ROW + _REASON
         self.memory[start : start + len(text)] = text
-        return error
+
+    def _read(self, start: int, stop: int) -> str:
+        return self.memory[start:stop].rstrip(b"\0").decode("utf-8", "replace")
+
+    def show_wait(self, where: str) -> None:
+        """Show the others which call of the program I wait in; "": in none."""
+        if self._pid == os.getpid():
+            start = self.rank * ROW + _WAITS
+            self.memory[start : start + ROW - _WAITS] = where.encode()[: ROW - _WAITS].ljust(ROW - _WAITS, b"\0")
+
+    def _compare_waits(self, rank: int) -> None:
+        """Say once where my program waits for long, and that of `rank`, which I wait for, in another call."""
+        global _has_warned
+        theirs = self.read_wait(rank) if _program_waits and self.rank < rank and not _has_warned else ""
+        if theirs and theirs != _program_waits:
+            _has_warned = True
+            warn_of_each_other(_program_waits, rank, theirs)
+
+    def read_wait(self, rank: int) -> str:
+        """Which call of the program `rank` has waited in for long; "" where it has not."""
+        return self._read(rank * ROW + _WAITS, rank * ROW + ROW)
 
     def read_sequence(self, rank: int) -> int:
         """The number of the collective of the last meeting that `rank` came to."""
@@ -248,7 +300,33 @@ class MeetingPage:
     def close(self) -> None:
         if self._watch is not None:
             self._watch.close()
+        self.end("has closed this world")
         self.counters.close()
+
+
+_has_warned = False
+_program_waits = ""  # the call of the program that has waited for long
+_pages: weakref.WeakSet[MeetingPage] = weakref.WeakSet()
+
+
+@watch_long_waits
+def _show_wait(is_waiting: bool) -> None:
+    """On all pages: the ranks may wait for each other on different ones."""
+    global _program_waits
+    pages = list(_pages)
+    _program_waits = str(find_current_call() or "") if is_waiting and pages else ""
+    for page in pages:
+        page.show_wait(_program_waits)
+
+
+@atexit.register
+def _tell_the_others() -> None:
+    """At the end of the program, once what was queued has been sent: nobody is to wait for this rank any more."""
+    pages = list(_pages)
+    if pages:
+        close_queues()
+    for page in pages:
+        page.end(describe_ending())
 
 
 class SmallAllReduce:
@@ -315,7 +393,7 @@ class SmallAllReduce:
             self._announce()
         for r in range(self.page.size):
             if r != self.page.rank:
-                self.page.await_counter(self._rows[r] + 4, old + 1, r, "a small all_reduce")
+                self.page.await_counter(self._rows[r] + 4, old + 1, r, "all_reduce")
 
     def _announce(self) -> None:
         self._announced = next(iter(self._open), self._next - 1)  # the newest may be on its way
@@ -333,7 +411,7 @@ class SmallAllReduce:
 
         for r in range(page.size):
             if r != page.rank:
-                page.await_counter(self._rows[r], k + 1, r, "a small all_reduce", check_large)
+                page.await_counter(self._rows[r], k + 1, r, "all_reduce", check_large)
         offset = 64 + slot * _SMALL_SLOT
         heads = [_SMALL_TOP.unpack_from(page.memory, row + offset) for row in self._rows]
         mine = heads[page.rank][1:]

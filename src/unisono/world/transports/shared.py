@@ -176,7 +176,7 @@ class SharedTransport(Transport):
         self._direct.recv(x, src)
 
     def exchange(self, data: bytes) -> list[bytes]:
-        found = self._page.meet(_MARK + struct.pack("q", len(data)) + data[:_INLINE], "exchange")
+        found = self._page.meet(_MARK + struct.pack("q", len(data)) + data[:_INLINE], "an exchange of objects")
         if strays := [r for r, item in enumerate(found) if not item.startswith(_MARK)]:
             raise Mismatch(f"an exchange of objects or shapes: rank {strays[0]} is in another collective")
         sizes = [struct.unpack_from("q", item, len(_MARK))[0] for item in found]
@@ -211,6 +211,10 @@ class SharedTransport(Transport):
 
     def release(self, x: Tensor) -> None:
         self._mapped.pop(x.untyped_storage().data_ptr(), None)
+
+    def call_others(self, noun: str) -> None:
+        """What to call the others in errors: their numbers here may not be those of the world."""
+        self._page.noun = noun
 
     def abandon(self, why: Exception) -> None:
         self._page.give_up(why)

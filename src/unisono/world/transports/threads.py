@@ -6,13 +6,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from unisono.world.transports import Mismatch, Op, PeerLost, Transport, find_group
+from unisono.background import LongWait, watch_long_waits
+from unisono.runtime.frames import find_current_call
+from unisono.world.transports import Mismatch, Op, PeerLost, Transport, find_group, warn_of_each_other
 from unisono.world.transports.arithmetic import combine
+
+_LOOK_S = 0.25  # how often one that waits looks where the others are
 
 
 class Hub:
@@ -24,12 +29,13 @@ class Hub:
         self.changed = threading.Condition()
         self.items: list[Any] = [None] * size
         self.times = [0.0] * size
-        self.arrived = 0
         self.round = 0
         self.found: tuple[list[Any], float] = ([], 0.0)
         self.messages: dict[tuple[int, int], deque[Tensor]] = {}
         self.lost: str | None = None
-        self.left: set[int] = set()  # ranks that closed this world
+        self.left: dict[int, str] = {}  # ranks that will not come any more, and why
+        self.members: dict[int, Member] = {}
+        self.here: set[int] = set()  # those that have come to the meeting
         self.subs: dict[tuple[int, ...], list[Hub]] = {}
 
     def lose(self, why: str) -> None:
@@ -40,16 +46,66 @@ class Hub:
         for hub in inside:
             hub.lose(why)
 
-    def wait_for(self, ready: Callable[[], bool], what: str, ranks: Sequence[int]) -> None:
-        """With the lock held; `ranks` are those that are waited for."""
+    def wait_for(self, ready: Callable[[], bool], what: str, ranks: Sequence[int], me: int) -> None:
+        """With the lock held; `ranks` are those that are waited for, and I am `me`."""
 
         def is_in_vain() -> bool:
-            return self.lost is not None or not self.left.isdisjoint(ranks)
+            return self.lost is not None or not self.left.keys().isdisjoint(ranks)
 
-        if not self.changed.wait_for(lambda: ready() or is_in_vain(), self.timeout_s):
-            raise PeerLost(f"{what}: no answer within {self.timeout_s:g} s")
+        began, wait = time.perf_counter(), LongWait()
+        while not self.changed.wait_for(lambda: ready() or is_in_vain(), min(_LOOK_S, self.timeout_s)):
+            wait.check()
+            self._compare_waits(me, ranks)
+            if time.perf_counter() - began > self.timeout_s:
+                wait.end()
+                raise PeerLost(f"{what}: no answer within {self.timeout_s:g} s{self._describe_waits(me, ranks)}")
+        wait.end()
         if not ready():
-            raise PeerLost(f"{what}: {self.lost or f'rank {min(self.left)} has closed this world'}")
+            gone = " and ".join(f"rank {r} {why}" for r, why in sorted(self.left.items()) if r in ranks)
+            raise PeerLost(f"{self.lost or gone}; waited {time.perf_counter() - began:.1f} s in {what}")
+
+    def _find_waits(self, me: int, ranks: Sequence[int]) -> dict[int, str]:
+        """Which of those that have not come wait in another call of the program than I."""
+        found = {r: self.members[r].waits for r in ranks if r in self.members and r not in self.here}
+        return {r: where for r, where in found.items() if where and where != self.members[me].waits}
+
+    def _describe_waits(self, me: int, ranks: Sequence[int]) -> str:
+        return "".join(f"; rank {r} waits in {where}" for r, where in self._find_waits(me, ranks).items())
+
+    def _compare_waits(self, me: int, ranks: Sequence[int]) -> None:
+        """Say once where the programs of two ranks have waited for long, in different calls."""
+        member = self.members[me]
+        for rank, where in self._find_waits(me, ranks).items():
+            if rank > me and member.waits and not member.has_warned:
+                member.has_warned = True
+                warn_of_each_other(member.waits, rank, where)
+
+
+@dataclass
+class Member:
+    """What is known of a rank, in a world and in those split from it."""
+
+    why: str = "has closed this world"  # it will not come any more
+    waits: str = ""  # the call of its program that has waited for long
+    has_warned: bool = False
+
+
+class _Thread(threading.local):
+    member: Member | None = None
+
+
+_thread = _Thread()
+
+
+def be(member: Member | None) -> None:
+    """This thread runs the program of that rank."""
+    _thread.member = member
+
+
+@watch_long_waits
+def _note_wait(is_waiting: bool) -> None:
+    if _thread.member is not None:
+        _thread.member.waits = str(find_current_call() or "") if is_waiting else ""
 
 
 class ThreadTransport(Transport):
@@ -57,8 +113,9 @@ class ThreadTransport(Transport):
 
     name = "threads"
 
-    def __init__(self, hub: Hub, rank: int) -> None:
+    def __init__(self, hub: Hub, rank: int, member: Member | None = None) -> None:
         self.hub = hub
+        self.member = hub.members[rank] = member if member is not None else Member()
         self.rank, self.size = rank, hub.size
         self._splits = 0
 
@@ -68,12 +125,13 @@ class ThreadTransport(Transport):
         with hub.changed:
             now = hub.round
             hub.items[self.rank], hub.times[self.rank] = (what, sign, item), time.perf_counter()
-            hub.arrived += 1
-            if hub.arrived == hub.size:
+            hub.here.add(self.rank)
+            if len(hub.here) == hub.size:
                 hub.found = (list(hub.items), max(hub.times))
-                hub.arrived, hub.round = 0, now + 1
+                hub.round = now + 1
+                hub.here.clear()
                 hub.changed.notify_all()
-            hub.wait_for(lambda: hub.round > now, what, range(hub.size))
+            hub.wait_for(lambda: hub.round > now, what, range(hub.size), self.rank)
             found, last = hub.found
         if any(other[:2] != found[0][:2] for other in found):
             each = ", ".join(f"rank {r} has {other} {sign}" for r, (other, sign, _) in enumerate(found))
@@ -133,7 +191,7 @@ class ThreadTransport(Transport):
     def recv(self, x: Tensor, src: int) -> None:
         with self.hub.changed:
             box = self.hub.messages.setdefault((src, self.rank), deque())
-            self.hub.wait_for(lambda: bool(box), f"recv from rank {src}", [src])
+            self.hub.wait_for(lambda: bool(box), f"recv from rank {src}", [src], self.rank)
             message = box.popleft()
         if message.numel() != x.numel() or message.dtype != x.dtype:
             raise Mismatch(
@@ -149,7 +207,7 @@ class ThreadTransport(Transport):
     def close(self) -> None:
         """Others would wait for me in vain."""
         with self.hub.changed:
-            self.hub.left.add(self.rank)
+            self.hub.left.setdefault(self.rank, self.member.why)
             self.hub.changed.notify_all()
 
     def exchange(self, data: bytes) -> list[bytes]:
@@ -164,4 +222,4 @@ class ThreadTransport(Transport):
             if not made:
                 made.append(Hub(len(mine), self.hub.timeout_s))
         self._meet("split", [list(group) for group in groups])
-        return ThreadTransport(made[0], mine.index(self.rank))
+        return ThreadTransport(made[0], mine.index(self.rank), self.member)

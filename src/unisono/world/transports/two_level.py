@@ -128,6 +128,8 @@ class TwoLevelTransport(Transport):
         self._groups = [[r for r in range(self.size) if hosts[r] == h] for h in dict.fromkeys(hosts)]
         self._home = next(i for i, group in enumerate(self._groups) if self.rank in group)
         self._mine = self._groups[self._home]
+        if isinstance(inside, SharedTransport):
+            inside.call_others("local rank")
 
     @classmethod
     def build(cls, flat: Transport, inside: Transport | None, hosts: Sequence[str]) -> TwoLevelTransport:

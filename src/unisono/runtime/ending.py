@@ -1,0 +1,45 @@
+"""How this process's program ends, in words for the ranks that still wait for it."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from unisono.runtime import status
+
+__all__ = ["describe_ending", "describe_failure", "note_ending", "note_failure"]
+
+_noted = ""
+
+
+def note_ending(text: str) -> None:
+    """What the launcher's side of this process knows: "has ended its program with status 0"."""
+    global _noted
+    _noted = text
+
+
+def note_failure(error: BaseException) -> None:
+    """The same where an error ended it."""
+    note_ending(describe_failure(error))
+
+
+def describe_ending() -> str:
+    """How it ends, when, and after which step; asked when the interpreter shuts down.
+
+    >>> describe_ending().startswith("has ended its program")
+    True
+    """
+    error = getattr(sys, "last_value", None)  # set for an error that nobody caught
+    how = _noted or ("has ended its program" if error is None else describe_failure(error))
+    step = status.read_step()
+    return f"{how} at {time.strftime('%H:%M:%S')}" + (f", after step {step}" if step is not None else "")
+
+
+def describe_failure(error: BaseException) -> str:
+    """In one line.
+
+    >>> describe_failure(ValueError("a bad batch"))
+    'has failed (ValueError: a bad batch)'
+    """
+    lines = str(error).splitlines()
+    return f"has failed ({type(error).__name__}{f': {lines[0][:160]}' if lines else ''})"

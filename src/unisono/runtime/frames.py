@@ -1,0 +1,166 @@
+"""Which call of the user's program an error comes from, and a report of it without our own frames.
+
+Nothing is noted while all goes well: the call is read from the traceback, once there is an error.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import warnings
+from collections.abc import Iterator, Sequence
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple
+
+__all__ = ["Call", "CalledByAll", "find_call", "find_current_call", "hide_frames_of_uncaught", "warn_user"]
+
+VARIABLE = "UNISONO_TRACEBACK"  # "full": our frames are shown too
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_LIBRARY = sysconfig.get_paths()["stdlib"]
+_SAME_PASSES = (
+    "every rank runs as many passes as the others: give each as many batches (un.shard does), and leave the loop on "
+    "every rank at the same step"
+)
+
+
+class Call(NamedTuple):
+    """A call in the user's program: "un.save", where it stands, and what every rank is meant to do there."""
+
+    name: str
+    file: str
+    line: int
+    rule: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({os.path.basename(self.file)}:{self.line})"
+
+
+class CalledByAll(Exception):
+    """An error of something that all ranks do together. Its text names the call in the program and the rule for it.
+
+    A module has the rules of its functions in a dict `EVERY_RANK`, by name ("*": of all its functions).
+    """
+
+    call: Call | None = None
+    left_out = 0  # frames that were cut off
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        call = self.call or find_call(self.__traceback__)
+        if call is not None:
+            text += f"\nThis rank is in {call}: {call.rule}."
+        if self.left_out:
+            text += f"\n({self.left_out} frames of unisono and torch are left out: {VARIABLE}=full shows them.)"
+        return text
+
+    def hide_frames(self) -> None:
+        """Cut the frames below the user's own off the traceback, unless the environment asks for all."""
+        if os.environ.get(VARIABLE) == "full" or self.left_out:
+            return
+        parts = list(_list_traceback(self.__traceback__))
+        last = _find_last_of_user([part.tb_frame for part in parts])
+        if last is not None and last + 1 < len(parts):
+            self.call, self.left_out = find_call(self.__traceback__), len(parts) - last - 1
+            parts[last].tb_next = None
+
+
+def find_call(traceback: TracebackType | None) -> Call | None:
+    """The innermost call of the user's program in a traceback; None where there is none, or it is not of ours."""
+    parts = list(_list_traceback(traceback))
+    return _name_call([part.tb_frame for part in parts], [part.tb_lineno for part in parts])
+
+
+def find_current_call() -> Call | None:
+    """The same for where this thread is now."""
+    frames: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        frames.insert(0, frame)
+        frame = frame.f_back
+    return _name_call(frames, [frame.f_lineno for frame in frames])
+
+
+def warn_user(text: str) -> None:
+    """A warning that points at the line of the user's program that this thread is in."""
+    call = find_current_call()
+    if call is None:  # a thread of ours
+        warnings.warn(text, stacklevel=2)
+    else:
+        warnings.warn_explicit(text, UserWarning, call.file, call.line)
+
+
+def hide_frames_of_uncaught() -> None:
+    """Where Python itself will print an error that nobody caught: without our frames."""
+    former = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if isinstance(error, CalledByAll):
+            error.hide_frames()
+        former(kind, error, traceback)
+
+    if not getattr(former, "hides_frames", False):
+        hook.hides_frames = True  # type: ignore[attr-defined]
+        sys.excepthook = hook
+
+
+def _list_traceback(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
+def _name_call(frames: Sequence[FrameType], lines: Sequence[int]) -> Call | None:
+    last = _find_last_of_user(frames)
+    if last is None or last + 1 == len(frames):
+        return None
+    below = frames[last + 1 :]
+    if not any(_is_ours(frame) for frame in below):
+        return None
+    name, rule = _describe_entry(below[0])
+    rule = next(filter(None, map(_find_rule, below)), rule)
+    return Call(name, frames[last].f_code.co_filename, lines[last], rule)
+
+
+def _find_last_of_user(frames: Sequence[FrameType]) -> int | None:
+    return next((i for i in reversed(range(len(frames))) if _is_of_user(frames[i])), None)
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_HERE + os.sep)
+
+
+def _is_of_user(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    if _is_ours(frame) or _is_of_torch(frame) or file.startswith("<frozen "):
+        return False
+    return not file.startswith(_LIBRARY + os.sep) or "site-packages" in file
+
+
+def _is_of_torch(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch"
+
+
+def _find_rule(frame: FrameType) -> str:
+    rules: Any = frame.f_globals.get("EVERY_RANK") if _is_ours(frame) else None
+    return str(rules.get(frame.f_code.co_name) or rules.get("*", "")) if rules else ""
+
+
+def _describe_entry(frame: FrameType) -> tuple[str, str]:
+    """What the user called, by the first frame that is not the user's; and the rule for it, where no module has one."""
+    name = frame.f_code.co_name
+    if not _is_ours(frame):
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.startswith("torch.nn"):
+            return "a forward pass", _SAME_PASSES
+        return "optimizer.step()" if module.startswith("torch.optim") else f"{name}()", _SAME_PASSES
+    owner = frame.f_locals.get("self")
+    kind = type(owner).__name__
+    if kind == "Handle":  # of a collective that was begun elsewhere
+        return f"{name}()", "every rank calls the same collectives in the same order"
+    if owner is None:
+        name = f"un.{name}"
+    else:
+        parent = "replica" if kind.endswith("Replica") else "world" if kind == "World" else kind
+        name = f"{parent}.{name}"
+    return name, f"every rank calls {name}, as often as the others and in the same order"

@@ -55,9 +55,12 @@ class CalledByAll(Exception):
         return text
 
     def hide_frames(self) -> None:
-        """Cut the frames below the user's own off the traceback, unless the environment asks for all."""
+        """Cut the frames below the user's own off the traceback, unless the environment asks for all. An error of ours
+        that this one was made from has nothing but such frames."""
         if os.environ.get(VARIABLE) == "full" or self.left_out:
             return
+        if isinstance(self.__cause__, CalledByAll):
+            self.__cause__ = None
         parts = list(_list_traceback(self.__traceback__))
         last = _find_last_of_user([part.tb_frame for part in parts])
         if last is not None and last + 1 < len(parts):

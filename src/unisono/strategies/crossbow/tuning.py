@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from unisono.world.ledger import Ledger, Totals
+from unisono.world.ledger import Ledger
 
 
 class LearnersTuner:
@@ -106,7 +106,7 @@ class Tuning:
         self.learners = learners if learners != "auto" else 1
         self.every = every if every != "auto" else 1
         self.interval = interval
-        self._mark: tuple[int, float, Totals] | None = None  # where measuring began
+        self._mark: tuple[int, float] | None = None  # window and moment at which measuring began
 
     @property
     def under_way(self) -> bool:
@@ -120,12 +120,12 @@ class Tuning:
             return None
         now = ledger.clock()
         if self._mark is None:
-            self._mark = step, now, ledger.totals()
-        windows, since, before = step - self._mark[0], self._mark[1], self._mark[2]
+            self._mark = step, now
+        windows, since = step - self._mark[0], self._mark[1]
         if windows < self.interval:
             return None
         self._mark = None
-        totals = ledger.totals() - before
+        totals = ledger.totals(last=windows)
         return [windows / max(now - since, 1e-9), totals.communication, totals.compute]
 
     def decide(self, throughput: float, communication: float, compute: float, *, side_by_side: bool) -> str:

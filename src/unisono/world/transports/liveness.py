@@ -15,7 +15,7 @@ from unisono.background import close_queues
 from unisono.runtime.ending import describe_ending
 from unisono.runtime.machine import read_boot_id, read_namespaces
 from unisono.world.transports import Mismatch, PeerLost
-from unisono.world.transports.silence import find_address, limit_silence, probe
+from unisono.world.transports.silence import find_address, has_ended, limit_silence, probe
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -36,14 +36,13 @@ class Liveness:
         self._store, self._rank, self._size = store, rank, size
         self._host = os.environ.get("UNISONO_HOST", socket.gethostname())
         store.set(f"who/{rank}", json.dumps([self._host, identify_machine(), os.getpid()]))
-        self._pid = os.getpid()
+        self._pid, self._address = os.getpid(), find_address(store)
         _known.add(self)
 
     def end(self, how: str) -> None:
         """Tell the others that my program has ended: "has ended its program with status 0"."""
-        if self._pid != os.getpid():
+        if self._pid != os.getpid() or self._address in _silent or has_ended(self._store):
             return
-        limit_silence(self._store, _SILENCE_S)
         try:
             self._store.set(f"ended/{self._rank}", how)
         except RuntimeError:
@@ -64,6 +63,7 @@ class Liveness:
                 return None
             is_mismatch, text = json.loads(self._store.get("wrong"))
         except RuntimeError:
+            _silent.add(self._address)
             return None
         return Mismatch(text) if is_mismatch else PeerLost(text)
 
@@ -88,6 +88,7 @@ class Liveness:
                     break
                 time.sleep(0.05)
         except RuntimeError:
+            _silent.add(self._address)
             return self._explain_store(), False
         found = gone or [f"{names[r]} does not answer" for r in silent]
         away = [r for r in others if who[r][0] != self._host]
@@ -97,7 +98,7 @@ class Liveness:
 
     def _explain_store(self) -> str:
         """Why the store does not answer: its process is gone, or its host cannot be reached from here."""
-        address = find_address(self._store)
+        address = self._address
         why = probe(address, _SILENCE_S) if address is not None else None
         if address is None or why is None or isinstance(why, ConnectionError):
             return "the store in which the ranks met is gone, perhaps with the rank that kept it"
@@ -108,6 +109,7 @@ class Liveness:
 
 
 _known: weakref.WeakSet[Liveness] = weakref.WeakSet()
+_silent: set[tuple[str, int] | None] = set()  # servers of stores that did not answer
 
 
 @atexit.register

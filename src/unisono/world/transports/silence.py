@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store
 
-__all__ = ["find_address", "limit_silence", "probe"]
+__all__ = ["find_address", "has_ended", "limit_silence", "probe"]
 
 _LONGEST_S = 32_000  # what Linux takes for TCP_KEEPIDLE
 
@@ -45,6 +45,24 @@ def limit_silence(store: Store, seconds: float) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, whole // 3))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, whole * 1000)  # also while something is unanswered
+
+
+def has_ended(store: Store) -> bool:
+    """Whether a store's server has closed a connection of this process: torch would print its own frames, and then
+    raise, where that is used."""
+    address = find_address(store)
+    if address is None or sys.platform != "linux":
+        return False
+    return any(map(_is_closed, _connections(address[1])))
+
+
+def _is_closed(sock: socket.socket) -> bool:
+    try:
+        return sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def probe(address: tuple[str, int], seconds: float) -> OSError | None:

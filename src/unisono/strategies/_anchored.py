@@ -25,17 +25,9 @@ from unisono.exchange.side_channel import SideChannel
 from unisono.exchange.windows import TrainableParameters
 from unisono.reducer import Reducer
 from unisono.reducers.dense import dense
-from unisono.strategy import (
-    Buffers,
-    Change,
-    ModelPart,
-    PeriodicReplica,
-    Strategy,
-    share,
-    share_buffers,
-    take_weighted_mean,
-)
+from unisono.strategy import Buffers, Change, ModelPart, PeriodicReplica, Strategy, share
 from unisono.strategy.mistakes import SameData
+from unisono.strategy.replica import share_buffers, take_weighted_mean
 from unisono.world import World
 
 T = TypeVar("T")
@@ -124,6 +116,10 @@ class Fragment:
                 torch._foreach_zero_(bucket.tensors)  # also where they are not finite
             elif weight != 1.0:
                 torch._foreach_mul_(bucket.tensors, weight)
+
+    @property
+    def widest(self) -> Tensor:
+        return max((t for bucket in self.buckets for t in bucket.tensors), key=Tensor.numel)
 
     def reduce(self, channel: World) -> None:
         """Turn the differences in the buckets into their mean."""
@@ -266,15 +262,13 @@ class Anchors:
             self._weights[fragment.index].append(weight)
 
     def weight(self, fragment: int) -> float:
-        """How much this rank counts in the mean over the ranks: its part of all samples since the fragment's last
-        exchange, times the number of ranks (so the ranks' add up to that); 1 before there are any."""
+        """How much this rank counts: its part of all samples since the fragment's last exchange, times the ranks."""
         weights = self._weights[fragment]
         return sum(weights) / len(weights) if weights else 1.0
 
     def begin(self, fragment: Fragment, window: int, *, delay: int = 0, agree_on_decay: bool = False) -> float:
-        """Take the fragment's differences and start their exchange, to be applied `delay` windows later.
-
-        They count by the samples that this rank saw since the fragment's last exchange: gives how much.
+        """Take the fragment's differences and start their exchange, to be applied `delay` windows later. They count by
+        the samples that this rank saw since the fragment's last exchange: gives how much.
 
         `agree_on_decay`: all ranks hear whether a learning rate fell on some rank (always, under a reducer that
         compresses).
@@ -285,6 +279,7 @@ class Anchors:
         fragment.fill(weight)
         mine, self.fell[fragment.index] = self.fell[fragment.index], False
         asks = agree_on_decay or not self.reducer.exact
+        watches = fragment.index == 0 and self.reducer.exact
         buffers = self._buffers_to_share() if fragment.index == 0 else []
         if delay:
             buffers = [b.clone() for b in buffers]
@@ -296,11 +291,7 @@ class Anchors:
                 channel.all_reduce(flag, "max", tag="decay").wait()
                 fell = bool(flag.item())
                 fragment.reduction.set_decayed(fell)
-            if fragment.index == 0 and self.reducer.exact:
-                widest = max((t for bucket in fragment.buckets for t in bucket.tensors), key=Tensor.numel)
-                with self._same_data.watching(widest):
-                    fragment.reduce(channel)
-            else:
+            with self._same_data.watching(fragment.widest if watches else None):
                 fragment.reduce(channel)
             share_buffers(buffers, self._buffers, channel, weight)
             return fell
@@ -520,8 +511,7 @@ class AnchoredReplica(PeriodicReplica):
         self.anchors.count_window(weight)
 
     def consolidate(self) -> nn.Module:
-        """A copy of the model with the mean of all ranks' parameters and buffers, each rank counted by the samples that
-        it saw since the last exchange (every rank calls it)."""
+        """A copy with the mean of all ranks' parameters and buffers, by their samples (every rank calls it)."""
         self.meet_if_due()
         made = self.copy_model()
         self.anchors.fill_with_means(made)

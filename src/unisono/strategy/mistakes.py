@@ -155,11 +155,11 @@ class SameData:
             )
 
     @contextmanager
-    def watching(self, x: Tensor) -> Iterator[None]:
-        """Around an exchange that replaces `x` by the mean over the ranks."""
-        mine = sample(x) if self.is_looking else None
+    def watching(self, x: Tensor | None) -> Iterator[None]:
+        """Around an exchange that replaces `x` by the mean over the ranks (None: nothing is compared)."""
+        mine = sample(x) if x is not None and self.is_looking else None
         yield
-        if mine is not None:
+        if x is not None and mine is not None:
             self.compare(mine, sample(x))
 
 

@@ -51,6 +51,11 @@ class Torchrun(Engine):
     def check(self, workers: int) -> None:
         if self.max_restarts < 0:
             raise ValueError(f"torchrun: got max_restarts={self.max_restarts}; expected a whole number from 0 up")
+        if taken := [option for option in self.options if option.startswith(("--standalone", "--rdzv"))]:
+            raise ValueError(
+                f"torchrun: got the option {taken[0]}; how its processes meet is given here, so that no store of "
+                "torchrun's is open to the network (docs/security.md)"
+            )
         if importlib.util.find_spec("torch") is None:
             raise EngineError("torchrun is a part of PyTorch, which is not installed here: pip install torch")
 

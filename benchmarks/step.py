@@ -48,7 +48,7 @@ def trainer(make: Any, wrap: Any, device: Any) -> Any:
     """One training step as a function: the loop every user writes."""
     import torch
 
-    torch.manual_seed(0)
+    torch.manual_seed(int(os.environ.get("RANK", "0")))  # each rank has a batch of its own
     model, x, y = make()
     model, x, y = model.to(device), x.to(device), y.to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

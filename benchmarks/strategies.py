@@ -108,7 +108,7 @@ def train(name: str, slow: bool, plan: Plan, world: Any) -> dict[str, Any]:
 
     import unisono as un
 
-    torch.manual_seed(0)
+    torch.manual_seed(world.rank)  # each has a batch of its own
     case = CASES[name]
     model = network(plan.compute * (SLOWER if slow and world.rank == WORKERS - 1 else 1))
     make = torch.optim.Adam if case.adam else torch.optim.SGD

@@ -9,6 +9,7 @@ FSDP2 is `fully_shard` on every block and on the model, with gloo: stages 1 and 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -49,7 +50,7 @@ def trainer(make: Any, side: str) -> Any:
 
     import unisono as un
 
-    torch.manual_seed(0)
+    torch.manual_seed(int(os.environ.get("RANK", "0")))  # each rank has a batch of its own
     model, x, y, blocks = make()
     called = model
     if side.startswith("fsdp2"):

@@ -24,7 +24,7 @@ from unisono.world.virtual import run_threads
 KIND = "strategy"
 TIGHT = 1e-12
 EACH = 3  # samples a rank and step
-sizes = pytest.mark.parametrize("size", [1, 2, 3])
+sizes = pytest.mark.parametrize("size", [1, 3])  # two ranks are in the tests of ends and of checkpoints
 
 
 def make(seed: int = 0) -> nn.Module:

@@ -75,7 +75,7 @@ VALUES = [0.0, *map(float, range(4, ROWS))]
 
 def test_the_same_program_has_the_same_loss_and_every_strategy_runs(command: Command) -> None:
     wanted = specs()
-    options = ("--on", "spark", "--master", CLUSTER, "-n", "2", "script.py", json.dumps(wanted))
+    options = ("--on", "spark", "--master", "local[2]", "-n", "2", "script.py", json.dumps(wanted))
     found = only(command(*unisono_run(*options), script=EVERYTHING))
     assert found["loss"] == pytest.approx(right_loss(), rel=1e-12)
     assert found["size"] == 2

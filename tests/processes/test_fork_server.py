@@ -33,6 +33,24 @@ def warm(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
     stop_warm()
 
 
+LIGHT_TORCH = """
+class default_generator:
+    seed = staticmethod(lambda: None)
+
+def set_num_threads(count):
+    pass
+"""
+
+
+@pytest.fixture
+def light(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers and programs find a torch that is imported at once: of tests of how they begin and end."""
+    folder = tmp_path_factory.mktemp("light")
+    (folder / "torch").mkdir()
+    (folder / "torch" / "__init__.py").write_text(LIGHT_TORCH)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(SOURCES)]))
+
+
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> None:
     """`launch` uses this program's own server."""
@@ -138,7 +156,7 @@ def test_a_variable_that_counts_at_the_start_makes_workers_fresh(own: None, monk
     assert launch(look, workers=1) == [(os.getpid(), "+dynamo")]
 
 
-def test_a_module_of_the_program_goes_before_one_that_the_server_has(tmp_path: Path, warm: Path):
+def test_a_module_of_the_program_goes_before_one_that_the_server_has(tmp_path: Path, light: None, warm: Path):
     (tmp_path / "numpy").mkdir()
     (tmp_path / "numpy" / "__init__.py").write_text("WORD = 'the programs own'\n")
     (tmp_path / "script.py").write_text("import numpy\nprint(numpy.WORD)\n")
@@ -151,12 +169,12 @@ def test_a_module_of_the_program_goes_before_one_that_the_server_has(tmp_path: P
 
 def run(folder: Path, *words: str) -> tuple[int, str, str]:
     command = [sys.executable, "-m", "unisono", "run", *words]
-    env = {**os.environ, "PYTHONPATH": str(SOURCES)}
+    env = {"PYTHONPATH": str(SOURCES), **os.environ}
     ended = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=100)
     return ended.returncode, ended.stdout, ended.stderr
 
 
-def test_warm_runs_share_one_server_and_it_can_be_stopped(tmp_path: Path, warm: Path):
+def test_warm_runs_share_one_server_and_it_can_be_stopped(tmp_path: Path, light: None, warm: Path):
     (tmp_path / "script.py").write_text("import os, sys\nprint('torch' in sys.modules, os.getppid())\n")
     outputs = [run(tmp_path, "-n", "2", "--warm", "script.py") for _ in range(2)]
     (server,) = list_warm()
@@ -188,7 +206,7 @@ def test_the_socket_is_in_a_private_folder(monkeypatch: pytest.MonkeyPatch, tmp_
     assert stat.S_IMODE((tmp_path / "unisono").stat().st_mode) == 0o700
 
 
-def test_without_runs_the_server_ends_by_itself(warm: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_runs_the_server_ends_by_itself(light: None, warm: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("UNISONO_WARM_IDLE_S", "0.2")
     with connect_warm() as connection:
         connection.send(b"status")
@@ -220,7 +238,7 @@ def work(folder):
 
 @pytest.mark.parametrize("victim", ["program", "server", "both"])
 def test_a_killed_program_or_server_leaves_no_process(
-    own: None, tmp_path: Path, still_running: Callable[..., list[int]], victim: str
+    own: None, light: None, tmp_path: Path, still_running: Callable[..., list[int]], victim: str
 ):
     (tmp_path / "family.py").write_text(FAMILY)
     (tmp_path / "program.py").write_text(
@@ -234,8 +252,7 @@ def test_a_killed_program_or_server_leaves_no_process(
             """
         )
     )
-    env = {**os.environ, "PYTHONPATH": str(SOURCES)}
-    program = subprocess.Popen([sys.executable, "program.py"], cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
+    program = subprocess.Popen([sys.executable, "program.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     files = [tmp_path / name for name in ("server", "ready-0", "ready-1")]
     while not all(file.exists() and file.read_text().endswith("\n") for file in files):
         assert program.poll() is None, program.communicate()

@@ -51,7 +51,7 @@ class CalledByAll(Exception):
         if call is not None:
             text += f"\nThis rank is in {call}: {call.rule}."
         if self.left_out:
-            text += f"\n({self.left_out} frames of unisono and torch are left out: {VARIABLE}=full shows them.)"
+            text += f"\n(Frames of unisono and torch are left out, {self.left_out} here: {VARIABLE}=full shows them.)"
         return text
 
     def hide_frames(self) -> None:

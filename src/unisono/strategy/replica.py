@@ -108,7 +108,8 @@ class Replica:
             optimizer.register_step_post_hook(lambda *_: self.after_step()),
             *watch_batch_norms(model, world),
         ]
-        follow_optimizer(self, optimizer)
+        if world.rank == 0:  # what it finds is said once
+            follow_optimizer(self, optimizer)
         with _replicas_lock:
             _replicas.add(self)
 

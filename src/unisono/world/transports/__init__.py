@@ -19,9 +19,13 @@ SMALL_BYTES = 4096  # an all-reduce of one tensor up to this size is offered to 
 class PeerLost(CalledByAll, RuntimeError):
     """Another rank of this world ended or died, or its connection broke, during a collective."""
 
+    __module__ = "unisono"  # as programs know it
+
 
 class Mismatch(CalledByAll, ValueError):
     """Ranks called one collective with different arguments."""
+
+    __module__ = "unisono"
 
 
 class Transport(ABC):

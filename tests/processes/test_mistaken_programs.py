@@ -77,7 +77,7 @@ def test_a_rank_that_ended_its_program_well_has_not_died(
     assert "has died" not in err
     assert "was stopped" not in err
     assert "src/unisono" not in err, "a frame of ours"
-    assert f"left out: {VARIABLE}=full" in err
+    assert f"{VARIABLE}=full shows them" in err
 
 
 def test_all_frames_are_shown_where_they_are_asked_for(

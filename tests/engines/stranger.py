@@ -115,7 +115,7 @@ if __name__ == "__main__":
     tries = [threading.Thread(target=_try, args=(sys.argv[1], place), daemon=True) for place in sys.argv[2:]]
     for each in tries:
         each.start()
-    end = time.monotonic() + 15.0  # what is no store may not answer at all
+    end = time.monotonic() + 6.0  # what is no store may not answer at all
     for each in tries:
         each.join(max(0.0, end - time.monotonic()))
     os._exit(0)

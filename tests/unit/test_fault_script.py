@@ -142,20 +142,25 @@ def test_each_worker_is_given_its_own_faults_that_have_not_fired() -> None:
 
 def test_a_run_that_ended_well_without_its_faults_did_not_end_well() -> None:
     steps = {0: 7, 1: 3, 2: None}
-    report = FaultReport(check_script("kill 1@4; full-disk@5; kill 2@1; slow 0 x2@1; kill 0@7 in save", 3))
+    report = FaultReport(
+        check_script(
+            "kill 1@4; full-disk@5; kill 2@1; slow 0 x2@1; kill 0@7 in save; kill 0@6 in exchange", 3, restarts=1
+        )
+    )
     report.take({"kind": "fault", "number": 3})
     outcome = report.judge(Outcome(), steps.__getitem__)
     assert (outcome.exit_status, outcome.failure and outcome.failure.rank, outcome.step) == (1, 1, 3)
     assert outcome.report.splitlines() == [
-        "unisono: the program ended well, but 4 of 5 faults did not fire",
+        "unisono: the program ended well, but 5 of 6 faults did not fire",
         "  kill 1@4: rank 1 came to step 3 only",
         "  full-disk@5: nothing was written to a disk by un.save or an offload after step 5",
         "  kill 2@1: rank 2 counted no step; steps are those of un.parallel",
         "  kill 0@7 in save: un.save wrote nothing after step 7",
+        "  kill 0@6 in exchange: rank 0 exchanged nothing from step 6 on",
     ]
     failed = Outcome(Failure(0, 1.0, "exit", 3), "another report", 2)
     assert report.judge(failed, steps.__getitem__) is failed
-    for number in range(5):
+    for number in range(6):
         report.take({"kind": "fault", "number": number})
     assert report.judge(Outcome(), steps.__getitem__).exit_status == 0
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import pytest
+import torch
+from torch import nn
 
 import unisono as un
 from unisono.launchers.engines.engine import Engine, Work
@@ -163,3 +165,55 @@ def test_an_agent_that_is_killed_is_one_report() -> None:
 
 def _kill_agent() -> None:
     os.kill(int(os.environ["UNISONO_AGENT_PID"]), signal.SIGKILL)
+
+
+class Starting(Agents):
+    """Starts all agents again when all have ended, once."""
+
+    def __init__(self, start: Callable[[], list[subprocess.Popen[bytes]]]) -> None:
+        super().__init__(start())
+        self.begin, self.ended = start, list[subprocess.Popen[bytes]]()
+
+    def poll(self) -> int | None:
+        found = super().poll()
+        if found and not self.ended:
+            self.ended, self.processes = self.processes, self.begin()
+            return None
+        return found
+
+
+@dataclass(frozen=True)
+class HereAgain(Here):
+    """Starts all workers again after a failure."""
+
+    @property
+    def restarts(self) -> int:
+        return 1
+
+    def start(self, work: Work) -> Agents:
+        return Starting(lambda: Here.start(self, work).processes)
+
+
+def count_steps() -> tuple[int, int]:
+    """In every worker: three steps, and how often it was started."""
+    un.join(device="cpu")
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    replica = un.parallel(model, optimizer)
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    return replica.step, int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+
+def test_a_fault_fires_once_in_a_run_whose_workers_are_started_again(capfd: pytest.CaptureFixture[str]) -> None:
+    found = un.launch(count_steps, workers=2, on=HereAgain(), faults="kill 1@2; slow 0 x1.5@3")
+    assert found == [(3, 1), (3, 1)]
+    told = capfd.readouterr().err
+    assert told.count("unisono: fault: rank 1 kills itself at step 2\n") == 1
+    assert "worker 1 failed: killed by SIGKILL; all workers start again (restart 1 of 1)" in told
+
+
+def test_a_fault_that_does_not_fire_on_an_engine_fails_the_run() -> None:
+    with pytest.raises(un.WorkerError, match=r"(?s)the fault did not fire\n  kill 1@4: rank 1 came to step 3 only"):
+        un.launch(count_steps, workers=2, on=Here(), faults="kill 1@4")

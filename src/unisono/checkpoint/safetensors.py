@@ -19,6 +19,7 @@ import torch
 
 from unisono.checkpoint.slices import CHUNK_BYTES, Span, Stored
 from unisono.packing import count_shape_bytes
+from unisono.runtime.faults import before_write
 
 __all__ = ["Entry", "Written", "checksum", "index", "is_storable", "read", "write", "write_bytes", "write_stream"]
 
@@ -49,6 +50,7 @@ def write_bytes(path: Path, parts: Iterable[Any]) -> Written:
                 chunk = view[start : start + CHUNK_BYTES]
                 crc = zlib.crc32(chunk, crc)
                 size += len(chunk)
+                before_write("checkpoint")
                 while chunk:  # one write may take only a part, above all on a disk that fills up
                     chunk = chunk[file.write(chunk) :]
         os.fsync(file.fileno())

@@ -36,8 +36,16 @@ output:
   rank0    rank 0 only, as it is; of the others, a failed one's last 40 lines are shown
   files    DIR/rank-0.out, DIR/rank-1.out, ... (both streams), nothing on the terminal but a failure
 
+faults, separated by ;
+  kill 2@40              rank 2 kills itself (SIGKILL) at step 40
+  kill 2@40 in save      inside it: forward, backward, exchange, step (the default: as it is counted), save
+  stop 1@60 for 5s       SIGSTOP, and SIGCONT five seconds later
+  slow 3 x4@80-120       each of these steps takes four times as long
+  full-disk@200          the next write of un.save or of an offload fails; of one rank: full-disk 1@200
+
 examples:
   unisono run -n 4 train.py --epochs 3
+  unisono run -n 4 --faults "kill 2@40" train.py
   unisono run -n 4 --output files --output-dir logs train.py
   unisono run -n 2 -m project.train --lr 0.1
   unisono run --on mpi -n 8 --hosts a:4,b:4 train.py
@@ -78,6 +86,11 @@ def add_command(commands: Commands) -> None:
         action="store_true",
         help="fork the workers from a process that has imported torch, kept for 10 minutes for the next such run",
     )
+    parser.add_argument(
+        "--faults",
+        metavar="TEXT",
+        help="let workers fail at given steps, see below; one that did not fire is an error; default: UNISONO_FAULTS",
+    )
     parser.add_argument("--output-dir", metavar="DIR", help="where --output files writes; default: unisono-output")
     _add_engine_options(parser)
     parser.add_argument("program", nargs="?", metavar="script.py", help="the program (a module's name with -m)")
@@ -103,6 +116,7 @@ def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
         output=options.output,
         output_dir=options.output_dir,
         start="warm" if options.warm else "fresh",
+        faults=options.faults,
     )
     status = _run_on_engine(options, parser, job)
     return run_in_terminal(job) if status is None else status
@@ -164,8 +178,10 @@ def _run_on_engine(options: argparse.Namespace, parser: argparse.ArgumentParser,
     if options.on != "slurm" and (options.script or options.submit):
         parser.error("--script and --submit go with --on slurm")
     if options.on == "local":
+        _check_faults(job, parser)
         return None
     engine: Engine = getattr(on, options.on)(**given)
+    _check_faults(job, parser, engine.restarts)
     try:
         if options.script or options.submit:
             return _write_script(engine, options, job)
@@ -177,12 +193,23 @@ def _run_on_engine(options: argparse.Namespace, parser: argparse.ArgumentParser,
         parser.error(str(error))
 
 
+def _check_faults(job: Job, parser: argparse.ArgumentParser, restarts: int = 0) -> None:
+    """End with an error where the fault script cannot be read, or cannot happen in this run."""
+    from unisono.launchers.fault_report import read_faults
+
+    try:
+        read_faults(job.faults, job.workers, restarts=restarts)
+    except ValueError as error:
+        parser.error(str(error))
+
+
 def _write_script(engine: Engine, options: argparse.Namespace, job: Job) -> int:
     from unisono.launchers.engines.slurm import Slurm, job_script, submit
 
     assert isinstance(engine, Slurm)
     more: dict[str, object] = {"--threads": job.threads, "--output": None if job.output == "auto" else job.output}
     more["--output-dir"] = None if job.output_dir is None else str(job.output_dir)
+    more["--faults"] = job.faults
     run_options = [word for name, value in more.items() if value is not None for word in (name, str(value))]
     text = job_script(engine, job.program, job.workers, run_options=run_options)
     if options.script:

@@ -27,6 +27,7 @@ def launch(
     threads: int | None = None,
     output: Mode = "auto",
     timeout_s: float | None = None,
+    faults: str | None = None,
 ) -> list[T]:
     """Run `fn(*args, **kwargs)` in `workers` new processes, on this host or on an engine, and return their results in
     rank order (None of one that ended with `sys.exit(0)`).
@@ -44,6 +45,8 @@ def launch(
         output: "auto" and "prefix" show the workers' lines with the rank in front, "rank0" only rank 0's lines,
             "files" writes unisono-output/rank-0.out and so on.
         timeout_s: stop the workers and raise TimeoutError after so many seconds.
+        faults: a fault script such as "kill 1@40", for tests of what happens then; None: that of UNISONO_FAULTS, if
+            any. A fault that did not fire is a WorkerError.
 
     Raises WorkerError with one report when a worker fails; the others are stopped. When it returns or raises, no
     process of theirs is left. An engine that is not installed, not reachable or too small raises EngineError.
@@ -64,9 +67,11 @@ def launch(
 
         if not isinstance(on, Engine):
             raise TypeError(f"launch: got on={on!r}; expected an engine of un.on, such as un.on.mpi()")
-        return on.call(fn, workers, tuple(args), kwargs, threads=threads, output=output, timeout_s=timeout_s)
+        return on.call(
+            fn, workers, tuple(args), kwargs, threads=threads, output=output, timeout_s=timeout_s, faults=faults
+        )
     return run_function(
-        fn, workers, tuple(args), dict(kwargs or {}), threads=threads, output=output, timeout_s=timeout_s
+        fn, workers, tuple(args), dict(kwargs or {}), threads=threads, output=output, timeout_s=timeout_s, faults=faults
     )
 
 

@@ -40,6 +40,7 @@ def run_function(
     threads: int | None,
     output: Mode,
     timeout_s: float | None,
+    faults: str | None,
 ) -> list[T]:
     """See `unisono.launchers.launch`."""
     _check(fn, workers, threads, output, timeout_s)
@@ -58,6 +59,7 @@ def run_function(
             payload_fd=descriptors[0],
             result_fds=descriptors[1:],
             start="fork" if "torch" in sys.modules else "fresh",
+            faults=faults,
         )
         _supervise(job, LocalRun(job))
         return [_result(rank, fd) for rank, fd in enumerate(job.result_fds)]
@@ -76,13 +78,16 @@ def call_on(
     threads: int | None,
     output: Mode,
     timeout_s: float | None,
+    faults: str | None,
 ) -> list[T]:
     """The same on an engine."""
     from unisono.launchers.remote import RemoteRun
 
     _check(fn, workers, threads, output, timeout_s)
     engine.check(workers)
-    job = Job(["--function"], workers, threads=threads, output=output, inherit=False, timeout_s=timeout_s)
+    job = Job(
+        ["--function"], workers, threads=threads, output=output, inherit=False, timeout_s=timeout_s, faults=faults
+    )
     run = RemoteRun(job, engine, _pack(fn, args, kwargs))
     _supervise(job, run)
     return [_unpack(rank, data) for rank, data in enumerate(run.results)]

@@ -19,8 +19,9 @@ def worker_environment(
     address: tuple[str, int],
     run_id: str,
     threads: int | None = None,
+    faults: str = "",
 ) -> dict[str, str]:
-    """This process's environment with what `rank` needs to know about itself."""
+    """This process's environment with what `rank` needs to know about itself; `faults`: see fault_report.py."""
     env = {name: value for name, value in os.environ.items() if not _is_of_another_run(name)}
     host, port = address
     env.update(
@@ -37,6 +38,8 @@ def worker_environment(
         # A run inside a worker of another run belongs to both.
         UNISONO_RUN=":".join(filter(None, [os.environ.get("UNISONO_RUN"), run_id])),
     )
+    if faults:
+        env["UNISONO_WORKER_FAULTS"] = faults
     share = str(threads or threads_per_worker(workers))
     if threads is not None or "OMP_NUM_THREADS" not in env:
         env["OMP_NUM_THREADS"] = share
@@ -48,7 +51,7 @@ def worker_environment(
 
 
 def _is_of_another_run(name: str) -> bool:
-    return name.startswith("TORCHELASTIC_") or (name.startswith("UNISONO_") and name.endswith("_FD"))
+    return name.startswith("TORCHELASTIC_") or (name.startswith("UNISONO_") and name.endswith(("_FD", "_FAULTS")))
 
 
 def threads_per_worker(workers: int) -> int:

@@ -44,7 +44,8 @@ class Failure:
 
     rank: int
     time: float  # time.monotonic(), when it failed
-    kind: Literal["exception", "exit", "signal", "interrupt", "lost"]  # lost: by the engine that started it
+    # lost: by the engine that started it. fault: one of a fault script did not fire.
+    kind: Literal["exception", "exit", "signal", "interrupt", "lost", "fault"]
     code: int
     types: Sequence[str] = field(default=())  # of the exception: its class and the base classes, by name
     message: str = ""
@@ -70,6 +71,8 @@ class Failure:
             return "interrupted by SIGINT"
         if self.kind == "lost":
             return "connection lost"
+        if self.kind == "fault":
+            return "a fault did not fire"
         return f"exit status {self.code}"
 
 
@@ -147,6 +150,7 @@ class WorkerDescription(NamedTuple):
     status: str
     step: int | None
     unseen: Sequence[str]
+    fault: str = ""  # of a fault script, that killed it
 
 
 def find_outcome(
@@ -171,6 +175,7 @@ def find_outcome(
         status=worker.status,
         stopped=[failure.rank for failure in failures if failure not in own],
         unseen=worker.unseen,
+        fault=worker.fault,
         colour=colour,
     )
     return Outcome(first, report, worker.step)
@@ -185,6 +190,7 @@ def format_report(
     status: str,
     stopped: Sequence[int],
     unseen: Sequence[str],
+    fault: str = "",
     colour: bool = False,
 ) -> str:
     """The text of the report; `identity` and `status` are one line each ("" to leave out)."""
@@ -192,7 +198,9 @@ def format_report(
     lines = [f"{bold}{red}unisono: worker {first.rank} of {workers} failed: {first.headline}{plain}", f"  {identity}"]
     if status:
         lines.append(f"  {status}")
-    if first.kind == "signal" and first.message in _HINTS:
+    if first.message == "SIGKILL" and fault:
+        lines.append(f"  The fault script asked for it: {fault}")
+    elif first.kind == "signal" and first.message in _HINTS:
         lines.append(f"  {_HINTS[first.message]}")
     if first.kind == "exit" and not first.message:
         lines.append("  The program ended itself (sys.exit, os._exit or native code), without a Python error.")

@@ -33,3 +33,4 @@ class Job:
     payload_fd: int | None = None
     result_fds: Sequence[int] = ()
     start: StartMethod = "fresh"
+    faults: str | None = None  # a fault script; None: that of the environment, if any

@@ -33,6 +33,7 @@ from unisono.launchers.failures import (
     find_outcome,
     read_failure,
 )
+from unisono.launchers.fault_report import FaultReport, read_faults
 from unisono.launchers.forks import open_starter
 from unisono.launchers.job import Job, TimedOut
 from unisono.launchers.output import Output, OutputClosed
@@ -55,6 +56,7 @@ class LocalRun:
 
     def __init__(self, job: Job) -> None:
         self.job = job
+        self._faults = FaultReport(read_faults(job.faults, job.workers))
         self.run_id = secrets.token_hex(12)
         self.output = Output(job.output, job.workers, job.output_dir, inherit=job.inherit)
         self._starter = open_starter(job.start)
@@ -159,6 +161,7 @@ class LocalRun:
             address=self._store.address,
             run_id=self.run_id,
             threads=self.job.threads,
+            faults=self._faults.write_for(rank),
         )
 
     def _start_store(self) -> None:
@@ -222,6 +225,7 @@ class LocalRun:
             if not isinstance(message, dict):
                 continue
             worker.ready = True
+            self._faults.take(message)
             worker.done = worker.done or message.get("kind") == "done"
             worker.failure = worker.failure or read_failure(worker.rank, message, time.monotonic())
         worker.text = unknown + worker.text
@@ -310,7 +314,8 @@ class LocalRun:
     def _outcome(self) -> Outcome:
         failures = [worker.failure for worker in self._workers if worker.failure]
         workers, colour = self.job.workers, self.output.colour
-        return find_outcome(failures, self._stop_time, workers=workers, describe=self._describe, colour=colour)
+        outcome = find_outcome(failures, self._stop_time, workers=workers, describe=self._describe, colour=colour)
+        return self._faults.judge(outcome, lambda rank: self._page.read(rank).step)
 
     def _describe(self, failure: Failure) -> WorkerDescription:
         rank, worker = failure.rank, self._workers[failure.rank]
@@ -320,6 +325,7 @@ class LocalRun:
             self._activity(rank, failure.time),
             self._page.read(rank).step,
             self.output.unseen(rank),
+            self._faults.find_kill(rank),
         )
 
     def _activities(self, now: float) -> str:

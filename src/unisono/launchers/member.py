@@ -38,10 +38,10 @@ class Member:
         """Whether it ends by itself, and need not be told to."""
         return self.done or self.failure is not None
 
-    def take_report(self, data: bytes, now: float) -> None:
-        """A piece of what the worker wrote to its report pipe; times are this host's."""
+    def take_report(self, data: bytes, now: float) -> list[dict[str, Any]]:
+        """A piece of what the worker wrote to its report pipe; times are this host's. The messages in it."""
         *lines, self.text = (self.text + data).split(b"\n")
-        unknown = b""
+        unknown, messages = b"", []
         for line in lines:
             try:
                 message = json.loads(line)
@@ -53,7 +53,9 @@ class Member:
                 self.done = self.done or message.get("kind") == "done"
                 message["time"] = now
                 self.failure = self.failure or read_failure(self.rank, message, now)
+                messages.append(message)
         self.text = unknown + self.text
+        return messages
 
     def take_status(self, message: dict[str, Any], now: float) -> None:
         """Where the worker stands: its process, its last step, what it is doing."""

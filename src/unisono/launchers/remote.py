@@ -27,6 +27,7 @@ from unisono.launchers.channel import GREETING_S, Channel, Frame, keep_alive
 from unisono.launchers.engines.engine import Engine, EngineError, Started, Work, agent_command
 from unisono.launchers.environment import worker_environment
 from unisono.launchers.failures import SETTLE_S, Failure, Outcome, WorkerDescription, find_outcome, first_failure
+from unisono.launchers.fault_report import FaultReport, read_faults
 from unisono.launchers.forks import open_starter
 from unisono.launchers.job import Job, TimedOut
 from unisono.launchers.meeting_page import OfferedBoard
@@ -53,6 +54,7 @@ class RemoteRun:
 
     def __init__(self, job: Job, engine: Engine, payload: bytes | None = None) -> None:
         self.job, self.engine, self._payload = job, engine, payload
+        self._faults = FaultReport(read_faults(job.faults, job.workers, restarts=engine.restarts))
         self.run_id, self._token = secrets.token_hex(12), secrets.token_bytes(32)
         self.output = Output(job.output, job.workers, job.output_dir, inherit=False)
         self.interruptible = False  # whether a signal handler may raise into `supervise` now
@@ -239,6 +241,7 @@ class RemoteRun:
                 folder=os.getcwd(),
                 env=env,
                 threads=self.job.threads,
+                faults=self._faults.write_for(member.rank),
                 local_rank=near.index(member.rank),
                 local_size=len(near),
                 host_number=hosts.index(member.identity),
@@ -337,7 +340,8 @@ class RemoteRun:
         if frame.kind in "oe":
             self.output.feed(member.rank, "stdout" if frame.kind == "o" else "stderr", frame.body)
         elif frame.kind == "r":
-            member.take_report(frame.body, now)
+            for message in member.take_report(frame.body, now):
+                self._faults.take(message)
         elif frame.kind == "R":
             member.result.append(frame.body)
         else:
@@ -449,7 +453,9 @@ class RemoteRun:
 
     def _outcome(self) -> Outcome:
         workers, colour = self.job.workers, self.output.colour
-        return find_outcome(self._failures(), self._stop_time, workers=workers, describe=self._describe, colour=colour)
+        failures, stopped = self._failures(), self._stop_time
+        outcome = find_outcome(failures, stopped, workers=workers, describe=self._describe, colour=colour)
+        return self._faults.judge(outcome, lambda rank: self._members[rank].step)
 
     def _describe(self, failure: Failure) -> WorkerDescription:
         rank, member = failure.rank, self._members[failure.rank]
@@ -459,6 +465,7 @@ class RemoteRun:
             member.activity(),
             member.step,
             self.output.unseen(rank),
+            self._faults.find_kill(rank),
         )
 
     def _activities(self) -> str:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from unisono.background import Handle
+from unisono.runtime.faults import before_write
 
 ALIGNMENT = 4096  # bytes: what direct I/O asks of file offsets, lengths and addresses on the devices in use
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -204,6 +205,8 @@ class Requests:
         while done < memory.nbytes:
             left = memory.nbytes - done
             try:
+                if kind == "write":
+                    before_write("scratch")
                 moved = call(self.fd, [memory[done:]], start + done)
             except OSError as error:
                 raise self._error(kind, start + done, left, error) from error

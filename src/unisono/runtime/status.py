@@ -14,7 +14,7 @@ from time import monotonic
 
 from unisono.runtime.memfd import anonymous_file
 
-__all__ = ["StatusPage", "WorkerStatus", "attach", "note", "read_step"]
+__all__ = ["StatusPage", "WorkerStatus", "attach", "is_attached", "note", "read_step"]
 
 _MAGIC = b"unisono status 1"
 _HEADER = struct.Struct("<16sQ")  # magic, number of rows
@@ -104,6 +104,11 @@ def attach() -> None:
     """Look again for this worker's page: for a worker that was forked after this module was imported."""
     global _page, _offset
     _page, _offset = _find_row()
+
+
+def is_attached() -> bool:
+    """Whether this process is a worker of a launcher (a program that a worker starts is not)."""
+    return _page is not None
 
 
 def note(step: int | None = None, doing: str | None = None) -> None:

@@ -19,6 +19,7 @@ from unisono.checkpoint import ModelPart
 from unisono.checks import AtLeast, check_settings
 from unisono.exchange.reduction import Unsent as Unsent
 from unisono.runtime import status
+from unisono.strategy.fault_watch import FaultWatch
 from unisono.strategy.mistakes import follow_optimizer, leave_optimizer
 from unisono.world import World
 
@@ -103,6 +104,7 @@ class Replica:
         self.model, self.optimizer, self.world, self.strategy = model, optimizer, world, strategy
         self.scaler: torch.amp.GradScaler | None = None  # the one that it was told to watch
         self.step = 0  # windows of backward passes so far (not optimizer steps: AMP may skip those)
+        self._faults = FaultWatch.find(model, world)  # None: no fault script asks for any
         self._hooks: list[Any] = [
             optimizer.register_step_pre_hook(self._about_to_step),
             optimizer.register_step_post_hook(lambda *_: self.after_step()),
@@ -132,8 +134,12 @@ class Replica:
     def advance(self) -> None:
         """Count a window, and end the ledger's step."""
         self.step += 1
+        if self._faults is not None:
+            self._faults.before_count(self)
         self.world.ledger.step(self)
         status.note(step=self.world.ledger.step_count)
+        if self._faults is not None:
+            self._faults.after_count()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Exchange nothing inside the block: gradients stay local and add up."""
@@ -167,6 +173,8 @@ class Replica:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        if self._faults is not None:
+            self._faults.close()
         leave_optimizer(self)
         self.world.ledger.leave(self)
         with _replicas_lock:
@@ -330,6 +338,8 @@ class Replica:
         """Be in another world. Gradients that were not stepped are those of the former one: a rank that comes has
         none."""
         self.world = world
+        if self._faults is not None:
+            self._faults.enter(world)
         self.model.zero_grad()
 
     def take_model(self, change: Change) -> str:

@@ -158,6 +158,7 @@ class Ledger:
         self._fresh_spans: deque[Span] = deque(maxlen=KEPT)
         self._open_since = self.clock()
         self._owner: Callable[[], object | None] = lambda: None
+        self.on_record: weakref.WeakMethod[Callable[[Record], None]] | None = None  # called as a collective ends
 
     # Writing ---------------------------------------------------------------------------------------------
 
@@ -172,6 +173,8 @@ class Ledger:
                 tag = OTHER_TAGS
             sums[tag] = sums.get(tag, 0) + record.bytes_sent
             self._collectives += 1
+        if self.on_record is not None and (call := self.on_record()) is not None:
+            call(record)
 
     def close_span(self, kind: str, start: float, end: float) -> None:
         """Enter a finished span."""
@@ -213,6 +216,12 @@ class Ledger:
         self._totals.add(row)
         self.step_count += 1
         self._open_since = now
+
+    def measure(self, owner: object) -> Row | None:
+        """The step as it would be, were it to end now; None where `owner` is not the one that ends it."""
+        if (counts := self._owner()) is not None and counts is not owner:
+            return None
+        return _divide(self.step_count, self._open_since, self.clock(), list(self._fresh), list(self._fresh_spans))
 
     def leave(self, owner: object) -> None:
         """`owner` ends no more steps: the next that calls `step` is the one that counts."""

@@ -127,6 +127,7 @@ class Engine:
         threads: int | None = None,
         output: Mode = "auto",
         timeout_s: float | None = None,
+        faults: str | None = None,
     ) -> list[T]:
         """Run a function in every worker and return their results in rank order. See `unisono.launch`.
 
@@ -139,7 +140,8 @@ class Engine:
         engine = copy.copy(self)
         if tables:
             object.__setattr__(engine, "tables", tuple(tables))
-        return call_on(engine, fn, workers, lifted, keywords, threads=threads, output=output, timeout_s=timeout_s)
+        settings: dict[str, Any] = {"threads": threads, "output": output, "timeout_s": timeout_s, "faults": faults}
+        return call_on(engine, fn, workers, lifted, keywords, **settings)
 
     def is_table(self, value: Any) -> bool:
         """Whether a value is data that lies in this engine, and is to be trained on there."""

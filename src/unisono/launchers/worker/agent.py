@@ -191,6 +191,7 @@ class Agent:
             address=(self.channel.sock.getpeername()[0], start["store_port"]),
             run_id=self.run_id,
             threads=threads,
+            faults=start["faults"],
         )
         for name in ("UNISONO_TOKEN", "UNISONO_LAUNCHER", "UNISONO_ENGINE"):  # the worker has no use for them
             env.pop(name, None)

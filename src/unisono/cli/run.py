@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from unisono.cli.arguments import Commands, check_program, parse_count
 from unisono.launchers import on
 from unisono.launchers.engines.engine import Engine, EngineError
-
-if TYPE_CHECKING:
-    from unisono.launchers.job import Job
+from unisono.launchers.job import Job
 
 __all__ = ["add_command"]
 
@@ -27,6 +26,10 @@ Run a program in N workers, on this machine or on an engine (--on): MPI, Slurm, 
 Options for unisono come before the program; everything after it is the program's own. When a worker fails, the others
 are stopped, one report says which and why, and the exit status is that worker's (128 + number after a signal). Ctrl-C
 stops everything within 2 seconds (a second Ctrl-C at once). No process that a worker started outlives the run.
+
+SIGTERM stops it too; but workers that use un.Trainer with a checkpoint folder, or un.preempted(), first save and leave
+after the same step. They have --grace for it, the exit status is 143, and the same command goes on from there. A second
+SIGTERM stops everything.
 """
 _EPILOG = """\
 output:
@@ -78,6 +81,14 @@ def add_command(commands: Commands) -> None:
         action="store_true",
         help="fork the workers from a process that has imported torch, kept for 10 minutes for the next such run",
     )
+    parser.add_argument(
+        "--grace",
+        type=_parse_seconds,
+        default=Job.grace_s,
+        metavar="S",
+        help="after SIGTERM, how long workers that use un.Trainer with a checkpoint folder, or un.preempted(), may "
+        "take to save and leave: 90, 90s, 2m; 0: stop at once; default: 25s, as Slurm and Kubernetes kill after 30",
+    )
     parser.add_argument("--output-dir", metavar="DIR", help="where --output files writes; default: unisono-output")
     _add_engine_options(parser)
     parser.add_argument("program", nargs="?", metavar="script.py", help="the program (a module's name with -m)")
@@ -93,7 +104,6 @@ def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
         parser.error("--output-dir goes with --output files")
     check_program(options.program, parser, module=options.module)
 
-    from unisono.launchers.job import Job
     from unisono.launchers.terminal import run_in_terminal
 
     job = Job(
@@ -103,6 +113,7 @@ def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
         output=options.output,
         output_dir=options.output_dir,
         start="warm" if options.warm else "fresh",
+        grace_s=options.grace,
     )
     status = _run_on_engine(options, parser, job)
     return run_in_terminal(job) if status is None else status
@@ -114,6 +125,18 @@ class _NotWritten(Exception):
 
 def _parse_names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
+
+
+def _parse_seconds(text: str) -> float:
+    """Seconds of a time in words.
+
+    >>> _parse_seconds("90"), _parse_seconds("1.5s"), _parse_seconds("2m")
+    (90.0, 1.5, 120.0)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h|)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected seconds, or a time such as 30s or 2m")
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
 
 
 def _parse_whole(text: str) -> int:
@@ -182,6 +205,7 @@ def _write_script(engine: Engine, options: argparse.Namespace, job: Job) -> int:
 
     assert isinstance(engine, Slurm)
     more: dict[str, object] = {"--threads": job.threads, "--output": None if job.output == "auto" else job.output}
+    more["--grace"] = None if job.grace_s == Job.grace_s else f"{job.grace_s:g}"
     more["--output-dir"] = None if job.output_dir is None else str(job.output_dir)
     run_options = [word for name, value in more.items() if value is not None for word in (name, str(value))]
     text = job_script(engine, job.program, job.workers, run_options=run_options)

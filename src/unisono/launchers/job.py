@@ -33,3 +33,4 @@ class Job:
     payload_fd: int | None = None
     result_fds: Sequence[int] = ()
     start: StartMethod = "fresh"
+    grace_s: float = 25.0  # for workers that save and leave after SIGTERM; Slurm and Kubernetes give 30 s in all

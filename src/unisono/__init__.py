@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # the same as below, for type checkers: a test compares them
     from unisono.world import PeerLost as PeerLost
     from unisono.world import World as World
     from unisono.world import join as join
+    from unisono.world import preempted as preempted
     from unisono.world.virtual import run_threads as run_threads
     from unisono.world.virtual import simulate as simulate
 
@@ -53,7 +54,7 @@ _EXPORTS = {
     "unisono.progress": "EarlyStopping",
     "unisono.strategy": "Replica Strategy parallel",
     "unisono.trainer": "Callback Trainer",
-    "unisono.world": "Handle Mismatch PeerLost World join",
+    "unisono.world": "Handle Mismatch PeerLost World join preempted",
     "unisono.world.virtual": "run_threads simulate",
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +18,11 @@ from unisono.checkpoint import load, save
 from unisono.data import Shard, shard
 from unisono.data.settings import ShardSettings
 from unisono.progress import SPLIT, Display, EarlyStopping, History, Logs
+from unisono.runtime import sigterm
 from unisono.strategy import Strategy, parallel
 from unisono.world import World, join
 from unisono.world.ledger import Totals
+from unisono.world.preemption import Agreement
 
 __all__ = ["Callback", "Trainer"]
 
@@ -49,7 +52,8 @@ class Trainer:
     counted once. `accumulate` batches make one optimizer step. `scheduler` steps every epoch, or every optimizer
     step with `schedule="step"` (one that fp16 skips does not count, unless ranks may skip alone). With `checkpoint`
     (a folder), the state is saved after every epoch and every `save_every` steps, the last `keep` stay, and `fit` goes
-    on from the newest whole one unless `resume=False`. `early_stopping` is a patience in epochs or an `EarlyStopping`.
+    on from the newest whole one unless `resume=False`; after SIGTERM all ranks save at the same step and end their
+    program with status 143. `early_stopping` is a patience in epochs or an `EarlyStopping`.
 
     >>> x = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
     >>> model = nn.Linear(3, 1)
@@ -104,6 +108,7 @@ class Trainer:
             self.replica.watch(self.scaler)
         self.history = History()
         self._stop = False
+        self._preemption: Agreement | None = None  # where there is a folder to save to
 
     def stop(self) -> None:
         """Ask, on any rank, that all ranks end `fit` after this epoch."""
@@ -121,7 +126,11 @@ class Trainer:
             raise ValueError("accumulate needs data with a length, got a stream: use a larger batch_size instead")
         self._check_agreement(batches, epochs, validation)
         sums = self._resume()
-        with Display(enabled=self.progress and self.world.rank == 0, epochs=epochs, steps=steps) as display:
+        self._preemption = Agreement.of(self.world) if self.checkpoint is not None else None
+        with (
+            sigterm.noting() if self._preemption is not None else nullcontext(),
+            Display(enabled=self.progress and self.world.rank == 0, epochs=epochs, steps=steps) as display,
+        ):
             display.live = self.world.broadcast_object(display.live)
             while len(self.history) < epochs and not self.history.stopped_early:
                 logs = self._train_epoch(batches, sums, display, steps)
@@ -132,6 +141,9 @@ class Trainer:
                 self._end_epoch(logs)
                 sums = self._make_sums()
                 self._save(sums)
+                ended = len(self.history) == epochs or self.history.stopped_early
+                if not ended and self._is_preempted(now=True):
+                    self._leave()
         for callback in self.callbacks:
             callback.on_fit_end(self, self.history)
         return self.history
@@ -198,8 +210,11 @@ class Trainer:
                 steps += 1
                 for callback in self.callbacks:
                     callback.on_step_end(self, {"step": self.replica.step, "loss": loss.item()})
-                if self.save_every and self.replica.step % self.save_every == 0:
+                preempted = self._is_preempted(now=batches.batch == total)  # then comes validation, which may be long
+                if preempted or (self.save_every and self.replica.step % self.save_every == 0):
                     self._save(sums)
+                if preempted:
+                    self._leave()
                 if display.live and steps % REFRESH_STEPS == 0:
                     live = self._summarise(sums, before, counted, began)
             display.advance(len(self.history), batches.batch, live)
@@ -278,6 +293,19 @@ class Trainer:
         logs, (*split, seconds) = self._compute_means(both[: len(sums)]), both[len(sums) :].tolist()
         logs["samples/s"] = (float(both[0]) - counted) * self.world.size / seconds
         return logs | {name: part / max(sum(split), 1e-9) for name, part in zip(SPLIT, split, strict=True)}
+
+    def _is_preempted(self, *, now: bool) -> bool:
+        return self._preemption is not None and self._preemption.ask(now=now)
+
+    def _leave(self) -> NoReturn:
+        """End the program: all has been saved, and all ranks come here after the same step."""
+        if self.world.rank == 0:
+            print(
+                f"unisono: preempted at step {self.replica.step}, saved to {self.checkpoint}; "
+                "run the same command to go on",
+                file=sys.stderr,
+            )
+        raise SystemExit(sigterm.PREEMPTED)
 
     def _find_stateful(self) -> dict[str, Any]:
         scaler = self.scaler if self.scaler.is_enabled() else None

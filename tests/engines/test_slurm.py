@@ -88,6 +88,47 @@ def test_a_job_script_is_written_and_runs(command: Command, cluster: Mapping[str
     assert found == [[rank, "script", pytest.approx(right_loss(), rel=1e-12)] for rank in range(2)]
 
 
+PREEMPTED = """
+import time
+from pathlib import Path
+import torch, unisono as un
+from unisono.runtime import sigterm
+class Pause(un.Callback):
+    def on_step_end(self, trainer, logs):
+        if logs["step"] == 5:
+            Path(f"ready-{trainer.world.rank}").touch()
+            while not sigterm.told():
+                time.sleep(0.01)
+x, model = torch.ones(80, 2), torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+un.Trainer(
+    model, optimizer, loss=torch.nn.MSELoss(), checkpoint="checkpoint", callbacks=[Pause()], progress=False
+).fit((x, x[:, :1]), epochs=2, batch_size=4)
+print("step", un.join().ledger.step_count)
+"""
+
+
+def test_workers_of_a_cancelled_job_save_and_leave_and_the_same_script_goes_on(
+    command: Command, cluster: Mapping[str, str], tmp_path: Path
+) -> None:
+    command(*unisono_run("--on", "slurm", "-n", "2", "--script", "job.sh", "script.py"), script=PREEMPTED, env=cluster)
+    job = command("sbatch", "--parsable", "job.sh", script=PREEMPTED, env=cluster).out.strip()
+    while not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)):
+        assert ask(cluster, "squeue", "-h"), (tmp_path / f"script-{job}.out").read_text()
+        time.sleep(0.1)
+    ask(cluster, "scancel", job)
+    while ask(cluster, "squeue", "-h"):
+        time.sleep(0.1)
+    output = (tmp_path / f"script-{job}.out").read_text()
+    (saved,) = (tmp_path / "checkpoint").iterdir()
+    step = int(saved.name.removeprefix("step-"))
+    assert 5 <= step <= 20
+    assert f"all 2 workers left after step {step} with exit status 143" in output
+    ended = command(*unisono_run("--on", "slurm", "-n", "2", "script.py"), script=PREEMPTED, env=cluster)
+    assert (ended.status, ended.err) == (0, ""), ended
+    assert sorted(ended.out.splitlines()) == [f"[{rank}] step 40" for rank in range(2)]
+
+
 def test_a_program_that_srun_started_itself_finds_its_world(command: Command, cluster: Mapping[str, str]) -> None:
     script = COMMON + "print(json.dumps([un.join().rank, train()]))"
     ended = command("srun", "-n", "2", sys.executable, "script.py", script=script, env=cluster)

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from unisono.cli.arguments import Commands, check_program, parse_count
 from unisono.launchers import on
 from unisono.launchers.engines.engine import Engine, EngineError
-
-if TYPE_CHECKING:
-    from unisono.launchers.job import Job
+from unisono.launchers.job import Job
 
 __all__ = ["add_command"]
 
@@ -27,6 +26,10 @@ Run a program in N workers, on this machine or on an engine (--on): MPI, Slurm, 
 Options for unisono come before the program; everything after it is the program's own. When a worker fails, the others
 are stopped, one report says which and why, and the exit status is that worker's (128 + number after a signal). Ctrl-C
 stops everything within 2 seconds (a second Ctrl-C at once). No process that a worker started outlives the run.
+
+SIGTERM stops it too; but workers that use un.Trainer with a checkpoint folder, or un.preempted(), first save and leave
+after the same step. They have --grace for it, the exit status is 143, and the same command goes on from there. A second
+SIGTERM stops everything.
 """
 _EPILOG = """\
 output:
@@ -91,6 +94,14 @@ def add_command(commands: Commands) -> None:
         metavar="TEXT",
         help="let workers fail at given steps, see below; one that did not fire is an error; default: UNISONO_FAULTS",
     )
+    parser.add_argument(
+        "--grace",
+        type=_parse_seconds,
+        default=Job.grace_s,
+        metavar="S",
+        help="after SIGTERM, how long workers that use un.Trainer with a checkpoint folder, or un.preempted(), may "
+        "take to save and leave: 90, 90s, 2m; 0: stop at once; default: 25s, as Slurm and Kubernetes kill after 30",
+    )
     parser.add_argument("--output-dir", metavar="DIR", help="where --output files writes; default: unisono-output")
     _add_engine_options(parser)
     parser.add_argument("program", nargs="?", metavar="script.py", help="the program (a module's name with -m)")
@@ -106,7 +117,6 @@ def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
         parser.error("--output-dir goes with --output files")
     check_program(options.program, parser, module=options.module)
 
-    from unisono.launchers.job import Job
     from unisono.launchers.terminal import run_in_terminal
 
     job = Job(
@@ -117,6 +127,7 @@ def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
         output_dir=options.output_dir,
         start="warm" if options.warm else "fresh",
         faults=options.faults,
+        grace_s=options.grace,
     )
     status = _run_on_engine(options, parser, job)
     return run_in_terminal(job) if status is None else status
@@ -128,6 +139,18 @@ class _NotWritten(Exception):
 
 def _parse_names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
+
+
+def _parse_seconds(text: str) -> float:
+    """Seconds of a time in words.
+
+    >>> _parse_seconds("90"), _parse_seconds("1.5s"), _parse_seconds("2m")
+    (90.0, 1.5, 120.0)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h|)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected seconds, or a time such as 30s or 2m")
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
 
 
 def _parse_whole(text: str) -> int:
@@ -208,6 +231,7 @@ def _write_script(engine: Engine, options: argparse.Namespace, job: Job) -> int:
 
     assert isinstance(engine, Slurm)
     more: dict[str, object] = {"--threads": job.threads, "--output": None if job.output == "auto" else job.output}
+    more["--grace"] = None if job.grace_s == Job.grace_s else f"{job.grace_s:g}"
     more["--output-dir"] = None if job.output_dir is None else str(job.output_dir)
     more["--faults"] = job.faults
     run_options = [word for name, value in more.items() if value is not None for word in (name, str(value))]

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from unisono.launchers.failures import WorkerError
+from unisono.launchers.failures import WorkerError, format_preemption
 from unisono.launchers.job import Job, TimedOut
 from unisono.launchers.local import LocalRun
 from unisono.launchers.output import MODES, Mode
@@ -135,6 +135,9 @@ def _supervise(job: Job, run: LocalRun | RemoteRun) -> None:
         outcome = run.supervise()
     except TimedOut as stop:
         raise TimeoutError(f"launch: not finished after {job.timeout_s} s; the workers were stopped.\n{stop}") from None
+    if outcome.preempted:
+        text = format_preemption(job.workers, outcome.step)
+        raise WorkerError(text, rank=0, exit_status=outcome.exit_status, step=outcome.step, traceback="")
     if outcome.failure is not None:
         raise WorkerError(
             outcome.report,

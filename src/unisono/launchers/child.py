@@ -23,6 +23,7 @@ class Child:
     ready: bool = False  # whether it has begun its program, and handles SIGINT
     text: bytes = b""  # of the report pipe: an unfinished line, and faulthandler's dump
     done: bool = False  # whether its program has ended well
+    preempted: bool = False  # whether it has saved and left
     failure: Failure | None = None
     exited: float | None = None
     schedule: list[tuple[float, signal.Signals]] = field(default_factory=list)  # signals still to come
@@ -30,7 +31,7 @@ class Child:
     @property
     def is_leaving(self) -> bool:
         """Whether it ends by itself, and need not be told to."""
-        return self.done or self.failure is not None
+        return self.done or self.preempted or self.failure is not None
 
     def send(self, signum: signal.Signals) -> None:
         """Send a signal to the worker's main process, if it has not ended."""

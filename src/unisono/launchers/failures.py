@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from unisono.runtime.sigterm import PREEMPTED
+
 __all__ = [
     "EngineError",
     "Failure",
@@ -17,6 +19,7 @@ __all__ = [
     "failure_of_exit",
     "find_outcome",
     "first_failure",
+    "format_preemption",
     "format_report",
     "read_failure",
 ]
@@ -131,16 +134,17 @@ def first_failure(failures: Iterable[Failure]) -> Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the run ended: `failure` is None when every worker ended well."""
+    """How the run ended: `failure` is None when every worker ended well, or saved and left (`preempted`)."""
 
     failure: Failure | None = None
     report: str = ""
     step: int | None = None
+    preempted: bool = False
 
     @property
     def exit_status(self) -> int:
-        """The status of the worker that failed first; 0 without a failure."""
-        return self.failure.code if self.failure else 0
+        """The status of the worker that failed first; 0 without a failure, 143 where the workers saved and left."""
+        return self.failure.code if self.failure else PREEMPTED if self.preempted else 0
 
 
 class WorkerDescription(NamedTuple):
@@ -179,6 +183,13 @@ def find_outcome(
         colour=colour,
     )
     return Outcome(first, report, worker.step)
+
+
+def format_preemption(workers: int, step: int | None) -> str:
+    """One line for a run whose workers saved and left."""
+    who = "1 worker" if workers == 1 else f"all {workers} workers"
+    where = "" if step is None else f" after step {step}"
+    return f"unisono: preempted (SIGTERM): {who} left{where} with exit status {PREEMPTED}"
 
 
 def format_report(

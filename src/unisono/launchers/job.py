@@ -34,3 +34,4 @@ class Job:
     result_fds: Sequence[int] = ()
     start: StartMethod = "fresh"
     faults: str | None = None  # a fault script; None: that of the environment, if any
+    grace_s: float = 25.0  # for workers that save and leave after SIGTERM; Slurm and Kubernetes give 30 s in all

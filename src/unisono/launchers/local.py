@@ -48,6 +48,7 @@ _TICK_S = 0.02
 # Signals sent to the workers' main processes, and when (seconds after the decision to stop).
 _AFTER_FAILURE = ((0.0, signal.SIGTERM), (1.0, signal.SIGKILL))
 _LEAVING = ((3.0, signal.SIGKILL),)  # it has reported its error, or its program is over
+_AT_ONCE = ((0.0, signal.SIGKILL),)
 _AFTER_INTERRUPT = ((0.0, signal.SIGINT), (0.9, signal.SIGTERM), (1.2, signal.SIGKILL))
 
 
@@ -70,6 +71,7 @@ class LocalRun:
         self._stop_time: float | None = None
         self._interrupted_members: dict[int, str] | None = None  # the run's processes when it was interrupted
         self.interruptible = False  # whether a signal handler may raise into `supervise` now
+        self._preempting = False  # whether workers that asked for it have been told to leave
 
     def supervise(self) -> Outcome:
         """Run the job to its end and clean up. Raises TimedOut, or what interrupted it, after the clean-up."""
@@ -88,7 +90,7 @@ class LocalRun:
             self.interruptible = False
             if any(worker.failure for worker in self._workers):
                 patience_s = 0.3
-                self._stop(lambda worker: _LEAVING if worker.is_leaving else _AFTER_FAILURE)
+                self._stop(self._after_failure)
         except BaseException:
             self.interruptible = False
             patience_s = 0.15
@@ -97,6 +99,17 @@ class LocalRun:
             raise
         finally:
             self._clean_up(patience_s)
+
+    def preempt(self) -> bool:
+        """Tell the workers that asked for it to save and leave (SIGTERM); False where none did."""
+        asked = [worker for worker in self._workers if self._is_preemptible(worker)]
+        for worker in asked:
+            worker.send(signal.SIGTERM)
+        self._preempting = bool(asked)
+        return self._preempting
+
+    def _is_preemptible(self, worker: Child) -> bool:
+        return self._page.read(worker.rank).preemptible
 
     def kill(self) -> None:
         """SIGKILL to every worker now (the second Ctrl-C); `supervise` then ends by itself."""
@@ -227,6 +240,9 @@ class LocalRun:
             worker.ready = True
             self._faults.take(message)
             worker.done = worker.done or message.get("kind") == "done"
+            worker.preempted = worker.preempted or message.get("kind") == "preempted"
+            if message.get("kind") == "preemptible" and self._preempting and self._is_preemptible(worker):
+                worker.send(signal.SIGTERM)  # it asked after the others were told
             worker.failure = worker.failure or read_failure(worker.rank, message, time.monotonic())
         worker.text = unknown + worker.text
 
@@ -240,7 +256,7 @@ class LocalRun:
         self._drain(worker)
         self.output.flush(worker.rank)
         stopped = worker.done and self._stop_time is not None  # it took its time to leave: no failure
-        if status != 0 and worker.failure is None and not stopped:
+        if status != 0 and worker.failure is None and not worker.preempted and not stopped:
             text = worker.text.decode("utf-8", "replace")
             worker.failure = failure_of_exit(worker.rank, status, worker.exited, text)
 
@@ -253,9 +269,14 @@ class LocalRun:
 
     # -- 3. stop -------------------------------------------------------------------------------------------------------
 
-    def _interruption(self, worker: Child) -> tuple[tuple[float, signal.Signals], ...]:
+    def _interruption(self, worker: Child) -> Sequence[tuple[float, signal.Signals]]:
         # A worker that has not begun its program has nothing to tidy up.
-        return _AFTER_INTERRUPT if worker.ready else ((0.0, signal.SIGKILL),)
+        return _AFTER_INTERRUPT if worker.ready else _AT_ONCE
+
+    def _after_failure(self, worker: Child) -> Sequence[tuple[float, signal.Signals]]:
+        if worker.is_leaving:
+            return _LEAVING
+        return _AT_ONCE if self._is_preemptible(worker) else _AFTER_FAILURE  # it would only note SIGTERM
 
     def _stop(self, schedule: Callable[[Child], Sequence[tuple[float, signal.Signals]]]) -> None:
         """Send every live worker the signals of its schedule until it has ended."""
@@ -314,6 +335,9 @@ class LocalRun:
     def _outcome(self) -> Outcome:
         failures = [worker.failure for worker in self._workers if worker.failure]
         workers, colour = self.job.workers, self.output.colour
+        if not failures and any(worker.preempted for worker in self._workers):
+            steps = [self._page.read(worker.rank).step for worker in self._workers if worker.preempted]
+            return Outcome(step=max((step for step in steps if step is not None), default=None), preempted=True)
         outcome = find_outcome(failures, self._stop_time, workers=workers, describe=self._describe, colour=colour)
         return self._faults.judge(outcome, lambda rank: self._page.read(rank).step)
 

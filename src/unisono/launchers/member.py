@@ -26,6 +26,9 @@ class Member:
     ready: bool = False  # whether it has begun its program, and handles SIGINT
     text: bytes = b""  # of its reports: an unfinished line, and faulthandler's dump
     done: bool = False  # whether its program has ended well
+    preemptible: bool = False  # whether it saves and leaves by itself after SIGTERM
+    told: bool = False  # whether the launcher has told it to
+    preempted: bool = False  # whether it has saved and left
     failure: Failure | None = None
     ended: float | None = None
     step: int | None = None
@@ -36,7 +39,7 @@ class Member:
     @property
     def is_leaving(self) -> bool:
         """Whether it ends by itself, and need not be told to."""
-        return self.done or self.failure is not None
+        return self.done or self.preempted or self.failure is not None
 
     def take_report(self, data: bytes, now: float) -> list[dict[str, Any]]:
         """A piece of what the worker wrote to its report pipe; times are this host's. The messages in it."""
@@ -51,6 +54,9 @@ class Member:
             if isinstance(message, dict):
                 self.ready = True
                 self.done = self.done or message.get("kind") == "done"
+                self.preempted = self.preempted or message.get("kind") == "preempted"
+                if message.get("kind") == "preemptible":
+                    self.preemptible = bool(message.get("wanted"))
                 message["time"] = now
                 self.failure = self.failure or read_failure(self.rank, message, now)
                 messages.append(message)
@@ -72,7 +78,7 @@ class Member:
         `stopping`: it may have been told to. One that was done and took its time to leave has not failed.
         """
         self.ended = now
-        if status != 0 and self.failure is None and not (stopping and self.done):
+        if status != 0 and self.failure is None and not self.preempted and not (stopping and self.done):
             self.failure = failure_of_exit(self.rank, status, now, self.text.decode("utf-8", "replace"))
 
     def activity(self) -> str:

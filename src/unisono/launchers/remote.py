@@ -49,6 +49,12 @@ _AT_ONCE: Schedule = ((0.0, signal.SIGKILL),)
 _FORWARDED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "UNISONO_TIMEOUT_S", "UNISONO_SHARED_MEMORY", "NCCL_DEBUG")
 
 
+def _after_failure(member: Member) -> Schedule:
+    if member.is_leaving:
+        return _LEAVING
+    return _AT_ONCE if member.preemptible else _AFTER_FAILURE  # it would only note SIGTERM
+
+
 class RemoteRun:
     """One run of one job on one engine. `supervise()` does it all; a BaseException raised into it stops the run."""
 
@@ -59,6 +65,7 @@ class RemoteRun:
         self.output = Output(job.output, job.workers, job.output_dir, inherit=False)
         self.interruptible = False  # whether a signal handler may raise into `supervise` now
         self.results: list[bytes] = []
+        self._preempting = False  # whether workers that asked for it are to leave
         bind = "127.0.0.1" if engine.local else "0.0.0.0"
         backlog = max(128, 2 * job.workers)
         self._bind, self._backlog = bind, backlog
@@ -89,7 +96,7 @@ class RemoteRun:
             self._watch()
             self.interruptible = False
             if self._failures():
-                self._stop(lambda member: _LEAVING if member.is_leaving else _AFTER_FAILURE)
+                self._stop(_after_failure)
         except BaseException as error:
             self.interruptible = False
             if not isinstance(error, EngineError):
@@ -99,6 +106,11 @@ class RemoteRun:
             self._clean_up()
         self.results = [b"".join(member.result) for member in self._members]
         return self._outcome()
+
+    def preempt(self) -> bool:
+        """Tell the workers that asked for it to save and leave, soon; False where none did."""
+        self._preempting = any(member.preemptible for member in self._members)
+        return self._preempting
 
     def kill(self) -> None:
         """SIGKILL to every worker now (the second Ctrl-C); `supervise` then ends by itself."""
@@ -250,6 +262,7 @@ class RemoteRun:
                 board=on_board,
                 attempt=self._attempt,
                 attempt_id=attempt_id,
+                grace_s=self.job.grace_s,
             )
 
     def _forwarded_variables(self) -> dict[str, str | None]:
@@ -277,6 +290,7 @@ class RemoteRun:
                 self._restart(failures)
             if not self._members and len(self._waiting) == self.job.workers:
                 self._begin_attempt()
+            self._pass_word_on()
             self._check_start(now)
             if self.job.timeout_s is not None and now >= self._begin + self.job.timeout_s:
                 raise TimedOut(self._activities())
@@ -293,11 +307,18 @@ class RemoteRun:
             f"unisono: worker {first.rank} failed: {first.headline}{': ' if message else ''}{message[:200]}; "
             f"all workers start again (restart {self._attempt} of {self.engine.restarts})"
         )
-        self._send_stop(lambda member: _LEAVING if member.is_leaving else _AFTER_FAILURE)
+        self._send_stop(_after_failure)
         for channel in self._hosts:  # one whose workers have all ended well would not know
             self._say(channel, kind="again", attempt=self._attempt)
         self._members = []
         self._since = time.monotonic()
+
+    def _pass_word_on(self) -> None:
+        """To every worker that asked for it, once."""
+        for member in self._running() if self._preempting else ():
+            if member.preemptible and not member.told:
+                member.told = True
+                self._say(member.channel, kind="preempt")
 
     def _check_start(self, now: float) -> None:
         if not self._wrong and not self._members and now > self._since + self.engine.start_s:
@@ -453,6 +474,9 @@ class RemoteRun:
 
     def _outcome(self) -> Outcome:
         workers, colour = self.job.workers, self.output.colour
+        if not self._failures() and any(member.preempted for member in self._members):
+            steps = [member.step for member in self._members if member.preempted and member.step is not None]
+            return Outcome(step=max(steps, default=None), preempted=True)
         failures, stopped = self._failures(), self._stop_time
         outcome = find_outcome(failures, stopped, workers=workers, describe=self._describe, colour=colour)
         return self._faults.judge(outcome, lambda rank: self._members[rank].step)

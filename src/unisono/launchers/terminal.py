@@ -8,7 +8,7 @@ import time
 from types import FrameType
 from typing import Protocol
 
-from unisono.launchers.failures import Outcome
+from unisono.launchers.failures import Outcome, format_preemption
 from unisono.launchers.job import Job
 from unisono.launchers.local import LocalRun
 from unisono.launchers.output import Output, OutputClosed
@@ -26,6 +26,8 @@ class Run(Protocol):
 
     def supervise(self) -> Outcome: ...
 
+    def preempt(self) -> bool: ...
+
     def kill(self) -> None: ...
 
     def signal_groups(self, signum: signal.Signals) -> None: ...
@@ -34,35 +36,49 @@ class Run(Protocol):
 class _Interrupted(BaseException):
     """A signal asked the launcher to end."""
 
+    def __init__(self, text: str) -> None:
+        self.text, self.time = text, time.monotonic()
+
 
 def run_in_terminal(job: Job, run: Run | None = None) -> int:
     """Run the job (by default on this host) and return the exit status: of the worker that failed first, 128 + signal
-    when interrupted, or 0."""
+    when interrupted, or 0.
+
+    The first SIGTERM is passed on to workers that save and leave by themselves; they have the grace time for it.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     run = run if run is not None else LocalRun(job)
-    received: list[tuple[int, float]] = []
+    received: list[int] = []
 
     def end(signum: int, _: FrameType | None) -> None:
-        received.append((signum, time.monotonic()))
+        received.append(signum)
+        if received == [signal.SIGTERM] and job.grace_s and run.interruptible and run.preempt():
+            signal.setitimer(signal.ITIMER_REAL, job.grace_s)
+            return
         if run.interruptible:
             run.interruptible = False
-            raise _Interrupted
+            late = f", and not all had left {job.grace_s:g} s later (--grace)" if signum == signal.SIGALRM else ""
+            raise _Interrupted(f"interrupted ({signal.Signals(received[0]).name}{late})")
         run.kill()
 
+    signal.signal(signal.SIGALRM, end)
     for signum in _ENDING:
         if signal.getsignal(signum) is not signal.SIG_IGN:  # as nohup and background jobs want it
             signal.signal(signum, end)
     _follow_job_control(run)
     try:
         outcome = run.supervise()
-    except _Interrupted:
-        cause, start = received[0]
-        took_s = time.monotonic() - start
-        name, count = signal.Signals(cause).name, f"{job.workers} worker{'s' if job.workers > 1 else ''}"
-        run.output.say(f"unisono: interrupted ({name}); {count} stopped in {took_s:.1f} s")
-        return 128 + cause
+    except _Interrupted as interrupted:
+        took_s = time.monotonic() - interrupted.time
+        count = f"{job.workers} worker{'s' if job.workers > 1 else ''}"
+        run.output.say(f"unisono: {interrupted.text}; {count} stopped in {took_s:.1f} s")
+        return 128 + received[0]
     except OutputClosed:
         return 128 + signal.SIGPIPE
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    if outcome.preempted:
+        run.output.say(format_preemption(job.workers, outcome.step))
     if outcome.failure is not None:
         run.output.say(outcome.report)
     return outcome.exit_status

@@ -14,7 +14,7 @@ from time import monotonic
 
 from unisono.runtime.memfd import anonymous_file
 
-__all__ = ["StatusPage", "WorkerStatus", "attach", "is_attached", "note", "read_step"]
+__all__ = ["StatusPage", "WorkerStatus", "attach", "is_attached", "note", "note_wish", "read_step"]
 
 _MAGIC = b"unisono status 1"
 _HEADER = struct.Struct("<16sQ")  # magic, number of rows
@@ -22,10 +22,11 @@ _STEP = struct.Struct("<q")
 _DOING_BYTES = 176
 _DOING = struct.Struct(f"<d{_DOING_BYTES}s")  # when it was noted, what
 _HEADER_BYTES = 64
-_ROW_BYTES = 192
+_WISH_AT = 192  # in a row, after step and activity: one byte
+_ROW_BYTES = 256
 _NO_STEP = -1
 
-assert _STEP.size + _DOING.size <= _ROW_BYTES
+assert _STEP.size + _DOING.size <= _WISH_AT < _ROW_BYTES
 assert _HEADER.size <= _HEADER_BYTES
 
 
@@ -36,6 +37,7 @@ class WorkerStatus:
     step: int | None
     doing: str
     doing_since: float  # time.monotonic() of the note; one clock for all processes of a host
+    preemptible: bool = False  # whether it saves and leaves by itself after SIGTERM
 
 
 class StatusPage:
@@ -43,7 +45,7 @@ class StatusPage:
 
     >>> page = StatusPage.create(2)
     >>> page.read(1)
-    WorkerStatus(step=None, doing='', doing_since=0.0)
+    WorkerStatus(step=None, doing='', doing_since=0.0, preemptible=False)
     >>> page.close()
     """
 
@@ -68,7 +70,8 @@ class StatusPage:
         (step,) = _STEP.unpack_from(self._map, _row(rank))
         since, doing = _DOING.unpack_from(self._map, _row(rank) + _STEP.size)
         text = doing.rstrip(b"\0").decode("utf-8", "replace")
-        return WorkerStatus(None if step == _NO_STEP else step, text, since)
+        preemptible = self._map[_row(rank) + _WISH_AT] != 0
+        return WorkerStatus(None if step == _NO_STEP else step, text, since, preemptible)
 
     def close(self) -> None:
         """Unmap the page and close its descriptor."""
@@ -125,6 +128,14 @@ def note(step: int | None = None, doing: str | None = None) -> None:
         _STEP.pack_into(_page, _offset, step)
     if doing is not None:
         _DOING.pack_into(_page, _offset + 8, monotonic(), doing.encode())  # struct cuts or pads to the field
+
+
+def note_wish(*, preemptible: bool) -> bool:
+    """Note whether this worker saves and leaves by itself after SIGTERM; False outside a launcher."""
+    if _page is None:
+        return False
+    _page[_offset + _WISH_AT] = preemptible
+    return True
 
 
 def read_step() -> int | None:

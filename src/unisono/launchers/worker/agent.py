@@ -122,6 +122,8 @@ class Agent:
             self._stop([(delay, signal.Signals(number)) for delay, number in message["schedule"]])
         elif kind == "signal" and self._process is not None and self._status is None:
             self._process.send_group(message["number"])
+        elif kind == "preempt" and self._process is not None and self._status is None:
+            self._process.send(signal.SIGTERM)
         elif kind == "status":
             self._send_status("doing")
         elif kind == "exit":
@@ -243,8 +245,11 @@ class Agent:
             self._leave = self._leave or 128 + signal.SIGTERM
 
     def _on_sigterm(self, *_: object) -> None:
+        """From the engine: a worker that asked for it is told to save and leave, and has the grace time for it."""
         self._terminated = True
-        self._stop(_ON_SIGTERM)
+        asked = self._process is not None and self._page.read(self.place.rank).preemptible
+        grace_s = self._start["grace_s"] if self._start is not None and asked else 0.0
+        self._stop(((0.0, signal.SIGTERM), (grace_s, signal.SIGKILL)) if grace_s else _ON_SIGTERM)
 
     def _relay(self, name: str) -> bool:
         """Pass one piece on; False when there is nothing now."""

@@ -175,6 +175,10 @@ def _run_guarded(program: Callable[[], None], reports: _Reports) -> int:
         reports.send("ready")  # from here on SIGINT is handled quietly, and the launcher may send it
         program()
     except SystemExit as stop:
+        if _is_preempted(stop):
+            _note_ending("note_ending", "has saved and left, told by SIGTERM")
+            reports.send("preempted")
+            return int(str(stop.code))
         status = _exit_status(stop, reports)
         _note_ending("note_ending", f"has ended its program with status {status}")
         if not status:
@@ -199,6 +203,12 @@ def _note_ending(call: str, how: object) -> None:
     ending = sys.modules.get("unisono.runtime.ending")
     if ending is not None:
         getattr(ending, call)(how)
+
+
+def _is_preempted(stop: SystemExit) -> bool:
+    """Whether the ranks have agreed to leave after SIGTERM, and the program does so with the status for it."""
+    sigterm = sys.modules.get("unisono.runtime.sigterm")
+    return sigterm is not None and sigterm.has_agreed() and stop.code == sigterm.PREEMPTED
 
 
 def _exit_status(stop: SystemExit, reports: _Reports) -> int:

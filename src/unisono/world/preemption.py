@@ -1,0 +1,100 @@
+"""`un.preempted`: when to leave because the machine is wanted back, the same answer on all ranks at the same call.
+
+A signal reaches the ranks at different steps, or only one of them. So every few calls they begin a small all-reduce
+in the background, of whether a rank has been told, and take its result at the next such call. Its only cost is that a
+rank waits for one that is more than such an interval behind. How many calls an interval has follows from how long the
+slowest rank takes for one, which travels along: so all ranks count alike.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+
+import torch
+from torch import Tensor
+
+from unisono.background import Handle
+from unisono.runtime import sigterm
+from unisono.world.rendezvous import join
+from unisono.world.world import World
+
+__all__ = ["Agreement", "preempted"]
+
+INTERVAL_S = 0.5
+MOST_CALLS = 64  # in an interval: steps may become slower from one to the next
+
+
+def preempted(world: World | None = None) -> bool:
+    """Whether it is time to save and leave: a worker, or the launcher, has got SIGTERM.
+
+    Every rank calls it after every step, and all get the same answer at the same call: False, and True from some call
+    on. That is after the step under way and the next one, or within a second where steps are short. The first call
+    makes this process note SIGTERM instead of ending at once; a second SIGTERM, two seconds later, ends it. After each
+    step of a loop:
+
+        if un.preempted():
+            un.save("run/checkpoint", replica)
+            sys.exit(143)
+    """
+    world = join() if world is None else world
+    sigterm.watch()
+    return Agreement.of(world).ask()
+
+
+class Agreement:
+    """What the ranks of a world know together of the word to leave; every rank makes one, at the same place."""
+
+    def __init__(self, world: World) -> None:
+        self._channel = world.channel(inline=False) if world.size > 1 else None
+        self._asked: Handle[Tensor] | None = None
+        self._calls = self._due = 0
+        self._interval = 1
+        self._last: tuple[float, int] | None = None  # when the ranks last began to ask, and at which call
+        self.reached = False
+
+    @classmethod
+    def of(cls, world: World) -> Agreement:
+        """The one of this world."""
+        if world not in _agreements:
+            _agreements[world] = cls(world)
+        return _agreements[world]
+
+    def ask(self, *, now: bool = False) -> bool:
+        """Whether to leave. `now`, the same on all ranks: wait for what all have been told by this call."""
+        self._calls += 1
+        if self.reached or (not now and self._calls < self._due):
+            return self.reached
+        if self._channel is None:
+            self.reached = sigterm.told()
+        else:
+            self._ask_others(self._channel, now)
+        if self.reached:
+            sigterm.note_agreement()
+        return self.reached
+
+    def _ask_others(self, channel: World, now: bool) -> None:
+        if self._asked is not None:
+            self._take(self._asked)
+        if not self.reached:
+            self._asked = channel.all_reduce(self._vote(), "max", tag="preempted")
+            if now:
+                self._take(self._asked)
+        self._due = self._calls + self._interval
+
+    def _vote(self) -> Tensor:
+        """Whether this rank has been told, and its seconds a call."""
+        clock = time.perf_counter()
+        seconds = math.inf if self._last is None else (clock - self._last[0]) / (self._calls - self._last[1])
+        self._last = clock, self._calls
+        return torch.tensor([float(sigterm.told()), seconds], dtype=torch.float64)
+
+    def _take(self, asked: Handle[Tensor]) -> None:
+        told, seconds = asked.wait().tolist()
+        self._asked = None
+        self.reached = bool(told)
+        self._interval = max(1, min(MOST_CALLS, int(INTERVAL_S / max(seconds, 1e-9))))
+
+
+_agreements: weakref.WeakKeyDictionary[World, Agreement] = weakref.WeakKeyDictionary()

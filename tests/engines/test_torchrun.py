@@ -50,7 +50,7 @@ def test_after_a_kill_all_start_again_and_finish_with_gloo_groups_of_their_own_t
     assert ended.err == "unisono: worker 1 failed: killed by SIGKILL; all workers start again (restart 1 of 1)\n"
 
 
-def test_after_a_kill_workers_of_one_host_meet_on_a_new_board(command: Command) -> None:
+def test_after_a_kill_workers_of_one_host_meet_on_a_new_page(command: Command) -> None:
     script = KILLED + "assert 'UNISONO_SHM_FD' in os.environ and un.join().transport.name == 'shared memory'"
     ended = command(*unisono_run("--on", "torchrun", "--max-restarts", "1", "-n", "2", "script.py"), script=script)
     assert ended.status == 0, ended

@@ -65,9 +65,9 @@ class Windows:
 class Counter(Windows):
     """Counts the windows of a model that exchanges nothing, by a hook on one parameter.
 
-    Where that parameter takes no part in a backward pass, the optimizer's step counts instead. AMP may skip that: so
-    `others`, parameters too, take note of a pass, and `catch_up()` counts it. `end_pass()` is called after every pass
-    that was seen, those inside `no_sync` too.
+    Where that parameter takes no part in a backward pass, the optimizer's step counts instead. AMP may skip that step;
+    hooks on `others`, further parameters, note a pass then, and `catch_up()` counts it. `end_pass()` is called after
+    every pass that was seen, those inside `no_sync` too.
     """
 
     def __init__(

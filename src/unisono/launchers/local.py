@@ -65,7 +65,7 @@ class LocalRun:
         self._workers: list[Child] = []
         self._selector = selectors.DefaultSelector()
         self._page = StatusPage.create(job.workers)
-        self._board = anonymous_file("unisono-board")
+        self._meeting_page = anonymous_file("unisono-meeting-page")
         self._store = HostedStore(backlog=max(128, 2 * job.workers))
         self._guard: guard.Guard | None = None
         self._stop_time: float | None = None
@@ -162,7 +162,7 @@ class LocalRun:
 
     def _descriptors(self, rank: int) -> dict[str, int]:
         """The open files that `rank` inherits, by the variable that names them."""
-        found = {"UNISONO_SHM_FD": self._board, "UNISONO_STATUS_FD": self._page.fd}
+        found = {"UNISONO_SHM_FD": self._meeting_page, "UNISONO_STATUS_FD": self._page.fd}
         if self.job.payload_fd is not None:
             found.update(UNISONO_PAYLOAD_FD=self.job.payload_fd, UNISONO_RESULT_FD=self.job.result_fds[rank])
         return found
@@ -316,7 +316,7 @@ class LocalRun:
         if self._guard is not None:
             self._guard.done()
         self._selector.close()
-        os.close(self._board)
+        os.close(self._meeting_page)
 
     def _sessions(self) -> list[int]:
         return [worker.process.pid for worker in self._workers]

@@ -1,4 +1,4 @@
-"""The board (shared memory) on which workers of one host meet, offered to agents that are on the launcher's host.
+"""The meeting page (shared memory) of the workers of one host, offered to agents that are on the launcher's host.
 
 Workers of a local run inherit it. Those of an engine's run descend from other processes: their agents open it through
 the launcher's entry in /proc. Where every agent could, no store is needed, whose process would import torch.
@@ -12,18 +12,18 @@ import sys
 from unisono.runtime.machine import read_boot_id, read_namespaces
 from unisono.runtime.memfd import anonymous_file
 
-__all__ = ["OfferedBoard", "open_board"]
+__all__ = ["OfferedPage", "open_page"]
 
 
-class OfferedBoard:
-    """A board for each attempt, always behind the same descriptor."""
+class OfferedPage:
+    """A page for each attempt, always behind the same descriptor."""
 
     def __init__(self) -> None:
-        self.fd = anonymous_file("unisono-board")
+        self.fd = anonymous_file("unisono-meeting-page")
 
     @property
     def number(self) -> int:
-        """Tells this attempt's board from others."""
+        """Tells this attempt's page from others."""
         return os.fstat(self.fd).st_ino
 
     def offer(self) -> str:
@@ -34,7 +34,7 @@ class OfferedBoard:
 
     def renew(self) -> None:
         """A new one, for the next attempt."""
-        fresh = anonymous_file("unisono-board")
+        fresh = anonymous_file("unisono-meeting-page")
         os.dup2(fresh, self.fd, inheritable=False)
         os.close(fresh)
 
@@ -43,13 +43,13 @@ class OfferedBoard:
         os.close(self.fd)
 
 
-def open_board(offer: str) -> int:
-    """A descriptor of the board that was offered; -1 on another host, or where that may not be opened."""
+def open_page(offer: str) -> int:
+    """A descriptor of the page that was offered; -1 on another host, or where that may not be opened."""
     machine, _, address = offer.rpartition(" ")
     if not machine or os.environ.get("UNISONO_SHARED_MEMORY", "1") == "0":
         return -1
     try:
-        if machine != _machine_key() or "unisono-board" not in os.readlink(address):
+        if machine != _machine_key() or "unisono-meeting-page" not in os.readlink(address):
             return -1
         return os.open(address, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

@@ -20,7 +20,7 @@ class Member:
     channel: Channel
     host: str
     identity: str  # of the host, see agent.py
-    board: int | None = None  # the number of the launcher's board, where its agent could open that
+    page: int | None = None  # the number of the launcher's meeting page, where its agent could open that
     pid: int = 0
     started: float = 0.0
     ready: bool = False  # whether it has begun its program, and handles SIGINT

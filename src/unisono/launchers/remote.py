@@ -30,7 +30,7 @@ from unisono.launchers.failures import SETTLE_S, Failure, Outcome, WorkerDescrip
 from unisono.launchers.fault_report import FaultReport, read_faults
 from unisono.launchers.forks import open_starter
 from unisono.launchers.job import Job, TimedOut
-from unisono.launchers.meeting_page import OfferedBoard
+from unisono.launchers.meeting_page import OfferedPage
 from unisono.launchers.member import Member
 from unisono.launchers.output import Output, OutputClosed
 from unisono.launchers.store import HostedStore
@@ -72,7 +72,7 @@ class RemoteRun:
         self._starter = open_starter(job.start)
         self._store = HostedStore(bind, backlog=backlog)  # of the first attempt
         self._later_store: HostedStore | None = None
-        self._board = OfferedBoard()
+        self._meeting_page = OfferedPage()
         self._listener = socket.create_server((bind, 0), backlog=backlog)
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -137,7 +137,7 @@ class RemoteRun:
                     "UNISONO_TOKEN": self._token.hex(),
                     "UNISONO_ENGINE": self.engine.environment(),
                     "UNISONO_RUN": env["UNISONO_RUN"],
-                    "UNISONO_BOARD": self._board.offer(),
+                    "UNISONO_MEETING_PAGE": self._meeting_page.offer(),
                 },
                 addresses=addresses,
                 token=self._token.hex(),
@@ -225,7 +225,7 @@ class RemoteRun:
         if size != self.job.workers:
             self._wrong = f"{self.engine.name} started {size} workers, not the {self.job.workers} that were asked for"
             return
-        member = Member(rank, channel, str(hello["host"]), str(hello["identity"]), hello.get("board"))
+        member = Member(rank, channel, str(hello["host"]), str(hello["identity"]), hello.get("page"))
         self._channels[channel] = member
         self._waiting[rank] = member
 
@@ -236,9 +236,9 @@ class RemoteRun:
         hosts = list(dict.fromkeys(member.identity for member in self._members))
         attempt_id = secrets.token_hex(8)
         env = self._forwarded_variables()
-        boards = {member.board for member in self._members} if len(hosts) == 1 else set()
-        on_board = boards == {self._board.number} and len({member.host for member in self._members}) == 1
-        store_port = self._fresh_store(wanted=self.job.workers > 1 and not on_board).address[1]
+        pages = {member.page for member in self._members} if len(hosts) == 1 else set()
+        on_page = pages == {self._meeting_page.number} and len({member.host for member in self._members}) == 1
+        store_port = self._fresh_store(wanted=self.job.workers > 1 and not on_page).address[1]
         now = time.monotonic()
         for member in self._members:
             near = [other.rank for other in self._members if other.identity == member.identity]
@@ -259,7 +259,7 @@ class RemoteRun:
                 host_number=hosts.index(member.identity),
                 hosts=len(hosts),
                 store_port=store_port,
-                board=on_board,
+                page=on_page,
                 attempt=self._attempt,
                 attempt_id=attempt_id,
                 grace_s=self.job.grace_s,
@@ -302,7 +302,7 @@ class RemoteRun:
         first = first_failure(failures)
         message = " ".join(first.message.split()) if first.kind == "exception" else ""
         self._attempt += 1
-        self._board.renew()
+        self._meeting_page.renew()
         self.output.say(
             f"unisono: worker {first.rank} failed: {first.headline}{': ' if message else ''}{message[:200]}; "
             f"all workers start again (restart {self._attempt} of {self.engine.restarts})"
@@ -449,7 +449,7 @@ class RemoteRun:
         self._close_later_store()
         self._store.close()
         self._starter.close()
-        self._board.close()
+        self._meeting_page.close()
         guard.sweep(self.run_id, self._started.sessions() if self._started else (), patience_s=0.3)
         if self._started is not None:
             self._started.close()

@@ -28,7 +28,7 @@ from unisono.launchers import guard
 from unisono.launchers.channel import Channel, Frame, Unreachable, connect
 from unisono.launchers.environment import threads_per_worker, worker_environment
 from unisono.launchers.forks import open_starter
-from unisono.launchers.meeting_page import open_board
+from unisono.launchers.meeting_page import open_page
 from unisono.launchers.processes import Command, Process
 from unisono.launchers.worker.program import die_with
 from unisono.runtime.machine import interface_of_address, read_boot_id, read_namespaces
@@ -55,7 +55,7 @@ class Agent:
         self._starter = open_starter("fresh")
         self._process: Process | None = None
         self._payload, self._result = -1, -1
-        self._board = open_board(os.environ.pop("UNISONO_BOARD", ""))
+        self._meeting_page = open_page(os.environ.pop("UNISONO_MEETING_PAGE", ""))
         self._pieces: list[bytes] = []
         self._start: dict[str, Any] | None = None
         self._status: int | None = None  # of the worker, as subprocess counts it
@@ -79,7 +79,7 @@ class Agent:
             size=place.size,
             host=os.environ.get("UNISONO_HOST", socket.gethostname()),
             identity=identity(),
-            board=os.fstat(self._board).st_ino if self._board >= 0 else None,
+            page=os.fstat(self._meeting_page).st_ino if self._meeting_page >= 0 else None,
             pid=os.getpid(),
         )
         self._selector.register(self.channel, selectors.EVENT_READ, self._on_launcher)
@@ -136,8 +136,8 @@ class Agent:
         self._page = StatusPage.create(self.place.size)
         report_fd, report_end = os.pipe()
         descriptors = {"UNISONO_STATUS_FD": self._page.fd, "UNISONO_REPORT_FD": report_end, **_engine_descriptors()}
-        if start["board"]:
-            descriptors["UNISONO_SHM_FD"] = self._board
+        if start["page"]:
+            descriptors["UNISONO_SHM_FD"] = self._meeting_page
         if start["function"]:
             self._payload, self._result = anonymous_file("unisono-function"), anonymous_file("unisono-result")
             with open(self._payload, "wb", closefd=False) as file:

@@ -29,7 +29,7 @@ from unisono.runtime.frames import find_current_call
 from unisono.world.transports import SMALL_BYTES, Mismatch, Op, PeerLost, warn_of_each_other
 from unisono.world.transports.arithmetic import combine
 
-PAGE_NAME = "unisono-board"  # launchers that make the page give it this name
+PAGE_NAME = "unisono-meeting-page"  # launchers that make the page give it this name
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _FUTEX = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "s390x": 238, "riscv64": 98}.get(platform.machine())
 _ORDERED = platform.machine() == "x86_64"  # stores are seen in order; elsewhere a lock orders them

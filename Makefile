@@ -8,8 +8,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ENGINES := $(VENV)/.engines
-# One pool for all tests, the longest first (tests/conftest.py). Four at a time on two cores: many wait for processes.
-POOL   := -n 4 --no-loadscope-reorder --timeout=300
+# One pool for all tests, the longest first (tests/conftest.py). Three at a time on two cores: many wait for processes.
+POOL   := -n 3 --no-loadscope-reorder --timeout=300
 DOCTEST := -q -p no:xdist --doctest-modules --ignore-glob='*_triton.py' src
 # Lint, types and doctests run beside the tests: what they say is shown at the end, and their failure is one of the whole.
 BESIDE = @log=$$(mktemp); $(MAKE) --no-print-directory check doctest >$$log 2>&1 & beside=$$!; \

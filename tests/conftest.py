@@ -1,6 +1,6 @@
 """Shared by all tests: the order in which they run, and the fork server that their workers come from.
 
-Where several processes run tests (`-n 4 --no-loadscope-reorder`), the longest begin first, as
+Where several processes run tests (`-n 3 --no-loadscope-reorder`), the longest begin first, as
 durations.json remembers them; what shares a cluster or a costly fixture stays together; and short tests travel in
 handfuls. `UNISONO_RECORD_DURATIONS=1` writes that file anew.
 

@@ -1,6 +1,7 @@
 """Collectives against gloo: shared memory on one host (2 and 4 workers), messages between emulated hosts (4).
 
-Keys: gloo_over_ours_* are gloo's time over ours, in the same processes, in turn; hosts_*_of_bound are shares of
+Keys: gloo_over_ours_* are gloo's time over ours, in the same processes, in turn (small_asleep: our ranks sleep at once,
+without looking for a while before); hosts_*_of_bound are shares of
 the bandwidth bound between hosts with links of --mbit Mbit/s (needs root and iproute2; null otherwise).
 """
 
@@ -26,6 +27,7 @@ def on_one_host(megabytes: int, repeats: int) -> dict[str, float]:
     import torch.distributed as dist
 
     import unisono as un
+    from unisono.world.transports import meeting_page
 
     world = un.join(device="cpu")
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
@@ -44,6 +46,16 @@ def on_one_host(megabytes: int, repeats: int) -> dict[str, float]:
 
     def many(run: Any) -> Any:
         return lambda: [run() for _ in range(200)]
+
+    def asleep(run: Any) -> Any:
+        """Ranks that wait sleep at once, without looking for a while before."""
+
+        def without_looking() -> None:
+            spins, meeting_page.SPINS = meeting_page.SPINS, 0
+            run()
+            meeting_page.SPINS = spins
+
+        return without_looking
 
     pairs = {
         "allreduce": (
@@ -69,6 +81,10 @@ def on_one_host(megabytes: int, repeats: int) -> dict[str, float]:
         "small": (
             many(lambda: group.allreduce([their_small]).wait()),
             many(lambda: world.all_reduce(small, "mean").wait()),
+        ),
+        "small_asleep": (
+            many(lambda: group.allreduce([their_small]).wait()),
+            asleep(many(lambda: world.all_reduce(small, "mean").wait())),
         ),
     }
     results: dict[str, float] = {}
@@ -166,7 +182,7 @@ def main() -> None:
             seconds = un.launch(on_one_host, workers=workers, args=(asked.megabytes, asked.repeats), threads=1)[0]
         for name in [key.removesuffix("_gloo_s") for key in seconds if key.endswith("_gloo_s")]:
             gloo, ours = seconds[f"{name}_gloo_s"], seconds[f"{name}_ours_s"]
-            scale, unit = (1e6 / 200, "us") if name == "small" else (1e3, "ms")
+            scale, unit = (1e6 / 200, "us") if name.startswith("small") else (1e3, "ms")
             print(f"{workers} workers {name:>18}: gloo {gloo * scale:8.2f} {unit}, ours {ours * scale:8.2f} {unit}")
             results[f"gloo_over_ours_{name}_{workers}"] = gloo / ours
         print(f"({time.perf_counter() - start:.0f} s)")

@@ -233,6 +233,32 @@ def test_a_saved_run_goes_on_bit_by_bit(spec: str, tmp_path: Path) -> None:
     run_threads(work, 3)
 
 
+def test_a_checkpoint_between_two_exchanges_gives_others_the_mean_by_samples(tmp_path: Path) -> None:
+    """Against models that plain PyTorch trains, each on a rank's samples, and their mean by how many these were."""
+    parts, windows = CONSTANT, range(3)
+
+    def work(world: World) -> None:
+        model = make()
+        optimizer = plain(model)
+        replica = un.parallel(model, optimizer, "local_sgd(every=6, start=0)", world=world)
+        train_rank(world, model, optimizer, parts, windows)
+        un.save(tmp_path, replica)
+
+    run_threads(work, 3)
+    sums = [torch.zeros_like(x) for x in values(make())]
+    for rank, count in enumerate(parts[0]):
+        model = make()
+        optimizer = plain(model)
+        for t in windows:
+            step(model, optimizer, places(parts, t, rank))
+        for total, x in zip(sums, values(model), strict=True):
+            total += x * count / sum(parts[0])
+    with pytest.warns(UserWarning, match="4 tensors differed between its ranks .* each became their mean"):
+        read = un.read_checkpoint(tmp_path)["model"]
+    for found, wanted in zip(read.values(), sums, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
 def test_in_a_new_world_those_who_stayed_count_by_their_samples() -> None:
     def work(world: World) -> tuple[list[Tensor], list[Tensor]]:
         model = make()

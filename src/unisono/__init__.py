@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # the same as below, for type checkers: a test compares them
     from unisono.progress import EarlyStopping as EarlyStopping
     from unisono.strategy import Replica as Replica
     from unisono.strategy import Strategy as Strategy
+    from unisono.strategy import follow as follow
     from unisono.strategy import parallel as parallel
     from unisono.trainer import Callback as Callback
     from unisono.trainer import Trainer as Trainer
@@ -52,7 +53,7 @@ _EXPORTS = {
     "unisono.launchers": "EngineError WorkerError launch on",
     "unisono.map_reduce": "mapreduce",
     "unisono.progress": "EarlyStopping",
-    "unisono.strategy": "Replica Strategy parallel",
+    "unisono.strategy": "Replica Strategy follow parallel",
     "unisono.trainer": "Callback Trainer",
     "unisono.world": "Handle Mismatch PeerLost World join preempted",
     "unisono.world.virtual": "run_threads simulate",

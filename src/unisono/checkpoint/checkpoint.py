@@ -137,6 +137,13 @@ def save(path: str | os.PathLike[str], replica: Savable, *, keep: int | None = 3
     if keep is not None and (type(keep) is not int or keep < 1):
         raise ValueError(f"keep is {keep!r}; expected how many checkpoints remain: at least 1, or None for all")
     _check_replica("save", replica)
+    elastic = getattr(replica, "elastic", None)
+    if elastic is None:
+        return _save(path, replica, keep, extra)
+    return str(elastic.call(lambda: _save(path, replica, keep, extra)))  # once more, where a rank is lost in it
+
+
+def _save(path: str | os.PathLike[str], replica: Savable, keep: int | None, extra: Any) -> str:
     none = f"no checkpoint was written to {path}, the former ones are as they were"
     saving, files = None, None
     try:

@@ -16,7 +16,7 @@ from typing import Any
 from unisono.cli.arguments import Commands, check_program, parse_count
 from unisono.launchers import on
 from unisono.launchers.engines.engine import Engine, EngineError
-from unisono.launchers.job import Job
+from unisono.launchers.job import ComeAndGo, Job
 
 __all__ = ["add_command"]
 
@@ -70,7 +70,14 @@ def add_command(commands: Commands) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("-n", "--workers", type=parse_count, required=True, metavar="N", help="how many workers")
+    parser.add_argument(
+        "-n",
+        "--workers",
+        type=_parse_workers,
+        required=True,
+        metavar="N",
+        help="how many workers; MIN:MAX: they may come and go, and those that are lost are replaced, see below",
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in `python -m`")
     parser.add_argument(
         "--threads",
@@ -94,6 +101,12 @@ def add_command(commands: Commands) -> None:
         metavar="TEXT",
         help="let workers fail at given steps, see below; one that did not fire is an error; default: UNISONO_FAULTS",
     )
+    for name, default, what in (
+        ("heartbeat", ComeAndGo.heartbeat_s, "with MIN:MAX, a worker that stands still for longer is replaced"),
+        ("deadline", ComeAndGo.stuck_s, "with MIN:MAX, so is one that others have waited for so long"),
+        ("patience", ComeAndGo.patience_s, "with MIN:MAX, how long fewer than MIN wait; then they save and leave"),
+    ):
+        parser.add_argument(f"--{name}", type=_parse_seconds, metavar="S", help=f"{what}; default: {default:g}s")
     parser.add_argument(
         "--grace",
         type=_parse_seconds,
@@ -119,9 +132,11 @@ def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
 
     from unisono.launchers.terminal import run_in_terminal
 
+    least, most = options.workers
     job = Job(
         [*(["-m"] if options.module else []), options.program, *options.arguments],
-        options.workers,
+        most,
+        elastic=_read_elastic(options, parser, least, most),
         threads=options.threads,
         output=options.output,
         output_dir=options.output_dir,
@@ -139,6 +154,36 @@ class _NotWritten(Exception):
 
 def _parse_names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
+
+
+def _parse_workers(text: str) -> tuple[int | None, int]:
+    """The least and the most workers; None: they stay as many as they are.
+
+    >>> _parse_workers("4"), _parse_workers("2:8")
+    ((None, 4), (2, 8))
+    """
+    least, _, most = text.rpartition(":")
+    found = (parse_count(least) if ":" in text else None), parse_count(most)
+    if found[0] is not None and found[0] > found[1]:
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected MIN:MAX with MIN not above MAX, such as 2:8")
+    return found
+
+
+def _read_elastic(
+    options: argparse.Namespace, parser: argparse.ArgumentParser, least: int | None, most: int
+) -> ComeAndGo | None:
+    given = {
+        field: getattr(options, name)
+        for name, field in (("heartbeat", "heartbeat_s"), ("deadline", "stuck_s"), ("patience", "patience_s"))
+        if getattr(options, name) is not None
+    }
+    if least is None:
+        if given:
+            parser.error(f"--{next(iter(given)).removesuffix('_s')} goes with -n MIN:MAX")
+        return None
+    if options.on != "local":
+        parser.error(f"-n MIN:MAX is for workers on this host; --on {options.on} takes a number")
+    return ComeAndGo(least, most, **given)
 
 
 def _parse_seconds(text: str) -> float:

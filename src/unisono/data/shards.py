@@ -142,6 +142,7 @@ class Shard:
         self._out: float | None = None  # the weight of the batch that is out
         self._reader = 0  # number of the newest iterator
         self._moves = 0  # how often position or world were changed
+        self._is_cut = False  # the pass under way ends here
 
     def __repr__(self) -> str:
         whole = "a stream" if self.samples is None else f"{self.samples} samples"
@@ -170,6 +171,10 @@ class Shard:
         try:
             while True:
                 world = self.world
+                if world.elastic is not None:
+                    world.elastic.before_batch(self)
+                if self._is_cut:
+                    break
                 with world.ledger.span("data"):
                     if feed is None or moves != self._moves:  # moved: read on from the new place
                         feed, moves = self._read_batches(world), self._moves
@@ -179,12 +184,15 @@ class Shard:
                 batch, self._out = given
                 self.batch += 1
                 world.weight = self._out
+                if world.elastic is not None:
+                    world.elastic.after_batch(self)
                 yield batch
                 if me != self._reader:
                     raise RuntimeError(
                         f"{self.name} is being read by a newer iterator, and a shard has one position only. "
                         "For two independent passes, give two shards different names (name=)."
                     )
+            self._is_cut = False
             self.set_epoch(self.epoch + 1)
         finally:
             if me == self._reader:
@@ -293,6 +301,30 @@ class Shard:
         if check_whole_number(epoch, "epoch") != self.epoch:
             self.epoch, self.batch, self._first_batch = epoch, 0, 0
             self._moves += 1
+
+    @property
+    def is_out(self) -> bool:
+        """Whether a batch has been given out, and the next has not been asked for."""
+        return self._out is not None
+
+    @property
+    def position(self) -> list[int]:
+        """The epoch, and the batches of it that were given out."""
+        return [self.epoch, self.batch]
+
+    def cut(self) -> None:
+        """End the pass under way here; what is left of it is not given out."""
+        self._is_cut = True
+
+    def move_to(self, epoch: int, batch: int) -> None:
+        """Go to where another rank is in its pass; one that is in an earlier epoch ends that here."""
+        if self.epoch < epoch:
+            self._is_cut = True
+        elif self.epoch == epoch:
+            self.batch = batch
+        elif self.is_out:  # the first batches of a pass that the other has not begun
+            self.batch = self._first_batch
+        self._moves += 1
 
     def rebind(self, world: World) -> None:
         """Share the data among the ranks of another world; a pass that is under way goes on there."""

@@ -23,6 +23,7 @@ from unisono.background import Handle, SerialQueue
 from unisono.buckets import Bucket, group_into_buckets, on_device
 from unisono.exchange.windows import TrainableParameters, Windows, if_alive
 from unisono.world import World
+from unisono.world.elastic import survive
 
 
 class Work(Protocol):
@@ -128,7 +129,9 @@ class Exchange(Windows):
         """A parameter's gradient has been accumulated."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
-            self._begin(task)
+            survive(self.world, lambda: self._begin(task))
+        if self.world.elastic is not None and self.world.elastic.broken is not None:
+            return
         if not self._syncing or name not in self._slots:
             return
         if name in self._fired:
@@ -215,6 +218,11 @@ class Exchange(Windows):
 
     def _end(self) -> None:
         self._task = -1
+        survive(self.world, self._end_pass)
+        if self.world.elastic is not None and self.world.elastic.broken is not None:  # half of it may be anything
+            torch._foreach_zero_([p.grad for _, p in self.named if p.grad is not None])
+
+    def _end_pass(self) -> None:
         if self._local:
             self._kept_local = True
         elif self._syncing:

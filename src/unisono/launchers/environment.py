@@ -51,6 +51,8 @@ def worker_environment(
 
 
 def _is_of_another_run(name: str) -> bool:
+    if name in ("UNISONO_PLACE", "UNISONO_JOINING"):
+        return True
     return name.startswith("TORCHELASTIC_") or (name.startswith("UNISONO_") and name.endswith(("_FD", "_FAULTS")))
 
 

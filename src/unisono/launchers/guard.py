@@ -39,6 +39,10 @@ class Guard:
         )
         self._tell(" ".join(map(str, sessions)).encode() + b"\n")
 
+    def add(self, session: int) -> None:
+        """Another worker has been started."""
+        self._tell(f"{session}\n".encode())
+
     def done(self) -> None:
         """Nothing is left to guard."""
         assert self._process.stdin is not None

@@ -9,7 +9,7 @@ from typing import Literal
 
 from unisono.launchers.output import Mode
 
-__all__ = ["Job", "StartMethod", "TimedOut"]
+__all__ = ["ComeAndGo", "Job", "StartMethod", "TimedOut"]
 
 # fresh: a new interpreter each. fork: from this program's own fork server. warm: from the user's (see forks.py).
 StartMethod = Literal["fresh", "fork", "warm"]
@@ -17,6 +17,17 @@ StartMethod = Literal["fresh", "fork", "warm"]
 
 class TimedOut(Exception):
     """The time given to the run is over; the text says what the workers were doing."""
+
+
+@dataclass(frozen=True)
+class ComeAndGo:
+    """Workers that are lost are replaced, and their number may change while they train."""
+
+    least: int  # with fewer, those left wait for others
+    most: int
+    patience_s: float = 60.0  # how long they wait; then they save and leave
+    heartbeat_s: float = 10.0  # a worker that stands still for longer is replaced
+    stuck_s: float = 600.0  # so is one that others have waited for so long
 
 
 @dataclass(frozen=True)
@@ -34,4 +45,5 @@ class Job:
     result_fds: Sequence[int] = ()
     start: StartMethod = "fresh"
     faults: str | None = None  # a fault script; None: that of the environment, if any
+    elastic: ComeAndGo | None = None  # None: a worker that is lost ends the run
     grace_s: float = 25.0  # for workers that save and leave after SIGTERM; Slurm and Kubernetes give 30 s in all

@@ -55,18 +55,20 @@ _AFTER_INTERRUPT = ((0.0, signal.SIGINT), (0.9, signal.SIGTERM), (1.2, signal.SI
 class LocalRun:
     """One run of one job. `supervise()` does it all; a BaseException raised into it (Ctrl-C) stops the run."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, *, places: int | None = None) -> None:
+        """`places`: how many workers there may be at once, where that is more than there are at first."""
         self.job = job
+        places = job.workers if places is None else places
         self._faults = FaultReport(read_faults(job.faults, job.workers))
         self.run_id = secrets.token_hex(12)
-        self.output = Output(job.output, job.workers, job.output_dir, inherit=job.inherit)
+        self.output = Output(job.output, places, job.output_dir, inherit=job.inherit)
         self._starter = open_starter(job.start)
         self._begin = time.monotonic()
         self._workers: list[Child] = []
         self._selector = selectors.DefaultSelector()
-        self._page = StatusPage.create(job.workers)
+        self._page = StatusPage.create(places)
         self._meeting_page = anonymous_file("unisono-meeting-page")
-        self._store = HostedStore(backlog=max(128, 2 * job.workers))
+        self._store = HostedStore(backlog=max(128, 2 * places))
         self._guard: guard.Guard | None = None
         self._stop_time: float | None = None
         self._interrupted_members: dict[int, str] | None = None  # the run's processes when it was interrupted

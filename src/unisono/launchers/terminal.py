@@ -40,6 +40,15 @@ class _Interrupted(BaseException):
         self.text, self.time = text, time.monotonic()
 
 
+def open_run(job: Job) -> LocalRun:
+    """The run of a job on this host."""
+    if job.elastic is None:
+        return LocalRun(job)
+    from unisono.launchers.elastic import ElasticRun
+
+    return ElasticRun(job)
+
+
 def run_in_terminal(job: Job, run: Run | None = None) -> int:
     """Run the job (by default on this host) and return the exit status: of the worker that failed first, 128 + signal
     when interrupted, or 0.
@@ -47,7 +56,7 @@ def run_in_terminal(job: Job, run: Run | None = None) -> int:
     The first SIGTERM is passed on to workers that save and leave by themselves; they have the grace time for it.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    run = run if run is not None else LocalRun(job)
+    run = run if run is not None else open_run(job)
     received: list[int] = []
 
     def end(signum: int, _: FrameType | None) -> None:

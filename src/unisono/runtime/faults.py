@@ -92,7 +92,7 @@ def find_armed() -> list[Armed]:
                 f"{_FOR_USERS}"
             )
         found = json.loads(os.environ.get(_FOR_WORKERS, "{}")) if status.is_attached() else {}
-        rank = int(os.environ["RANK"]) if found else 0
+        rank = int(os.environ.get("UNISONO_PLACE") or os.environ["RANK"]) if found else 0
         _armed = [Armed(int(number), fault, rank) for number, text in found.items() for fault in parse_script(text)]
         _writes[:] = [one for one in _armed if one.fault.kind == "full-disk" or one.fault.phase == "save"]
     return _armed

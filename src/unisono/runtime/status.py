@@ -14,7 +14,17 @@ from time import monotonic
 
 from unisono.runtime.memfd import anonymous_file
 
-__all__ = ["StatusPage", "WorkerStatus", "attach", "is_attached", "note", "note_wish", "read_step"]
+__all__ = [
+    "StatusPage",
+    "WorkerStatus",
+    "attach",
+    "beat",
+    "is_attached",
+    "note",
+    "note_wish",
+    "read_step",
+    "read_summons",
+]
 
 _MAGIC = b"unisono status 1"
 _HEADER = struct.Struct("<16sQ")  # magic, number of rows
@@ -22,12 +32,18 @@ _STEP = struct.Struct("<q")
 _DOING_BYTES = 176
 _DOING = struct.Struct(f"<d{_DOING_BYTES}s")  # when it was noted, what
 _HEADER_BYTES = 64
+_SUMMONS = struct.Struct("<Q")
+_SUMMONS_AT = 24  # in the header: the generation of the world that all are called to
 _WISH_AT = 192  # in a row, after step and activity: one byte
+_BEAT_AT = 200
+_BEAT = struct.Struct("<d")
 _ROW_BYTES = 256
 _NO_STEP = -1
 
-assert _STEP.size + _DOING.size <= _WISH_AT < _ROW_BYTES
-assert _HEADER.size <= _HEADER_BYTES
+assert _STEP.size + _DOING.size <= _WISH_AT < _BEAT_AT
+assert _BEAT_AT + _BEAT.size <= _ROW_BYTES
+assert _HEADER.size <= _SUMMONS_AT
+assert _SUMMONS_AT + _SUMMONS.size <= _HEADER_BYTES
 
 
 @dataclass(frozen=True)
@@ -38,6 +54,7 @@ class WorkerStatus:
     doing: str
     doing_since: float  # time.monotonic() of the note; one clock for all processes of a host
     preemptible: bool = False  # whether it saves and leaves by itself after SIGTERM
+    heartbeat: float = 0.0  # time.monotonic() of the last; 0.0: it gives none
 
 
 class StatusPage:
@@ -45,7 +62,7 @@ class StatusPage:
 
     >>> page = StatusPage.create(2)
     >>> page.read(1)
-    WorkerStatus(step=None, doing='', doing_since=0.0, preemptible=False)
+    WorkerStatus(step=None, doing='', doing_since=0.0, preemptible=False, heartbeat=0.0)
     >>> page.close()
     """
 
@@ -71,7 +88,17 @@ class StatusPage:
         since, doing = _DOING.unpack_from(self._map, _row(rank) + _STEP.size)
         text = doing.rstrip(b"\0").decode("utf-8", "replace")
         preemptible = self._map[_row(rank) + _WISH_AT] != 0
-        return WorkerStatus(None if step == _NO_STEP else step, text, since, preemptible)
+        (heartbeat,) = _BEAT.unpack_from(self._map, _row(rank) + _BEAT_AT)
+        return WorkerStatus(None if step == _NO_STEP else step, text, since, preemptible, heartbeat)
+
+    def clear(self, rank: int) -> None:
+        """Empty a row for the next worker that has it."""
+        self._map[_row(rank) : _row(rank) + _ROW_BYTES] = bytes(_ROW_BYTES)
+        _STEP.pack_into(self._map, _row(rank), _NO_STEP)
+
+    def summon(self, generation: int) -> None:
+        """Call all workers to another generation of their world, at their next step (see membership.py)."""
+        _SUMMONS.pack_into(self._map, _SUMMONS_AT, generation)
 
     def close(self) -> None:
         """Unmap the page and close its descriptor."""
@@ -89,7 +116,8 @@ def _find_row() -> tuple[mmap.mmap | None, int]:
     The magic is checked because a program started by a worker inherits the variable, but not the descriptor it names.
     """
     try:
-        fd, rank = int(os.environ["UNISONO_STATUS_FD"]), int(os.environ["RANK"])
+        fd = int(os.environ["UNISONO_STATUS_FD"])
+        rank = int(os.environ.get("UNISONO_PLACE") or os.environ["RANK"])
         page = mmap.mmap(fd, os.fstat(fd).st_size)
         magic, rows = _HEADER.unpack_from(page, 0)
     except (KeyError, ValueError, OSError, struct.error):
@@ -136,6 +164,17 @@ def note_wish(*, preemptible: bool) -> bool:
         return False
     _page[_offset + _WISH_AT] = preemptible
     return True
+
+
+def beat() -> None:
+    """Show that this process is not stopped."""
+    if _page is not None:
+        _BEAT.pack_into(_page, _offset + _BEAT_AT, monotonic())
+
+
+def read_summons() -> int:
+    """The newest generation of the world that all workers are called to; 0 at first."""
+    return 0 if _page is None else int(_SUMMONS.unpack_from(_page, _SUMMONS_AT)[0])
 
 
 def read_step() -> int | None:

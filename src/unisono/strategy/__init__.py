@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unisono.checkpoint import ModelPart
 from unisono.strategy.binding import parallel
+from unisono.strategy.healing import follow
 from unisono.strategy.periodic import PeriodicReplica
 from unisono.strategy.replica import (
     Accumulate,
@@ -30,6 +31,7 @@ __all__ = [
     "Strategy",
     "Unsent",
     "bound_parameters",
+    "follow",
     "parallel",
     "share",
     "share_buffers",

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.spec import build, describe
+from unisono.strategy.healing import Healing
 from unisono.strategy.mistakes import refuse_wrapped
 from unisono.strategy.replica import Replica, Strategy, bound_parameters, share
 from unisono.world import World, join
@@ -48,10 +49,20 @@ def parallel(
         raise TypeError(f"world must be a World such as un.join() gives, got {world!r}")
     if observer is not None:
         return observer(model, optimizer, built, world)
+    healing = Healing.of(world)
+    if healing is None:
+        return _bind(model, optimizer, built, world)
+    with healing.elastic.inside():
+        replica = _bind(model, optimizer, built, healing.elastic.solo if healing.elastic.is_joining else world)
+    healing.add(replica, _describe_all(model, optimizer, built))
+    return replica
+
+
+def _bind(model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: World) -> Replica:
     if world.size > 1:
-        agree(model, optimizer, describe(built), world)
+        agree(model, optimizer, strategy, world)
         share(model, world)
-    replica: Replica = built.bind(model, optimizer, world)
+    replica: Replica = strategy.bind(model, optimizer, world)
     world.ledger.restart()
     return replica
 
@@ -106,9 +117,13 @@ def _check_free(names: dict[nn.Parameter, str]) -> None:
         )
 
 
-def agree(model: nn.Module, optimizer: Optimizer, strategy: str, world: World) -> None:
+def _describe_all(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> list[str]:
+    return [*_description(model, optimizer), f"strategy: {describe(strategy)}"]
+
+
+def agree(model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: World) -> None:
     """Raise, on every rank, where ranks hold different models or settings, naming parameter and rank."""
-    lines = [*_description(model, optimizer), f"strategy: {strategy}"]
+    lines = _describe_all(model, optimizer, strategy)
     mark = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
     if len(set(world.gather_objects(mark))) == 1:
         return

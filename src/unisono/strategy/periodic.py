@@ -18,6 +18,7 @@ from unisono.exchange.overlap import Exchange, scale_gradient
 from unisono.exchange.windows import Counter
 from unisono.strategy.replica import Change, Replica, Strategy, share
 from unisono.world import World
+from unisono.world.elastic import survive
 
 
 class PeriodicReplica(Replica):
@@ -221,7 +222,7 @@ class PeriodicReplica(Replica):
 def _meet_if_due(replica: weakref.ref[PeriodicReplica], *_: Any) -> None:
     alive = replica()
     if alive is not None:
-        alive.meet_if_due()
+        survive(alive.world, alive.meet_if_due)
 
 
 @torch.no_grad()
@@ -231,8 +232,10 @@ def average_models(model: nn.Module, world: World, ranks: Sequence[int] | None =
         return
     tensors = [t.detach() for t in (*model.parameters(), *model.buffers())]
     means: list[Tensor] = [t for t in tensors if t.is_floating_point() or t.is_complex()]
-    if ranks is not None:
-        for t in means:
-            t.mul_(1.0 / len(ranks)) if world.rank in ranks else t.zero_()
-    world.all_reduce(means, "mean" if ranks is None else "sum", tag="consolidate").wait()
+    if ranks is None:
+        world.all_reduce(means, "mean", tag="consolidate").wait()
+    else:  # where a rank is lost meanwhile, the model is still what it was
+        shares = [t / len(ranks) if world.rank in ranks else torch.zeros_like(t) for t in means]
+        world.all_reduce(shares, "sum", tag="consolidate").wait()
+        torch._foreach_copy_(means, shares)
     world.broadcast([t for t in tensors if not (t.is_floating_point() or t.is_complex())], source).wait()

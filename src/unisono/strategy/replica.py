@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,10 @@ from unisono.runtime import status
 from unisono.strategy.fault_watch import FaultWatch
 from unisono.strategy.mistakes import follow_optimizer, leave_optimizer
 from unisono.world import World
+from unisono.world.elastic import Elastic, survive
+
+if TYPE_CHECKING:
+    from unisono.strategy.healing import Healing
 
 Buffers = Literal["broadcast", "average", "local"]
 Accumulate = Annotated[int, AtLeast(1, "backward passes a window")]
@@ -105,9 +109,11 @@ class Replica:
         self.scaler: torch.amp.GradScaler | None = None  # the one that it was told to watch
         self.step = 0  # windows of backward passes so far (not optimizer steps: AMP may skip those)
         self._faults = FaultWatch.find(model, world)  # None: no fault script asks for any
+        self.healing: Healing | None = None  # where ranks come and go
+        self.is_closed = False
         self._hooks: list[Any] = [
-            optimizer.register_step_pre_hook(self._about_to_step),
-            optimizer.register_step_post_hook(lambda *_: self.after_step()),
+            optimizer.register_step_pre_hook(self._on_step_begin),
+            optimizer.register_step_post_hook(lambda *_: self._on_step_end()),
             *watch_batch_norms(model, world),
         ]
         if world.rank == 0:  # what it finds is said once
@@ -115,7 +121,23 @@ class Replica:
         with _replicas_lock:
             _replicas.add(self)
 
+    @property
+    def elastic(self) -> Elastic | None:
+        """Where ranks come and go: what this process knows of that."""
+        return None if self.healing is None else self.healing.elastic
+
     # Training ----------------------------------------------------------------------------------------------------
+
+    def _on_step_begin(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+        if self.healing is None:
+            return self._about_to_step(optimizer, args, kwargs)
+        return self.healing.before_step(lambda: self._about_to_step(optimizer, args, kwargs))
+
+    def _on_step_end(self) -> None:
+        if self.healing is None:
+            self.after_step()
+        else:
+            self.healing.after_step(self.after_step)
 
     def _about_to_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         """With a closure (LBFGS), backward happens inside the step, as often as it is called."""
@@ -148,7 +170,7 @@ class Replica:
     def sync(self) -> None:
         """End the window now, on every rank: what has added up so far is exchanged. `optimizer.step()` does it
         too; call it before clipping or AMP's unscaling where the last window of an epoch may be short."""
-        self.before_step()
+        survive(self.world, self.before_step)
 
     def watch(self, scaler: torch.amp.GradScaler) -> None:
         """Follow the loss scale of AMP: a method that keeps part of a gradient for later keeps it in the units of
@@ -170,6 +192,7 @@ class Replica:
 
     def close(self) -> None:
         """Stop watching; the model is an ordinary one again."""
+        self.is_closed = True
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

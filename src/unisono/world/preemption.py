@@ -47,12 +47,19 @@ class Agreement:
     """What the ranks of a world know together of the word to leave; every rank makes one, at the same place."""
 
     def __init__(self, world: World) -> None:
-        self._channel = world.channel(inline=False) if world.size > 1 else None
+        self.reached = False
+        self.world_changed(world)
+        world.follow(self)
+
+    def world_changed(self, world: World) -> None:
+        """Ask the ranks that are here now; one that waits to be let in asks nobody."""
+        self._world = world
+        alone = world.size == 1 or (world.elastic is not None and world.elastic.is_joining)
+        self._channel = None if alone else world.channel(inline=False)
         self._asked: Handle[Tensor] | None = None
         self._calls = self._due = 0
         self._interval = 1
         self._last: tuple[float, int] | None = None  # when the ranks last began to ask, and at which call
-        self.reached = False
 
     @classmethod
     def of(cls, world: World) -> Agreement:
@@ -66,12 +73,20 @@ class Agreement:
         self._calls += 1
         if self.reached or (not now and self._calls < self._due):
             return self.reached
+        elastic = self._world.elastic
+        if elastic is None:
+            self._ask_all(now)
+        else:
+            self.reached = bool(elastic.call(lambda: self._ask_all(now)))
+        if self.reached:
+            sigterm.note_agreement()
+        return self.reached
+
+    def _ask_all(self, now: bool) -> bool:
         if self._channel is None:
             self.reached = sigterm.told()
         else:
             self._ask_others(self._channel, now)
-        if self.reached:
-            sigterm.note_agreement()
         return self.reached
 
     def _ask_others(self, channel: World, now: bool) -> None:

@@ -13,7 +13,9 @@ import torch
 
 from unisono.runtime.frames import hide_frames_of_uncaught, warn_user
 from unisono.runtime.machine import read_boot_id
+from unisono.runtime.membership import Membership, Seat, find_membership
 from unisono.runtime.place import Place, number, read_place
+from unisono.world.elastic import Elastic
 from unisono.world.stores import MEETING_S, agree_on_attempt, open_engine_store, open_tcp_store
 from unisono.world.transports import Transport
 from unisono.world.transports.meeting_page import PAGE_NAME
@@ -22,7 +24,7 @@ from unisono.world.world import World
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["enter", "join", "meet"]
+__all__ = ["enter", "join", "meet", "take_seat"]
 
 TIMEOUT_S = 1800.0
 _meetings = itertools.count()
@@ -64,6 +66,9 @@ def enter(world: World | None) -> None:
 def meet(device: str | torch.device | None = None) -> World:
     """The world that the environment describes."""
     place = _find_place()
+    membership = find_membership()
+    if membership is not None:
+        return _meet_elastic(membership, place, device)
     rank, size = place.rank, place.size
     local_size = place.local_size or (1 if size == 1 else 0)
     chosen = _choose_device(device, place.local_rank, local_size or 1)
@@ -84,6 +89,40 @@ def meet(device: str | torch.device | None = None) -> World:
         transport, hosts = connect(_open_store(place, timeout_s), rank, size, timeout_s=timeout_s)
     accelerated = _connect_nccl(transport, chosen, timeout_s) if _wants_nccl(transport, chosen) else None
     return World(transport, device=chosen, hosts=hosts, accelerated=accelerated)
+
+
+def _meet_elastic(membership: Membership, place: Place, device: str | torch.device | None) -> World:
+    """The first generation of a world whose ranks come and go; or a world of one, in a worker that comes later."""
+    chosen = _choose_device(device, place.local_rank, place.local_size)
+    solo = World(None, device=chosen, hosts=[socket.gethostname()])
+    fd = _find_inherited_page()
+    if membership.joining:
+        world = World(None, device=chosen, hosts=[socket.gethostname()])
+        world.rank = world.local_rank = place.rank
+        world.size = world.local_size = place.size
+        world.hosts = (world.host,) * place.size
+    else:
+        world = take_seat(Seat(0, place.rank, place.size, page_fd=-1 if fd is None else fd), chosen)
+    world.elastic = Elastic(world, membership, solo)
+    return world
+
+
+def take_seat(seat: Seat, device: torch.device) -> World:
+    """A generation of a world on this host, at the place that the launcher gave."""
+    hosts = [socket.gethostname()] * seat.size
+    name = "world" if seat.generation == 0 else f"world.{seat.generation}"
+    if seat.size == 1:
+        if seat.page_fd >= 0:
+            os.close(seat.page_fd)
+        return World(None, device=device, hosts=hosts, name=name)
+    from unisono.world.transports.shared import SharedTransport
+
+    timeout_s = float(os.environ.get("UNISONO_TIMEOUT_S", TIMEOUT_S))
+    transport = SharedTransport.from_inherited(
+        seat.page_fd, seat.rank, seat.size, timeout_s=timeout_s, pids=seat.pids
+    )
+    accelerated = _connect_nccl(transport, device, timeout_s) if _wants_nccl(transport, device) else None
+    return World(transport, device=device, hosts=hosts, accelerated=accelerated, name=name)
 
 
 def _find_inherited_page() -> int | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +32,43 @@ from unisono.world.operations import (
 from unisono.world.transports import SMALL_BYTES, Op, Transport, find_group
 from unisono.world.transports.arithmetic import check_op, count_bytes
 
-__all__ = ["WeightListener", "World"]
+if TYPE_CHECKING:
+    from unisono.world.elastic import Elastic
+
+__all__ = ["WeightListener", "World", "WorldFollower"]
+P = ParamSpec("P")
+R = TypeVar("R")
+_NARROWED = ("rank", "size", "hosts", "host", "local_rank", "local_size", "name", "transport", "_operations")
+_PLACE = (*_NARROWED, "_children", "_splits")
+
+
+def _survivable(*, changes: bool, handle: bool) -> Callable[[Callable[Concatenate[World, P], R]], Any]:
+    """A collective that a program may call by itself: in a world that heals, it ends though a peer is lost in it.
+
+    `changes`: its first argument; `handle`: whether it gives one.
+    """
+
+    def decorate(collective: Callable[Concatenate[World, P], R]) -> Callable[Concatenate[World, P], R]:
+        @wraps(collective)
+        def call(self: World, *args: P.args, **kwargs: P.kwargs) -> R:
+            elastic = self.elastic
+            if elastic is None:
+                return collective(self, *args, **kwargs)
+            if elastic.is_inside:
+                return collective(elastic.solo if elastic.is_joining else self, *args, **kwargs)
+            value = elastic.call(lambda: collective(self, *args, **kwargs), args[:1] if changes else ())
+            return Handle.of(value) if handle else value  # type: ignore[return-value]
+
+        return call
+
+    return decorate
+
+
+class WorldFollower(Protocol):
+    """One that has something of a world whose ranks may come and go."""
+
+    def world_changed(self, world: World, /) -> None:
+        """The ranks are others from now on, and what was split from the world is closed."""
 
 
 class WeightListener(Protocol):
@@ -76,6 +113,8 @@ class World:
         self.shards: dict[str, Any] = {}
         self.pending_shards: dict[str, Any] = {}
         self.on_close: Callable[[], None] | None = None
+        self.elastic: Elastic | None = None  # where ranks come and go
+        self._followers: list[weakref.ref[WorldFollower]] = []
         self._operations = Operations(name, transport, accelerated, self.ledger, inline=inline)
         self._splits = 0
         self._children: dict[World, None] = {}
@@ -122,6 +161,7 @@ class World:
 
     # Collectives -----------------------------------------------------------------------------------------
 
+    @_survivable(changes=True, handle=True)
     def all_reduce(self, x: Any, op: Op = "mean", *, tag: str = "") -> Handle[Any]:
         """Replace `x` (a tensor, or a list of tensors) on every rank by the sum, mean, max or min of all.
 
@@ -172,6 +212,7 @@ class World:
 
         return self._operations.run(record, mine, run)
 
+    @_survivable(changes=False, handle=True)
     def all_gather(
         self, x: Tensor, *, even: bool = False, out: Sequence[Tensor] | None = None, tag: str = ""
     ) -> Handle[list[Tensor]]:
@@ -193,6 +234,7 @@ class World:
 
         return self._operations.run(record, x, run)
 
+    @_survivable(changes=True, handle=True)
     def broadcast(self, x: Any, src: int = 0, *, tag: str = "") -> Handle[Any]:
         """Replace `x` (a tensor, or a list of tensors) on every rank by rank `src`'s.
 
@@ -260,20 +302,23 @@ class World:
 
         return self._operations.run(record, x, run, queue=f"recv-{src}")
 
+    @_survivable(changes=False, handle=False)
     def barrier(self, *, tag: str = "") -> None:
         """Return when every rank has called it."""
         self.all_reduce(torch.zeros(1, dtype=torch.uint8), "max", tag=tag or "barrier").wait()
 
+    @_survivable(changes=False, handle=False)
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Rank `src`'s `obj`: plain values, lists, dicts, bytes and tensors (never pickled)."""
         check_rank("broadcast_object", src, self.rank, self.size)
         return obj if self.size == 1 else self._objects(obj if self.rank == src else None)[src]
 
+    @_survivable(changes=False, handle=False)
     def gather_objects(self, obj: Any) -> list[Any]:
         """Every rank's `obj`, on every rank."""
         return [obj] if self.size == 1 else self._objects(obj)
 
-    # Worlds inside worlds, memory ------------------------------------------------------------------------
+    # Worlds inside worlds --------------------------------------------------------------------------------
 
     def split(self, by: Literal["host"] | Sequence[Sequence[int]] = "host", *, inline: bool = False) -> World:
         """The world of my group: the ranks of my host, or the group of ranks that holds me.
@@ -323,11 +368,44 @@ class World:
         """
         rest = [r for r in range(self.size) if r not in ranks]
         other = self.split([list(ranks), rest] if rest else [list(ranks)])
-        for name in ("rank", "size", "hosts", "host", "local_rank", "local_size", "name", "transport", "_operations"):
+        for name in _NARROWED:
             mine, theirs = getattr(self, name), getattr(other, name)
             setattr(self, name, theirs)
             setattr(other, name, mine)
         return other
+
+    # Ranks that come and go ------------------------------------------------------------------------------
+
+    def adopt(self, other: World) -> World:
+        """From here on this world is `other`, for all that hold it; returns the world as it was, to be closed."""
+        for name in _PLACE:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            setattr(self, name, theirs)
+            setattr(other, name, mine)
+        self.ledger.rank = self.rank
+        return other
+
+    def follow(self, follower: WorldFollower) -> None:
+        """Call `follower.world_changed(world)` when ranks have come or gone, on every rank in the same order."""
+        self._followers.append(weakref.ref(follower))
+
+    def tell_followers(self) -> None:
+        """The ranks have changed."""
+        for ref in list(self._followers):
+            follower = ref()
+            if follower is None:
+                self._followers.remove(ref)
+            else:
+                follower.world_changed(self)
+
+    def abandon(self, why: Exception) -> None:
+        """Tell the others that this rank leaves, also those who wait for it in worlds that were split from this one."""
+        for child in list(self._children):
+            child.abandon(why)
+        if self.transport is not None:
+            self.transport.abandon(why)
+
+    # Memory ----------------------------------------------------------------------------------------------
 
     def shared(self, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Memory for `n` elements, zero at first, that every rank sees: what one writes, all read.

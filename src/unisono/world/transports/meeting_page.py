@@ -149,8 +149,11 @@ class ProcessWatch:
 class MeetingPage:
     """The meeting page of one group of processes on one host."""
 
-    def __init__(self, fd: int, rank: int, size: int, *, timeout_s: float, spin: bool) -> None:
-        """`fd` is a memfd that all share."""
+    def __init__(
+        self, fd: int, rank: int, size: int, *, timeout_s: float, spin: bool, pids: Sequence[int] = ()
+    ) -> None:
+        """`fd` is a memfd that all share. `pids`: every rank's process, where that is known: one that dies before it
+        comes is noticed then."""
         self.rank, self.size, self.spin = rank, size, spin
         self.noun = "rank"  # what the others here are called
         self.small_rows = [size * ROW + r * _SMALL_ROW for r in range(size)]
@@ -167,11 +170,12 @@ class MeetingPage:
         self._pid = os.getpid()  # a forked child is not the one that others wait for
         struct.pack_into("i", self.memory, rank * ROW + _PID, self._pid)
         _pages.add(self)
-        self._watch: ProcessWatch | None = None
+        self._watch: ProcessWatch | None = ProcessWatch(pids) if pids else None
         self._timeout_s = timeout_s
         self.meet(b"")
-        pids = [int(struct.unpack_from("i", self.memory, r * ROW + _PID)[0]) for r in range(size)]
-        self._watch = ProcessWatch(pids)
+        if self._watch is None:
+            pids = [int(struct.unpack_from("i", self.memory, r * ROW + _PID)[0]) for r in range(size)]
+            self._watch = ProcessWatch(pids)
 
     def arrive(self, item: bytes = b"") -> None:
         """Put my item up and count me in; does not wait."""

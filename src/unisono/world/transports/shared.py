@@ -44,11 +44,12 @@ class SharedTransport(Transport):
 
     name = "shared memory"
 
-    def __init__(self, fd: int, rank: int, size: int, *, timeout_s: float) -> None:
-        """`fd`: a memfd that every rank of the group has open, empty when the first comes."""
+    def __init__(self, fd: int, rank: int, size: int, *, timeout_s: float, pids: Sequence[int] = ()) -> None:
+        """`fd`: a memfd that every rank of the group has open, empty when the first comes; `pids`: every rank's
+        process, where that is known before."""
         self.rank, self.size, self._timeout_s = rank, size, timeout_s
         spin = size <= len(os.sched_getaffinity(0))
-        self._page = MeetingPage(fd, rank, size, timeout_s=timeout_s, spin=spin)
+        self._page = MeetingPage(fd, rank, size, timeout_s=timeout_s, spin=spin, pids=pids)
         self._small = SmallAllReduce(self._page)
         self._page.on_missing = self._check_small
         self._mapped: dict[int, tuple[int, MappedMemory]] = {}
@@ -59,10 +60,12 @@ class SharedTransport(Transport):
         self._direct = DirectMessages(self._page, [r[stage:] for r in self._stage.ranks])
 
     @classmethod
-    def from_inherited(cls, fd: int, rank: int, size: int, *, timeout_s: float) -> SharedTransport:
-        """From a descriptor that the launcher left open."""
+    def from_inherited(
+        cls, fd: int, rank: int, size: int, *, timeout_s: float, pids: Sequence[int] = ()
+    ) -> SharedTransport:
+        """From a descriptor that the launcher left open, or sent."""
         try:
-            return cls(fd, rank, size, timeout_s=timeout_s)
+            return cls(fd, rank, size, timeout_s=timeout_s, pids=pids)
         finally:
             os.close(fd)
 

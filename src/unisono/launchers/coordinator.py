@@ -1,0 +1,180 @@
+"""Who is in a world whose workers come and go: the decisions, without processes and clocks of their own.
+
+A world has generations. Workers of a generation are members; a worker that was started later is a newcomer, until a
+generation takes it in. Whoever finds that a peer is lost comes and waits; so does a newcomer that is ready. Another
+generation is formed when every member that lives has come: so no member can go on in the old one, and each worker is
+in one generation at a time. There is one coordinator, in the launcher: whom it takes in is agreed on by that alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["Action", "Coordinator", "Dismiss", "Form", "GiveUp", "Start", "Summon", "TooFew"]
+
+FAILED_STARTS = 3  # newcomers in a row that ended before they were part of the world
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start so many workers."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class Summon:
+    """Call all members to come, at their next step."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class Form:
+    """These workers, in the order of their ranks, are a generation; all of them have come."""
+
+    generation: int
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Dismiss:
+    """A worker that has come is to end: there are to be fewer."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class TooFew:
+    """Fewer are left than there have to be, and no other has come in time: those left are to save and leave."""
+
+    left: int
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """The run has failed."""
+
+    why: str
+
+
+Action = Start | Summon | Form | Dismiss | TooFew | GiveUp
+
+
+@dataclass
+class Coordinator:
+    """`wanted` workers are aimed at, and there is no world of fewer than `least`, unless none come for `patience_s`."""
+
+    wanted: int
+    least: int
+    patience_s: float = 60.0
+    generation: int = 0
+    members: list[int] = field(default_factory=list)  # of this generation, those that live, by their ranks
+    newcomers: list[int] = field(default_factory=list)
+    waiting: set[int] = field(default_factory=set)  # those that have come
+    ending: bool = False  # a member has ended its program well: nobody comes any more
+    replaces: bool = True  # whether workers are started in place of lost ones
+    too_few: bool = False  # those left have been told to leave
+    _summoned: int = 0
+    _failed_starts: int = 0
+    _lost_at_step: int = 0  # members lost since the last step
+    _short_since: float | None = None
+    _new: set[int] = field(default_factory=set)  # taken in, and not yet settled
+
+    # What happens -------------------------------------------------------------------------------------------------
+
+    def begin(self, workers: list[int]) -> None:
+        """The first generation."""
+        self.members = list(workers)
+
+    def started(self, worker: int) -> None:
+        """A newcomer has been started."""
+        self.newcomers.append(worker)
+
+    def came(self, worker: int) -> None:
+        """A worker waits for the next generation."""
+        if worker in self.members or worker in self.newcomers:
+            self.waiting.add(worker)
+
+    def settled(self, worker: int) -> None:
+        """A worker trains in this generation."""
+        if worker in self._new:
+            self._new.discard(worker)
+            self._failed_starts = 0
+
+    def advanced(self) -> None:
+        """The members have made a step."""
+        self._lost_at_step = 0
+
+    def ended(self, worker: int, *, well: bool) -> None:
+        """A worker has ended: lost, or (`well`) at the end of its program."""
+        was_member, was_new = worker in self.members, worker in self._new or worker in self.newcomers
+        for group in (self.members, self.newcomers):
+            if worker in group:
+                group.remove(worker)
+        self.waiting.discard(worker)
+        self._new.discard(worker)
+        if well and was_member:
+            self.ending = True
+        elif was_new:
+            self._failed_starts += 1
+        if was_member and not well:
+            self._lost_at_step += 1
+
+    # What is to be done --------------------------------------------------------------------------------------------
+
+    def decide(self, now: float) -> list[Action]:
+        """What is to be done now; the same question again gives nothing more, until something happens."""
+        if not self.members:
+            return [] if self.ending else [GiveUp("all workers were lost")]
+        if self._lost_at_step > 2 * self.wanted + 3:
+            return [GiveUp(f"{self._lost_at_step} workers were lost one after the other, without a step in between")]
+        if self._failed_starts >= FAILED_STARTS:
+            self.replaces = False
+        actions: list[Action] = []
+        missing = self.wanted - len(self.members) - len(self.newcomers)
+        if missing > 0 and self.replaces and not self.ending and not self.too_few:
+            actions.append(Start(missing))
+        if self._is_due() and self._summoned <= self.generation:
+            self._summoned = self.generation + 1
+            actions.append(Summon(self._summoned))
+        if self._is_due() and all(worker in self.waiting for worker in self.members):
+            actions += self._form(now)
+        return actions
+
+    def _ready(self) -> list[int]:
+        """Newcomers that wait, as many as there is room for."""
+        if self.ending or self.too_few:
+            return []
+        ready = [worker for worker in self.newcomers if worker in self.waiting]
+        return ready[: max(0, self.wanted - len(self.members))]
+
+    def _is_due(self) -> bool:
+        """Whether there has to be another generation."""
+        lost = any(worker in self.waiting for worker in self.members)
+        return lost or bool(self._ready()) or len(self.members) > self.wanted
+
+    def _form(self, now: float) -> list[Action]:
+        staying = self.members[: self.wanted]
+        ready = self._ready()
+        total = len(staying) + len(ready)
+        actions: list[Action] = []
+        if total < min(self.least, self.wanted) and not self.ending and not self.too_few:
+            if self._short_since is None:
+                self._short_since = now
+            hope = self.replaces or any(worker not in self.waiting for worker in self.newcomers)
+            if hope and now < self._short_since + self.patience_s:
+                return []
+            self.too_few = True
+            ready = self._ready()
+            actions.append(TooFew(total))
+        self._short_since = None
+        dismissed = self.members[self.wanted :]
+        self.generation += 1
+        self._summoned = self.generation
+        self.members = [*staying, *ready]
+        self._new |= set(ready)
+        self.newcomers = [worker for worker in self.newcomers if worker not in ready]
+        self.waiting -= {*self.members, *dismissed}
+        actions += [Dismiss(worker) for worker in dismissed]
+        return [*actions, Form(self.generation, tuple(self.members))]

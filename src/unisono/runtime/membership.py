@@ -1,0 +1,156 @@
+"""A worker of an elastic run, towards its launcher: which generation of the world it is in, and the way to the next.
+
+A world of workers that come and go has generations. Whoever finds that a peer is lost, or that the launcher calls all
+to another generation (status.py), comes to the launcher and waits. When every worker that lives has come, the launcher
+gives each its place in the next generation, and the memory in which they meet.
+
+The connection is a socket that the worker inherited: no other process can write to it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from unisono.runtime import status
+
+__all__ = [
+    "JOINING",
+    "LOG_VARIABLE",
+    "VARIABLE",
+    "Dismissed",
+    "Membership",
+    "ResultLog",
+    "Seat",
+    "find_membership",
+    "receive",
+    "send",
+]
+
+VARIABLE = "UNISONO_CONTROL_FD"
+LOG_VARIABLE = "UNISONO_RESULTS_FD"
+JOINING = "UNISONO_JOINING"
+BEAT_S = 0.5  # between two heartbeats
+MESSAGE_BYTES = 1 << 16
+
+
+class Dismissed(SystemExit):
+    """The run goes on without this worker: there are to be fewer. Ends its program, with status 0."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A place in a generation. `page_fd`: the memory in which its ranks meet; -1 for a world of one."""
+
+    generation: int
+    rank: int
+    size: int
+    pids: tuple[int, ...] = ()
+    page_fd: int = -1
+
+
+class ResultLog:
+    """Results that workers which come later are given, in a file without a name that all workers of the run inherit.
+
+    Only rank 0 writes. An entry is its length and its bytes; the number of entries, at the beginning, is written last.
+    """
+
+    _COUNT = struct.Struct("<qq")  # entries, bytes
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def read(self) -> list[bytes]:
+        """All entries."""
+        count, end = self._read_head()
+        data, found, at = os.pread(self._fd, end, self._COUNT.size), [], 0
+        for _ in range(count):
+            (length,) = struct.unpack_from("<q", data, at)
+            found.append(data[at + 8 : at + 8 + length])
+            at += 8 + length
+        return found
+
+    def write(self, entries: list[bytes]) -> None:
+        """Add those of all `entries` that are not there yet."""
+        count, end = self._read_head()
+        for entry in entries[count:]:
+            data = struct.pack("<q", len(entry)) + entry
+            os.pwrite(self._fd, data, self._COUNT.size + end)
+            count, end = count + 1, end + len(data)
+            os.pwrite(self._fd, self._COUNT.pack(count, end), 0)
+
+    def _read_head(self) -> tuple[int, int]:
+        head = os.pread(self._fd, self._COUNT.size, 0)
+        return self._COUNT.unpack(head) if len(head) == self._COUNT.size else (0, 0)
+
+
+class Membership:
+    """The worker's end of the connection, and its heartbeat."""
+
+    def __init__(self, fd: int, log_fd: int, *, joining: bool) -> None:
+        self._sock = socket.socket(fileno=fd)
+        self.log = ResultLog(log_fd)
+        self.generation = 0
+        self.joining = joining  # this process was started into a run that goes on without it
+        threading.Thread(target=_beat, name="unisono heartbeat", daemon=True).start()
+
+    @property
+    def is_summoned(self) -> bool:
+        """Whether the launcher calls all to another generation."""
+        return status.read_summons() > self.generation
+
+    def come(self, **facts: Any) -> Seat:
+        """Wait for the next generation; Dismissed where that goes on without this worker."""
+        send(self._sock, {"kind": "come", "generation": self.generation, **facts})
+        message, fds = receive(self._sock)
+        if message is None:
+            raise Dismissed("the launcher has ended")
+        if message["kind"] != "go":
+            raise Dismissed(0)
+        self.generation, self.joining = message["generation"], False
+        page_fd = fds[0] if fds else -1
+        return Seat(
+            self.generation,
+            message["rank"],
+            message["size"],
+            tuple(message["pids"]),
+            page_fd,
+        )
+
+    def settle(self) -> None:
+        """Tell the launcher that this worker trains in its generation."""
+        send(self._sock, {"kind": "settled", "generation": self.generation})
+
+
+def find_membership() -> Membership | None:
+    """That of this process; None where its run is not elastic. A program that a worker starts has none."""
+    fd, log_fd = os.environ.pop(VARIABLE, ""), os.environ.pop(LOG_VARIABLE, "")
+    if not fd or not status.is_attached():
+        return None
+    return Membership(int(fd), int(log_fd), joining=JOINING in os.environ)
+
+
+def send(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+    """One message, with open files."""
+    socket.send_fds(sock, [json.dumps(message).encode()], list(fds))
+
+
+def receive(sock: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """The next message and its open files; (None, []) where the other end is gone."""
+    try:
+        data, fds, _, _ = socket.recv_fds(sock, MESSAGE_BYTES, 1)
+    except ConnectionError:
+        return None, []
+    return (json.loads(data), list(fds)) if data else (None, [])
+
+
+def _beat() -> None:
+    never = threading.Event()
+    while True:
+        status.beat()
+        never.wait(BEAT_S)

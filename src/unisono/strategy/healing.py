@@ -1,0 +1,411 @@
+"""A world that heals: how training goes on, in the same processes, when ranks have been lost or have come.
+
+1. A rank finds that a peer is lost, in some collective, or that the launcher calls all to another generation of the
+   world. It gives up the window of backward passes under way, tells the others so, and waits at the launcher's.
+2. When all have come, they form the next generation. The rank whose model has had most steps is the source: the others
+   are brought to its state by `Replica.rebind`, and a worker that has come gets all of it.
+3. Every pass over data goes on from the source's last step. The batches of a window that was given up are given out
+   once more, divided among the ranks that are there now; random numbers, buffers, learning-rate schedules and what
+   `un.follow` was told of are what they were when these batches were first given out.
+
+If another rank is lost meanwhile, all of it is done again. A rank that was being brought to the source's state is no
+source until it has got there.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+import weakref
+from collections.abc import Callable, MutableMapping
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unisono import rng
+from unisono.runtime.membership import Seat
+from unisono.strategy.replica import Replica
+from unisono.world import PeerLost, World, join
+from unisono.world.elastic import Batches, Elastic
+from unisono.world.rendezvous import take_seat
+
+__all__ = ["Healing", "follow"]
+
+
+class Refused(RuntimeError):
+    """This worker cannot join the run: it trains something else."""
+
+
+class _Again(Exception):
+    """A worker was refused: the others form the world without it."""
+
+
+class Snapshot:
+    """What the forward passes of a window change, and the program's own state, when its first batch was given out."""
+
+    def __init__(self, healing: Healing) -> None:
+        self._rng = rng.capture(healing.world.device)
+        self._buffers = [(b, b.detach().clone()) for model in healing.models() for b in model.buffers()]
+        self._scalers = [(s, copy.deepcopy(s.state_dict())) for s in healing.scalers()]
+        self.followed = healing.followed.state()
+        self.schedules: dict[str, Any] | None = None  # taken when the window is given up: it is the same till then
+
+    @torch.no_grad()
+    def restore_buffers(self) -> None:
+        """At once: what other ranks are given has to be what was there before the window."""
+        for buffer, saved in self._buffers:
+            buffer.copy_(saved)
+
+    def restore(self, healing: Healing) -> None:
+        """Before the batches are given out once more."""
+        rng.restore(self._rng, healing.world.device)
+        for scaler, state in self._scalers:
+            scaler.load_state_dict(state)
+        healing.followed.load(self.followed)
+        if self.schedules is not None:
+            healing.load_schedules(self.schedules)
+
+
+class Followed:
+    """The program's own counters, in the order in which they were told of."""
+
+    def __init__(self) -> None:
+        self._objects: list[Any] = []
+
+    def add(self, obj: Any) -> None:
+        """Keep one."""
+        self._objects.append(obj)
+
+    def state(self) -> list[Any]:
+        """Theirs, copied."""
+        return [copy.deepcopy(o.state_dict() if hasattr(o, "state_dict") else dict(o)) for o in self._objects]
+
+    def load(self, states: list[Any]) -> None:
+        """Set them."""
+        for obj, state in zip(self._objects, states, strict=False):
+            if hasattr(obj, "load_state_dict"):
+                obj.load_state_dict(copy.deepcopy(state))
+            else:
+                obj.clear()
+                obj.update(copy.deepcopy(state))
+
+
+_followed: weakref.WeakKeyDictionary[World, Followed] = weakref.WeakKeyDictionary()
+
+
+def follow(counters: MutableMapping[str, Any] | Any, *, world: World | None = None) -> Any:
+    """Let the program's own counters follow the training, where workers come and go. Returns them.
+
+    `counters` is a dict of plain values and tensors, or has `state_dict()` and `load_state_dict()`. Where a step is
+    repeated because a worker was lost in it, they are set back to what they were before it; a worker that comes gets
+    those of the others. Every rank calls it, before training. In a world whose workers stay it does nothing.
+
+    >>> counters = follow({"seen": 0}, world=World())
+    >>> counters["seen"] += 1
+    """
+    _followed.setdefault(join() if world is None else world, Followed()).add(counters)
+    return counters
+
+
+class Healing:
+    """Of one world, for all its replicas and shards."""
+
+    def __init__(self, world: World, elastic: Elastic) -> None:
+        self.world, self.elastic = world, elastic
+        self._replicas: list[weakref.ref[Replica]] = []
+        self._descriptions: list[str] = [f"unisono {version('unisono')}, torch {torch.__version__}"]
+        self.followed = _followed.setdefault(world, Followed())
+        self.commits = 0  # optimizer steps that are part of the model, of all replicas
+        self._positions: dict[str, list[int]] = {}  # of the shards that were trained on, at the last of these
+        self._trained: set[str] = set()
+        self._open: Snapshot | None = None  # a batch has been given out since the last of these
+        self._again: Snapshot | None = None  # its window was given up: to be restored with the next batch
+        self._newcomers = False  # some have come: told the source's schedules and counters with the next batch
+        self._source = 0
+        self._is_late = False  # this is one of them, and its program has still to come to where the others are
+        self._is_skipping = False  # the optimizer's step under way is of a window that was given up
+        self._is_member = not elastic.is_joining
+        self._is_whole = True  # this rank's model is that of `commits` steps
+        self._former: World | None = None  # the last generation that was complete
+
+    @classmethod
+    def of(cls, world: World) -> Healing | None:
+        """The one of this world; None where its ranks stay."""
+        elastic = world.elastic
+        if elastic is None:
+            return None
+        if elastic.healer is None:
+            elastic.healer = cls(world, elastic)
+        assert isinstance(elastic.healer, Healing)
+        return elastic.healer
+
+    def add(self, replica: Replica, description: list[str]) -> None:
+        """Another replica in this world; `description`: what must be the same on every rank."""
+        self._replicas.append(weakref.ref(replica))
+        self._descriptions += description
+        replica.healing = self
+
+    # What is there -----------------------------------------------------------------------------------------------
+
+    def replicas(self) -> list[Replica]:
+        """Those that live, in the order in which they were bound."""
+        return [replica for ref in self._replicas if (replica := ref()) is not None and not replica.is_closed]
+
+    def models(self) -> list[nn.Module]:
+        """Theirs."""
+        return [replica.model for replica in self.replicas()]
+
+    def scalers(self) -> list[torch.amp.GradScaler]:
+        """Theirs."""
+        return [replica.scaler for replica in self.replicas() if replica.scaler is not None]
+
+    def _find_schedules(self) -> list[Any]:
+        """The learning-rate schedules of their optimizers, in the order in which they were made."""
+        optimizers = {id(replica.optimizer) for replica in self.replicas()}
+        kinds = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        found = [o for o in gc.get_objects() if issubclass(type(o), kinds)]
+        return [schedule for schedule in found if id(getattr(schedule, "optimizer", None)) in optimizers]
+
+    def read_schedules(self) -> dict[str, Any]:
+        """The state of the schedules, and the learning rates that they have set."""
+        return {
+            "schedules": [_plain(schedule.state_dict()) for schedule in self._find_schedules()],
+            "groups": [[_plain(_without_params(g)) for g in r.optimizer.param_groups] for r in self.replicas()],
+        }
+
+    def load_schedules(self, state: dict[str, Any]) -> None:
+        """Set both."""
+        for schedule, saved in zip(self._find_schedules(), state["schedules"], strict=False):
+            schedule.load_state_dict({**schedule.state_dict(), **saved})
+        for replica, groups in zip(self.replicas(), state["groups"], strict=True):
+            for group, saved in zip(replica.optimizer.param_groups, groups, strict=True):
+                group.update(saved)
+
+    # Steps -------------------------------------------------------------------------------------------------------
+
+    def before_step(self, run: Callable[[], Any]) -> Any:
+        """The optimizer is about to step: `run` ends the window. Where that failed, the step changes nothing."""
+        if self.elastic.is_joining:
+            self.heal()
+        elif self.elastic.broken is None:
+            try:
+                with self.elastic.inside():
+                    return run()
+            except PeerLost as error:
+                self.elastic.broken = error
+        if self.elastic.broken is not None:
+            self.heal()
+        self._is_skipping = True
+        return None
+
+    def after_step(self, run: Callable[[], None]) -> None:
+        """The optimizer has stepped."""
+        if self._is_skipping:
+            self._is_skipping = False
+            run()
+            return
+        self._commit()
+        try:
+            with self.elastic.inside():
+                run()
+        except PeerLost as error:
+            self.elastic.broken = error
+        if self.elastic.broken is not None or self.elastic.membership.is_summoned:
+            self.heal()
+
+    def _commit(self) -> None:
+        self.commits += 1
+        self._open = None
+        for shard in self.world.shards.values():
+            if shard.is_out:
+                self._trained.add(shard.name)
+                self._positions[shard.name] = shard.position
+
+    def before_batch(self, shard: Batches) -> None:
+        """A batch is asked for: a place to be let in at, and to heal what the steps have not."""
+        while True:
+            if self.elastic.is_joining or self.elastic.broken is not None:
+                self.heal()
+            if self._is_late and not self._has_caught_up(shard):
+                shard.cut()
+                return
+            if not self._newcomers or shard.name not in self._positions:
+                return
+            try:
+                with self.elastic.inside():
+                    self._greet()
+                return
+            except PeerLost as error:
+                self.elastic.broken = error
+
+    def _has_caught_up(self, shard: Batches) -> bool:
+        """Whether this is the pass that the others are in; passes before it give nothing out."""
+        if shard.name not in self._positions:
+            return False
+        shard.move_to(*self._positions[shard.name])
+        return shard.epoch >= self._positions[shard.name][0]
+
+    def _greet(self) -> None:
+        """With the first batch after they have come, newcomers get what the program of the source has changed."""
+        again = self._again
+        mine = {
+            "schedules": again.schedules if again is not None else self.read_schedules(),
+            "scalers": [_plain(scaler.state_dict()) for scaler in self.scalers()],
+            "followed": again.followed if again is not None else self.followed.state(),
+        }
+        packet = self.world.broadcast_object(mine, self._source)
+        self._newcomers = False
+        if not self._is_late:
+            return
+        self._is_late = False
+        self.elastic.end_replay()
+        self.load_schedules(packet["schedules"])
+        for scaler, state in zip(self.scalers(), packet["scalers"], strict=False):
+            scaler.load_state_dict(state)
+        self.followed.load(packet["followed"])
+
+    def after_batch(self, shard: Batches) -> None:
+        """It is about to be given out."""
+        if self._again is not None:
+            self._again.restore(self)
+            self._open, self._again = self._again, None
+        elif self._open is None:
+            self._open = Snapshot(self)
+            if shard.name not in self._positions:
+                self._positions[shard.name] = [shard.epoch, shard.batch - 1]
+
+    # Another generation ------------------------------------------------------------------------------------------
+
+    def heal(self) -> None:
+        """Go on in the next generation of the world; see the top of this file."""
+        why = self.elastic.broken or PeerLost("the world is formed anew")
+        if self._open is not None and self._open.schedules is None:
+            self._open.schedules = self.read_schedules()
+        with self.elastic.inside():
+            while True:
+                self.world.abandon(why)
+                seat = self.elastic.membership.come(commits=self.commits)
+                try:
+                    self._enter(seat)
+                    break
+                except PeerLost as error:
+                    why = error
+                except _Again as error:
+                    why = PeerLost(str(error))
+        self.elastic.broken = None
+        if self._former is not None:
+            self._former.close()
+            self._former = None
+        self.elastic.membership.settle()
+
+    def _enter(self, seat: Seat) -> None:
+        joins = not self._is_member
+        fresh = take_seat(seat, self.world.device)
+        old = self.world.adopt(fresh)
+        if joins or self._former is not None:
+            old.close()  # a generation that was never complete
+        else:
+            self._former = old
+        every = self.world.gather_objects(
+            {
+                "commits": self.commits if self._is_whole and not joins else -1,
+                "calls": self.elastic.calls if not joins else -1,
+                "in call": self.elastic.in_call,
+                "joins": joins,
+                "what": self._descriptions,
+                "closed": self.elastic.is_closed,
+            }
+        )
+        source = max(range(self.world.size), key=lambda r: (every[r]["commits"], -r))
+        self._refuse_strangers(every, source)
+        behind = every[source]["commits"] > self.commits or joins
+        if self._open is not None:
+            self._open.restore_buffers()
+        self._is_whole = self._is_whole and not behind
+        for replica in self.replicas():
+            replica.world = self.elastic.solo if self._former is None else self._former
+            note = replica.rebind(self.world, source=source)
+        self.world.ledger.event("world", generation=seat.generation, ranks=self.world.size, what=note)
+        packet = self.world.broadcast_object(self._pack(), source)
+        for shard in list(self.world.shards.values()):
+            shard.rebind(self.world)
+        self._hand_results(every)
+        self.elastic.write_log()
+        self.world.tell_followers()
+        self.world.barrier()
+        self._source, self._newcomers = source, self._newcomers or any(one["joins"] for one in every)
+        self._take(packet, behind=behind, joins=joins)
+
+    def _refuse_strangers(self, every: list[dict[str, Any]], source: int) -> None:
+        """A worker that has come with another model, strategy or version is refused; the others go on without it."""
+        refused = {}
+        for rank, one in enumerate(every):
+            if one["joins"] and every[source]["closed"]:
+                refused[rank] = "what the others have told each other before is more than is remembered (64 MiB)"
+            elif one["joins"] and one["what"] != every[source]["what"]:
+                pairs = [*zip(one["what"], every[source]["what"], strict=False)]
+                mine, theirs = next(
+                    ((a, b) for a, b in pairs if a != b),
+                    (f"{len(one['what'])} lines", f"{len(every[source]['what'])} lines"),
+                )
+                refused[rank] = f"it has {mine}, the others have {theirs}"
+        if self.world.rank in refused:
+            raise Refused(f"this worker cannot join the run: {refused[self.world.rank]}")
+        if refused:
+            if self.world.rank == source:
+                for why in refused.values():
+                    print(f"unisono: a worker that came was refused: {why}", file=sys.stderr)
+            raise _Again("a worker that came was refused")
+
+    def _pack(self) -> dict[str, Any]:
+        """What the others are told by the source."""
+        positions = {}
+        for name, position in self._positions.items():
+            shard = self.world.shards.get(name)
+            if shard is not None and (name in self._trained or not self._trained):
+                positions[name] = position if shard.epoch <= position[0] else [shard.epoch, 0]
+        return {
+            "commits": self.commits,
+            "positions": positions,
+            "calls": self.elastic.calls,
+            "log": self.elastic.log,
+        }
+
+    def _hand_results(self, every: list[dict[str, Any]]) -> None:
+        """Ranks that are in a call of the program, which others have ended, get its result."""
+        most = max(one["calls"] for one in every)
+        if not any(one["in call"] and 0 <= one["calls"] < most for one in every):
+            return
+        holder = next(rank for rank, one in enumerate(every) if one["calls"] == most)
+        packed = self.world.broadcast_object(self.elastic.last_result, holder)
+        if self.elastic.in_call and self.elastic.calls < most:
+            self.elastic.hand(packed)
+
+    def _take(self, packet: dict[str, Any], *, behind: bool, joins: bool) -> None:
+        self.commits, self._is_whole = packet["commits"], True
+        self._positions = dict(packet["positions"])
+        self._trained |= set(packet["positions"])
+        if joins:
+            self._is_member = self._is_late = True
+            self.elastic.replay(packet["log"], packet["calls"])
+            return
+        for name, position in packet["positions"].items():
+            if name in self.world.shards:
+                self.world.shards[name].move_to(*position)
+        if behind:
+            self._open = None
+        elif self._open is not None:
+            self._again, self._open = self._open, None
+
+
+def _without_params(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    """What can be sent: plain values and tensors."""
+    kinds = (bool, int, float, str, list, tuple, Tensor, type(None))
+    return {name: copy.deepcopy(value) for name, value in state.items() if isinstance(value, kinds)}

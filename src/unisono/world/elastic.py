@@ -1,0 +1,247 @@
+"""A world whose ranks come and go: what this process knows of that, and the calls of its program that survive it.
+
+A collective that the program calls by itself (the sum of a metric, say) is done over the ranks that are left, where one
+is lost in it. A rank that had the result before the loss gives it to those that had not. What was called between two
+passes over data is remembered: a worker that comes later runs the program from its beginning, is given these results,
+and so comes to the place where the others are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from unisono import packing
+from unisono.background import Handle, in_background
+from unisono.runtime.membership import Membership
+from unisono.world.transports import PeerLost
+
+if TYPE_CHECKING:
+    from unisono.world.world import World
+
+
+
+class Batches(Protocol):
+    """A shard, as far as it matters here."""
+
+    name: str
+    epoch: int
+    batch: int
+
+    @property
+    def is_out(self) -> bool:
+        """Whether a batch has been given out, and the next has not been asked for."""
+
+    @property
+    def position(self) -> list[int]:
+        """The epoch, and the batches of it that were given out."""
+
+    def move_to(self, epoch: int, batch: int) -> None:
+        """Go to where another rank is in its pass."""
+
+    def cut(self) -> None:
+        """End the pass under way here."""
+
+
+class Healer(Protocol):
+    """What forms the world anew, and knows which batches are part of the model (see strategy/healing.py)."""
+
+    def heal(self) -> None:
+        """Go on in the next generation of the world."""
+
+    def before_batch(self, shard: Batches, /) -> None:
+        """A batch is asked for."""
+
+    def after_batch(self, shard: Batches, /) -> None:
+        """It is about to be given out."""
+
+
+LOG_BYTES = 64 << 20  # of results that are remembered for those who come later
+
+
+class Elastic:
+    """Of a world that `un.join()` gave, in a run whose launcher replaces workers."""
+
+    def __init__(self, world: World, membership: Membership, solo: World) -> None:
+        self.membership = membership
+        self.solo = solo  # stands for the world in a worker that has not been let in yet
+        self.is_closed = False  # the run goes on, but cannot be joined: too much would have to be remembered
+        self.broken: PeerLost | None = None  # a peer is lost, and the world has not been formed anew
+        self.healer: Healer | None = None
+        self.calls = 0  # of the program, that have ended
+        self.in_call = False  # one has not
+        self.last_result = b""  # of the last
+        self.log = membership.log.read() if membership.joining else []  # results of calls outside of passes
+        self._log_bytes = sum(map(len, self.log))
+        self._done = 0  # of these, the calls that this program has made
+        self._handed: bytes | None = None  # a result that others had before the loss
+        self._inside = 0
+        self.world = world
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether this worker waits to be let in: till then it is alone."""
+        return self.membership.joining
+
+    @property
+    def is_catching_up(self) -> bool:
+        """Whether the program of this worker has still to come to where the others are."""
+        return self._done < len(self.log)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Collectives in this block are the library's own."""
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a collective now is the library's own."""
+        return self._inside > 0 or in_background()
+
+    def before_batch(self, shard: Batches) -> None:
+        """A batch is asked for."""
+        if self.healer is not None:
+            self.healer.before_batch(shard)
+
+    def after_batch(self, shard: Batches) -> None:
+        """It is about to be given out."""
+        if self.healer is not None:
+            self.healer.after_batch(shard)
+
+    # Calls of the program ----------------------------------------------------------------------------------------
+
+    def call(self, run: Callable[[], Any], inputs: tuple[Any, ...] = ()) -> Any:
+        """Do a call of the program; where a peer is lost in it, once more in the world that is left.
+
+        `inputs`: what the call may change before it fails.
+        """
+        if self.is_catching_up:
+            self._done += 1
+            return self._take(self.log[self._done - 1], inputs)
+        if self.is_joining:
+            raise RuntimeError(
+                "this worker joins a run that is under way, and its program asks for more of the other workers, before "
+                "its first batch, than theirs did: what a program calls before training must be the same each time"
+            )
+        before = _copy(inputs)
+        self.in_call = True
+        try:
+            with self.inside():
+                value = self._run(run, inputs, before)
+        finally:
+            self.in_call = False
+            self._handed = None
+        return value
+
+    def _run(self, run: Callable[[], Any], inputs: tuple[Any, ...], before: list[Tensor]) -> Any:
+        while True:
+            if self.broken is None:
+                try:
+                    value = run()
+                    value = value.wait() if isinstance(value, Handle) else value
+                except PeerLost as error:
+                    self.broken = error
+                else:
+                    self._note(value)
+                    return value
+            if self.healer is None:
+                raise self.broken
+            self.healer.heal()
+            if self._handed is not None:
+                self._note_packed(self._handed)
+                return self._take(self._handed, inputs)
+            with torch.no_grad():
+                for x, saved in zip(_list_tensors(inputs), before, strict=True):
+                    x.copy_(saved)
+
+    def _note(self, value: Any) -> None:
+        try:
+            packed = packing.to_bytes(value)
+        except TypeError:  # a model, say: nobody else can be given it
+            packed = b""
+        self._note_packed(packed)
+
+    def _note_packed(self, packed: bytes) -> None:
+        self.calls += 1
+        self.last_result = packed
+        if any(shard.is_out for shard in self.world.shards.values()):
+            return  # one who comes later does not come through here
+        if self.is_closed:
+            return
+        self.log.append(packed)
+        self._done += 1
+        self._log_bytes += len(packed)
+        if self._log_bytes > LOG_BYTES:
+            self.is_closed = True
+            self.log, self._done = [], 0
+        elif self.world.rank == 0:
+            self.membership.log.write(self.log)
+
+    def hand(self, packed: bytes) -> None:
+        """The result of the call that this rank is in; others had it before the loss."""
+        if not packed:
+            raise PeerLost("another rank was lost in a call whose result cannot be sent to the ranks that have not got it")
+        self._handed = packed
+
+    def replay(self, log: list[bytes], calls: int) -> None:
+        """Catch up with the others: these are the results of all their calls outside of passes."""
+        self.calls, self.log = calls, list(log)
+        self._log_bytes = sum(map(len, log))
+
+    def end_replay(self) -> None:
+        """The program is where the others are."""
+        self._done = len(self.log)
+
+    def write_log(self) -> None:
+        """Rank 0, which may be another than before: write what the former one has not."""
+        if self.world.rank == 0 and not self.is_closed:
+            self.membership.log.write(self.log)
+
+    def _take(self, packed: bytes, inputs: tuple[Any, ...]) -> Any:
+        """The result as the call would have given it: in its inputs, where it changes them."""
+        value = packing.from_bytes(packed)
+        tensors, results = _list_tensors(inputs), _list_tensors((value,))
+        if len(tensors) == len(results) and all(a.shape == b.shape for a, b in zip(tensors, results, strict=True)):
+            with torch.no_grad():
+                for x, result in zip(tensors, results, strict=True):
+                    x.copy_(result)
+            return inputs[0]
+        return value
+
+
+def survive(world: World, call: Callable[[], Any]) -> Any:
+    """Do `call`, in which this rank exchanges something; where a peer is lost in a world that heals, note it: the rest
+    of the window is not exchanged, and the world is formed anew before the optimizer steps."""
+    elastic = world.elastic
+    if elastic is None:
+        return call()
+    if elastic.broken is not None:
+        return None
+    try:
+        with elastic.inside():
+            return call()
+    except PeerLost as error:
+        elastic.broken = error
+        return None
+
+
+def _list_tensors(values: tuple[Any, ...]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _list_tensors(tuple(value))
+    return found
+
+
+def _copy(values: tuple[Any, ...]) -> list[Tensor]:
+    return [x.detach().clone() for x in _list_tensors(values)]

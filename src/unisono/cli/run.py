@@ -246,7 +246,7 @@ def _run_on_engine(options: argparse.Namespace, parser: argparse.ArgumentParser,
     if options.on != "slurm" and (options.script or options.submit):
         parser.error("--script and --submit go with --on slurm")
     if options.on == "local":
-        _check_faults(job, parser)
+        _check_faults(job, parser, job.restarts)
         return None
     engine: Engine = getattr(on, options.on)(**given)
     _check_faults(job, parser, engine.restarts)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["Action", "Coordinator", "Dismiss", "Form", "GiveUp", "Start", "Summon", "TooFew"]
+__all__ = ["Action", "Coordinator", "Dismiss", "End", "Form", "GiveUp", "Start", "Summon", "TooFew"]
 
 FAILED_STARTS = 3  # newcomers in a row that ended before they were part of the world
 
@@ -45,6 +45,13 @@ class Dismiss:
 
 
 @dataclass(frozen=True)
+class End:
+    """A newcomer is not wanted any more, wherever it is."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
 class TooFew:
     """Fewer are left than there have to be, and no other has come in time: those left are to save and leave."""
 
@@ -58,7 +65,7 @@ class GiveUp:
     why: str
 
 
-Action = Start | Summon | Form | Dismiss | TooFew | GiveUp
+Action = Start | Summon | Form | Dismiss | End | TooFew | GiveUp
 
 
 @dataclass
@@ -79,6 +86,7 @@ class Coordinator:
     _failed_starts: int = 0
     _lost_at_step: int = 0  # members lost since the last step
     _short_since: float | None = None
+    _lost: bool = False  # a member, since this generation was formed
     _new: set[int] = field(default_factory=set)  # taken in, and not yet settled
 
     # What happens -------------------------------------------------------------------------------------------------
@@ -120,18 +128,24 @@ class Coordinator:
             self._failed_starts += 1
         if was_member and not well:
             self._lost_at_step += 1
+            self._lost = True
 
     # What is to be done --------------------------------------------------------------------------------------------
 
     def decide(self, now: float) -> list[Action]:
         """What is to be done now; the same question again gives nothing more, until something happens."""
+        if not self.members and (self._lost or not self.ending):
+            return [GiveUp("a worker was lost when the others had ended" if self.ending else "all workers were lost")]
+        unwanted = self.newcomers if self.ending else self.newcomers[max(0, self.wanted - len(self.members)) :]
+        actions: list[Action] = [End(worker) for worker in unwanted]
+        self.newcomers = [worker for worker in self.newcomers if worker not in unwanted]
+        self.waiting.difference_update(unwanted)
         if not self.members:
-            return [] if self.ending else [GiveUp("all workers were lost")]
+            return actions
         if self._lost_at_step > 2 * self.wanted + 3:
             return [GiveUp(f"{self._lost_at_step} workers were lost one after the other, without a step in between")]
         if self._failed_starts >= FAILED_STARTS:
             self.replaces = False
-        actions: list[Action] = []
         missing = self.wanted - len(self.members) - len(self.newcomers)
         if missing > 0 and self.replaces and not self.ending and not self.too_few:
             actions.append(Start(missing))
@@ -168,7 +182,7 @@ class Coordinator:
             self.too_few = True
             ready = self._ready()
             actions.append(TooFew(total))
-        self._short_since = None
+        self._short_since, self._lost = None, False
         dismissed = self.members[self.wanted :]
         self.generation += 1
         self._summoned = self.generation

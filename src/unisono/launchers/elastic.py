@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from unisono.launchers.child import Child
-from unisono.launchers.coordinator import Action, Coordinator, Dismiss, Form, GiveUp, Start, Summon, TooFew
+from unisono.launchers.coordinator import Action, Coordinator, Dismiss, End, Form, GiveUp, Start, Summon, TooFew
 from unisono.launchers.failures import Failure, Outcome
 from unisono.launchers.job import Job, TimedOut
 from unisono.launchers.local import LocalRun
@@ -55,7 +55,7 @@ class ElasticRun(LocalRun):
         self._step = -1
         self._losses: list[Failure] = []
         self._results = anonymous_file("unisono-results")
-        self._left_well = 0
+        self._unwanted: set[int] = set()  # told to end
         self._have_saved = False
         self._given_up: GiveUp | None = None
 
@@ -132,7 +132,11 @@ class ElasticRun(LocalRun):
                 self._page.summon(generation)
             case Form(generation, workers):
                 self._form(generation, workers)
+            case End(worker):
+                self._unwanted.add(worker)
+                self._lines[worker].child.send(signal.SIGKILL)
             case Dismiss(worker):
+                self._unwanted.add(worker)
                 membership.send(self._lines[worker].sock, {"kind": "leave"})
             case TooFew(left):
                 self.output.say(
@@ -219,6 +223,10 @@ class ElasticRun(LocalRun):
             return
         if self._step < 0 and worker.failure is not None:
             return  # before the first step: the program is wrong, and the run ends as any other
+        if line.worker in self._unwanted:
+            self._unwanted.discard(line.worker)
+            self._retire(line)
+            return
         well = worker.failure is None
         was_member = line.worker in self.coordinator.members
         self.coordinator.ended(line.worker, well=well)

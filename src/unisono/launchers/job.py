@@ -47,3 +47,8 @@ class Job:
     faults: str | None = None  # a fault script; None: that of the environment, if any
     elastic: ComeAndGo | None = None  # None: a worker that is lost ends the run
     grace_s: float = 25.0  # for workers that save and leave after SIGTERM; Slurm and Kubernetes give 30 s in all
+
+    @property
+    def restarts(self) -> int:
+        """How often a worker may be started again on this host."""
+        return 0 if self.elastic is None else 1_000_000

@@ -59,7 +59,7 @@ class LocalRun:
         """`places`: how many workers there may be at once, where that is more than there are at first."""
         self.job = job
         places = job.workers if places is None else places
-        self._faults = FaultReport(read_faults(job.faults, job.workers))
+        self._faults = FaultReport(read_faults(job.faults, job.workers, restarts=job.restarts))
         self.run_id = secrets.token_hex(12)
         self.output = Output(job.output, places, job.output_dir, inherit=job.inherit)
         self._starter = open_starter(job.start)

@@ -18,6 +18,7 @@ import copy
 import gc
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, MutableMapping
 from importlib.metadata import version
 from typing import Any
@@ -33,6 +34,9 @@ from unisono.world.elastic import Batches, Elastic
 from unisono.world.rendezvous import take_seat
 
 __all__ = ["Healing", "follow"]
+
+
+MOST_ATTEMPTS = 5  # of the same processes to form a world
 
 
 class Refused(RuntimeError):
@@ -127,6 +131,7 @@ class Healing:
         self._source = 0
         self._is_late = False  # this is one of them, and its program has still to come to where the others are
         self._is_skipping = False  # the optimizer's step under way is of a window that was given up
+        self._counted: tuple[list[int], int] = [], 0  # windows of each replica, and of the ledger, at the last of these
         self._is_member = not elastic.is_joining
         self._is_whole = True  # this rank's model is that of `commits` steps
         self._former: World | None = None  # the last generation that was complete
@@ -219,6 +224,7 @@ class Healing:
     def _commit(self) -> None:
         self.commits += 1
         self._open = None
+        self._counted = [replica.step for replica in self.replicas()], self.world.ledger.step_count
         for shard in self.world.shards.values():
             if shard.is_out:
                 self._trained.add(shard.name)
@@ -284,14 +290,19 @@ class Healing:
         why = self.elastic.broken or PeerLost("the world is formed anew")
         if self._open is not None and self._open.schedules is None:
             self._open.schedules = self.read_schedules()
+            self._forget_window()
+        attempts: Counter[tuple[int, ...]] = Counter()
         with self.elastic.inside():
             while True:
                 self.world.abandon(why)
                 seat = self.elastic.membership.come(commits=self.commits)
+                attempts[seat.pids] += 1
                 try:
                     self._enter(seat)
                     break
                 except PeerLost as error:
+                    if attempts[seat.pids] >= MOST_ATTEMPTS:
+                        raise
                     why = error
                 except _Again as error:
                     why = PeerLost(str(error))
@@ -300,6 +311,14 @@ class Healing:
             self._former.close()
             self._former = None
         self.elastic.membership.settle()
+
+    def _forget_window(self) -> None:
+        """A window that was given up may have been counted."""
+        steps, count = self._counted
+        for replica, step in zip(self.replicas(), steps, strict=False):
+            replica.step = step
+        if self.world.ledger.step_count != count:
+            self.world.ledger.resume(count)
 
     def _enter(self, seat: Seat) -> None:
         joins = not self._is_member
@@ -386,6 +405,7 @@ class Healing:
 
     def _take(self, packet: dict[str, Any], *, behind: bool, joins: bool) -> None:
         self.commits, self._is_whole = packet["commits"], True
+        self._counted = [replica.step for replica in self.replicas()], self.world.ledger.step_count
         self._positions = dict(packet["positions"])
         self._trained |= set(packet["positions"])
         if joins:

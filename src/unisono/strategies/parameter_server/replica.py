@@ -249,9 +249,15 @@ class ServedReplica(PeriodicReplica):
 
     def settle(self, *, is_source: bool) -> None:
         """The source brings parameters and optimizer states from the servers."""
-        if is_source:
-            self._at_home = False
+        if not is_source:
+            return
+        self._at_home = False
+        try:
             self._fetch(params=True)
+        except PeerLost:
+            if self.healing is None:
+                raise
+            self._at_home = True  # a server was lost: go on from the parameters that this worker pulled last
 
     def stop(self, change: Change | None = None) -> None:
         connections, self._connections, self._connected = self._connections, None, False

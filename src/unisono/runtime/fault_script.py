@@ -10,7 +10,7 @@ from typing import Literal, NoReturn
 __all__ = ["PHASES", "Fault", "FaultError", "Kind", "Phase", "check_script", "parse_script"]
 
 Kind = Literal["kill", "stop", "slow", "full-disk"]
-Phase = Literal["forward", "backward", "exchange", "step", "save"]
+Phase = Literal["forward", "backward", "exchange", "step", "save", "healing"]
 
 PHASES: dict[str, Phase] = {  # in the order in which they come in a step
     "forward": "forward",
@@ -18,6 +18,7 @@ PHASES: dict[str, Phase] = {  # in the order in which they come in a step
     "exchange": "exchange",
     "step": "step",
     "save": "save",
+    "healing": "healing",
 }
 _FORMS: dict[str, str] = {
     "kill": "kill RANK@STEP [in PHASE]",
@@ -221,7 +222,7 @@ def check_script(text: str, workers: int, *, restarts: int = 0) -> list[Fault]:
                 fault.position,
             )
         problems = [_find_contradiction(other, fault) for other in faults[:number]]
-        problems += [] if restarts else [_find_end(faults, fault)]
+        problems += [] if restarts else [_find_end(faults, fault), _find_healing(fault)]
         for problem in filter(None, problems):
             raise FaultError(problem, text, fault.position)
     return faults
@@ -247,6 +248,13 @@ def _find_end(faults: Sequence[Fault], fault: Fault) -> str:
         if kill.kind == "kill" and kill.rank == fault.rank and _moment(kill) < _moment(fault):
             return f"rank {kill.rank} does not come to `{fault}`: `{kill}` ends it, and nothing starts it again"
     return ""
+
+
+def _find_healing(fault: Fault) -> str:
+    """Whether it waits for something that does not happen where workers stay; "" where it does not."""
+    if fault.phase != "healing":
+        return ""
+    return f"`{fault}`: the world is formed anew only where workers come and go: unisono run -n MIN:MAX"
 
 
 def _moment(fault: Fault) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from typing import Literal
 from unisono.runtime import status
 from unisono.runtime.fault_script import Fault, parse_script
 
-__all__ = ["Armed", "before_write", "find_armed", "listen"]
+__all__ = ["Armed", "before_write", "find_armed", "fire_in_healing", "listen"]
 
 _FOR_USERS, _FOR_WORKERS = "UNISONO_FAULTS", "UNISONO_WORKER_FAULTS"
 # Stops its parent, and lets it go on. The parent waits for the end of this: it does nothing before it is stopped.
@@ -47,6 +47,10 @@ class Armed:
         self.number, self.fault, self.rank = number, fault, rank
         self.fired = False
         self._lock = threading.Lock()  # writes and collectives have threads of their own
+
+    def is_due(self, step: int) -> bool:
+        """Whether it happens at this step: where workers are replaced, the first that this one comes to from then on."""
+        return step == self.fault.step or (step > self.fault.step and "UNISONO_PLACE" in os.environ)
 
     def fire(self, step: int) -> bool:
         """Say so, and let it happen; False where it has before. A full disk is for the caller to raise."""
@@ -96,6 +100,13 @@ def find_armed() -> list[Armed]:
         _armed = [Armed(int(number), fault, rank) for number, text in found.items() for fault in parse_script(text)]
         _writes[:] = [one for one in _armed if one.fault.kind == "full-disk" or one.fault.phase == "save"]
     return _armed
+
+
+def fire_in_healing(step: int) -> None:
+    """Called while the world is formed anew, after so many steps."""
+    for armed in find_armed():
+        if armed.fault.phase == "healing" and not armed.fired and step >= armed.fault.step:
+            armed.fire(step)
 
 
 def listen(listener: Callable[[Fault, int], None]) -> None:

@@ -64,8 +64,8 @@ class FaultWatch:
     def after_count(self) -> None:
         """The step has been counted."""
         for one in self._in_phase("step"):
-            if one.fault.kind in ("kill", "stop") and one.fault.step == self._ledger.step_count:
-                one.fire(one.fault.step)
+            if one.fault.kind in ("kill", "stop") and one.is_due(self._ledger.step_count):
+                one.fire(self._ledger.step_count)
 
     # Inside a step -----------------------------------------------------------------------------------------------
 
@@ -78,8 +78,8 @@ class FaultWatch:
 
     def _fire_now(self, phase: str) -> None:
         for one in self._in_phase(phase):
-            if one.fault.step == self._ledger.step_count + 1:
-                one.fire(one.fault.step)
+            if one.is_due(self._ledger.step_count + 1):
+                one.fire(self._ledger.step_count + 1)
 
     def _on_record(self, record: Record) -> None:
         """A collective has ended. Not every step has one: the first from that step on is the one that is meant."""

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono import rng
+from unisono.runtime import faults
 from unisono.runtime.membership import Seat
 from unisono.strategy.replica import Replica
 from unisono.world import PeerLost, World, join
@@ -338,6 +339,7 @@ class Healing:
                 "closed": self.elastic.is_closed,
             }
         )
+        faults.fire_in_healing(self.world.ledger.step_count)
         source = max(range(self.world.size), key=lambda r: (every[r]["commits"], -r))
         self._refuse_strangers(every, source)
         behind = every[source]["commits"] > self.commits or joins

@@ -23,7 +23,7 @@ from unisono.strategies.parameter_server.placement import (
 from unisono.strategies.parameter_server.protocol import Coder, LocalLink, RemoteLink
 from unisono.strategies.parameter_server.server import ByteLayout, Grads, Server, Settings, options_of
 from unisono.strategy import Change, ModelPart, PeriodicReplica
-from unisono.world import World
+from unisono.world import PeerLost, World
 
 if TYPE_CHECKING:
     from unisono.strategies.parameter_server import parameter_server

@@ -164,6 +164,10 @@ class Shard:
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's part of each global batch of the epoch, or of what a resumed epoch has left."""
+        return self._iterate(None)
+
+    def _iterate(self, limit: int | None) -> Iterator[Any]:
+        """One pass, up to so many batches from the first of epoch 0 on."""
         self._reader = me = self._reader + 1
         self.batch = self._first_batch
         feed: Iterator[tuple[Any, float]] | None = None
@@ -175,6 +179,8 @@ class Shard:
                     world.elastic.before_batch(self)
                 if self._is_cut:
                     break
+                if limit is not None and self.epoch * len(self) + self.batch >= limit:
+                    return
                 with world.ledger.span("data"):
                     if feed is None or moves != self._moves:  # moved: read on from the new place
                         feed, moves = self._read_batches(world), self._moves
@@ -197,6 +203,19 @@ class Shard:
         finally:
             if me == self._reader:
                 self._restore_weight()
+
+    def steps(self, count: int) -> Iterator[Any]:
+        """So many batches from the first of epoch 0 on, epoch after epoch: `for x, y in shard.steps(1000): ...`
+
+        It counts places in the data, not what it has given out: after a checkpoint was loaded it gives what is left, a
+        batch that is given out once more (where workers come and go) counts once, and all ranks end alike.
+        """
+        if self.samples is None:
+            raise TypeError(f"{self.name} reads an iterable dataset: its length is not known beforehand.")
+        each, at = len(self), self._first_batch
+        while self.epoch * each + at < count:
+            yield from self._iterate(count)
+            at = self.batch
 
     def _restore_weight(self) -> None:
         self._out = None

@@ -28,6 +28,7 @@ def launch(
     output: Mode = "auto",
     timeout_s: float | None = None,
     faults: str | None = None,
+    least: int | None = None,
 ) -> list[T]:
     """Run `fn(*args, **kwargs)` in `workers` new processes, on this host or on an engine, and return their results in
     rank order (None of one that ended with `sys.exit(0)`).
@@ -47,6 +48,8 @@ def launch(
         timeout_s: stop the workers and raise TimeoutError after so many seconds.
         faults: a fault script such as "kill 1@40", for tests of what happens then; None: that of UNISONO_FAULTS, if
             any. A fault that did not fire is a WorkerError.
+        least: workers that are lost are replaced, and training goes on meanwhile while there are so many; None: a
+            worker that is lost ends the run. On this host only.
 
     Raises WorkerError with one report when a worker fails; the others are stopped. When it returns or raises, no
     process of theirs is left. An engine that is not installed, not reachable or too small raises EngineError.
@@ -67,11 +70,21 @@ def launch(
 
         if not isinstance(on, Engine):
             raise TypeError(f"launch: got on={on!r}; expected an engine of un.on, such as un.on.mpi()")
+        if least is not None:
+            raise ValueError("launch: got least= with on=; workers are replaced on this host only")
         return on.call(
             fn, workers, tuple(args), kwargs, threads=threads, output=output, timeout_s=timeout_s, faults=faults
         )
     return run_function(
-        fn, workers, tuple(args), dict(kwargs or {}), threads=threads, output=output, timeout_s=timeout_s, faults=faults
+        fn,
+        workers,
+        tuple(args),
+        dict(kwargs or {}),
+        threads=threads,
+        output=output,
+        timeout_s=timeout_s,
+        faults=faults,
+        least=least,
     )
 
 

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from unisono.launchers.failures import WorkerError, format_preemption
-from unisono.launchers.job import Job, TimedOut
-from unisono.launchers.local import LocalRun
+from unisono.launchers.job import ComeAndGo, Job, TimedOut
+from unisono.launchers.local import LocalRun, open_run
 from unisono.launchers.output import MODES, Mode
 from unisono.runtime.memfd import anonymous_file
 
@@ -41,9 +41,12 @@ def run_function(
     output: Mode,
     timeout_s: float | None,
     faults: str | None,
+    least: int | None = None,
 ) -> list[T]:
     """See `unisono.launchers.launch`."""
     _check(fn, workers, threads, output, timeout_s)
+    if least is not None and not (isinstance(least, int) and 1 <= least <= workers):
+        raise ValueError(f"launch: got least={least!r}; expected a whole number from 1 to workers={workers}")
     payload = _pack(fn, args, kwargs)
     descriptors = [anonymous_file("unisono-function")]
     try:
@@ -60,8 +63,9 @@ def run_function(
             result_fds=descriptors[1:],
             start="fork" if "torch" in sys.modules else "fresh",
             faults=faults,
+            elastic=None if least is None else ComeAndGo(least, workers),
         )
-        _supervise(job, LocalRun(job))
+        _supervise(job, open_run(job))
         return [_result(rank, fd) for rank, fd in enumerate(job.result_fds)]
     finally:
         for fd in descriptors:

@@ -4,6 +4,9 @@ A world has generations. Workers of a generation are members; a worker that was 
 generation takes it in. Whoever finds that a peer is lost comes and waits; so does a newcomer that is ready. Another
 generation is formed when every member that lives has come: so no member can go on in the old one, and each worker is
 in one generation at a time. There is one coordinator, in the launcher: whom it takes in is agreed on by that alone.
+
+A newcomer begins with a batch. So it is taken in only when all members are about to ask for one, or are between two
+passes: they have come "open". From anywhere else they go on among themselves first, also if they are few.
 """
 
 from __future__ import annotations
@@ -79,6 +82,7 @@ class Coordinator:
     members: list[int] = field(default_factory=list)  # of this generation, those that live, by their ranks
     newcomers: list[int] = field(default_factory=list)
     waiting: set[int] = field(default_factory=set)  # those that have come
+    closed: set[int] = field(default_factory=set)  # of these, members that are in the middle of a step
     ending: bool = False  # a member has ended its program well: nobody comes any more
     replaces: bool = True  # whether workers are started in place of lost ones
     too_few: bool = False  # those left have been told to leave
@@ -99,10 +103,12 @@ class Coordinator:
         """A newcomer has been started."""
         self.newcomers.append(worker)
 
-    def came(self, worker: int) -> None:
-        """A worker waits for the next generation."""
+    def came(self, worker: int, *, is_open: bool = True) -> None:
+        """A worker waits for the next generation; `is_open`: newcomers may be taken in where it is."""
         if worker in self.members or worker in self.newcomers:
             self.waiting.add(worker)
+            if not is_open:
+                self.closed.add(worker)
 
     def settled(self, worker: int) -> None:
         """A worker trains in this generation."""
@@ -121,6 +127,7 @@ class Coordinator:
             if worker in group:
                 group.remove(worker)
         self.waiting.discard(worker)
+        self.closed.discard(worker)
         self._new.discard(worker)
         if well and was_member:
             self.ending = True
@@ -166,14 +173,19 @@ class Coordinator:
     def _is_due(self) -> bool:
         """Whether there has to be another generation."""
         lost = any(worker in self.waiting for worker in self.members)
-        return lost or bool(self._ready()) or len(self.members) > self.wanted
+        return lost or bool(self._ready()) or len(self.members) > self.wanted or self._is_short(len(self.members))
+
+    def _is_short(self, total: int) -> bool:
+        """Whether so many are fewer than there have to be."""
+        return total < min(self.least, self.wanted) and not self.ending and not self.too_few
 
     def _form(self, now: float) -> list[Action]:
         staying = self.members[: self.wanted]
-        ready = self._ready()
+        is_open = not self.closed.intersection(staying)
+        ready = self._ready() if is_open else []
         total = len(staying) + len(ready)
         actions: list[Action] = []
-        if total < min(self.least, self.wanted) and not self.ending and not self.too_few:
+        if is_open and self._is_short(total):
             if self._short_since is None:
                 self._short_since = now
             hope = self.replaces or any(worker not in self.waiting for worker in self.newcomers)
@@ -182,7 +194,9 @@ class Coordinator:
             self.too_few = True
             ready = self._ready()
             actions.append(TooFew(total))
-        self._short_since, self._lost = None, False
+        if is_open:
+            self._short_since = None
+        self._lost = False
         dismissed = self.members[self.wanted :]
         self.generation += 1
         self._summoned = self.generation
@@ -190,5 +204,6 @@ class Coordinator:
         self._new |= set(ready)
         self.newcomers = [worker for worker in self.newcomers if worker not in ready]
         self.waiting -= {*self.members, *dismissed}
+        self.closed.clear()
         actions += [Dismiss(worker) for worker in dismissed]
         return [*actions, Form(self.generation, tuple(self.members))]

@@ -54,6 +54,7 @@ class ElasticRun(LocalRun):
         self._fresh_since = self._looked  # this process itself was not stopped since
         self._step = -1
         self._losses: list[Failure] = []
+        self._heartbeat_s = float(os.environ.get("UNISONO_HEARTBEAT_S", job.elastic.heartbeat_s))
         self._results = anonymous_file("unisono-results")
         self._unwanted: set[int] = set()  # told to end
         self._have_saved = False
@@ -107,7 +108,7 @@ class ElasticRun(LocalRun):
 
     def _watch(self) -> None:
         while any(worker.exited is None for worker in self._workers):
-            if any(worker.failure for worker in self._workers):
+            if self._step < 0 and any(worker.failure for worker in self._workers):
                 return super()._watch()
             now = time.monotonic()
             if self.job.timeout_s is not None and now >= self._begin + self.job.timeout_s:
@@ -183,7 +184,7 @@ class ElasticRun(LocalRun):
             self._selector.unregister(line.sock)
         elif message["kind"] == "come":
             line.came = time.monotonic()
-            self.coordinator.came(line.worker)
+            self.coordinator.came(line.worker, is_open=message["open"])
         elif message["kind"] == "settled":
             self.coordinator.settled(line.worker)
 
@@ -203,7 +204,7 @@ class ElasticRun(LocalRun):
             waited_s = now - min(some_wait) if some_wait and line.came is None else 0.0
             if line.child.exited is not None or line.worker not in self.coordinator.members:
                 continue
-            if silent_s > self.elastic.heartbeat_s:
+            if silent_s > self._heartbeat_s:
                 self._end_hung(line, f"has stood still for {silent_s:.0f} s (SIGSTOP, or no time to run)")
             elif waited_s > self.elastic.stuck_s:
                 self._end_hung(line, f"did not come for {waited_s:.0f} s while others waited")

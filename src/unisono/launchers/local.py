@@ -42,7 +42,7 @@ from unisono.launchers.store import HostedStore
 from unisono.runtime.memfd import anonymous_file
 from unisono.runtime.status import StatusPage
 
-__all__ = ["LocalRun"]
+__all__ = ["LocalRun", "open_run"]
 
 _TICK_S = 0.02
 # Signals sent to the workers' main processes, and when (seconds after the decision to stop).
@@ -365,3 +365,12 @@ class LocalRun:
         if status.doing:
             parts.append(f"doing: {status.doing} (since {max(0.0, now - status.doing_since):.1f} s)")
         return ", ".join(parts)
+
+
+def open_run(job: Job) -> LocalRun:
+    """The run of a job on this host."""
+    if job.elastic is None:
+        return LocalRun(job)
+    from unisono.launchers.elastic import ElasticRun
+
+    return ElasticRun(job)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from unisono.launchers.failures import Outcome, format_preemption
 from unisono.launchers.job import Job
-from unisono.launchers.local import LocalRun
+from unisono.launchers.local import open_run
 from unisono.launchers.output import Output, OutputClosed
 
 __all__ = ["Run", "run_in_terminal"]
@@ -38,15 +38,6 @@ class _Interrupted(BaseException):
 
     def __init__(self, text: str) -> None:
         self.text, self.time = text, time.monotonic()
-
-
-def open_run(job: Job) -> LocalRun:
-    """The run of a job on this host."""
-    if job.elastic is None:
-        return LocalRun(job)
-    from unisono.launchers.elastic import ElasticRun
-
-    return ElasticRun(job)
 
 
 def run_in_terminal(job: Job, run: Run | None = None) -> int:

@@ -104,9 +104,12 @@ class Membership:
         """Whether the launcher calls all to another generation."""
         return status.read_summons() > self.generation
 
-    def come(self, **facts: Any) -> Seat:
-        """Wait for the next generation; Dismissed where that goes on without this worker."""
-        send(self._sock, {"kind": "come", "generation": self.generation, **facts})
+    def come(self, *, is_open: bool = True) -> Seat:
+        """Wait for the next generation; Dismissed where that goes on without this worker.
+
+        `is_open`: another worker may begin where this one is.
+        """
+        send(self._sock, {"kind": "come", "generation": self.generation, "open": is_open})
         message, fds = receive(self._sock)
         if message is None:
             raise Dismissed("the launcher has ended")

@@ -219,8 +219,9 @@ class Healing:
                 run()
         except PeerLost as error:
             self.elastic.broken = error
-        if self.elastic.broken is not None or self.elastic.membership.is_summoned:
-            self.heal()
+        no_batches = not self.world.shards  # else the next batch is the place
+        if self.elastic.broken is not None or (no_batches and self.elastic.membership.is_summoned):
+            self.heal(is_open=no_batches)
 
     def _commit(self) -> None:
         self.commits += 1
@@ -234,8 +235,11 @@ class Healing:
     def before_batch(self, shard: Batches) -> None:
         """A batch is asked for: a place to be let in at, and to heal what the steps have not."""
         while True:
-            if self.elastic.is_joining or self.elastic.broken is not None:
-                self.heal()
+            others_out = any(other.is_out for other in self.world.shards.values() if other is not shard)
+            is_open = not others_out and (shard.name in self._trained or not self._trained)
+            summoned = is_open and self.elastic.membership.is_summoned
+            if self.elastic.is_joining or self.elastic.broken is not None or summoned:
+                self.heal(is_open=is_open)
             if self._is_late and not self._has_caught_up(shard):
                 shard.cut()
                 return
@@ -286,8 +290,13 @@ class Healing:
 
     # Another generation ------------------------------------------------------------------------------------------
 
-    def heal(self) -> None:
-        """Go on in the next generation of the world; see the top of this file."""
+    def heal(self, *, is_open: bool | None = None) -> None:
+        """Go on in the next generation of the world; see the top of this file.
+
+        `is_open`: whether one who comes may begin here; None: in a call of the program, as it is between two passes.
+        """
+        if is_open is None:
+            is_open = self.elastic.in_call and not any(shard.is_out for shard in self.world.shards.values())
         why = self.elastic.broken or PeerLost("the world is formed anew")
         if self._open is not None and self._open.schedules is None:
             self._open.schedules = self.read_schedules()
@@ -296,7 +305,7 @@ class Healing:
         with self.elastic.inside():
             while True:
                 self.world.abandon(why)
-                seat = self.elastic.membership.come(commits=self.commits)
+                seat = self.elastic.membership.come(is_open=is_open)
                 attempts[seat.pids] += 1
                 try:
                     self._enter(seat)

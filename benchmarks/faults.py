@@ -1,0 +1,269 @@
+"""Workers that are killed while they train: 100 times in one run of 4, at every moment of a step, and what it costs.
+
+The model is trained in double precision, once undisturbed and once with the kills. One parameter counts how often each
+sample is part of a step: its gradient is the sample's share of the batch. Recovery is the time from a worker's end to
+the first step that was made after it, in a world that was formed anew; the start of a replacement, a fork here, is part
+of it where the world waits for it (--least 4).
+
+Keys: kills, recovered, weights_equal (to 1e-9 of the largest; `difference` is the largest difference), samples_lost,
+samples_repeated, median_recovery_s, worst_recovery_s, kills_by_phase; hung_recovered (a worker stands still),
+two_at_once_recovered; with --soak S: soak_s, soak_kills, and growth of launcher and of a worker that is never killed
+from the end of the first fifth to the end: launcher_mb, launcher_handles, worker_mb, worker_handles, worker_threads;
+with --hostile: hostile_sent, hostile_refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from measure import finish
+
+PHASES = ("forward", "backward", "exchange", "step", "save", "healing")
+SAMPLES, BATCH = 240, 24
+
+
+def train(folder: str, steps: int, saves_every: int, sleep_s: float) -> dict[str, Any]:
+    """In each worker: the model at the end, and when this worker made which step."""
+    import torch
+
+    import unisono as un
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    world = un.join(device="cpu")
+    net = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).double()
+    net.register_parameter("uses", torch.nn.Parameter(torch.zeros(SAMPLES, dtype=torch.float64)))
+    groups = [{"params": [*net[0].parameters(), *net[2].parameters()], "lr": 0.05, "momentum": 0.9}]
+    optimizer = torch.optim.SGD([*groups, {"params": [net.uses], "lr": 1.0}])
+    replica = un.parallel(net, optimizer, "allreduce")
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(SAMPLES, 16, generator=generator, dtype=torch.float64)
+    shard = un.shard((x, x.sum(1, keepdim=True).sin(), torch.arange(SAMPLES)), BATCH)
+    log = open(Path(folder) / f"{os.getpid()}.log", "w", buffering=1)  # noqa: SIM115 - until the worker is killed
+    for inputs, target, which in shard.steps(steps):
+        optimizer.zero_grad()
+        loss = (net(inputs) - target).square().mean()
+        (loss - net.uses[which].mean()).backward()
+        optimizer.step()
+        log.write(f"{time.monotonic()} {replica.step}\n")
+        if replica.step % saves_every == 0:
+            un.save(Path(folder) / "checkpoint", replica, keep=1)
+        time.sleep(sleep_s)
+    state = {name: value.detach().clone() for name, value in net.state_dict().items()}
+    return {"state": state, "steps": replica.step, "size": world.size}
+
+
+def write_script(kills: int, steps: int, workers: int, seed: int) -> str:
+    """So many kills, spread over the run, of all ranks and in all phases."""
+    draw = random.Random(seed)
+    at = sorted(draw.sample(range(3, steps - 12), kills))
+    faults: list[str] = []
+    for number, step in enumerate(at):
+        phase = PHASES[number % len(PHASES)] if number < kills - 3 else "step"  # so that there is healing after all
+        faults.append(f"kill {draw.randrange(workers)}@{step}" + ("" if phase == "step" else f" in {phase}"))
+    return "; ".join(dict.fromkeys(faults))
+
+
+def find_recoveries(folder: str, losses: list[float]) -> list[float | None]:
+    """Of each loss, the seconds to the first step that any worker made after it."""
+    made = sorted(
+        float(line.split()[0])
+        for file in Path(folder).glob("*.log")
+        for line in file.read_text().splitlines()
+        if len(line.split()) == 2
+    )
+    found: list[float | None] = []
+    for loss in losses:
+        later = [at for at in made if at > loss]
+        found.append(later[0] - loss if later else None)
+    return found
+
+
+def run(
+    folder: str, *, workers: int, least: int, steps: int, faults: str, saves_every: int = 10, sleep_s: float = 0.0
+) -> tuple[list[dict[str, Any]], list[float]]:
+    """The workers' results, and when workers were lost."""
+    from unisono.launchers import elastic
+
+    losses: list[float] = []
+    note = elastic.ElasticRun._note_loss
+
+    def watch(self: elastic.ElasticRun, worker: Any, was_member: bool) -> None:
+        losses.append(worker.failure.time)
+        note(self, worker, was_member)
+
+    import unisono as un
+
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    elastic.ElasticRun._note_loss = watch  # type: ignore[method-assign]
+    try:
+        results = un.launch(
+            partial(train, folder, steps, saves_every, sleep_s),
+            workers=workers,
+            threads=1,
+            output="rank0",
+            faults=faults,
+            least=least,
+        )
+    finally:
+        elastic.ElasticRun._note_loss = note  # type: ignore[method-assign]
+    return results, losses
+
+
+def compare(results: list[dict[str, Any]], undisturbed: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Weights, and how often each sample was used."""
+    import torch
+
+    expected = undisturbed["state"]
+    scale = max(float(value.abs().max()) for value in expected.values())
+    apart = max(
+        float((result["state"][name] - value).abs().max()) for result in results for name, value in expected.items()
+    )
+    uses = results[0]["state"]["uses"] * BATCH  # the learning rate of that parameter is 1
+    due = expected["uses"] * BATCH
+    assert torch.allclose(due.round(), due, atol=1e-6), "the undisturbed run itself counts whole uses"
+    off = (uses - due).round()
+    return {
+        "weights_equal": apart <= 1e-9 * scale and all(result["steps"] == steps for result in results),
+        "difference": apart,
+        "samples_lost": int(-off[off < 0].sum()),
+        "samples_repeated": int(off[off > 0].sum()),
+    }
+
+
+def kill_many(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """The main figure."""
+    steps = asked.steps
+    undisturbed, _ = run(f"{folder}/plain", workers=asked.workers, least=asked.workers, steps=steps, faults="")
+    script = write_script(asked.kills, steps, asked.workers, asked.seed)
+    print(f"{script.count('kill')} kills over {steps} steps", flush=True)
+    results, losses = run(
+        f"{folder}/killed", workers=asked.workers, least=asked.least, steps=steps, faults=script, sleep_s=asked.sleep
+    )
+    recoveries = find_recoveries(f"{folder}/killed", losses)
+    known = [seconds for seconds in recoveries if seconds is not None]
+    phases = {phase: sum(fault.endswith(f"in {phase}") for fault in script.split("; ")) for phase in PHASES}
+    phases["step"] = script.count("kill") - sum(phases.values())
+    return {
+        "workers": asked.workers,
+        "least": asked.least,
+        "steps": steps,
+        "kills": len(losses),
+        "recovered": len(known),
+        **compare(results, undisturbed[0], steps),
+        "median_recovery_s": statistics.median(known) if known else float("nan"),
+        "worst_recovery_s": max(known, default=float("nan")),
+        "kills_by_phase": phases,
+    }
+
+
+def other_faults(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """A worker that stands still, and two that are killed at once."""
+    steps = 60
+    undisturbed, _ = run(f"{folder}/short", workers=asked.workers, least=1, steps=steps, faults="")
+    os.environ["UNISONO_HEARTBEAT_S"] = "2"
+    try:
+        found: dict[str, Any] = {}
+        for name, script in (("hung", "stop 1@20 for 600s"), ("two_at_once", "kill 1@20; kill 2@20")):
+            results, losses = run(
+                f"{folder}/{name}", workers=asked.workers, least=1, steps=steps, faults=script, sleep_s=0.01
+            )
+            same = compare(results, undisturbed[0], steps)
+            whole = same["samples_lost"] == same["samples_repeated"] == 0
+            known = [seconds for seconds in find_recoveries(f"{folder}/{name}", losses) if seconds is not None]
+            found[f"{name}_recovered"] = bool(same["weights_equal"] and whole and len(known) == len(losses) > 0)
+            found[f"{name}_recovery_s"] = max(known, default=float("nan"))
+    finally:
+        del os.environ["UNISONO_HEARTBEAT_S"]
+    return found
+
+
+def measure_process(pid: int) -> tuple[float, int, int]:
+    """Resident MB, open files, threads."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6, len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
+
+
+def soak(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """A kill every few seconds, of any worker but one."""
+    from unisono.launchers import elastic
+
+    runs: list[elastic.ElasticRun] = []
+    begin = elastic.ElasticRun._start
+
+    def watch(self: elastic.ElasticRun) -> None:
+        begin(self)
+        runs.append(self)
+
+    elastic.ElasticRun._start = watch  # type: ignore[method-assign]
+    seen: list[tuple[float, ...]] = []
+    kills, stop = [0], threading.Event()
+
+    def killer() -> None:
+        draw, began = random.Random(asked.seed), time.monotonic()
+        while not runs:
+            time.sleep(0.1)
+        keeper = next(iter(runs[0]._lines.values()))
+        while not stop.wait(asked.every):
+            victims = [line for line in list(runs[0]._lines.values()) if line is not keeper]
+            if victims:
+                draw.choice(victims).child.send(signal.SIGKILL)
+                kills[0] += 1
+            if keeper.child.exited is None:
+                seen.append((time.monotonic() - began, *measure_process(os.getpid()), *measure_process(keeper.child.process.pid)))
+
+    thread = threading.Thread(target=killer, daemon=True)
+    thread.start()
+    steps = int(asked.soak * asked.soak_rate)
+    try:
+        results, losses = run(
+            f"{folder}/soak", workers=asked.workers, least=1, steps=steps, faults="", saves_every=200, sleep_s=1 / asked.soak_rate
+        )
+    finally:
+        stop.set()
+        thread.join()
+        elastic.ElasticRun._start = begin  # type: ignore[method-assign]
+    first = next(row for row in seen if row[0] >= seen[-1][0] / 5)
+    grown = [b - a for a, b in zip(first, seen[-1], strict=True)]
+    names = ("soak_s", "launcher_mb", "launcher_handles", "launcher_threads", "worker_mb", "worker_handles", "worker_threads")
+    undisturbed, _ = run(f"{folder}/soakplain", workers=asked.workers, least=1, steps=steps, faults="", saves_every=10**9)
+    same = compare(results, undisturbed[0], steps)
+    return {**dict(zip(names, grown, strict=True)), "soak_s": seen[-1][0], "soak_kills": kills[0]} | {
+        f"soak_{name}": value for name, value in same.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--least", type=int, default=2, help="go on with so many, while a replacement starts")
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--sleep", type=float, default=0.02, help="seconds beside each step, so that there is time for kills")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--soak", type=float, default=0.0, metavar="S", help="instead: so many seconds with a kill now and then")
+    parser.add_argument("--every", type=float, default=5.0, help="seconds between the kills of --soak")
+    parser.add_argument("--soak-rate", type=float, default=50.0, help="steps a second of --soak, at most")
+    asked = parser.parse_args()
+    import torch  # noqa: F401 - so that workers are forked
+
+    with tempfile.TemporaryDirectory() as folder:
+        results = soak(asked, folder) if asked.soak else kill_many(asked, folder) | other_faults(asked, folder)
+    finish(results)
+
+
+if __name__ == "__main__":
+    main()

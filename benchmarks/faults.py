@@ -33,6 +33,7 @@ from measure import finish
 
 PHASES = ("forward", "backward", "exchange", "step", "save", "healing")
 SAMPLES, BATCH = 240, 24
+Loss = tuple[float, int]  # when, and in which generation of the world
 
 
 def train(folder: str, steps: int, saves_every: int, sleep_s: float) -> dict[str, Any]:
@@ -58,7 +59,7 @@ def train(folder: str, steps: int, saves_every: int, sleep_s: float) -> dict[str
         loss = (net(inputs) - target).square().mean()
         (loss - net.uses[which].mean()).backward()
         optimizer.step()
-        log.write(f"{time.monotonic()} {replica.step}\n")
+        log.write(f"{time.monotonic()} {world.elastic.membership.generation}\n")
         if replica.step % saves_every == 0:
             un.save(Path(folder) / "checkpoint", replica, keep=1)
         time.sleep(sleep_s)
@@ -77,32 +78,32 @@ def write_script(kills: int, steps: int, workers: int, seed: int) -> str:
     return "; ".join(dict.fromkeys(faults))
 
 
-def find_recoveries(folder: str, losses: list[float]) -> list[float | None]:
-    """Of each loss, the seconds to the first step that any worker made after it."""
-    made = sorted(
-        float(line.split()[0])
-        for file in Path(folder).glob("*.log")
-        for line in file.read_text().splitlines()
-        if len(line.split()) == 2
-    )
-    found: list[float | None] = []
-    for loss in losses:
-        later = [at for at in made if at > loss]
-        found.append(later[0] - loss if later else None)
+def find_recoveries(folder: str, losses: list[Loss]) -> list[float]:
+    """Of each loss, the seconds to the first step that was made in a generation of the world after it, if any was."""
+    made: dict[int, float] = {}  # generation: its first step
+    for file in Path(folder).glob("*.log"):
+        for line in file.read_text().splitlines():
+            words = line.split()
+            if len(words) == 2:  # else the worker was killed as it wrote
+                made[int(words[1])] = min(float(words[0]), made.get(int(words[1]), float("inf")))
+    found = []
+    for when, generation in losses:
+        later = [at for number, at in made.items() if number > generation]
+        found += [min(later) - when] if later else []
     return found
 
 
 def run(
     folder: str, *, workers: int, least: int, steps: int, faults: str, saves_every: int = 10, sleep_s: float = 0.0
-) -> tuple[list[dict[str, Any]], list[float]]:
+) -> tuple[list[dict[str, Any]], list[Loss]]:
     """The workers' results, and when workers were lost."""
     from unisono.launchers import elastic
 
-    losses: list[float] = []
+    losses: list[Loss] = []
     note = elastic.ElasticRun._note_loss
 
     def watch(self: elastic.ElasticRun, worker: Any, was_member: bool) -> None:
-        losses.append(worker.failure.time)
+        losses.append((worker.failure.time, self.coordinator.generation))
         note(self, worker, was_member)
 
     import unisono as un
@@ -153,8 +154,7 @@ def kill_many(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
     results, losses = run(
         f"{folder}/killed", workers=asked.workers, least=asked.least, steps=steps, faults=script, sleep_s=asked.sleep
     )
-    recoveries = find_recoveries(f"{folder}/killed", losses)
-    known = [seconds for seconds in recoveries if seconds is not None]
+    known = find_recoveries(f"{folder}/killed", losses)
     phases = {phase: sum(fault.endswith(f"in {phase}") for fault in script.split("; ")) for phase in PHASES}
     phases["step"] = script.count("kill") - sum(phases.values())
     return {
@@ -183,7 +183,7 @@ def other_faults(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
             )
             same = compare(results, undisturbed[0], steps)
             whole = same["samples_lost"] == same["samples_repeated"] == 0
-            known = [seconds for seconds in find_recoveries(f"{folder}/{name}", losses) if seconds is not None]
+            known = find_recoveries(f"{folder}/{name}", losses)
             found[f"{name}_recovered"] = bool(same["weights_equal"] and whole and len(known) == len(losses) > 0)
             found[f"{name}_recovery_s"] = max(known, default=float("nan"))
     finally:

@@ -36,6 +36,7 @@ class _Line:
     child: Child
     sock: socket.socket
     came: float | None = None  # since when it waits
+    is_hung: bool = False  # and is being killed for it
 
 
 class ElasticRun(LocalRun):
@@ -210,6 +211,9 @@ class ElasticRun(LocalRun):
                 self._end_hung(line, f"did not come for {waited_s:.0f} s while others waited")
 
     def _end_hung(self, line: _Line, why: str) -> None:
+        if line.is_hung:
+            return
+        line.is_hung = True
         self.output.say(f"unisono: worker {line.child.rank} (process {line.child.process.pid}) {why}: it is replaced")
         line.child.send(signal.SIGKILL)
 

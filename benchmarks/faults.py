@@ -100,16 +100,16 @@ def run(
     from unisono.launchers import elastic
 
     losses: list[Loss] = []
-    note = elastic.ElasticRun._note_loss
+    note = elastic.Members._note_loss
 
-    def watch(self: elastic.ElasticRun, worker: Any, was_member: bool) -> None:
+    def watch(self: elastic.Members, worker: Any, was_member: bool) -> None:
         losses.append((worker.failure.time, self.coordinator.generation))
         note(self, worker, was_member)
 
     import unisono as un
 
     Path(folder).mkdir(parents=True, exist_ok=True)
-    elastic.ElasticRun._note_loss = watch  # type: ignore[method-assign]
+    elastic.Members._note_loss = watch  # type: ignore[method-assign]
     try:
         results = un.launch(
             partial(train, folder, steps, saves_every, sleep_s),
@@ -120,7 +120,7 @@ def run(
             least=least,
         )
     finally:
-        elastic.ElasticRun._note_loss = note  # type: ignore[method-assign]
+        elastic.Members._note_loss = note  # type: ignore[method-assign]
     return results, losses
 
 
@@ -194,21 +194,25 @@ def other_faults(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
 def measure_process(pid: int) -> tuple[float, int, int]:
     """Resident MB, open files, threads."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6, len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
+    return (
+        pages * os.sysconf("SC_PAGE_SIZE") / 1e6,
+        len(os.listdir(f"/proc/{pid}/fd")),
+        len(os.listdir(f"/proc/{pid}/task")),
+    )
 
 
 def soak(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
     """A kill every few seconds, of any worker but one."""
     from unisono.launchers import elastic
 
-    runs: list[elastic.ElasticRun] = []
-    begin = elastic.ElasticRun._start
+    runs: list[elastic.Members] = []
+    begin = elastic.Members.begin
 
-    def watch(self: elastic.ElasticRun) -> None:
+    def watch(self: elastic.Members) -> None:
         begin(self)
         runs.append(self)
 
-    elastic.ElasticRun._start = watch  # type: ignore[method-assign]
+    elastic.Members.begin = watch  # type: ignore[method-assign]
     seen: list[tuple[float, ...]] = []
     kills, stop = [0], threading.Event()
 
@@ -216,30 +220,52 @@ def soak(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
         draw, began = random.Random(asked.seed), time.monotonic()
         while not runs:
             time.sleep(0.1)
-        keeper = next(iter(runs[0]._lines.values()))
+        keeper = next(iter(runs[0].lines.values()))
         while not stop.wait(asked.every):
-            victims = [line for line in list(runs[0]._lines.values()) if line is not keeper]
+            victims = [line for line in list(runs[0].lines.values()) if line is not keeper]
             if victims:
                 draw.choice(victims).child.send(signal.SIGKILL)
                 kills[0] += 1
             if keeper.child.exited is None:
-                seen.append((time.monotonic() - began, *measure_process(os.getpid()), *measure_process(keeper.child.process.pid)))
+                seen.append(
+                    (
+                        time.monotonic() - began,
+                        *measure_process(os.getpid()),
+                        *measure_process(keeper.child.process.pid),
+                    )
+                )
 
     thread = threading.Thread(target=killer, daemon=True)
     thread.start()
     steps = int(asked.soak * asked.soak_rate)
     try:
         results, losses = run(
-            f"{folder}/soak", workers=asked.workers, least=1, steps=steps, faults="", saves_every=200, sleep_s=1 / asked.soak_rate
+            f"{folder}/soak",
+            workers=asked.workers,
+            least=1,
+            steps=steps,
+            faults="",
+            saves_every=200,
+            sleep_s=1 / asked.soak_rate,
         )
     finally:
         stop.set()
         thread.join()
-        elastic.ElasticRun._start = begin  # type: ignore[method-assign]
+        elastic.Members.begin = begin  # type: ignore[method-assign]
     first = next(row for row in seen if row[0] >= seen[-1][0] / 5)
     grown = [b - a for a, b in zip(first, seen[-1], strict=True)]
-    names = ("soak_s", "launcher_mb", "launcher_handles", "launcher_threads", "worker_mb", "worker_handles", "worker_threads")
-    undisturbed, _ = run(f"{folder}/soakplain", workers=asked.workers, least=1, steps=steps, faults="", saves_every=10**9)
+    names = (
+        "soak_s",
+        "launcher_mb",
+        "launcher_handles",
+        "launcher_threads",
+        "worker_mb",
+        "worker_handles",
+        "worker_threads",
+    )
+    undisturbed, _ = run(
+        f"{folder}/soakplain", workers=asked.workers, least=1, steps=steps, faults="", saves_every=10**9
+    )
     same = compare(results, undisturbed[0], steps)
     return {**dict(zip(names, grown, strict=True)), "soak_s": seen[-1][0], "soak_kills": kills[0]} | {
         f"soak_{name}": value for name, value in same.items()
@@ -252,9 +278,13 @@ def main() -> None:
     parser.add_argument("--least", type=int, default=2, help="go on with so many, while a replacement starts")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--sleep", type=float, default=0.02, help="seconds beside each step, so that there is time for kills")
+    parser.add_argument(
+        "--sleep", type=float, default=0.02, help="seconds beside each step, so that there is time for kills"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--soak", type=float, default=0.0, metavar="S", help="instead: so many seconds with a kill now and then")
+    parser.add_argument(
+        "--soak", type=float, default=0.0, metavar="S", help="instead: so many seconds with a kill now and then"
+    )
     parser.add_argument("--every", type=float, default=5.0, help="seconds between the kills of --soak")
     parser.add_argument("--soak-rate", type=float, default=50.0, help="steps a second of --soak, at most")
     asked = parser.parse_args()

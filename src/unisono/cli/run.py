@@ -27,6 +27,9 @@ Options for unisono come before the program; everything after it is the program'
 are stopped, one report says which and why, and the exit status is that worker's (128 + number after a signal). Ctrl-C
 stops everything within 2 seconds (a second Ctrl-C at once). No process that a worker started outlives the run.
 
+With -n MIN:MAX, a worker that is lost does not end the run: MAX workers are started, the others go on from the step
+that they are in while there are MIN of them, and a replacement joins them. See docs/elastic.md.
+
 SIGTERM stops it too; but workers that use un.Trainer with a checkpoint folder, or un.preempted(), first save and leave
 after the same step. They have --grace for it, the exit status is 143, and the same command goes on from there. A second
 SIGTERM stops everything.
@@ -41,7 +44,7 @@ output:
 
 faults, separated by ;
   kill 2@40              rank 2 kills itself (SIGKILL) at step 40
-  kill 2@40 in save      inside it: forward, backward, exchange, step (the default: as it is counted), save
+  kill 2@40 in save      inside it: forward, backward, exchange, step (the default: as it is counted), save, healing
   stop 1@60 for 5s       SIGSTOP, and SIGCONT five seconds later
   slow 3 x4@80-120       each of these steps takes four times as long
   full-disk@200          the next write of un.save or of an offload fails; of one rank: full-disk 1@200
@@ -49,6 +52,7 @@ faults, separated by ;
 examples:
   unisono run -n 4 train.py --epochs 3
   unisono run -n 4 --faults "kill 2@40" train.py
+  unisono run -n 2:4 train.py
   unisono run -n 4 --output files --output-dir logs train.py
   unisono run -n 2 -m project.train --lr 0.1
   unisono run --on mpi -n 8 --hosts a:4,b:4 train.py
@@ -101,12 +105,6 @@ def add_command(commands: Commands) -> None:
         metavar="TEXT",
         help="let workers fail at given steps, see below; one that did not fire is an error; default: UNISONO_FAULTS",
     )
-    for name, default, what in (
-        ("heartbeat", ComeAndGo.heartbeat_s, "with MIN:MAX, a worker that stands still for longer is replaced"),
-        ("deadline", ComeAndGo.stuck_s, "with MIN:MAX, so is one that others have waited for so long"),
-        ("patience", ComeAndGo.patience_s, "with MIN:MAX, how long fewer than MIN wait; then they save and leave"),
-    ):
-        parser.add_argument(f"--{name}", type=_parse_seconds, metavar="S", help=f"{what}; default: {default:g}s")
     parser.add_argument(
         "--grace",
         type=_parse_seconds,
@@ -116,6 +114,7 @@ def add_command(commands: Commands) -> None:
         "take to save and leave: 90, 90s, 2m; 0: stop at once; default: 25s, as Slurm and Kubernetes kill after 30",
     )
     parser.add_argument("--output-dir", metavar="DIR", help="where --output files writes; default: unisono-output")
+    _add_elastic_options(parser)
     _add_engine_options(parser)
     parser.add_argument("program", nargs="?", metavar="script.py", help="the program (a module's name with -m)")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the program's own arguments")
@@ -223,6 +222,17 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "wait_s": {"type": _parse_whole, "metavar": "S", "help": "how long to wait for room (slurm, ray, spark)"},
     "options": {"type": shlex.split, "metavar": "TEXT", "help": "more options for mpirun, srun, torchrun or ssh"},
 }
+
+
+def _add_elastic_options(parser: argparse.ArgumentParser) -> None:
+    """What goes with `-n MIN:MAX`."""
+    group = parser.add_argument_group("workers that come and go (-n MIN:MAX)")
+    for name, default, what in (
+        ("heartbeat", ComeAndGo.heartbeat_s, "a worker that stands still for longer is replaced"),
+        ("deadline", ComeAndGo.stuck_s, "so is one that others have waited for so long"),
+        ("patience", ComeAndGo.patience_s, "how long fewer than MIN wait for others; then they save and leave"),
+    ):
+        group.add_argument(f"--{name}", type=_parse_seconds, metavar="S", help=f"{what}; default: {default:g}s")
 
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:

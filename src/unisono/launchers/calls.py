@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from unisono.launchers.failures import WorkerError, format_preemption
 from unisono.launchers.job import ComeAndGo, Job, TimedOut
-from unisono.launchers.local import LocalRun, open_run
+from unisono.launchers.local import LocalRun
 from unisono.launchers.output import MODES, Mode
 from unisono.runtime.memfd import anonymous_file
 
@@ -65,7 +65,7 @@ def run_function(
             faults=faults,
             elastic=None if least is None else ComeAndGo(least, workers),
         )
-        _supervise(job, open_run(job))
+        _supervise(job, LocalRun(job))
         return [_result(rank, fd) for rank, fd in enumerate(job.result_fds)]
     finally:
         for fd in descriptors:

@@ -23,6 +23,7 @@ from functools import partial
 
 from unisono.launchers import guard
 from unisono.launchers.child import Child
+from unisono.launchers.elastic import LOOK_S, Members
 from unisono.launchers.environment import worker_environment
 from unisono.launchers.failures import (
     SETTLE_S,
@@ -42,7 +43,7 @@ from unisono.launchers.store import HostedStore
 from unisono.runtime.memfd import anonymous_file
 from unisono.runtime.status import StatusPage
 
-__all__ = ["LocalRun", "open_run"]
+__all__ = ["LocalRun"]
 
 _TICK_S = 0.02
 # Signals sent to the workers' main processes, and when (seconds after the decision to stop).
@@ -55,20 +56,20 @@ _AFTER_INTERRUPT = ((0.0, signal.SIGINT), (0.9, signal.SIGTERM), (1.2, signal.SI
 class LocalRun:
     """One run of one job. `supervise()` does it all; a BaseException raised into it (Ctrl-C) stops the run."""
 
-    def __init__(self, job: Job, *, places: int | None = None) -> None:
-        """`places`: how many workers there may be at once, where that is more than there are at first."""
+    def __init__(self, job: Job) -> None:
         self.job = job
-        places = job.workers if places is None else places
+        places = job.workers if job.elastic is None else job.elastic.most
         self._faults = FaultReport(read_faults(job.faults, job.workers, restarts=job.restarts))
         self.run_id = secrets.token_hex(12)
         self.output = Output(job.output, places, job.output_dir, inherit=job.inherit)
         self._starter = open_starter(job.start)
         self._begin = time.monotonic()
         self._workers: list[Child] = []
-        self._selector = selectors.DefaultSelector()
-        self._page = StatusPage.create(places)
+        self.selector: selectors.BaseSelector = selectors.DefaultSelector()
+        self.page = StatusPage.create(places)
         self._meeting_page = anonymous_file("unisono-meeting-page")
         self._store = HostedStore(backlog=max(128, 2 * places))
+        self.members = None if job.elastic is None else Members(job.elastic, job.workers, self)
         self._guard: guard.Guard | None = None
         self._stop_time: float | None = None
         self._interrupted_members: dict[int, str] | None = None  # the run's processes when it was interrupted
@@ -81,7 +82,7 @@ class LocalRun:
             self._run()
             return self._outcome()
         finally:
-            self._page.close()
+            self.page.close()
 
     def _run(self) -> None:
         patience_s = 1.0
@@ -111,7 +112,7 @@ class LocalRun:
         return self._preempting
 
     def _is_preemptible(self, worker: Child) -> bool:
-        return self._page.read(worker.rank).preemptible
+        return self.page.read(worker.rank).preemptible
 
     def kill(self) -> None:
         """SIGKILL to every worker now (the second Ctrl-C); `supervise` then ends by itself."""
@@ -126,25 +127,31 @@ class LocalRun:
     # -- 1. start ------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        self._selector.register(self._store.listener, selectors.EVENT_READ, self._start_store)
+        self.selector.register(self._store.listener, selectors.EVENT_READ, self._start_store)
         for rank in range(self.job.workers):
-            self._start_worker(rank)
+            self.start_worker(rank)
         self._start_guard()
+        if self.members is not None:
+            self.members.begin()
 
     def _start_guard(self) -> None:
         self._guard = guard.Guard(self.run_id, self._sessions())
 
-    def _start_worker(self, rank: int) -> None:
+    def start_worker(self, rank: int) -> None:
+        """Start the worker of a rank; where workers come and go, of a place."""
         begin = time.monotonic()
         left_s = None if self.job.timeout_s is None else self._begin + self.job.timeout_s - begin
         report_fd, report_end = os.pipe()
-        descriptors = {**self._descriptors(rank), "UNISONO_REPORT_FD": report_end}
+        line = {} if self.members is None else self.members.open_line()
+        descriptors = {**self._descriptors(rank), **line, "UNISONO_REPORT_FD": report_end}
         streams = self.output.open(rank)
         command = Command(self.job.program, self._environment(rank), descriptors, **streams)
         try:
             process = self._starter.start(command, timeout_s=left_s)
         except BaseException as error:
             os.close(report_fd)
+            if self.members is not None:
+                self.members.opened(None)
             if isinstance(error, TimeoutError):
                 raise TimedOut("  the workers were being started") from None
             raise
@@ -154,23 +161,29 @@ class LocalRun:
                 streams["stdout"].close()  # type: ignore[union-attr]
         worker = Child(rank, process, report_fd, begin)
         self._workers.append(worker)
+        if self.members is not None:
+            self.members.opened(worker)
+        if self._guard is not None:
+            self._guard.add(process.pid)
         self._listen(report_fd, partial(self._on_report, worker))
         for name in ("stdout", "stderr"):
             fd = getattr(process, name)
             if fd is not None:
                 self._listen(fd, partial(self.output.feed, rank, name))
         if process.pid_fd is not None:
-            self._selector.register(process.pid_fd, selectors.EVENT_READ, partial(self._on_exit, worker))
+            self.selector.register(process.pid_fd, selectors.EVENT_READ, partial(self._on_exit, worker))
 
     def _descriptors(self, rank: int) -> dict[str, int]:
         """The open files that `rank` inherits, by the variable that names them."""
-        found = {"UNISONO_SHM_FD": self._meeting_page, "UNISONO_STATUS_FD": self._page.fd}
+        found = {"UNISONO_STATUS_FD": self.page.fd}
+        if self.members is None or not self.members.is_under_way:
+            found["UNISONO_SHM_FD"] = self._meeting_page
         if self.job.payload_fd is not None:
             found.update(UNISONO_PAYLOAD_FD=self.job.payload_fd, UNISONO_RESULT_FD=self.job.result_fds[rank])
         return found
 
     def _environment(self, rank: int) -> dict[str, str]:
-        return worker_environment(
+        env = worker_environment(
             rank,
             self.job.workers,
             address=self._store.address,
@@ -178,9 +191,10 @@ class LocalRun:
             threads=self.job.threads,
             faults=self._faults.write_for(rank),
         )
+        return env if self.members is None else {**env, **self.members.environment(rank)}
 
     def _start_store(self) -> None:
-        self._selector.unregister(self._store.listener)
+        self.selector.unregister(self._store.listener)
         self._store.start(self._environment(0), self._starter)
 
     # -- 2. watch ------------------------------------------------------------------------------------------------------
@@ -188,17 +202,22 @@ class LocalRun:
     def _watch(self) -> None:
         """Until all workers have ended, or one has failed and its failure is not waiting for its cause."""
         while any(worker.exited is None for worker in self._workers):
+            if self.members is not None and not self.members.act():
+                return
             failures = [worker.failure for worker in self._workers if worker.failure]
+            if self.members is not None and self.members.step >= 0:
+                failures = []  # workers that fail are replaced
             now = time.monotonic()
-            until = None
+            until = None if self.members is None else now + LOOK_S
             if failures:
                 until = min(failure.time for failure in failures) + SETTLE_S
                 if now >= until or not all(failure.consequence for failure in failures):
                     return
             elif self.job.timeout_s is not None:
-                until = self._begin + self.job.timeout_s
-                if now >= until:
+                end = self._begin + self.job.timeout_s
+                if now >= end:
                     raise TimedOut(self._activities(now))
+                until = end if until is None else min(until, end)
             self._pump(None if until is None else until - now)
 
     def _pump(self, wait_s: float | None) -> None:
@@ -206,15 +225,15 @@ class LocalRun:
         polled = [worker for worker in self._workers if worker.process.pid_fd is None and worker.exited is None]
         if polled:
             wait_s = _TICK_S if wait_s is None else min(wait_s, _TICK_S)
-        for key, _ in self._selector.select(wait_s):
-            if key.fileobj in self._selector.get_map():
+        for key, _ in self.selector.select(wait_s):
+            if key.fileobj in self.selector.get_map():
                 key.data()
         for worker in polled:
             self._on_exit(worker)
 
     def _listen(self, fd: int, take: Callable[[bytes], None]) -> None:
         os.set_blocking(fd, False)
-        self._selector.register(fd, selectors.EVENT_READ, partial(self._read, fd, take))
+        self.selector.register(fd, selectors.EVENT_READ, partial(self._read, fd, take))
 
     def _read(self, fd: int, take: Callable[[bytes], None]) -> bool:
         """Pass on one piece of what can be read; False when there is nothing now."""
@@ -223,7 +242,7 @@ class LocalRun:
         except BlockingIOError:
             return False
         if not data:
-            self._selector.unregister(fd)
+            self.selector.unregister(fd)
             return False
         take(data)
         return True
@@ -254,19 +273,30 @@ class LocalRun:
             return
         worker.exited = time.monotonic()
         if worker.process.pid_fd is not None:
-            self._selector.unregister(worker.process.pid_fd)
+            self.selector.unregister(worker.process.pid_fd)
         self._drain(worker)
         self.output.flush(worker.rank)
         stopped = worker.done and self._stop_time is not None  # it took its time to leave: no failure
         if status != 0 and worker.failure is None and not worker.preempted and not stopped:
             text = worker.text.decode("utf-8", "replace")
             worker.failure = failure_of_exit(worker.rank, status, worker.exited, text)
+        if self.members is not None and self._stop_time is None:
+            self.members.on_exit(worker)
+
+    def let_go(self, worker: Child) -> None:
+        """Let go of a worker that has ended, before the run has; others of its group end too."""
+        worker.process.send_group(signal.SIGKILL)
+        for fd in (worker.report_fd, *worker.stream_fds()):
+            if fd in self.selector.get_map():
+                self.selector.unregister(fd)
+        self._workers.remove(worker)
+        worker.close()
 
     def _drain(self, worker: Child) -> None:
         """Take what the pipes hold now: a child of the worker may keep them open, so their end is not waited for."""
         for fd in (worker.report_fd, *worker.stream_fds()):
             for _ in range(64):  # a pipe holds 64 KiB, at most 1 MiB
-                if fd not in self._selector.get_map() or self._selector.get_key(fd).data() is False:
+                if fd not in self.selector.get_map() or self.selector.get_key(fd).data() is False:
                     break
 
     # -- 3. stop -------------------------------------------------------------------------------------------------------
@@ -317,8 +347,10 @@ class LocalRun:
         self._starter.close()
         if self._guard is not None:
             self._guard.done()
-        self._selector.close()
+        self.selector.close()
         os.close(self._meeting_page)
+        if self.members is not None:
+            self.members.close()
 
     def _sessions(self) -> list[int]:
         return [worker.process.pid for worker in self._workers]
@@ -335,42 +367,37 @@ class LocalRun:
     # -- the report ----------------------------------------------------------------------------------------------------
 
     def _outcome(self) -> Outcome:
+        outcome = None if self.members is None else self.members.find_outcome()
+        if outcome is not None:
+            return outcome
         failures = [worker.failure for worker in self._workers if worker.failure]
         workers, colour = self.job.workers, self.output.colour
         if not failures and any(worker.preempted for worker in self._workers):
-            steps = [self._page.read(worker.rank).step for worker in self._workers if worker.preempted]
+            steps = [self.page.read(worker.rank).step for worker in self._workers if worker.preempted]
             return Outcome(step=max((step for step in steps if step is not None), default=None), preempted=True)
         outcome = find_outcome(failures, self._stop_time, workers=workers, describe=self._describe, colour=colour)
-        return self._faults.judge(outcome, lambda rank: self._page.read(rank).step)
+        return self._faults.judge(outcome, lambda rank: self.page.read(rank).step)
 
     def _describe(self, failure: Failure) -> WorkerDescription:
-        rank, worker = failure.rank, self._workers[failure.rank]
+        rank = failure.rank
+        worker = next(worker for worker in self._workers if worker.failure is failure)
         ran_s = failure.time - worker.started
         return WorkerDescription(
             f"rank {rank}, host {socket.gethostname()}, pid {worker.process.pid}, after {ran_s:.1f} s",
-            self._activity(rank, failure.time),
-            self._page.read(rank).step,
+            self.describe_activity(rank, failure.time),
+            self.page.read(rank).step,
             self.output.unseen(rank),
             self._faults.find_kill(rank),
         )
 
     def _activities(self, now: float) -> str:
         running = [worker.rank for worker in self._workers if worker.exited is None]
-        return "\n".join(f"  rank {rank}: {self._activity(rank, now) or 'running'}" for rank in running)
+        return "\n".join(f"  rank {rank}: {self.describe_activity(rank, now) or 'running'}" for rank in running)
 
-    def _activity(self, rank: int, now: float) -> str:
+    def describe_activity(self, rank: int, now: float) -> str:
         """What `rank` last noted, in words; "" when it noted nothing."""
-        status = self._page.read(rank)
+        status = self.page.read(rank)
         parts = [] if status.step is None else [f"last step {status.step}"]
         if status.doing:
             parts.append(f"doing: {status.doing} (since {max(0.0, now - status.doing_since):.1f} s)")
         return ", ".join(parts)
-
-
-def open_run(job: Job) -> LocalRun:
-    """The run of a job on this host."""
-    if job.elastic is None:
-        return LocalRun(job)
-    from unisono.launchers.elastic import ElasticRun
-
-    return ElasticRun(job)

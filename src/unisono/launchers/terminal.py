@@ -10,7 +10,7 @@ from typing import Protocol
 
 from unisono.launchers.failures import Outcome, format_preemption
 from unisono.launchers.job import Job
-from unisono.launchers.local import open_run
+from unisono.launchers.local import LocalRun
 from unisono.launchers.output import Output, OutputClosed
 
 __all__ = ["Run", "run_in_terminal"]
@@ -47,7 +47,7 @@ def run_in_terminal(job: Job, run: Run | None = None) -> int:
     The first SIGTERM is passed on to workers that save and leave by themselves; they have the grace time for it.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    run = run if run is not None else open_run(job)
+    run = run if run is not None else LocalRun(job)
     received: list[int] = []
 
     def end(signum: int, _: FrameType | None) -> None:

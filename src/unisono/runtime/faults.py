@@ -49,7 +49,7 @@ class Armed:
         self._lock = threading.Lock()  # writes and collectives have threads of their own
 
     def is_due(self, step: int) -> bool:
-        """Whether it happens at this step: where workers are replaced, the first that this one comes to from then on."""
+        """Whether it happens at this step; where workers are replaced, at the first from then on that this one sees."""
         return step == self.fault.step or (step > self.fault.step and "UNISONO_PLACE" in os.environ)
 
     def fire(self, step: int) -> bool:

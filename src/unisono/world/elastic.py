@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from unisono.world.world import World
 
 
-
 class Batches(Protocol):
     """A shard, as far as it matters here."""
 
@@ -188,7 +187,9 @@ class Elastic:
     def hand(self, packed: bytes) -> None:
         """The result of the call that this rank is in; others had it before the loss."""
         if not packed:
-            raise PeerLost("another rank was lost in a call whose result cannot be sent to the ranks that have not got it")
+            raise PeerLost(
+                "another rank was lost in a call whose result cannot be sent to the ranks that have not got it"
+            )
         self._handed = packed
 
     def replay(self, log: list[bytes], calls: int) -> None:

@@ -118,9 +118,7 @@ def take_seat(seat: Seat, device: torch.device) -> World:
     from unisono.world.transports.shared import SharedTransport
 
     timeout_s = float(os.environ.get("UNISONO_TIMEOUT_S", TIMEOUT_S))
-    transport = SharedTransport.from_inherited(
-        seat.page_fd, seat.rank, seat.size, timeout_s=timeout_s, pids=seat.pids
-    )
+    transport = SharedTransport.from_inherited(seat.page_fd, seat.rank, seat.size, timeout_s=timeout_s, pids=seat.pids)
     accelerated = _connect_nccl(transport, device, timeout_s) if _wants_nccl(transport, device) else None
     return World(transport, device=device, hosts=hosts, accelerated=accelerated, name=name)
 

@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -36,30 +36,29 @@ if TYPE_CHECKING:
     from unisono.world.elastic import Elastic
 
 __all__ = ["WeightListener", "World", "WorldFollower"]
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 _NARROWED = ("rank", "size", "hosts", "host", "local_rank", "local_size", "name", "transport", "_operations")
 _PLACE = (*_NARROWED, "_children", "_splits")
 
 
-def _survivable(*, changes: bool, handle: bool) -> Callable[[Callable[Concatenate[World, P], R]], Any]:
+def _survivable(*, changes: bool, handle: bool) -> Callable[[F], F]:
     """A collective that a program may call by itself: in a world that heals, it ends though a peer is lost in it.
 
     `changes`: its first argument; `handle`: whether it gives one.
     """
 
-    def decorate(collective: Callable[Concatenate[World, P], R]) -> Callable[Concatenate[World, P], R]:
+    def decorate(collective: F) -> F:
         @wraps(collective)
-        def call(self: World, *args: P.args, **kwargs: P.kwargs) -> R:
+        def call(self: World, *args: Any, **kwargs: Any) -> Any:
             elastic = self.elastic
             if elastic is None:
                 return collective(self, *args, **kwargs)
             if elastic.is_inside:
                 return collective(elastic.solo if elastic.is_joining else self, *args, **kwargs)
             value = elastic.call(lambda: collective(self, *args, **kwargs), args[:1] if changes else ())
-            return Handle.of(value) if handle else value  # type: ignore[return-value]
+            return Handle.of(value) if handle else value
 
-        return call
+        return cast(F, call)
 
     return decorate
 

@@ -168,7 +168,7 @@ class LocalRun:
         return found
 
     def _environment(self, rank: int) -> dict[str, str]:
-        return worker_environment(
+        return self._store.variables | worker_environment(
             rank,
             self.job.workers,
             address=self._store.address,
@@ -179,7 +179,7 @@ class LocalRun:
 
     def _start_store(self) -> None:
         self._selector.unregister(self._store.listener)
-        self._store.start(self._environment(0), self._starter)
+        self._store.start()
 
     # -- 2. watch ------------------------------------------------------------------------------------------------------
 

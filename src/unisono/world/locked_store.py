@@ -153,10 +153,22 @@ class LockedStore(Store):
             for connection in self._open:
                 limit_silence_of(connection.channel.sock, seconds)
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether a question could not be asked: then none can be."""
+        return bool(self._broken)
+
     def has_ended(self) -> bool:
         """Whether the server has closed a connection."""
         with self._lock:
             return bool(self._broken) or any(is_closed(connection.channel.sock) for connection in self._idle)
+
+    def close(self) -> None:
+        """Close what is not in use; a later question connects anew."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            self._drop(connection)
 
     # -- connections ---------------------------------------------------------------------------------------------------
 

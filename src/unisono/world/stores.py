@@ -80,10 +80,17 @@ def open_locked_store(host: str, port: int, secret: bytes, *, serve: bool, timeo
         server = StoreServer(listener, secret)
         server.start()
         _served[host, server.address[1]] = server
-    return LockedStore(host, server.address[1] if server is not None else port, secret, timeout_s=timeout_s)
+    address = host, server.address[1] if server is not None else port
+    store = _opened.get((*address, secret))
+    if store is None or store.is_broken:
+        store = _opened[(*address, secret)] = LockedStore(*address, secret, timeout_s=timeout_s)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
 
 
-_served: dict[tuple[str, int], StoreServer] = {}  # by this process, to its end
+# Of this process, to its end: each world that is joined after another was closed meets in the same.
+_opened: dict[tuple[str, int, bytes], LockedStore] = {}
+_served: dict[tuple[str, int], StoreServer] = {}
 
 
 def open_tcp_store(host: str, port: int, *, serve: bool, timeout_s: float = MEETING_S) -> TCPStore:

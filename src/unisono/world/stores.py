@@ -81,9 +81,10 @@ def open_locked_store(host: str, port: int, secret: bytes, *, serve: bool, timeo
         server.start()
         _served[host, server.address[1]] = server
     address = host, server.address[1] if server is not None else port
-    store = _opened.get((*address, secret))
+    key = (*address, secret)
+    store = _opened.get(key)
     if store is None or store.is_broken:
-        store = _opened[(*address, secret)] = LockedStore(*address, secret, timeout_s=timeout_s)
+        store = _opened[key] = LockedStore(*address, secret, timeout_s=timeout_s)
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
 

@@ -5,7 +5,7 @@
 3. Stop: at the first failure or an interruption the rest is told to go, and made to after a grace time.
 4. Clean up: whatever the workers left running is ended; only then are they reaped, so no process id is used again.
 
-One thread, one selector, no torch.
+One thread, one selector, no torch; the store has a thread of its own.
 """
 
 from __future__ import annotations

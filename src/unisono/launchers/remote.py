@@ -6,7 +6,7 @@
 3. Watch: output, error reports, results. At the first failure the rest is stopped, or the engine starts all again.
 4. Clean up: the agents end their workers, the engine's job is ended, and what is left on this host as well.
 
-One thread, one selector, no torch.
+One thread, one selector, no torch; the store has a thread of its own.
 """
 
 from __future__ import annotations

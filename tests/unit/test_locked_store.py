@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import socket
 import struct
@@ -286,3 +287,24 @@ def test_which_store_asks_for_the_secret() -> None:
     assert read_store_secret("10.0.0.1", 7, hosted=True, env={}) is None
     with pytest.raises(ValueError, match="UNISONO_SECRET has 5 characters; expected at least 16"):
         read_store_secret("10.0.0.1", 7, hosted=False, env={"UNISONO_SECRET": "short"})
+
+
+def test_a_group_that_the_program_makes_after_us_meets_in_the_same_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "UNISONO_SECRET": "s" * 32}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    torchs = importlib.import_module("torch.distributed.rendezvous")
+    monkeypatch.setattr(torchs, "_create_c10d_store", torchs._create_c10d_store)  # back to it after the test
+    ours = stores.open_store("127.0.0.1", port, serve=True)
+    dist.init_process_group("gloo", rank=0, world_size=1)
+    try:
+        ours.set("from", "us")
+        theirs = dist.distributed_c10d._get_default_store()
+        while isinstance(theirs, dist.PrefixStore):
+            theirs = theirs.underlying_store
+        assert theirs.get("from") == b"us"
+    finally:
+        dist.destroy_process_group()
+        stores._served[("127.0.0.1", port)].close()

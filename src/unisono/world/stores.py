@@ -67,6 +67,10 @@ def open_store(host: str, port: int, *, serve: bool, hosted: bool = False, timeo
     secret = read_store_secret(host, port, hosted=hosted)
     if secret is None:
         return open_tcp_store(host, port, serve=serve, timeout_s=timeout_s)
+    if not hosted:
+        from unisono.world.torch_groups import install
+
+        install()  # a later init_process_group of the program may use the same address
     return open_locked_store(host, port, secret, serve=serve, timeout_s=timeout_s)
 
 

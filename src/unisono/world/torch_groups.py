@@ -1,15 +1,17 @@
 """Groups that a program makes itself, by `torch.distributed.init_process_group`: they meet in the run's store.
 
 torch would speak to it without the run's secret. So `open_group_store` stands in for the function by which torch opens
-the store at MASTER_ADDR and MASTER_PORT (worker/program.py does that).
+the store at MASTER_ADDR and MASTER_PORT (worker/program.py does that under our launcher, `install` elsewhere).
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,9 +22,16 @@ from unisono.world.stores import open_locked_store, open_torch_store
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["open_group_store"]
+__all__ = ["install", "open_group_store"]
 
 _opened = itertools.count()  # all ranks make their groups in one order
+
+
+def install() -> None:
+    """Have torch open the store at MASTER_ADDR and MASTER_PORT with the secret from now on."""
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # a function has the same name
+    if not isinstance(rendezvous._create_c10d_store, partial):
+        rendezvous._create_c10d_store = partial(open_group_store, rendezvous._create_c10d_store)
 
 
 def open_group_store(

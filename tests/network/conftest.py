@@ -60,7 +60,8 @@ class Run:
 def on_hosts(tmp_path: Path) -> Any:
     """on_hosts(script, per_host=[2, 2]) -> Run; hosts and workers are gone after the test.
 
-    `bits_per_s`: the speed of the links; `deadline_s`: how long a rank waits; `missing`: ranks that are not started.
+    `bits_per_s`: the speed of the links; `deadline_s`: how long a rank waits; `missing`: ranks that are not started;
+    `secret`: what opens the store, which is torch's own without it.
     """
     made: list[tuple[EmulatedHosts, Run]] = []
 
@@ -71,6 +72,7 @@ def on_hosts(tmp_path: Path) -> Any:
         bits_per_s: float | None = None,
         deadline_s: float | None = None,
         missing: Sequence[int] = (),
+        secret: str = "",
     ) -> Run:
         file = tmp_path / "script.py"
         file.write_text(textwrap.dedent(script))
@@ -94,6 +96,7 @@ def on_hosts(tmp_path: Path) -> Any:
                 "GLOO_SOCKET_IFNAME": hosts.interface,
                 "UNISONO_HOST": f"host{host}",
                 "OMP_NUM_THREADS": "1",
+                **({"UNISONO_SECRET": secret} if secret else {}),
                 **({} if deadline_s is None else {"UNISONO_TIMEOUT_S": str(deadline_s)}),
             }
             run.workers.append(Program(file, env=env, stderr=None, namespace=hosts.namespace(host)))

@@ -174,10 +174,11 @@ CUT_OFF = """
 """
 
 
+@pytest.mark.parametrize("secret", ["", "s" * 32])
 @pytest.mark.parametrize(("per_host", "cut"), [([1, 1], 0), ([2, 1], 1)])
-def test_a_host_that_is_cut_off_ends_by_itself_and_says_so_on_both_sides(on_hosts, per_host, cut) -> None:
+def test_a_host_that_is_cut_off_ends_by_itself_and_says_so_on_both_sides(on_hosts, per_host, cut, secret) -> None:
     """Rank 0, on host 0, keeps the store: it is cut off with it, or from it."""
-    run = on_hosts(CUT_OFF, per_host=per_host, deadline_s=3)
+    run = on_hosts(CUT_OFF, per_host=per_host, deadline_s=3, secret=secret)
     run.hear("imported")
     run.tell("meet")
     run.hear("met")
@@ -198,9 +199,10 @@ NOBODY = """
 """
 
 
+@pytest.mark.parametrize("secret", ["", "s" * 32])
 @pytest.mark.parametrize(("missing", "expected"), [(0, "no store answers"), (1, "met not all of the 2 ranks")])
-def test_a_rank_that_finds_nobody_waits_no_longer_than_the_deadline(on_hosts, missing, expected) -> None:
-    (told,) = on_hosts(NOBODY, per_host=[1, 1], deadline_s=1, missing=[missing]).results()
+def test_a_rank_that_finds_nobody_waits_no_longer_than_the_deadline(on_hosts, missing, expected, secret) -> None:
+    (told,) = on_hosts(NOBODY, per_host=[1, 1], deadline_s=1, missing=[missing], secret=secret).results()
     assert expected in told, told
 
 

@@ -37,7 +37,7 @@ def run_cases(names: list[str], settings: dict[str, Any], folder: Path, *, share
         os.environ.pop("UNISONO_SHM_FD", None)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = dist.PrefixStore("cases", dist.distributed_c10d._get_default_store())
     world = un.join()
     ddp_pair.settings.update(settings)
     with open(folder / f"{world.rank}.jsonl", "w") as file:

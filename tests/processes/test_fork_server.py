@@ -92,7 +92,15 @@ def facts() -> dict[str, Any]:
     }
 
 
-VARYING = ("MASTER_PORT", "UNISONO_RUN", "UNISONO_WARM", "PYTEST_CURRENT_TEST", "UNISONO_LAUNCHER_PID")
+VARYING = (
+    "MASTER_PORT",
+    "UNISONO_SECRET",
+    "UNISONO_STORE",
+    "UNISONO_RUN",
+    "UNISONO_WARM",
+    "PYTEST_CURRENT_TEST",
+    "UNISONO_LAUNCHER_PID",
+)
 
 
 def open_files() -> list[str]:

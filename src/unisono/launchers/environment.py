@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from unisono.runtime.machine import usable_cores
+from unisono.runtime.secret import SECRET, STORE
 
 __all__ = ["ALLOCATOR", "threads_per_worker", "worker_environment"]
 
@@ -51,9 +52,9 @@ def worker_environment(
 
 
 def _is_of_another_run(name: str) -> bool:
-    if name in ("UNISONO_PLACE", "UNISONO_JOINING"):
+    if name.startswith("TORCHELASTIC_") or name in (SECRET, STORE, "UNISONO_PLACE", "UNISONO_JOINING"):
         return True
-    return name.startswith("TORCHELASTIC_") or (name.startswith("UNISONO_") and name.endswith(("_FD", "_FAULTS")))
+    return name.startswith("UNISONO_") and name.endswith(("_FD", "_FAULTS"))
 
 
 def threads_per_worker(workers: int) -> int:

@@ -5,7 +5,7 @@
 3. Stop: at the first failure or an interruption the rest is told to go, and made to after a grace time.
 4. Clean up: whatever the workers left running is ended; only then are they reaped, so no process id is used again.
 
-One thread, one selector, no torch.
+One thread, one selector, no torch; the store has a thread of its own.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class LocalRun:
         return found
 
     def _environment(self, rank: int) -> dict[str, str]:
-        env = worker_environment(
+        env = self._store.variables | worker_environment(
             rank,
             self.job.workers,
             address=self._store.address,
@@ -195,7 +195,7 @@ class LocalRun:
 
     def _start_store(self) -> None:
         self.selector.unregister(self._store.listener)
-        self._store.start(self._environment(0), self._starter)
+        self._store.start()
 
     # -- 2. watch ------------------------------------------------------------------------------------------------------
 

@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from unisono.launchers.channel import Channel
 from unisono.launchers.failures import Failure, failure_of_exit, read_failure
+from unisono.runtime.channel import Channel
 
 __all__ = ["Member"]
 

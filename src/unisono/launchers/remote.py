@@ -6,7 +6,7 @@
 3. Watch: output, error reports, results. At the first failure the rest is stopped, or the engine starts all again.
 4. Clean up: the agents end their workers, the engine's job is ended, and what is left on this host as well.
 
-One thread, one selector, no torch.
+One thread, one selector, no torch; the store has a thread of its own.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from functools import partial
 from typing import Any
 
 from unisono.launchers import guard
-from unisono.launchers.channel import GREETING_S, Channel, Frame, keep_alive
 from unisono.launchers.engines.engine import Engine, EngineError, Started, Work, agent_command
 from unisono.launchers.environment import worker_environment
 from unisono.launchers.failures import SETTLE_S, Failure, Outcome, WorkerDescription, find_outcome, first_failure
 from unisono.launchers.fault_report import FaultReport, read_faults
-from unisono.launchers.forks import open_starter
 from unisono.launchers.job import Job, TimedOut
 from unisono.launchers.meeting_page import OfferedPage
 from unisono.launchers.member import Member
 from unisono.launchers.output import Output, OutputClosed
 from unisono.launchers.store import HostedStore
+from unisono.runtime.channel import GREETING_S, MOST_UNPROVEN, Channel, Frame, keep_alive
 from unisono.runtime.machine import address_towards
+from unisono.runtime.secret import derive_secret
 
 __all__ = ["RemoteRun"]
 
@@ -69,8 +69,7 @@ class RemoteRun:
         bind = "127.0.0.1" if engine.local else "0.0.0.0"
         backlog = max(128, 2 * job.workers)
         self._bind, self._backlog = bind, backlog
-        self._starter = open_starter(job.start)
-        self._store = HostedStore(bind, backlog=backlog)  # of the first attempt
+        self._store = self._open_store()  # of the first attempt
         self._later_store: HostedStore | None = None
         self._meeting_page = OfferedPage()
         self._listener = socket.create_server((bind, 0), backlog=backlog)
@@ -150,29 +149,22 @@ class RemoteRun:
         address = self._store.address
         return worker_environment(0, self.job.workers, address=address, run_id=self.run_id, threads=1)
 
-    def _fresh_store(self, wanted: bool) -> HostedStore:
-        """The store of an attempt: torch's own groups take addresses of an earlier attempt for this one's.
+    def _open_store(self) -> HostedStore:
+        """Its secret follows from the run's token, which agents have: it does not travel once more."""
+        return HostedStore(self._bind, secret=derive_secret(self._token, "run").hex(), backlog=self._backlog)
 
-        It serves at once where it is wanted, else when a worker connects to it.
-        """
+    def _fresh_store(self) -> HostedStore:
+        """The store of an attempt: torch's own groups take addresses of an earlier attempt for this one's."""
         store = self._store
         if self._attempt > 0:
             self._close_later_store()
-            store = self._later_store = HostedStore(self._bind, backlog=self._backlog)
-        if wanted and not store.serving:
-            store.start(self._environment(), self._starter)
-        elif not store.serving:
-            self._selector.register(store.listener, selectors.EVENT_READ, partial(self._serve, store))
+            store = self._later_store = self._open_store()
+        if not store.serving:
+            store.start()
         return store
-
-    def _serve(self, store: HostedStore) -> None:
-        self._selector.unregister(store.listener)
-        store.start(self._environment(), self._starter)
 
     def _close_later_store(self) -> None:
         if self._later_store is not None:
-            if not self._later_store.serving:
-                self._selector.unregister(self._later_store.listener)
             self._later_store.close()
 
     def _addresses(self) -> list[str]:
@@ -192,6 +184,9 @@ class RemoteRun:
             return
         sock.setblocking(False)
         keep_alive(sock)
+        unproven = [other for other in self._channels if not other.proven]
+        if len(unproven) >= MOST_UNPROVEN:
+            self._forget(unproven[0])
         channel = Channel(sock, self._token, server=True)
         self._channels[channel] = None
         self._selector.register(channel, selectors.EVENT_READ, partial(self._on_channel, channel))
@@ -238,7 +233,7 @@ class RemoteRun:
         env = self._forwarded_variables()
         pages = {member.page for member in self._members} if len(hosts) == 1 else set()
         on_page = pages == {self._meeting_page.number} and len({member.host for member in self._members}) == 1
-        store_port = self._fresh_store(wanted=self.job.workers > 1 and not on_page).address[1]
+        store_port = self._fresh_store().address[1]
         now = time.monotonic()
         for member in self._members:
             near = [other.rank for other in self._members if other.identity == member.identity]
@@ -405,7 +400,7 @@ class RemoteRun:
         if channel in self._channels:
             with contextlib.suppress(OSError):
                 channel.flush()
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.waiting_to_send else 0)
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.bytes_to_send else 0)
             key = self._selector.get_key(channel)
             if key.events != events:
                 self._selector.modify(channel, events, key.data)
@@ -448,7 +443,6 @@ class RemoteRun:
             self._forget(channel)
         self._close_later_store()
         self._store.close()
-        self._starter.close()
         self._meeting_page.close()
         guard.sweep(self.run_id, self._started.sessions() if self._started else (), patience_s=0.3)
         if self._started is not None:

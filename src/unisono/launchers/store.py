@@ -1,41 +1,45 @@
-"""The store that a launcher hosts: torch's key-value server, in a process of its own, so the launcher stays small."""
+"""The store that a launcher hosts, in a thread of its own; workers are given its address and what opens it."""
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Mapping
-from signal import SIGKILL
+import secrets
 from socket import create_server
 
-from unisono.launchers.processes import Command, Process, Starter
+from unisono.runtime.secret import SECRET, STORE, derive_secret
+from unisono.runtime.store_server import StoreServer
 
-__all__ = ["HostedStore"]
+__all__ = ["HostedStore", "store_variables"]
 
 
 class HostedStore:
     """Listens at once; serves from `start` on, and connections made before are served then."""
 
-    def __init__(self, address: str = "127.0.0.1", *, backlog: int = 128) -> None:
+    def __init__(self, address: str = "127.0.0.1", *, secret: str = "", backlog: int = 128) -> None:
+        """`secret`: what the workers are given; one of its own by default."""
+        self._secret = secret or secrets.token_hex(32)
         self.listener = create_server((address, 0), backlog=backlog)
-        self.address: tuple[str, int] = self.listener.getsockname()[:2]
-        self._process: Process | None = None
+        self._server = StoreServer(self.listener, derive_secret(self._secret.encode(), "store"))
+        self.address = self._server.address
 
     @property
     def serving(self) -> bool:
         """Whether it was started."""
-        return self._process is not None
+        return self._server.serving
 
-    def start(self, env: Mapping[str, str], starter: Starter) -> None:
-        """Serve. `env` names this process as the launcher, with which the store ends (see worker/program.py)."""
-        quiet = subprocess.DEVNULL  # torch would warn of every client whose address has no name
-        program = ["--store", str(self.address[1])]
-        descriptors = {"UNISONO_STORE_FD": self.listener.fileno()}
-        self._process = starter.start(Command(program, env, descriptors, subprocess.PIPE, quiet, quiet))
-        self.listener.close()
+    @property
+    def variables(self) -> dict[str, str]:
+        """What opens it, for the environment of a worker on this host."""
+        return store_variables(self.address, self._secret)
+
+    def start(self) -> None:
+        """Serve."""
+        self._server.start()
 
     def close(self) -> None:
         """End the store."""
-        self.listener.close()
-        if self._process is not None:
-            self._process.send(SIGKILL)
-            self._process.close()
+        self._server.close()
+
+
+def store_variables(address: tuple[str, int], secret: str) -> dict[str, str]:
+    """Variables by which a worker finds the secret for the store at an address (runtime/secret.py)."""
+    return {SECRET: secret, STORE: f"{address[0]}:{address[1]}"}

@@ -16,7 +16,7 @@ from unisono.runtime.machine import read_boot_id
 from unisono.runtime.membership import Membership, Seat, find_membership
 from unisono.runtime.place import Place, number, read_place
 from unisono.world.elastic import Elastic
-from unisono.world.stores import MEETING_S, agree_on_attempt, open_engine_store, open_tcp_store
+from unisono.world.stores import MEETING_S, agree_on_attempt, open_engine_store, open_store, open_torch_store
 from unisono.world.transports import Transport
 from unisono.world.transports.meeting_page import PAGE_NAME
 from unisono.world.world import World
@@ -209,7 +209,8 @@ def _open_store(place: Place, timeout_s: float) -> Store:
         return dist.PrefixStore(f"unisono/{meeting}", open_engine_store(place, meeting, timeout_s=patience_s))
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serve = not hosted and place.rank == 0
-    store = open_tcp_store(os.environ["MASTER_ADDR"], number("MASTER_PORT"), serve=serve, timeout_s=patience_s)
+    address = os.environ["MASTER_ADDR"], number("MASTER_PORT")
+    store = open_store(*address, serve=serve, hosted=hosted, timeout_s=patience_s)
     if hosted and "UNISONO_ATTEMPT" not in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's own store
         meeting_place = dist.PrefixStore(f"unisono/{meeting}", store)
         attempt = agree_on_attempt(meeting_place, place.rank, place.size, timeout_s=patience_s)
@@ -226,7 +227,14 @@ def _wants_nccl(transport: Transport, device: torch.device) -> bool:
 
 
 def _connect_nccl(transport: Transport, device: torch.device, timeout_s: float) -> Transport:
+    """Meet over `transport`: rank 0 keeps the store in which NCCL's first key is passed on."""
+    from torch.distributed import PrefixStore
+
     from unisono.world.transports.nccl import NcclTransport
 
-    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    return NcclTransport.make(transport, address, device, timeout_s=timeout_s)
+    def share(text: str) -> str:
+        return transport.exchange(text.encode())[0].decode()
+
+    rank, address = transport.rank, os.environ.get("MASTER_ADDR", "127.0.0.1")
+    store = open_torch_store(share, rank, towards=address, timeout_s=min(MEETING_S, timeout_s))
+    return NcclTransport(PrefixStore("nccl", store), rank, transport.size, device, timeout_s=timeout_s)

@@ -161,13 +161,12 @@ class Spark(Engine):
         from pyspark.sql import SparkSession
 
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # of the workers: Spark's own default is any python3
-        settings = {**_SETTINGS, **(self.settings or {})}
         submitted = pyspark.SparkConf().get("spark.master")  # by spark-submit, or conf/spark-defaults.conf
         master = self._master(workers) if self.master or not submitted else submitted
         for host, port in _addresses(master):
             _probe(master, host, port)
         builder = SparkSession.builder.master(master).appName("unisono")
-        for name, value in settings.items():
+        for name, value in {**_default_settings(master), **(self.settings or {})}.items():
             builder = builder.config(name, value)
         try:
             with _signals_kept():
@@ -402,6 +401,17 @@ def _pyspark() -> Any:
         text = "PySpark is not installed in this Python: pip install 'unisono[spark]'"
         raise ModuleNotFoundError(text, name="pyspark") from None
     return pyspark
+
+
+def _default_settings(master: str) -> dict[str, str]:
+    """Of a session at that master; all in one process listens to no other host.
+
+    >>> _default_settings("local[2]")["spark.driver.bindAddress"]
+    '127.0.0.1'
+    """
+    alone = master == "local" or master.startswith("local[")
+    names = ("spark.driver.host", "spark.driver.bindAddress") if alone else ()
+    return {**_SETTINGS, **dict.fromkeys(names, "127.0.0.1")}
 
 
 def _addresses(master: str) -> list[tuple[str, int]]:

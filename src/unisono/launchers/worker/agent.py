@@ -25,12 +25,13 @@ from functools import partial
 from typing import Any
 
 from unisono.launchers import guard
-from unisono.launchers.channel import Channel, Frame, Unreachable, connect
 from unisono.launchers.environment import threads_per_worker, worker_environment
 from unisono.launchers.forks import open_starter
 from unisono.launchers.meeting_page import open_page
 from unisono.launchers.processes import Command, Process
+from unisono.launchers.store import store_variables
 from unisono.launchers.worker.program import die_with
+from unisono.runtime.channel import Channel, Frame, Unreachable, connect
 from unisono.runtime.machine import interface_of_address, read_boot_id, read_namespaces
 from unisono.runtime.memfd import anonymous_file
 from unisono.runtime.place import Place, read_place
@@ -187,16 +188,18 @@ class Agent:
         per_task = os.environ.get("SLURM_CPUS_PER_TASK", "")
         share = int(per_task) if per_task.isdigit() else threads_per_worker(start["local_size"])
         threads = start["threads"] or (None if "OMP_NUM_THREADS" in os.environ else share)
+        address = (self.channel.sock.getpeername()[0], start["store_port"])
         env = worker_environment(
             self.place.rank,
             self.place.size,
-            address=(self.channel.sock.getpeername()[0], start["store_port"]),
+            address=address,
             run_id=self.run_id,
             threads=threads,
             faults=start["faults"],
         )
         for name in ("UNISONO_TOKEN", "UNISONO_LAUNCHER", "UNISONO_ENGINE"):  # the worker has no use for them
             env.pop(name, None)
+        env |= store_variables(address, self.channel.derive_secret("run").hex())
         env.update(
             LOCAL_RANK=str(start["local_rank"]),
             LOCAL_WORLD_SIZE=str(start["local_size"]),

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from unisono.launchers import guard
-from unisono.launchers.channel import Channel, Unreachable, connect
 from unisono.launchers.processes import pid_fd
+from unisono.runtime.channel import Channel, Unreachable, connect
 
 __all__ = ["serve_host"]
 

@@ -1,6 +1,6 @@
 """What runs in a worker process around the user's program.
 
-Started by file (`python program.py script.py args…`, `-m module args…`, `--function`, `--store PORT`), so that
+Started by file (`python program.py script.py args…`, `-m module args…`, `--function`), so that
 nothing of Unisono, and no torch, is imported before the user's program asks for it.
 
 1. Tie this process to the launcher: it dies when the launcher does.
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import importlib.abc
+import importlib.util
 import io
 import json
 import os
@@ -22,7 +24,8 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from importlib.machinery import ModuleSpec
+from typing import Any
 
 __all__ = ["die_with", "main"]
 
@@ -51,9 +54,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the program that `arguments` name, and return this process's exit status."""
     die_with(int(os.environ.pop("UNISONO_LAUNCHER_PID")))
     _fix_import_path()
-    if arguments[0] == "--store":
-        _serve_store(int(os.environ["UNISONO_STORE_FD"]), int(arguments[1]))
     _keep_descriptors_private()
+    _give_torch_the_store()
     reports = _Reports(int(os.environ["UNISONO_REPORT_FD"]))
     # Ignored where the launcher was started in the background of a script; only the launcher can send it here.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -85,15 +87,45 @@ def _keep_descriptors_private() -> None:
             os.set_inheritable(int(value), False)
 
 
-def _serve_store(fd: int, port: int) -> NoReturn:
-    """Serve torch's key-value store on the launcher's listening socket until the launcher closes standard input."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    from torch._C._distributed_c10d import TCPStore
+_RENDEZVOUS = "torch.distributed.rendezvous"
+_GROUPS = "unisono.world.torch_groups"  # a name, as it is the program that uses it, where it makes a group
 
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
-    os.read(0, 1)
-    del store
-    os._exit(0)
+
+def _give_torch_the_store() -> None:
+    """Groups that the program makes itself, by torch.distributed, meet in the launcher's store, with its secret."""
+    if _RENDEZVOUS in sys.modules:
+        _replace_opening(sys.modules[_RENDEZVOUS])
+    else:
+        sys.meta_path.insert(0, _WhenImported())
+
+
+class _WhenImported(importlib.abc.MetaPathFinder):
+    """Sees torch's module when the program imports it, and only then: nothing is imported for it."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name != _RENDEZVOUS:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_and_replace(module: types.ModuleType) -> None:
+                run(module)
+                _replace_opening(module)
+
+            spec.loader.exec_module = run_and_replace  # type: ignore[method-assign]
+        return spec
+
+
+def _replace_opening(rendezvous: types.ModuleType) -> None:
+    torchs = rendezvous._create_c10d_store
+
+    def open_store(*arguments: Any, **keywords: Any) -> Any:
+        groups = importlib.import_module(_GROUPS)
+        return groups.open_group_store(torchs, *arguments, **keywords)
+
+    rendezvous._create_c10d_store = open_store  # type: ignore[attr-defined]
 
 
 # -- 2. as if Python had started it ----------------------------------------------------------------------------------

@@ -36,19 +36,6 @@ class NcclTransport(Transport):
         self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
         self._splits = 0
 
-    @classmethod
-    def make(cls, base: Transport, address: str, device: torch.device, *, timeout_s: float) -> NcclTransport:
-        """Meet over `base`: rank 0 keeps the store in which NCCL's first key is passed on."""
-        store: Store | None = None
-        port = b""
-        if base.rank == 0:
-            server = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
-            store, port = server, str(server.port).encode()
-        ports = base.exchange(port)
-        if store is None:
-            store = dist.TCPStore(address, int(ports[0]), is_master=False)
-        return cls(dist.PrefixStore("nccl", store), base.rank, base.size, device, timeout_s=timeout_s)
-
     def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]

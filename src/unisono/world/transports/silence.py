@@ -1,13 +1,15 @@
-"""How long a call of torch's store may wait for a host that says nothing: the kernel counts, on its connections.
+"""How long a call of a store may wait for a host that says nothing: the kernel counts, on its connections.
 
 A call such as `check` or `add` waits for the answer without a limit, and a host that is cut off sends neither an answer
-nor an end. torch does not give its sockets away: they are found among this process's descriptors by the store's port.
+nor an end. Our own store (locked_store.py) does this for its connections. torch does not give its sockets away:
+they are found among this process's descriptors by the store's port.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import sys
 from typing import TYPE_CHECKING, Any
@@ -17,17 +19,23 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store
 
-__all__ = ["find_address", "has_ended", "limit_silence", "probe"]
+__all__ = ["find_address", "has_ended", "is_closed", "limit_silence", "limit_silence_of", "probe"]
 
 _LONGEST_S = 32_000  # what Linux takes for TCP_KEEPIDLE
 
 
 def find_address(store: Store) -> tuple[str, int] | None:
     """Where the server of a store is; None for one without a server (files, memory)."""
+    inner = _find_inner(store)
+    return (inner.host, inner.port) if hasattr(inner, "port") else None
+
+
+def _find_inner(store: Store) -> Any:
+    """The store behind its prefixes."""
     inner: Any = store
     while hasattr(inner, "underlying_store"):
         inner = inner.underlying_store
-    return (inner.host, inner.port) if hasattr(inner, "port") else None
+    return inner
 
 
 def limit_silence(store: Store, seconds: float) -> None:
@@ -35,32 +43,45 @@ def limit_silence(store: Store, seconds: float) -> None:
 
     A server that is only slow, or stopped, is not silent: its host's kernel answers for it.
     """
-    address = find_address(store)
+    inner, address = _find_inner(store), find_address(store)
     if address is None or sys.platform != "linux":
         return
-    whole = min(_LONGEST_S, max(1, round(seconds)))
+    if hasattr(inner, "limit_silence"):
+        inner.limit_silence(seconds)
+        return
     for sock in _connections(address[1]):
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, whole // 3))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, whole // 3))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, whole * 1000)  # also while something is unanswered
+        limit_silence_of(sock, seconds)
+
+
+def limit_silence_of(sock: socket.socket, seconds: float) -> None:
+    """Have a connection fail after `seconds` without a word from the other host; on Linux."""
+    if sys.platform != "linux":
+        return
+    whole = min(_LONGEST_S, max(1, round(seconds)))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, whole // 3))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, whole // 3))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, whole * 1000)  # also while something is unanswered
 
 
 def has_ended(store: Store) -> bool:
     """Whether a store's server has closed a connection of this process: torch would print its own frames, and then
     raise, where that is used."""
-    address = find_address(store)
+    inner, address = _find_inner(store), find_address(store)
     if address is None or sys.platform != "linux":
         return False
-    return any(map(_is_closed, _connections(address[1])))
+    if hasattr(inner, "has_ended"):
+        return bool(inner.has_ended())
+    return any(map(is_closed, _connections(address[1])))
 
 
-def _is_closed(sock: socket.socket) -> bool:
+def is_closed(sock: socket.socket) -> bool:
+    """Whether the other end has closed a connection on which nothing is on its way."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
     try:
-        return sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-    except BlockingIOError:
-        return False
+        return bool(poll.poll(0)) and sock.recv(1, socket.MSG_PEEK) == b""
     except OSError:
         return True
 

@@ -1,4 +1,6 @@
-"""The connection between a launcher and its workers on other hosts: TCP, where both ends prove that they know a token.
+"""A connection of the control plane: TCP, where both ends prove that they know a token.
+
+Launchers speak so to their workers on other hosts, and workers to the store in which they meet.
 
 1. Greeting: each end sends a nonce and a code (HMAC-SHA256 with the token) over both nonces. What has not been proven
    is of fixed length and is never parsed.
@@ -20,14 +22,26 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Channel", "Frame", "NotProven", "Unreachable", "connect", "keep_alive"]
+from unisono.runtime.secret import derive_secret
 
-GREETING_S = 10.0
+__all__ = [
+    "GREETING_S",
+    "MOST_UNPROVEN",
+    "Channel",
+    "Frame",
+    "NotProven",
+    "Unreachable",
+    "connect",
+    "connect_once",
+    "keep_alive",
+]
+
+GREETING_S = 10.0  # that an end has to prove itself
+MOST_UNPROVEN = 256  # connections at a time; a stranger that opens more drives out other strangers
 _MAGIC = b"unisono channel 1\n"
 _NONCE, _CODE = 32, 32
 _HEAD = struct.Struct("<cI32s")  # kind, length, code
-PIECE_BYTES = 1 << 20  # longer contents travel in pieces
-_LONGEST_FRAME_BYTES = 64 << 20
+PIECE_BYTES = 1 << 20  # longer contents travel in pieces: no frame is longer
 
 
 class NotProven(ConnectionError):
@@ -72,9 +86,9 @@ class Channel:
         return self.sock.fileno()
 
     @property
-    def waiting_to_send(self) -> bool:
-        """Whether `flush` has something left to do."""
-        return bool(self._out)
+    def bytes_to_send(self) -> int:
+        """What `flush` has left to do."""
+        return len(self._out)
 
     def send(self, kind: str, body: bytes) -> None:
         """Queue a frame, in pieces where it is long, and send what can be sent now."""
@@ -111,6 +125,10 @@ class Channel:
         if not self.proven and not self._greet():
             return []
         return list(self._frames())
+
+    def derive_secret(self, purpose: str) -> bytes:
+        """A secret that both ends know, and that tells nothing of the token."""
+        return derive_secret(self._token, purpose)
 
     def close(self) -> None:
         """Close the connection."""
@@ -172,7 +190,7 @@ class Channel:
     def _frames(self) -> Iterator[Frame]:
         while len(self._in) >= _HEAD.size:
             letter, length, code = _HEAD.unpack_from(self._in)
-            if length > _LONGEST_FRAME_BYTES:
+            if length > PIECE_BYTES:
                 raise NotProven(f"a frame of {length} bytes")
             if len(self._in) < _HEAD.size + length:
                 return
@@ -207,7 +225,7 @@ def connect(addresses: Sequence[tuple[str, int]], token: bytes, *, timeout_s: fl
         for host, port in addresses:
             left_s = max(1.0, deadline - time.monotonic())
             try:
-                return _connect(host, port, token, min(3.0, left_s))
+                return connect_once(host, port, token, timeout_s=min(3.0, left_s))
             except OSError as error:
                 tried[f"{host}:{port}"] = str(error) or type(error).__name__
         if time.monotonic() > deadline or not addresses:
@@ -216,14 +234,17 @@ def connect(addresses: Sequence[tuple[str, int]], token: bytes, *, timeout_s: fl
         time.sleep(0.2)
 
 
-def _connect(host: str, port: int, token: bytes, timeout_s: float) -> Channel:
+def connect_once(host: str, port: int, token: bytes, *, timeout_s: float) -> Channel:
+    """A proven channel to an address; NotProven where what listens there does not know the token."""
     sock = socket.create_connection((host, port), timeout=timeout_s)
     try:
         keep_alive(sock)
         channel = Channel(sock, token, server=False)
+        deadline = time.monotonic() + timeout_s
         while not channel.proven:
+            sock.settimeout(max(0.001, deadline - time.monotonic()))  # whoever listens there may send byte by byte
             if channel.receive() is None:
-                raise NotProven("it closed the connection: another run's launcher, or another service")
+                raise NotProven("it closed the connection: another run's, or another service")
         sock.settimeout(None)
         return channel
     except BaseException:

@@ -1,0 +1,285 @@
+"""Strangers at the control ports of a run (the launcher's, the store's): what they send is drawn from a seed.
+
+`attack_training(300)` trains with two workers while that many messages arrive, and says what came of both.
+`python benchmarks/hostile.py` does so with 10,000.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+import unisono as un
+from unisono.launchers.engines.engine import Engine, Work
+from unisono.runtime.channel import Channel
+from unisono.runtime.secret import read_store_secret
+from unisono.runtime.store_messages import send_message
+
+GREETING = b"unisono channel 1\n"
+GREETING_BYTES = len(GREETING) + 32  # all that a stranger is told
+PATIENCE_S = 20.0  # for a port to close; it gives a stranger ten seconds to prove itself
+KINDS = ("noise", "text", "oversized", "unproven", "replayed", "truncated", "torch", "pickle")
+TEXTS = (b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"SSH-2.0-a\r\n", b"\x16\x03\x01\x02\x00" * 20, b"\n" * 80)
+SLOW = 8  # connections a port on which a byte comes now and then
+Address = tuple[str, int]
+
+
+class Attack(NamedTuple):
+    """`finish`: nothing more follows, and the port is told so."""
+
+    kind: str
+    data: bytes
+    finish: bool
+
+
+def draw_attack(rng: random.Random, recording: bytes) -> Attack:
+    """A message of somebody without the secret; `recording`: what somebody with it said in another conversation."""
+    kind = rng.choice(KINDS)
+    if kind == "noise":
+        data = rng.randbytes(rng.choice([0, 1, 17, 63, 64, 65, 300]))
+    elif kind == "text":
+        data = rng.choice(TEXTS)
+    elif kind == "oversized":
+        data = rng.randbytes(64) + struct.pack("<cI", b"J", rng.choice([2**31, 2**32 - 1, 64 << 20])) + bytes(1 << 17)
+    elif kind == "unproven":  # a frame as it should be, but for the proof
+        parts = struct.pack("<IIcIc", 10, 1, b"k", 1, b"v")
+        data = rng.randbytes(64) + struct.pack("<cI32s", b"S", len(parts), bytes(32)) + parts
+    elif kind == "replayed":
+        data = recording
+    elif kind == "truncated":
+        data = recording[: rng.randrange(1, 64)]
+    elif kind == "torch":  # as torch's own client asks its store: validate, set
+        key = struct.pack("<Q", 2) + b"/k"
+        data = b"\0" + struct.pack("<I", 0x3C85F7CE) + b"\x01" + key + key + b"\x0d" + bytes(4)
+    else:
+        data = pickle.dumps({"kind": "hello", "rank": 0}) * rng.randint(1, 50)
+    return Attack(kind, data, len(data) < 64)
+
+
+def knock(address: Address, attack: Attack) -> bool:
+    """Send it; whether the port closed the connection, and had told no more than it tells everybody."""
+    with socket.create_connection(address, timeout=PATIENCE_S) as sock:
+        got = b""
+        try:
+            sock.sendall(attack.data)
+            if attack.finish:
+                sock.shutdown(socket.SHUT_WR)
+            while data := sock.recv(4096):
+                got += data
+        except TimeoutError:
+            return False
+        except OSError:
+            pass  # it was closed before all was sent
+        return len(got) <= GREETING_BYTES and (GREETING + got[len(GREETING) :]).startswith(got)
+
+
+def hold_slowly(address: Address) -> Iterator[bool]:
+    """A connection on which a byte comes at each turn; True once the port has closed it."""
+    with socket.create_connection(address, timeout=PATIENCE_S) as sock:
+        sock.setblocking(False)
+        for _ in range(60):  # fewer than a proof has
+            try:
+                sock.send(b"x")
+                closed = len(sock.recv(4096)) == 0
+            except BlockingIOError:
+                closed = False
+            except OSError:
+                closed = True
+            yield closed
+
+
+def visit(ports: Sequence[tuple[Address, bytes]], count: int, *, seed: int, wait: bool) -> tuple[int, int]:
+    """Send `count` messages, in turns to every port, beside slow ones; how many, and how many were refused.
+
+    `ports`: addresses, and a recording of each. `wait`: also for the end of the slow ones, and count them.
+    """
+    rng, sent, refused = random.Random(seed), 0, 0
+    slow = [hold_slowly(address) for address, _ in ports for _ in range(SLOW)]
+    ended = [next(one) for one in slow]
+    for turn in range(count - (len(slow) if wait else 0)):
+        address, recording = ports[turn % len(ports)]
+        sent, refused = sent + 1, refused + knock(address, draw_attack(rng, recording))
+    deadline = time.monotonic() + PATIENCE_S
+    while wait and not all(ended) and time.monotonic() < deadline:
+        ended = [was or next(one, False) for was, one in zip(ended, slow, strict=True)]
+        time.sleep(1.0)
+    for one in slow:
+        one.close()
+    return (sent + len(slow), refused + sum(ended)) if wait else (sent, refused)
+
+
+class _Heard(socket.socket):
+    """A socket that remembers what was said on it."""
+
+    said = b""
+
+    def send(self, data: Any, *flags: Any) -> int:
+        done = super().send(data, *flags)
+        self.said += bytes(data[:done])
+        return done
+
+
+def record(address: Address, secret: bytes, *, asks: bool) -> bytes:
+    """What one who knows the secret says to a port; `asks`: also a question to a store."""
+    with _Heard(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        sock.connect(address)
+        channel = Channel(sock, secret, server=False)
+        while not channel.proven:
+            assert channel.receive() is not None
+        if asks:
+            send_message(channel, "A", [b"times asked", b"1"])
+            assert channel.receive()
+        return sock.said
+
+
+# -- a training that goes on ---------------------------------------------------------------------------------------
+
+
+class _Agents:
+    """See unisono.launchers.engines.engine.Started."""
+
+    def __init__(self, processes: list[subprocess.Popen[bytes]]) -> None:
+        self.processes = processes
+
+    def poll(self) -> int | None:
+        found = [process.poll() for process in self.processes]
+        return None if None in found else max(abs(status or 0) for status in found)
+
+    def stop(self, signum: signal.Signals) -> None:
+        for process in self.processes:
+            process.send_signal(signum)
+
+    def words(self) -> str:
+        return ""
+
+    def sessions(self) -> Sequence[int]:
+        return [process.pid for process in self.processes]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+@dataclass(frozen=True)
+class Visited(Engine):
+    """Starts agents on this host, and `visitors` once the launcher listens."""
+
+    name: ClassVar[str] = "visited"
+    visitors: Any = None
+    started: list[threading.Thread] = field(default_factory=list)
+
+    @property
+    def local(self) -> bool:
+        return True
+
+    def environment(self) -> str:
+        return "torchrun"
+
+    def start(self, work: Work) -> _Agents:
+        agents = []
+        for rank in range(work.workers):
+            env = {**os.environ, **work.env, "RANK": str(rank), "WORLD_SIZE": str(work.workers)}
+            agents.append(subprocess.Popen(list(work.agent), env=env, start_new_session=True))
+        thread = threading.Thread(target=self.visitors, args=(work.addresses[0], bytes.fromhex(work.token)))
+        thread.start()
+        self.started.append(thread)
+        return _Agents(agents)
+
+
+def make_problem() -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    return torch.nn.Linear(6, 3).double(), torch.randn(16, 6).double(), torch.randn(16, 3).double()
+
+
+def train(folder: Path) -> tuple[int, list[float], int]:
+    """In each worker: train until told to stop; steps, weights, and how often the recorded question was asked."""
+    os.environ.pop("UNISONO_SHM_FD", None)  # as on several hosts: they meet in the store
+    os.environ["UNISONO_SHARED_MEMORY"] = "0"
+    world, step, stopping = un.join(device="cpu"), 0, False
+    model, x, y = make_problem()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    un.parallel(model, optimizer, "allreduce")
+    mine = slice(world.rank * 8, world.rank * 8 + 8)
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    secret = read_store_secret(*address, hosted=True)
+    assert secret is not None
+    while not stopping:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x[mine]), y[mine]).backward()
+        optimizer.step()
+        step += 1
+        if step == 3 and world.rank == 0:
+            told = json.dumps([*address, record(address, secret, asks=True).hex()])
+            (folder / "store.part").write_text(told)
+            (folder / "store.part").rename(folder / "store")
+        flag = torch.tensor([float((folder / "visited").exists())])
+        world.all_reduce(flag, "max").wait()
+        stopping = bool(flag)
+    world.channel()  # a new group, which meets in the store once more
+    from unisono.world.locked_store import LockedStore
+
+    asked = LockedStore(*address, secret, timeout_s=20).add("times asked", 0)
+    return step, torch.nn.utils.parameters_to_vector(model.parameters()).tolist(), asked
+
+
+def train_alone(steps: int) -> list[float]:
+    """The same on all rows in plain PyTorch."""
+    model, x, y = make_problem()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return torch.nn.utils.parameters_to_vector(model.parameters()).tolist()
+
+
+def attack_training(messages: int, *, seed: int = 0, wait: bool = False) -> dict[str, Any]:
+    """Train with two workers while strangers send `messages` to the launcher's port and the store's; see `visit`."""
+    counts = [0, 0]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+
+        def visitors(launcher: Address, token: bytes) -> None:
+            recording = record(launcher, token, asks=False)
+            deadline = time.monotonic() + 90
+            while not (folder / "store").exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            try:
+                host, port, said = json.loads((folder / "store").read_text())
+                ports = [(launcher, recording), ((host, port), bytes.fromhex(said))]
+                counts[:] = visit(ports, messages, seed=seed, wait=wait)
+            finally:
+                (folder / "visited").touch()
+
+        engine = Visited(visitors=visitors)
+        found = un.launch(train, args=(folder,), workers=2, on=engine, timeout_s=1200)
+        for thread in engine.started:
+            thread.join()
+    steps, weights, asked = found[0]
+    return {
+        "hostile_sent": counts[0],
+        "hostile_refused": counts[1],
+        "training_went_on": steps > 3 and asked == 1,
+        "weights_equal": found[1][1] == weights and torch.allclose(*map(torch.tensor, (weights, train_alone(steps)))),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(attack_training(int(sys.argv[1]) if len(sys.argv) > 1 else 300)))

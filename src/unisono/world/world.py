@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from unisono.world.operations import (
 )
 from unisono.world.transports import SMALL_BYTES, Op, Transport, find_group
 from unisono.world.transports.arithmetic import check_op, count_bytes
+
+if TYPE_CHECKING:
+    from unisono.world.stragglers import Straggler
 
 __all__ = ["WeightListener", "World"]
 
@@ -75,6 +78,8 @@ class World:
         self.transport = transport
         self.shards: dict[str, Any] = {}
         self.pending_shards: dict[str, Any] = {}
+        self.stragglers: tuple[Straggler, ...] = ()  # ranks that are slower than the others now
+        self.speeds: tuple[float, ...] | None = None  # to deal samples by (`un.shard(balance=True)`); None: evenly
         self.on_close: Callable[[], None] | None = None
         self._operations = Operations(name, transport, accelerated, self.ledger, inline=inline)
         self._splits = 0

@@ -73,14 +73,23 @@ class Balance:
             self._before, self.fixed = None, _fit_fixed(self._pairs, sum(counts) / len(counts))
         now = [work / s for work, s in zip(self.count_work(counts), own_s, strict=True)]
         former, self._former = self._former or now, now
-        fast = [math.sqrt(a * b) for a, b in zip(now, former, strict=True)]
-        wanted = _share_work(fast, fixed=self.fixed, samples=sum(counts))
-        before, after = self._predict(counts, fast), self._predict(deal_by_speed(sum(counts), wanted), fast)
-        self._promised = self._promised + 1 if after < (1.0 - LEAST_GAIN) * before else 0
+        self._promised = self._promised + 1 if self._pays(self._share(now, counts), counts, now) else 0
         if self._promised < _CHECKS:
+            return None
+        smoothed = [math.sqrt(a * b) for a, b in zip(now, former, strict=True)]
+        wanted = self._share(smoothed, counts)
+        if not self._pays(wanted, counts, smoothed):
             return None
         self._former, self._promised, self._before = None, 0, measured
         return tuple(n * len(counts) / sum(wanted) for n in wanted)
+
+    def _share(self, fast: Sequence[float], counts: Sequence[int]) -> list[float]:
+        return _share_work(fast, fixed=self.fixed, samples=sum(counts))
+
+    def _pays(self, wanted: Sequence[float], counts: Sequence[int], fast: Sequence[float]) -> bool:
+        """Whether a step would be shorter by more than little."""
+        after = self._predict(deal_by_speed(sum(counts), wanted), fast)
+        return after < (1.0 - LEAST_GAIN) * self._predict(counts, fast)
 
     def _predict(self, counts: Sequence[int], fast: Sequence[float]) -> float:
         return max(work / f for work, f in zip(self.count_work(counts), fast, strict=True))

@@ -26,7 +26,7 @@ from unisono.world.speeds import Balance, deal_by_speed
 from unisono.world.stragglers import Judge, Numbers, Straggler
 from unisono.world.world import World
 
-__all__ = ["Treatment", "after_step"]
+__all__ = ["StragglerWatch", "Treatment", "after_step"]
 
 Treatment = Literal["deal", "name", "ignore"]
 EVERY_STEPS, EVERY_S = 20, 2.0  # from one check to the next: the later of the two

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median_low
 from typing import Literal, NamedTuple
 
-__all__ = ["Cause", "Judge", "Numbers", "Straggler"]
+__all__ = ["Cause", "Judge", "Numbers", "Straggler", "list_leaders"]
 
 Cause = Literal["input", "compute", "network", "host"]
 SLOW = 1.5  # times the others' own time
@@ -92,7 +92,7 @@ class Judge:
         """
         found, over = [], []
         work = [1.0] * len(numbers) if work is None else [len(work) * w / sum(work) for w in work]
-        for rank, (factor, cause) in enumerate(compare(numbers, work, self._hosts)):
+        for rank, (factor, cause) in enumerate(_compare(numbers, work, self._hosts)):
             known = self._known.get(rank)
             if known is None:
                 checks, first = self._suspected.pop(rank, (0, since))
@@ -113,7 +113,7 @@ class Judge:
         return found, over
 
 
-def compare(
+def _compare(
     numbers: Sequence[Numbers], work: Sequence[float], hosts: Sequence[str]
 ) -> list[tuple[float, Cause | None]]:
     """Of every rank, how many times the others' time it takes for the same work, and why; no cause: not too long.

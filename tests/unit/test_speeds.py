@@ -164,6 +164,10 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "cost": (torch.arange(103), {"cost": torch.arange(103) % 7 + 1.0}),
     "cost of tokens": (torch.arange(103), {"cost": torch.arange(103) % 7 + 1.0, "weigh_by": "cost"}),
     "read ahead": (Squares(103), {"num_workers": 1}),
+    "kept readers": (
+        DataLoader(Squares(103), batch_size=16, num_workers=1, persistent_workers=True),
+        {"batch_size": None},
+    ),
 }
 
 
@@ -185,7 +189,7 @@ def read_all(data: Any, options: dict[str, Any], size: int, rng: random.Random) 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_sample_comes_once_over_any_change_of_speeds(kind: str) -> None:
     data, options = KINDS[kind]
-    for seed, size in enumerate([2] if kind == "read ahead" else [1, 2, 3, 5]):
+    for seed, size in enumerate([2] if kind in ("read ahead", "kept readers") else [1, 2, 3, 5]):
         seen = read_all(data, options, size, random.Random(seed))
         even = [counted(one) for one in read_all(data, options, 1, random.Random(0))]
         assert [counted(one) for one in seen] == even, "global batches stay what they are"

@@ -122,6 +122,20 @@ def test_shares_come_close_to_the_best_and_stay(slow: list[float], fixed: float)
     assert time_of(found[-1], slow, fixed) <= best / (1.0 - LEAST_GAIN) * 1.05
 
 
+@pytest.mark.parametrize("fixed", [0.0, 8.0, 50.0])
+def test_what_a_step_costs_beside_its_samples_shows_when_shares_change(fixed: float) -> None:
+    balance, counts = Balance(), [32, 32, 32, 32]
+    for _ in range(3):
+        own_s = [s * (fixed + n) for s, n in zip([1.0, 1.0, 1.0, 5.0], counts, strict=True)]
+        proposed = balance.propose(own_s, counts)
+        counts = counts if proposed is None else deal_by_speed(128, proposed)
+    assert counts != [32, 32, 32, 32]
+    assert balance.fixed == pytest.approx(fixed, rel=0.25, abs=1.5)
+    work = balance.count_work(counts)
+    slower = own_s[3] / work[3] / (own_s[0] / work[0])
+    assert slower == pytest.approx(5.0, rel=0.1), "so it is as slow as before"
+
+
 def test_shares_are_even_again_when_the_slow_rank_is_not_any_more() -> None:
     found = follow([[1.0, 4.0]] * 8 + [[1.0, 1.0]] * 12, 64, 8.0)
     assert found[7][1] < 16
@@ -199,6 +213,22 @@ def test_every_sample_comes_once_over_any_change_of_speeds(kind: str) -> None:
             if kind != "cost of tokens":
                 m = sum(len(part) for part, weight in one if weight)
                 assert all(weight in (0.0, pytest.approx(len(part) * size / m)) for part, weight in one)
+
+
+def test_ranks_that_read_ahead_deal_by_new_speeds_from_the_next_batch_on() -> None:
+    """Each has read ahead as far as it likes: without reading again, some samples would come twice and others never."""
+    worlds = [BalancedWorld(rank, 2) for rank in range(2)]
+    readers = zip(worlds, [0, 1], strict=True)
+    ranks: list[Any] = [shard(Squares(64), 16, num_workers=n, balance=True, world=w) for w, n in readers]  # type: ignore[arg-type]
+    seen, lengths = [], []
+    for batches in zip(*ranks, strict=True):
+        seen += [v for batch in batches for v in values(batch)]
+        lengths.append([len(values(batch)) for batch in batches])
+        for world, one in zip(worlds, ranks, strict=True):
+            world.speeds = (1.5, 0.5) if one.batch < 3 else None
+            one.deal_anew()
+    assert lengths == [[8, 8], [12, 4], [12, 4], [8, 8]]
+    assert sorted(seen) == list(range(64))
 
 
 def counted(one_round: list[tuple[list[int], float]]) -> list[int]:

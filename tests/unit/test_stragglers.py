@@ -347,6 +347,28 @@ def test_a_second_replica_of_a_world_counts_no_steps() -> None:
     assert run_threads(work, 2) == [0, 0]
 
 
+def test_a_world_that_is_narrowed_begins_anew() -> None:
+    def work(world: World) -> set[int]:
+        for _ in range(2):
+            model = copy.deepcopy(MODEL)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            replica = un.parallel(model, optimizer, world=world)
+            for _ in range(35):
+                model(X[:4]).mean().backward()
+                optimizer.step()
+            replica.close()
+            if world.size == 4:
+                world.narrow([0, 1])
+        checks = [record for record in world.ledger.records if record.tag == "stragglers"]
+        return {
+            record.bytes_sent * world_size // (world_size - 1)
+            for record, world_size in zip(checks, [4, 2], strict=True)
+        }
+
+    numbers = 8 * len(Numbers._fields)
+    assert run_threads(work, 4) == [{2 * 4 * numbers, 2 * 2 * numbers}] * 4, "the numbers of four ranks, then of two"
+
+
 def test_steps_are_counted_until_the_next_check_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
     """The later of 20 steps and two seconds of the slowest rank: here 2 s / (4 * 17 ms) = 30 steps."""
     monkeypatch.setattr(watch_module, "EVERY_S", 2.0)

@@ -43,8 +43,9 @@ def after_step(world: World, treatment: Treatment) -> None:
     if world.size == 1 or treatment == "ignore":
         return
     watch = _watches.get(world)
-    if watch is None:
+    if watch is None or watch.name != world.name:  # `narrow` leaves other ranks in the same object
         watch = _watches[world] = StragglerWatch(world)
+        world.stragglers, world.speeds = (), None
     watch.count_step(world, treatment)
 
 
@@ -52,6 +53,7 @@ class StragglerWatch:
     """One rank's side of the checks in one world."""
 
     def __init__(self, world: World) -> None:
+        self.name = world.name
         self._channel: World | None = None  # made at the first check: most tests and trials are over before
         self._judge, self._balance, self._links = Judge(world.hosts), Balance(), LinkProbe(world)
         self._processor = ProcessorWait()

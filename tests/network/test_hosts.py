@@ -101,6 +101,32 @@ def test_training_over_hosts_equals_one_process_on_the_joined_batches(on_hosts) 
             assert parts == pytest.approx(wall, rel=1e-6)
 
 
+SLOW_LINK = """
+    import json, os, subprocess, torch, unisono as un
+    from unisono.world import straggler_watch
+    straggler_watch.EVERY_STEPS, straggler_watch.EVERY_S = 4, 0.0
+    if os.environ["RANK"] == "2":  # what this host sends passes at 10 Mbit/s; the links of the others are as they were
+        shape = "qdisc replace dev veth0 root tbf rate 10mbit burst 20000 latency 500ms"
+        subprocess.run(["tc", *shape.split()], check=True)
+    world = un.join()
+    model = torch.nn.Linear(96, 96)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    un.parallel(model, optimizer)
+    for step in range(200):
+        optimizer.zero_grad()
+        model(torch.ones(4, 96)).square().mean().backward()
+        optimizer.step()
+        if any(slow.cause == "network" for slow in world.stragglers):  # on all ranks after the same step
+            break
+    print(json.dumps([[slow.rank, slow.host, slow.cause] for slow in world.stragglers]))
+"""
+
+
+def test_a_slow_link_is_named_as_that_of_its_host(on_hosts) -> None:
+    for found in on_hosts(SLOW_LINK, per_host=[1, 1, 1]).results():
+        assert [2, "host2", "network"] in found
+
+
 LATE = """
     import json, time, torch, unisono as un
     world = un.join()

@@ -10,6 +10,8 @@ import pytest
 
 from unisono import cli
 from unisono.cli.command_line import COMMANDS, main
+from unisono.launchers.environment import worker_environment
+from unisono.launchers.job import Job
 
 FOLDER = Path(cli.__file__).parent
 
@@ -45,3 +47,22 @@ def test_an_unknown_command_names_those_that_there_are(capsys: pytest.CaptureFix
     assert ended.value.code == 2
     told = capsys.readouterr().err
     assert all(name in told for name in COMMANDS)
+
+
+def test_balance_reaches_the_workers_and_a_job_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def run(job: Job) -> int:
+        env = worker_environment(0, job.workers, address=("localhost", 1), run_id="x")
+        seen.append(env.get("UNISONO_BALANCE", ""))
+        return 0
+
+    monkeypatch.setattr("unisono.launchers.terminal.run_in_terminal", run)
+    monkeypatch.setenv("UNISONO_BALANCE", "")  # put back as it was, after this test
+    program, script = tmp_path / "train.py", tmp_path / "job.sh"
+    program.write_text("")
+    assert main(["run", "-n", "2", str(program)]) == 0
+    assert main(["run", "-n", "2", "--balance", str(program)]) == 0
+    assert seen == ["", "1"]
+    assert main(["run", "-n", "2", "--balance", "--on", "slurm", "--script", str(script), str(program)]) == 0
+    assert " --balance " in script.read_text()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import re
 import shlex
 import sys
@@ -106,6 +107,12 @@ def add_command(commands: Commands) -> None:
         help="let workers fail at given steps, see below; one that did not fire is an error; default: UNISONO_FAULTS",
     )
     parser.add_argument(
+        "--balance",
+        action="store_true",
+        help="un.shard deals every batch by the workers' measured speeds, so that a slow one gets fewer samples; the "
+        "same as UNISONO_BALANCE=1",
+    )
+    parser.add_argument(
         "--grace",
         type=_parse_seconds,
         default=Job.grace_s,
@@ -132,6 +139,8 @@ def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
     from unisono.launchers.terminal import run_in_terminal
 
     least, most = options.workers
+    if options.balance:
+        os.environ["UNISONO_BALANCE"] = "1"  # the workers' environment is made from this one
     job = Job(
         [*(["-m"] if options.module else []), options.program, *options.arguments],
         most,
@@ -290,6 +299,7 @@ def _write_script(engine: Engine, options: argparse.Namespace, job: Job) -> int:
     more["--output-dir"] = None if job.output_dir is None else str(job.output_dir)
     more["--faults"] = job.faults
     run_options = [word for name, value in more.items() if value is not None for word in (name, str(value))]
+    run_options += ["--balance"] if options.balance else []
     text = job_script(engine, job.program, job.workers, run_options=run_options)
     if options.script:
         path = Path(options.script)

@@ -1,18 +1,21 @@
-"""Who gets which samples: the arithmetic behind `un.shard`, on numpy alone.
+"""Who gets which samples: the arithmetic behind `un.shard`, on numbers alone.
 
 Two questions are kept apart. The *global order* (which samples make up global batch 0, 1, 2, ...) depends on
 the seed, the epoch, the number of samples and the batch size, never on the number of workers. The *part*
-(which of a global batch's samples are mine) depends on rank and size alone. So the workers may change between
-any two batches.
+(which of a global batch's samples are mine) depends on rank and size alone, and on the ranks' speeds where samples are
+dealt by them. So the workers, and their speeds, may change between any two batches.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from unisono.world.speeds import deal_by_speed
 
 Indices = NDArray[np.signedinteger]
 Partition = Literal["contiguous", "strided"]
@@ -158,28 +161,73 @@ def slice_part(m: int, *, rank: int, size: int, partition: Partition) -> slice:
     return slice(start, start + each + (rank < over), 1)
 
 
-def balance_parts(costs: NDArray[np.float64], size: int) -> list[Indices]:
-    """Deals a batch so that every rank gets about the same cost: the longest sample first, to the least
-    loaded rank.
+def cut_by_speed(m: int, speeds: Sequence[float], *, rank: int, partition: Partition) -> slice | Indices:
+    """The part of a global batch of m samples that is `rank`'s, where samples are dealt by speed.
 
-    This is LPT (Graham, 1969): the heaviest rank carries at most 4/3 - 1/(3 size) of the least possible. Ties
-    go to the rank with fewer samples, then to the lower rank, so that every rank computes the same answer.
+    "contiguous" parts lie one after the other. Of "strided" ones each is spread evenly over the batch, as far as
+    another size of every part allows: sample j of the n_i of rank i stands at (2 j + 1) / (2 n_i).
+
+    >>> [cut_by_speed(6, [2.0, 1.0], rank=r, partition="contiguous") for r in range(2)]
+    [slice(0, 4, 1), slice(4, 6, 1)]
+    >>> [cut_by_speed(6, [2.0, 1.0], rank=r, partition="strided").tolist() for r in range(2)]
+    [[0, 2, 3, 5], [1, 4]]
+    """
+    counts = deal_by_speed(m, speeds)
+    if partition == "contiguous":
+        start = sum(counts[:rank])
+        return slice(start, start + counts[rank], 1)
+    places = np.concatenate([(2 * np.arange(n) + 1) / (2 * max(n, 1)) for n in counts])
+    owners = np.repeat(np.arange(len(counts)), counts)
+    return np.flatnonzero(owners[np.argsort(places, kind="stable")] == rank)
+
+
+def balance_parts(costs: NDArray[np.float64], size: int, speeds: Sequence[float] | None = None) -> list[Indices]:
+    """Deals a batch so that every rank needs about the same time: the longest sample first, to the rank that would have
+    it done first.
+
+    This is LPT (Graham, 1969): with equal speeds the heaviest rank carries at most 4/3 - 1/(3 size) of the least
+    possible. Ties go to the rank with fewer samples, then to the lower rank, so that every rank computes the same
+    answer. With speeds, every rank has at least one sample where there are enough.
 
     Args:
         costs: Cost of each sample of the batch, shape (m,); 0 or more.
         size: Number of ranks.
+        speeds: Cost that each rank gets done in a second; None where all are the same.
 
     Returns:
         For every rank, its positions in the batch, ascending.
 
     >>> [part.tolist() for part in balance_parts(np.array([3.0, 1.0, 2.0, 4.0]), 2)]
     [[1, 3], [0, 2]]
+    >>> [part.tolist() for part in balance_parts(np.array([3.0, 1.0, 2.0, 4.0]), 2, [4.0, 1.0])]
+    [[0, 1, 3], [2]]
     """
     longest_first = np.argsort(-costs, kind="stable")
     parts: list[list[int]] = [[] for _ in range(size)]
+    if speeds is not None:
+        _deal_costs(costs, longest_first, speeds, parts)
+        return [np.array(sorted(part), dtype=np.int64) for part in parts]
     loads = [(0.0, 0, rank) for rank in range(size)]
     for position, cost in zip(longest_first.tolist(), costs[longest_first].tolist(), strict=True):
         load, count, rank = loads[0]
         parts[rank].append(position)
         heapq.heapreplace(loads, (load + cost, count + 1, rank))
     return [np.array(sorted(part), dtype=np.int64) for part in parts]
+
+
+def _deal_costs(
+    costs: NDArray[np.float64], longest_first: Indices, speeds: Sequence[float], parts: list[list[int]]
+) -> None:
+    """Fill `parts` with positions, by who would be done first; samples without a cost follow the speeds too."""
+    rate, loads = np.asarray(speeds, np.float64), np.zeros(len(parts))
+    counts = np.zeros(len(parts), np.int64)
+    for position in longest_first.tolist():
+        done = (loads + costs[position]) / rate
+        rank = int(np.lexsort((counts / rate, done))[0])
+        parts[rank].append(position)
+        loads[rank] += costs[position]
+        counts[rank] += 1
+    if len(costs) >= len(parts):
+        for part in parts:
+            if not part:  # it gets the cheapest sample of the rank that has most of them
+                part.append(max(parts, key=len).pop())

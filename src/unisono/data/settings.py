@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -29,6 +30,7 @@ class ShardSettings:
     collate_fn: Callable[[list[Any]], Any] | None = None
     num_workers: int | None = None
     pin_memory: bool | None = None
+    balance: bool | None = None
 
     def __post_init__(self) -> None:
         check_whole_number(self.seed, "seed", least=None)
@@ -36,6 +38,8 @@ class ShardSettings:
             check_whole_number(self.batch_size, "batch_size", least=1)
         if self.num_workers is not None:
             check_whole_number(self.num_workers, "num_workers")
+        if self.balance not in (None, True, False):
+            raise ValueError(f"un.shard got balance={self.balance!r}. Expected True or False.")
 
     def matches(self, other: ShardSettings) -> bool:
         """Whether both ask for the same."""
@@ -72,6 +76,15 @@ def decide_shuffle(wanted: bool | None, source: SampleSource) -> bool:
     return wanted
 
 
+def decide_balance(wanted: bool | None, source: SampleSource) -> bool:
+    """Whether samples are dealt by the ranks' speeds: as was said, or as UNISONO_BALANCE says for all shards; not where
+    each rank has samples of its own."""
+    text = os.environ.get("UNISONO_BALANCE", "").strip()
+    if wanted is None and text not in ("", "0", "1"):
+        raise ValueError(f"got UNISONO_BALANCE={text!r} in the environment. Expected 1 or 0.")
+    return (text == "1" if wanted is None else bool(wanted)) and not source.divided
+
+
 def check_choices(settings: ShardSettings, source: SampleSource) -> None:
     """Refuses settings that do not go together, with the reason."""
     if settings.partition not in (None, "contiguous", "strided"):
@@ -95,6 +108,11 @@ def check_choices(settings: ShardSettings, source: SampleSource) -> None:
         raise ValueError(
             f"un.shard got {deciding[0]}= for a table that is divided among the workers already: where a row lies "
             "decides which rank gets it. Leave it out, or divide the table accordingly before (repartition)."
+        )
+    if source.divided and settings.balance:
+        raise ValueError(
+            "un.shard got balance=True for a table that is divided among the workers already: where a row lies decides "
+            "which rank gets it. Leave it out, or divide the table by the workers' speeds before (repartition)."
         )
     if settings.stratify is not None and (source.sampler is not None or source.batch_sampler is not None):
         raise ValueError("un.shard got stratify= with a DataLoader whose own sampler decides the order. Leave one out.")

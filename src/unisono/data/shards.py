@@ -10,11 +10,12 @@ from itertools import count, islice
 from typing import Any, Literal
 
 from unisono.data.agreement import agree_on_files
-from unisono.data.order import Indices, Partition, balance_parts, order_epoch, slice_part
+from unisono.data.order import Indices, Partition, balance_parts, cut_by_speed, order_epoch, slice_part
 from unisono.data.settings import (
     ShardSettings,
     check_choices,
     check_whole_number,
+    decide_balance,
     decide_shuffle,
     select_loader_options,
 )
@@ -40,6 +41,7 @@ def shard(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     num_workers: int | None = None,
     pin_memory: bool | None = None,
+    balance: bool | None = None,
     epoch: int = 0,
     name: str | None = None,
     world: World | None = None,
@@ -71,6 +73,8 @@ def shard(
         drop_last: Leave out a short last batch. By default no; as a DataLoader has it.
         read: For a list of files, path to sample; without it the path is the sample.
         collate_fn, num_workers, pin_memory: As for a DataLoader; no pinning where there is no CUDA.
+        balance: Deal every batch by the ranks' measured speeds, so that a slow one gets fewer samples (`weight` makes
+            up for it). By default no, or what UNISONO_BALANCE=1 in the environment says. The same on every rank.
         epoch: Number of the first epoch.
         name: What a checkpoint calls this shard; by default "shard0", "shard1", ... as they are made.
         world: By default this process's, `un.join()`.
@@ -98,6 +102,7 @@ def shard(
         collate_fn=collate_fn,
         num_workers=num_workers,
         pin_memory=pin_memory,
+        balance=balance,
     )
     here = join() if world is None else world
     known = _find_known(here, data, settings, name)
@@ -114,6 +119,7 @@ class Shard:
         batch_size: Samples in a global batch; None where a batch sampler decides.
         epoch: The epoch that is being read, or comes next.
         batch: Global batches of this epoch that were given out.
+        balances: Whether samples are dealt by the ranks' speeds (`world.speeds`).
     """
 
     def __init__(self, data: Any, settings: ShardSettings, *, world: World, name: str, epoch: int = 0) -> None:
@@ -132,6 +138,7 @@ class Shard:
         self.drop_last = bool(source.drop_last if settings.drop_last is None else settings.drop_last)
         self.shuffle = decide_shuffle(settings.shuffle, source)
         check_choices(settings, source)
+        self.balances = decide_balance(settings.balance, source)
         self._check_sizes(world)
         has_classes, has_costs = settings.stratify is not None, settings.cost is not None
         self._classes = read_classes(settings.stratify, source.samples or 0) if has_classes else None
@@ -275,8 +282,8 @@ class Shard:
             if not samples or (self.drop_last and len(samples) < self.batch_size):
                 return
             mine, weight = self._assign(len(samples), world)
-            assert isinstance(mine, slice)
-            yield self.source.collate(samples[mine]), weight
+            kept = samples[mine] if isinstance(mine, slice) else [samples[i] for i in mine]
+            yield self.source.collate(kept), weight
             if len(samples) < self.batch_size:
                 return
 
@@ -301,17 +308,27 @@ class Shard:
 
     def _assign(self, m: int, world: World, indices: Indices | None = None) -> tuple[slice | Indices, float]:
         """My positions in a global batch of m samples, and their weight."""
+        speeds = world.speeds if self.balances else None  # those of now: they change between two batches
+        mine: slice | Indices
         if self._costs is None or indices is None:
-            cut = slice_part(m, rank=world.rank, size=world.size, partition=self._partition)
-            held = len(range(m)[cut])
-            return (cut, held * world.size / m) if held else (slice(0, 1), 0.0)
+            if speeds is None:
+                mine = slice_part(m, rank=world.rank, size=world.size, partition=self._partition)
+            else:
+                mine = cut_by_speed(m, speeds, rank=world.rank, partition=self._partition)
+            held = len(range(m)[mine]) if isinstance(mine, slice) else len(mine)
+            return (mine, held * world.size / m) if held else (slice(0, 1), 0.0)
         costs = self._costs[indices]
-        mine = balance_parts(costs, world.size)[world.rank]
+        mine = balance_parts(costs, world.size, speeds)[world.rank]
         if not len(mine):
             return slice(0, 1), 0.0
         if self.settings.weigh_by == "cost" and costs.any():
             return mine, float(costs[mine].sum() * world.size / costs.sum())
         return mine, len(mine) * world.size / m
+
+    def deal_anew(self) -> None:
+        """`world.speeds` have changed: read again what processes have read ahead; all else is dealt as it is read."""
+        if self.samples is not None and self.source.options.get("num_workers"):
+            self._moves += 1
 
     # Position -------------------------------------------------------------------------------------------
 
@@ -406,6 +423,7 @@ class Shard:
             )
         self.data, self.settings, self.source = data, settings, other.source
         self._classes, self._costs, self._partition = other._classes, other._costs, other._partition
+        self.balances = other.balances
         self._moves += 1
 
     def _count_samples(self, world: World) -> None:

@@ -46,7 +46,14 @@ _LEAVING: Schedule = ((3.0, signal.SIGKILL),)
 _AFTER_INTERRUPT: Schedule = ((0.0, signal.SIGINT), (0.9, signal.SIGTERM), (1.2, signal.SIGKILL))
 _AT_ONCE: Schedule = ((0.0, signal.SIGKILL),)
 # Variables of this process that workers on other hosts get too, where they are set.
-_FORWARDED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "UNISONO_TIMEOUT_S", "UNISONO_SHARED_MEMORY", "NCCL_DEBUG")
+_FORWARDED = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "UNISONO_TIMEOUT_S",
+    "UNISONO_SHARED_MEMORY",
+    "UNISONO_BALANCE",
+    "NCCL_DEBUG",
+)
 
 
 def _after_failure(member: Member) -> Schedule:

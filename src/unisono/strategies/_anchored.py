@@ -476,6 +476,7 @@ class AnchoredReplica(PeriodicReplica):
     """Local training whose differences to the last agreed model are exchanged. A method says when, in `meet()`."""
 
     own_optimizer: ClassVar[bool] = True
+    slow_ranks = "deal"
 
     def __init__(
         self,

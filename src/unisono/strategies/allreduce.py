@@ -60,6 +60,7 @@ class AllReduceReplica(Replica):
     """Gradients through buckets and a reducer; in a world of one there is only counting to do."""
 
     strategy: allreduce
+    slow_ranks = "deal"
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: allreduce) -> None:
         super().__init__(model, optimizer, world, strategy)

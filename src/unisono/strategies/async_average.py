@@ -249,6 +249,7 @@ class AsyncAverageReplica(PeriodicReplica):
 
     strategy: async_average
     own_models = own_optimizer = True
+    slow_ranks = "ignore"
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: async_average) -> None:
         self._averager: Averager | None = None

@@ -59,6 +59,7 @@ class HogwildReplica(PeriodicReplica):
     """A worker whose parameters lie in the memory of all."""
 
     strategy: hogwild
+    slow_ranks = "ignore"
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: hogwild) -> None:
         self._shared: list[Tensor] = []  # views of the memory of all, one for each parameter

@@ -91,6 +91,7 @@ class QAdamReplica(Replica):
     """Gradients, then momenta, through buckets; the optimizer's hooks make its step once v is frozen."""
 
     strategy: qadam
+    slow_ranks = "deal"
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: qadam) -> None:
         super().__init__(model, optimizer, world, strategy)

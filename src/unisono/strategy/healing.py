@@ -334,6 +334,7 @@ class Healing:
         joins = not self._is_member
         fresh = take_seat(seat, self.world.device)
         old = self.world.adopt(fresh)
+        self.world.stragglers, self.world.speeds = (), None
         if joins or self._former is not None:
             old.close()  # a generation that was never complete
         else:

@@ -23,6 +23,7 @@ from unisono.strategy.fault_watch import FaultWatch
 from unisono.strategy.mistakes import follow_optimizer, leave_optimizer
 from unisono.world import World
 from unisono.world.elastic import Elastic, survive
+from unisono.world.straggler_watch import Treatment, after_step
 
 if TYPE_CHECKING:
     from unisono.strategy.healing import Healing
@@ -103,6 +104,9 @@ class Replica:
 
     own_gradients: ClassVar[bool] = False  # ranks' gradients differ: AMP may skip the step of one rank alone
     own_optimizer: ClassVar[bool] = False  # ranks' optimizer states differ: those that stay in a new world keep theirs
+    # What may be done about slow ranks. "deal": give them fewer samples, as the mean over the ranks counts each sample
+    # once (`World.weight`), whatever the optimizer; "name": only say so; "ignore": no rank waits for them.
+    slow_ranks: ClassVar[Treatment] = "name"
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: Strategy) -> None:
         self.model, self.optimizer, self.world, self.strategy = model, optimizer, world, strategy
@@ -160,6 +164,7 @@ class Replica:
             self._faults.before_count(self)
         self.world.ledger.step(self)
         status.note(step=self.world.ledger.step_count)
+        survive(self.world, lambda: after_step(self.world, self.slow_ranks))
         if self._faults is not None:
             self._faults.after_count()
 

@@ -34,6 +34,7 @@ from unisono.world.transports.arithmetic import check_op, count_bytes
 
 if TYPE_CHECKING:
     from unisono.world.elastic import Elastic
+    from unisono.world.stragglers import Straggler
 
 __all__ = ["WeightListener", "World", "WorldFollower"]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -111,6 +112,8 @@ class World:
         self.transport = transport
         self.shards: dict[str, Any] = {}
         self.pending_shards: dict[str, Any] = {}
+        self.stragglers: tuple[Straggler, ...] = ()  # ranks that are slower than the others now
+        self.speeds: tuple[float, ...] | None = None  # to deal samples by (`un.shard(balance=True)`); None: evenly
         self.on_close: Callable[[], None] | None = None
         self.elastic: Elastic | None = None  # where ranks come and go
         self._followers: list[weakref.ref[WorldFollower]] = []

@@ -33,6 +33,7 @@ class ServedReplica(PeriodicReplica):
     """A worker's copy of the model. Its optimizer steps nothing: the servers' optimizers do."""
 
     strategy: parameter_server
+    slow_ranks = "ignore"
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: parameter_server) -> None:
         self.strategy = strategy

@@ -49,6 +49,7 @@ class ZeroReplica(Replica):
     """
 
     strategy: zero
+    slow_ranks = "deal"
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: zero) -> None:
         super().__init__(model, optimizer, world, strategy)

@@ -62,6 +62,8 @@ class zero(Strategy):
     spill: the share of the state that goes to disk, instead. Without both, all of it.
     moments: "bf16" keeps the optimizer's moments in 16 bits, rounded at random (off the device).
     disk: the folder for the scratch file. None: the system's folder for temporary files.
+    spare: every rank keeps a copy of the next-lower rank's part, and steps it too: what a lost rank held is still
+        there. Costs as much memory again for all that is split, and the bytes of a reduced gradient.
     """
 
     stage: Literal[1, 2, 3] = 2
@@ -79,6 +81,7 @@ class zero(Strategy):
     spill: float | None = None
     moments: Literal["fp32", "bf16"] = "fp32"
     disk: str | None = None
+    spare: bool = False
 
     def check(self, model: nn.Module, optimizer: Optimizer, world: World) -> None:
         self._check_places()
@@ -116,6 +119,11 @@ class zero(Strategy):
             raise ValueError("moments='bf16' needs optimizer_on='cpu' or 'disk'")
         if self.delayed_update and (self.optimizer_on == "device" or self.params_on != "device"):
             raise ValueError("delayed_update needs optimizer_on='cpu' or 'disk', and params_on='device'")
+        if self.spare and self.optimizer_on != "device":
+            raise ValueError(
+                f"spare=True needs optimizer_on='device', got {self.optimizer_on!r}: the copy of another rank's part "
+                "is stepped together with this rank's own, by the optimizer itself"
+            )
 
     def _check_off_device(self, name: str, value: object, *, needs: Place | None = None) -> None:
         """Refuse a setting that is for an optimizer off the device."""

@@ -250,7 +250,7 @@ class ZeroReplica(Replica):
         if self._spare is not None:
             assert self._backward is not None
             self._backward.check_ended()
-            self._spare.agree()
+            self._spare.agree(self.step)
         if self._offload is not None:  # the optimizer itself finds nothing to step
             for unit in self._trainable:
                 for leaf in unit.leaves:

@@ -39,6 +39,8 @@ class Spare:
         self._ward, self._next = (world.rank - 1) % world.size, (world.rank + 1) % world.size
         self._ready: list[tuple[Parameter, Tensor | None, int]] | None = None  # what the step needs, and its version
         self._is_changing = False  # shards are being written: they are of no use if that breaks off
+        self._broke_off = False
+        self._window = 0  # that the step belongs to
         self.steps = 0
 
     # A step ----------------------------------------------------------------------------------------------
@@ -55,8 +57,12 @@ class Spare:
         parts[self._next], outs[self._ward] = mine, ward.gradient
         self._channel.all_to_all(parts, out=outs, tag=f"spare/{unit.index}").wait()
 
-    def agree(self) -> None:
-        """The optimizer is about to step: wait until all ranks have what it takes."""
+    def agree(self, window: int) -> None:
+        """The optimizer is about to step with the gradients of a window: wait until all ranks have what it takes."""
+        if self._is_changing and window == self._window:
+            return  # the step of a class around another's, whose hooks are called too
+        self._broke_off |= self._is_changing
+        self._window = window
         leaves = [leaf for unit in self._units for one in unit.held for leaf in one.leaves]
         self._ready = [(leaf, leaf.grad, 0 if leaf.grad is None else leaf.grad._version) for leaf in leaves]
         on = self._units[0].params[0].device
@@ -67,22 +73,25 @@ class Spare:
 
     def end_step(self) -> None:
         """Both have been stepped."""
+        if self._ready is None:
+            return
         self.steps += 1
         self._ready, self._is_changing = None, False
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Inside the block other values are written into the shards."""
+        """Inside the block all shards get other values."""
         self._is_changing = True
         yield
-        self._is_changing = False  # not if it breaks off
+        self._is_changing = self._broke_off = False  # not if it breaks off
 
     # After a loss ----------------------------------------------------------------------------------------
 
     def progress(self) -> dict[str, Any]:
         """How many steps the shards here have taken, and can take by themselves; None if they are of no use."""
         ready = self._ready is not None and all(g is None or g._version == version for _, g, version in self._ready)
-        return {"steps": None if self._is_changing else self.steps, "reach": self.steps + ready}
+        useless = self._is_changing or self._broke_off
+        return {"steps": None if useless else self.steps, "reach": self.steps + ready}
 
     def catch_up(self, steps: int, optimizer: Optimizer) -> None:
         """Take the step that others have taken."""

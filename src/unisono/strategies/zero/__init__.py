@@ -24,10 +24,12 @@ Place = Literal["device", "cpu", "disk"]
 
 FACTS = Facts(
     [
-        Example("zero", exact=True),
-        Example("zero(stage=1)", exact=True),
-        Example("zero(stage=2, unit_bytes=64, overlap=True)", exact=True),
-        Example("zero(stage=3)", exact=True),
+        Example("zero", exact=True, splits_state=True),
+        Example("zero(stage=1)", exact=True, splits_state=True),
+        Example("zero(stage=2, unit_bytes=64, overlap=True)", exact=True, splits_state=True),
+        Example("zero(stage=3)", exact=True, splits_state=True),
+        Example("zero(stage=2, spare=True)", exact=True),
+        Example("zero(stage=3, spare=True)", exact=True),
     ],
     refuses={
         "stage=0": "stage",
@@ -36,8 +38,8 @@ FACTS = Facts(
         "accumulate=0": "accumulate",
         "unit_bytes=0": "unit_bytes",
         "buffers=sometimes": "buffers",
+        "spare=True, optimizer_on=cpu": "stepped together",
     },
-    splits_state=True,
 )
 
 

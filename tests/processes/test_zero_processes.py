@@ -90,15 +90,20 @@ def with_a_lost_worker(spec: str) -> list[Tensor] | None:
     replica = un.parallel(model, optimizer, spec, unit_bytes=20000, world=world)
     if world.rank == 1:
         model[4].weight.register_post_accumulate_grad_hook(end)
-    while replica.step < STEPS:
-        try:
-            step_on_part(model, optimizer, replica.step, replica.world.rank, replica.world.size)
-        except Ends:
-            return None
-        except un.PeerLost:
-            replica.rebind(smaller)
+    try:
+        go_on(model, optimizer, replica)
+    except Ends:
+        return None
+    except un.PeerLost:
+        replica.rebind(smaller)
+        go_on(model, optimizer, replica)
     replica.restore()
     return [p.detach().clone() for p in model.parameters()]
+
+
+def go_on(model: nn.Module, optimizer: Any, replica: un.Replica) -> None:
+    while replica.step < STEPS:
+        step_on_part(model, optimizer, replica.step, replica.world.rank, replica.world.size)
 
 
 def step_on_part(model: nn.Module, optimizer: Any, t: int, rank: int, size: int) -> None:

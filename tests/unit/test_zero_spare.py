@@ -305,6 +305,15 @@ def with_unused(model: nn.Module, optimizer: Any, replica: Any, t: int, batch: C
     optimizer.step()
 
 
+def with_dropped(model: nn.Module, optimizer: Any, replica: Any, t: int, batch: Callable[[int], Tensor]) -> None:
+    """A gradient is taken away after backward."""
+    optimizer.zero_grad()
+    model(batch(t)).square().mean().backward()
+    if t % 2:
+        model[0].weight.grad = None
+    optimizer.step()
+
+
 def changed_in_place(model: nn.Module, optimizer: Any, replica: Any, t: int, batch: Callable[[int], Tensor]) -> None:
     step_plainly(model, optimizer, replica, t, batch)
     with torch.no_grad():
@@ -386,6 +395,7 @@ def compare_after_a_loss(make_loop: Callable[[], Loop], spec: str, *, lost: int,
         (always(in_two_passes), "stage=1"),
         (always(in_two_windows), "stage=3"),
         (always(with_unused), "stage=2, unit_bytes=300"),
+        (always(with_dropped), "stage=2"),
         (always(changed_in_place), "stage=2"),
         (always(loaded), "stage=1"),
         (always(loaded), "stage=3"),
@@ -515,6 +525,37 @@ def test_a_rank_that_broke_off_inside_the_step_counts_as_lost() -> None:
 
     for found in run_threads(work, 3):
         assert_same(found, reference(adam, 3))
+
+
+def test_a_rank_that_comes_back_with_old_shards_gives_none_of_them() -> None:
+    """It was in a world of as many ranks, and its shards have taken as many steps."""
+    worlds = [([0, 1, 2], 3), ([0, 1, 3], 2), ([0, 1, 2], 3)]
+
+    def work(world: World) -> Ended | None:
+        first, second, third = (world.split([ranks, [rest]]) for ranks, rest in worlds)
+        model = make()
+        optimizer = adam(model)
+        replica = un.parallel(model, optimizer, "zero(stage=3, spare=True)", world=first if world.rank < 3 else World())
+        if world.rank < 3:
+            train(model, optimizer, range(2), first)
+        if world.rank != 2:
+            replica.rebind(second)
+            train(model, optimizer, range(2, 4), second)
+        if world.rank == 3:
+            return None
+        replica.rebind(third)
+        train(model, optimizer, range(4, 5), third)
+        replica.restore()
+        replica.close()
+        return state_of(model, optimizer)
+
+    def train(model: nn.Module, optimizer: Any, steps: range, world: World) -> None:
+        for t in steps:
+            step(model, optimizer, t, world.rank, 3)
+
+    for found in run_threads(work, 4):
+        if found is not None:
+            assert_same(found, reference(adam, 5))
 
 
 def test_a_step_inside_a_window_is_refused() -> None:

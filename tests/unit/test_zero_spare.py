@@ -456,7 +456,7 @@ def test_in_bf16_the_copy_has_the_same_bits(stage: int) -> None:
             step_plainly(model, optimizer, replica, t, lambda t: batch_for(world.rank, 3)(t).float())
         assert isinstance(replica, ZeroReplica)
         units = [unit for unit in replica.units if unit.trainable]
-        return [both_of(unit, optimizer) for unit in units], [both_of(unit.ward, optimizer) for unit in units]
+        return [both_of(unit, optimizer) for unit in units], [both_of(unit.spare, optimizer) for unit in units]
 
     def both_of(unit: Any, optimizer: Any) -> Any:
         assert unit.master.dtype == torch.float32

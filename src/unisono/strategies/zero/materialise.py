@@ -56,19 +56,19 @@ def adopt(
         unit.master = master_in.copy_(unit.my_shard(before))
     else:
         unit.master = copy_to(unit.my_shard(before), master_on)
-    if unit.ward is not None:
-        _copy_ward(unit, unit.ward, before, whole=whole)
+    if unit.spare is not None:
+        _adopt_spare(unit.spare, unit, before, whole=whole)
     if not whole:
         unit.full.untyped_storage().resize_(0)
 
 
-def _copy_ward(unit: Unit, ward: Unit, before: Tensor, *, whole: bool) -> None:
+def _adopt_spare(spare: Unit, unit: Unit, before: Tensor, *, whole: bool) -> None:
     """Take the shard of the rank before me while all values are here. Where they stay, it lies among them."""
-    ward.params, ward.full = unit.params, unit.full
-    ward.shard = ward.my_shard(unit.full) if whole else ward.my_shard(unit.full).clone()
-    ward.master = ward.shard if before is unit.full else ward.my_shard(before).clone()
-    if ward.master is not ward.shard and not whole:
-        ward.shard = ward.master  # nobody computes with it
+    spare.params, spare.full = unit.params, unit.full
+    wide = before is not unit.full
+    mine = spare.my_shard(before)
+    spare.master = mine if whole and not wide else mine.clone()
+    spare.shard = spare.my_shard(unit.full) if whole and wide else spare.master
 
 
 def _make_host_shard(unit: Unit) -> Tensor:

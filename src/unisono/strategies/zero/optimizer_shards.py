@@ -87,9 +87,9 @@ class OptimizerShards:
         if any(unit.parts for unit in self._units):
             return None
         made = Parameter(torch.zeros(1, device=self._units[0].params[0].device))
-        wards = [leaf for unit in self._units if unit.ward is not None for leaf in unit.ward.leaves]
+        spares = [leaf for unit in self._units if unit.spare is not None for leaf in unit.spare.leaves]
         group = self.optimizer.param_groups[0]
-        group["params"] = [made, *(p for p in group["params"] if any(p is leaf for leaf in wards))]
+        group["params"] = [made, *(p for p in group["params"] if any(p is leaf for leaf in spares))]
         return made
 
     def put_back(self) -> None:

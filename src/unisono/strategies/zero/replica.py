@@ -91,9 +91,9 @@ class ZeroReplica(Replica):
         self.units = self._make_units(self.world.size, self.world.rank)
         self._trainable = [unit for unit in self.units if unit.trainable]
         if self.strategy.spare and self.world.size > 1:
-            wards = self._make_units(self.world.size, (self.world.rank - 1) % self.world.size)
-            for unit, ward in zip(self.units, wards, strict=True):
-                unit.ward = ward
+            spares = self._make_units(self.world.size, (self.world.rank - 1) % self.world.size)
+            for unit, spare in zip(self.units, spares, strict=True):
+                unit.spare = spare
             self._spare = Spare(self._trainable, self.world)
         self._channel = self.world.channel(inline=True)
         self._narrow_frozen()

@@ -1,6 +1,6 @@
 """A second copy of every shard, on the next rank: what a lost rank held is still there.
 
-Rank r keeps the shards of rank r - 1, its ward: what the optimizer steps, and its state. They begin as the same part of
+Rank r keeps the shards of rank r - 1: what the optimizer steps, and its state. They begin as the same part of
 one whole model, so nothing is sent then. From there on both take the same steps:
 
 1. gradients: a reduced shard also goes to the next rank, while backward goes on. What is done to one gradient later
@@ -36,7 +36,7 @@ class Spare:
     def __init__(self, units: Sequence[Unit], world: World) -> None:
         self._units = list(units)
         self._channel = world.channel(inline=True)
-        self._ward, self._next = (world.rank - 1) % world.size, (world.rank + 1) % world.size
+        self._before, self._next = (world.rank - 1) % world.size, (world.rank + 1) % world.size
         self._ready: list[tuple[Parameter, Tensor | None, int]] | None = None  # what the step needs, and its version
         self._is_changing = False  # shards are being written: they are of no use if that breaks off
         self._broke_off = False
@@ -47,14 +47,14 @@ class Spare:
 
     @torch.no_grad()
     def send(self, unit: Unit) -> None:
-        """Send the gradient of my shard to the next rank, and take that of my ward: every rank calls it."""
-        mine, ward = unit.gradient, unit.ward
+        """Send the gradient of my shard to the next rank, and take that of the rank before me: every rank calls it."""
+        mine, spare = unit.gradient, unit.spare
         assert mine is not None
-        assert ward is not None
-        if ward.gradient is None or ward.gradient.dtype != mine.dtype:
-            ward.gradient = torch.empty_like(mine)
+        assert spare is not None
+        if spare.gradient is None or spare.gradient.dtype != mine.dtype:
+            spare.gradient = torch.empty_like(mine)
         parts, outs = [mine[:0]] * unit.size, [mine[:0]] * unit.size
-        parts[self._next], outs[self._ward] = mine, ward.gradient
+        parts[self._next], outs[self._before] = mine, spare.gradient
         self._channel.all_to_all(parts, out=outs, tag=f"spare/{unit.index}").wait()
 
     def agree(self, window: int) -> None:
@@ -102,10 +102,8 @@ class Spare:
             optimizer.step()
 
     def close(self) -> None:
-        """Let go of the channel, and of the copies."""
+        """Let go of the channel."""
         self._channel.close()
-        for unit in self._units:
-            unit.ward = None
 
 
 def find_holders(former_size: int, candidates: Mapping[int, tuple[int, Any]]) -> tuple[int, dict[int, tuple[int, int]]]:

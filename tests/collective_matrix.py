@@ -119,6 +119,10 @@ def check_movers(world: World, dtype: torch.dtype) -> None:
     sent = [[values(10 * r + k, [(r + 2 * k) % 4, 2], dtype) for k in range(size)] for r in range(size)]
     for r, got in enumerate(world.all_to_all(sent[me]).wait()):
         check_equal(got, sent[r][me], f"all_to_all {dtype} from {r}")
+    into = [torch.empty_like(sent[r][me]) for r in range(size)]
+    world.all_to_all(sent[me], out=into).wait()
+    for r, got in enumerate(into):
+        check_equal(got, sent[r][me], f"all_to_all {dtype} from {r} into given memory")
 
 
 def check_lists_and_layouts(world: World) -> None:

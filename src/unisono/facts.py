@@ -73,6 +73,7 @@ class Example:
     Of a strategy:
     varies: what meets what depends on time, so two runs differ.
     by_clock: it decides by times that it measured, so another machine may decide otherwise.
+    splits_state: a rank that is lost takes its part of the state along.
     """
 
     spec: str
@@ -84,6 +85,7 @@ class Example:
     bytes: Callable[[Sizes], int] | None = None
     varies: bool = False
     by_clock: bool = False
+    splits_state: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,6 @@ class Facts:
 
     Of a strategy:
     own_gradients: gradients and momenta are each rank's own.
-    splits_state: a rank that is lost takes its part of the state along.
     needs_adam: it takes over the step of an Adam.
     """
 
@@ -106,5 +107,4 @@ class Facts:
     _: KW_ONLY
     trains_as: Sequence[str] = ()
     own_gradients: bool = False
-    splits_state: bool = False
     needs_adam: bool = False

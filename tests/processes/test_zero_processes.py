@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from test_resume import run_until_killed
 from torch import Tensor, nn
@@ -67,6 +68,62 @@ def test_it_ends_where_fsdp2_ends() -> None:
         for side, found in zip(SIDES[1:], ours, strict=True):
             for x, y in zip(found, theirs, strict=True):
                 torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5, msg=side)
+
+
+# A lost worker -------------------------------------------------------------------------------------------------
+
+
+def with_a_lost_worker(spec: str) -> list[Tensor] | None:
+    """Worker 1 ends in the middle of a backward pass; the others go on, with the same global batches."""
+
+    class Ends(Exception):
+        pass
+
+    def end(_: Tensor) -> None:
+        if replica.step == 2:
+            raise Ends
+
+    world = un.join(device="cpu")
+    smaller = world.split([[0, 2], [1]])
+    model = network().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    replica = un.parallel(model, optimizer, spec, unit_bytes=20000, world=world)
+    if world.rank == 1:
+        model[4].weight.register_post_accumulate_grad_hook(end)
+    try:
+        go_on(model, optimizer, replica)
+    except Ends:
+        return None
+    except un.PeerLost:
+        replica.rebind(smaller)
+        go_on(model, optimizer, replica)
+    replica.restore()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def go_on(model: nn.Module, optimizer: Any, replica: un.Replica) -> None:
+    while replica.step < STEPS:
+        step_on_part(model, optimizer, replica.step, replica.world.rank, replica.world.size)
+
+
+def step_on_part(model: nn.Module, optimizer: Any, t: int, rank: int, size: int) -> None:
+    x = torch.randn(6, SIZE, generator=torch.Generator().manual_seed(t), dtype=torch.float64)
+    optimizer.zero_grad()
+    model(x.chunk(size)[rank]).square().mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("spec", ["zero(stage=2, spare=True)", "zero(stage=3, spare=True, overlap=True)"])
+def test_a_worker_that_ends_in_backward_is_not_missed(spec: str) -> None:
+    model = network().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for t in range(STEPS):
+        step_on_part(model, optimizer, t, 0, 1)
+    results = un.launch(with_a_lost_worker, workers=3, args=[spec], threads=1)
+    assert results[1] is None
+    for found in (results[0], results[2]):
+        torch.testing.assert_close(found, list(model.parameters()), rtol=1e-9, atol=1e-12)
 
 
 # A real limit --------------------------------------------------------------------------------------------------

@@ -100,6 +100,12 @@ def test_a_worker_needs_what_was_predicted(make: Callable[[], Made], stage: int,
     check(make, f"zero(stage={stage}, precision={precision!r}, overlap=False)", 4)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_a_second_copy_of_what_is_split_takes_what_was_predicted(stage: int, precision: str | None) -> None:
+    check(layers, f"zero(stage={stage}, precision={precision!r}, overlap=False, spare=True)", 4)
+
+
 @pytest.mark.parametrize(
     "places",
     [

@@ -522,6 +522,9 @@ def test_a_world_of_one_returns_its_input_and_starts_nothing() -> None:
     assert out.equal(x)
     assert world.all_gather(x).wait()[0].equal(x)
     assert world.all_to_all([x]).wait()[0].equal(x)
+    out = torch.zeros(4)
+    assert world.all_to_all([x], out=[out]).wait()[0] is out
+    assert out.equal(x)
     world.barrier()
     assert world.gather_objects("a") == ["a"]
     assert world.empty(3).shape == (3,)

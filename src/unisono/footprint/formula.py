@@ -14,6 +14,7 @@ its reduced gradient (m = 0 where the master is the computing copy itself):
     optimizer_on=disk  m + o: disk                       host: c for gradients, and bounded buffers
     params_on=cpu      c T/N of stage 3: host            and gradients: c (g where several passes add up)
     params_on=disk     the master is read: nothing more  host: gradients as above, and bounded buffers
+    spare              (m + o + g) T/N more              stage 3: (m or c, + o + g) T/N more, and the frozen part again
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Setting:
     moments: str = DEFAULTS["moments"]
     accumulate: int = DEFAULTS["accumulate"]
     delayed_update: bool = DEFAULTS["delayed_update"]
+    spare: bool = DEFAULTS["spare"]
 
     @property
     def spec(self) -> str:
@@ -178,18 +180,20 @@ def _compute_zero(facts: Facts, setting: Setting, workers: int, *, overlap: bool
     reducing += compute * units.largest / workers if sizes.wide else 0  # my part, before it is added up in fp32
     kept = compute * units.largest / workers if away and passes == 1 else sizes.step * sizes.shard
     # device: what the optimizer needs there; the others are gone when it steps
-    temporary = 0 if away else facts.step_bytes * sizes.step / sizes.own / workers
+    copies = 2 if setting.spare and workers > 1 else 1  # of what is split: my part, and another worker's
+    temporary = 0 if away else copies * facts.step_bytes * sizes.step / sizes.own / workers
     stepping = temporary + step_memory.rest - waiting - gathered
     staged = STAGED if away and here and apart and setting.optimizer_on == "cpu" else 0.0
     passing = min(STAGING_BUFFERS * min(BLOCK_ELEMENTS, staged * units.largest / workers), staged * sizes.shard)
     slots = passing * sizes.state / max(1, sizes.shard)
     shadow = compute * sizes.shard if setting.delayed_update else 0
+    copied = (copies - 1) * (sizes.frozen + (0 if sizes.wide else compute * sizes.shard)) if setting.stage == 3 else 0
 
     host, disk = _compute_elsewhere(setting, sizes, -(-units.largest // workers), staged=staged, passes=passes)
     return Need(
-        parameters=round(values + frozen + gathered + shadow),
-        gradients=round(whole + kept + waiting + reducing + staged * compute * sizes.shard),
-        optimizer=round(slots if away else sizes.state) + (0 if away else facts.state_other_bytes),
+        parameters=round(values + frozen + gathered + shadow + copied),
+        gradients=round(whole + copies * kept + waiting + reducing + staged * compute * sizes.shard),
+        optimizer=round(slots if away else copies * sizes.state) + (0 if away else copies * facts.state_other_bytes),
         activations=round(max(step_memory.alone_bf16 if setting.precision else step_memory.alone, stepping)),
         buffers=facts.buffer_bytes,
         host=round(host + (0 if setting.params_on != "cpu" else sizes.frozen)),

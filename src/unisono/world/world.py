@@ -258,18 +258,24 @@ class World:
 
         return self._operations.run(record, parts[0], run)
 
-    def all_to_all(self, parts: Sequence[Tensor], *, tag: str = "") -> Handle[list[Tensor]]:
-        """Send `parts[r]` to rank r; returns what every rank sent to me, in rank order. Shapes may differ."""
+    def all_to_all(
+        self, parts: Sequence[Tensor], *, out: Sequence[Tensor] | None = None, tag: str = ""
+    ) -> Handle[list[Tensor]]:
+        """Send `parts[r]` to rank r; returns what every rank sent to me, in rank order. Shapes may differ.
+
+        `out`: one contiguous tensor a rank, of the shape that it sends to me (which saves a small message).
+        """
+        into = [None] * self.size if out is None else check_one_each("all_to_all(out=...)", out, self.size)
         pieces = check_one_each("all_to_all", parts, self.size)
         if self.size == 1:
-            return Handle.of([pieces[0].clone()])
+            return Handle.of([pieces[0].clone() if into[0] is None else pass_through("all_to_all", into[0], pieces[0])])
         bytes_sent = count_bytes([p for r, p in enumerate(pieces) if r != self.rank])
         record = self._operations.record("all_to_all", tag, bytes_sent)
         lines = [flatten(p) for p in pieces]
 
         def run(transport: Transport) -> tuple[float, list[Tensor]]:
-            shapes = swap_shapes(self._operations.base, pieces, tag)
-            outs = [provide_line("all_to_all", None, s, pieces[0]) for s in shapes]
+            shapes = swap_shapes(self._operations.base, pieces, tag) if out is None else [tuple(o.shape) for o in out]
+            outs = [provide_line("all_to_all", o, s, pieces[0]) for o, s in zip(into, shapes, strict=True)]
             last = transport.all_to_all(lines, outs)
             return last, [o.view(s) for o, s in zip(outs, shapes, strict=True)]
 

@@ -24,10 +24,12 @@ Place = Literal["device", "cpu", "disk"]
 
 FACTS = Facts(
     [
-        Example("zero", exact=True),
-        Example("zero(stage=1)", exact=True),
-        Example("zero(stage=2, unit_bytes=64, overlap=True)", exact=True),
-        Example("zero(stage=3)", exact=True),
+        Example("zero", exact=True, splits_state=True),
+        Example("zero(stage=1)", exact=True, splits_state=True),
+        Example("zero(stage=2, unit_bytes=64, overlap=True)", exact=True, splits_state=True),
+        Example("zero(stage=3)", exact=True, splits_state=True),
+        Example("zero(stage=2, spare=True)", exact=True),
+        Example("zero(stage=3, spare=True)", exact=True),
     ],
     refuses={
         "stage=0": "stage",
@@ -36,8 +38,8 @@ FACTS = Facts(
         "accumulate=0": "accumulate",
         "unit_bytes=0": "unit_bytes",
         "buffers=sometimes": "buffers",
+        "spare=True, optimizer_on=cpu": "stepped together",
     },
-    splits_state=True,
 )
 
 
@@ -62,6 +64,8 @@ class zero(Strategy):
     spill: the share of the state that goes to disk, instead. Without both, all of it.
     moments: "bf16" keeps the optimizer's moments in 16 bits, rounded at random (off the device).
     disk: the folder for the scratch file. None: the system's folder for temporary files.
+    spare: every rank keeps a copy of the next-lower rank's part, and steps it too: what a lost rank held is still
+        there. Costs as much memory again for all that is split, and the bytes of a reduced gradient.
     """
 
     stage: Literal[1, 2, 3] = 2
@@ -79,6 +83,7 @@ class zero(Strategy):
     spill: float | None = None
     moments: Literal["fp32", "bf16"] = "fp32"
     disk: str | None = None
+    spare: bool = False
 
     def check(self, model: nn.Module, optimizer: Optimizer, world: World) -> None:
         self._check_places()
@@ -116,6 +121,11 @@ class zero(Strategy):
             raise ValueError("moments='bf16' needs optimizer_on='cpu' or 'disk'")
         if self.delayed_update and (self.optimizer_on == "device" or self.params_on != "device"):
             raise ValueError("delayed_update needs optimizer_on='cpu' or 'disk', and params_on='device'")
+        if self.spare and self.optimizer_on != "device":
+            raise ValueError(
+                f"spare=True needs optimizer_on='device', got {self.optimizer_on!r}: the copy of another rank's part "
+                "is stepped together with this rank's own, by the optimizer itself"
+            )
 
     def _check_off_device(self, name: str, value: object, *, needs: Place | None = None) -> None:
         """Refuse a setting that is for an optimizer off the device."""

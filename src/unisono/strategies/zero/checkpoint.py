@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,11 +57,11 @@ def load_model(
         if whole:
             start = unit.starts[slot]
             stored.read(0, stored.numel(), out=unit.full[start : start + stored.numel()])
-        for part in unit.parts:
+        for one, part in ((u, part) for u in unit.held for part in u.parts):
             if part.slot == slot and offload is not None and unit.trainable:
                 offload.load_values(unit, part, stored)
             elif part.slot == slot:
-                for line in dict.fromkeys((unit.shard, unit.master) if unit.trainable else (unit.shard,)):
+                for line in dict.fromkeys((one.shard, one.master) if unit.trainable else (one.shard,)):
                     stored.read(part.start, part.start + part.length, out=line[part.at : part.at + part.length])
     rest = {name: load_whole(value) for name, value in saved.items() if not _is_split(model, name, places)}
     model.load_state_dict(rest, strict=False)
@@ -108,13 +108,19 @@ def load_optimizer(shards: OptimizerShards, units: Sequence[Unit], saved: Any, o
 class WholeStateDict:
     """Lets `model.state_dict()` and `model.load_state_dict()` see whole values, by hooks on the model.
 
-    owner: the replica, which lives as long as the model by these hooks: those on parameters and modules keep nothing.
+    on_load(): the shards have other values. A method of the replica, which lives as long as the model by these hooks:
+        those on parameters and modules keep nothing.
     """
 
     def __init__(
-        self, owner: object, model: nn.Module, units: Sequence[Unit], values: Values, offload: Offloading | None
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        values: Values,
+        offload: Offloading | None,
+        on_load: Callable[[], None],
     ) -> None:
-        self._owner = owner
+        self._on_load = on_load
         self._model, self._units, self._values, self._offload = model, list(units), values, offload
         self._paused = False
         self._hooks = [
@@ -156,15 +162,17 @@ class WholeStateDict:
         if self._paused:
             return
         for unit in self._units:
-            mine = unit.my_shard(unit.full)
-            if unit.trainable and self._offload is not None:
-                self._offload.set_master(unit, mine)
-                continue
-            if unit.shard.data_ptr() != mine.data_ptr():
-                unit.shard.copy_(mine)
-            if unit.trainable and unit.master is not unit.shard:
-                unit.master.copy_(unit.shard)
+            for one in unit.held:
+                mine = one.my_shard(unit.full)
+                if unit.trainable and self._offload is not None:
+                    self._offload.set_master(unit, mine)
+                    continue
+                if one.shard.data_ptr() != mine.data_ptr():
+                    one.shard.copy_(mine)
+                if unit.trainable and one.master is not one.shard:
+                    one.master.copy_(one.shard)
         self._values.release_all()
+        self._on_load()
 
     def close(self) -> None:
         """Take the hooks off."""

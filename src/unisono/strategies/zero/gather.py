@@ -17,6 +17,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from unisono.background import Handle, SerialQueue
 from unisono.strategies.zero.units import UNCALLED, WHOLE, Unit
-from unisono.world import World
+from unisono.world import PeerLost, World
 
 UNITS_GATHERED = 2  # at most, beside the model's own: the one at work, and the one that comes next
 EVERY_RANK = {  # what errors say of ranks that do not come (see `unisono.runtime.frames`)
@@ -205,7 +206,8 @@ class GatheredValues(Values):
     def release(self, unit: Unit) -> None:
         """Empty a unit's memory."""
         if (coming := self._coming.pop(unit, None)) is not None:
-            coming.wait()
+            with suppress(PeerLost):  # whoever needs the values gathers them anew, and is told
+                coming.wait()
         self._there.discard(unit)
         for param, shape in zip(unit.params, unit.shapes, strict=True):
             nothing = torch.nan if unit.dtype.is_floating_point else 0

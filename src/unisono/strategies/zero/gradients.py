@@ -100,12 +100,13 @@ class ShardedGradients:
             mine = [slot for slot in range(len(unit.params)) if first + slot in chosen]
             if unit.gradient is None or not mine:
                 continue
-            if len(mine) == len(unit.params):
-                unit.gradient.mul_(factor)
-            else:
-                for part in unit.parts:
-                    if part.slot in mine:
-                        unit.gradient[part.at : part.at + part.length].mul_(factor)
+            for one in unit.held:
+                if one.gradient is not None and len(mine) == len(unit.params):
+                    one.gradient.mul_(factor)
+                elif one.gradient is not None:
+                    for part in one.parts:
+                        if part.slot in mine:
+                            one.gradient[part.at : part.at + part.length].mul_(factor)
 
     def _as_float(self, factor: Any) -> float:
         """A factor as a number; clipping gives the same tensor for each gradient."""
@@ -122,9 +123,10 @@ class ShardedGradients:
         self.forget_norms()
         if unit.gradient is None:
             raise NotImplementedError("limits of the elements of gradients that have left for the host: clip the norm")
-        for part in unit.parts:
-            if part.slot == slot:
-                unit.gradient[part.at : part.at + part.length].clamp_(low, high)
+        for one in unit.held:
+            for part in one.parts:
+                if part.slot == slot and one.gradient is not None:
+                    one.gradient[part.at : part.at + part.length].clamp_(low, high)
 
     def full(self, number: int) -> Tensor:
         """A parameter's whole gradient, gathered."""
@@ -187,13 +189,15 @@ class ShardedGradients:
 
     def show_to_optimizer(self, unit: Unit, used: Sequence[Any]) -> None:
         """Let the optimizer see the gradients of my parts of a unit; `used`: of which of its parameters."""
-        for part, leaf in zip(unit.parts, unit.leaves, strict=True):
-            if not used[part.slot]:
-                leaf.grad = None
-            elif not unit.steps_here:  # a sign that it is there, which zero_grad() takes away
-                leaf.grad = ShardedGradient(leaf.shape, leaf.dtype, leaf.device, self, self.first[unit] + part.slot)
-            elif unit.gradient is not None:
-                leaf.grad = unit.gradient[part.at : part.at + part.length]
+        for one in unit.held:
+            for part, leaf in zip(one.parts, one.leaves, strict=True):
+                if not used[part.slot]:
+                    leaf.grad = None
+                elif not unit.steps_here:  # a sign that it is there, which zero_grad() takes away
+                    number = self.first[unit] + part.slot
+                    leaf.grad = ShardedGradient(leaf.shape, leaf.dtype, leaf.device, self, number)
+                elif one.gradient is not None:
+                    leaf.grad = one.gradient[part.at : part.at + part.length]
 
     def show_used(self) -> None:
         """Let the optimizer see the gradients that any rank had."""
@@ -213,9 +217,10 @@ class ShardedGradients:
                     "of the former one: change it in place (clipping, mul_), or clear it"
                 )
             self.used[number] = False
-            for part, leaf in zip(unit.parts, unit.leaves, strict=True):
-                if part.slot == slot:
-                    leaf.grad = None
+            for one in unit.held:
+                for part, leaf in zip(one.parts, one.leaves, strict=True):
+                    if part.slot == slot:
+                        leaf.grad = None
 
     # Values that are not finite ------------------------------------------------------------------------------
 

@@ -56,8 +56,19 @@ def adopt(
         unit.master = master_in.copy_(unit.my_shard(before))
     else:
         unit.master = copy_to(unit.my_shard(before), master_on)
+    if unit.spare is not None:
+        _adopt_spare(unit.spare, unit, before, whole=whole)
     if not whole:
         unit.full.untyped_storage().resize_(0)
+
+
+def _adopt_spare(spare: Unit, unit: Unit, before: Tensor, *, whole: bool) -> None:
+    """Take the shard of the rank before me while all values are here. Where they stay, it lies among them."""
+    spare.params, spare.full = unit.params, unit.full
+    wide = before is not unit.full
+    mine = spare.my_shard(before)
+    spare.master = mine if whole and not wide else mine.clone()
+    spare.shard = spare.my_shard(unit.full) if whole and wide else spare.master
 
 
 def _make_host_shard(unit: Unit) -> Tensor:

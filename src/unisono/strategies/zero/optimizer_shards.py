@@ -63,15 +63,16 @@ class OptimizerShards:
         leaves: dict[Tensor, list[Parameter]] = {}
         before = {}
         for unit in units:
-            unit.leaves = []
-            for part in unit.parts:
-                leaf = Parameter(_leaf_memory(unit, part))
-                param = unit.params[part.slot]
-                unit.leaves.append(leaf)
-                leaves.setdefault(param, []).append(leaf)
-                if unit.steps_here:
-                    for key, value in optimizer.state.get(param, {}).items():
-                        optimizer.state[leaf][key] = _cut(value, key, unit, part)
+            for one in unit.held:
+                one.leaves = []
+                for part in one.parts:
+                    leaf = Parameter(_leaf_memory(one, part))
+                    param = one.params[part.slot]
+                    one.leaves.append(leaf)
+                    leaves.setdefault(param, []).append(leaf)
+                    if one.steps_here:
+                        for key, value in optimizer.state.get(param, {}).items():
+                            optimizer.state[leaf][key] = _cut(value, key, one, part)
             for param in unit.params:
                 state = optimizer.state.pop(param, None)
                 leaves.setdefault(param, [])
@@ -86,7 +87,9 @@ class OptimizerShards:
         if any(unit.parts for unit in self._units):
             return None
         made = Parameter(torch.zeros(1, device=self._units[0].params[0].device))
-        self.optimizer.param_groups[0]["params"] = [made]
+        spares = [leaf for unit in self._units if unit.spare is not None for leaf in unit.spare.leaves]
+        group = self.optimizer.param_groups[0]
+        group["params"] = [made, *(p for p in group["params"] if any(p is leaf for leaf in spares))]
         return made
 
     def put_back(self) -> None:
@@ -98,25 +101,22 @@ class OptimizerShards:
     # State of whole parameters
 
     def join(
-        self, units: Sequence[Unit], world: World, join_shards: Callable[[Tensor], Tensor]
+        self, units: Sequence[Unit], given: Given, world: World, join_shards: Callable[[list[Tensor], Tensor], Tensor]
     ) -> dict[Tensor, dict[str, Any]]:
         """Put the state of whole parameters together; `join_shards` joins the ranks' shards of a line.
 
         units: those that were split; on a rank that holds nothing of them, others of the same layout.
+        given: what this rank gives of each.
         """
-        kinds = self._gather_kinds(units, world)
+        kinds = self._gather_kinds([one for unit in units for one in given(unit)], world)
         every: dict[Tensor, dict[str, Any]] = {}
         for unit in units:
             states: list[dict[str, Any]] = [{} for _ in unit.params]
             entries = [kinds.get(name, {}) for name in unit.names]
             keys = dict.fromkeys((key, kind[1]) for entry in entries for key, kind in entry.items() if _is_line(kind))
             for key, dtype in keys:
-                line = torch.zeros(unit.shard_length, dtype=dtype, device=unit.params[0].device)
-                for part, leaf in zip(unit.parts, unit.leaves):  # noqa: B905 - a rank that holds nothing has no leaves
-                    value = self.optimizer.state.get(leaf, {}).get(key)
-                    if value is not None:
-                        line[part.at : part.at + part.length].copy_(value)
-                full = join_shards(line)
+                empty = torch.empty(0, dtype=dtype, device=unit.params[0].device)
+                full = join_shards([self._state_line(one, key, empty) for one in given(unit)], empty)
                 for slot, view in enumerate(unit.views(full)):
                     if key in entries[slot]:
                         states[slot][key] = view.clone()
@@ -127,11 +127,20 @@ class OptimizerShards:
             every.update({p: s for p, s in zip(unit.params, states, strict=True) if s})
         return every
 
+    def _state_line(self, unit: Unit, key: str, like: Tensor) -> Tensor:
+        """One state of all parts of a shard, at their places."""
+        line = like.new_zeros(unit.shard_length)
+        for part, leaf in zip(unit.parts, unit.leaves, strict=True):
+            value = self.optimizer.state.get(leaf, {}).get(key)
+            if value is not None:
+                line[part.at : part.at + part.length].copy_(value)
+        return line
+
     def _gather_kinds(self, units: Sequence[Unit], world: World) -> Kinds:
         """Ask all ranks what state each parameter has."""
         mine: Kinds = {}
         for unit in units:
-            for part, leaf in zip(unit.parts, unit.leaves):  # noqa: B905 - a rank that holds nothing has no leaves
+            for part, leaf in zip(unit.parts, unit.leaves, strict=True):
                 entry = mine.setdefault(unit.names[part.slot], {})
                 for key, value in self.optimizer.state.get(leaf, {}).items():
                     line = isinstance(value, Tensor) and has_element_each(value.shape, key, leaf.shape)
@@ -148,7 +157,7 @@ class OptimizerShards:
         """What `optimizer.state_dict()` would be with whole parameters, as far as this rank has them: a Piece for each
         state that is split."""
         state: dict[int, dict[str, Any]] = {}
-        for unit, part, leaf in self._leaves():
+        for unit, part, leaf in self._leaves(self._units):
             for key, value in self.optimizer.state.get(leaf, {}).items():
                 if isinstance(value, Tensor) and has_element_each(value.shape, key, leaf.shape):
                     value = Piece.of(value, part.start, shape=unit.shapes[part.slot])
@@ -161,22 +170,24 @@ class OptimizerShards:
         return {"state": dict(sorted(state.items())), "param_groups": packed}
 
     def load(self, saved: Any) -> None:
-        """Load my part of a saved state."""
+        """Load my part of a saved state, and that of which I keep a copy."""
         optimizer = self.optimizer
         optimizer.state.clear()
-        for unit, part, leaf in self._leaves():
+        every = [one for unit in self._units for one in unit.held]
+        for unit, part, leaf in self._leaves(every):
             param = unit.params[part.slot]
             for key, value in saved["state"].get(self._numbers.get(param, -1), {}).items():
                 optimizer.state[leaf][key] = _read(value, key, unit, part, optimizer)
         for group, other in zip(optimizer.param_groups, saved["param_groups"], strict=True):
             group.update({key: value for key, value in other.items() if key != "params"})
 
-    def _leaves(self) -> Iterator[tuple[Unit, Part, Parameter]]:
-        for unit in self._units:
+    def _leaves(self, units: Sequence[Unit]) -> Iterator[tuple[Unit, Part, Parameter]]:
+        for unit in units:
             for part, leaf in zip(unit.parts, unit.leaves, strict=True):
                 yield unit, part, leaf
 
 
+Given = Callable[[Unit], list[Unit]]  # what this rank gives of a unit: its shard, another's copy, or nothing
 Kinds = dict[str, dict[str, Any]]  # parameter's name -> key -> ["line", dtype] or ["value", value]
 
 

@@ -289,6 +289,14 @@ class Backward(Windows):
                 self._end_unit(unit, True)
         self._finish()
 
+    def check_ended(self) -> None:
+        """Refuse a step inside a window: its gradients have not gone to the rank that keeps a copy of my shards."""
+        if not self._ended:
+            raise RuntimeError(
+                "optimizer.step() inside replica.no_sync(), and with spare=True a step needs the gradients of a whole "
+                "window: run the last backward pass before the step, or the step itself, outside the block"
+            )
+
     def after_step(self) -> None:
         """The optimizer has stepped: the next step needs a window of its own."""
         super().after_step()

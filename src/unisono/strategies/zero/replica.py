@@ -1,8 +1,8 @@
 """The replica of `zero`: splits model and optimizer over the ranks, and brings them together again.
 
 Its collaborators: `gather` brings values to the modules that compute, `reduce` brings gradients to the shards,
-`optimizer_shards` lets the optimizer step them, or `offloading` steps them off the device; `checkpoint` and `reshard`
-take them elsewhere.
+`optimizer_shards` lets the optimizer step them, or `offloading` steps them off the device; `spare` keeps a second copy;
+`checkpoint` and `reshard` take them elsewhere.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from unisono.strategies.zero.offloading import Offloading
 from unisono.strategies.zero.optimizer_shards import OptimizerShards
 from unisono.strategies.zero.placement import Position
 from unisono.strategies.zero.reduce import Backward
+from unisono.strategies.zero.spare import Spare, find_holders
 from unisono.strategies.zero.units import (
     Unit,
     find_batch_norm_parameters,
@@ -59,6 +60,10 @@ class ZeroReplica(Replica):
         self._values: Values | None = None
         self._state_dict: checkpoint.WholeStateDict | None = None
         self._offload: Offloading | None = None
+        self._spare: Spare | None = None
+        self._stepped = 0  # `step` when the shards took their last step
+        self._turns = 0  # how often the shards were set: counts of steps compare where it is the same
+        self._is_behind = False  # a step is taken that other ranks have taken
         self._cast: Any = None  # a hook that casts what the model is given
         self._narrowed: list[tuple[Tensor, torch.dtype]] = []  # frozen parameters that were cast, and from what
         self._shards = OptimizerShards(optimizer)
@@ -86,6 +91,11 @@ class ZeroReplica(Replica):
             return
         self.units = self._make_units(self.world.size, self.world.rank)
         self._trainable = [unit for unit in self.units if unit.trainable]
+        if self.strategy.spare and self.world.size > 1:
+            spares = self._make_units(self.world.size, (self.world.rank - 1) % self.world.size)
+            for unit, spare in zip(self.units, spares, strict=True):
+                unit.spare = spare
+            self._spare = Spare(self._trainable, self.world)
         self._channel = self.world.channel(inline=True)
         self._narrow_frozen()
         device = self._find_device()
@@ -179,7 +189,7 @@ class ZeroReplica(Replica):
             advance=self.advance,
             values=self._values,
             stand_in=stand_in,
-            on_reduced=offload.offer if offload is not None else lambda unit, fresh: None,
+            on_reduced=self._take_reduced,
             on_window=self._share_buffers,
             on_pass=self._check_pass,
         )
@@ -188,7 +198,14 @@ class ZeroReplica(Replica):
             self._cast = self.model.register_forward_pre_hook(
                 lambda _, args, kwargs: torch.utils._pytree.tree_map(cast, (args, kwargs)), with_kwargs=True
             )
-        self._state_dict = checkpoint.WholeStateDict(self, self.model, self.units, self._values, offload)
+        self._state_dict = checkpoint.WholeStateDict(self.model, self.units, self._values, offload, self._note_load)
+
+    def _take_reduced(self, unit: Unit, fresh: bool) -> None:
+        """The gradient of my shard is that of the whole window."""
+        if self._offload is not None:
+            self._offload.offer(unit, fresh)
+        if self._spare is not None:
+            self._spare.send(unit)
 
     def _fetch(self, unit: Unit) -> Tensor:
         """Return my shard of a unit, up to date, on the device that computes."""
@@ -213,21 +230,28 @@ class ZeroReplica(Replica):
         """Remove all hooks and units."""
         if self._cast is not None:
             self._cast.remove()
-        for part in (self._state_dict, self._counter, self._backward, self._values, self._offload):
+        for part in (self._state_dict, self._counter, self._backward, self._values, self._offload, self._spare):
             if part is not None:
                 part.close()
         if self.units:
             self._channel.close()
         self._cast = self._state_dict = self._counter = self._backward = self._values = self._offload = None
+        self._spare = None
         self.units = []
 
     # The loop --------------------------------------------------------------------------------------------
 
     def before_step(self) -> None:
+        if self._is_behind:
+            return
         if self._counter is not None:
             self._counter.before_step()
         if self._backward is not None:
             self._backward.before_step()
+        if self._spare is not None:
+            assert self._backward is not None
+            self._backward.check_ended()
+            self._spare.agree(self.step)
         if self._offload is not None:  # the optimizer itself finds nothing to step
             for unit in self._trainable:
                 for leaf in unit.leaves:
@@ -238,7 +262,10 @@ class ZeroReplica(Replica):
         """Send the new values of my shards to every rank: at once, or when a module needs them."""
         if self._counter is not None:
             self._counter.after_step()
-        if self._backward is None or self._values is None:
+        if self._spare is not None:
+            self._spare.end_step()
+        self._stepped = self.step
+        if self._backward is None or self._values is None or self._is_behind:
             return
         gradients = self._backward.gradients
         if self._offload is not None:
@@ -271,6 +298,7 @@ class ZeroReplica(Replica):
         super().load_shared(shared)
         if self._offload is not None:
             self._offload.steps = shared.get("updates", self.step)
+        self._stepped = self.step
 
     def sharded_state(self) -> dict[str, Any] | None:
         """Return what this rank has of model and optimizer, with a Piece in place of each tensor that is split."""
@@ -286,14 +314,20 @@ class ZeroReplica(Replica):
     def load_sharded_state(self, whole: dict[str, Any], *, same_world: bool) -> None:
         """Load my part of any checkpoint's model and optimizer (see `unisono.checkpoint.slices.Stored`)."""
         whole_units = self.strategy.stage < 3
-        with self._pause_state_dict():
-            checkpoint.load_model(
-                unwrap(self.model), self.units, whole["model"], whole=whole_units, offload=self._offload
-            )
-        if self._values is not None:
-            self._values.release_all()
-        if whole["optimizer"] is not None:
-            checkpoint.load_optimizer(self._shards, self.units, whole["optimizer"], self._offload)
+        with nullcontext() if self._spare is None else self._spare.changing():
+            with self._pause_state_dict():
+                checkpoint.load_model(
+                    unwrap(self.model), self.units, whole["model"], whole=whole_units, offload=self._offload
+                )
+            if self._values is not None:
+                self._values.release_all()
+            if whole["optimizer"] is not None:
+                checkpoint.load_optimizer(self._shards, self.units, whole["optimizer"], self._offload)
+        self._note_load()
+
+    def _note_load(self) -> None:
+        """My shards are other ones now."""
+        self._turns += 1
 
     def _pause_state_dict(self) -> AbstractContextManager[None]:
         return nullcontext() if self._state_dict is None else self._state_dict.pause()
@@ -305,26 +339,45 @@ class ZeroReplica(Replica):
         """Give model and optimizer back whole, as ordinary ones; every rank calls it. Then `close()`."""
         if self.units:
             self._load_offloaded()
-            self._join(self.units, self.world, range(self.world.size))
+            self._join(self.units, self.world, [(r, 0) for r in range(self.world.size)])
 
     def split_again(self) -> None:
         """Split them again."""
         self.start()
 
-    def progress(self) -> list[Any]:
-        return [self.step, bool(self.units)]
+    def progress(self) -> dict[str, Any]:
+        spare = None if self._spare is None else {**self._spare.progress(), "stepped": self._stepped}
+        return {"step": self.step, "split": bool(self.units), "turns": self._turns, "spare": spare}
+
+    def got_as_far(self, progress: Any, source: Any) -> bool:
+        """With copies of the shards, ranks that are a step apart go on from the same one: see `_find_holders`."""
+        if progress["spare"] is not None and source["spare"] is not None:
+            return bool(progress["turns"] == source["turns"])
+        return bool(progress == source)
+
+    def _find_holders(self, change: Change) -> tuple[int, dict[int, reshard.Holder]]:
+        """How many steps to go on from (with copies), and by former rank who holds its shards then."""
+        if change.progress[change.source]["spare"] is None:
+            return 0, {change.former_ranks[r]: (r, 0) for r in change.stayed}
+        candidates = {change.former_ranks[r]: (r, change.progress[r]["spare"]) for r in change.stayed}
+        return find_holders(change.former_size, candidates)
 
     def check_change(self, change: Change) -> None:
-        """A rank that is lost takes its shards along."""
-        _, was_split = change.progress[change.source]
-        lost = sorted(set(range(change.former_size)) - {change.former_ranks[r] for r in change.stayed})
-        if was_split and lost:
-            raise ValueError(
-                f"rank(s) {', '.join(map(str, lost))} of the former {change.former_size} took their parts of the "
-                "optimizer's state"
-                + (" and of the parameters" if self.strategy.stage == 3 else "")
-                + " with them: make the replica anew in the new world and un.load the last checkpoint"
-            )
+        """A rank that is lost takes its shards along, unless the next one has a copy."""
+        source = change.progress[change.source]
+        gone = sorted(set(range(change.former_size)) - self._find_holders(change)[1].keys())
+        if not source["split"] or not gone:
+            return
+        many = ", ".join(map(str, gone))
+        what = "optimizer's state" + (" and of the parameters" if self.strategy.stage == 3 else "")
+        if source["spare"] is None:
+            why = f"rank(s) {many} of the former {change.former_size} took their parts of the {what} with them"
+            hint = " (zero(spare=True) keeps every part on a second rank)"
+        else:
+            why = f"the parts that rank(s) {many} of the former {change.former_size} had of the {what} are gone"
+            after = ", ".join(str((r + 1) % change.former_size) for r in gone)
+            why, hint = f"{why}: so are the copies on the rank(s) after them, {after}", ""
+        raise ValueError(f"{why}: make the replica anew in the new world and un.load the last checkpoint{hint}")
 
     def stop(self, change: Change | None = None) -> None:
         """For another world, model and optimizer become whole, from those who hold the shards of the source's world;
@@ -332,17 +385,41 @@ class ZeroReplica(Replica):
         if change is None:
             self._close_units()
             return
-        self.model.zero_grad()
-        if change.progress[change.source][1]:
-            holders = {change.former_ranks[r]: r for r in change.stayed}
-            order = [holders[r] for r in range(change.former_size)]
+        if change.progress[change.source]["split"]:
+            steps, holders = self._find_holders(change)
+            if self._spare is not None and change.world.rank in {r for r, _ in holders.values()}:
+                self._catch_up(self._spare, steps)
+            self.model.zero_grad()
             self._load_offloaded()
             mine = self.units if change.keeps else self._make_units(change.former_size, 0)
-            self._join(mine, change.world, order)
+            self._join(mine, change.world, [holders[r] for r in range(change.former_size)])
+            self._go_back(change, steps)
         else:
+            self.model.zero_grad()
             units = self.units
             self._close_units()
             reshard.empty_parameters(units)
+
+    def _catch_up(self, spare: Spare, steps: int) -> None:
+        self._is_behind = True
+        try:
+            spare.catch_up(steps, self.optimizer)
+        finally:
+            self._is_behind = False
+
+    def _go_back(self, change: Change, steps: int) -> None:
+        """With copies: a window that was counted, and whose gradients no rank has stepped, did not happen."""
+        spares = [change.progress[r]["spare"] for r in change.stayed]
+        reached = [found["stepped"] for found in spares if found is not None and found["steps"] == steps]
+        if reached and change.keeps:
+            ledger, back = change.world.ledger, self.step - reached[0]
+            self.step = reached[0]
+            if 0 < back <= ledger.step_count:
+                ledger.resume(ledger.step_count - back)
+
+    def carry(self, change: Change, shared: dict[str, Any]) -> str:
+        self._turns = change.progress[change.source]["turns"] + 1
+        return super().carry(change, {**shared, "step": self.step})
 
     def take_model(self, change: Change) -> str:
         size = change.world.size
@@ -361,8 +438,8 @@ class ZeroReplica(Replica):
             }
 
     @torch.no_grad()
-    def _join(self, units: Sequence[Unit], world: World, order: Sequence[int]) -> None:
-        """Put model and optimizer together from the shards that the ranks `order` hold."""
+    def _join(self, units: Sequence[Unit], world: World, order: Sequence[reshard.Holder]) -> None:
+        """Put model and optimizer together from the shards of those who hold them."""
         values, states = reshard.join_units(units, self._shards, world, order)
         self._close_units()
         for param, value in values.items():

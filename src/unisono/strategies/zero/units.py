@@ -41,6 +41,7 @@ class Unit:
     master: what the optimizer steps: `shard` itself, or a line of higher precision.
     gradient: the mean gradient of my shard, once there is one, in the dtype of `master`.
     parts: what lies in my shard, in order. leaves: what the optimizer holds for each of them.
+    spare: the same unit with the shard of the rank before me, of which a copy is kept here (see `spare`).
     """
 
     index: int
@@ -61,6 +62,7 @@ class Unit:
     master: Tensor = field(init=False)
     gradient: Tensor | None = field(init=False, default=None)
     leaves: list[Parameter] = field(init=False, default_factory=list)
+    spare: Unit | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         step = max(1, _ALIGN // self.dtype.itemsize)
@@ -77,6 +79,11 @@ class Unit:
     def nbytes(self) -> int:
         """Bytes of all values in the dtype that computes."""
         return self.numel * self.dtype.itemsize
+
+    @property
+    def held(self) -> list[Unit]:
+        """What is kept here: my shard, and where there is one, the copy of another's."""
+        return [self] if self.spare is None else [self, self.spare]
 
     @property
     def tag(self) -> str:

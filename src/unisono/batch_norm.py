@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.world import World, join
+from unisono.world.elastic import survive
 
 
 class _Link:
@@ -36,16 +37,17 @@ class _SumOverRanks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, channel: World, weight: float) -> Tensor:
-        ctx.channel, ctx.weight = channel, weight
-        total: Tensor = channel.all_reduce(x.clone(), "sum", tag="batch norm").wait()
+    def forward(ctx: Any, x: Tensor, channel: World, weight: float, world: World) -> Tensor:
+        ctx.channel, ctx.weight, ctx.world = channel, weight, world
+        total = x.clone()
+        survive(world, lambda: channel.all_reduce(total, "sum", tag="batch norm").wait())
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        mine = torch.zeros_like(grads[0]) if ctx.weight == 0.0 else grads[0] * ctx.weight
-        total: Tensor = ctx.channel.all_reduce(mine, "sum", tag="batch norm").wait()
-        return total / ctx.weight if ctx.weight else total, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        total = torch.zeros_like(grads[0]) if ctx.weight == 0.0 else grads[0] * ctx.weight
+        survive(ctx.world, lambda: ctx.channel.all_reduce(total, "sum", tag="batch norm").wait())
+        return total / ctx.weight if ctx.weight else total, None, None, None
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
@@ -101,7 +103,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         weight = self.link.world.weight
         if weight == 0.0:
             x = x.masked_fill(torch.ones_like(x, dtype=torch.bool), 0.0)
-        total: Tensor = _SumOverRanks.apply(x, self.link.channel, weight)  # type: ignore[no-untyped-call]
+        total: Tensor = _SumOverRanks.apply(x, self.link.channel, weight, self.link.world)  # type: ignore[no-untyped-call]
         return total
 
     @torch.no_grad()

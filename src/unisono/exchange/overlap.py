@@ -130,7 +130,7 @@ class Exchange(Windows):
         task = torch._C._current_graph_task_id()
         if task != self._task:
             survive(self.world, lambda: self._begin(task))
-        if self.world.elastic is not None and self.world.elastic.broken is not None:
+        if self.world.elastic is not None and self.world.elastic.is_idle:
             return
         if not self._syncing or name not in self._slots:
             return
@@ -219,7 +219,7 @@ class Exchange(Windows):
     def _end(self) -> None:
         self._task = -1
         survive(self.world, self._end_pass)
-        if self.world.elastic is not None and self.world.elastic.broken is not None:  # half of it may be anything
+        if self.world.elastic is not None and self.world.elastic.is_idle:  # half of it may be anything
             torch._foreach_zero_([p.grad for _, p in self.named if p.grad is not None])
 
     def _end_pass(self) -> None:

@@ -74,6 +74,7 @@ class LocalRun:
         self._stop_time: float | None = None
         self._interrupted_members: dict[int, str] | None = None  # the run's processes when it was interrupted
         self.interruptible = False  # whether a signal handler may raise into `supervise` now
+        self._is_over = False  # all that is left is ended
         self._preempting = False  # whether workers that asked for it have been told to leave
 
     def supervise(self) -> Outcome:
@@ -280,7 +281,7 @@ class LocalRun:
         if status != 0 and worker.failure is None and not worker.preempted and not stopped:
             text = worker.text.decode("utf-8", "replace")
             worker.failure = failure_of_exit(worker.rank, status, worker.exited, text)
-        if self.members is not None and self._stop_time is None:
+        if self.members is not None and self._stop_time is None and not self._is_over:
             self.members.on_exit(worker)
 
     def let_go(self, worker: Child) -> None:
@@ -333,6 +334,7 @@ class LocalRun:
     # -- 4. clean up ---------------------------------------------------------------------------------------------------
 
     def _clean_up(self, patience_s: float) -> None:
+        self._is_over = True
         self.kill()
         self._store.close()
         guard.sweep(

@@ -52,9 +52,10 @@ def parallel(
     healing = Healing.of(world)
     if healing is None:
         return _bind(model, optimizer, built, world)
+    description = _describe_all(model, optimizer, built)  # as it is before a method splits it
     with healing.elastic.inside():
         replica = _bind(model, optimizer, built, healing.elastic.solo if healing.elastic.is_joining else world)
-    healing.add(replica, _describe_all(model, optimizer, built))
+    healing.add(replica, description)
     return replica
 
 

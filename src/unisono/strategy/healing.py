@@ -131,7 +131,7 @@ class Healing:
         self._newcomers = False  # some have come: told the source's schedules and counters with the next batch
         self._source = 0
         self._is_late = False  # this is one of them, and its program has still to come to where the others are
-        self._is_skipping = False  # the optimizer's step under way is of a window that was given up
+        self._is_stepping = True  # else the optimizer's step under way is of a window that was given up
         self._counted: tuple[list[int], int] = [], 0  # windows of each replica, and of the ledger, at the last of these
         self._is_member = not elastic.is_joining
         self._is_whole = True  # this rank's model is that of `commits` steps
@@ -195,23 +195,24 @@ class Healing:
     def before_step(self, run: Callable[[], Any]) -> Any:
         """The optimizer is about to step: `run` ends the window. Where that failed, the step changes nothing."""
         if self.elastic.is_joining:
-            self.heal()
-        elif self.elastic.broken is None:
+            self.heal(is_open=not self.world.shards)
+        elif not self.elastic.is_idle:
             try:
                 with self.elastic.inside():
                     return run()
             except PeerLost as error:
                 self.elastic.broken = error
         if self.elastic.broken is not None:
-            self.heal()
-        self._is_skipping = True
+            self.heal(is_open=False)
+        for model in self.models():
+            model.zero_grad()
+        self._is_stepping = False
         return None
 
     def after_step(self, run: Callable[[], None]) -> None:
         """The optimizer has stepped."""
-        if self._is_skipping:
-            self._is_skipping = False
-            run()
+        if not self._is_stepping:
+            self._is_stepping = True
             return
         self._commit()
         try:
@@ -280,6 +281,7 @@ class Healing:
 
     def after_batch(self, shard: Batches) -> None:
         """It is about to be given out."""
+        self.elastic.is_skipping = False
         if self._again is not None:
             self._again.restore(self)
             self._open, self._again = self._again, None
@@ -301,6 +303,7 @@ class Healing:
         if self._open is not None and self._open.schedules is None:
             self._open.schedules = self.read_schedules()
             self._forget_window()
+        in_step = self._open is not None
         attempts: Counter[tuple[int, ...]] = Counter()
         with self.elastic.inside():
             while True:
@@ -316,7 +319,7 @@ class Healing:
                     why = error
                 except _Again as error:
                     why = PeerLost(str(error))
-        self.elastic.broken = None
+        self.elastic.broken, self.elastic.is_skipping = None, in_step
         if self._former is not None:
             self._former.close()
             self._former = None

@@ -98,6 +98,8 @@ class PeriodicReplica(Replica):
     # Around the optimizer's step ---------------------------------------------------------------------------------
 
     def advance(self) -> None:
+        if self.elastic is not None and self.elastic.is_skipping:
+            return
         super().advance()
         self._unmet += 1
         passes, self._passes = self._passes or [self.world.weight], []

@@ -70,6 +70,7 @@ class Elastic:
         self.solo = solo  # stands for the world in a worker that has not been let in yet
         self.is_closed = False  # the run goes on, but cannot be joined: too much would have to be remembered
         self.broken: PeerLost | None = None  # a peer is lost, and the world has not been formed anew
+        self.is_skipping = False  # it has, in the middle of a step: the rest of that step is not done
         self.healer: Healer | None = None
         self.calls = 0  # of the program, that have ended
         self.in_call = False  # one has not
@@ -80,6 +81,11 @@ class Elastic:
         self._handed: bytes | None = None  # a result that others had before the loss
         self._inside = 0
         self.world = world
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is to be exchanged before the next batch."""
+        return self.broken is not None or self.is_skipping
 
     @property
     def is_joining(self) -> bool:
@@ -224,9 +230,11 @@ def survive(world: World, call: Callable[[], Any]) -> Any:
     elastic = world.elastic
     if elastic is None:
         return call()
-    if elastic.broken is not None:
+    if elastic.is_idle:
         return None
     try:
+        if in_background():
+            return call()
         with elastic.inside():
             return call()
     except PeerLost as error:

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from unisono.background import Handle, SerialQueue
 from unisono.strategies.zero.units import UNCALLED, WHOLE, Unit
 from unisono.world import PeerLost, World
+from unisono.world.elastic import survive
 
 UNITS_GATHERED = 2  # at most, beside the model's own: the one at work, and the one that comes next
 EVERY_RANK = {  # what errors say of ranks that do not come (see `unisono.runtime.frames`)
@@ -127,7 +128,8 @@ class WholeValues(Values):
                 self._gather(unit)
 
     def _gather(self, unit: Unit) -> None:
-        self._world.all_gather(unit.shard, even=True, out=unit.shards(unit.full), tag=unit.tag).wait()
+        shards = unit.shards(unit.full)
+        survive(self._world, lambda: self._world.all_gather(unit.shard, even=True, out=shards, tag=unit.tag).wait())
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -142,7 +144,7 @@ class GatheredValues(Values):
     def __init__(
         self, model: nn.Module, units: Sequence[Unit], world: World, fetch: Callable[[Unit], Tensor], *, ahead: bool
     ) -> None:
-        self.model, self.units = model, list(units)
+        self.model, self.units, self._world = model, list(units), world
         self.channel, self._fetch = world.channel(inline=True), fetch
         on_cpu = self.units[0].full.device.type == "cpu"
         self._lane = SerialQueue("unisono gather") if ahead and world.size > 1 and on_cpu else None
@@ -193,7 +195,8 @@ class GatheredValues(Values):
     @torch.no_grad()
     def _fill(self, unit: Unit) -> None:
         unit.full.untyped_storage().resize_(unit.nbytes)
-        self.channel.all_gather(self._fetch(unit), even=True, out=unit.shards(unit.full), tag=unit.tag).wait()
+        mine, shards = self._fetch(unit), unit.shards(unit.full)
+        survive(self._world, lambda: self.channel.all_gather(mine, even=True, out=shards, tag=unit.tag).wait())
 
     def _start(self, unit: Unit) -> Handle[None]:
         """Begin to gather a unit: in the order of the calls, which is the same on every rank."""

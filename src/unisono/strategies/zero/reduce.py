@@ -31,6 +31,7 @@ from unisono.strategies.zero.gradients import ShardedGradients
 from unisono.strategies.zero.units import Unit
 from unisono.strategy.mistakes import SameData, sample
 from unisono.world import World
+from unisono.world.elastic import survive
 
 LINES_IN_FLIGHT = 3  # units of gradients that are being reduced, where that overlaps with backward
 
@@ -108,6 +109,10 @@ class Backward(Windows):
     # During backward -------------------------------------------------------------------------------------
 
     def _ready(self, number: int, _param: Tensor) -> None:
+        survive(self.world, lambda: self._take_in(number))
+
+    def _take_in(self, number: int) -> None:
+        """A parameter's gradient has been accumulated."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._begin(task)
@@ -230,6 +235,9 @@ class Backward(Windows):
 
     def _end(self) -> None:
         self._task = -1
+        survive(self.world, self._end_pass)
+
+    def _end_pass(self) -> None:
         if self._reducing:
             self._launch_all()
             self._passes_reduced += 1

@@ -1,7 +1,8 @@
 """A world that heals: how training goes on, in the same processes, when ranks have been lost or have come.
 
 1. A rank finds that a peer is lost, in some collective, or that the launcher calls all to another generation of the
-   world. It gives up the window of backward passes under way, tells the others so, and waits at the launcher's.
+   world. It gives up the window of backward passes under way: its optimizer's step changes nothing. Before the next
+   batch, or in a call of the program that needs the others, it tells them so and waits at the launcher's.
 2. When all have come, they form the next generation. The rank whose model has had most steps is the source: the others
    are brought to its state by `Replica.rebind`, and a worker that has come gets all of it.
 3. Every pass over data goes on from the source's last step. The batches of a window that was given up are given out
@@ -193,7 +194,8 @@ class Healing:
     # Steps -------------------------------------------------------------------------------------------------------
 
     def before_step(self, run: Callable[[], Any]) -> Any:
-        """The optimizer is about to step: `run` ends the window. Where that failed, the step changes nothing."""
+        """The optimizer is about to step: `run` ends the window. Where that failed, the step changes nothing, and the
+        world is formed anew with the next batch."""
         if self.elastic.is_joining:
             self.heal(is_open=not self.world.shards)
         elif not self.elastic.is_idle:
@@ -202,8 +204,9 @@ class Healing:
                     return run()
             except PeerLost as error:
                 self.elastic.broken = error
-        if self.elastic.broken is not None:
-            self.heal(is_open=False)
+        self._give_up_window()
+        if self.elastic.broken is not None and not self.world.shards:
+            self.heal(is_open=True)
         for model in self.models():
             model.zero_grad()
         self._is_stepping = False
@@ -220,9 +223,13 @@ class Healing:
                 run()
         except PeerLost as error:
             self.elastic.broken = error
-        no_batches = not self.world.shards  # else the next batch is the place
-        if self.elastic.broken is not None or (no_batches and self.elastic.membership.is_summoned):
-            self.heal(is_open=no_batches)
+        if not self.world.shards and (self.elastic.broken is not None or self.elastic.membership.is_summoned):
+            self.heal(is_open=True)  # else the next batch is the place
+
+    def _give_up_window(self) -> None:
+        """Till now nothing but its forward passes has changed what is to be restored before it is repeated."""
+        if self._open is not None and self._open.schedules is None:
+            self._open.schedules = self.read_schedules()
 
     def _commit(self) -> None:
         self.commits += 1
@@ -241,6 +248,7 @@ class Healing:
             summoned = is_open and self.elastic.membership.is_summoned
             if self.elastic.is_joining or self.elastic.broken is not None or summoned:
                 self.heal(is_open=is_open)
+                continue
             if self._is_late and not self._has_caught_up(shard):
                 shard.cut()
                 return
@@ -300,8 +308,8 @@ class Healing:
         if is_open is None:
             is_open = self.elastic.in_call and not any(shard.is_out for shard in self.world.shards.values())
         why = self.elastic.broken or PeerLost("the world is formed anew")
-        if self._open is not None and self._open.schedules is None:
-            self._open.schedules = self.read_schedules()
+        self._give_up_window()
+        if self._open is not None:
             self._forget_window()
         in_step = self._open is not None
         attempts: Counter[tuple[int, ...]] = Counter()

@@ -6,7 +6,6 @@ unisono run -n 2 examples/char_rnn.py
 
 import argparse
 import os
-from itertools import chain, islice, repeat
 from pathlib import Path
 
 import torch
@@ -59,7 +58,7 @@ def main() -> None:
     un.parallel(model, optimizer, args.strategy)
     shard = un.shard(rows, batch_size=args.batch_size, seed=args.seed)
 
-    for batch in islice(chain.from_iterable(repeat(shard)), args.steps):  # epoch after epoch
+    for batch in shard.steps(args.steps):  # epoch after epoch
         optimizer.zero_grad()
         loss_of(model, batch).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

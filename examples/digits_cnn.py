@@ -5,7 +5,6 @@ unisono run -n 2 examples/digits_cnn.py  # two local workers, the same losses to
 """
 
 import argparse
-from itertools import chain, islice, repeat
 
 import torch
 from sklearn.datasets import load_digits
@@ -60,7 +59,7 @@ def main() -> None:
     un.parallel(model, optimizer, args.strategy)
     shard = un.shard((x[~test], y[~test]), batch_size=args.batch_size, stratify=y[~test], seed=args.seed)
 
-    for images, labels in islice(chain.from_iterable(repeat(shard)), args.steps):  # epoch after epoch
+    for images, labels in shard.steps(args.steps):  # epoch after epoch
         optimizer.zero_grad()
         F.cross_entropy(model(images), labels).backward()
         optimizer.step()

@@ -51,6 +51,7 @@ class FakeWorld:
         self.ledger = FakeLedger()
         self.shards: dict[str, Shard] = {}
         self.pending_shards: dict[str, Any] = {}
+        self.elastic = None
 
     def gather_objects(self, obj: Any) -> list[Any]:
         """The other ranks have the same."""

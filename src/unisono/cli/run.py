@@ -101,26 +101,8 @@ def add_command(commands: Commands) -> None:
         action="store_true",
         help="fork the workers from a process that has imported torch, kept for 10 minutes for the next such run",
     )
-    parser.add_argument(
-        "--faults",
-        metavar="TEXT",
-        help="let workers fail at given steps, see below; one that did not fire is an error; default: UNISONO_FAULTS",
-    )
-    parser.add_argument(
-        "--balance",
-        action="store_true",
-        help="un.shard deals every batch by the workers' measured speeds, so that a slow one gets fewer samples; the "
-        "same as UNISONO_BALANCE=1",
-    )
-    parser.add_argument(
-        "--grace",
-        type=_parse_seconds,
-        default=Job.grace_s,
-        metavar="S",
-        help="after SIGTERM, how long workers that use un.Trainer with a checkpoint folder, or un.preempted(), may "
-        "take to save and leave: 90, 90s, 2m; 0: stop at once; default: 25s, as Slurm and Kubernetes kill after 30",
-    )
     parser.add_argument("--output-dir", metavar="DIR", help="where --output files writes; default: unisono-output")
+    _add_course_options(parser)
     _add_elastic_options(parser)
     _add_engine_options(parser)
     parser.add_argument("program", nargs="?", metavar="script.py", help="the program (a module's name with -m)")
@@ -231,6 +213,29 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "wait_s": {"type": _parse_whole, "metavar": "S", "help": "how long to wait for room (slurm, ray, spark)"},
     "options": {"type": shlex.split, "metavar": "TEXT", "help": "more options for mpirun, srun, torchrun or ssh"},
 }
+
+
+def _add_course_options(parser: argparse.ArgumentParser) -> None:
+    """What happens while the workers run."""
+    parser.add_argument(
+        "--faults",
+        metavar="TEXT",
+        help="let workers fail at given steps, see below; one that did not fire is an error; default: UNISONO_FAULTS",
+    )
+    parser.add_argument(
+        "--balance",
+        action="store_true",
+        help="un.shard deals every batch by the workers' measured speeds, so that a slow one gets fewer samples; the "
+        "same as UNISONO_BALANCE=1",
+    )
+    parser.add_argument(
+        "--grace",
+        type=_parse_seconds,
+        default=Job.grace_s,
+        metavar="S",
+        help="after SIGTERM, how long workers that use un.Trainer with a checkpoint folder, or un.preempted(), may "
+        "take to save and leave: 90, 90s, 2m; 0: stop at once; default: 25s, as Slurm and Kubernetes kill after 30",
+    )
 
 
 def _add_elastic_options(parser: argparse.ArgumentParser) -> None:

@@ -207,8 +207,9 @@ class Healing:
         self._give_up_window()
         if self.elastic.broken is not None and not self.world.shards:
             self.heal(is_open=True)
-        for model in self.models():
-            model.zero_grad()
+        for replica in self.replicas():
+            replica.model.zero_grad()
+            replica.optimizer.zero_grad()  # which may hold parts of the parameters in their place
         self._is_stepping = False
         return None
 

@@ -216,7 +216,11 @@ class Elastic:
         """The result as the call would have given it: in its inputs, where it changes them."""
         value = packing.from_bytes(packed)
         tensors, results = _list_tensors(inputs), _list_tensors((value,))
-        if len(tensors) == len(results) and all(a.shape == b.shape for a, b in zip(tensors, results, strict=True)):
+        if (
+            tensors
+            and len(tensors) == len(results)
+            and all(a.shape == b.shape for a, b in zip(tensors, results, strict=True))
+        ):
             with torch.no_grad():
                 for x, result in zip(tensors, results, strict=True):
                     x.copy_(result)

@@ -333,6 +333,8 @@ class World:
 
         Every rank calls it alike; `[[0, 2], [1]]` numbers the ranks of a group in the order given.
         """
+        if self.elastic is not None and self.elastic.is_joining:  # till it is let in, this rank is alone
+            return self.elastic.solo.split([[0]], inline=inline)
         groups = list_groups(by, self.hosts)
         mine = find_group(groups, self.rank, self.size)
         self._splits += 1

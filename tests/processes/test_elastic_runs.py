@@ -1,0 +1,295 @@
+"""Runs whose workers are lost and replaced: the model is that of one process that saw the same batches, each sample is
+part of it once, and the program is the one that trains on one process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import unisono as un
+from unisono.world import World
+
+SAMPLES, BATCH, EPOCHS = 36, 6, 4
+
+
+class Net(nn.Module):
+    """`uses` counts: the gradient of an element is the share of its sample in the batch, with a minus."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1))
+        self.uses = nn.Parameter(torch.zeros(SAMPLES))
+
+    def forward(self, x: torch.Tensor, which: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.body(x), self.uses[which].mean()
+
+
+def make(world: World) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(0)
+    model = un.sync_batch_norm(Net().double(), world=world)
+    groups: list[dict[str, Any]] = [{"params": [*model.body.parameters()], "lr": 0.1}]
+    optimizer = torch.optim.SGD([*groups, {"params": [model.uses], "lr": 1.0}], momentum=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda n: 1 / (1 + n / 10), lambda n: 1.0])
+    return model, optimizer, schedule
+
+
+def read() -> tuple[torch.Tensor, ...]:
+    x = torch.randn(SAMPLES, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return x, x.sum(1, keepdim=True).sin(), torch.arange(SAMPLES)
+
+
+def train(strategy: str = "allreduce", folder: str = "", pause_s: float = 0.005) -> dict[str, Any]:
+    """As it would be on one process; schedule, counters, checkpoints and sums of metrics are part of it."""
+    import time
+
+    world = un.join(device="cpu")
+    torch.set_default_dtype(torch.float64)
+    model, optimizer, schedule = make(world)
+    replica = un.parallel(model, optimizer, strategy)
+    shard = un.shard(read(), BATCH)
+    counters = un.follow({"batches": 0})
+    sums = []
+    for _ in range(EPOCHS):
+        total = torch.zeros(1)
+        for x, y, which in shard:
+            optimizer.zero_grad()
+            out, uses = model(x, which)
+            (nn.functional.mse_loss(out, y) - uses).backward()
+            optimizer.step()
+            schedule.step()
+            counters["batches"] += 1
+            total += world.weight / world.size * BATCH  # so many samples of this batch are mine
+            if folder and replica.step % 5 == 0:
+                un.save(folder, replica)
+            time.sleep(pause_s)
+        sums.append(float(world.all_reduce(total, "sum").wait()))
+    model.eval()
+    return {
+        "state": {name: value.clone() for name, value in replica.consolidate().state_dict().items()},
+        "step": replica.step,
+        "counters": dict(counters),
+        "lr": optimizer.param_groups[0]["lr"],
+        "epochs": len(sums),
+        "size": world.size,
+    }
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, torch.Tensor]:
+    """Plain PyTorch on the same batches, in one process."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = Net()
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.SGD(
+            [{"params": [*model.body.parameters()], "lr": 0.1}, {"params": [model.uses], "lr": 1.0}]
+        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda n: 1 / (1 + n / 10), lambda n: 1.0])
+        shard = un.shard(read(), BATCH, world=World())
+        for _ in range(EPOCHS):
+            for x, y, which in shard:
+                optimizer.zero_grad()
+                out, uses = model(x, which)
+                (nn.functional.mse_loss(out, y) - uses).backward()
+                optimizer.step()
+                schedule.step()
+        assert torch.allclose(model.uses * BATCH, torch.full((SAMPLES,), float(EPOCHS)))
+        return {name: value.clone() for name, value in model.state_dict().items()}
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+STEPS = EPOCHS * SAMPLES // BATCH
+MOMENTS = (
+    "kill 1@3 in forward; kill 0@6 in backward; kill 2@9 in exchange; kill 1@11; kill 0@13 in healing; kill 2@14; "
+    "kill 0@20 in save; kill 1@20"
+)
+
+
+def check(results: list[dict[str, Any]], alone: dict[str, torch.Tensor], *, atol: float = 1e-12) -> None:
+    for result in results:
+        assert (result["step"], result["epochs"], result["counters"]) == (STEPS, EPOCHS, {"batches": STEPS})
+        assert result["lr"] == pytest.approx(0.1 / (1 + STEPS / 10))
+        for name, value in alone.items():
+            torch.testing.assert_close(
+                result["state"][name], value, rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+def test_the_model_is_that_of_one_process_after_kills_at_every_moment(
+    tmp_path: Path, alone: dict[str, torch.Tensor], capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(tmp_path / "run")
+    results = un.launch(train, workers=3, kwargs={"folder": folder}, faults=MOMENTS, least=3, threads=1, timeout_s=120)
+    check(results, alone)
+    said = capfd.readouterr().err
+    assert said.count("was lost: killed by SIGKILL") == 8, said
+
+
+def test_the_others_go_on_meanwhile(alone: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    """With fewer workers, each has more of a batch; the batches stay as they are."""
+    results = un.launch(
+        train,
+        workers=3,
+        kwargs={"folder": str(tmp_path / "run")},
+        faults="kill 1@4; kill 2@8 in backward; kill 1@14 in exchange",
+        least=1,
+        threads=1,
+        timeout_s=120,
+    )
+    check(results, alone)
+
+
+def test_with_as_many_as_at_first_the_result_has_the_same_bits() -> None:
+    """The world waits for each replacement, so that a batch is always divided in the same way."""
+    undisturbed = un.launch(train, workers=2, threads=1, timeout_s=120)
+    killed = un.launch(
+        train, workers=2, faults="kill 1@5 in backward; kill 0@9; kill 1@15", least=2, threads=1, timeout_s=120
+    )
+    for name, value in undisturbed[0]["state"].items():
+        assert torch.equal(killed[0]["state"][name], value), name
+        assert torch.equal(killed[1]["state"][name], value), name
+
+
+def test_a_worker_that_stands_still_is_replaced(
+    alone: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("UNISONO_HEARTBEAT_S", "2")
+    results = un.launch(train, workers=2, faults="stop 1@7 for 600s", least=1, threads=1, timeout_s=120)
+    check(results, alone)
+    assert "has stood still for 2 s" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("strategy", ["powersgd(rank=1)", "zero(stage=2, spare=True)", "zero(stage=3, spare=True)"])
+def test_other_synchronous_methods_lose_no_sample(strategy: str, alone: dict[str, torch.Tensor]) -> None:
+    results = un.launch(
+        train, workers=3, args=(strategy,), faults="kill 0@6 in backward; kill 2@13", least=3, threads=1, timeout_s=120
+    )
+    uses = results[0]["state"]["uses"]
+    assert torch.allclose(uses * BATCH, torch.full_like(uses, EPOCHS))
+    for result in results:
+        for name, value in results[0]["state"].items():
+            assert torch.equal(result["state"][name], value), name
+    if strategy.startswith("zero"):
+        check(results, alone)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["local_sgd(every=2)", "diloco(every=3)", "gossip", "async_average", "hogwild", "crossbow", "parameter_server"],
+)
+def test_every_method_goes_on_and_grows_back(strategy: str) -> None:
+    results = un.launch(
+        train, workers=2, args=(strategy,), faults="kill 1@6; kill 0@14", least=2, threads=1, timeout_s=120
+    )
+    for result in results:
+        assert (result["epochs"], result["step"], result["size"]) == (EPOCHS, STEPS, 2)
+        assert all(torch.isfinite(value).all() for value in result["state"].values())
+        for name, value in results[0]["state"].items():  # of `consolidate()`, which all ranks agree on
+            if strategy != "hogwild":  # others step while one copies
+                torch.testing.assert_close(result["state"][name], value, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# A worker that cannot join --------------------------------------------------------------------------------------
+
+
+def train_another() -> int:
+    """A replacement has a wider model."""
+    world = un.join(device="cpu")
+    model = nn.Linear(4, 2 if "UNISONO_JOINING" in os.environ else 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    replica = un.parallel(model, optimizer)
+    for x in un.shard(torch.randn(64, 4), 4).steps(48):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    assert replica.step == 48
+    return world.size
+
+
+def test_a_worker_with_another_model_is_refused_and_the_others_go_on(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(un.WorkerError, match="worker 1 ended with exit status 0 before"):  # nobody has its place
+        un.launch(train_another, workers=2, faults="kill 1@8", least=1, threads=1, timeout_s=120)
+    said = capfd.readouterr().err
+    assert "it has parameter weight: float32 [2, 4], the others have parameter weight: float32 [1, 4]" in said
+
+
+def train_alone_only(save_to: str) -> None:
+    """A replacement fails at once."""
+    if "UNISONO_JOINING" in os.environ:
+        raise ValueError("no room here")
+    un.join(device="cpu")
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    replica = un.parallel(model, optimizer)
+    for x in un.shard(torch.randn(64, 4), 4).steps(100_000):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        if save_to and un.preempted():
+            un.save(save_to, replica)
+            raise SystemExit(143)
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_fewer_than_the_least_save_and_leave(saves: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(un.WorkerError) as failed:
+        un.launch(
+            train_alone_only,
+            workers=3,
+            args=(str(folder) if saves else "",),
+            faults="kill 1@8",
+            least=3,
+            threads=1,
+            timeout_s=120,
+        )
+    if saves:
+        assert failed.value.exit_status == 143
+        assert any(folder.glob("step-*"))
+    else:
+        assert "2 of at least 3 workers are left" in str(failed.value)
+        assert "un.preempted" in str(failed.value)
+
+
+def fail_before_training() -> None:
+    un.join(device="cpu")
+    raise KeyError("wrong from the beginning")
+
+
+def test_a_program_that_fails_before_its_first_step_ends_the_run() -> None:
+    with pytest.raises(un.WorkerError, match="wrong from the beginning"):
+        un.launch(fail_before_training, workers=2, least=1, threads=1, timeout_s=60)
+
+
+# The trainer ---------------------------------------------------------------------------------------------------
+
+
+def fit(folder: str) -> dict[str, Any]:
+    world = un.join(device="cpu")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = un.Trainer(model, optimizer, loss=nn.MSELoss(), checkpoint=folder, resume=False, progress=False)
+    x, y, _ = read()
+    history = trainer.fit((x, y), epochs=EPOCHS, batch_size=BATCH, validation=(x, y))
+    return {"state": model.state_dict(), "val_loss": history["val_loss"], "size": world.size}
+
+
+def test_the_trainer_goes_on(tmp_path: Path) -> None:
+    plain = un.launch(fit, workers=2, args=(str(tmp_path / "a"),), threads=1, timeout_s=120)
+    killed = un.launch(
+        fit, workers=2, args=(str(tmp_path / "b"),), faults="kill 1@4; kill 0@10 in save; kill 1@15 in forward", least=2,
+        threads=1, timeout_s=120,
+    )  # fmt: skip
+    for result in killed:
+        for name, value in plain[0]["state"].items():
+            torch.testing.assert_close(result["state"][name], value, rtol=0, atol=1e-12)
+        torch.testing.assert_close(result["val_loss"], plain[0]["val_loss"], rtol=0, atol=1e-12)

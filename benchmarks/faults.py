@@ -239,7 +239,7 @@ def soak(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
     thread.start()
     steps = int(asked.soak * asked.soak_rate)
     try:
-        results, losses = run(
+        results, _ = run(
             f"{folder}/soak",
             workers=asked.workers,
             least=1,

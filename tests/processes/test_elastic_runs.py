@@ -285,10 +285,8 @@ def fit(folder: str) -> dict[str, Any]:
 
 def test_the_trainer_goes_on(tmp_path: Path) -> None:
     plain = un.launch(fit, workers=2, args=(str(tmp_path / "a"),), threads=1, timeout_s=120)
-    killed = un.launch(
-        fit, workers=2, args=(str(tmp_path / "b"),), faults="kill 1@4; kill 0@10 in save; kill 1@15 in forward", least=2,
-        threads=1, timeout_s=120,
-    )  # fmt: skip
+    script = "kill 1@4; kill 0@10 in save; kill 1@15 in forward"
+    killed = un.launch(fit, workers=2, args=(str(tmp_path / "b"),), faults=script, least=2, threads=1, timeout_s=120)
     for result in killed:
         for name, value in plain[0]["state"].items():
             torch.testing.assert_close(result["state"][name], value, rtol=0, atol=1e-12)

@@ -197,6 +197,48 @@ def test_every_method_goes_on_and_grows_back(strategy: str) -> None:
                 torch.testing.assert_close(result["state"][name], value, msg=lambda m, n=name: f"{n}: {m}")
 
 
+# Windows of two batches, with a loss scale ----------------------------------------------------------------------
+
+
+def accumulate(world: World, model: nn.Module, bind: bool) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+    shard = un.shard(read()[:2], BATCH, world=world)
+    if bind:
+        un.parallel(model, optimizer, "allreduce(accumulate=2)", world=world).watch(scaler)
+    for _ in range(EPOCHS):
+        for x, y in shard:
+            scaler.scale(nn.functional.mse_loss(model(x), y) / 2).backward()
+            if shard.batch % 2 == 0:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+    assert scaler.get_scale() == 4.0 * 2 ** (STEPS // 2 // 3)
+
+
+def make_small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+
+
+def train_accumulating() -> list[torch.Tensor]:
+    model = make_small()
+    accumulate(un.join(device="cpu"), model, bind=True)
+    return [p.detach() for p in model.parameters()]
+
+
+def test_a_window_of_several_batches_is_repeated_from_its_first() -> None:
+    """The loss scale, which grows every third step, and the clipped norm are those of one process too."""
+    alone = make_small()
+    accumulate(World(), alone, bind=False)
+    script = "kill 1@3 in backward; kill 0@5 in forward; kill 1@8"
+    for result in un.launch(train_accumulating, workers=2, faults=script, least=2, threads=1, timeout_s=120):
+        for mine, theirs in zip(result, alone.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs.detach(), rtol=0, atol=1e-12)
+
+
 # A worker that cannot join --------------------------------------------------------------------------------------
 
 

@@ -204,10 +204,7 @@ class Members:
         if now - self._looked > 4 * LOOK_S + 1.0:  # this process was stopped, perhaps with all of them
             self._fresh_since = now
         self._looked = now
-        step = self._find_step()
-        if step > self.step:
-            self.step = step
-            self.coordinator.advanced()
+        self._note_steps()
         some_wait = [line.came for line in self.lines.values() if line.came is not None]
         for line in list(self.lines.values()):
             beat = self._starter.page.read(line.child.rank).heartbeat
@@ -229,12 +226,16 @@ class Members:
         )
         line.child.send(signal.SIGKILL)
 
-    def _find_step(self) -> int:
+    def _note_steps(self) -> None:
         found = [self._starter.page.read(line.child.rank).step for line in self.lines.values()]
-        return max((step for step in found if step is not None), default=-1)
+        step = max((step for step in found if step is not None), default=-1)
+        if step > self.step:
+            self.step = step
+            self.coordinator.advanced()
 
     def on_exit(self, worker: Child) -> None:
         """A worker has ended. Before the first step the program is wrong, and the run ends as any other."""
+        self._note_steps()
         line = next((line for line in self.lines.values() if line.child is worker), None)
         if line is None or (self.step < 0 and worker.failure is not None):
             return

@@ -65,6 +65,10 @@ class Snapshot:
         for buffer, saved in self._buffers:
             buffer.copy_(saved)
 
+    def scaler_states(self) -> list[dict[str, Any]]:
+        """Of every loss scale."""
+        return [state for _, state in self._scalers]
+
     def restore(self, healing: Healing) -> None:
         """Before the batches are given out once more."""
         rng.restore(self._rng, healing.world.device)
@@ -168,6 +172,9 @@ class Healing:
     def scalers(self) -> list[torch.amp.GradScaler]:
         """Theirs."""
         return [replica.scaler for replica in self.replicas() if replica.scaler is not None]
+
+    def _read_scalers(self) -> list[dict[str, Any]]:
+        return [_plain(scaler.state_dict()) for scaler in self.scalers()]
 
     def _find_schedules(self) -> list[Any]:
         """The learning-rate schedules of their optimizers, in the order in which they were made."""
@@ -274,7 +281,9 @@ class Healing:
         again = self._again
         mine = {
             "schedules": again.schedules if again is not None else self.read_schedules(),
-            "scalers": [_plain(scaler.state_dict()) for scaler in self.scalers()],
+            "scalers": [_plain(state) for state in again.scaler_states()]
+            if again is not None
+            else self._read_scalers(),
             "followed": again.followed if again is not None else self.followed.state(),
         }
         packet = self.world.broadcast_object(mine, self._source)

@@ -6,7 +6,8 @@ the share of one worker's part that it added: (r_n / r_(n-1) - 1) (n - 1), which
 1. One more is tried as long as training is slower than asked for, and the last one was worth at least PAYS.
 2. The last one is removed where it was worth less than HELPS; or where training is so much faster than asked for that
    the rest is expected to exceed it by MARGIN.
-3. A number that did not pay is not tried again for a while, which doubles each time.
+3. A number that did not pay is not tried again for a while, which doubles each time. After that, a worker that helped
+   and did not pay is removed to measure again what it is worth.
 4. When the speed of the same workers changes much, what was found before is forgotten. If it has fallen, one worker is
    removed to see what it is worth now, and taken back where it helps.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from math import inf, sqrt
-from statistics import median
+from statistics import fmean, median
 
 __all__ = ["Adaptation", "Decision", "Meter"]
 
@@ -79,7 +80,7 @@ class Adaptation:
         self._workers = 0
         self._rates: deque[float] = deque(maxlen=MANY)  # of these workers
         self._before: tuple[int, list[float]] | None = None  # other workers, just before; until compared
-        self._gains: dict[int, float] = {}  # how many times as fast n were as n - 1
+        self._gains: dict[int, deque[float]] = {}  # how many times as fast n were as n - 1, each time that it was seen
         self._usual: float | None = None  # the speed at which these workers were left as they are
         self._barred: dict[int, int] = {}  # workers: the window from which on so many may be tried again
         self._pauses: dict[int, int] = {}  # workers: windows of the last pause
@@ -104,10 +105,13 @@ class Adaptation:
         speeds = (self._rates, rates) if workers > count else (rates, self._rates)
         gain, error = median(speeds[0]) / median(speeds[1]), sqrt(_error(speeds[0]) ** 2 + _error(speeds[1]) ** 2)
         last = max(workers, count)  # the worker that they differ in
-        worth, doubt = (gain - 1) * (last - 1), gain * error * (last - 1)
-        if len(self._rates) < MANY and min(abs(worth - HELPS), abs(worth - PAYS)) < doubt:
+        gains = self._gains.setdefault(last, deque(maxlen=MANY))
+        gains.append(gain)
+        worth, doubt = self._worth(last), gain * error * (last - 1) / sqrt(len(gains))
+        if len(self._rates) < MANY and min(abs(worth - HELPS), abs(worth - PAYS)) < 2 * doubt:
+            gains.pop()
             return Decision(workers)  # a few windows more
-        self._before, self._gains[last] = None, gain
+        self._before = None
         text = (
             f"{_count(workers)}: {self._speed:.3g} steps/s, {self._speed / median(rates):.2f}x that of {count} "
             f"(the {_name(last)} was worth {worth:.2f} of a worker)"
@@ -126,6 +130,8 @@ class Adaptation:
                 if workers > self._least and self._speed < self._target:
                     self._looks = True
                     return self._change(-1, f"{text}: one less again, to see what it is worth")
+        elif looks and self._speed < self._target:
+            return self._change(1, f"{text}: it is taken back")
         elif workers == last and worth < PAYS:
             self._bar(last + 1)
         elif workers == last:
@@ -139,8 +145,11 @@ class Adaptation:
             return self._start_anew()
         asked = "" if target == inf else f", {target:.3g} are asked for"
         if speed < target and workers < self._most and self._windows >= self._barred.get(workers + 1, 0):
+            if workers > self._least and workers in self._gains and self._worth(workers) < PAYS:
+                self._looks = True
+                return self._change(-1, f"{text}{asked}: one less, to see again what it is worth")
             return self._change(1, f"{text}{asked}: one more")
-        rest = speed / self._gains[workers] if workers in self._gains else speed * (workers - 1) / workers
+        rest = speed / fmean(self._gains[workers]) if workers in self._gains else speed * (workers - 1) / workers
         if workers > self._least and rest > target * (1 + MARGIN):
             return self._change(-1, f"{text}{asked}, and {workers - 1} are expected to make {rest:.3g}: one less")
         if self._usual is None:
@@ -169,6 +178,10 @@ class Adaptation:
         self._look_pause = min(LONGEST_PAUSE, 2 * self._look_pause)
         self._look_from = self._windows + self._look_pause
         return self._change(-1, f"{text}: one less, to see what it is worth now")
+
+    def _worth(self, number: int) -> float:
+        """Of the worker of this number, as far as it was seen: 1 where it added as much as one before it made."""
+        return (fmean(self._gains[number]) - 1) * (number - 1)
 
     def _bar(self, workers: int) -> None:
         """Do not try so many for a while; longer each time."""

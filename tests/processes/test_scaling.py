@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
 import unisono as un
+from unisono.cli.command_line import main
 from unisono.launchers.private_folder import find_private_folder
 
 MODEL = """
@@ -65,6 +68,16 @@ print("the end", world.rank)
 )
 
 
+@pytest.fixture
+def scale(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """scale(*arguments) is `unisono scale *arguments`: its exit status, standard output and standard error."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        return (main(["scale", *arguments]), *capsys.readouterr())
+
+    return run
+
+
 def check_result(folder: Path) -> None:
     """The weights are those of one process and plain PyTorch, after as many steps."""
     names: dict = {}
@@ -85,27 +98,27 @@ def check_result(folder: Path) -> None:
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
-def test_workers_come_and_leave_as_asked_and_the_weights_are_those_of_one_process(run_script, run_command, tmp_path):
+def test_workers_come_and_leave_as_asked_and_the_weights_are_those_of_one_process(run_script, scale, tmp_path):
     launched = run_script(SCRIPT, "-n", "1:3")
     launched.wait_for_files("trains")
     pid = str(launched.process.pid)
     socket_path = find_private_folder() / f"{pid}.run"
     for count in ("2", "3", "1"):
-        status, out, err = run_command("scale", count, "--run", pid, "--wait")
+        status, out, err = scale(count, "--run", pid, "--wait")
         assert (status, err) == (0, "")
-        assert re.match(rf"{count} workers \(MIN 1, MAX 3\), step \d+\n", out)
-    status, out, err = run_command("scale", "4", "--run", pid)
+        assert re.match(rf"workers: {count} \(MIN 1, MAX 3\), step \d+\n", out)
+    status, out, err = scale("4", "--run", pid)
     assert (status, out, err) == (1, "", "unisono scale: got 4 workers; this run takes 1 to 3 (-n 1:3)\n")
     ask_nonsense(socket_path)
-    run_command("scale", "3", "--run", pid, "--wait")
+    scale("3", "--run", pid, "--wait")
     (tmp_path / "hold").touch()
-    run_command("scale", "1", "--run", pid, "--wait")
-    status, out, err = run_command("scale", "3", "--run", pid)  # those that have left are still there
+    scale("1", "--run", pid, "--wait")
+    status, out, err = scale("3", "--run", pid)  # those that have left are still there
     assert (status, err) == (0, "")
-    assert out.startswith("1 workers, 3 to be (MIN 1, MAX 3), step")
+    assert out.startswith("workers: 1, 3 to be (MIN 1, MAX 3), step")
     (tmp_path / "hold").unlink()
     for count in ("3", "1"):
-        assert run_command("scale", count, "--run", pid, "--wait")[0] == 0
+        assert scale(count, "--run", pid, "--wait")[0] == 0
     (tmp_path / "stop").touch()
     status, out, err = launched.finish()
     assert status == 0, err
@@ -138,10 +151,10 @@ def ask_nonsense(path: Path) -> None:
             sock.connect(str(path))
 
 
-def test_the_number_of_workers_that_pays_is_found_both_ways(run_script, run_command, tmp_path):
+def test_the_number_of_workers_that_pays_is_found_both_ways(run_script, scale, tmp_path):
     launched = run_script(SCRIPT, "-n", "1:3", "--adapt", "--window", "0.05", args=["0.04", "0.01", "0.04"])
     launched.wait_for_files("both-ways")
-    assert run_command("scale", "1", "--run", str(launched.process.pid), "--wait")[0] == 0
+    assert scale("1", "--run", str(launched.process.pid), "--wait")[0] == 0
     (tmp_path / "stop").touch()
     status, _, err = launched.finish()
     assert status == 0, err
@@ -153,37 +166,40 @@ def test_the_number_of_workers_that_pays_is_found_both_ways(run_script, run_comm
     check_result(tmp_path)
 
 
-def ask_until_known(run_command, pid: str) -> None:
+def ask_until_known(scale, pid: str) -> None:
     """The socket is there when all workers have been started."""
-    while run_command("scale", "--run", pid)[0]:
-        pass
+    while scale("--run", pid)[0]:
+        time.sleep(0.01)
 
 
-def test_a_killed_launcher_is_named_and_its_socket_removed_by_the_next(run_script, run_command, tmp_path):
+def test_a_killed_launcher_is_named_and_its_socket_removed_by_the_next(run_script, scale, tmp_path):
     first = run_script(SCRIPT, "-n", "1:1")
     first.wait_for_files("trains")
     first.signal(signal.SIGKILL)
     first.process.wait()
     path = find_private_folder() / f"{first.process.pid}.run"
     assert path.exists()
-    status, _, err = run_command("scale", "--run", str(first.process.pid))
+    status, _, err = scale("--run", str(first.process.pid))
     assert (status, "was killed" in err) == (1, True), err
     (tmp_path / "not-yet").touch()
     (tmp_path / "starts").unlink()
     second = run_script(SCRIPT, "-n", "1:2", "--adapt")
     second.wait_for_files("starts")
     pid = str(second.process.pid)
-    ask_until_known(run_command, pid)
+    ask_until_known(scale, pid)
     assert not path.exists()
-    assert run_command("scale", "2", "--run", pid)[0] == 0  # before the first step
+    assert scale("2", "--run", pid)[0] == 0  # before the first step
     (tmp_path / "not-yet").unlink()
     for count in ("2", "1"):
-        status, _, err = run_command("scale", count, "--run", pid, "--wait")
+        status, _, err = scale(count, "--run", pid, "--wait")
         assert status == 0, err
     (tmp_path / "stop").touch()
     status, _, err = second.finish()
     assert status == 0, err
     assert "lost" not in err
-    status, _, err = run_command("scale", "--run", pid)
-    assert (status, err) == (1, f"unisono scale: process {pid} is no launcher of an elastic run (-n MIN:MAX) of this user\n")
+    status, _, err = scale("--run", pid)
+    assert (status, err) == (
+        1,
+        f"unisono scale: process {pid} is no launcher of an elastic run (-n MIN:MAX) of this user\n",
+    )
     check_result(tmp_path)

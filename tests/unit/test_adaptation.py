@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
@@ -45,7 +46,7 @@ class Cluster:
 
 
 def changes(sizes: list[int]) -> int:
-    return sum(a != b for a, b in zip(sizes, sizes[1:], strict=False))
+    return sum(a != b for a, b in pairwise(sizes))
 
 
 @pytest.mark.parametrize(
@@ -54,8 +55,8 @@ def changes(sizes: list[int]) -> int:
         (amdahl(0.0), 8, 8),
         (best_at(3), 8, 3),
         (best_at(1), 4, 1),
-        # The second to the seventh are worth 0.54, 0.44, 0.37, 0.32, 0.28 and 0.25: the sixth is the first that does not
-        # pay. It helps and stays, but there is no seventh.
+        # The second to the seventh are worth 0.54, 0.44, 0.37, 0.32, 0.28 and 0.25: the sixth is the first that does
+        # not pay. It helps and stays, but there is no seventh.
         (amdahl(0.3), 8, 6),
     ],
 )
@@ -140,9 +141,9 @@ def test_what_did_not_pay_is_tried_again_after_twice_as_long() -> None:
     cluster = Cluster(Adaptation(1, 8), 1)
     sizes = cluster.run(best_at(2), 400)
     tries = [i for i in range(1, len(sizes)) if sizes[i] == 3 != sizes[i - 1]]
-    pauses = [b - a for a, b in zip(tries, tries[1:], strict=False)]
+    pauses = [b - a for a, b in pairwise(tries)]
     assert len(pauses) >= 3
-    assert all(1.5 < b / a < 2.5 for a, b in zip(pauses, pauses[1:], strict=False))
+    assert all(1.5 < b / a < 2.5 for a, b in pairwise(pauses))
 
 
 def test_every_decision_is_explained() -> None:
@@ -151,7 +152,8 @@ def test_every_decision_is_explained() -> None:
     assert cluster.lines == [
         "1 worker: 10 steps/s: one more",
         "2 workers: 18 steps/s, 1.80x that of 1 (the second was worth 0.80 of a worker): one more",
-        "3 workers: 17 steps/s, 0.94x that of 2 (the third was worth -0.11 of a worker): one less, and no more for 16 windows",
+        "3 workers: 17 steps/s, 0.94x that of 2 (the third was worth -0.11 of a worker): one less, "
+        "and no more for 16 windows",
         "2 workers: 18 steps/s, 1.06x that of 3 (the third was worth -0.11 of a worker): no more for 13 windows",
     ]
 

@@ -29,7 +29,11 @@ def add_command(commands: Commands) -> None:
     )
     parser.add_argument("workers", type=parse_count, nargs="?", metavar="N", help="how many workers, from MIN to MAX")
     parser.add_argument(
-        "--run", dest="pid", type=parse_count, metavar="PID", help="process id of `unisono run`, where there are several"
+        "--run",
+        dest="pid",
+        type=parse_count,
+        metavar="PID",
+        help="process id of `unisono run`, where there are several",
     )
     parser.add_argument("--wait", action="store_true", help="until the run has so many workers")
     parser.set_defaults(run=_scale)

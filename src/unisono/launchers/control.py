@@ -51,7 +51,7 @@ class Control:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # a socket that is bound and does not listen yet looks left behind
                 _remove_left_behind(folder)
                 listener.bind(str(path))
-                listener.listen(MOST_CONNECTIONS)
+                listener.listen(128)
         except BaseException:
             listener.close()
             raise
@@ -117,14 +117,19 @@ class Control:
 
 
 def _remove_left_behind(folder: Path) -> None:
-    """The sockets of launchers that were killed: nobody listens there."""
+    """The sockets of launchers that were killed."""
     for path in folder.glob(f"*{_SUFFIX}"):
-        try:
-            connect_to(path, socket.SOCK_STREAM, timeout_s=1.0).close()
-        except ConnectionRefusedError:
+        if _is_left_behind(path):
             path.unlink(missing_ok=True)
-        except OSError:
-            continue  # it lives and is busy, or is not ours to judge
+
+
+def _is_left_behind(path: Path) -> bool:
+    """Whether nobody listens there; one who is only busy does."""
+    try:
+        connect_to(path, socket.SOCK_STREAM, timeout_s=1.0).close()
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
+    return False
 
 
 # The asking side --------------------------------------------------------------------------------------------------
@@ -152,7 +157,7 @@ class RunStatus:
         to = "" if self.workers == self.wanted else f", {self.wanted} to be"
         step = "no step yet" if self.step is None else f"step {self.step}"
         adapts = ", adapts" if self.adapts else ""
-        return f"{self.workers} workers{to} (MIN {self.least}, MAX {self.most}{adapts}), {step}"
+        return f"workers: {self.workers}{to} (MIN {self.least}, MAX {self.most}{adapts}), {step}"
 
 
 def ask(pid: int, request: dict[str, Any]) -> RunStatus:
@@ -167,7 +172,7 @@ def ask(pid: int, request: dict[str, Any]) -> RunStatus:
         raise Gone(f"process {pid} is no launcher of an elastic run (-n MIN:MAX) of this user") from None
     except ConnectionRefusedError:
         raise Gone(f"the launcher {pid} was killed and its socket was left behind; the next run removes it") from None
-    except TimeoutError:
+    except (TimeoutError, BlockingIOError):  # the latter: its queue is full
         raise Gone(f"the launcher {pid} does not answer: is it stopped?") from None
     except (OSError, ValueError) as error:
         raise Gone(f"the launcher {pid} cannot be asked: {error}") from None

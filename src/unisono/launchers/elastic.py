@@ -27,7 +27,7 @@ from unisono.runtime import membership
 from unisono.runtime.memfd import anonymous_file
 from unisono.runtime.status import StatusPage
 
-__all__ = ["LOOK_S", "Members", "Starter"]
+__all__ = ["Members", "Starter"]
 
 LOOK_S = 0.25  # between two looks at heartbeats and steps
 _PAGE_NAME = "unisono-meeting-page"
@@ -76,6 +76,7 @@ class Members:
         self.lines: dict[int, Line] = {}
         self.step = -1  # the furthest that any has come
         self.given_up: GiveUp | None = None
+        self.look_s = LOOK_S if elastic.adapt is None else min(LOOK_S, elastic.adapt.window_s)
         self._started = 0
         self._lost_at: dict[int, float] = {}  # place: when its worker was lost
         self._looked = self._fresh_since = time.monotonic()  # since when this process itself was not stopped
@@ -219,10 +220,7 @@ class Members:
         if now - self._looked > 4 * LOOK_S + 1.0:  # this process was stopped, perhaps with all of them
             self._fresh_since = now
         self._looked = now
-        step = self._find_step()
-        if step > self.step:
-            self.step = step
-            self.coordinator.advanced()
+        self._note_step()
         if self.coordinator.members:
             first = self._starter.page.read(self.lines[self.coordinator.members[0]].child.rank)
             self._scaling.look(first.step, first.step_at)
@@ -247,15 +245,19 @@ class Members:
         )
         line.child.send(signal.SIGKILL)
 
-    def _find_step(self) -> int:
+    def _note_step(self) -> None:
         found = [self._starter.page.read(line.child.rank).step for line in self.lines.values()]
-        return max((step for step in found if step is not None), default=-1)
+        step = max((step for step in found if step is not None), default=-1)
+        if step > self.step:
+            self.step = step
+            self.coordinator.advanced()
 
     def on_exit(self, worker: Child) -> None:
         """A worker has ended. Before the first step the program is wrong, and the run ends as any other."""
         line = next((line for line in self.lines.values() if line.child is worker), None)
         if line is None:
             return
+        self._note_step()  # it may have been made since the last look
         if line.worker in self._unwanted:
             self._unwanted.discard(line.worker)
         elif self.step < 0 and worker.failure is not None:

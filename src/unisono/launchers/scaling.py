@@ -16,9 +16,7 @@ __all__ = ["Scaling"]
 class Scaling:
     """Of one run. `say` puts a line on standard error; `program` is what others are told that it is."""
 
-    def __init__(
-        self, coordinator: Coordinator, elastic: ComeAndGo, program: str, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, coordinator: Coordinator, elastic: ComeAndGo, program: str, say: Callable[[str], None]) -> None:
         self._coordinator, self._elastic, self._say = coordinator, elastic, say
         self._program = program
         self._step: int | None = None
@@ -59,7 +57,7 @@ class Scaling:
             self._adaptation = None
             self._say("unisono: the number of workers was asked for, and is not adapted any more")
         if count != self._coordinator.wanted:
-            self._say(f"unisono: {count} workers were asked for, instead of {self._coordinator.wanted}")
+            self._say(f"unisono: the number of workers asked for is {count}, after {self._coordinator.wanted}")
         self._coordinator.aim_at(count)
 
     def look(self, step: int | None, step_at: float) -> None:

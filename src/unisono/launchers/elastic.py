@@ -76,7 +76,7 @@ class Members:
         self.lines: dict[int, Line] = {}
         self.step = -1  # the furthest that any has come
         self.given_up: GiveUp | None = None
-        self.look_s = LOOK_S if elastic.adapt is None else min(LOOK_S, elastic.adapt.window_s)
+        self.look_s = LOOK_S if elastic.adapt is None else min(LOOK_S, max(0.02, elastic.adapt.window_s))
         self._started = 0
         self._lost_at: dict[int, float] = {}  # place: when its worker was lost
         self._looked = self._fresh_since = time.monotonic()  # since when this process itself was not stopped

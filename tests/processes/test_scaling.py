@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from torch import nn
 
 import unisono as un
 from unisono.cli.command_line import main
+from unisono.launchers.control import ask
 from unisono.launchers.private_folder import find_private_folder
 
 MODEL = """
@@ -203,3 +206,44 @@ def test_a_killed_launcher_is_named_and_its_socket_removed_by_the_next(run_scrip
         f"unisono scale: process {pid} is no launcher of an elastic run (-n MIN:MAX) of this user\n",
     )
     check_result(tmp_path)
+
+
+def train_until(folder: str) -> tuple[str, int]:
+    world = un.join(device="cpu")
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    replica = un.parallel(model, optimizer, "allreduce")
+    for _ in range(10**6):
+        for x in un.shard(torch.ones(8, 2), batch_size=4):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+            if replica.step >= 3:
+                Path(folder, "trains").touch()
+            if world.broadcast_object(Path(folder, "stop").exists(), 0):
+                return "the end", world.rank
+    raise AssertionError("it was not stopped")
+
+
+def test_a_launched_function_has_the_result_of_the_worker_that_had_a_place_last(tmp_path):
+    """The number of workers changes from two to one and back, so that the second place is given away twice."""
+    told: list[Exception] = []
+
+    def change() -> None:
+        try:
+            while not (tmp_path / "trains").exists():
+                time.sleep(0.01)
+            for count in (1, 2):
+                ask(os.getpid(), {"do": "scale", "workers": count})
+                while ask(os.getpid(), {"do": "status"}).workers != count:
+                    time.sleep(0.01)
+        except Exception as error:
+            told.append(error)
+        (tmp_path / "stop").touch()
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    results = un.launch(train_until, workers=2, least=1, args=(str(tmp_path),), timeout_s=60)
+    thread.join()
+    assert told == []
+    assert results == [("the end", 0), ("the end", 1)]

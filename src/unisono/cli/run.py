@@ -178,7 +178,8 @@ def _read_elastic(
     adapt = _read_adapt(options, parser)
     if least is None:
         for name in ("heartbeat", "deadline", "patience", "adapt", "target"):
-            if getattr(options, name):
+            value = getattr(options, name)
+            if value is not None and value is not False:
                 parser.error(f"--{name} goes with -n MIN:MAX")
         return None
     if options.on != "local":

@@ -17,7 +17,7 @@ from typing import Any
 from unisono.cli.arguments import Commands, check_program, parse_count
 from unisono.launchers import on
 from unisono.launchers.engines.engine import Engine, EngineError
-from unisono.launchers.job import ComeAndGo, Job
+from unisono.launchers.job import Adapt, ComeAndGo, Job
 
 __all__ = ["add_command"]
 
@@ -43,6 +43,12 @@ output:
   rank0    rank 0 only, as it is; of the others, a failed one's last 40 lines are shown
   files    DIR/rank-0.out, DIR/rank-1.out, ... (both streams), nothing on the terminal but a failure
 
+workers that come and go, -n MIN:MAX
+  Starts MAX workers, and replaces those that are lost. `unisono scale N` changes their number while they train.
+  --adapt starts MIN workers. One more is added where the last was worth at least 0.3 of a worker, and removed where it
+  was worth less than 0.1; what did not pay is tried again later, each time after twice as long. Each decision is a line
+  on standard error. --target 12 does so only while fewer than 12 steps a second are made.
+
 faults, separated by ;
   kill 2@40              rank 2 kills itself (SIGKILL) at step 40
   kill 2@40 in save      inside it: forward, backward, exchange, step (the default: as it is counted), save, healing
@@ -54,6 +60,7 @@ examples:
   unisono run -n 4 train.py --epochs 3
   unisono run -n 4 --faults "kill 2@40" train.py
   unisono run -n 2:4 train.py
+  unisono run -n 1:8 --target 12 train.py
   unisono run -n 4 --output files --output-dir logs train.py
   unisono run -n 2 -m project.train --lr 0.1
   unisono run --on mpi -n 8 --hosts a:4,b:4 train.py
@@ -123,10 +130,11 @@ def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
     least, most = options.workers
     if options.balance:
         os.environ["UNISONO_BALANCE"] = "1"  # the workers' environment is made from this one
+    elastic = _read_elastic(options, parser, least, most)
     job = Job(
         [*(["-m"] if options.module else []), options.program, *options.arguments],
-        most,
-        elastic=_read_elastic(options, parser, least, most),
+        most if elastic is None or elastic.adapt is None else elastic.least,
+        elastic=elastic,
         threads=options.threads,
         output=options.output,
         output_dir=options.output_dir,
@@ -167,13 +175,24 @@ def _read_elastic(
         for name, field in (("heartbeat", "heartbeat_s"), ("deadline", "stuck_s"), ("patience", "patience_s"))
         if getattr(options, name) is not None
     }
+    adapt = _read_adapt(options, parser)
     if least is None:
-        if given:
-            parser.error(f"--{next(iter(given)).removesuffix('_s')} goes with -n MIN:MAX")
+        for name in ("heartbeat", "deadline", "patience", "adapt", "target"):
+            value = getattr(options, name)
+            if value is not None and value is not False:
+                parser.error(f"--{name} goes with -n MIN:MAX")
         return None
     if options.on != "local":
         parser.error(f"-n MIN:MAX is for workers on this host; --on {options.on} takes a number")
-    return ComeAndGo(least, most, **given)
+    return ComeAndGo(least, most, adapt=adapt, **given)
+
+
+def _read_adapt(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Adapt | None:
+    if not options.adapt and options.target is None:
+        if options.window is not None:
+            parser.error("--window goes with --adapt or --target")
+        return None
+    return Adapt(options.target, Adapt.window_s if options.window is None else options.window)
 
 
 def _parse_seconds(text: str) -> float:
@@ -186,6 +205,12 @@ def _parse_seconds(text: str) -> float:
     if found is None:
         raise argparse.ArgumentTypeError(f"got {text!r}; expected seconds, or a time such as 30s or 2m")
     return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+
+
+def _parse_rate(text: str) -> float:
+    if not re.fullmatch(r"\d+(\.\d+)?", text) or not float(text):
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected steps a second, such as 12 or 0.5")
+    return float(text)
 
 
 def _parse_whole(text: str) -> int:
@@ -247,6 +272,23 @@ def _add_elastic_options(parser: argparse.ArgumentParser) -> None:
         ("patience", ComeAndGo.patience_s, "how long fewer than MIN wait for others; then they save and leave"),
     ):
         group.add_argument(f"--{name}", type=_parse_seconds, metavar="S", help=f"{what}; default: {default:g}s")
+    group.add_argument(
+        "--adapt",
+        action="store_true",
+        help="start MIN workers, and add others as long as each makes training faster, see below",
+    )
+    group.add_argument(
+        "--target",
+        type=_parse_rate,
+        metavar="R",
+        help="the same, up to R steps a second; fewer workers where that is exceeded",
+    )
+    group.add_argument(
+        "--window",
+        type=_parse_seconds,
+        metavar="S",
+        help=f"how long speed is measured, three times or more for a decision; default: {Adapt.window_s:g}s",
+    )
 
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -290,7 +332,7 @@ def _check_faults(job: Job, parser: argparse.ArgumentParser, restarts: int = 0) 
     from unisono.launchers.fault_report import read_faults
 
     try:
-        read_faults(job.faults, job.workers, restarts=restarts)
+        read_faults(job.faults, job.places, restarts=restarts)
     except ValueError as error:
         parser.error(str(error))
 

@@ -110,6 +110,11 @@ class Coordinator:
             if not is_open:
                 self.closed.add(worker)
 
+    def aim_at(self, workers: int) -> None:
+        """There are to be so many; if newcomers have failed, others are tried."""
+        self.wanted = workers
+        self.replaces, self._failed_starts = True, 0
+
     def settled(self, worker: int) -> None:
         """A worker trains in this generation."""
         if worker in self._new:

@@ -16,15 +16,18 @@ from functools import partial
 from typing import Protocol
 
 from unisono.launchers.child import Child
+from unisono.launchers.control import Control
 from unisono.launchers.coordinator import Action, Coordinator, Dismiss, End, Form, GiveUp, Start, Summon, TooFew
 from unisono.launchers.failures import Failure, Outcome
 from unisono.launchers.job import ComeAndGo
 from unisono.launchers.output import Output
+from unisono.launchers.private_folder import NotPrivate
+from unisono.launchers.scaling import Scaling
 from unisono.runtime import membership
 from unisono.runtime.memfd import anonymous_file
 from unisono.runtime.status import StatusPage
 
-__all__ = ["LOOK_S", "Members", "Starter"]
+__all__ = ["Members", "Starter"]
 
 LOOK_S = 0.25  # between two looks at heartbeats and steps
 _PAGE_NAME = "unisono-meeting-page"
@@ -65,12 +68,15 @@ class Members:
     """The workers of one run. Ranks in reports, files and on the status page are places: a replacement has its
     former's."""
 
-    def __init__(self, elastic: ComeAndGo, workers: int, starter: Starter) -> None:
+    def __init__(self, elastic: ComeAndGo, workers: int, starter: Starter, program: str) -> None:
         self.elastic, self._starter = elastic, starter
         self.coordinator = Coordinator(workers, elastic.least, patience_s=elastic.patience_s)
+        self._scaling = Scaling(self.coordinator, elastic, program, starter.output.say)
+        self._control = Control(starter.selector, self._scaling.answer)
         self.lines: dict[int, Line] = {}
         self.step = -1  # the furthest that any has come
         self.given_up: GiveUp | None = None
+        self.look_s = LOOK_S if elastic.adapt is None else min(LOOK_S, max(0.02, elastic.adapt.window_s))
         self._started = 0
         self._lost_at: dict[int, float] = {}  # place: when its worker was lost
         self._looked = self._fresh_since = time.monotonic()  # since when this process itself was not stopped
@@ -86,6 +92,10 @@ class Members:
     def begin(self) -> None:
         """The first workers have been started."""
         self.coordinator.begin(list(self.lines))
+        try:
+            self._control.open()
+        except (OSError, NotPrivate) as error:
+            self._starter.output.say(f"unisono: `unisono scale` cannot reach this run: {error}")
 
     @property
     def is_under_way(self) -> bool:
@@ -136,9 +146,7 @@ class Members:
     def _do(self, action: Action) -> None:
         match action:
             case Start(count):
-                for _ in range(count):
-                    taken = {line.child.rank for line in self.lines.values()}
-                    place = next(place for place in range(self.elastic.most) if place not in taken)
+                for place in self._find_places()[:count]:
                     self._starter.page.clear(place)
                     self._starter.start_worker(place)
             case Summon(generation):
@@ -150,7 +158,7 @@ class Members:
                 self.lines[worker].child.send(signal.SIGKILL)
             case Dismiss(worker):
                 self._unwanted.add(worker)
-                membership.send(self.lines[worker].sock, {"kind": "leave"})
+                self._tell(self.lines[worker], {"kind": "leave"})
             case TooFew(left):
                 self._starter.output.say(
                     f"unisono: {left} of at least {self.elastic.least} workers are left, and no other came within "
@@ -164,6 +172,14 @@ class Members:
             case GiveUp():
                 self.given_up = action
 
+    def _find_places(self) -> list[int]:
+        """Where workers can be started now: one that leaves has its place until it has ended. The coordinator asks
+        again. Before the first step there are none: a newcomer would not find what the others have done."""
+        if self.step < 0:
+            return []
+        taken = {line.child.rank for line in self.lines.values()}
+        return [place for place in range(self.elastic.most) if place not in taken]
+
     def _form(self, generation: int, workers: tuple[int, ...]) -> None:
         page = anonymous_file(_PAGE_NAME)
         pids = [self.lines[worker].child.process.pid for worker in workers]
@@ -176,9 +192,9 @@ class Members:
             os.close(page)
         self._starter.output.say(f"unisono: {len(workers)} workers go on{self._describe_losses()}")
 
-    def _tell(self, line: Line, message: dict[str, object], page: int) -> None:
+    def _tell(self, line: Line, message: dict[str, object], *files: int) -> None:
         try:
-            membership.send(line.sock, message, (page,))
+            membership.send(line.sock, message, files)
         except OSError:
             return  # it has died, and its end will be noticed
 
@@ -204,7 +220,10 @@ class Members:
         if now - self._looked > 4 * LOOK_S + 1.0:  # this process was stopped, perhaps with all of them
             self._fresh_since = now
         self._looked = now
-        self._note_steps()
+        self._note_step()
+        if self.coordinator.members:
+            first = self._starter.page.read(self.lines[self.coordinator.members[0]].child.rank)
+            self._scaling.look(first.step, first.step_at)
         some_wait = [line.came for line in self.lines.values() if line.came is not None]
         for line in list(self.lines.values()):
             beat = self._starter.page.read(line.child.rank).heartbeat
@@ -226,7 +245,7 @@ class Members:
         )
         line.child.send(signal.SIGKILL)
 
-    def _note_steps(self) -> None:
+    def _note_step(self) -> None:
         found = [self._starter.page.read(line.child.rank).step for line in self.lines.values()]
         step = max((step for step in found if step is not None), default=-1)
         if step > self.step:
@@ -235,12 +254,14 @@ class Members:
 
     def on_exit(self, worker: Child) -> None:
         """A worker has ended. Before the first step the program is wrong, and the run ends as any other."""
-        self._note_steps()
         line = next((line for line in self.lines.values() if line.child is worker), None)
-        if line is None or (self.step < 0 and worker.failure is not None):
+        if line is None:
             return
+        self._note_step()  # it may have been made since the last look
         if line.worker in self._unwanted:
             self._unwanted.discard(line.worker)
+        elif self.step < 0 and worker.failure is not None:
+            return
         else:
             was_member = line.worker in self.coordinator.members
             self.coordinator.ended(line.worker, well=worker.failure is None)
@@ -276,6 +297,7 @@ class Members:
 
     def close(self) -> None:
         """The run is over."""
+        self._control.close()
         for line in self.lines.values():
             line.sock.close()
         os.close(self._results)

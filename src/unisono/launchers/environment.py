@@ -20,9 +20,13 @@ def worker_environment(
     address: tuple[str, int],
     run_id: str,
     threads: int | None = None,
+    most: int | None = None,
     faults: str = "",
 ) -> dict[str, str]:
-    """This process's environment with what `rank` needs to know about itself; `faults`: see fault_report.py."""
+    """This process's environment with what `rank` needs to know about itself; `faults`: see fault_report.py.
+
+    `most`: how many workers there may be on this host, where that is more than `workers`.
+    """
     env = {name: value for name, value in os.environ.items() if not _is_of_another_run(name)}
     host, port = address
     env.update(
@@ -41,7 +45,7 @@ def worker_environment(
     )
     if faults:
         env["UNISONO_WORKER_FAULTS"] = faults
-    share = str(threads or threads_per_worker(workers))
+    share = str(threads or threads_per_worker(most or workers))
     if threads is not None or "OMP_NUM_THREADS" not in env:
         env["OMP_NUM_THREADS"] = share
         if threads is not None or "MKL_NUM_THREADS" not in env:

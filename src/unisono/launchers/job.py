@@ -9,7 +9,7 @@ from typing import Literal
 
 from unisono.launchers.output import Mode
 
-__all__ = ["ComeAndGo", "Job", "StartMethod", "TimedOut"]
+__all__ = ["Adapt", "ComeAndGo", "Job", "StartMethod", "TimedOut"]
 
 # fresh: a new interpreter each. fork: from this program's own fork server. warm: from the user's (see forks.py).
 StartMethod = Literal["fresh", "fork", "warm"]
@@ -17,6 +17,14 @@ StartMethod = Literal["fresh", "fork", "warm"]
 
 class TimedOut(Exception):
     """The time given to the run is over; the text says what the workers were doing."""
+
+
+@dataclass(frozen=True)
+class Adapt:
+    """How the number of workers is found by measuring; see adaptation.py."""
+
+    target: float | None = None  # steps a second that are asked for; None: as many workers as pay for themselves
+    window_s: float = 3.0  # a decision takes at least three windows
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,7 @@ class ComeAndGo:
     patience_s: float = 60.0  # how long they wait; then they save and leave
     heartbeat_s: float = 10.0  # a worker that stands still for longer is replaced
     stuck_s: float = 600.0  # so is one that others have waited for so long
+    adapt: Adapt | None = None  # None: the number is changed by `unisono scale` alone
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,11 @@ class Job:
     faults: str | None = None  # a fault script; None: that of the environment, if any
     elastic: ComeAndGo | None = None  # None: a worker that is lost ends the run
     grace_s: float = 25.0  # for workers that save and leave after SIGTERM; Slurm and Kubernetes give 30 s in all
+
+    @property
+    def places(self) -> int:
+        """How many workers there may be at once."""
+        return self.workers if self.elastic is None else self.elastic.most
 
     @property
     def restarts(self) -> int:

@@ -23,7 +23,7 @@ from functools import partial
 
 from unisono.launchers import guard
 from unisono.launchers.child import Child
-from unisono.launchers.elastic import LOOK_S, Members
+from unisono.launchers.elastic import Members
 from unisono.launchers.environment import worker_environment
 from unisono.launchers.failures import (
     SETTLE_S,
@@ -58,8 +58,8 @@ class LocalRun:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        places = job.workers if job.elastic is None else job.elastic.most
-        self._faults = FaultReport(read_faults(job.faults, job.workers, restarts=job.restarts))
+        places = job.places
+        self._faults = FaultReport(read_faults(job.faults, places, restarts=job.restarts))
         self.run_id = secrets.token_hex(12)
         self.output = Output(job.output, places, job.output_dir, inherit=job.inherit)
         self._starter = open_starter(job.start)
@@ -69,7 +69,9 @@ class LocalRun:
         self.page = StatusPage.create(places)
         self._meeting_page = anonymous_file("unisono-meeting-page")
         self._store = HostedStore(backlog=max(128, 2 * places))
-        self.members = None if job.elastic is None else Members(job.elastic, job.workers, self)
+        self.members = (
+            None if job.elastic is None else Members(job.elastic, job.workers, self, " ".join(job.program)[:200])
+        )
         self._guard: guard.Guard | None = None
         self._stop_time: float | None = None
         self._interrupted_members: dict[int, str] | None = None  # the run's processes when it was interrupted
@@ -190,6 +192,7 @@ class LocalRun:
             address=self._store.address,
             run_id=self.run_id,
             threads=self.job.threads,
+            most=self.job.places,
             faults=self._faults.write_for(rank),
         )
         return env if self.members is None else {**env, **self.members.environment(rank)}
@@ -209,7 +212,7 @@ class LocalRun:
             if self.members is not None and self.members.step >= 0:
                 failures = []  # workers that fail are replaced
             now = time.monotonic()
-            until = None if self.members is None else now + LOOK_S
+            until = None if self.members is None else now + self.members.look_s
             if failures:
                 until = min(failure.time for failure in failures) + SETTLE_S
                 if now >= until or not all(failure.consequence for failure in failures):

@@ -15,7 +15,6 @@ import importlib.util
 import json
 import os
 import socket
-import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple
 
 from unisono.launchers.fork_context import start_variables
 from unisono.launchers.forks import NoServer, server_command, server_environment
-from unisono.launchers.worker.fork_server import peer_of
+from unisono.launchers.private_folder import NotPrivate, connect_to, find_private_folder
 
 __all__ = ["WarmServer", "connect_warm", "list_warm", "stop_warm"]
 
@@ -75,15 +74,7 @@ def _ask_all(what: bytes) -> list[WarmServer]:
 
 
 def _connect(path: Path) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        sock.connect(str(path))
-        if peer_of(sock)[1] != os.getuid():
-            raise PermissionError(f"{path} belongs to another user")
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+    return connect_to(path, socket.SOCK_SEQPACKET)
 
 
 def _start(path: Path) -> None:
@@ -109,20 +100,10 @@ def _socket_path() -> Path:
 
 
 def _private_folder() -> Path:
-    """The folder for the sockets, made if need be: the user's own, and closed to all others."""
-    wanted = os.environ.get("UNISONO_WARM", "")
-    if wanted not in ("", "0", "1"):
-        folder = Path(wanted)
-    elif "XDG_RUNTIME_DIR" in os.environ:
-        folder = Path(os.environ["XDG_RUNTIME_DIR"], "unisono")
-    else:
-        folder = Path(f"/tmp/unisono-{os.getuid()}")
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise NoServer(f"{folder} is not a folder of this user alone (mode 700): remove it, or set UNISONO_WARM")
-    return folder
+    try:
+        return find_private_folder()
+    except NotPrivate as error:
+        raise NoServer(str(error)) from None
 
 
 def _source_times() -> Iterator[int]:

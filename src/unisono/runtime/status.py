@@ -36,12 +36,14 @@ _SUMMONS = struct.Struct("<Q")
 _SUMMONS_AT = 24  # in the header: the generation of the world that all are called to
 _WISH_AT = 192  # in a row, after step and activity: one byte
 _BEAT_AT = 200
-_BEAT = struct.Struct("<d")
+_TIME = struct.Struct("<d")
+_STEP_AT = 208
 _ROW_BYTES = 256
 _NO_STEP = -1
 
 assert _STEP.size + _DOING.size <= _WISH_AT < _BEAT_AT
-assert _BEAT_AT + _BEAT.size <= _ROW_BYTES
+assert _BEAT_AT + _TIME.size <= _STEP_AT
+assert _STEP_AT + _TIME.size <= _ROW_BYTES
 assert _HEADER.size <= _SUMMONS_AT
 assert _SUMMONS_AT + _SUMMONS.size <= _HEADER_BYTES
 
@@ -55,6 +57,7 @@ class WorkerStatus:
     doing_since: float  # time.monotonic() of the note; one clock for all processes of a host
     preemptible: bool = False  # whether it saves and leaves by itself after SIGTERM
     heartbeat: float = 0.0  # time.monotonic() of the last; 0.0: it gives none
+    step_at: float = 0.0  # time.monotonic() when the step was noted
 
 
 class StatusPage:
@@ -62,7 +65,7 @@ class StatusPage:
 
     >>> page = StatusPage.create(2)
     >>> page.read(1)
-    WorkerStatus(step=None, doing='', doing_since=0.0, preemptible=False, heartbeat=0.0)
+    WorkerStatus(step=None, doing='', doing_since=0.0, preemptible=False, heartbeat=0.0, step_at=0.0)
     >>> page.close()
     """
 
@@ -88,8 +91,9 @@ class StatusPage:
         since, doing = _DOING.unpack_from(self._map, _row(rank) + _STEP.size)
         text = doing.rstrip(b"\0").decode("utf-8", "replace")
         preemptible = self._map[_row(rank) + _WISH_AT] != 0
-        (heartbeat,) = _BEAT.unpack_from(self._map, _row(rank) + _BEAT_AT)
-        return WorkerStatus(None if step == _NO_STEP else step, text, since, preemptible, heartbeat)
+        (heartbeat,) = _TIME.unpack_from(self._map, _row(rank) + _BEAT_AT)
+        (step_at,) = _TIME.unpack_from(self._map, _row(rank) + _STEP_AT)
+        return WorkerStatus(None if step == _NO_STEP else step, text, since, preemptible, heartbeat, step_at)
 
     def clear(self, rank: int) -> None:
         """Empty a row for the next worker that has it."""
@@ -153,6 +157,7 @@ def note(step: int | None = None, doing: str | None = None) -> None:
     if _page is None:
         return
     if step is not None:
+        _TIME.pack_into(_page, _offset + _STEP_AT, monotonic())
         _STEP.pack_into(_page, _offset, step)
     if doing is not None:
         _DOING.pack_into(_page, _offset + 8, monotonic(), doing.encode())  # struct cuts or pads to the field
@@ -169,7 +174,7 @@ def note_wish(*, preemptible: bool) -> bool:
 def beat() -> None:
     """Show that this process is not stopped."""
     if _page is not None:
-        _BEAT.pack_into(_page, _offset + _BEAT_AT, monotonic())
+        _TIME.pack_into(_page, _offset + _BEAT_AT, monotonic())
 
 
 def read_summons() -> int:

@@ -185,6 +185,8 @@ def _run_function() -> None:
             "return plain data, arrays or tensors"
         ) from None
     fd, view = int(os.environ["UNISONO_RESULT_FD"]), memoryview(b"\1" + data)
+    os.ftruncate(fd, 0)  # a worker that had this place before may have left its None
+    os.lseek(fd, 0, os.SEEK_SET)
     while view:
         view = view[os.write(fd, view) :]
 

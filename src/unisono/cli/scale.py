@@ -1,0 +1,82 @@
+"""`unisono scale`: how many workers a run has, and another number of them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from unisono.cli.arguments import Commands, parse_count
+
+__all__ = ["add_command"]
+
+_DESCRIPTION = """\
+Change the number of workers of a run that was started with `unisono run -n MIN:MAX` by you on this host; without N,
+show it. New workers take part as soon as they have come to where the others are; workers that are too many leave after
+a step. The answer comes when the run has accepted the number (with --wait: when it has so many workers).
+"""
+_POLL_S = 0.1
+
+
+def add_command(commands: Commands) -> None:
+    """Add `scale` to the command line."""
+    parser = commands.add_parser(
+        "scale",
+        help="show or change the number of workers of a run with -n MIN:MAX",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("workers", type=parse_count, nargs="?", metavar="N", help="how many workers, from MIN to MAX")
+    parser.add_argument(
+        "--run",
+        dest="pid",
+        type=parse_count,
+        metavar="PID",
+        help="process id of `unisono run`, where there are several",
+    )
+    parser.add_argument("--wait", action="store_true", help="until the run has so many workers")
+    parser.set_defaults(run=_scale)
+
+
+def _scale(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
+    from unisono.launchers.control import Gone
+    from unisono.launchers.private_folder import NotPrivate
+
+    try:
+        _change(options)
+    except (Gone, NotPrivate, ValueError) as error:
+        print(f"unisono scale: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _change(options: argparse.Namespace) -> None:
+    """Do what the command line asks for. Raises Gone or NotPrivate, and ValueError where the run refuses."""
+    from unisono.launchers.control import Gone, ask
+
+    pid = _find_run() if options.pid is None else options.pid
+    if options.workers is None:
+        print(ask(pid, {"do": "status"}).describe())
+        return
+    now = ask(pid, {"do": "scale", "workers": options.workers})
+    while options.wait and now.workers != options.workers:
+        time.sleep(_POLL_S)
+        now = ask(pid, {"do": "status"})
+        if now.wanted != options.workers:
+            raise Gone(f"the run aims at {now.wanted} workers now: someone has asked for another number")
+    print(now.describe())
+
+
+def _find_run() -> int:
+    """The launcher of the one run that there is."""
+    from unisono.launchers.control import Gone, list_runs
+
+    runs, wrong = list_runs()
+    if len(runs) == 1:
+        return runs[0].pid
+    if runs:
+        listed = "\n".join(f"  --run {run.pid}   {run.program}: {run.describe()}" for run in runs)
+        raise Gone(f"there are {len(runs)} runs; say which:\n{listed}")
+    notes = "".join(f"\n  {text}" for text in wrong)
+    raise Gone(f"no run with -n MIN:MAX of this user is under way on this host{notes}")

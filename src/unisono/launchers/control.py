@@ -1,0 +1,195 @@
+"""The socket at which a run that is under way can be asked something, and the asking: `unisono scale`.
+
+A launcher listens in the user's private folder (private_folder.py) under its process id. A connection carries one
+request and one answer, each a JSON object on a line of at most 4 KiB. Whatever else comes is answered with an error,
+and the run goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import selectors
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from unisono.launchers.private_folder import connect_to, find_private_folder, is_of_this_user
+
+__all__ = ["Control", "Gone", "RunStatus", "ask", "list_runs"]
+
+LINE_BYTES = 4096
+MOST_CONNECTIONS = 16
+ANSWER_S = 10.0  # what a launcher has for its answer
+_SUFFIX = ".run"
+
+
+# The launcher's side ----------------------------------------------------------------------------------------------
+
+
+class Control:
+    """The socket of one run. `answer` is given each request, and gives the answer or raises ValueError."""
+
+    def __init__(self, selector: selectors.BaseSelector, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        self._selector, self._answer = selector, answer
+        self._path: Path | None = None
+        self._listener: socket.socket | None = None
+        self._connections: dict[socket.socket, bytes] = {}  # with what each has sent; the oldest first
+
+    def open(self) -> None:
+        """Listen. Raises OSError or NotPrivate where that cannot be."""
+        folder = find_private_folder()
+        path = folder / f"{os.getpid()}{_SUFFIX}"
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with open(folder / "runs.lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # a socket that is bound and does not listen yet looks left behind
+                _remove_left_behind(folder)
+                listener.bind(str(path))
+                listener.listen(128)
+        except BaseException:
+            listener.close()
+            raise
+        listener.setblocking(False)
+        self._path, self._listener = path, listener
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+
+    def close(self) -> None:
+        """Remove the socket. The selector is closed before or after."""
+        for sock in self._connections:
+            sock.close()
+        if self._listener is not None and self._path is not None:
+            self._path.unlink(missing_ok=True)
+            self._listener.close()
+            self._listener = None
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:  # it has left again, or there are too many open files: the run does not depend on this
+            return
+        sock.setblocking(False)
+        if not is_of_this_user(sock):
+            sock.close()
+            return
+        while len(self._connections) >= MOST_CONNECTIONS:
+            self._drop(next(iter(self._connections)))
+        self._connections[sock] = b""
+        self._selector.register(sock, selectors.EVENT_READ, partial(self._read, sock))
+
+    def _read(self, sock: socket.socket) -> None:
+        try:
+            data = sock.recv(LINE_BYTES + 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        self._connections[sock] += data
+        line, end, _ = self._connections[sock].partition(b"\n")
+        if data and not end and len(line) <= LINE_BYTES:
+            return  # the rest is still to come
+        if line:
+            with contextlib.suppress(OSError):  # who asked has left
+                sock.send(json.dumps(self._answer_line(line)).encode() + b"\n")
+        self._drop(sock)
+
+    def _answer_line(self, line: bytes) -> dict[str, Any]:
+        try:
+            if len(line) > LINE_BYTES:
+                raise ValueError(f"got more than {LINE_BYTES} bytes without an end of line")
+            request = json.loads(line)
+            if not isinstance(request, dict):
+                raise ValueError("expected a JSON object")
+            return self._answer(request)
+        except (ValueError, RecursionError) as error:
+            return {"error": str(error)[:1000]}
+
+    def _drop(self, sock: socket.socket) -> None:
+        del self._connections[sock]
+        self._selector.unregister(sock)
+        sock.close()
+
+
+def _remove_left_behind(folder: Path) -> None:
+    """The sockets of launchers that were killed."""
+    for path in folder.glob(f"*{_SUFFIX}"):
+        if _is_left_behind(path):
+            path.unlink(missing_ok=True)
+
+
+def _is_left_behind(path: Path) -> bool:
+    """Whether nobody listens there; one who is only busy does."""
+    try:
+        connect_to(path, socket.SOCK_STREAM, timeout_s=1.0).close()
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
+    return False
+
+
+# The asking side --------------------------------------------------------------------------------------------------
+
+
+class Gone(Exception):
+    """There is no such run, or it does not answer."""
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """What a run says of itself."""
+
+    pid: int
+    program: str
+    workers: int  # in the world now
+    wanted: int  # that are aimed at
+    least: int
+    most: int
+    step: int | None
+    adapts: bool  # whether the run finds the number by itself
+
+    def describe(self) -> str:
+        """In one line."""
+        to = "" if self.workers == self.wanted else f", {self.wanted} to be"
+        step = "no step yet" if self.step is None else f"step {self.step}"
+        adapts = ", adapts" if self.adapts else ""
+        return f"workers: {self.workers}{to} (MIN {self.least}, MAX {self.most}{adapts}), {step}"
+
+
+def ask(pid: int, request: dict[str, Any]) -> RunStatus:
+    """What the run of launcher `pid` answers. Raises Gone, or ValueError where it refuses."""
+    path = find_private_folder() / f"{pid}{_SUFFIX}"
+    try:
+        with connect_to(path, socket.SOCK_STREAM, timeout_s=ANSWER_S) as sock:
+            sock.sendall(json.dumps(request).encode() + b"\n")
+            with sock.makefile("rb") as file:
+                answer = json.loads(file.readline(16 * LINE_BYTES) or b"null")
+    except FileNotFoundError:
+        raise Gone(f"process {pid} is no launcher of an elastic run (-n MIN:MAX) of this user") from None
+    except ConnectionRefusedError:
+        raise Gone(f"the launcher {pid} was killed and its socket was left behind; the next run removes it") from None
+    except (TimeoutError, BlockingIOError):  # the latter: its queue is full
+        raise Gone(f"the launcher {pid} does not answer: is it stopped?") from None
+    except (OSError, ValueError) as error:
+        raise Gone(f"the launcher {pid} cannot be asked: {error}") from None
+    if answer is None:
+        raise Gone(f"the run of launcher {pid} has ended")
+    if "error" in answer:
+        raise ValueError(answer["error"])
+    return RunStatus(**answer)
+
+
+def list_runs() -> tuple[list[RunStatus], list[str]]:
+    """The elastic runs of this user on this host, and what is wrong with those that do not answer."""
+    found, wrong = [], []
+    for path in sorted(find_private_folder().glob(f"*{_SUFFIX}")):
+        if path.stem.isdigit():
+            try:
+                found.append(ask(int(path.stem), {"do": "status"}))
+            except Gone as error:
+                wrong.append(str(error))
+    return found, wrong

@@ -27,7 +27,7 @@ from unisono.runtime import membership
 from unisono.runtime.memfd import anonymous_file
 from unisono.runtime.status import StatusPage
 
-__all__ = ["Members", "Starter"]
+__all__ = ["Line", "Members", "Starter"]
 
 LOOK_S = 0.25  # between two looks at heartbeats and steps
 _PAGE_NAME = "unisono-meeting-page"
@@ -190,7 +190,8 @@ class Members:
                 self._tell(self.lines[worker], message, page)
         finally:
             os.close(page)
-        self._starter.output.say(f"unisono: {len(workers)} workers go on{self._describe_losses()}")
+        who = "1 worker goes" if len(workers) == 1 else f"{len(workers)} workers go"
+        self._starter.output.say(f"unisono: {who} on{self._describe_losses()}")
 
     def _tell(self, line: Line, message: dict[str, object], *files: int) -> None:
         try:

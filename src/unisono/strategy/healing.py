@@ -35,7 +35,7 @@ from unisono.world import PeerLost, World, join
 from unisono.world.elastic import Batches, Elastic
 from unisono.world.rendezvous import take_seat
 
-__all__ = ["Healing", "follow"]
+__all__ = ["Followed", "Healing", "Refused", "Snapshot", "follow"]
 
 
 MOST_ATTEMPTS = 5  # of the same processes to form a world

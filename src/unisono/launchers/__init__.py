@@ -49,7 +49,8 @@ def launch(
         faults: a fault script such as "kill 1@40", for tests of what happens then; None: that of UNISONO_FAULTS, if
             any. A fault that did not fire is a WorkerError.
         least: workers that are lost are replaced, and training goes on meanwhile while there are so many; None: a
-            worker that is lost ends the run. On this host only.
+            worker that is lost ends the run. The results are those of the workers at the end, which may be fewer. On
+            this host only.
 
     Raises WorkerError with one report when a worker fails; the others are stopped. When it returns or raises, no
     process of theirs is left. An engine that is not installed, not reachable or too small raises EngineError.

@@ -66,7 +66,8 @@ def run_function(
             elastic=None if least is None else ComeAndGo(least, workers),
         )
         _supervise(job, LocalRun(job))
-        return [_result(rank, fd) for rank, fd in enumerate(job.result_fds)]
+        there = [rank for rank, fd in enumerate(job.result_fds) if least is None or os.pread(fd, 1, 0)]
+        return [_result(rank, job.result_fds[rank]) for rank in there]
     finally:
         for fd in descriptors:
             os.close(fd)

@@ -59,6 +59,7 @@ def _survivable(*, changes: bool, handle: bool) -> Callable[[F], F]:
             value = elastic.call(lambda: collective(self, *args, **kwargs), args[:1] if changes else ())
             return Handle.of(value) if handle else value
 
+        call.__code__ = call.__code__.replace(co_name=collective.__name__)  # errors name the call by it
         return cast(F, call)
 
     return decorate

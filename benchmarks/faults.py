@@ -8,7 +8,7 @@ of it where the world waits for it (--least 4).
 Keys: kills, recovered, weights_equal (to 1e-9 of the largest; `difference` is the largest difference), samples_lost,
 samples_repeated, median_recovery_s, worst_recovery_s, kills_by_phase; hung_recovered (a worker stands still),
 two_at_once_recovered; with --soak S: soak_s, soak_kills, and growth of launcher and of a worker that is never killed
-from the end of the first fifth to the end: launcher_mb, launcher_handles, worker_mb, worker_handles, worker_threads;
+from the first fifth to the last tenth, medians: launcher_mb, launcher_handles, worker_mb, worker_handles, worker_threads;
 with --hostile: hostile_sent, hostile_refused.
 """
 
@@ -252,8 +252,10 @@ def soak(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
         stop.set()
         thread.join()
         elastic.Members.begin = begin  # type: ignore[method-assign]
-    first = next(row for row in seen if row[0] >= seen[-1][0] / 5)
-    grown = [b - a for a, b in zip(first, seen[-1], strict=True)]
+    whole = [row for row in seen if row[4] > 0]  # not as the worker ends
+    parts = [whole[len(whole) * a // 20 : len(whole) * b // 20] for a, b in ((3, 5), (18, 20))]  # 15-25 %, 90-100 %
+    before, after = ([statistics.median(column) for column in zip(*part, strict=True)] for part in parts)
+    grown = [b - a for a, b in zip(before, after, strict=True)]
     names = (
         "soak_s",
         "launcher_mb",

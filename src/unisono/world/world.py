@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from functools import wraps
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 import torch
@@ -59,8 +60,9 @@ def _survivable(*, changes: bool, handle: bool) -> Callable[[F], F]:
             value = elastic.call(lambda: collective(self, *args, **kwargs), args[:1] if changes else ())
             return Handle.of(value) if handle else value
 
-        call.__code__ = call.__code__.replace(co_name=collective.__name__)  # errors name the call by it
-        return cast(F, call)
+        made = cast(FunctionType, call)
+        made.__code__ = made.__code__.replace(co_name=collective.__name__)  # errors name the call by it
+        return cast(F, made)
 
     return decorate
 

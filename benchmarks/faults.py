@@ -8,8 +8,9 @@ of it where the world waits for it (--least 4).
 Keys: kills, recovered, weights_equal (to 1e-9 of the largest; `difference` is the largest difference), samples_lost,
 samples_repeated, median_recovery_s, worst_recovery_s, kills_by_phase; hung_recovered (a worker stands still),
 two_at_once_recovered; with --soak S: soak_s, soak_kills, and growth of launcher and of a worker that is never killed
-from the first fifth to the last tenth, medians: launcher_mb, launcher_handles, worker_mb, worker_handles, worker_threads;
-with --hostile: hostile_sent, hostile_refused.
+from the first fifth to the last tenth, medians: launcher_mb, launcher_handles, launcher_threads, worker_mb,
+worker_handles, worker_threads (the ledger fills up to its bound in the first 10,000 steps); and hostile_sent,
+hostile_refused: messages of strangers to every control port of a run while it trains (--messages).
 """
 
 from __future__ import annotations
@@ -191,6 +192,21 @@ def other_faults(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
     return found
 
 
+def strangers(asked: argparse.Namespace) -> dict[str, Any]:
+    """Messages to every control port of a run while it trains, by those who do not know its secret."""
+    if not asked.messages:
+        return {}
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from hostile_ports import attack_training
+
+    found = attack_training(asked.messages, seed=asked.seed, wait=True)
+    return {
+        "hostile_sent": found["hostile_sent"],
+        "hostile_refused": found["hostile_refused"],
+        "hostile_training_went_on": found["training_went_on"] and found["weights_equal"],
+    }
+
+
 def measure_process(pid: int) -> tuple[float, int, int]:
     """Resident MB, open files, threads."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
@@ -287,13 +303,17 @@ def main() -> None:
     parser.add_argument(
         "--soak", type=float, default=0.0, metavar="S", help="instead: so many seconds with a kill now and then"
     )
+    parser.add_argument("--messages", type=int, default=10_000, help="of strangers")
     parser.add_argument("--every", type=float, default=5.0, help="seconds between the kills of --soak")
     parser.add_argument("--soak-rate", type=float, default=50.0, help="steps a second of --soak, at most")
     asked = parser.parse_args()
     import torch  # noqa: F401 - so that workers are forked
 
     with tempfile.TemporaryDirectory() as folder:
-        results = soak(asked, folder) if asked.soak else kill_many(asked, folder) | other_faults(asked, folder)
+        if asked.soak:
+            results = soak(asked, folder)
+        else:
+            results = kill_many(asked, folder) | other_faults(asked, folder) | strangers(asked)
     finish(results)
 
 

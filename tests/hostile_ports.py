@@ -1,7 +1,7 @@
 """Strangers at the control ports of a run (the launcher's, the store's): what they send is drawn from a seed.
 
 `attack_training(300)` trains with two workers while that many messages arrive, and says what came of both.
-`python benchmarks/hostile.py` does so with 10,000.
+`python benchmarks/faults.py` does so with 10,000.
 """
 
 from __future__ import annotations

@@ -21,13 +21,12 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, MutableMapping
-from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from unisono import rng
+from unisono import __version__, rng
 from unisono.runtime import faults
 from unisono.runtime.membership import Seat
 from unisono.strategy.replica import Replica
@@ -126,7 +125,7 @@ class Healing:
     def __init__(self, world: World, elastic: Elastic) -> None:
         self.world, self.elastic = world, elastic
         self._replicas: list[weakref.ref[Replica]] = []
-        self._descriptions: list[str] = [f"unisono {version('unisono')}, torch {torch.__version__}"]
+        self._descriptions: list[str] = [f"unisono {__version__}, torch {torch.__version__}"]
         self.followed = _followed.setdefault(world, Followed())
         self.commits = 0  # optimizer steps that are part of the model, of all replicas
         self._positions: dict[str, list[int]] = {}  # of the shards that were trained on, at the last of these

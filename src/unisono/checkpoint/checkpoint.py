@@ -140,7 +140,8 @@ def save(path: str | os.PathLike[str], replica: Savable, *, keep: int | None = 3
     elastic = getattr(replica, "elastic", None)
     if elastic is None:
         return _save(path, replica, keep, extra)
-    return str(elastic.call(lambda: _save(path, replica, keep, extra)))  # once more, where a rank is lost in it
+    # Once more, where a rank is lost in it; not in a step that is repeated, with this.
+    return str(elastic.call(lambda: _save(path, replica, keep, extra), alone=lambda: path))
 
 
 def _save(path: str | os.PathLike[str], replica: Savable, keep: int | None, extra: Any) -> str:

@@ -148,25 +148,36 @@ class Coordinator:
         """What is to be done now; the same question again gives nothing more, until something happens."""
         if not self.members and (self._lost or not self.ending):
             return [GiveUp("a worker was lost when the others had ended" if self.ending else "all workers were lost")]
-        unwanted = self.newcomers if self.ending else self.newcomers[max(0, self.wanted - len(self.members)) :]
-        actions: list[Action] = [End(worker) for worker in unwanted]
-        self.newcomers = [worker for worker in self.newcomers if worker not in unwanted]
-        self.waiting.difference_update(unwanted)
+        actions = self._end_unwanted()
         if not self.members:
             return actions
         if self._lost_at_step > 2 * self.wanted + 3:
             return [GiveUp(f"{self._lost_at_step} workers were lost one after the other, without a step in between")]
         if self._failed_starts >= FAILED_STARTS:
             self.replaces = False
+        actions += self._summon()
+        if self._is_due() and all(worker in self.waiting for worker in self.members):
+            formed = self._form(now)
+            # Where they were not open, and others wait: called before they go on, so that all see it where they are.
+            actions += [*self._summon(), *formed, *self._end_unwanted()]
         missing = self.wanted - len(self.members) - len(self.newcomers)
         if missing > 0 and self.replaces and not self.ending and not self.too_few:
             actions.append(Start(missing))
-        if self._is_due() and self._summoned <= self.generation:
-            self._summoned = self.generation + 1
-            actions.append(Summon(self._summoned))
-        if self._is_due() and all(worker in self.waiting for worker in self.members):
-            actions += self._form(now)
         return actions
+
+    def _summon(self) -> list[Action]:
+        if not self._is_due() or self._summoned > self.generation:
+            return []
+        self._summoned = self.generation + 1
+        return [Summon(self._summoned)]
+
+    def _end_unwanted(self) -> list[Action]:
+        """Newcomers that no generation will take in: they would wait for ever."""
+        room = 0 if self.ending or self.too_few else max(0, self.wanted - len(self.members))
+        unwanted = self.newcomers[room:]
+        self.newcomers = self.newcomers[:room]
+        self.waiting.difference_update(unwanted)
+        return [End(worker) for worker in unwanted]
 
     def _ready(self) -> list[int]:
         """Newcomers that wait, as many as there is room for."""

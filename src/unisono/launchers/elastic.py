@@ -186,16 +186,17 @@ class Members:
         try:
             for rank, worker in enumerate(workers):
                 message = {"kind": "go", "generation": generation, "rank": rank, "size": len(workers), "pids": pids}
-                self.lines[worker].came = None
                 self._tell(self.lines[worker], message, page)
         finally:
             os.close(page)
         who = "1 worker goes" if len(workers) == 1 else f"{len(workers)} workers go"
         self._starter.output.say(f"unisono: {who} on{self._describe_losses()}")
 
-    def _tell(self, line: Line, message: dict[str, object], *files: int) -> None:
+    def _tell(self, line: Line, message: dict[str, object], *fds: int) -> None:
+        """Answer a worker that waits."""
+        line.came = None
         try:
-            membership.send(line.sock, message, files)
+            membership.send(line.sock, message, fds)
         except OSError:
             return  # it has died, and its end will be noticed
 

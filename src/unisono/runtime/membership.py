@@ -84,6 +84,12 @@ class ResultLog:
             count, end = count + 1, end + len(data)
             os.pwrite(self._fd, self._COUNT.pack(count, end), 0)
 
+    def rewrite(self, entries: list[bytes]) -> None:
+        """Have these entries, and no others."""
+        if self.read() != entries[: self._read_head()[0]]:
+            os.pwrite(self._fd, self._COUNT.pack(0, 0), 0)
+        self.write(entries)
+
     def _read_head(self) -> tuple[int, int]:
         head = os.pread(self._fd, self._COUNT.size, 0)
         return self._COUNT.unpack(head) if len(head) == self._COUNT.size else (0, 0)

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from unisono import __version__, rng
 from unisono.runtime import faults
@@ -32,16 +33,20 @@ from unisono.runtime.membership import Seat
 from unisono.strategy.replica import Replica
 from unisono.world import PeerLost, World, join
 from unisono.world.elastic import Batches, Elastic
-from unisono.world.rendezvous import take_seat
 
 __all__ = ["Followed", "Healing", "Refused", "Snapshot", "follow"]
 
 
+_FURTHEST = ("commits", "calls", "passes")  # of ranks that differ by one exchange: how far each has come
 MOST_ATTEMPTS = 5  # of the same processes to form a world
 
 
 class Refused(RuntimeError):
     """This worker cannot join the run: it trains something else."""
+
+
+class StateLost(RuntimeError):
+    """No worker that is left has all of the model."""
 
 
 class _Again(Exception):
@@ -51,7 +56,8 @@ class _Again(Exception):
 class Snapshot:
     """What the forward passes of a window change, and the program's own state, when its first batch was given out."""
 
-    def __init__(self, healing: Healing) -> None:
+    def __init__(self, healing: Healing, shard: str) -> None:
+        self.shard = shard  # whose batch that was
         self._rng = rng.capture(healing.world.device)
         self._buffers = [(b, b.detach().clone()) for model in healing.models() for b in model.buffers()]
         self._scalers = [(s, copy.deepcopy(s.state_dict())) for s in healing.scalers()]
@@ -76,6 +82,27 @@ class Snapshot:
         healing.followed.load(self.followed)
         if self.schedules is not None:
             healing.load_schedules(self.schedules)
+
+
+class _Kept:
+    """Model and optimizer of a rank that is brought to another's state: what it goes back to if that one is lost
+    meanwhile. Ranks differ by a step only where a loss fell into the end of an exchange, so this memory is seldom
+    needed, and not for long."""
+
+    def __init__(self, replicas: list[Replica]) -> None:
+        tensors = [t for replica in replicas for t in (*replica.model.parameters(), *replica.model.buffers())]
+        self._tensors = [(t, t.detach().clone()) for t in tensors]
+        self._replicas = [
+            (replica, replica.step, copy.deepcopy(replica.optimizer.state_dict())) for replica in replicas
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for tensor, saved in self._tensors:
+            tensor.copy_(saved)
+        for replica, step, state in self._replicas:
+            replica.step = step
+            replica.optimizer.load_state_dict(state)
 
 
 class Followed:
@@ -139,6 +166,7 @@ class Healing:
         self._counted: tuple[list[int], int] = [], 0  # windows of each replica, and of the ledger, at the last of these
         self._is_member = not elastic.is_joining
         self._is_whole = True  # this rank's model is that of `commits` steps
+        self._kept: _Kept | None = None  # what it had before it was brought to another rank's
         self._former: World | None = None  # the last generation that was complete
 
     @classmethod
@@ -176,11 +204,8 @@ class Healing:
         return [_plain(scaler.state_dict()) for scaler in self.scalers()]
 
     def _find_schedules(self) -> list[Any]:
-        """The learning-rate schedules of their optimizers, in the order in which they were made."""
-        optimizers = {id(replica.optimizer) for replica in self.replicas()}
-        kinds = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-        found = [o for o in gc.get_objects() if issubclass(type(o), kinds)]
-        return [schedule for schedule in found if id(getattr(schedule, "optimizer", None)) in optimizers]
+        """The learning-rate schedules of their optimizers, in an order that is the same on every rank."""
+        return [schedule for replica in self.replicas() for schedule in _find_schedules(replica.optimizer)]
 
     def read_schedules(self) -> dict[str, Any]:
         """The state of the schedules, and the learning rates that they have set."""
@@ -233,6 +258,11 @@ class Healing:
         if not self.world.shards and (self.elastic.broken is not None or self.elastic.membership.is_summoned):
             self.heal(is_open=True)  # else the next batch is the place
 
+    @property
+    def is_repeating(self) -> bool:
+        """Whether the batches that are out will be given out once more."""
+        return self._again is not None and self._again.shard in self._positions
+
     def _give_up_window(self) -> None:
         """Till now nothing but its forward passes has changed what is to be restored before it is repeated."""
         if self._open is not None and self._open.schedules is None:
@@ -251,15 +281,16 @@ class Healing:
         """A batch is asked for: a place to be let in at, and to heal what the steps have not."""
         while True:
             others_out = any(other.is_out for other in self.world.shards.values() if other is not shard)
-            is_open = not others_out and (shard.name in self._trained or not self._trained)
+            is_over = self._positions.get(shard.name, [-1])[0] > shard.epoch  # here, and the others are further
+            is_open = not others_out and not is_over and (shard.name in self._trained or not self._trained)
             summoned = is_open and self.elastic.membership.is_summoned
             if self.elastic.is_joining or self.elastic.broken is not None or summoned:
                 self.heal(is_open=is_open)
-                continue
+                continue  # called again where some were not open: they come here next
             if self._is_late and not self._has_caught_up(shard):
                 shard.cut()
                 return
-            if not self._newcomers or shard.name not in self._positions:
+            if not self._newcomers or self._positions.get(shard.name, [-1])[0] != shard.epoch:  # it ends here
                 return
             try:
                 with self.elastic.inside():
@@ -303,7 +334,7 @@ class Healing:
             self._again.restore(self)
             self._open, self._again = self._again, None
         elif self._open is None:
-            self._open = Snapshot(self)
+            self._open = Snapshot(self, shard.name)
             if shard.name not in self._positions:
                 self._positions[shard.name] = [shard.epoch, shard.batch - 1]
 
@@ -352,29 +383,34 @@ class Healing:
 
     def _enter(self, seat: Seat) -> None:
         joins = not self._is_member
-        fresh = take_seat(seat, self.world.device)
+        fresh = self.elastic.take_seat(seat, self.world.device)
         old = self.world.adopt(fresh)
         self.world.stragglers, self.world.speeds = (), None
         if joins or self._former is not None:
             old.close()  # a generation that was never complete
         else:
             self._former = old
-        every = self.world.gather_objects(
-            {
-                "commits": self.commits if self._is_whole and not joins else -1,
-                "calls": self.elastic.calls if not joins else -1,
-                "in call": self.elastic.in_call,
-                "joins": joins,
-                "what": self._descriptions,
-                "closed": self.elastic.is_closed,
-            }
-        )
+        if self._kept is not None:  # the one that this rank was brought up to may be lost
+            self._kept.restore()
+            self._kept, self._is_whole = None, True
+        has_all = self._is_whole and not joins and not self._is_late
+        every = self.world.gather_objects(self._describe(joins, has_all))
         faults.fire_in_healing(self.world.ledger.step_count)
-        source = max(range(self.world.size), key=lambda r: (every[r]["commits"], -r))
+        source = max(range(self.world.size), key=lambda r: (*(every[r][what] for what in _FURTHEST), -r))
+        if every[source]["commits"] < 0:
+            raise StateLost(
+                "the workers that had all of the model were lost while the others were being given it: start the run "
+                "anew from its last checkpoint"
+            )
         self._refuse_strangers(every, source)
         behind = every[source]["commits"] > self.commits or joins
         if self._open is not None:
             self._open.restore_buffers()
+        given_up = self._open or self._again
+        if given_up is not None and given_up.schedules is not None and not behind:
+            self.load_schedules(given_up.schedules)  # the program may have gone on, and learning rates are sent along
+        if behind and has_all and all(replica.sharded_state() is None for replica in self.replicas()):
+            self._kept = _Kept(self.replicas())
         self._is_whole = self._is_whole and not behind
         for replica in self.replicas():
             replica.world = self.elastic.solo if self._former is None else self._former
@@ -383,12 +419,30 @@ class Healing:
         packet = self.world.broadcast_object(self._pack(), source)
         for shard in list(self.world.shards.values()):
             shard.rebind(self.world)
-        self._hand_results(every)
+        result = self._find_result(every)
         self.elastic.write_log()
         self.world.tell_followers()
         self.world.barrier()
-        self._source, self._newcomers = source, self._newcomers or any(one["joins"] for one in every)
+        self._kept = None
+        self._source, self._newcomers = source, any(one["late"] for one in every)
         self._take(packet, behind=behind, joins=joins)
+        self.elastic.calls = packet["calls"]  # those in a step that was given up may have made more, or fewer
+        if result is not None:
+            self.elastic.calls -= 1
+            self.elastic.hand(result)
+
+    def _describe(self, joins: bool, has_all: bool) -> dict[str, Any]:
+        """How far this rank has come, and what it trains."""
+        return {
+            "commits": self.commits if has_all else -1,
+            "calls": self.elastic.calls if not joins else -1,
+            "in call": self.elastic.in_call,
+            "passes": sum(shard.epoch for name, shard in self.world.shards.items() if name in self._trained),
+            "joins": joins,
+            "late": joins or self._is_late,
+            "what": self._descriptions,
+            "closed": self.elastic.is_closed,
+        }
 
     def _refuse_strangers(self, every: list[dict[str, Any]], source: int) -> None:
         """A worker that has come with another model, strategy or version is refused; the others go on without it."""
@@ -425,15 +479,14 @@ class Healing:
             "log": self.elastic.log,
         }
 
-    def _hand_results(self, every: list[dict[str, Any]]) -> None:
-        """Ranks that are in a call of the program, which others have ended, get its result."""
+    def _find_result(self, every: list[dict[str, Any]]) -> bytes | None:
+        """The result of the call of the program that this rank is in, where others have ended it."""
         most = max(one["calls"] for one in every)
         if not any(one["in call"] and 0 <= one["calls"] < most for one in every):
-            return
+            return None
         holder = next(rank for rank, one in enumerate(every) if one["calls"] == most)
-        packed = self.world.broadcast_object(self.elastic.last_result, holder)
-        if self.elastic.in_call and self.elastic.calls < most:
-            self.elastic.hand(packed)
+        packed: bytes = self.world.broadcast_object(self.elastic.last_result, holder)
+        return packed if self.elastic.in_call and self.elastic.calls < most else None
 
     def _take(self, packet: dict[str, Any], *, behind: bool, joins: bool) -> None:
         self.commits, self._is_whole = packet["commits"], True
@@ -451,6 +504,23 @@ class Healing:
             self._open = None
         elif self._open is not None:
             self._again, self._open = self._open, None
+
+
+def _find_schedules(optimizer: Optimizer) -> list[Any]:
+    """Those of an optimizer, which does not know them: they hold it, in their dict or (where nobody asked for that yet)
+    in themselves. Not all objects are looked at: to hold a tuple that another thread is about to make breaks it."""
+    kinds = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    holders = gc.get_referrers(optimizer)
+    owners = gc.get_referrers(*(holder for holder in holders if type(holder) is dict))
+    found = {id(o): o for o in (*holders, *owners) if issubclass(type(o), kinds) and o.optimizer is optimizer}
+    return sorted(found.values(), key=_describe_schedule)
+
+
+def _describe_schedule(schedule: Any) -> str:
+    """What tells schedules of an optimizer apart: their type and settings, without what changes with the steps."""
+    settings = [(k, v) for k, v in vars(schedule).items() if k[0] != "_" and isinstance(v, bool | int | float | str)]
+    counters = ("last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i")
+    return f"{type(schedule).__name__} {sorted((k, v) for k, v in settings if k not in counters)}"
 
 
 def _without_params(group: dict[str, Any]) -> dict[str, Any]:

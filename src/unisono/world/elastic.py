@@ -17,7 +17,7 @@ from torch import Tensor
 
 from unisono import packing
 from unisono.background import Handle, in_background
-from unisono.runtime.membership import Membership
+from unisono.runtime.membership import Membership, Seat
 from unisono.world.transports import PeerLost
 
 if TYPE_CHECKING:
@@ -52,6 +52,10 @@ class Healer(Protocol):
     def heal(self) -> None:
         """Go on in the next generation of the world."""
 
+    @property
+    def is_repeating(self) -> bool:
+        """Whether the batches that are out will be given out once more."""
+
     def before_batch(self, shard: Batches, /) -> None:
         """A batch is asked for."""
 
@@ -65,8 +69,11 @@ LOG_BYTES = 64 << 20  # of results that are remembered for those who come later
 class Elastic:
     """Of a world that `un.join()` gave, in a run whose launcher replaces workers."""
 
-    def __init__(self, world: World, membership: Membership, solo: World) -> None:
+    def __init__(
+        self, world: World, membership: Membership, solo: World, take_seat: Callable[[Seat, torch.device], World]
+    ) -> None:
         self.membership = membership
+        self.take_seat = take_seat  # makes a generation of the world, at the place that the launcher gave
         self.solo = solo  # stands for the world in a worker that has not been let in yet
         self.is_closed = False  # the run goes on, but cannot be joined: too much would have to be remembered
         self.broken: PeerLost | None = None  # a peer is lost, and the world has not been formed anew
@@ -86,6 +93,11 @@ class Elastic:
     def is_idle(self) -> bool:
         """Whether nothing is to be exchanged before the next batch."""
         return self.broken is not None or self.is_skipping
+
+    @property
+    def is_repeating(self) -> bool:
+        """Whether the batches that are out will be given out once more."""
+        return self.healer is not None and self.healer.is_repeating
 
     @property
     def is_joining(self) -> bool:
@@ -123,10 +135,11 @@ class Elastic:
 
     # Calls of the program ----------------------------------------------------------------------------------------
 
-    def call(self, run: Callable[[], Any], inputs: tuple[Any, ...] = ()) -> Any:
+    def call(self, run: Callable[[], Any], inputs: tuple[Any, ...] = (), *, alone: Callable[[], Any]) -> Any:
         """Do a call of the program; where a peer is lost in it, once more in the world that is left.
 
-        `inputs`: what the call may change before it fails.
+        `inputs`: what the call may change before it fails. `alone`: what it gives in the rest of a step that was given
+        up. The others may not have begun that step, and it is repeated, with this call.
         """
         if self.is_catching_up:
             self._done += 1
@@ -136,17 +149,21 @@ class Elastic:
                 "this worker joins a run that is under way, and its program asks for more of the other workers, before "
                 "its first batch, than theirs did: what a program calls before training must be the same each time"
             )
+        if self.is_repeating:
+            return alone()
         before = _copy(inputs)
         self.in_call = True
         try:
             with self.inside():
-                value = self._run(run, inputs, before)
+                value = self._run(run, inputs, before, alone)
         finally:
             self.in_call = False
             self._handed = None
         return value
 
-    def _run(self, run: Callable[[], Any], inputs: tuple[Any, ...], before: list[Tensor]) -> Any:
+    def _run(
+        self, run: Callable[[], Any], inputs: tuple[Any, ...], before: list[Tensor], alone: Callable[[], Any]
+    ) -> Any:
         while True:
             if self.broken is None:
                 try:
@@ -166,6 +183,8 @@ class Elastic:
             with torch.no_grad():
                 for x, saved in zip(_list_tensors(inputs), before, strict=True):
                     x.copy_(saved)
+            if self.is_repeating:
+                return alone()
 
     def _note(self, value: Any) -> None:
         try:
@@ -200,6 +219,8 @@ class Elastic:
 
     def replay(self, log: list[bytes], calls: int) -> None:
         """Catch up with the others: these are the results of all their calls outside of passes."""
+        if log[: self._done] != self.log[: self._done]:  # read before a call was done again by those left
+            raise RuntimeError("this worker began with results that the others have changed since: another is started")
         self.calls, self.log = calls, list(log)
         self._log_bytes = sum(map(len, log))
 
@@ -208,9 +229,9 @@ class Elastic:
         self._done = len(self.log)
 
     def write_log(self) -> None:
-        """Rank 0, which may be another than before: write what the former one has not."""
+        """Rank 0, which may be another than before: write what it has, not what only the former one had."""
         if self.world.rank == 0 and not self.is_closed:
-            self.membership.log.write(self.log)
+            self.membership.log.rewrite(self.log)
 
     def _take(self, packed: bytes, inputs: tuple[Any, ...]) -> Any:
         """The result as the call would have given it: in its inputs, where it changes them."""

@@ -77,7 +77,7 @@ class Agreement:
         if elastic is None:
             self._ask_all(now)
         else:
-            self.reached = bool(elastic.call(lambda: self._ask_all(now)))
+            self.reached = bool(elastic.call(lambda: self._ask_all(now), alone=lambda: False))
         if self.reached:
             sigterm.note_agreement()
         return self.reached

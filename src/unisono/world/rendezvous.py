@@ -24,7 +24,7 @@ from unisono.world.world import World
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["enter", "join", "meet", "take_seat"]
+__all__ = ["enter", "join", "meet"]
 
 TIMEOUT_S = 1800.0
 _meetings = itertools.count()
@@ -103,7 +103,7 @@ def _meet_elastic(membership: Membership, place: Place, device: str | torch.devi
         world.hosts = (world.host,) * place.size
     else:
         world = take_seat(Seat(0, place.rank, place.size, page_fd=-1 if fd is None else fd), chosen)
-    world.elastic = Elastic(world, membership, solo)
+    world.elastic = Elastic(world, membership, solo, take_seat)
     return world
 
 

@@ -43,10 +43,11 @@ _NARROWED = ("rank", "size", "hosts", "host", "local_rank", "local_size", "name"
 _PLACE = (*_NARROWED, "_children", "_splits")
 
 
-def _survivable(*, changes: bool, handle: bool) -> Callable[[F], F]:
+def _survivable(*, changes: bool, handle: bool, alone: Callable[..., Any]) -> Callable[[F], F]:
     """A collective that a program may call by itself: in a world that heals, it ends though a peer is lost in it.
 
-    `changes`: its first argument; `handle`: whether it gives one.
+    `changes`: its first argument; `handle`: whether it gives one; `alone`: what it gives, by the number of ranks and
+    its first argument, in the rest of a step that was given up (see `Elastic.call`).
     """
 
     def decorate(collective: F) -> F:
@@ -57,7 +58,11 @@ def _survivable(*, changes: bool, handle: bool) -> Callable[[F], F]:
                 return collective(self, *args, **kwargs)
             if elastic.is_inside:
                 return collective(elastic.solo if elastic.is_joining else self, *args, **kwargs)
-            value = elastic.call(lambda: collective(self, *args, **kwargs), args[:1] if changes else ())
+            value = elastic.call(
+                lambda: collective(self, *args, **kwargs),
+                args[:1] if changes else (),
+                alone=lambda: alone(self.size, *[*args, *kwargs.values()][:1]),
+            )
             return Handle.of(value) if handle else value
 
         made = cast(FunctionType, call)
@@ -166,7 +171,7 @@ class World:
 
     # Collectives -----------------------------------------------------------------------------------------
 
-    @_survivable(changes=True, handle=True)
+    @_survivable(changes=True, handle=True, alone=lambda size, x: x)
     def all_reduce(self, x: Any, op: Op = "mean", *, tag: str = "") -> Handle[Any]:
         """Replace `x` (a tensor, or a list of tensors) on every rank by the sum, mean, max or min of all.
 
@@ -217,7 +222,7 @@ class World:
 
         return self._operations.run(record, mine, run)
 
-    @_survivable(changes=False, handle=True)
+    @_survivable(changes=False, handle=True, alone=lambda size, x: [x.clone() for _ in range(size)])
     def all_gather(
         self, x: Tensor, *, even: bool = False, out: Sequence[Tensor] | None = None, tag: str = ""
     ) -> Handle[list[Tensor]]:
@@ -239,7 +244,7 @@ class World:
 
         return self._operations.run(record, x, run)
 
-    @_survivable(changes=True, handle=True)
+    @_survivable(changes=True, handle=True, alone=lambda size, x: x)
     def broadcast(self, x: Any, src: int = 0, *, tag: str = "") -> Handle[Any]:
         """Replace `x` (a tensor, or a list of tensors) on every rank by rank `src`'s.
 
@@ -313,18 +318,18 @@ class World:
 
         return self._operations.run(record, x, run, queue=f"recv-{src}")
 
-    @_survivable(changes=False, handle=False)
+    @_survivable(changes=False, handle=False, alone=lambda size, *_: None)
     def barrier(self, *, tag: str = "") -> None:
         """Return when every rank has called it."""
         self.all_reduce(torch.zeros(1, dtype=torch.uint8), "max", tag=tag or "barrier").wait()
 
-    @_survivable(changes=False, handle=False)
+    @_survivable(changes=False, handle=False, alone=lambda size, obj: obj)
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Rank `src`'s `obj`: plain values, lists, dicts, bytes and tensors (never pickled)."""
         check_rank("broadcast_object", src, self.rank, self.size)
         return obj if self.size == 1 else self._objects(obj if self.rank == src else None)[src]
 
-    @_survivable(changes=False, handle=False)
+    @_survivable(changes=False, handle=False, alone=lambda size, obj: [obj] * size)
     def gather_objects(self, obj: Any) -> list[Any]:
         """Every rank's `obj`, on every rank."""
         return [obj] if self.size == 1 else self._objects(obj)

@@ -1,0 +1,33 @@
+"""Parts of healing by themselves: what is kept for those who come later, and the schedules of an optimizer."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from unisono.runtime.membership import ResultLog
+from unisono.runtime.memfd import anonymous_file
+from unisono.strategy.healing import _find_schedules
+
+
+def test_results_that_only_a_lost_rank_had_are_not_given_to_those_who_come() -> None:
+    fd = anonymous_file("unisono-results")
+    log = ResultLog(fd)
+    log.write([b"both had this", b"only the lost rank had this"])
+    log.rewrite([b"both had this"])
+    assert log.read() == [b"both had this"]
+    log.write([b"both had this", b"another"])
+    log.rewrite([b"both had this", b"another", b"one more"])
+    assert log.read() == [b"both had this", b"another", b"one more"]
+    os.close(fd)
+
+
+def test_the_schedules_of_an_optimizer_are_found_in_one_order() -> None:
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizer, other = (torch.optim.SGD([w], lr=0.1) for w in weights)
+    kinds = torch.optim.lr_scheduler
+    late, early = kinds.StepLR(optimizer, 30), kinds.StepLR(optimizer, 3)
+    plateau, foreign = kinds.ReduceLROnPlateau(optimizer), kinds.StepLR(other, 3)
+    assert [s is t for s, t in zip(_find_schedules(optimizer), [plateau, early, late], strict=True)] == [True] * 3
+    assert _find_schedules(other) == [foreign]

@@ -1,0 +1,198 @@
+"""Workers die at any operation of a run, several too, and while the world is formed anew: the model is that of one
+process, each batch once.
+
+The code under test is the library's own, in threads (elastic_threads.py); only processes and their connection to the
+launcher are stood in for. `UNISONO_SCHEDULES=50` tries so many times as many random schedules.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from elastic_threads import Event, Life, Run
+from torch import Tensor, nn
+
+import unisono as un
+from unisono import World
+from unisono.strategy.healing import Healing
+
+MORE = int(os.environ.get("UNISONO_SCHEDULES", "1"))
+SAMPLES, BATCH, EPOCHS = 20, 6, 2  # the last batch of an epoch has two samples: fewer than ranks
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_objects() -> Iterator[None]:
+    """Schedules are looked for among all objects: here among those of the test."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class Counting(nn.Module):
+    """A regression, and a parameter that counts how often each sample was used: each use adds 1/m to it, in a batch of
+    m samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.uses = nn.Parameter(torch.zeros(SAMPLES, dtype=torch.float64))
+        self.weight = nn.Parameter(torch.linspace(-1.0, 1.0, 3, dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, x: Tensor, y: Tensor, numbers: Tensor) -> Tensor:
+        return ((torch.tanh(x @ self.weight) - y) ** 2).mean() - self.uses[numbers].sum() / len(numbers)
+
+
+def make_data() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(SAMPLES, 3, dtype=torch.float64, generator=generator)
+    return x, torch.sin(x.sum(1)), torch.arange(SAMPLES)
+
+
+def make_training(model: Counting) -> tuple[torch.optim.SGD, Any]:
+    groups = [{"params": [model.uses], "lr": 1.0}, {"params": [model.weight], "lr": 0.3, "momentum": 0.9}]
+    optimizer = torch.optim.SGD(groups)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda k: 1.0, lambda k: 1.0 / (1.0 + 0.2 * k)])
+
+
+DATA = make_data()
+
+
+def reference(batches: int) -> tuple[Counting, list[Tensor]]:
+    """Plain PyTorch in one process, on the same global batches; so many of them a step."""
+    model = Counting()
+    optimizer, schedule = make_training(model)
+    sums = []
+    shard = un.shard(DATA, BATCH, seed=3, world=World())
+    for _ in range(EPOCHS):
+        for i, (x, y, numbers) in enumerate(shard):
+            model(x, y, numbers).backward()
+            if (i + 1) % batches == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+        sums.append(model.uses.detach().clone())
+    return model, sums
+
+
+EXPECTED = {batches: reference(batches) for batches in (1, 2)}
+
+
+def train(
+    world: World, life: Life, *, batches: int = 1, calls: bool = False, validates: bool = False
+) -> dict[str, Any]:
+    """The same with other workers. `calls`: the program asks the others for something after each batch, too;
+    `validates`: in another pass after each."""
+    model = Counting()
+    optimizer, schedule = make_training(model)
+    un.parallel(model, optimizer, "allreduce", world=world)
+    shard = un.shard(DATA, BATCH, seed=3, world=world)
+    counters = un.follow({"batches": 0}, world=world)
+    told = world.broadcast_object({"epochs": EPOCHS})
+    life.is_armed = True
+    sums = []
+    for _ in range(told["epochs"]):
+        for x, y, numbers in shard:
+            model(x, y, numbers).backward()
+            counters["batches"] += 1
+            if counters["batches"] % batches == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+                life.run.advance()
+            if calls:
+                everyone = world.gather_objects(counters["batches"])
+                assert len(set(everyone)) == 1, everyone
+        for _, _, numbers in un.shard(DATA, 10, shuffle=False, name="validation", world=world) if validates else ():
+            world.all_reduce(numbers.sum(), "sum").wait()
+        sums.append(world.all_reduce(model.uses.detach().clone(), "mean").wait())
+    assert world.elastic is not None
+    late = isinstance(world.elastic.healer, Healing) and world.elastic.healer._is_late  # it came after the last batch
+    return {"model": model, "sums": sums, "batches": None if late else counters["batches"], "each": batches}
+
+
+def check(run: Run) -> None:
+    """All that ended well have the model of one process."""
+    bad = [error for error in run.errors.values() if not (run.given_up and "StateLost" in error)]
+    assert not bad, f"{run.describe()}\n" + "\n".join(bad)
+    if run.given_up:
+        return
+    assert run.results, run.describe()
+    for worker, found in run.results.items():
+        model, sums = EXPECTED[found["each"]]
+        for name, p in found["model"].named_parameters():
+            same = torch.allclose(p, model.get_parameter(name), rtol=0, atol=1e-12)
+            assert same, f"worker {worker}, {name}: {run.describe()}\n{p}"
+        assert found["batches"] in (EPOCHS * -(-SAMPLES // BATCH), None), run.describe()
+        assert len(found["sums"]) == EPOCHS, run.describe()
+        for mine, expected in zip(found["sums"], sums, strict=True):
+            assert torch.allclose(mine, expected, rtol=0, atol=1e-12), f"worker {worker}: {run.describe()}"
+
+
+def test_a_run_without_deaths() -> None:
+    run = Run(train, 3).play()
+    check(run)
+    assert len(run.results) == 3
+    assert len(run.generations) == 1
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_death_in_each_operation_of_an_epoch(victim: int) -> None:
+    """Of the two that are left, one has the result of that operation."""
+    for at in range(14):
+        check(Run(train, 3, [Event("die in", victim, at, lucky=frozenset({1}))]).play())
+
+
+@pytest.mark.parametrize("what", ["die before", "die in"])
+def test_the_furthest_dies_while_the_others_are_brought_up_to_date(what: str) -> None:
+    """Worker 0 alone has done the step in whose last operation worker 2 is lost."""
+    formed = 0
+    for at in range(3, 14):
+        events = [Event("die in", 2, 2, lucky=frozenset({0})), Event(what, 0, at)]
+        run = Run(train, 3, events).play()
+        assert not run.given_up
+        check(run)
+        formed = max(formed, len(run.generations))
+    assert formed > 2
+
+
+def draw_events(draw: random.Random, workers: int) -> list[Event]:
+    """One to four deaths, some at the same time, some of newcomers or while the world is formed anew."""
+    events, at = [], draw.randint(0, 40)
+    for _ in range(draw.randint(1, 4)):
+        worker = draw.randrange(workers + 2)
+        what = draw.choice(["die before", "die in", "die in", "die coming", "scale"])
+        lucky = frozenset(w for w in range(workers + 4) if draw.random() < 0.5)
+        if what == "die coming":
+            events.append(Event(what, worker, draw.randint(0, 2)))
+        else:
+            events.append(Event(what, worker, at, lucky, draw.randint(1, workers + 1)))
+        at += draw.choice([0, 1, 2, 3, draw.randint(0, 30)])
+    return events
+
+
+PROGRAMS = {
+    "plain": {},
+    "two batches a step": {"batches": 2},
+    "calls in a pass": {"calls": True},
+    "validation": {"validates": True},
+}
+
+
+SEEDS = (0, 1, 2, 17, 24, 52, 57, 61, 88, 94, 101, 140)  # most of them have found something
+
+
+@pytest.mark.parametrize("seed", [*SEEDS, *range(200, 200 + 20 * (MORE - 1))])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_random_deaths(program: str, seed: int) -> None:
+    draw = random.Random(seed)
+    workers = draw.randint(2, 4)
+    events = draw_events(draw, workers)
+    check(Run(partial(train, **PROGRAMS[program]), workers, events).play())

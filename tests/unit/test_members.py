@@ -153,7 +153,7 @@ def test_workers_that_died_when_they_were_to_leave_are_no_loss(run: Run) -> None
     run.end(2)
     assert run.members.act()
     assert run.members.coordinator.members == [0]
-    assert run.lines == ["unisono: the number of workers asked for is 1, after 3", "unisono: 1 workers go on"]
+    assert run.lines == ["unisono: the number of workers asked for is 1, after 3", "unisono: 1 worker goes on"]
 
 
 @pytest.mark.parametrize("workers", [0, 4, -1, True, "2", None, 1.0])

@@ -27,14 +27,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono import __version__, rng
+from unisono import rng
 from unisono.runtime import faults
 from unisono.runtime.membership import Seat
 from unisono.strategy.replica import Replica
 from unisono.world import PeerLost, World, join
 from unisono.world.elastic import Batches, Elastic
 
-__all__ = ["Followed", "Healing", "Refused", "Snapshot", "follow"]
+__all__ = ["Followed", "Healing", "Refused", "Snapshot", "StateLost", "follow"]
 
 
 _FURTHEST = ("commits", "calls", "passes")  # of ranks that differ by one exchange: how far each has come
@@ -152,7 +152,8 @@ class Healing:
     def __init__(self, world: World, elastic: Elastic) -> None:
         self.world, self.elastic = world, elastic
         self._replicas: list[weakref.ref[Replica]] = []
-        self._descriptions: list[str] = [f"unisono {__version__}, torch {torch.__version__}"]
+        ours = sys.modules["unisono"].__version__
+        self._descriptions: list[str] = [f"unisono {ours}, torch {torch.__version__}"]
         self.followed = _followed.setdefault(world, Followed())
         self.commits = 0  # optimizer steps that are part of the model, of all replicas
         self._positions: dict[str, list[int]] = {}  # of the shards that were trained on, at the last of these

@@ -24,7 +24,7 @@ from unisono.world.world import World
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["enter", "join", "meet"]
+__all__ = ["enter", "join", "meet", "take_seat"]
 
 TIMEOUT_S = 1800.0
 _meetings = itertools.count()

@@ -412,12 +412,12 @@ class Healing:
             self.load_schedules(given_up.schedules)  # the program may have gone on, and learning rates are sent along
         if behind and has_all and all(replica.sharded_state() is None for replica in self.replicas()):
             self._kept = _Kept(self.replicas())
-        self._is_whole = self._is_whole and not behind
+        self._is_whole, note = self._is_whole and not behind, ""
         for replica in self.replicas():
             replica.world = self.elastic.solo if self._former is None else self._former
             note = replica.rebind(self.world, source=source)
         self.world.ledger.event("world", generation=seat.generation, ranks=self.world.size, what=note)
-        packet = self.world.broadcast_object(self._pack(), source)
+        packet = self.world.broadcast_object(self._pack(someone_joins=any(one["joins"] for one in every)), source)
         for shard in list(self.world.shards.values()):
             shard.rebind(self.world)
         result = self._find_result(every)
@@ -466,7 +466,7 @@ class Healing:
                     print(f"unisono: a worker that came was refused: {why}", file=sys.stderr)
             raise _Again("a worker that came was refused")
 
-    def _pack(self) -> dict[str, Any]:
+    def _pack(self, *, someone_joins: bool) -> dict[str, Any]:
         """What the others are told by the source."""
         positions = {}
         for name, position in self._positions.items():
@@ -477,7 +477,7 @@ class Healing:
             "commits": self.commits,
             "positions": positions,
             "calls": self.elastic.calls,
-            "log": self.elastic.log,
+            "log": self.elastic.log if someone_joins else [],
         }
 
     def _find_result(self, every: list[dict[str, Any]]) -> bytes | None:

@@ -36,7 +36,7 @@ from unisono.runtime.channel import GREETING_S, MOST_UNPROVEN, Channel, Frame, k
 from unisono.runtime.machine import address_towards
 from unisono.runtime.secret import derive_secret
 
-__all__ = ["RemoteRun"]
+__all__ = ["RemoteRun", "open_remote_run"]
 
 _TICK_S = 0.1
 _ENDED_S = 1.5  # after the engine has ended, what its workers said may still be on its way
@@ -65,16 +65,19 @@ def _after_failure(member: Member) -> Schedule:
 class RemoteRun:
     """One run of one job on one engine. `supervise()` does it all; a BaseException raised into it stops the run."""
 
-    def __init__(self, job: Job, engine: Engine, payload: bytes | None = None) -> None:
+    def __init__(self, job: Job, engine: Engine, payload: bytes | None = None, *, places: int | None = None) -> None:
+        """`places`: how many workers there may be at once, where that is more than there are at first."""
         self.job, self.engine, self._payload = job, engine, payload
-        self._faults = FaultReport(read_faults(job.faults, job.workers, restarts=engine.restarts))
+        self._places = job.workers if places is None else places
+        restarts = max(engine.restarts, job.restarts)
+        self._faults = FaultReport(read_faults(job.faults, self._places, restarts=restarts))
         self.run_id, self._token = secrets.token_hex(12), secrets.token_bytes(32)
-        self.output = Output(job.output, job.workers, job.output_dir, inherit=False)
+        self.output = Output(job.output, self._places, job.output_dir, inherit=False)
         self.interruptible = False  # whether a signal handler may raise into `supervise` now
         self.results: list[bytes] = []
         self._preempting = False  # whether workers that asked for it are to leave
         bind = "127.0.0.1" if engine.local else "0.0.0.0"
-        backlog = max(128, 2 * job.workers)
+        backlog = max(128, 2 * self._places)
         self._bind, self._backlog = bind, backlog
         self._store = self._open_store()  # of the first attempt
         self._later_store: HostedStore | None = None
@@ -101,7 +104,7 @@ class RemoteRun:
             self._start()
             self._watch()
             self.interruptible = False
-            if self._failures():
+            if self._has_failed:
                 self._stop(_after_failure)
         except BaseException as error:
             self.interruptible = False
@@ -110,8 +113,11 @@ class RemoteRun:
             raise
         finally:
             self._clean_up()
-        self.results = [b"".join(member.result) for member in self._members]
+        self.results = self._take_results()
         return self._outcome()
+
+    def _take_results(self) -> list[bytes]:
+        return [b"".join(member.result) for member in self._members]
 
     def preempt(self) -> bool:
         """Tell the workers that asked for it to save and leave, soon; False where none did."""
@@ -136,7 +142,7 @@ class RemoteRun:
         addresses = [(address, port) for address in self._addresses()]
         self._started = self.engine.start(
             Work(
-                workers=self.job.workers,
+                workers=self._places,
                 agent=agent_command(self.engine.python_there()),
                 env={
                     "UNISONO_LAUNCHER": ",".join(f"{host}:{port}" for host, port in addresses),
@@ -144,12 +150,18 @@ class RemoteRun:
                     "UNISONO_ENGINE": self.engine.environment(),
                     "UNISONO_RUN": env["UNISONO_RUN"],
                     "UNISONO_MEETING_PAGE": self._meeting_page.offer(),
+                    **self._agent_variables(),
                 },
                 addresses=addresses,
                 token=self._token.hex(),
+                elastic=self.job.elastic is not None,
             )
         )
         self._guard = guard.Guard(self.run_id, self._started.sessions())
+
+    def _agent_variables(self) -> dict[str, str]:
+        """Further variables of the agents."""
+        return {}
 
     def _environment(self) -> dict[str, str]:
         """Of processes on this host that serve the run."""
@@ -224,48 +236,56 @@ class RemoteRun:
             self._hosts.append(channel)
             return
         rank, size = int(hello["rank"]), int(hello["size"])
-        if size != self.job.workers:
-            self._wrong = f"{self.engine.name} started {size} workers, not the {self.job.workers} that were asked for"
+        if size != self._places:
+            self._wrong = f"{self.engine.name} started {size} workers, not the {self._places} that were asked for"
             return
         member = Member(rank, channel, str(hello["host"]), str(hello["identity"]), hello.get("page"))
         self._channels[channel] = member
-        self._waiting[rank] = member
+        self._add_waiting(member, int(hello["pid"]))
+
+    def _add_waiting(self, member: Member, agent: int) -> None:
+        """An agent is there; `agent`: its process."""
+        self._waiting[member.rank] = member
 
     def _begin_attempt(self) -> None:
         """All are there: tell each who it is, and to start its worker."""
         self._members = [self._waiting[rank] for rank in range(self.job.workers)]
         self._waiting = {}
         hosts = list(dict.fromkeys(member.identity for member in self._members))
-        attempt_id = secrets.token_hex(8)
-        env = self._forwarded_variables()
         pages = {member.page for member in self._members} if len(hosts) == 1 else set()
         on_page = pages == {self._meeting_page.number} and len({member.host for member in self._members}) == 1
         store_port = self._fresh_store().address[1]
-        now = time.monotonic()
+        attempt = {"attempt": self._attempt, "attempt_id": secrets.token_hex(8)}
         for member in self._members:
             near = [other.rank for other in self._members if other.identity == member.identity]
-            member.started = now
-            if self._payload is not None:
-                member.channel.send("P", self._payload)
-            self._say(
-                member.channel,
-                kind="start",
-                program=list(self.job.program),
-                function=self._payload is not None,
-                folder=os.getcwd(),
-                env=env,
-                threads=self.job.threads,
-                faults=self._faults.write_for(member.rank),
+            self._start_member(
+                member,
                 local_rank=near.index(member.rank),
                 local_size=len(near),
                 host_number=hosts.index(member.identity),
                 hosts=len(hosts),
                 store_port=store_port,
                 page=on_page,
-                attempt=self._attempt,
-                attempt_id=attempt_id,
-                grace_s=self.job.grace_s,
+                **attempt,
             )
+
+    def _start_member(self, member: Member, **fields: Any) -> None:
+        """Have a worker started."""
+        member.started = time.monotonic()
+        if self._payload is not None:
+            member.channel.send("P", self._payload)
+        self._say(
+            member.channel,
+            kind="start",
+            program=list(self.job.program),
+            function=self._payload is not None,
+            folder=os.getcwd(),
+            env=self._forwarded_variables(),
+            threads=self.job.threads,
+            faults=self._faults.write_for(member.rank),
+            grace_s=self.job.grace_s,
+            **fields,
+        )
 
     def _forwarded_variables(self) -> dict[str, str | None]:
         """Variables for the workers; None for one that is to be unset."""
@@ -290,7 +310,7 @@ class RemoteRun:
                 if self._attempt >= self.engine.restarts or self._engine_ended is not None:
                     return
                 self._restart(failures)
-            if not self._members and len(self._waiting) == self.job.workers:
+            if not self._members and len(self._waiting) == self._places:
                 self._begin_attempt()
             self._pass_word_on()
             self._check_start(now)
@@ -323,9 +343,9 @@ class RemoteRun:
                 self._say(member.channel, kind="preempt")
 
     def _check_start(self, now: float) -> None:
-        if not self._wrong and not self._members and now > self._since + self.engine.start_s:
+        if not self._wrong and not self._has_begun and now > self._since + self.engine.start_s:
             self._wrong = (
-                f"{self.engine.name}: {len(self._waiting)} of {self.job.workers} workers had reported to this host "
+                f"{self.engine.name}: {len(self._waiting)} of {self._places} workers had reported to this host "
                 f"after {self.engine.start_s:.0f} s (at {', '.join(self._addresses())}, port "
                 f"{self._listener.getsockname()[1]}): there are too few free slots, or hosts cannot connect back"
             )
@@ -344,7 +364,7 @@ class RemoteRun:
         self._engine_ended = self._engine_ended or now
         if now < self._engine_ended + _ENDED_S:
             return
-        if not self._members:
+        if not self._has_begun:
             text = f"{self.engine.name} ended (exit status {status}) before {self.job.workers} workers were running"
             raise EngineError(self._with_words(text))
         words = " | ".join(self._started.words().splitlines()[-3:])
@@ -417,6 +437,15 @@ class RemoteRun:
         del self._channels[channel]
         channel.close()
 
+    @property
+    def _has_begun(self) -> bool:
+        """Whether workers of this attempt were started."""
+        return bool(self._members)
+
+    @property
+    def _has_failed(self) -> bool:
+        return bool(self._failures())
+
     def _failures(self) -> list[Failure]:
         return [member.failure for member in self._members if member.failure]
 
@@ -460,7 +489,7 @@ class RemoteRun:
 
     def _end_engine(self, started: Started) -> None:
         """It ends by itself once its workers have; otherwise it is told to."""
-        well = bool(self._members) and not self._running()
+        well = self._has_begun and not self._running()
         for channel in self._hosts if well else ():
             self._say(channel, kind="end")
         for signum, wait_s in ((None, 3.0 if well else 0.0), (signal.SIGTERM, 2.0), (signal.SIGKILL, 1.0)):
@@ -483,7 +512,8 @@ class RemoteRun:
         return self._faults.judge(outcome, lambda rank: self._members[rank].step)
 
     def _describe(self, failure: Failure) -> WorkerDescription:
-        rank, member = failure.rank, self._members[failure.rank]
+        rank = failure.rank
+        member = next(member for member in self._members if member.rank == rank)
         ran_s = failure.time - member.started
         return WorkerDescription(
             f"rank {rank}, host {member.host}, pid {member.pid}, after {ran_s:.1f} s",
@@ -504,3 +534,12 @@ class RemoteRun:
         if not running:
             return f"  {len(self._waiting)} of {self.job.workers} workers had reported to the launcher"
         return "\n".join(f"  rank {member.rank}: {member.activity() or 'running'}" for member in running)
+
+
+def open_remote_run(job: Job, engine: Engine, payload: bytes | None = None) -> RemoteRun:
+    """The run of a job on an engine."""
+    if job.elastic is None:
+        return RemoteRun(job, engine, payload)
+    from unisono.launchers.elastic_hosts import ElasticHostsRun
+
+    return ElasticHostsRun(job, engine, payload)

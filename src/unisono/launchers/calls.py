@@ -23,8 +23,8 @@ from unisono.launchers.output import MODES, Mode
 from unisono.runtime.memfd import anonymous_file
 
 if TYPE_CHECKING:
+    from unisono.launchers.engine_run import EngineRun
     from unisono.launchers.engines.engine import Engine
-    from unisono.launchers.remote import RemoteRun
 
 __all__ = ["call_on", "run_function"]
 
@@ -135,7 +135,7 @@ def _pack(fn: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, An
     return len(header).to_bytes(8, "little") + header + call
 
 
-def _supervise(job: Job, run: LocalRun | RemoteRun) -> None:
+def _supervise(job: Job, run: LocalRun | EngineRun) -> None:
     try:
         outcome = run.supervise()
     except TimedOut as stop:

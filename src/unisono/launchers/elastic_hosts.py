@@ -3,7 +3,7 @@
 What is decided is decided in coordinator.py, as for workers on this host (elastic.py). Here are the agents
 (worker/elastic_agent.py) and what is told to them:
 
-1. A worker that ended is replaced by its own agent, or by one that has none. Which agents there are, the engine decides.
+1. A worker that ended is replaced by its own agent, or by another that has none. The engine decides which there are.
 2. An agent that says nothing for the heartbeat's time is lost with its worker: its host is gone or cut off. The others
    go on, and it may come back: then it has no worker, and is asked to start one.
 3. When a worker is lost, or leaves its generation of the world, the launcher tells all others of that generation.
@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from unisono.launchers.coordinator import Action, Coordinator, Dismiss, End, Form, GiveUp, Start, Summon, TooFew
+from unisono.launchers.engine_run import EngineRun
 from unisono.launchers.engines.engine import Engine
 from unisono.launchers.failures import SETTLE_S, Failure, Outcome
 from unisono.launchers.job import Job, TimedOut
 from unisono.launchers.member import Member
-from unisono.launchers.remote import RemoteRun
 from unisono.runtime.channel import Channel, Frame
 from unisono.runtime.membership import cut_entries, join_entries
 
@@ -50,7 +50,7 @@ class _Line:
     stream: bytes = b""  # the beginning of the next
 
 
-class ElasticHostsRun(RemoteRun):
+class ElasticHostsRun(EngineRun):
     """One run of one job. Ranks in reports and files are places: a replacement has its agent's."""
 
     def __init__(self, job: Job, engine: Engine, payload: bytes | None = None) -> None:
@@ -98,7 +98,8 @@ class ElasticHostsRun(RemoteRun):
         self._heard[member.channel], self._agents[member.channel] = now, mine
         super()._add_waiting(member, agent)
 
-    def _begin_attempt(self) -> None:
+    def _begin_first(self) -> None:
+        """All agents are there."""
         self._is_under_way = True
         self._started_with = {
             "store_port": self._fresh_store().address[1],
@@ -155,7 +156,7 @@ class ElasticHostsRun(RemoteRun):
                 if now >= first + SETTLE_S or not all(failure.consequence for failure in failures):
                     return
             if not self._is_under_way and len(self._waiting) == self._places:
-                self._begin_attempt()
+                self._begin_first()
             if self._is_under_way and self._step >= 0:
                 for action in self.coordinator.decide(now):
                     self._act(action)

@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -45,8 +46,8 @@ _ON_LOSS = ((0.0, signal.SIGKILL),)
 _PIPES = ("stdout", "stderr", "report")
 
 
-class Agent:
-    """One worker's agent, from the greeting to the end."""
+class Agent(ABC):
+    """What the agents of workers that stay, and of those that come and go (elastic_agent.py), have in common."""
 
     def __init__(self, channel: Channel, place: Place) -> None:
         self.channel, self.place = channel, place
@@ -64,23 +65,11 @@ class Agent:
         self._leave: int | None = None  # the exit status that the launcher wants of this agent
         self._lost = self._terminated = False
 
-    # -- 1. meet -------------------------------------------------------------------------------------------------------
-
+    @abstractmethod
     def serve(self) -> int:
         """Do it all; the exit status for the engine."""
-        self._take_signals()
-        self._say_hello()
-        while self._start is None and not self._is_ending:
-            self._pump(None)
-        if self._start is None:
-            return self._leave or 1
-        try:
-            self._start_worker(self._start)
-            self._watch()
-            self._await_leave()
-        finally:
-            self._clean_up()
-        return self._leave if self._leave is not None else self._code()
+
+    # -- 1. meet -------------------------------------------------------------------------------------------------------
 
     def _take_signals(self) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides
@@ -102,10 +91,6 @@ class Agent:
             pid=os.getpid(),
         )
         self._selector.register(self.channel, selectors.EVENT_READ, self._on_launcher)
-
-    @property
-    def _is_ending(self) -> bool:
-        return self._lost or self._leave is not None or bool(self._schedule)
 
     def _on_launcher(self) -> None:
         try:
@@ -234,14 +219,6 @@ class Agent:
             self._send_result()
         self._send_status("ended", status=self._status)
 
-    def _await_leave(self) -> None:
-        """Until the launcher knows, or has gone."""
-        deadline = time.monotonic() + _DRAIN_S
-        while self._leave is None and not self._lost and time.monotonic() < deadline:
-            self._pump(deadline - time.monotonic())
-            if self._terminated:  # the engine does not wait
-                deadline = min(deadline, time.monotonic() + 0.5)
-
     def _pump(self, wait_s: float | None) -> None:
         now = time.monotonic()
         while self._schedule and self._schedule[0][0] <= now:
@@ -322,11 +299,9 @@ class Agent:
             except OSError:
                 self._lose_launcher()
 
+    @abstractmethod
     def _lose_launcher(self) -> None:
-        self._lost = True
-        if self.channel in self._selector.get_map():
-            self._selector.unregister(self.channel)
-        self._stop(_ON_LOSS)
+        """The connection has broken."""
 
     # -- 4. leave nothing behind ---------------------------------------------------------------------------------------
 
@@ -339,6 +314,44 @@ class Agent:
         self._process.close()
         self._starter.close()
         self.channel.close()
+
+
+class OneWorkerAgent(Agent):
+    """The agent of one worker, from the greeting to the end."""
+
+    def serve(self) -> int:
+        """Do it all; the exit status for the engine."""
+        self._take_signals()
+        self._say_hello()
+        while self._start is None and not self._is_ending:
+            self._pump(None)
+        if self._start is None:
+            return self._leave or 1
+        try:
+            self._start_worker(self._start)
+            self._watch()
+            self._await_leave()
+        finally:
+            self._clean_up()
+        return self._leave if self._leave is not None else self._code()
+
+    @property
+    def _is_ending(self) -> bool:
+        return self._lost or self._leave is not None or bool(self._schedule)
+
+    def _await_leave(self) -> None:
+        """Until the launcher knows, or has gone."""
+        deadline = time.monotonic() + _DRAIN_S
+        while self._leave is None and not self._lost and time.monotonic() < deadline:
+            self._pump(deadline - time.monotonic())
+            if self._terminated:  # the engine does not wait
+                deadline = min(deadline, time.monotonic() + 0.5)
+
+    def _lose_launcher(self) -> None:
+        self._lost = True
+        if self.channel in self._selector.get_map():
+            self._selector.unregister(self.channel)
+        self._stop(_ON_LOSS)
 
     def _code(self) -> int:
         if self._status is None:
@@ -388,4 +401,4 @@ def serve_worker() -> int:
         from unisono.launchers.worker.elastic_agent import ElasticAgent
 
         return ElasticAgent(channel, place).serve()
-    return Agent(channel, place).serve()
+    return OneWorkerAgent(channel, place).serve()

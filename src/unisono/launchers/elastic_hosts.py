@@ -35,6 +35,7 @@ __all__ = ["ElasticHostsRun"]
 _LOOK_S = 0.25  # between two looks at heartbeats and steps
 _BEAT_S = 0.5  # between two words to an agent
 _REVIVE_S = 2.0  # between two requests to the engine
+_TO_START_S = 60.0  # that an agent may take for it, without a word
 _TAKEN = 75  # exit status of an agent whose place has another
 
 
@@ -282,7 +283,8 @@ class ElasticHostsRun(EngineRun):
         line.member.take_status(message, time.monotonic())
         self._note_step(line.member)
         silent_s = float(message.get("silent_s", 0.0))
-        if silent_s > self._heartbeat_s and line.worker in self.coordinator.members:
+        is_training = line.worker in self.coordinator.members and not line.member.is_leaving
+        if silent_s > self._heartbeat_s and is_training:
             self._end_hung(line, f"has stood still for {silent_s:.0f} s (SIGSTOP, or no time to run)")
 
     def _note_step(self, member: Member) -> None:
@@ -312,7 +314,7 @@ class ElasticHostsRun(EngineRun):
                 self._agents.pop(channel, None)
             elif self._channels[channel] is None:
                 continue
-            elif silent_s > self._heartbeat_s and self._is_under_way:
+            elif silent_s > self._find_patience(channel) and self._is_under_way:
                 self._lose_agent(channel, f" It has said nothing for {silent_s:.0f} s.")
         waits = [line.came for line in self._lines.values() if line.came is not None]
         for line in list(self._lines.values()):
@@ -323,6 +325,12 @@ class ElasticHostsRun(EngineRun):
             self._revived = now
             present = {member.rank for member in self._channels.values() if member is not None}
             self._started.revive(set(range(self._places)) - present)
+
+    def _find_patience(self, channel: Channel) -> float:
+        """How long an agent may say nothing: longer while it starts a worker, from a fork server perhaps."""
+        member = self._channels[channel]
+        is_starting = member is not None and member.pid == 0 and self._find_line(member) is not None
+        return max(_TO_START_S, self._heartbeat_s) if is_starting else self._heartbeat_s
 
     def _end_hung(self, line: _Line, why: str) -> None:
         if not line.is_hung:

@@ -74,10 +74,10 @@ class Agent(ABC):
     def _take_signals(self) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides
         signal.signal(signal.SIGTERM, self._on_sigterm)
-        wakes, waker = socket.socketpair()  # so that a signal ends the wait in select
-        waker.setblocking(False)
-        signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
-        self._selector.register(wakes, selectors.EVENT_READ, lambda: wakes.recv(64))
+        self._wakes, self._waker = socket.socketpair()  # so that a signal ends the wait in select
+        self._waker.setblocking(False)
+        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        self._selector.register(self._wakes, selectors.EVENT_READ, lambda: self._wakes.recv(64))
 
     def _say_hello(self) -> None:
         place = self.place

@@ -184,8 +184,6 @@ def _read_elastic(
         return None
     if options.max_restarts:
         parser.error("--max-restarts starts all workers again; with -n MIN:MAX those that are lost are replaced")
-    if adapt is not None and options.on != "local":
-        parser.error(f"--adapt and --target are for workers on this host, got --on {options.on}")
     return ComeAndGo(least, most, adapt=adapt, **given)
 
 

@@ -21,12 +21,15 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from unisono.launchers.control import Control
 from unisono.launchers.coordinator import Action, Coordinator, Dismiss, End, Form, GiveUp, Start, Summon, TooFew
 from unisono.launchers.engine_run import EngineRun
 from unisono.launchers.engines.engine import Engine
 from unisono.launchers.failures import SETTLE_S, Failure, Outcome
 from unisono.launchers.job import Job, TimedOut
 from unisono.launchers.member import Member
+from unisono.launchers.private_folder import NotPrivate
+from unisono.launchers.scaling import Scaling
 from unisono.runtime.channel import Channel, Frame
 from unisono.runtime.membership import cut_entries, join_entries
 
@@ -56,9 +59,11 @@ class ElasticHostsRun(EngineRun):
 
     def __init__(self, job: Job, engine: Engine, payload: bytes | None = None) -> None:
         assert job.elastic is not None
-        super().__init__(job, engine, payload, places=job.elastic.most)
+        super().__init__(job, engine, payload)
         self.elastic = job.elastic
         self.coordinator = Coordinator(job.workers, job.elastic.least, patience_s=job.elastic.patience_s)
+        self._scaling = Scaling(self.coordinator, self.elastic, " ".join(job.program)[:200], self.output.say)
+        self._control = Control(self._selector, self._scaling.answer)
         self._heartbeat_s = float(os.environ.get("UNISONO_HEARTBEAT_S", job.elastic.heartbeat_s))
         self._lines: dict[int, _Line] = {}
         self._number = 0  # of workers that were started
@@ -111,6 +116,10 @@ class ElasticHostsRun(EngineRun):
         for _ in range(self.job.workers):
             self._start_in(min(self._waiting))
         self.coordinator.begin(list(self._lines))
+        try:
+            self._control.open()
+        except (OSError, NotPrivate) as error:
+            self.output.say(f"unisono: `unisono scale` cannot reach this run: {error}")
 
     def _start_in(self, place: int) -> int:
         """Start a worker in a place whose agent has none; its number."""
@@ -282,6 +291,8 @@ class ElasticHostsRun(EngineRun):
     def _on_beat(self, line: _Line, message: dict[str, Any]) -> None:
         line.member.take_status(message, time.monotonic())
         self._note_step(line.member)
+        if line.worker in self.coordinator.members[:1]:
+            self._scaling.look(line.member.step, time.monotonic() - float(message.get("step_age_s", 0.0)))
         silent_s = float(message.get("silent_s", 0.0))
         is_training = line.worker in self.coordinator.members and not line.member.is_leaving
         if silent_s > self._heartbeat_s and is_training:
@@ -413,6 +424,7 @@ class ElasticHostsRun(EngineRun):
         if self._is_under_way and not self._running():
             for member in self._waiting.values():  # agents without a worker
                 self._say(member.channel, kind="exit", status=0)
+        self._control.close()
         super()._clean_up()
 
     def _take_results(self) -> list[bytes]:

@@ -67,10 +67,9 @@ def stop_after_failure(member: Member) -> Schedule:
 class EngineRun(ABC):
     """One run of one job on one engine. `supervise()` does it all; a BaseException raised into it stops the run."""
 
-    def __init__(self, job: Job, engine: Engine, payload: bytes | None = None, *, places: int | None = None) -> None:
-        """`places`: how many workers there may be at once, where that is more than there are at first."""
+    def __init__(self, job: Job, engine: Engine, payload: bytes | None = None) -> None:
         self.job, self.engine, self._payload = job, engine, payload
-        self._places = job.workers if places is None else places
+        self._places = job.places
         restarts = max(engine.restarts, job.restarts)
         self._faults = FaultReport(read_faults(job.faults, self._places, restarts=restarts))
         self.run_id, self._token = secrets.token_hex(12), secrets.token_bytes(32)

@@ -120,7 +120,7 @@ class Engine:
         from unisono.launchers.terminal import run_in_terminal
 
         job = job if job is not None else Job(program, workers)
-        self.check(workers if job.elastic is None else job.elastic.most)
+        self.check(job.places)
         return run_in_terminal(job, open_remote_run(job, self))
 
     def call(

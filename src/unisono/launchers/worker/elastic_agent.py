@@ -228,7 +228,8 @@ class ElasticAgent(Agent):
         status = self._page.read(self.place.rank)
         self._send_log()
         silent_s = now - max(status.heartbeat, self._fresh_since) if status.heartbeat else 0.0
-        self._send_status("beat", silent_s=silent_s)
+        step_age_s = now - status.step_at if status.step_at else 0.0
+        self._send_status("beat", silent_s=silent_s, step_age_s=step_age_s)
 
     def _lose_launcher(self) -> None:
         """The connection has broken, or another one works: the others have gone on without this worker."""

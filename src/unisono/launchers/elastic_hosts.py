@@ -163,7 +163,8 @@ class ElasticHostsRun(EngineRun):
             now = time.monotonic()
             if self._step < 0 and (failures := self._failures()):  # the program is wrong: the run ends as any other
                 first = min(failure.time for failure in failures)
-                if now >= first + SETTLE_S or not all(failure.consequence for failure in failures):
+                may_wait = all(failure.consequence or failure.kind == "lost" for failure in failures)
+                if now >= first + SETTLE_S or not may_wait:
                     return
             if not self._is_under_way and len(self._waiting) == self._places:
                 self._begin_first()
@@ -307,6 +308,8 @@ class ElasticHostsRun(EngineRun):
         if member.step > self._step:
             self._step = member.step
             self.coordinator.advanced()
+            for other in [other for other in self._members if other.ended is not None and other is not member]:
+                self._on_end(other)  # lost when no step was known yet
 
     def _look(self, now: float) -> None:
         """Agents that say nothing, and workers that do not come: lost, and replaced as any other."""

@@ -376,6 +376,7 @@ class ElasticHostsRun(EngineRun):
             return
         if line.worker in self._unwanted:
             self._unwanted.discard(line.worker)
+            member.result.clear()
             self._retire(line)
             return
         if self._step < 0 and member.failure is not None:

@@ -134,6 +134,7 @@ class Engine:
         output: Mode = "auto",
         timeout_s: float | None = None,
         faults: str | None = None,
+        least: int | None = None,
     ) -> list[T]:
         """Run a function in every worker and return their results in rank order. See `unisono.launch`.
 
@@ -144,10 +145,12 @@ class Engine:
 
         lifted, keywords, tables = replace_tables(args, kwargs or {}, self.is_table)
         engine = copy.copy(self)
+        if tables and least is not None:
+            raise ValueError("launch: got least= with a table of the engine: a replacement cannot be given its part")
         if tables:
             object.__setattr__(engine, "tables", tuple(tables))
         settings: dict[str, Any] = {"threads": threads, "output": output, "timeout_s": timeout_s, "faults": faults}
-        return call_on(engine, fn, workers, lifted, keywords, **settings)
+        return call_on(engine, fn, workers, lifted, keywords, least=least, **settings)
 
     def is_table(self, value: Any) -> bool:
         """Whether a value is data that lies in this engine, and is to be trained on there."""

@@ -12,9 +12,10 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from unisono.runtime.membership import HostsMembership, ResultLog, cut_entries, join_entries, receive, send
 from unisono.runtime.memfd import anonymous_file
-from unisono.world.transports import PeerLost
+from unisono.world.transports import PeerLost, Transport
 from unisono.world.transports.gloo import GlooTransport
 from unisono.world.transports.interruption import InterruptibleStore, Interruption
+from unisono.world.transports.two_level import TwoLevelTransport
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -145,3 +146,27 @@ def test_other_connections_of_the_program_are_left_alone() -> None:
     for sock in (mine, theirs, server):
         sock.close()
     second.close()
+
+
+class Recorder(Transport):
+    """Notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 2
+        self.calls: list[str] = []
+
+    def __getattribute__(self, name: str) -> object:
+        if name in Transport.__abstractmethods__ or name == "abandon":
+            return lambda *_: self.calls.append(name)
+        return super().__getattribute__(name)
+
+    all_reduce = reduce_scatter = all_gather = broadcast = all_to_all = send = recv = exchange = split = None
+
+
+def test_after_a_loss_a_host_does_not_begin_another_collective() -> None:
+    flat, inside, across = Recorder(), Recorder(), Recorder()
+    transport = TwoLevelTransport(flat, inside, across, ["a", "b"])
+    transport.abandon(PeerLost("worker 1 is lost"))
+    with pytest.raises(PeerLost, match="lost before"):
+        transport.all_reduce([torch.ones(3)], "max")
+    assert inside.calls == across.calls == flat.calls == ["abandon"]

@@ -40,6 +40,7 @@ _DIRECT_TAG = 1 << 30  # the tag of `send` and `recv`, apart from those of the r
 _SIGN = 128  # bytes that a rank tells its neighbour before an operation
 _ATTEMPTS = 3  # to connect
 _PATIENCE_S = 30.0  # for the others to fail as well
+_TO_BE_TOLD_S = 1.0  # who is lost, where the launcher says so
 _INLINE = 512 - 8  # bytes of an object that travel with its size
 
 
@@ -344,7 +345,7 @@ class GlooTransport(Transport):
             self.abandon(found := Mismatch(problem))
             return found
         self._gloo = None
-        if self._interruption is not None and self._interruption.why:
+        if self._interruption is not None and self._interruption.has_ended(_TO_BE_TOLD_S):
             return PeerLost(f"{self._interruption.why}; waited for it in {what}")
         if (report := self._liveness.read_report()) is not None:
             return report

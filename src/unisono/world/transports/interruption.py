@@ -38,6 +38,7 @@ class Interruption:
     def __init__(self, spared: int | None = None) -> None:
         self.why, self._spared = "", spared
         self._lock = threading.Lock()
+        self._ended = threading.Event()
         self._connecting: list[set[int]] = []  # for each group that connects now: the sockets that were there before
         self._sockets: set[int] = set()  # of groups that have connected
         self.stores: list[Store] = []  # torch's C++ holds a store without its Python object, which would then be gone
@@ -47,9 +48,14 @@ class Interruption:
         if self.why:
             raise PeerLost(self.why)
 
+    def has_ended(self, within_s: float) -> bool:
+        """Whether it ends in that time."""
+        return self._ended.wait(within_s)
+
     def end(self, why: str) -> None:
         """A peer is lost: nobody of this generation waits any more."""
         self.why = self.why or why
+        self._ended.set()
         while True:
             with self._lock:
                 known, before = set(self._sockets), list(self._connecting)

@@ -129,6 +129,8 @@ def _fail_together(method: F) -> F:
 
     @wraps(method)
     def run(self: TwoLevelTransport, *args: Any) -> Any:
+        if self._is_lost:  # the others of this host would take it for the collective that failed
+            raise PeerLost("the connections of this world were closed, or lost before")
         try:
             return method(self, *args)
         except (Mismatch, PeerLost) as error:
@@ -150,6 +152,7 @@ class TwoLevelTransport(Transport):
         self.rank, self.size = flat.rank, flat.size
         self._flat, self._inside, self._across = flat, inside, across
         self._hosts = list(hosts)
+        self._is_lost = False
         self._groups = [[r for r in range(self.size) if hosts[r] == h] for h in dict.fromkeys(hosts)]
         self._home = next(i for i, group in enumerate(self._groups) if self.rank in group)
         self._mine = self._groups[self._home]
@@ -284,6 +287,7 @@ class TwoLevelTransport(Transport):
             self._inside.release(x)
 
     def abandon(self, why: Exception) -> None:
+        self._is_lost = True
         for transport in (self._inside, self._across, self._flat):
             if transport is not None:
                 transport.abandon(why)

@@ -350,9 +350,11 @@ def _write_script(engine: Engine, options: argparse.Namespace, job: Job) -> int:
         least = job.elastic.least
         more["--heartbeat"], more["--deadline"] = job.elastic.heartbeat_s, job.elastic.stuck_s
         more["--patience"] = job.elastic.patience_s
+        if job.elastic.adapt is not None:
+            more["--target"], more["--window"] = job.elastic.adapt.target, job.elastic.adapt.window_s
     run_options = [word for name, value in more.items() if value is not None for word in (name, str(value))]
-    run_options += ["--balance"] if options.balance else []
-    text = job_script(engine, job.program, job.workers, least=least, run_options=run_options)
+    run_options += [f"--{name}" for name in ("balance", "adapt") if getattr(options, name)]
+    text = job_script(engine, job.program, job.places, least=least, run_options=run_options)
     if options.script:
         path = Path(options.script)
         try:

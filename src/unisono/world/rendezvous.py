@@ -97,7 +97,7 @@ def _meet_elastic(membership: Membership, place: Place, device: str | torch.devi
     chosen = _choose_device(device, place.local_rank, place.local_size)
     solo = World(None, device=chosen, hosts=[socket.gethostname()])
     fd = _find_inherited_page()
-    take = take_seat
+    take = _take_seat
     if isinstance(membership, HostsMembership):
         store = _open_store(place, float(os.environ.get("UNISONO_TIMEOUT_S", TIMEOUT_S)))
         take = partial(_take_seat_over_hosts, membership, store)
@@ -112,7 +112,7 @@ def _meet_elastic(membership: Membership, place: Place, device: str | torch.devi
     return world
 
 
-def take_seat(seat: Seat, device: torch.device) -> World:
+def _take_seat(seat: Seat, device: torch.device) -> World:
     """A generation of a world on this host, at the place that the launcher gave."""
     hosts = [socket.gethostname()] * seat.size
     name = "world" if seat.generation == 0 else f"world.{seat.generation}"

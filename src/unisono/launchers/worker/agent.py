@@ -38,7 +38,7 @@ from unisono.runtime.memfd import anonymous_file
 from unisono.runtime.place import Place, read_place
 from unisono.runtime.status import StatusPage
 
-__all__ = ["UNREACHED", "Agent", "identity", "launcher_addresses", "serve_worker"]
+__all__ = ["UNREACHED", "Agent", "OneWorkerAgent", "identity", "launcher_addresses", "serve_worker"]
 
 UNREACHED, _DRAIN_S = 97, 10.0
 _ON_SIGTERM = ((0.0, signal.SIGTERM), (1.0, signal.SIGKILL))

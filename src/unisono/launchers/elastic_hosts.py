@@ -31,7 +31,6 @@ from unisono.launchers.member import Member
 from unisono.launchers.private_folder import NotPrivate
 from unisono.launchers.scaling import Scaling
 from unisono.runtime.channel import Channel, Frame
-from unisono.runtime.membership import cut_entries, join_entries
 
 __all__ = ["ElasticHostsRun"]
 
@@ -50,8 +49,8 @@ class _Line:
     member: Member
     came: float | None = None  # since when it waits
     is_hung: bool = False  # and is being killed for it
-    entries: int = 0  # of the results that later workers are given: those that it has written
-    stream: bytes = b""  # the beginning of the next
+    log: bytearray | None = None  # the results that later workers are given, as it has written them
+    log_bytes: int = 0  # of it, before it is whole
 
 
 class ElasticHostsRun(EngineRun):
@@ -70,7 +69,7 @@ class ElasticHostsRun(EngineRun):
         self._heard: dict[Channel, float] = {}  # when each agent last said something
         self._agents: dict[Channel, tuple[str, int]] = {}  # its host and process
         self._started_with: dict[str, Any] = {}  # the same for all workers
-        self._results: list[bytes] = []  # that later workers are given
+        self._log = b""  # results that later workers are given, as rank 0 has written them
         self._has_log = False  # all results up to the first step: rank 0 has told its step, and these before
         self._summoned = 0
         self._over = -1  # the last generation whose workers know that it is over
@@ -128,8 +127,8 @@ class ElasticHostsRun(EngineRun):
         everyone = [other for other in self._channels.values() if other is not None]
         hosts = list(dict.fromkeys(other.identity for other in sorted(everyone, key=lambda one: one.rank)))
         near = sorted(other.rank for other in everyone if other.identity == member.identity)
-        if joining and self._results:
-            self._send(member.channel, "G", join_entries(self._results))
+        if joining and self._log:
+            self._send(member.channel, "G", self._log)
         self._members.append(member)
         self._start_member(
             member,
@@ -145,7 +144,7 @@ class ElasticHostsRun(EngineRun):
         )
         number = self._number
         self._number += 1
-        self._lines[number] = _Line(number, member, entries=len(self._results) if joining else 0)
+        self._lines[number] = _Line(number, member)
         return number
 
     # -- watch ---------------------------------------------------------------------------------------------------------
@@ -256,7 +255,10 @@ class ElasticHostsRun(EngineRun):
         if frame.kind == "C" and line is not None:
             self._on_message(line, json.loads(frame.body))
         elif frame.kind == "L" and line is not None:
-            self._take_entries(line, frame.body)
+            self._take_log(line, frame.body)
+        elif message.get("kind") == "log" and line is not None:
+            line.log, line.log_bytes = bytearray(), int(message["bytes"])
+            self._take_log(line, b"")
         elif message.get("kind") == "beat":
             if line is not None:
                 self._on_beat(line, message)
@@ -281,13 +283,13 @@ class ElasticHostsRun(EngineRun):
         elif message["kind"] == "settled":
             self.coordinator.settled(line.worker)
 
-    def _take_entries(self, line: _Line, data: bytes) -> None:
-        """Results of calls, from the worker that is rank 0: after another, it begins anew."""
-        entries, line.stream = cut_entries(line.stream + data)
-        for entry in entries:
-            if line.entries == len(self._results):
-                self._results.append(entry)
-            line.entries += 1
+    def _take_log(self, line: _Line, data: bytes) -> None:
+        """A piece of what rank 0 has written; what a former one wrote stays until this is whole."""
+        if line.log is None:
+            return
+        line.log += data
+        if len(line.log) >= line.log_bytes:
+            self._log = bytes(line.log)
 
     def _on_beat(self, line: _Line, message: dict[str, Any]) -> None:
         line.member.take_status(message, time.monotonic())

@@ -93,6 +93,10 @@ class ResultLog:
             os.pwrite(self._fd, self._COUNT.pack(0, 0), 0)
         self.write(entries)
 
+    def read_mark(self) -> tuple[int, ...]:
+        """Another one after each change."""
+        return (os.fstat(self._fd).st_mtime_ns, *self._read_head())
+
     def read_bytes(self, start: int) -> bytes:
         """The entries as they lie in the file, from that byte of them on."""
         _, end = self._read_head()

@@ -55,7 +55,8 @@ class ElasticAgent(Agent):
         self._log_pieces: list[bytes] = []
         self._log: membership.ResultLog | None = None
         self._log_fd = -1
-        self._log_sent = 0
+        self._log_mark: tuple[int, ...] = ()  # of the file, when it was last looked at
+        self._log_sent = b""  # what the launcher was sent of it
 
     def serve(self) -> int:
         """See Agent."""
@@ -119,9 +120,9 @@ class ElasticAgent(Agent):
         self._selector.register(self._control, selectors.EVENT_READ, self._on_worker)
         self._log_fd = anonymous_file("unisono-results")
         self._log = membership.ResultLog(self._log_fd)
-        stream = b"".join(self._log_pieces)
-        self._log.write(membership.cut_entries(stream)[0])
-        self._log_pieces, self._log_sent = [], len(stream)
+        self._log.write(membership.cut_entries(b"".join(self._log_pieces))[0])
+        self._log_mark = self._log.read_mark()
+        self._log_pieces, self._log_sent = [], b""
         return {membership.VARIABLE: self._theirs.fileno(), membership.LOG_VARIABLE: self._log_fd}
 
     def _environment(self, start: dict[str, Any]) -> dict[str, str]:
@@ -196,10 +197,20 @@ class ElasticAgent(Agent):
             self._control = None
 
     def _send_log(self) -> None:
-        """What the worker has written since: before its step is told, so that the launcher has all up to that."""
-        if self._log is not None and (data := self._log.read_bytes(self._log_sent)):
-            self._log_sent += len(data)
+        """What the worker has written since: before its step is told, so that the launcher has all up to that.
+
+        Only rank 0 writes. One that has become rank 0 is sent as a whole: it replaces what the former one wrote.
+        """
+        if self._log is None or (mark := self._log.read_mark()) == self._log_mark:
+            return
+        self._log_mark = mark
+        data = self._log.read_bytes(0)
+        if not self._log_sent or not data.startswith(self._log_sent):
+            self._send_json(kind="log", bytes=len(data))
             self._send("L", data)
+        elif len(data) > len(self._log_sent):
+            self._send("L", data[len(self._log_sent) :])
+        self._log_sent = data
 
     # -- the launcher, and whether it can be reached -------------------------------------------------------------------
 

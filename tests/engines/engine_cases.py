@@ -74,6 +74,42 @@ print(json.dumps({"loss": loss, "attempt": os.environ.get("TORCHELASTIC_RESTART_
 """
 )
 
+# Trains until a worker that came later has made a step, whole passes; prints how many of them, and the weights.
+REPLACED = """
+import json, os, time, torch, unisono as un
+world = un.join(device="cpu")
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 1).to(torch.float64)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+un.parallel(model, optimizer)
+x = torch.randn(48, 8, dtype=torch.float64)
+passes = 0
+while not world.broadcast_object(os.path.exists("replaced")):
+    for (a,) in un.shard((x,), batch_size=16, shuffle=False):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(a), a.sum(1, keepdim=True)).backward()
+        optimizer.step()
+        if "UNISONO_JOINING" in os.environ:
+            open("replaced", "w").close()
+        time.sleep(0.02)
+    passes += 1
+print(json.dumps({"passes": passes, "weights": model.weight.flatten().tolist()}))
+"""
+
+
+def right_weights(passes: int) -> list[float]:
+    """The weights of REPLACED after so many passes, in one process without Unisono."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 1).to(torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    x = torch.randn(48, 8, dtype=torch.float64)
+    for start in [0, 16, 32] * passes:
+        a = x[start : start + 16]
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(a), a.sum(1, keepdim=True)).backward()
+        optimizer.step()
+    return [float(w) for w in model.weight.detach().flatten()]
+
 
 def right_loss(steps: int = 8) -> float:
     """The same training in one process on whole batches, in plain PyTorch."""

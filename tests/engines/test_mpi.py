@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from engine_cases import COMMON, EVERYTHING, KILLED, right_loss, specs
+from engine_cases import COMMON, EVERYTHING, KILLED, REPLACED, right_loss, right_weights, specs
 from engine_commands import Command, environment, left_over, only, unisono_run
 
 import unisono as un
@@ -54,6 +54,17 @@ def test_a_killed_worker_ends_in_one_report(command: Command) -> None:
     assert "last step 6" in ended.err
     assert ended.err.count("unisono:") == 1
     assert "mpirun" not in ended.err.lower()
+
+
+@needs_mpirun
+def test_a_killed_worker_is_replaced_where_workers_come_and_go(command: Command) -> None:
+    words = unisono_run("--on", "mpi", "-n", "1:2", "--faults", "kill 1@2", "script.py")
+    ended = command(*words, script=REPLACED)
+    assert ended.status == 0, ended
+    first, second = ended.json()
+    assert first == second
+    assert first["weights"] == pytest.approx(right_weights(first["passes"]), rel=1e-9)
+    assert "was lost: killed by SIGKILL" in ended.err
 
 
 @needs_mpirun

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from engine_cases import COMMON, EVERYTHING, KILLED, right_loss, specs
+from engine_cases import COMMON, EVERYTHING, KILLED, REPLACED, right_loss, right_weights, specs
 from engine_commands import Command, only, unisono_run
 from slurm_cluster import SlurmCluster, why_not
 
@@ -68,6 +68,16 @@ def test_a_killed_worker_ends_in_one_report_and_the_nodes_are_free_again(
     while ask(cluster, "squeue", "-h"):  # until the test's time is over
         time.sleep(0.1)
     assert ask(cluster, "sinfo", "-h", "-o", "%T %D") == "idle 2"
+
+
+def test_a_killed_worker_is_replaced_where_workers_come_and_go(command: Command, cluster: Mapping[str, str]) -> None:
+    words = unisono_run("--on", "slurm", "-n", "1:2", "--faults", "kill 1@2", "script.py")
+    ended = command(*words, script=REPLACED, env=cluster)
+    assert ended.status == 0, ended
+    first, second = ended.json()
+    assert first == second
+    assert first["weights"] == pytest.approx(right_weights(first["passes"]), rel=1e-9)
+    assert "was lost: killed by SIGKILL" in ended.err
 
 
 def test_a_job_script_is_written_and_runs(command: Command, cluster: Mapping[str, str], tmp_path: Path) -> None:

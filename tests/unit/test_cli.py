@@ -66,3 +66,20 @@ def test_balance_reaches_the_workers_and_a_job_script(monkeypatch: pytest.Monkey
     assert seen == ["", "1"]
     assert main(["run", "-n", "2", "--balance", "--on", "slurm", "--script", str(script), str(program)]) == 0
     assert " --balance " in script.read_text()
+
+
+def test_workers_that_come_and_go_on_an_engine_and_in_a_job_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").touch()
+    words = ["run", "--on", "slurm", "-n", "2:4", "--heartbeat", "5", "--adapt"]
+    assert main([*words, "--script", str(tmp_path / "job.sh"), str(tmp_path / "train.py")]) == 0
+    written = (tmp_path / "job.sh").read_text()
+    assert "#SBATCH --ntasks=4\n" in written
+    assert "#SBATCH --no-kill\n" in written
+    assert " -n 2:4 " in written
+    assert " --heartbeat 5.0 " in written
+    assert " --adapt " in written
+    with pytest.raises(SystemExit):
+        main(["run", "--on", "ssh", "--hosts", "a", "-n", "2:4", "--max-restarts", "1", str(tmp_path / "train.py")])
+    assert "--max-restarts starts all workers again" in capsys.readouterr().err

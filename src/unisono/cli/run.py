@@ -182,8 +182,8 @@ def _read_elastic(
             if value is not None and value is not False:
                 parser.error(f"--{name} goes with -n MIN:MAX")
         return None
-    if options.on != "local":
-        parser.error(f"-n MIN:MAX is for workers on this host; --on {options.on} takes a number")
+    if options.max_restarts:
+        parser.error("--max-restarts starts all workers again; with -n MIN:MAX those that are lost are replaced")
     return ComeAndGo(least, most, adapt=adapt, **given)
 
 
@@ -315,7 +315,7 @@ def _run_on_engine(options: argparse.Namespace, parser: argparse.ArgumentParser,
         _check_faults(job, parser, job.restarts)
         return None
     engine: Engine = getattr(on, options.on)(**given)
-    _check_faults(job, parser, engine.restarts)
+    _check_faults(job, parser, max(engine.restarts, job.restarts))
     try:
         if options.script or options.submit:
             return _write_script(engine, options, job)
@@ -345,9 +345,16 @@ def _write_script(engine: Engine, options: argparse.Namespace, job: Job) -> int:
     more["--grace"] = None if job.grace_s == Job.grace_s else f"{job.grace_s:g}"
     more["--output-dir"] = None if job.output_dir is None else str(job.output_dir)
     more["--faults"] = job.faults
+    least = None
+    if job.elastic is not None:
+        least = job.elastic.least
+        more["--heartbeat"], more["--deadline"] = job.elastic.heartbeat_s, job.elastic.stuck_s
+        more["--patience"] = job.elastic.patience_s
+        if job.elastic.adapt is not None:
+            more["--target"], more["--window"] = job.elastic.adapt.target, job.elastic.adapt.window_s
     run_options = [word for name, value in more.items() if value is not None for word in (name, str(value))]
-    run_options += ["--balance"] if options.balance else []
-    text = job_script(engine, job.program, job.workers, run_options=run_options)
+    run_options += [f"--{name}" for name in ("balance", "adapt") if getattr(options, name)]
+    text = job_script(engine, job.program, job.places, least=least, run_options=run_options)
     if options.script:
         path = Path(options.script)
         try:

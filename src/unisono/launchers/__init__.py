@@ -49,8 +49,7 @@ def launch(
         faults: a fault script such as "kill 1@40", for tests of what happens then; None: that of UNISONO_FAULTS, if
             any. A fault that did not fire is a WorkerError.
         least: workers that are lost are replaced, and training goes on meanwhile while there are so many; None: a
-            worker that is lost ends the run. The results are those of the workers at the end, which may be fewer. On
-            this host only.
+            worker that is lost ends the run. The results are those of the workers at the end, which may be fewer.
 
     Raises WorkerError with one report when a worker fails; the others are stopped. When it returns or raises, no
     process of theirs is left. An engine that is not installed, not reachable or too small raises EngineError.
@@ -71,10 +70,16 @@ def launch(
 
         if not isinstance(on, Engine):
             raise TypeError(f"launch: got on={on!r}; expected an engine of un.on, such as un.on.mpi()")
-        if least is not None:
-            raise ValueError("launch: got least= with on=; workers are replaced on this host only")
         return on.call(
-            fn, workers, tuple(args), kwargs, threads=threads, output=output, timeout_s=timeout_s, faults=faults
+            fn,
+            workers,
+            tuple(args),
+            kwargs,
+            threads=threads,
+            output=output,
+            timeout_s=timeout_s,
+            faults=faults,
+            least=least,
         )
     return run_function(
         fn,

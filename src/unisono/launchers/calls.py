@@ -23,8 +23,8 @@ from unisono.launchers.output import MODES, Mode
 from unisono.runtime.memfd import anonymous_file
 
 if TYPE_CHECKING:
+    from unisono.launchers.engine_run import EngineRun
     from unisono.launchers.engines.engine import Engine
-    from unisono.launchers.remote import RemoteRun
 
 __all__ = ["call_on", "run_function"]
 
@@ -45,8 +45,7 @@ def run_function(
 ) -> list[T]:
     """See `unisono.launchers.launch`."""
     _check(fn, workers, threads, output, timeout_s)
-    if least is not None and not (isinstance(least, int) and 1 <= least <= workers):
-        raise ValueError(f"launch: got least={least!r}; expected a whole number from 1 to workers={workers}")
+    elastic = _read_least(least, workers)
     payload = _pack(fn, args, kwargs)
     descriptors = [anonymous_file("unisono-function")]
     try:
@@ -63,7 +62,7 @@ def run_function(
             result_fds=descriptors[1:],
             start="fork" if "torch" in sys.modules else "fresh",
             faults=faults,
-            elastic=None if least is None else ComeAndGo(least, workers),
+            elastic=elastic,
         )
         _supervise(job, LocalRun(job))
         there = [rank for rank, fd in enumerate(job.result_fds) if least is None or os.pread(fd, 1, 0)]
@@ -84,18 +83,38 @@ def call_on(
     output: Mode,
     timeout_s: float | None,
     faults: str | None,
+    least: int | None = None,
 ) -> list[T]:
     """The same on an engine."""
-    from unisono.launchers.remote import RemoteRun
+    from unisono.launchers.remote import open_remote_run
 
     _check(fn, workers, threads, output, timeout_s)
+    elastic = _read_least(least, workers)
+    if elastic is not None and engine.restarts:
+        raise ValueError("launch: got least= with max_restarts=, which starts all workers again; expected one of them")
     engine.check(workers)
     job = Job(
-        ["--function"], workers, threads=threads, output=output, inherit=False, timeout_s=timeout_s, faults=faults
+        ["--function"],
+        workers,
+        threads=threads,
+        output=output,
+        inherit=False,
+        timeout_s=timeout_s,
+        faults=faults,
+        elastic=elastic,
     )
-    run = RemoteRun(job, engine, _pack(fn, args, kwargs))
+    run = open_remote_run(job, engine, _pack(fn, args, kwargs))
     _supervise(job, run)
-    return [_unpack(rank, data) for rank, data in enumerate(run.results)]
+    there = [rank for rank, data in enumerate(run.results) if least is None or data]
+    return [_unpack(rank, run.results[rank]) for rank in there]
+
+
+def _read_least(least: object, workers: int) -> ComeAndGo | None:
+    if least is None:
+        return None
+    if isinstance(least, bool) or not isinstance(least, int) or not 1 <= least <= workers:
+        raise ValueError(f"launch: got least={least!r}; expected a whole number from 1 to workers={workers}")
+    return ComeAndGo(least, workers)
 
 
 def _check(fn: object, workers: object, threads: object, output: object, timeout_s: float | None) -> None:
@@ -135,7 +154,7 @@ def _pack(fn: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, An
     return len(header).to_bytes(8, "little") + header + call
 
 
-def _supervise(job: Job, run: LocalRun | RemoteRun) -> None:
+def _supervise(job: Job, run: LocalRun | EngineRun) -> None:
     try:
         outcome = run.supervise()
     except TimedOut as stop:

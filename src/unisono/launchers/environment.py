@@ -56,7 +56,8 @@ def worker_environment(
 
 
 def _is_of_another_run(name: str) -> bool:
-    if name.startswith("TORCHELASTIC_") or name in (SECRET, STORE, "UNISONO_PLACE", "UNISONO_JOINING"):
+    of_a_worker = ("UNISONO_PLACE", "UNISONO_JOINING", "UNISONO_OVER_HOSTS", "UNISONO_ELASTIC")
+    if name.startswith("TORCHELASTIC_") or name in (SECRET, STORE, *of_a_worker):
         return True
     return name.startswith("UNISONO_") and name.endswith(("_FD", "_FAULTS"))
 

@@ -4,16 +4,20 @@ A world of workers that come and go has generations. Whoever finds that a peer i
 to another generation (status.py), comes to the launcher and waits. When every worker that lives has come, the launcher
 gives each its place in the next generation, and the memory in which they meet.
 
-The connection is a socket that the worker inherited: no other process can write to it.
+The connection is a socket that the worker inherited: no other process can write to it. On one host the launcher has
+its other end. Over several hosts the worker's agent has it, and passes all on; the launcher then also says when a
+generation is over, because the connections between hosts do not tell everybody.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import queue
 import socket
 import struct
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +26,16 @@ from unisono.runtime import status
 __all__ = [
     "JOINING",
     "LOG_VARIABLE",
+    "OVER_HOSTS",
     "VARIABLE",
     "Dismissed",
+    "HostsMembership",
     "Membership",
     "ResultLog",
     "Seat",
+    "cut_entries",
     "find_membership",
+    "join_entries",
     "receive",
     "send",
 ]
@@ -35,6 +43,7 @@ __all__ = [
 VARIABLE = "UNISONO_CONTROL_FD"
 LOG_VARIABLE = "UNISONO_RESULTS_FD"
 JOINING = "UNISONO_JOINING"
+OVER_HOSTS = "UNISONO_OVER_HOSTS"
 BEAT_S = 0.5  # between two heartbeats
 MESSAGE_BYTES = 1 << 16
 
@@ -45,7 +54,7 @@ class Dismissed(SystemExit):
 
 @dataclass(frozen=True)
 class Seat:
-    """A place in a generation. `page_fd`: the memory in which its ranks meet; -1 for a world of one."""
+    """A place in a generation. `page_fd`: the memory in which its ranks meet; -1 for a world of one, or over hosts."""
 
     generation: int
     rank: int
@@ -67,19 +76,13 @@ class ResultLog:
 
     def read(self) -> list[bytes]:
         """All entries."""
-        count, end = self._read_head()
-        data, found, at = os.pread(self._fd, end, self._COUNT.size), [], 0
-        for _ in range(count):
-            (length,) = struct.unpack_from("<q", data, at)
-            found.append(data[at + 8 : at + 8 + length])
-            at += 8 + length
-        return found
+        return cut_entries(self.read_bytes(0))[0]
 
     def write(self, entries: list[bytes]) -> None:
         """Add those of all `entries` that are not there yet."""
         count, end = self._read_head()
         for entry in entries[count:]:
-            data = struct.pack("<q", len(entry)) + entry
+            data = join_entries([entry])
             os.pwrite(self._fd, data, self._COUNT.size + end)
             count, end = count + 1, end + len(data)
             os.pwrite(self._fd, self._COUNT.pack(count, end), 0)
@@ -90,9 +93,36 @@ class ResultLog:
             os.pwrite(self._fd, self._COUNT.pack(0, 0), 0)
         self.write(entries)
 
+    def read_mark(self) -> tuple[int, ...]:
+        """Another one after each change."""
+        return (os.fstat(self._fd).st_mtime_ns, *self._read_head())
+
+    def read_bytes(self, start: int) -> bytes:
+        """The entries as they lie in the file, from that byte of them on."""
+        _, end = self._read_head()
+        parts: list[bytes] = []
+        while start < end and (part := os.pread(self._fd, end - start, self._COUNT.size + start)):
+            parts.append(part)
+            start += len(part)
+        return b"".join(parts)
+
     def _read_head(self) -> tuple[int, int]:
         head = os.pread(self._fd, self._COUNT.size, 0)
         return self._COUNT.unpack(head) if len(head) == self._COUNT.size else (0, 0)
+
+
+def join_entries(entries: list[bytes]) -> bytes:
+    """Entries as they lie in the file."""
+    return b"".join(struct.pack("<q", len(entry)) + entry for entry in entries)
+
+
+def cut_entries(data: bytes) -> tuple[list[bytes], bytes]:
+    """The entries that are complete, and what is left."""
+    found, at = [], 0
+    while len(data) >= at + 8 and len(data) >= at + 8 + (length := int(struct.unpack_from("<q", data, at)[0])):
+        found.append(data[at + 8 : at + 8 + length])
+        at += 8 + length
+    return found, data[at:]
 
 
 class Membership:
@@ -116,7 +146,7 @@ class Membership:
         `is_open`: another worker may begin where this one is.
         """
         send(self._sock, {"kind": "come", "generation": self.generation, "open": is_open})
-        message, fds = receive(self._sock)
+        message, fds = self._await_answer()
         if message is None:
             raise Dismissed("the launcher has ended")
         if message["kind"] != "go":
@@ -131,9 +161,53 @@ class Membership:
             page_fd,
         )
 
+    def _await_answer(self) -> tuple[dict[str, Any] | None, list[int]]:
+        return receive(self._sock)
+
     def settle(self) -> None:
         """Tell the launcher that this worker trains in its generation."""
         send(self._sock, {"kind": "settled", "generation": self.generation})
+
+
+class HostsMembership(Membership):
+    """The same over several hosts: a thread listens for the end of a generation."""
+
+    def __init__(self, fd: int, log_fd: int, *, joining: bool) -> None:
+        super().__init__(fd, log_fd, joining=joining)
+        self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._over, self._why = -1, ""  # the last generation that is over
+        self._watched: tuple[int, Callable[[str], None]] | None = None
+        threading.Thread(target=self._listen, name="unisono membership", daemon=True).start()
+
+    def watch(self, generation: int, end: Callable[[str], None]) -> None:
+        """Have `end` called, with the reason, when that generation is over; at once where it is."""
+        with self._lock:
+            self._watched = generation, end
+        self._tell()
+
+    def _await_answer(self) -> tuple[dict[str, Any] | None, list[int]]:
+        return self._answers.get(), []
+
+    def _listen(self) -> None:
+        while True:
+            message, _ = receive(self._sock)
+            if message is None or message["kind"] != "over":
+                self._answers.put(message)
+                if message is None:
+                    return
+                continue
+            with self._lock:
+                self._over, self._why = message["generation"], message["why"]
+            self._tell()
+
+    def _tell(self) -> None:
+        with self._lock:
+            watched = self._watched
+            if watched is None or watched[0] > self._over:
+                return
+            self._watched = None
+        watched[1](self._why)
 
 
 def find_membership() -> Membership | None:
@@ -141,7 +215,8 @@ def find_membership() -> Membership | None:
     fd, log_fd = os.environ.pop(VARIABLE, ""), os.environ.pop(LOG_VARIABLE, "")
     if not fd or not status.is_attached():
         return None
-    return Membership(int(fd), int(log_fd), joining=JOINING in os.environ)
+    kind = HostsMembership if os.environ.pop(OVER_HOSTS, "") else Membership
+    return kind(int(fd), int(log_fd), joining=JOINING in os.environ)
 
 
 def send(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:

@@ -7,13 +7,14 @@ import os
 import socket
 import sys
 import threading
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from unisono.runtime.frames import hide_frames_of_uncaught, warn_user
 from unisono.runtime.machine import read_boot_id
-from unisono.runtime.membership import Membership, Seat, find_membership
+from unisono.runtime.membership import HostsMembership, Membership, Seat, find_membership
 from unisono.runtime.place import Place, number, read_place
 from unisono.world.elastic import Elastic
 from unisono.world.stores import MEETING_S, agree_on_attempt, open_engine_store, open_store, open_torch_store
@@ -24,7 +25,7 @@ from unisono.world.world import World
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["enter", "join", "meet", "take_seat"]
+__all__ = ["enter", "join", "meet"]
 
 TIMEOUT_S = 1800.0
 _meetings = itertools.count()
@@ -96,18 +97,22 @@ def _meet_elastic(membership: Membership, place: Place, device: str | torch.devi
     chosen = _choose_device(device, place.local_rank, place.local_size)
     solo = World(None, device=chosen, hosts=[socket.gethostname()])
     fd = _find_inherited_page()
+    take = _take_seat
+    if isinstance(membership, HostsMembership):
+        store = _open_store(place, float(os.environ.get("UNISONO_TIMEOUT_S", TIMEOUT_S)))
+        take = partial(_take_seat_over_hosts, membership, store)
     if membership.joining:
         world = World(None, device=chosen, hosts=[socket.gethostname()])
         world.rank = world.local_rank = place.rank
         world.size = world.local_size = place.size
         world.hosts = (world.host,) * place.size
     else:
-        world = take_seat(Seat(0, place.rank, place.size, page_fd=-1 if fd is None else fd), chosen)
-    world.elastic = Elastic(world, membership, solo, take_seat)
+        world = take(Seat(0, place.rank, place.size, page_fd=-1 if fd is None else fd), chosen)
+    world.elastic = Elastic(world, membership, solo, take)
     return world
 
 
-def take_seat(seat: Seat, device: torch.device) -> World:
+def _take_seat(seat: Seat, device: torch.device) -> World:
     """A generation of a world on this host, at the place that the launcher gave."""
     hosts = [socket.gethostname()] * seat.size
     name = "world" if seat.generation == 0 else f"world.{seat.generation}"
@@ -119,6 +124,28 @@ def take_seat(seat: Seat, device: torch.device) -> World:
 
     timeout_s = float(os.environ.get("UNISONO_TIMEOUT_S", TIMEOUT_S))
     transport = SharedTransport.from_inherited(seat.page_fd, seat.rank, seat.size, timeout_s=timeout_s, pids=seat.pids)
+    accelerated = _connect_nccl(transport, device, timeout_s) if _wants_nccl(transport, device) else None
+    return World(transport, device=device, hosts=hosts, accelerated=accelerated, name=name)
+
+
+def _take_seat_over_hosts(membership: HostsMembership, store: Store, seat: Seat, device: torch.device) -> World:
+    """The same where the workers are on several hosts: they meet in the launcher's store."""
+    name = "world" if seat.generation == 0 else f"world.{seat.generation}"
+    if seat.size == 1:
+        return World(None, device=device, hosts=[os.environ.get("UNISONO_HOST", socket.gethostname())], name=name)
+    from torch.distributed import PrefixStore
+
+    from unisono.world.transports.interruption import InterruptibleStore, Interruption
+    from unisono.world.transports.silence import find_address
+    from unisono.world.transports.two_level import connect
+
+    timeout_s = float(os.environ.get("UNISONO_TIMEOUT_S", TIMEOUT_S))
+    address = find_address(store)
+    interruption = Interruption(spared=None if address is None else address[1])
+    membership.watch(seat.generation, interruption.end)
+    meeting = InterruptibleStore(PrefixStore(f"generation/{seat.generation}", store), interruption)
+    options: dict[str, Any] = {"timeout_s": timeout_s, "interruption": interruption, "pids": seat.pids}
+    transport, hosts = connect(meeting, seat.rank, seat.size, **options)
     accelerated = _connect_nccl(transport, device, timeout_s) if _wants_nccl(transport, device) else None
     return World(transport, device=device, hosts=hosts, accelerated=accelerated, name=name)
 

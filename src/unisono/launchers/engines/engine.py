@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
@@ -39,6 +40,7 @@ class Work:
     env: Mapping[str, str]
     addresses: Sequence[tuple[str, int]]  # of the launcher's channel
     token: str
+    elastic: bool = False  # the others go on where an agent is lost
 
 
 class Started(Protocol):
@@ -55,6 +57,10 @@ class Started(Protocol):
 
     def sessions(self) -> Sequence[int]:
         """Ids of processes that it started on this host, each leading a session."""
+
+    def revive(self, missing: AbstractSet[int]) -> None:
+        """Start agents again in these places, if they have ended there and the engine can; asked now and then in an
+        elastic run."""
 
     def close(self) -> None:
         """Forget it; it has ended."""
@@ -110,12 +116,12 @@ class Engine:
         For the command line: it takes over signals, shows the output, and one report on standard error.
         """
         from unisono.launchers.job import Job
-        from unisono.launchers.remote import RemoteRun
+        from unisono.launchers.remote import open_remote_run
         from unisono.launchers.terminal import run_in_terminal
 
-        self.check(workers)
         job = job if job is not None else Job(program, workers)
-        return run_in_terminal(job, RemoteRun(job, self))
+        self.check(job.places)
+        return run_in_terminal(job, open_remote_run(job, self))
 
     def call(
         self,
@@ -128,6 +134,7 @@ class Engine:
         output: Mode = "auto",
         timeout_s: float | None = None,
         faults: str | None = None,
+        least: int | None = None,
     ) -> list[T]:
         """Run a function in every worker and return their results in rank order. See `unisono.launch`.
 
@@ -138,10 +145,12 @@ class Engine:
 
         lifted, keywords, tables = replace_tables(args, kwargs or {}, self.is_table)
         engine = copy.copy(self)
+        if tables and least is not None:
+            raise ValueError("launch: got least= with a table of the engine: a replacement cannot be given its part")
         if tables:
             object.__setattr__(engine, "tables", tuple(tables))
         settings: dict[str, Any] = {"threads": threads, "output": output, "timeout_s": timeout_s, "faults": faults}
-        return call_on(engine, fn, workers, lifted, keywords, **settings)
+        return call_on(engine, fn, workers, lifted, keywords, least=least, **settings)
 
     def is_table(self, value: Any) -> bool:
         """Whether a value is data that lies in this engine, and is to be trained on there."""
@@ -194,6 +203,9 @@ class ProcessStarted:
     def sessions(self) -> Sequence[int]:
         """See Started."""
         return [self.process.pid]
+
+    def revive(self, missing: AbstractSet[int]) -> None:
+        """See Started: only a job as a whole can be started."""
 
     def close(self) -> None:
         """See Started."""

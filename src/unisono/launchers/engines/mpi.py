@@ -76,6 +76,8 @@ class Mpi(Engine):
             hosts = ["-hosts", ",".join(self.hosts)] if self.hosts else []
             return [program, "-n", str(work.workers), *hosts, *self.options]
         command = [program, "-np", str(work.workers)]
+        if work.elastic:
+            command.append("--enable-recovery")  # else the loss of one agent is the end of all
         if os.geteuid() == 0:
             command.append("--allow-run-as-root")
         if self.hosts:

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -236,6 +237,7 @@ class _Actors:
         self._stopped = threading.Event()
         self._actors: list[Any] = []
         self._pending: dict[Any, int] = {}
+        self._missing: AbstractSet[int] = frozenset()  # places without an agent, as the launcher sees it
         self._begin()
         self._thread = threading.Thread(target=self._wait, name="unisono-ray", daemon=True)
         self._thread.start()
@@ -254,8 +256,30 @@ class _Actors:
             for rank, actor in enumerate(self._actors)
         }
 
+    def _wait_elastic(self) -> None:
+        """Until all actors are done; one that failed is made anew where its place is missed."""
+        failed: set[int] = set()
+        while (self._pending or failed) and not self._stopped.is_set():
+            done, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=0.5) if self._pending else ([], [])
+            for ref in done:
+                rank = self._pending.pop(ref)
+                if not self._take(ref, rank):
+                    failed.add(rank)
+            for rank in sorted(failed & self._missing):
+                failed.remove(rank)
+                options = self._engine.actor_options(self._group, rank)
+                self._actors[rank] = self._ray.remote(_Actor).options(**options).remote()
+                run = self._actors[rank].run.remote(dict(self._work.env), rank, self._work.workers, [])
+                self._pending[run] = rank
+            if not self._pending:
+                self._stopped.wait(0.5)
+        self._status = 0
+
     def _wait(self) -> None:
         """Until all actors are done, and no restart is left or needed."""
+        if self._work.elastic:
+            self._wait_elastic()
+            return
         ray = self._ray
         while not self._stopped.is_set():
             failed = False
@@ -295,6 +319,10 @@ class _Actors:
     def poll(self) -> int | None:
         """See Started."""
         return self._status
+
+    def revive(self, missing: AbstractSet[int]) -> None:
+        """See Started: another actor, where Ray has room."""
+        self._missing = frozenset(missing)
 
     def stop(self, signum: signal.Signals) -> None:
         """See Started."""

@@ -93,6 +93,8 @@ class Slurm(Engine):
             "--kill-on-bad-exit=0",  # the launcher knows which worker failed first, and stops the others
             "--input=none",
         ]
+        if work.elastic:
+            command.append("--no-kill")  # the loss of a node is not the end of the others
         if self.hosts:
             command.append(f"--nodelist={','.join(self.hosts)}")
         cpus = os.environ.get("SLURM_CPUS_PER_TASK")
@@ -118,8 +120,17 @@ def _no_controller() -> str:
     return f"Slurm's controller does not answer (its address is in {where}{found}); `scontrol ping` asks it"
 
 
-def job_script(engine: Slurm, program: Sequence[str], workers: int, *, run_options: Sequence[str] = ()) -> str:
+def job_script(
+    engine: Slurm,
+    program: Sequence[str],
+    workers: int,
+    *,
+    least: int | None = None,
+    run_options: Sequence[str] = (),
+) -> str:
     """A script for sbatch that runs the program in `workers` tasks; `run_options` are further ones of `unisono run`.
+
+    `least`: workers may come and go, and there are at least so many.
 
     >>> print(job_script(Slurm(options=["--time=10:00"]), ["train.py", "--lr", "0.1"], 4).splitlines()[1])
     #SBATCH --job-name=train
@@ -129,7 +140,11 @@ def job_script(engine: Slurm, program: Sequence[str], workers: int, *, run_optio
     if engine.hosts:
         lines.append(f"--nodelist={','.join(engine.hosts)}")
     python = engine.python or sys.executable
-    command = [python, "-m", "unisono", "run", "--on", "slurm", "-n", str(workers), *run_options, *program]
+    count = str(workers)
+    if least is not None:
+        lines.append("--no-kill")
+        count = f"{least}:{workers}"
+    command = [python, "-m", "unisono", "run", "--on", "slurm", "-n", count, *run_options, *program]
     return "\n".join(
         [
             "#!/bin/bash",

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -260,6 +261,9 @@ class _Stage:
     def poll(self) -> int | None:
         """See Started."""
         return self._status
+
+    def revive(self, missing: AbstractSet[int]) -> None:
+        """See Started: the tasks of a stage are started together, or not at all."""
 
     def stop(self, signum: signal.Signals) -> None:
         """See Started."""

@@ -11,15 +11,18 @@ import itertools
 import json
 import shlex
 import signal
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from unisono.launchers.engines.engine import Engine, EngineError, ProcessStarted, Work, agent_command, find_program
 
 __all__ = ["Ssh", "SshStarted", "divide"]
 
 _INSTALL = "Debian and Ubuntu: apt-get install openssh-client."
+_AGAIN_S = 5.0  # between two attempts to reach a host in an elastic run
 _TO_FAIL_FAST = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
 
 
@@ -69,11 +72,11 @@ class Ssh(Engine):
     def start(self, work: Work) -> SshStarted:
         program = find_program("ssh", advice=_INSTALL)
         ranks = iter(range(work.workers))
-        started: dict[str, ProcessStarted] = {}
+        commands: dict[str, _Host] = {}
         for host, count in divide(self.hosts, work.workers).items():
             if not count:
                 continue
-            setup = {
+            setup: dict[str, Any] = {
                 "launcher": list(work.addresses),
                 "token": work.token,
                 "env": dict(work.env),
@@ -81,10 +84,11 @@ class Ssh(Engine):
                 "ranks": list(itertools.islice(ranks, count)),
                 "size": work.workers,
                 "max_restarts": self.max_restarts,
+                "elastic": work.elastic,
             }
             command = [program, *_TO_FAIL_FAST, *self.options, host, shlex.join(agent_command(self.python, "host"))]
-            started[host] = ProcessStarted(command, {}, input_text=json.dumps(setup) + "\n")
-        return SshStarted(started)
+            commands[host] = _Host(command, json.dumps(setup) + "\n", setup["ranks"])
+        return SshStarted(commands, elastic=work.elastic)
 
     def explain(self, words: str, workers: int) -> str:
         if "Permission denied" in words:
@@ -97,19 +101,41 @@ class Ssh(Engine):
         return ""
 
 
-class SshStarted:
-    """One ssh for each host; one that fails is the end of all."""
+class _Host(NamedTuple):
+    """How a host's agents are started."""
 
-    def __init__(self, hosts: dict[str, ProcessStarted]) -> None:
-        self._hosts = hosts
+    command: Sequence[str]
+    setup: str
+    ranks: Sequence[int]
+
+    def start(self) -> ProcessStarted:
+        return ProcessStarted(self.command, {}, input_text=self.setup)
+
+
+class SshStarted:
+    """One ssh for each host; one that fails is the end of all, unless the run is elastic."""
+
+    def __init__(self, hosts: Mapping[str, _Host], *, elastic: bool = False) -> None:
+        self._commands, self._elastic = hosts, elastic
+        self._hosts = {host: how.start() for host, how in hosts.items()}
+        self._began = dict.fromkeys(hosts, time.monotonic())
 
     def poll(self) -> int | None:
         """See engine.Started."""
         found = [started.poll() for started in self._hosts.values()]
         failed = [status for status in found if status]
-        if failed:
+        if failed and not self._elastic:
             return failed[0]
-        return None if None in found else 0
+        return None if None in found else max(failed, default=0)
+
+    def revive(self, missing: AbstractSet[int]) -> None:
+        """See engine.Started: a host whose ssh has ended is tried again."""
+        for host, how in self._commands.items():
+            is_due = time.monotonic() > self._began[host] + _AGAIN_S
+            if is_due and missing & set(how.ranks) and self._hosts[host].poll() is not None:
+                self._hosts[host].close()
+                self._hosts[host] = how.start()
+                self._began[host] = time.monotonic()
 
     def stop(self, signum: signal.Signals) -> None:
         """See engine.Started."""

@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -37,16 +38,16 @@ from unisono.runtime.memfd import anonymous_file
 from unisono.runtime.place import Place, read_place
 from unisono.runtime.status import StatusPage
 
-__all__ = ["Agent", "identity", "launcher_addresses", "serve_worker"]
+__all__ = ["UNREACHED", "Agent", "OneWorkerAgent", "identity", "launcher_addresses", "serve_worker"]
 
-_UNREACHED, _DRAIN_S = 97, 10.0
+UNREACHED, _DRAIN_S = 97, 10.0
 _ON_SIGTERM = ((0.0, signal.SIGTERM), (1.0, signal.SIGKILL))
 _ON_LOSS = ((0.0, signal.SIGKILL),)
 _PIPES = ("stdout", "stderr", "report")
 
 
-class Agent:
-    """One worker's agent, from the greeting to the end."""
+class Agent(ABC):
+    """What the agents of workers that stay, and of those that come and go (elastic_agent.py), have in common."""
 
     def __init__(self, channel: Channel, place: Place) -> None:
         self.channel, self.place = channel, place
@@ -55,6 +56,7 @@ class Agent:
         self._schedule: list[tuple[float, int]] = []
         self._starter = open_starter("fresh")
         self._process: Process | None = None
+        self._page: StatusPage | None = None
         self._payload, self._result = -1, -1
         self._meeting_page = open_page(os.environ.pop("UNISONO_MEETING_PAGE", ""))
         self._pieces: list[bytes] = []
@@ -63,16 +65,21 @@ class Agent:
         self._leave: int | None = None  # the exit status that the launcher wants of this agent
         self._lost = self._terminated = False
 
-    # -- 1. meet -------------------------------------------------------------------------------------------------------
-
+    @abstractmethod
     def serve(self) -> int:
         """Do it all; the exit status for the engine."""
+
+    # -- 1. meet -------------------------------------------------------------------------------------------------------
+
+    def _take_signals(self) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides
         signal.signal(signal.SIGTERM, self._on_sigterm)
-        wakes, waker = socket.socketpair()  # so that a signal ends the wait in select
-        waker.setblocking(False)
-        signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
-        self._selector.register(wakes, selectors.EVENT_READ, lambda: wakes.recv(64))
+        self._wakes, self._waker = socket.socketpair()  # so that a signal ends the wait in select
+        self._waker.setblocking(False)
+        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        self._selector.register(self._wakes, selectors.EVENT_READ, lambda: self._wakes.recv(64))
+
+    def _say_hello(self) -> None:
         place = self.place
         self.channel.send_json(
             kind="hello",
@@ -84,20 +91,6 @@ class Agent:
             pid=os.getpid(),
         )
         self._selector.register(self.channel, selectors.EVENT_READ, self._on_launcher)
-        while self._start is None and not self._is_ending:
-            self._pump(None)
-        if self._start is None:
-            return self._leave or 1
-        try:
-            self._start_worker(self._start)
-            self._watch()
-        finally:
-            self._clean_up()
-        return self._leave if self._leave is not None else self._code()
-
-    @property
-    def _is_ending(self) -> bool:
-        return self._lost or self._leave is not None or bool(self._schedule)
 
     def _on_launcher(self) -> None:
         try:
@@ -105,9 +98,7 @@ class Agent:
         except OSError:
             frames = None
         if frames is None:
-            self._lost = True
-            self._selector.unregister(self.channel)
-            self._stop(_ON_LOSS)
+            self._lose_launcher()
         for frame in frames or ():
             self._follow(frame)
 
@@ -134,9 +125,10 @@ class Agent:
 
     def _start_worker(self, start: dict[str, Any]) -> None:
         self._set_up(start)
-        self._page = StatusPage.create(self.place.size)
+        self._page = self._page or StatusPage.create(self.place.size)
         report_fd, report_end = os.pipe()
         descriptors = {"UNISONO_STATUS_FD": self._page.fd, "UNISONO_REPORT_FD": report_end, **_engine_descriptors()}
+        descriptors |= self._more_descriptors()
         if start["page"]:
             descriptors["UNISONO_SHM_FD"] = self._meeting_page
         if start["function"]:
@@ -164,6 +156,9 @@ class Agent:
         if process.pid_fd is not None:
             self._selector.register(process.pid_fd, selectors.EVENT_READ, self._on_exit)
         self._send_status("started")
+
+    def _more_descriptors(self) -> dict[str, int]:
+        return {}
 
     def _set_up(self, start: dict[str, Any]) -> None:
         for name, value in start["env"].items():
@@ -214,7 +209,7 @@ class Agent:
     # -- 3. relay ------------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Until the worker has ended and the launcher knows, or has gone."""
+        """Until the worker has ended and the launcher was told."""
         assert self._process is not None
         while self._status is None:
             self._pump(0.1 if self._process.pid_fd is None or self._schedule else None)
@@ -223,11 +218,6 @@ class Agent:
         if self._status == 0 and self._result >= 0:
             self._send_result()
         self._send_status("ended", status=self._status)
-        deadline = time.monotonic() + _DRAIN_S
-        while self._leave is None and not self._lost and time.monotonic() < deadline:
-            self._pump(deadline - time.monotonic())
-            if self._terminated:  # the engine does not wait
-                deadline = min(deadline, time.monotonic() + 0.5)
 
     def _pump(self, wait_s: float | None) -> None:
         now = time.monotonic()
@@ -250,7 +240,7 @@ class Agent:
     def _on_sigterm(self, *_: object) -> None:
         """From the engine: a worker that asked for it is told to save and leave, and has the grace time for it."""
         self._terminated = True
-        asked = self._process is not None and self._page.read(self.place.rank).preemptible
+        asked = self._page is not None and self._page.read(self.place.rank).preemptible
         grace_s = self._start["grace_s"] if self._start is not None and asked else 0.0
         self._stop(((0.0, signal.SIGTERM), (grace_s, signal.SIGKILL)) if grace_s else _ON_SIGTERM)
 
@@ -289,6 +279,7 @@ class Agent:
             done += len(piece)
 
     def _send_status(self, kind: str, **fields: Any) -> None:
+        assert self._page is not None
         status = self._page.read(self.place.rank)
         since_s = time.monotonic() - status.doing_since if status.doing else 0.0
         pid = self._process.pid if self._process is not None else 0
@@ -299,16 +290,18 @@ class Agent:
             try:
                 self.channel.send(kind, body)
             except OSError:
-                self._lost = True
-                self._stop(_ON_LOSS)
+                self._lose_launcher()
 
     def _send_json(self, **fields: Any) -> None:
         if not self._lost:
             try:
                 self.channel.send_json(**fields)
             except OSError:
-                self._lost = True
-                self._stop(_ON_LOSS)
+                self._lose_launcher()
+
+    @abstractmethod
+    def _lose_launcher(self) -> None:
+        """The connection has broken."""
 
     # -- 4. leave nothing behind ---------------------------------------------------------------------------------------
 
@@ -321,6 +314,44 @@ class Agent:
         self._process.close()
         self._starter.close()
         self.channel.close()
+
+
+class OneWorkerAgent(Agent):
+    """The agent of one worker, from the greeting to the end."""
+
+    def serve(self) -> int:
+        """Do it all; the exit status for the engine."""
+        self._take_signals()
+        self._say_hello()
+        while self._start is None and not self._is_ending:
+            self._pump(None)
+        if self._start is None:
+            return self._leave or 1
+        try:
+            self._start_worker(self._start)
+            self._watch()
+            self._await_leave()
+        finally:
+            self._clean_up()
+        return self._leave if self._leave is not None else self._code()
+
+    @property
+    def _is_ending(self) -> bool:
+        return self._lost or self._leave is not None or bool(self._schedule)
+
+    def _await_leave(self) -> None:
+        """Until the launcher knows, or has gone."""
+        deadline = time.monotonic() + _DRAIN_S
+        while self._leave is None and not self._lost and time.monotonic() < deadline:
+            self._pump(deadline - time.monotonic())
+            if self._terminated:  # the engine does not wait
+                deadline = min(deadline, time.monotonic() + 0.5)
+
+    def _lose_launcher(self) -> None:
+        self._lost = True
+        if self.channel in self._selector.get_map():
+            self._selector.unregister(self.channel)
+        self._stop(_ON_LOSS)
 
     def _code(self) -> int:
         if self._status is None:
@@ -360,10 +391,14 @@ def serve_worker() -> int:
     place = read_place(engine=os.environ.get("UNISONO_ENGINE") or None)
     if place is None:
         print("unisono: the engine did not say which worker this is", file=sys.stderr)
-        return _UNREACHED
+        return UNREACHED
     try:
         channel = connect(launcher_addresses(), bytes.fromhex(os.environ["UNISONO_TOKEN"]))
     except Unreachable as error:
         print(f"unisono: {error}", file=sys.stderr)
-        return _UNREACHED
-    return Agent(channel, place).serve()
+        return UNREACHED
+    if "UNISONO_ELASTIC" in os.environ:
+        from unisono.launchers.worker.elastic_agent import ElasticAgent
+
+        return ElasticAgent(channel, place).serve()
+    return OneWorkerAgent(channel, place).serve()

@@ -26,6 +26,8 @@ __all__ = ["serve_host"]
 
 _UNREACHED = 97
 _TO_END_S = 2.0  # that agents have after SIGTERM
+_AGAIN_S = 2.0  # between two starts of an agent in an elastic run
+_FINAL = (0, _UNREACHED)  # of an agent that is not needed any more, or whose launcher is gone
 
 
 def serve_host() -> int:
@@ -74,9 +76,12 @@ class _Host:
         self.started: list[int] = []  # agents of all attempts: each leads a session
         self._wanted = 0  # the attempt that the launcher asked for
         self._launcher_ended = False
+        self._told_to_end = False
 
     def run(self) -> int:
         """The status for ssh: 0 when every agent ended well, in the last attempt that the launcher asked for."""
+        if self._setup["elastic"]:
+            return self._run_elastic()
         attempt = 0
         while True:
             self._agents = [self._start(local, rank) for local, rank in enumerate(self._setup["ranks"])]
@@ -94,6 +99,26 @@ class _Host:
             if self._wanted <= attempt:
                 return 0
             attempt = self._wanted
+
+    def _run_elastic(self) -> int:
+        """Each agent that failed is started again, until the launcher has ended.
+
+        Agents notice by themselves when the launcher is gone. So where ssh's connection is lost, they are left alone.
+        """
+        ranks = list(self._setup["ranks"])
+        self._agents = [self._start(local, rank) for local, rank in enumerate(ranks)]
+        began = [time.monotonic()] * len(ranks)
+        while not self._told_to_end:
+            found = [agent.poll() for agent in self._agents]
+            if all(status is not None and (self._launcher_ended or status in _FINAL) for status in found):
+                break
+            for local, status in enumerate(found):
+                failed = status is not None and status not in _FINAL and not self._launcher_ended
+                if failed and time.monotonic() > began[local] + _AGAIN_S:
+                    self._agents[local] = self._start(local, ranks[local])
+                    began[local] = time.monotonic()
+            self._read(())
+        return 0
 
     def stop(self) -> None:
         """End the agents, which end their workers."""
@@ -134,7 +159,8 @@ class _Host:
         """Wait for the end of an agent, half a second or what the launcher says, and take note of that."""
         poll = select.poll()
         for fd in (0, self._channel.fileno(), *ends):
-            poll.register(fd, select.POLLIN)
+            if fd >= 0 and not (fd == 0 and self._launcher_ended):
+                poll.register(fd, select.POLLIN)
         for fd, _ in poll.poll(500):
             if fd == 0:
                 self._launcher_ended |= not os.read(0, 4096)
@@ -146,11 +172,13 @@ class _Host:
             frames = self._channel.receive()
         except OSError:  # this host or the launcher's is cut off
             frames = None
-        if frames is None:
+        if frames is None and self._setup["elastic"]:
+            self._channel.close()
+        elif frames is None:
             self._launcher_ended = True
         for frame in frames or ():
             message = frame.json()
             if message["kind"] == "again":
                 self._wanted = max(self._wanted, message["attempt"])
             elif message["kind"] == "end":
-                self._launcher_ended = True
+                self._launcher_ended = self._told_to_end = True

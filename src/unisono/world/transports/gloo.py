@@ -10,6 +10,7 @@ import struct
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,6 +27,8 @@ from unisono.world.transports.liveness import Liveness
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+    from unisono.world.transports.interruption import Interruption
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 SEGMENT = 256 << 10  # bytes a message of a ring carries
@@ -37,18 +40,23 @@ _DIRECT_TAG = 1 << 30  # the tag of `send` and `recv`, apart from those of the r
 _SIGN = 128  # bytes that a rank tells its neighbour before an operation
 _ATTEMPTS = 3  # to connect
 _PATIENCE_S = 30.0  # for the others to fail as well
+_TO_BE_TOLD_S = 1.0  # who is lost, where the launcher says so
 _INLINE = 512 - 8  # bytes of an object that travel with its size
 
 
-def _connect(store: Store, rank: int, size: int, timeout_s: float) -> Any:
+def _connect(store: Store, rank: int, size: int, timeout_s: float, interruption: Interruption | None) -> Any:
     """A gloo group of all ranks. Its connections fail now and then for no reason that lasts (about one group in a
     thousand on a busy machine): the ranks tell each other in the store, and all try again."""
     try:
-        return _connect_together(store, rank, size, timeout_s)
+        with nullcontext() if interruption is None else interruption.connecting():
+            return _connect_together(store, rank, size, timeout_s)
     except PeerLost:
         raise
     except RuntimeError as error:
         problem = str(error)
+        traceback.clear_frames(error.__traceback__)
+    if interruption is not None:
+        interruption.check()
     raise PeerLost(f"the {size} ranks could not connect: the store in which they meet does not answer ({problem})")
 
 
@@ -103,11 +111,14 @@ class GlooTransport(Transport):
 
     name = "messages"
 
-    def __init__(self, store: Store, rank: int, size: int, *, timeout_s: float) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, *, timeout_s: float, interruption: Interruption | None = None
+    ) -> None:
+        """`interruption`: by which another thread ends what this rank waits for."""
         self.rank, self.size = rank, size
-        self._store, self._timeout_s = store, timeout_s
+        self._store, self._timeout_s, self._interruption = store, timeout_s, interruption
         self._liveness = Liveness(store, rank, size)
-        self._gloo: Any = _connect(store, rank, size, timeout_s)
+        self._gloo: Any = _connect(store, rank, size, timeout_s, interruption)
         self._splits = 0
         self._rounds = 0
 
@@ -288,7 +299,9 @@ class GlooTransport(Transport):
         self._splits += 1
         name = f"{self._splits}/{'-'.join(map(str, mine))}"
         store = dist.PrefixStore(name, self._store)
-        return GlooTransport(store, mine.index(self.rank), len(mine), timeout_s=self._timeout_s)
+        return GlooTransport(
+            store, mine.index(self.rank), len(mine), timeout_s=self._timeout_s, interruption=self._interruption
+        )
 
     def abandon(self, why: Exception) -> None:
         self._liveness.report(why)
@@ -332,6 +345,8 @@ class GlooTransport(Transport):
             self.abandon(found := Mismatch(problem))
             return found
         self._gloo = None
+        if self._interruption is not None and self._interruption.has_ended(_TO_BE_TOLD_S):
+            return PeerLost(f"{self._interruption.why}; waited for it in {what}")
         if (report := self._liveness.read_report()) is not None:
             return report
         missing, is_certain = self._liveness.describe_missing()

@@ -150,10 +150,18 @@ class MeetingPage:
     """The meeting page of one group of processes on one host."""
 
     def __init__(
-        self, fd: int, rank: int, size: int, *, timeout_s: float, spin: bool, pids: Sequence[int] = ()
+        self,
+        fd: int,
+        rank: int,
+        size: int,
+        *,
+        timeout_s: float,
+        spin: bool,
+        pids: Sequence[int] = (),
+        check: Callable[[], None] | None = None,
     ) -> None:
         """`fd` is a memfd that all share. `pids`: every rank's process, where that is known: one that dies before it
-        comes is noticed then."""
+        comes is noticed then. `check`: raises PeerLost where waiting is to end."""
         self.rank, self.size, self.spin = rank, size, spin
         self.noun = "rank"  # what the others here are called
         self.small_rows = [size * ROW + r * _SMALL_ROW for r in range(size)]
@@ -164,6 +172,7 @@ class MeetingPage:
         self.memory = mmap.mmap(fd, nbytes)
         self.counters = Counters(self.memory)
         self.sequence = 0  # the number of the collective that meets here
+        self._check = check
         self.on_missing: Callable[[int], None] | None = None  # asked about a rank that does not come to a meeting
         self._round = 0
         self._peers = [r for r in range(size) if r != rank]
@@ -209,6 +218,7 @@ class MeetingPage:
                     if on_missing is not None:  # first: a rank that is in another collective may leave for that
                         on_missing(rank)
                     self._check_peer(at, target, rank, what, began)
+                    self._check_end()
                     wait = wait or LongWait()
                     wait.check()
                     self._compare_waits(rank)
@@ -238,6 +248,14 @@ class MeetingPage:
             raise self.give_up(
                 PeerLost(f"{what}: waited {self._timeout_s:g} s for {who} of {self.size}, which did not come: {why}")
             )
+
+    def _check_end(self) -> None:
+        if self._check is not None:
+            try:
+                self._check()
+            except PeerLost as error:
+                self.give_up(error)
+                raise
 
     def give_up(self, error: Exception) -> Exception:
         """Tell those who wait for me that I shall not come to another meeting."""

@@ -28,13 +28,26 @@ from unisono.world.transports.silence import limit_silence
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+    from unisono.world.transports.interruption import Interruption
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _ASKING_S = 10.0
 
 
-def connect(store: Store, rank: int, size: int, *, timeout_s: float) -> tuple[Transport, list[str]]:
-    """Meet the other ranks in `store`; the best transport for where they are, and every rank's host."""
+def connect(
+    store: Store,
+    rank: int,
+    size: int,
+    *,
+    timeout_s: float,
+    interruption: Interruption | None = None,
+    pids: Sequence[int] = (),
+) -> tuple[Transport, list[str]]:
+    """Meet the other ranks in `store`; the best transport for where they are, and every rank's host.
+
+    `interruption`: by which another thread ends what this rank waits for; `pids`: every rank's process, where known.
+    """
     from torch.distributed import PrefixStore
 
     limit_silence(store, timeout_s)
@@ -52,13 +65,19 @@ def connect(store: Store, rank: int, size: int, *, timeout_s: float) -> tuple[Tr
         if len(twins) > 1:
             hosts[r] = f"{name}#{twins.index(found[r][1])}"
     mine = [r for r in range(size) if hosts[r] == hosts[rank]]
-    everywhere, inside = _share_memory(store, mine, rank, size, timeout_s)
+    everywhere, inside = _share_memory(store, mine, rank, size, timeout_s, interruption, pids)
     if inside is not None and len(mine) == size:
         return inside, hosts
-    messages = GlooTransport(PrefixStore("messages", store), rank, size, timeout_s=timeout_s)
-    if not everywhere or len(set(hosts)) == size:
-        return messages, hosts
-    return TwoLevelTransport.build(messages, inside, hosts), hosts
+    try:
+        prefixed = PrefixStore("messages", store)
+        messages = GlooTransport(prefixed, rank, size, timeout_s=timeout_s, interruption=interruption)
+        if not everywhere or len(set(hosts)) == size:
+            return messages, hosts
+        return TwoLevelTransport.build(messages, inside, hosts), hosts
+    except PeerLost as error:
+        if inside is not None:
+            inside.abandon(error)
+        raise
 
 
 def _identify_host() -> tuple[str, str]:
@@ -70,7 +89,13 @@ def _identify_host() -> tuple[str, str]:
 
 
 def _share_memory(
-    store: Store, mine: Sequence[int], rank: int, size: int, timeout_s: float
+    store: Store,
+    mine: Sequence[int],
+    rank: int,
+    size: int,
+    timeout_s: float,
+    interruption: Interruption | None,
+    pids: Sequence[int],
 ) -> tuple[bool, SharedTransport | None]:
     """Whether every rank anywhere can share memory on its host, and mine with the others of my host, if any."""
     works = is_supported() and os.environ.get("UNISONO_SHARED_MEMORY", "1") != "0"
@@ -91,7 +116,9 @@ def _share_memory(
         # A rank waits for its host's leader, which waits for the other hosts and then asks who is missing: the wait
         # inside a host is longer, so that all of it hear what the leader found.
         wait_s = timeout_s if len(mine) == size else timeout_s + _ASKING_S
-        return True, SharedTransport(fd, mine.index(rank), len(mine), timeout_s=wait_s)
+        near = [pids[r] for r in mine] if pids else ()
+        check = None if interruption is None else interruption.check
+        return True, SharedTransport(fd, mine.index(rank), len(mine), timeout_s=wait_s, pids=near, check=check)
     finally:
         if fd >= 0:
             os.close(fd)
@@ -102,14 +129,14 @@ def _fail_together(method: F) -> F:
 
     @wraps(method)
     def run(self: TwoLevelTransport, *args: Any) -> Any:
+        if self._is_lost:  # the others of this host would take it for the collective that failed
+            raise PeerLost("the connections of this world were closed, or lost before")
         try:
             return method(self, *args)
         except (Mismatch, PeerLost) as error:
             text = str(error)
             why = type(error)(text if text.startswith("on host ") else f"on host {self._hosts[self.rank]}: {text}")
-        for transport in (self._inside, self._across, self._flat):
-            if transport is not None:
-                transport.abandon(why)
+        self.abandon(why)
         raise why
 
     return run  # type: ignore[return-value]
@@ -125,6 +152,7 @@ class TwoLevelTransport(Transport):
         self.rank, self.size = flat.rank, flat.size
         self._flat, self._inside, self._across = flat, inside, across
         self._hosts = list(hosts)
+        self._is_lost = False
         self._groups = [[r for r in range(self.size) if hosts[r] == h] for h in dict.fromkeys(hosts)]
         self._home = next(i for i, group in enumerate(self._groups) if self.rank in group)
         self._mine = self._groups[self._home]
@@ -257,6 +285,12 @@ class TwoLevelTransport(Transport):
     def release(self, x: Tensor) -> None:
         if self._inside is not None:
             self._inside.release(x)
+
+    def abandon(self, why: Exception) -> None:
+        self._is_lost = True
+        for transport in (self._inside, self._across, self._flat):
+            if transport is not None:
+                transport.abandon(why)
 
     def close(self) -> None:
         for transport in (self._inside, self._across, self._flat):

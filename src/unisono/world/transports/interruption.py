@@ -1,0 +1,159 @@
+"""Ends what a rank waits for in one generation of a world, from another thread: a peer is known to be lost.
+
+A call of gloo waits for its peers without a limit that would help, and has no way to be called back. But it raises at
+once when its connections are shut down. gloo does not give its sockets away: they are those that appear among this
+process's descriptors while a group connects, but for connections to the store. (A connection that another thread of the
+program makes in that very moment would be taken for one of them.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store
+
+from unisono.world.transports import PeerLost
+
+__all__ = ["InterruptibleStore", "Interruption"]
+
+_LOOK_S = 0.05  # between two looks at a group that connects
+_SHORTEST_S, _LONGEST_S = 0.001, 0.05  # between two looks into the store
+
+
+class Interruption:
+    """Of one generation. `end` may come at any time, also before anything is waited for.
+
+    `spared`: the port of the store, whose connections stay.
+    """
+
+    def __init__(self, spared: int | None = None) -> None:
+        self.why, self._spared = "", spared
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._connecting: list[set[int]] = []  # for each group that connects now: the sockets that were there before
+        self._sockets: set[int] = set()  # of groups that have connected
+        self.stores: list[Store] = []  # torch's C++ holds a store without its Python object, which would then be gone
+
+    def check(self) -> None:
+        """Raise PeerLost where it has ended."""
+        if self.why:
+            raise PeerLost(self.why)
+
+    def has_ended(self, within_s: float) -> bool:
+        """Whether it ends in that time."""
+        return self._ended.wait(within_s)
+
+    def end(self, why: str) -> None:
+        """A peer is lost: nobody of this generation waits any more."""
+        self.why = self.why or why
+        self._ended.set()
+        while True:
+            with self._lock:
+                known, before = set(self._sockets), list(self._connecting)
+            present = {number for number, _ in _list_sockets()}
+            _shut_down(known.union(*(present - old for old in before)), self._spared)
+            if not before:
+                return
+            time.sleep(_LOOK_S)
+
+    @contextmanager
+    def connecting(self) -> Iterator[None]:
+        """A group of gloo connects in this block."""
+        self.check()
+        before = {number for number, _ in _list_sockets()}
+        with self._lock:
+            self._connecting.append(before)
+        try:
+            yield
+        finally:
+            found = {number for number, _ in _list_sockets()} - before
+            with self._lock:
+                self._connecting.remove(before)
+                self._sockets |= found
+        self.check()
+
+
+class InterruptibleStore(Store):
+    """A store in which waiting for the others ends with the generation."""
+
+    timeout: timedelta  # torch's: how long `get` and `wait` wait
+
+    def __init__(self, store: Any, interruption: Interruption) -> None:
+        super().__init__()
+        self.underlying_store, self._interruption = store, interruption
+        self.set_timeout(store.timeout)
+        interruption.stores.append(self)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """See torch's."""
+        self._interruption.check()
+        self.underlying_store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """The value of a key, once it is there."""
+        self.wait([key])
+        return bytes(self.underlying_store.get(key))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Until all keys are there."""
+        limit_s = (self.timeout if timeout is None else timeout).total_seconds()
+        deadline, pause_s = time.monotonic() + limit_s, _SHORTEST_S
+        while True:
+            self._interruption.check()
+            if self.underlying_store.check(list(keys)):
+                return
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"wait timeout after {limit_s:g} s for keys {', '.join(keys)}")
+            time.sleep(pause_s)
+            pause_s = min(_LONGEST_S, 2 * pause_s)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """See torch's."""
+        return bool(self.underlying_store.check(list(keys)))
+
+    def add(self, key: str, value: int) -> int:
+        """See torch's."""
+        self._interruption.check()
+        return int(self.underlying_store.add(key, value))
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        """See torch's."""
+        return bytes(self.underlying_store.compare_set(key, expected, desired))
+
+    def delete_key(self, key: str) -> bool:
+        """See torch's."""
+        return bool(self.underlying_store.delete_key(key))
+
+    deleteKey = delete_key  # by which torch's C++ looks for it
+
+
+def _list_sockets() -> list[tuple[int, int]]:
+    """The sockets of this process: the kernel's number of each, and a descriptor."""
+    found = []
+    for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
+        with contextlib.suppress(OSError):  # closed meanwhile, or the descriptor of the listing itself
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if target.startswith("socket:["):
+                found.append((int(target[8:-1]), int(name)))
+    return found
+
+
+def _shut_down(numbers: set[int], spared: int | None) -> None:
+    """Shut down the TCP connections among these sockets; their owner finds them closed."""
+    for number, descriptor in _list_sockets():
+        if number not in numbers:
+            continue
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as sock:
+            is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
+            is_same = os.fstat(sock.fileno()).st_ino == number
+            if is_tcp and is_same and sock.getpeername()[1] != spared:  # one that listens has no other end: an OSError
+                sock.shutdown(socket.SHUT_RDWR)

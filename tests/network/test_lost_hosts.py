@@ -1,0 +1,145 @@
+"""Workers on other hosts that are lost, and hosts that are cut off for a while: the others go on, and are joined."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from unisono.lab.hosts import EmulatedHosts
+
+SOURCES = Path(__file__).parents[2] / "src"
+SETUP = """
+import torch
+torch.set_default_dtype(torch.float64)
+draw = torch.Generator().manual_seed(1)
+xs = torch.randn(24, 5, generator=draw)
+ys = xs @ torch.randn(5, 1, generator=draw)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+def step(x, y):
+    optimizer.zero_grad()
+    ((model(x) - y) ** 2).mean().backward()
+    optimizer.step()
+"""
+PROGRAM = """
+import json, os, time
+import unisono as un
+world = un.join()
+un.parallel(model, optimizer)
+passes, said = 0, False
+while not world.broadcast_object(os.path.exists("stop")):
+    for x, y in un.shard((xs, ys), batch_size=6, shuffle=False):
+        step(x, y)
+        if not said:
+            print(f"trains {os.environ['UNISONO_PLACE']} {os.getpid()}", flush=True)
+            said = True
+        time.sleep(0.02)
+    passes += 1
+print(json.dumps([passes, [p.flatten().tolist() for p in model.parameters()]]))
+"""
+
+
+class Launcher:
+    """`namespace_engine.py` on the last of the hosts, and what it says."""
+
+    def __init__(self, hosts: EmulatedHosts, folder: Path, heartbeat_s: float) -> None:
+        (folder / "script.py").write_text(SETUP + PROGRAM)
+        engine = str(Path(__file__).parent / "namespace_engine.py")
+        spaces = ",".join(f"{hosts.namespace(host)}={hosts.address(host)}" for host in range(2))
+        env = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1", "UNISONO_WARM": "0"}
+        self._process = hosts.start(
+            2,
+            [sys.executable, engine, "1", "2", str(heartbeat_s), spaces, "script.py"],
+            env,
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines: list[str] = []
+
+    def await_line(self, is_meant: Callable[[str], bool]) -> str:
+        """The next line of that kind."""
+        assert self._process.stdout is not None
+        for line in iter(self._process.stdout.readline, ""):
+            self.lines.append(line)
+            if is_meant(line):
+                return line
+        raise AssertionError("it ended before that:\n" + "".join(self.lines))
+
+    def await_training(self, place: int, *, other_than: int = 0) -> int:
+        """Until a worker has made its first step in a place; its process."""
+        said = f"[{place}] trains {place} "
+        line = self.await_line(lambda line: line.startswith(said) and int(line.split()[-1]) != other_than)
+        return int(line.split()[-1])
+
+    def await_end(self) -> list[str]:
+        """All that it said."""
+        assert self._process.stdout is not None
+        self.lines += self._process.stdout.readlines()
+        assert self._process.wait() == 0, "".join(self.lines)
+        return self.lines
+
+    def end(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+@pytest.fixture
+def hosts() -> Iterator[EmulatedHosts]:
+    with EmulatedHosts(3) as found:
+        yield found
+
+
+def set_link(hosts: EmulatedHosts, host: int, how: str) -> None:
+    subprocess.run(["ip", "-n", hosts.namespace(host), "link", "set", hosts.interface, how], check=True)
+
+
+def train_alone(passes: int) -> list[list[float]]:
+    """The same batches, in this process and without Unisono."""
+    names: dict[str, Any] = {}
+    before = torch.get_default_dtype()
+    try:
+        exec(SETUP, names)
+        for start in [*range(0, 24, 6)] * passes:
+            names["step"](names["xs"][start : start + 6], names["ys"][start : start + 6])
+    finally:
+        torch.set_default_dtype(before)
+    return [p.flatten().tolist() for p in names["model"].parameters()]
+
+
+@pytest.mark.timeout(240)
+def test_a_killed_worker_and_a_host_that_is_cut_off_are_replaced(hosts: EmulatedHosts, tmp_path: Path) -> None:
+    launcher = Launcher(hosts, tmp_path, heartbeat_s=2.0)
+    try:
+        first = launcher.await_training(1)
+        os.kill(first, signal.SIGKILL)
+        second = launcher.await_training(1, other_than=first)
+        set_link(hosts, 1, "down")
+        launcher.await_line(lambda line: "worker 1 " in line and "was lost: connection lost" in line)
+        launcher.await_line(lambda line: line.startswith("unisono: 1 workers go on"))
+        set_link(hosts, 1, "up")
+        launcher.await_training(1, other_than=second)
+        (tmp_path / "stop").touch()
+        lines = launcher.await_end()
+    finally:
+        launcher.end()
+    results = [json.loads(line[4:]) for line in lines if line.startswith(("[0] [", "[1] ["))]
+    assert len(results) == 2, lines
+    assert results[0] == results[1]
+    passes, weights = results[0]
+    assert weights == [pytest.approx(one, rel=1e-9) for one in train_alone(passes)]
+    assert not os.path.exists(f"/proc/{second}"), "the worker that was cut off goes on"

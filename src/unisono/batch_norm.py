@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from unisono.world import World, join
-from unisono.world.elastic import survive
 
 
 class _Link:
@@ -40,13 +39,13 @@ class _SumOverRanks(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, channel: World, weight: float, world: World) -> Tensor:
         ctx.channel, ctx.weight, ctx.world = channel, weight, world
         total = x.clone()
-        survive(world, lambda: channel.all_reduce(total, "sum", tag="batch norm").wait())
+        world.survive(lambda: channel.all_reduce(total, "sum", tag="batch norm").wait())
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         total = torch.zeros_like(grads[0]) if ctx.weight == 0.0 else grads[0] * ctx.weight
-        survive(ctx.world, lambda: ctx.channel.all_reduce(total, "sum", tag="batch norm").wait())
+        ctx.world.survive(lambda: ctx.channel.all_reduce(total, "sum", tag="batch norm").wait())
         return total / ctx.weight if ctx.weight else total, None, None, None
 
 

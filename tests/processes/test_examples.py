@@ -1,4 +1,5 @@
-"""The three example scripts, unchanged, alone, under `unisono run` and under torchrun: the same final loss."""
+"""The three example scripts, unchanged, alone, under `unisono run` with workers that are killed, and under torchrun: the
+same final loss."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ import pytest
 pytestmark = pytest.mark.timeout(400)
 ROOT = Path(__file__).parents[2]
 LAUNCHERS = {
-    "unisono": ["-m", "unisono", "run", "-n", "2"],
+    # The others wait for each replacement, so that the loss is that of two workers.
+    "unisono": ["-m", "unisono", "run", "-n", "2:2", "--faults", "kill 1@3 in backward; kill 0@7"],
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
 }
 # Few steps: rounding differs between 1 and 2 workers, and training makes small differences grow.

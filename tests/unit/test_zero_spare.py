@@ -234,8 +234,11 @@ def test_a_rank_may_be_lost_and_another_be_behind_the_rest(stage: int, caught_up
     assert caught_up == [LOST_AT + 1]  # only at the agreement can one have stepped and another not
 
 
-@pytest.mark.parametrize(("size", "lost"), [(2, 0), (3, 2), (4, 1)])
-@pytest.mark.parametrize("make_optimizer", [adam, momentum], ids=["adam", "momentum"])
+@pytest.mark.parametrize(
+    ("make_optimizer", "size", "lost"),
+    [(adam, 2, 0), (momentum, 3, 2), (adam, 4, 1)],
+    ids=["adam-2", "momentum-3", "adam-4"],
+)
 @stages
 def test_a_world_goes_on_without_a_rank_and_with_another(
     stage: int, make_optimizer: Any, size: int, lost: int, caught_up: list[int]

@@ -23,7 +23,6 @@ from unisono.background import Handle, SerialQueue
 from unisono.buckets import Bucket, group_into_buckets, on_device
 from unisono.exchange.windows import TrainableParameters, Windows, if_alive
 from unisono.world import World
-from unisono.world.elastic import survive
 
 
 class Work(Protocol):
@@ -129,7 +128,7 @@ class Exchange(Windows):
         """A parameter's gradient has been accumulated."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
-            survive(self.world, lambda: self._begin(task))
+            self.world.survive(lambda: self._begin(task))
         if self.world.elastic is not None and self.world.elastic.is_idle:
             return
         if not self._syncing or name not in self._slots:
@@ -218,7 +217,7 @@ class Exchange(Windows):
 
     def _end(self) -> None:
         self._task = -1
-        survive(self.world, self._end_pass)
+        self.world.survive(self._end_pass)
         if self.world.elastic is not None and self.world.elastic.is_idle:  # half of it may be anything
             torch._foreach_zero_([p.grad for _, p in self.named if p.grad is not None])
 

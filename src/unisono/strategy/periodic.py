@@ -18,7 +18,6 @@ from unisono.exchange.overlap import Exchange, scale_gradient
 from unisono.exchange.windows import Counter
 from unisono.strategy.replica import Change, Replica, Strategy, share
 from unisono.world import World
-from unisono.world.elastic import survive
 
 
 class PeriodicReplica(Replica):
@@ -224,7 +223,7 @@ class PeriodicReplica(Replica):
 def _meet_if_due(replica: weakref.ref[PeriodicReplica], *_: Any) -> None:
     alive = replica()
     if alive is not None:
-        survive(alive.world, alive.meet_if_due)
+        alive.world.survive(alive.meet_if_due)
 
 
 @torch.no_grad()

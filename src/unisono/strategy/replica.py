@@ -22,7 +22,7 @@ from unisono.runtime import status
 from unisono.strategy.fault_watch import FaultWatch
 from unisono.strategy.mistakes import follow_optimizer, leave_optimizer
 from unisono.world import World
-from unisono.world.elastic import Elastic, survive
+from unisono.world.elastic import Elastic
 from unisono.world.straggler_watch import Treatment, after_step
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class Replica:
             self._faults.before_count(self)
         self.world.ledger.step(self)
         status.note(step=self.world.ledger.step_count)
-        survive(self.world, lambda: after_step(self.world, self.slow_ranks))
+        self.world.survive(lambda: after_step(self.world, self.slow_ranks))
         if self._faults is not None:
             self._faults.after_count()
 
@@ -175,7 +175,7 @@ class Replica:
     def sync(self) -> None:
         """End the window now, on every rank: what has added up so far is exchanged. `optimizer.step()` does it
         too; call it before clipping or AMP's unscaling where the last window of an epoch may be short."""
-        survive(self.world, self.before_step)
+        self.world.survive(self.before_step)
 
     def watch(self, scaler: torch.amp.GradScaler) -> None:
         """Follow the loss scale of AMP: a method that keeps part of a gradient for later keeps it in the units of

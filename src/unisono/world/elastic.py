@@ -133,6 +133,19 @@ class Elastic:
         if self.healer is not None:
             self.healer.after_batch(shard)
 
+    def survive(self, call: Callable[[], Any]) -> Any:
+        """See `World.survive`."""
+        if self.is_idle:
+            return None
+        try:
+            if in_background():
+                return call()
+            with self.inside():
+                return call()
+        except PeerLost as error:
+            self.broken = error
+            return None
+
     # Calls of the program ----------------------------------------------------------------------------------------
 
     def call(self, run: Callable[[], Any], inputs: tuple[Any, ...] = (), *, alone: Callable[[], Any]) -> Any:
@@ -247,24 +260,6 @@ class Elastic:
                     x.copy_(result)
             return inputs[0]
         return value
-
-
-def survive(world: World, call: Callable[[], Any]) -> Any:
-    """Do `call`, in which this rank exchanges something; where a peer is lost in a world that heals, note it: the rest
-    of the window is not exchanged, and the world is formed anew before the optimizer steps."""
-    elastic = world.elastic
-    if elastic is None:
-        return call()
-    if elastic.is_idle:
-        return None
-    try:
-        if in_background():
-            return call()
-        with elastic.inside():
-            return call()
-    except PeerLost as error:
-        elastic.broken = error
-        return None
 
 
 def _list_tensors(values: tuple[Any, ...]) -> list[Tensor]:

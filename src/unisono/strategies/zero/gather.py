@@ -28,7 +28,6 @@ from torch.utils._pytree import tree_leaves
 from unisono.background import Handle, SerialQueue
 from unisono.strategies.zero.units import UNCALLED, WHOLE, Unit
 from unisono.world import PeerLost, World
-from unisono.world.elastic import survive
 
 UNITS_GATHERED = 2  # at most, beside the model's own: the one at work, and the one that comes next
 EVERY_RANK = {  # what errors say of ranks that do not come (see `unisono.runtime.frames`)
@@ -129,7 +128,7 @@ class WholeValues(Values):
 
     def _gather(self, unit: Unit) -> None:
         shards = unit.shards(unit.full)
-        survive(self._world, lambda: self._world.all_gather(unit.shard, even=True, out=shards, tag=unit.tag).wait())
+        self._world.survive(lambda: self._world.all_gather(unit.shard, even=True, out=shards, tag=unit.tag).wait())
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -196,7 +195,7 @@ class GatheredValues(Values):
     def _fill(self, unit: Unit) -> None:
         unit.full.untyped_storage().resize_(unit.nbytes)
         mine, shards = self._fetch(unit), unit.shards(unit.full)
-        survive(self._world, lambda: self.channel.all_gather(mine, even=True, out=shards, tag=unit.tag).wait())
+        self._world.survive(lambda: self.channel.all_gather(mine, even=True, out=shards, tag=unit.tag).wait())
 
     def _start(self, unit: Unit) -> Handle[None]:
         """Begin to gather a unit: in the order of the calls, which is the same on every rank."""

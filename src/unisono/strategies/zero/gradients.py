@@ -16,7 +16,6 @@ from torch import Tensor
 
 from unisono.strategies.zero.units import Unit
 from unisono.world import World
-from unisono.world.elastic import survive
 
 
 class ShardedGradients:
@@ -63,7 +62,7 @@ class ShardedGradients:
         if order not in self._norms or number <= self._served:
             sums = self._power_sums(order)
             inf = math.isinf(order)
-            survive(self._world, lambda: self._world.all_reduce(sums, "max" if inf else "sum", tag="norms").wait())
+            self._world.survive(lambda: self._world.all_reduce(sums, "max" if inf else "sum", tag="norms").wait())
             roots = sums if inf else sums ** (1.0 / order)
             self._norms = {order: [x.to(unit.dtype) for x, (unit, _) in zip(roots, self.places, strict=True)]}
         self._served = number

@@ -31,7 +31,6 @@ from unisono.strategies.zero.gradients import ShardedGradients
 from unisono.strategies.zero.units import Unit
 from unisono.strategy.mistakes import SameData, sample
 from unisono.world import World
-from unisono.world.elastic import survive
 
 LINES_IN_FLIGHT = 3  # units of gradients that are being reduced, where that overlaps with backward
 
@@ -109,7 +108,7 @@ class Backward(Windows):
     # During backward -------------------------------------------------------------------------------------
 
     def _ready(self, number: int, _param: Tensor) -> None:
-        survive(self.world, lambda: self._take_in(number))
+        self.world.survive(lambda: self._take_in(number))
 
     def _take_in(self, number: int) -> None:
         """A parameter's gradient has been accumulated."""
@@ -235,7 +234,7 @@ class Backward(Windows):
 
     def _end(self) -> None:
         self._task = -1
-        survive(self.world, self._end_pass)
+        self.world.survive(self._end_pass)
 
     def _end_pass(self) -> None:
         if self._reducing:

@@ -1,4 +1,4 @@
-"""The three example scripts, unchanged, alone, under `unisono run` with workers that are killed, and under torchrun: the
+"""The three example scripts, unchanged: alone, under `unisono run` with workers that are killed, and under torchrun the
 same final loss."""
 
 from __future__ import annotations

@@ -221,7 +221,8 @@ class ElasticHostsRun(EngineRun):
         self._over = max(self._over, generation - 1)
         after = "" if self._lost_at is None else f", {time.monotonic() - self._lost_at:.2f} s after the loss"
         self._lost_at = None
-        self.output.say(f"unisono: {len(workers)} workers go on{after}")
+        who = "1 worker goes" if len(workers) == 1 else f"{len(workers)} workers go"
+        self.output.say(f"unisono: {who} on{after}")
 
     def _tell(self, line: _Line, **message: Any) -> None:
         """Say something to a worker."""

@@ -107,7 +107,10 @@ def alone() -> dict[str, torch.Tensor]:
 
 
 STEPS = EPOCHS * SAMPLES // BATCH
-MOMENTS = "kill 1@3 in forward; kill 0@6 in backward; kill 2@9 in exchange; kill 0@13 in healing; kill 2@14; kill 0@20 in save"
+MOMENTS = (
+    "kill 1@3 in forward; kill 0@6 in backward; kill 2@9 in exchange; kill 0@13 in healing; kill 2@14; "
+    "kill 0@20 in save"
+)
 
 
 def check(results: list[dict[str, Any]], alone: dict[str, torch.Tensor], *, atol: float = 1e-12) -> None:

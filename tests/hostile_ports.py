@@ -10,7 +10,6 @@ import json
 import os
 import pickle
 import random
-import signal
 import socket
 import struct
 import subprocess
@@ -26,6 +25,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 import unisono as un
+from engine_agents import Agents
 from unisono.launchers.engines.engine import Engine, Work
 from unisono.runtime.channel import Channel
 from unisono.runtime.secret import read_store_secret
@@ -151,32 +151,6 @@ def record(address: Address, secret: bytes, *, asks: bool) -> bytes:
 # -- a training that goes on ---------------------------------------------------------------------------------------
 
 
-class _Agents:
-    """See unisono.launchers.engines.engine.Started."""
-
-    def __init__(self, processes: list[subprocess.Popen[bytes]]) -> None:
-        self.processes = processes
-
-    def poll(self) -> int | None:
-        found = [process.poll() for process in self.processes]
-        return None if None in found else max(abs(status or 0) for status in found)
-
-    def stop(self, signum: signal.Signals) -> None:
-        for process in self.processes:
-            process.send_signal(signum)
-
-    def words(self) -> str:
-        return ""
-
-    def sessions(self) -> Sequence[int]:
-        return [process.pid for process in self.processes]
-
-    def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
-
-
 @dataclass(frozen=True)
 class Visited(Engine):
     """Starts agents on this host, and `visitors` once the launcher listens."""
@@ -192,7 +166,7 @@ class Visited(Engine):
     def environment(self) -> str:
         return "torchrun"
 
-    def start(self, work: Work) -> _Agents:
+    def start(self, work: Work) -> Agents:
         agents = []
         for rank in range(work.workers):
             env = {**os.environ, **work.env, "RANK": str(rank), "WORLD_SIZE": str(work.workers)}
@@ -200,7 +174,7 @@ class Visited(Engine):
         thread = threading.Thread(target=self.visitors, args=(work.addresses[0], bytes.fromhex(work.token)))
         thread.start()
         self.started.append(thread)
-        return _Agents(agents)
+        return Agents(agents)
 
 
 def make_problem() -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -16,38 +16,10 @@ import torch
 from torch import nn
 
 import unisono as un
+from engine_agents import Agents
 from unisono.launchers.engines.engine import Engine, Work
 
 pytestmark = pytest.mark.timeout(120)
-
-
-class Agents:
-    """See unisono.launchers.engines.engine.Started."""
-
-    def __init__(self, processes: list[subprocess.Popen[bytes]]) -> None:
-        self.processes = processes
-        self.status: int | None = None
-
-    def poll(self) -> int | None:
-        if self.status is not None:
-            return self.status
-        found = [process.poll() for process in self.processes]
-        return None if None in found else max(abs(status or 0) for status in found)
-
-    def stop(self, signum: signal.Signals) -> None:
-        for process in self.processes:
-            process.send_signal(signum)
-
-    def words(self) -> str:
-        return "the engine's own words"
-
-    def sessions(self) -> Sequence[int]:
-        return [process.pid for process in self.processes]
-
-    def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
 
 
 @dataclass(frozen=True)

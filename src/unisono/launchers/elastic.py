@@ -18,7 +18,7 @@ from typing import Protocol
 from unisono.launchers.child import Child
 from unisono.launchers.control import Control
 from unisono.launchers.coordinator import Action, Coordinator, Dismiss, End, Form, GiveUp, Start, Summon, TooFew
-from unisono.launchers.failures import Failure, Outcome
+from unisono.launchers.failures import Failure, Outcome, fail_run
 from unisono.launchers.job import ComeAndGo
 from unisono.launchers.output import Output
 from unisono.launchers.private_folder import NotPrivate
@@ -160,15 +160,10 @@ class Members:
                 self._unwanted.add(worker)
                 self._tell(self.lines[worker], {"kind": "leave"})
             case TooFew(left):
-                self._starter.output.say(
-                    f"unisono: {left} of at least {self.elastic.least} workers are left, and no other came within "
-                    f"{self.elastic.patience_s:g} s: they save and leave"
-                )
+                why = self.elastic.describe_shortage(left)
+                self._starter.output.say(f"unisono: {why}: they save and leave")
                 if not self._starter.preempt():
-                    self.given_up = GiveUp(
-                        f"{left} of at least {self.elastic.least} workers are left, and no other came within "
-                        f"{self.elastic.patience_s:g} s; the program does not save by itself (un.preempted, un.Trainer)"
-                    )
+                    self.given_up = GiveUp(f"{why}; the program does not save by itself (un.preempted, un.Trainer)")
             case GiveUp():
                 self.given_up = action
 
@@ -308,7 +303,4 @@ class Members:
         """How the run ended, where it did not as any other."""
         if self.given_up is None:
             return Outcome(step=self.step, preempted=True) if self._have_saved else None
-        lines = [f"unisono: the run has failed: {self.given_up.why}"]
-        lines += [f"  worker {loss.rank}: {loss.headline}" for loss in self._losses[-10:]]
-        last = self._losses[-1] if self._losses else Failure(0, time.monotonic(), "lost", 1)
-        return Outcome(last, "\n".join(lines), self.step)
+        return fail_run(self.given_up.why, self._losses, self.step)

@@ -25,7 +25,7 @@ from unisono.launchers.control import Control
 from unisono.launchers.coordinator import Action, Coordinator, Dismiss, End, Form, GiveUp, Start, Summon, TooFew
 from unisono.launchers.engine_run import EngineRun
 from unisono.launchers.engines.engine import Engine
-from unisono.launchers.failures import SETTLE_S, Failure, Outcome
+from unisono.launchers.failures import SETTLE_S, Failure, Outcome, fail_run
 from unisono.launchers.job import Job, TimedOut
 from unisono.launchers.member import Member
 from unisono.launchers.private_folder import NotPrivate
@@ -204,10 +204,7 @@ class ElasticHostsRun(EngineRun):
                 self._unwanted.add(worker)
                 self._tell(self._lines[worker], kind="leave")
             case TooFew(left):
-                why = (
-                    f"{left} of at least {self.elastic.least} workers are left, and no other came within "
-                    f"{self.elastic.patience_s:g} s"
-                )
+                why = self.elastic.describe_shortage(left)
                 self.output.say(f"unisono: {why}: they save and leave")
                 if not self.preempt():
                     self._given_up = GiveUp(f"{why}; the program does not save by itself (un.preempted, un.Trainer)")
@@ -439,11 +436,8 @@ class ElasticHostsRun(EngineRun):
 
     def _outcome(self) -> Outcome:
         if self._given_up is not None:
-            lines = [f"unisono: the run has failed: {self._given_up.why}"]
-            lines += [f"  worker {loss.rank}: {loss.headline}" for loss in self._losses[-10:]]
-            lines += [f"  {self.engine.name}: {line}" for line in self._words.splitlines()[-3:]]
-            last = self._losses[-1] if self._losses else Failure(0, time.monotonic(), "lost", 1)
-            return Outcome(last, "\n".join(lines), self._step)
+            words = [f"  {self.engine.name}: {line}" for line in self._words.splitlines()[-3:]]
+            return fail_run(self._given_up.why, self._losses, self._step, more=words)
         if self._have_saved:
             return Outcome(step=self._step, preempted=True)
         if self._failures():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -16,6 +17,7 @@ __all__ = [
     "Outcome",
     "WorkerDescription",
     "WorkerError",
+    "fail_run",
     "failure_of_exit",
     "find_outcome",
     "first_failure",
@@ -183,6 +185,14 @@ def find_outcome(
         colour=colour,
     )
     return Outcome(first, report, worker.step)
+
+
+def fail_run(why: str, losses: Sequence[Failure], step: int | None, *, more: Sequence[str] = ()) -> Outcome:
+    """How a run ended that replaces lost workers, and could not go on."""
+    lines = [f"unisono: the run has failed: {why}"]
+    lines += [f"  worker {loss.rank}: {loss.headline}" for loss in losses[-10:]]
+    last = losses[-1] if losses else Failure(0, time.monotonic(), "lost", 1)
+    return Outcome(last, "\n".join([*lines, *more]), step)
 
 
 def format_preemption(workers: int, step: int | None) -> str:

@@ -38,6 +38,10 @@ class ComeAndGo:
     stuck_s: float = 600.0  # so is one that others have waited for so long
     adapt: Adapt | None = None  # None: the number is changed by `unisono scale` alone
 
+    def describe_shortage(self, left: int) -> str:
+        """Why those that are left have to go."""
+        return f"{left} of at least {self.least} workers are left, and no other came within {self.patience_s:g} s"
+
 
 @dataclass(frozen=True)
 class Job:

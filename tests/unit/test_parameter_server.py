@@ -672,6 +672,7 @@ def test_bytes_sent_are_a_gradient_a_push_and_the_parameters_a_pull() -> None:
         train(model, optimizer, world.rank, range(5))
         world.barrier()
         sums = world.ledger.by_tag()
+        world.barrier()  # a worker that closes fetches the end state, which is a pull as well
         replica.close()
         return sums
 

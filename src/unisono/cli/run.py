@@ -128,6 +128,8 @@ def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
     from unisono.launchers.terminal import run_in_terminal
 
     least, most = options.workers
+    if options.strategy is not None:
+        os.environ["UNISONO_STRATEGY"] = options.strategy
     if options.balance:
         os.environ["UNISONO_BALANCE"] = "1"  # the workers' environment is made from this one
     elastic = _read_elastic(options, parser, least, most)
@@ -243,6 +245,12 @@ _FIELDS: dict[str, dict[str, Any]] = {
 def _add_course_options(parser: argparse.ArgumentParser) -> None:
     """What happens while the workers run."""
     parser.add_argument(
+        "--strategy",
+        metavar="SPEC",
+        help="train by this method, whatever the program gives to un.parallel: allreduce, 'powersgd(rank=4)', ...; "
+        "the same as UNISONO_STRATEGY=SPEC",
+    )
+    parser.add_argument(
         "--faults",
         metavar="TEXT",
         help="let workers fail at given steps, see below; one that did not fire is an error; default: UNISONO_FAULTS",
@@ -344,7 +352,7 @@ def _write_script(engine: Engine, options: argparse.Namespace, job: Job) -> int:
     more: dict[str, object] = {"--threads": job.threads, "--output": None if job.output == "auto" else job.output}
     more["--grace"] = None if job.grace_s == Job.grace_s else f"{job.grace_s:g}"
     more["--output-dir"] = None if job.output_dir is None else str(job.output_dir)
-    more["--faults"] = job.faults
+    more["--faults"], more["--strategy"] = job.faults, options.strategy
     least = None
     if job.elastic is not None:
         least = job.elastic.least

@@ -6,6 +6,9 @@ import dataclasses
 import difflib
 import gc
 import hashlib
+import importlib
+import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +21,11 @@ from unisono.strategy.mistakes import refuse_wrapped
 from unisono.strategy.replica import Replica, Strategy, bound_parameters, share
 from unisono.world import World, join
 
-observer: Callable[[nn.Module, Optimizer, Strategy, World], Replica] | None = None  # binds instead (`unisono memory`)
+OVERRIDE = "UNISONO_STRATEGY"  # the environment's word counts, whatever the program says
+OBSERVER = "UNISONO_OBSERVER"  # the module whose `bind` is the observer, in workers that were started for one
+
+Observer = Callable[[nn.Module, Optimizer, Strategy, World], Replica]
+observer: Observer | None = None  # binds instead (`unisono memory`)
 
 
 def parallel(
@@ -32,7 +39,8 @@ def parallel(
     """Train `model` together with the other ranks of `world`; the loop stays as it is.
 
     `strategy` is a spec such as "allreduce(accumulate=4)" or an object; `settings` override its fields.
-    The model stays the same module. Rank 0's parameters and buffers become everyone's.
+    The model stays the same module. Rank 0's parameters and buffers become everyone's. With UNISONO_STRATEGY in the
+    environment (`unisono run --strategy`) that spec counts, instead of `strategy` and `settings`.
 
     >>> import torch
     >>> model = torch.nn.Linear(4, 2)
@@ -47,8 +55,9 @@ def parallel(
     world = world if world is not None else join()
     if not isinstance(world, World):
         raise TypeError(f"world must be a World such as un.join() gives, got {world!r}")
-    if observer is not None:
-        return observer(model, optimizer, built, world)
+    built = _override(built, world)
+    if (watching := _find_observer()) is not None:
+        return watching(model, optimizer, built, world)
     healing = Healing.of(world)
     if healing is None:
         return _bind(model, optimizer, built, world)
@@ -57,6 +66,25 @@ def parallel(
         replica = _bind(model, optimizer, built, healing.elastic.solo if healing.elastic.is_joining else world)
     healing.add(replica, description)
     return replica
+
+
+def _override(strategy: Strategy, world: World) -> Strategy:
+    """What the environment asks for; else `strategy`."""
+    text = os.environ.get(OVERRIDE, "").strip()
+    if not text:
+        return strategy
+    built: Strategy = build(text, kind="strategy")
+    if world.rank == 0 and describe(built) != describe(strategy):
+        print(f"unisono: {OVERRIDE}: {describe(built)} instead of {describe(strategy)}", file=sys.stderr)
+    return built
+
+
+def _find_observer() -> Observer | None:
+    name = os.environ.get(OBSERVER)
+    if observer is not None or not name:
+        return observer
+    found: Observer = importlib.import_module(name).bind
+    return found
 
 
 def _bind(model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: World) -> Replica:

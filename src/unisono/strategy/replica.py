@@ -21,6 +21,7 @@ from unisono.exchange.reduction import Unsent as Unsent
 from unisono.runtime import status
 from unisono.strategy.fault_watch import FaultWatch
 from unisono.strategy.mistakes import follow_optimizer, leave_optimizer
+from unisono.strategy.step_hooks import StepHooks
 from unisono.world import World
 from unisono.world.elastic import Elastic
 from unisono.world.straggler_watch import Treatment, after_step
@@ -116,8 +117,7 @@ class Replica:
         self.healing: Healing | None = None  # where ranks come and go
         self.is_closed = False
         self._hooks: list[Any] = [
-            optimizer.register_step_pre_hook(self._on_step_begin),
-            optimizer.register_step_post_hook(lambda *_: self._on_step_end()),
+            StepHooks.of(optimizer).watch(self._on_step_begin, self._on_step_end),
             *watch_batch_norms(model, world),
         ]
         if world.rank == 0:  # what it finds is said once

@@ -90,14 +90,16 @@ class EmulatedHosts:
         """The address of a host, from the other hosts."""
         return lay_out.find_address(host)
 
-    def namespace(self, host: int) -> str:
-        """The file of a host's network namespace."""
-        return f"/proc/{os.getpid()}/fd/{self._spaces[host]}"
+    def namespaces(self, host: int) -> list[str]:
+        """The files of a host's namespaces, in the order in which they are entered: user (not for root), network."""
+        fds = [self._spaces[host]] if self._user is None else [self._user, self._spaces[host]]
+        return [f"/proc/{os.getpid()}/fd/{fd}" for fd in fds]
 
     def command(self, host: int, *words: str) -> list[str]:
         """A command as it is run on a host."""
-        user = [] if self._user is None else ["--preserve-credentials", f"--user=/proc/{os.getpid()}/fd/{self._user}"]
-        return ["nsenter", *user, f"--net={self.namespace(host)}", "--", *words]
+        *user, net = self.namespaces(host)
+        options = ["--preserve-credentials", f"--user={user[0]}"] if user else []
+        return ["nsenter", *options, f"--net={net}", "--", *words]
 
     def start(self, host: int, command: Sequence[str], env: Mapping[str, str], **options: Any) -> subprocess.Popen[Any]:
         """Run a command on a host."""

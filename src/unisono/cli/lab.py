@@ -24,7 +24,7 @@ def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "lab",
         help="emulated hosts on this machine: what is possible here, and `lab clean`",
-        description="Say whether this machine can emulate hosts by network namespaces, or remove what killed runs left.",
+        description="Say whether this machine can make hosts of network namespaces, or remove what killed runs left.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

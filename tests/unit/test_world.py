@@ -175,6 +175,33 @@ def test_rings_of_many_ranks_and_segments(n: int) -> None:
     run_messages(work, 7)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
+def test_a_large_mean_between_hosts_is_that_of_one_process(dtype: torch.dtype) -> None:
+    """So large that it travels in two parts."""
+    n = 1_048_583 if dtype == torch.float32 else 524_309
+    inputs = [torch.randn(n, dtype=dtype, generator=torch.Generator().manual_seed(r)) for r in range(3)]
+    found = run_messages(lambda world: world.all_reduce(inputs[world.rank].clone(), "mean").wait(), 3)
+    expected = torch.stack(inputs).to(torch.complex128 if dtype.is_complex else torch.float64).mean(0).to(dtype)
+    for x in found:
+        torch.testing.assert_close(x, expected)
+        assert torch.equal(x, found[0])
+
+
+def test_the_first_part_of_a_large_mean_travels_while_the_rest_is_divided() -> None:
+    x, undivided = torch.ones(1 << 20), []
+
+    class Group:
+        def allreduce(self, parts: list[torch.Tensor], op: Any) -> Any:
+            undivided.append(int((x == 1).sum()))
+            return SimpleNamespace(wait=lambda: None)
+
+    transport = GlooTransport.__new__(GlooTransport)
+    transport.size, transport._gloo = 4, Group()
+    transport._native(x, "mean")
+    assert undivided == [7 << 17, 0]
+    assert x.eq(0.25).all()
+
+
 # Shared memory -----------------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from unisono.runtime.machine import read_boot_id
 from unisono.runtime.wire import Wire
 from unisono.world.transports import Op, Transport, find_group
 from unisono.world.transports.arithmetic import count_bytes
-from unisono.world.transports.gloo import NATIVE, SEGMENT, SMALL
+from unisono.world.transports.gloo import NATIVE, SEGMENT, SMALL, TINY, goes_at_once
 from unisono.world.transports.mapped import open_published, publish
 
 __all__ = ["ShapedTransport", "shape"]
@@ -103,6 +103,8 @@ class ShapedTransport(Transport):
         share = (self.size - 1) / self.size * count_bytes(parts)
         if not share:
             cost = _Cost()
+        elif goes_at_once(count_bytes(parts), self.size):  # with the sign, which `_run` counts
+            cost = replace(self._direct((self.size - 1) * (_SIGN_BYTES + TINY)), hops=0)
         elif parts[0].dtype in NATIVE or parts[0].dtype.is_complex or parts[0].dtype == torch.bool:
             cost = self._ring(2 * share, 2 * share, 2 * (self.size - 1))  # gloo's: scatters sums, and gathers them
         else:

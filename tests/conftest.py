@@ -52,7 +52,13 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["UNISONO_WARM_IDLE_S"] = "60"  # where these tests are killed
     os.environ["UNISONO_WARM"] = folder = tempfile.mkdtemp(prefix="unisono-tests-")  # of mode 700
     config.add_cleanup(lambda: _stop_servers(folder))
-    if any("processes" in arg or "engines" in arg for arg in config.args):
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the server here, where all is as it is for most tests: it refuses those of another group or priority."""
+    if session.config.option.collectonly or os.environ["UNISONO_WARM"] == "0":
+        return
+    if any(item.path.parent.name in ("processes", "engines") for item in session.items):
         from unisono.launchers.warm import connect_warm
 
         connect_warm().close()  # it begins to import torch
@@ -96,7 +102,7 @@ def _select_quick(items: list[pytest.Item]) -> list[pytest.Item]:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if NETWORK in item.path.parents and (reason := why_no_network()):
+        if "network/" in item.nodeid and item.path.parent == NETWORK and (reason := why_no_network()):
             item.add_marker(pytest.mark.skip(reason=reason))
     if config.getoption("--quick"):
         chosen = _select_quick(items)

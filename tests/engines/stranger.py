@@ -20,6 +20,8 @@ from pathlib import Path
 
 from engine_commands import Ended, environment
 
+from preloaded import Program
+
 # Its first attempt waits for the stranger, then all are started again, so that whatever lies in a store is read.
 VISITED = """
 import os, pathlib, sys, time, unisono as un
@@ -93,8 +95,10 @@ def visit(command: Sequence[str], folder: Path, stranger: str, hosts: dict[str, 
         assert process.poll() is None, process.communicate()
         places = [f"{each}:{port}" for space, near in hosts.items() for port in listening(space) for each in near]
         assert places, "nothing listens: this would show nothing"
-        words = ["ip", "netns", "exec", stranger, sys.executable, __file__, str(folder / "marker"), *places]
-        print(subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=120, check=True).stdout)
+        visitor = Program(__file__, folder / "marker", *places, env=environment(), namespace=stranger)
+        told, wrong = visitor.communicate(timeout=120)
+        assert visitor.returncode == 0, wrong
+        print(told)
         (folder / "visited").touch()
         out, err = process.communicate(timeout=120)
     assert not (folder / "marker").exists(), f"a stranger ran code in this run: {err}"

@@ -16,6 +16,7 @@ BESIDE = @log=$$(mktemp); $(MAKE) --no-print-directory check doctest >$$log 2>&1
 	$(1); tests=$$?; wait $$beside; checks=$$?; cat $$log; rm -f $$log; [ $$tests = 0 ] && [ $$checks = 0 ]
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+unexport PYTHONDONTWRITEBYTECODE # some hundred processes read what the first of them compiled
 
 .PHONY: demo test quick engines check doctest bench network-tools engine-tools venv clean
 

@@ -16,7 +16,7 @@ import shutil
 import signal
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -46,12 +46,23 @@ QUICK_CASES = 6
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "alone: compares times, so that nothing else may run beside it")
-    if hasattr(config, "workerinput") or "UNISONO_WARM" in os.environ:
-        return
+    if hasattr(config, "workerinput"):
+        config.args = _begin_elsewhere(config.args, config.workerinput)
+    elif "UNISONO_WARM" not in os.environ:
+        _start_folder(config)
+
+
+def _start_folder(config: pytest.Config) -> None:
     os.environ["UNISONO_WARM_IDLE_S"] = "60"  # where these tests are killed
     os.environ["UNISONO_WARM"] = folder = tempfile.mkdtemp(prefix="unisono-tests-")  # of mode 700
     config.add_cleanup(lambda: _stop_servers(folder))
-    if any("processes" in arg or "engines" in arg for arg in config.args):
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the server here, where all is as it is for most tests: it refuses those of another group or priority."""
+    if session.config.option.collectonly or os.environ["UNISONO_WARM"] == "0":
+        return
+    if any(item.path.parent.name in ("processes", "engines") for item in session.items):
         from unisono.launchers.warm import connect_warm
 
         connect_warm().close()  # it begins to import torch
@@ -92,16 +103,27 @@ def _select_quick(items: list[pytest.Item]) -> list[pytest.Item]:
 # -- the order ---------------------------------------------------------------------------------------------------------
 
 
+def _begin_elsewhere(paths: Sequence[str], worker: Mapping[str, Any]) -> list[str]:
+    """The files of these folders, where each worker reads others first.
+
+    The first time, pytest compiles each file and keeps the result: so each is compiled by one worker, not by all.
+    """
+    found = [file for path in paths for file in (sorted(Path(path).rglob("test_*.py")) or [path])]
+    first = len(found) * int(worker["workerid"].removeprefix("gw")) // int(worker["workercount"])
+    return [str(file) for file in found[first:] + found[:first]]
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if NETWORK in item.path.parents and (reason := why_no_network()):
+        if "network/" in item.nodeid and item.path.parent == NETWORK and (reason := why_no_network()):
             item.add_marker(pytest.mark.skip(reason=reason))
     if config.getoption("--quick"):
         chosen = _select_quick(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
         items[:] = chosen
     if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.nodeid.partition("::")[0])  # whichever file was read first
         place = {nodeid: i for i, nodeid in enumerate(_group_tests([item.nodeid for item in items]))}
         items.sort(key=lambda item: place[item.nodeid])
 

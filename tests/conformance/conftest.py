@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 import doc_pages
-from method_cases import find_cases
+from method_cases import Case, find_cases
 from unisono.spec import extend
+from unisono.spec.methods import Kind
 
 
 @cache
@@ -45,12 +46,17 @@ def catalog(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@cache
+def cases_of(kind: Kind, config: pytest.Config) -> list[Case]:
+    with extended(config):
+        return find_cases(kind)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test's `case` is an example of a method of its module's KIND, `refusal` a case and a setting it refuses."""
     if not {"case", "refusal"} & set(metafunc.fixturenames):
         return
-    with extended(metafunc.config):
-        cases = find_cases(metafunc.module.KIND)
+    cases = cases_of(metafunc.module.KIND, metafunc.config)
     if "case" in metafunc.fixturenames:
         metafunc.parametrize("case", cases, ids=[case.spec for case in cases])
     else:

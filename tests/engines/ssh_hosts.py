@@ -10,10 +10,12 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+import pytest
 from engine_commands import SOURCES
 
 from unisono.lab.hosts import EmulatedHosts
 from unisono.lab.hosts import find_obstacle as why_no_hosts
+from unisono.launchers.warm import stop_warm
 
 CONFIG = """\
 Port {port}
@@ -25,7 +27,7 @@ PasswordAuthentication no
 KbdInteractiveAuthentication no
 UsePAM no
 StrictModes no
-SetEnv PYTHONPATH={sources}
+SetEnv PYTHONPATH={sources} UNISONO_WARM={folder}/warm-{host} UNISONO_WARM_IDLE_S=60
 """
 PORT = 2222
 
@@ -43,7 +45,7 @@ def _key(file: Path) -> None:
 
 
 class SshHosts(EmulatedHosts):
-    """Two hosts, and a third that the launcher runs on (the last)."""
+    """Two hosts, each with a fork server of its own, and a third that the launcher runs on (the last)."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(3)
@@ -57,17 +59,22 @@ class SshHosts(EmulatedHosts):
                 subprocess.run(
                     ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name)], check=True
                 )
-            (self.folder / "sshd_config").write_text(CONFIG.format(port=PORT, folder=self.folder, sources=SOURCES))
             os.makedirs("/run/sshd", mode=0o755, exist_ok=True)
-            command = ["/usr/sbin/sshd", "-D", "-e", "-f", str(self.folder / "sshd_config")]
-            quiet = subprocess.DEVNULL
-            self._daemons = [self.start(host, command, dict(os.environ), stderr=quiet) for host in range(2)]
+            for host in range(2):
+                self._start_daemon(host)
             for host in range(2):
                 self._wait_for(host)
         except BaseException:
             self.close()
             raise
         return self
+
+    def _start_daemon(self, host: int) -> None:
+        (self.folder / f"warm-{host}").mkdir(mode=0o700)
+        config = self.folder / f"sshd_config-{host}"
+        config.write_text(CONFIG.format(port=PORT, folder=self.folder, sources=SOURCES, host=host))
+        command = ["/usr/sbin/sshd", "-D", "-e", "-f", str(config)]
+        self._daemons.append(self.start(host, command, dict(os.environ), stderr=subprocess.DEVNULL))
 
     def options(self) -> list[str]:
         """What ssh needs to be told."""
@@ -95,4 +102,8 @@ class SshHosts(EmulatedHosts):
             daemon.terminate()
         for daemon in self._daemons:
             daemon.wait()
+        with pytest.MonkeyPatch.context() as patch:
+            for host in range(2):
+                patch.setenv("UNISONO_WARM", str(self.folder / f"warm-{host}"))
+                stop_warm()
         super().__exit__(kind, error, trace)

@@ -20,6 +20,8 @@ from pathlib import Path
 
 from engine_commands import Ended, environment
 
+from preloaded import Program
+
 # Its first attempt waits for the stranger, then all are started again, so that whatever lies in a store is read.
 VISITED = """
 import os, pathlib, sys, time, unisono as un
@@ -87,8 +89,8 @@ def visit(
 ) -> Ended:
     """Run a command whose program is VISITED (in `folder`), and visit it from a host while it runs.
 
-    `stranger`: the words that run a command on that host; `hosts`: the same of each host, and the addresses to try for
-    its ports. Fails if the pickle was unpickled.
+    `stranger`: the namespaces of that host; `hosts`: of each host the words that run a command on it, and the addresses
+    to try for its ports. Fails if the pickle was unpickled.
     """
     (folder / "script.py").write_text(VISITED)
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -99,8 +101,10 @@ def visit(
         assert process.poll() is None, process.communicate()
         places = [f"{each}:{port}" for there, near in hosts for port in listening(there) for each in near]
         assert places, "nothing listens: this would show nothing"
-        words = [*stranger, sys.executable, __file__, str(folder / "marker"), *places]
-        print(subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=120, check=True).stdout)
+        visitor = Program(__file__, folder / "marker", *places, env=environment(), namespaces=stranger)
+        told, wrong = visitor.communicate(timeout=120)
+        assert visitor.returncode == 0, wrong
+        print(told)
         (folder / "visited").touch()
         out, err = process.communicate(timeout=120)
     assert not (folder / "marker").exists(), f"a stranger ran code in this run: {err}"

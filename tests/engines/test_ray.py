@@ -30,9 +30,11 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]  #
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[str]:
     """A Ray on this host with room for three workers; its address."""
-    ray.init(address="local", num_cpus=3, include_dashboard=False, logging_level="error", log_to_driver=False)
-    yield ray.get_runtime_context().gcs_address
-    ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_worker_niceness", "0")  # of another priority than the fork server, its workers would be fresh
+        ray.init(address="local", num_cpus=3, include_dashboard=False, logging_level="error", log_to_driver=False)
+        yield ray.get_runtime_context().gcs_address
+        ray.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -80,5 +80,5 @@ def test_a_stranger_runs_no_code_in_a_run(words: list[str], tmp_path: Path) -> N
     with EmulatedHosts(1) as hosts:
         command = hosts.command(0, *words, "script.py", str(tmp_path))
         near = ["127.0.0.1", hosts.address(0)]
-        ended = visit(command, tmp_path, hosts.command(0), [(hosts.command(0), near)])
+        ended = visit(command, tmp_path, hosts.namespaces(0), [(hosts.command(0), near)])
     assert ended.status == 0, ended

@@ -7,7 +7,6 @@ import os
 import pty
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
@@ -441,13 +440,3 @@ world.close()
 def test_join_meets_under_our_launcher(run_script):
     status, out, err = run_script(JOIN, "-n", "2").finish()
     assert (status, sorted(out.splitlines())) == (0, ["[0] total 3.0 of 2", "[1] total 3.0 of 2"]), err
-
-
-@only_fresh
-def test_join_meets_in_a_world_that_torchrun_started(tmp_path):
-    (tmp_path / "script.py").write_text(JOIN)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "script.py"]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
-    # torchrun does not keep the workers' lines apart
-    assert (ended.returncode, ended.stdout.count("3.0 of 2")) == (0, 2), ended.stderr

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from unisono.launchers import environment, guard
+from unisono.launchers import environment, fork_context, guard
 from unisono.launchers.failures import Failure, first_failure
 from unisono.launchers.output import Lines
 from unisono.runtime import status
@@ -135,6 +135,16 @@ def test_a_run_inside_a_worker_of_another_run_belongs_to_both(monkeypatch):
     made = environment.worker_environment(1, 2, address=("127.0.0.1", 1), run_id="inner")
     assert made["UNISONO_RUN"] == "outer:inner"
     assert "UNISONO_SHM_FD" not in made
+
+
+def test_ones_own_group_may_be_among_the_supplementary_ones_or_not(monkeypatch):
+    """A job of Slurm's and the root of a container differ in this only, and share a fork server."""
+    contexts = []
+    for groups in ([], [os.getegid()], [os.getegid() + 1]):
+        monkeypatch.setattr(os, "getgroups", lambda groups=groups: groups)
+        contexts.append(fork_context.process_context())
+    assert contexts[0] == contexts[1]
+    assert fork_context.find_difference(contexts[0], contexts[2]) == "users and groups"
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,8 @@ def process_context() -> dict[str, object]:
         "namespaces": [os.readlink(f"/proc/self/ns/{name}") for name in spaces],
         "root folder": os.readlink("/proc/self/root"),
         "control group": control_group,
-        "users and groups": [*os.getresuid(), *os.getresgid(), *sorted(os.getgroups())],
+        # A group that one is in anyway may be listed once more: Slurm's jobs have it so, a container's root has not.
+        "users and groups": [*os.getresuid(), *os.getresgid(), *sorted({os.getegid(), *os.getgroups()})],
         "privileges": [status.get(name, "").strip() for name in _PRIVILEGES],
         "hard limits": [resource.getrlimit(getattr(resource, name))[1] for name in _LIMITS],
         "priority": [os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)],

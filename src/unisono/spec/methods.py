@@ -11,6 +11,7 @@ import difflib
 import importlib
 import inspect
 import keyword
+import os
 import sys
 import types
 import typing
@@ -54,7 +55,7 @@ def extend(*, strategies: str | Path | None = None, reducers: str | Path | None 
         for name, folder in added:
             importlib.import_module(name).__path__.remove(folder)
             for key, module in list(sys.modules.items()):
-                if Path(getattr(module, "__file__", None) or "/").parent == Path(folder):
+                if os.path.dirname(getattr(module, "__file__", None) or "/") == folder:
                     del sys.modules[key]
 
 

@@ -1,0 +1,230 @@
+"""How long an operation between ranks takes: as fitted to what was measured, or by the formula of its algorithm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from statistics import median
+from typing import NamedTuple
+
+from unisono.costs.anatomy import Operation
+
+_HEAD_BYTES = 512  # what an exchange of objects sends at least
+_SEGMENT_BYTES = 256 << 10  # a chain passes a tensor on in such pieces
+_ROUNDS = 20  # of a fit, each with less weight on what lies far off
+
+
+class Link(NamedTuple):
+    """Between two ranks: time of a message = latency_s + bits / bits_per_s."""
+
+    latency_s: float
+    bits_per_s: float
+
+    @property
+    def s_per_byte(self) -> float:
+        """Seconds that a byte takes."""
+        return 8 / self.bits_per_s
+
+
+class Line(NamedTuple):
+    """time = latency_s + bytes * s_per_byte."""
+
+    latency_s: float
+    s_per_byte: float
+
+    def at(self, nbytes: float) -> float:
+        """Seconds for so many bytes."""
+        return self.latency_s + nbytes * self.s_per_byte
+
+
+@dataclass(frozen=True)
+class Network:
+    """`ranks` ranks, `per_host` of them on each host; links `between` hosts, and `inside` one (memory that they share).
+
+    fitted: by operation, (latency, seconds a byte) as measured in this very world: they count before the formulas.
+    curves: by operation, the measured points (bytes, seconds), where a line does not tell all (a link whose first bytes
+        pass at once); used between the smallest and the largest size.
+    spread: how far a measured time lies from its line, as a share of it.
+    """
+
+    ranks: int
+    per_host: int
+    between: Link
+    inside: Link | None = None
+    fitted: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    curves: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    spread: float = 0.05
+
+    @property
+    def hosts(self) -> int:
+        """How many hosts there are."""
+        return -(-self.ranks // self.per_host)
+
+    def seconds(self, operation: Operation) -> float:
+        """How long it takes in this world, once all ranks have come."""
+        if self._size(operation) < 2:
+            return 0.0
+        nbytes = max(operation.nbytes, _HEAD_BYTES) if operation.op == "exchange" else operation.nbytes
+        if operation.among == "all":
+            if (curve := self.curves.get(operation.op)) and curve[0][0] <= nbytes <= curve[-1][0]:
+                return _interpolate(curve, nbytes)
+            if operation.op in self.fitted:
+                return Line(*self.fitted[operation.op]).at(nbytes)
+        return self.formula(operation).at(nbytes)
+
+    def formula(self, operation: Operation) -> Line:
+        """The line that its algorithm has on these links."""
+        if operation.among == "inside" or self.hosts == 1:
+            return self._inside(operation.op, self._size(operation))
+        if operation.among == "across" or self.per_host == 1:
+            return self._between(operation.op, self._size(operation), operation.nbytes)
+        return self._two_level(operation)
+
+    def _size(self, operation: Operation) -> int:
+        sizes = {"inside": min(self.per_host, self.ranks), "across": self.hosts}
+        return sizes.get(operation.among, self.ranks)
+
+    def _between(self, op: str, n: int, nbytes: int) -> Line:
+        """Messages between `n` ranks: rings, a chain, or all at once; each begins with a word to the next rank."""
+        messages, share = _messages(op, n), _share(op, n)
+        fill = (n - 2) * min(nbytes, _SEGMENT_BYTES) * self.between.s_per_byte if op == "broadcast" else 0.0
+        return Line(messages * self.between.latency_s + fill, share * self.between.s_per_byte)
+
+    def _inside(self, op: str, n: int) -> Line:
+        """Memory that `n` ranks share: two meetings, and the bytes that a rank reads and writes."""
+        link = self.inside or self.between
+        moved = {"all_reduce": 2.0, "all_gather": float(n), "all_to_all": 2.0, "exchange": float(n)}.get(op, 1.0)
+        return Line(2 * link.latency_s, moved * link.s_per_byte)
+
+    def _two_level(self, operation: Operation) -> Line:
+        """Inside each host, between the hosts' first ranks, inside again; all_to_all and messages go by themselves."""
+        op, nbytes, each = operation.op, operation.nbytes, self.per_host
+        if op in ("all_to_all", "exchange", "send"):
+            line = self._between(op, self.ranks, nbytes)
+            away = (self.ranks - each) / (self.ranks - 1)  # of the bytes that leave a rank, those to other hosts
+            crowd = away * each if op != "send" else 1.0  # the ranks of a host share its link
+            return Line(line.latency_s, line.s_per_byte * crowd)
+        if op == "all_gather":  # hosts pass on all of their ranks' parts
+            across = self._between(op, self.hosts, nbytes * each)
+            first, last = self._inside(op, each), self._inside("broadcast", each)
+            s_per_byte = first.s_per_byte + each * across.s_per_byte + self.ranks * last.s_per_byte
+            return Line(first.latency_s + across.latency_s + last.latency_s, s_per_byte)
+        across = self._between(op, self.hosts, nbytes)
+        if op == "broadcast":
+            first, last = self._inside(op, each), Line(0.0, 0.0)
+        else:
+            first, last = self._inside("all_reduce", each), self._inside("broadcast", each)
+        part = 1 / self.hosts if op == "reduce_scatter" else 1.0
+        return Line(
+            first.latency_s + across.latency_s + last.latency_s,
+            first.s_per_byte + across.s_per_byte + part * last.s_per_byte,
+        )
+
+    # The same, otherwise ----------------------------------------------------------------------------------------
+
+    def with_ranks(self, ranks: int, per_host: int | None = None) -> Network:
+        """The same links under another number of ranks: what was fitted grows as the formulas do."""
+        other = replace(self, ranks=ranks, per_host=per_host or self.per_host, fitted={}, curves={})
+        return replace(other, fitted=self._carry(other))
+
+    def with_bandwidth(self, bits_per_s: float) -> Network:
+        """The same with links of another speed between hosts (inside the host, where there is one only).
+
+        What was fitted keeps its latency and changes as the formula does.
+        """
+        if self.hosts == 1:
+            inside = Link((self.inside or self.between).latency_s, bits_per_s)
+            other = replace(self, inside=inside, fitted={}, curves={})
+        else:
+            other = replace(self, between=Link(self.between.latency_s, bits_per_s), fitted={}, curves={})
+        return replace(other, fitted=self._carry(other))
+
+    def _carry(self, other: Network) -> dict[str, tuple[float, float]]:
+        """The fitted lines, times how the formula's line changes towards `other`."""
+        carried = {}
+        for op, line in self.fitted.items():
+            mine, theirs = self.formula(Operation(op, 0)), other.formula(Operation(op, 0))
+            carried[op] = (
+                line[0] * _ratio(theirs.latency_s, mine.latency_s),
+                line[1] * _ratio(theirs.s_per_byte, mine.s_per_byte),
+            )
+        return carried
+
+
+def _messages(op: str, n: int) -> int:
+    """One after the other, the first of them to agree on what is done."""
+    if op == "send":
+        return 1
+    rounds = {"all_reduce": 2 * (n - 1), "all_to_all": 1, "broadcast": n - 1 if n > 2 else 1}
+    return 1 + rounds.get(op, n - 1)
+
+
+def _share(op: str, n: int) -> float:
+    """Bytes through a rank's link for each byte that it gives."""
+    shares = {
+        "all_reduce": 2 * (n - 1) / n,
+        "reduce_scatter": (n - 1) / n,
+        "all_to_all": (n - 1) / n,
+        "all_gather": n - 1.0,
+        "exchange": n - 1.0,
+    }
+    return shares.get(op, 1.0)
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b else 1.0
+
+
+def _interpolate(curve: Sequence[tuple[float, float]], nbytes: float) -> float:
+    """Between the two points around it, in proportion."""
+    for (low, before), (high, after) in pairwise(curve):
+        if nbytes <= high:
+            return before + (after - before) * (nbytes - low) / max(high - low, 1)
+    return curve[-1][1]
+
+
+def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(latency, seconds a byte) of the line through points (bytes, seconds), robust against a few slow ones.
+
+    Least squares of the error as a share of the time, so that small messages count as much as large ones, on the
+    median of each size; what lies far off counts less and less. Neither number is negative.
+
+    >>> latency_s, s_per_byte = fit([(0, 0.001), (1000, 0.002), (1000, 9.0), (1000, 0.002), (10000, 0.011)])
+    >>> round(latency_s, 6), round(s_per_byte, 9)
+    (0.001, 1e-06)
+    """
+    by_size: dict[float, list[float]] = {}
+    for nbytes, seconds in points:
+        by_size.setdefault(nbytes, []).append(seconds)
+    if not by_size:
+        raise ValueError("a line needs at least one measured point")
+    typical = [(nbytes, max(median(taken), 1e-9)) for nbytes, taken in sorted(by_size.items())]
+    weights = [1.0] * len(typical)
+    line = Line(0.0, 0.0)
+    for _ in range(_ROUNDS):
+        line = _least_squares(typical, weights)
+        off = [abs(line.at(nbytes) - seconds) / seconds for nbytes, seconds in typical]
+        scale = max(1.5 * median(off), 0.02)
+        weights = [min(1.0, scale / each) if each else 1.0 for each in off]
+    return line.latency_s, line.s_per_byte
+
+
+def _least_squares(points: Sequence[tuple[float, float]], weights: Sequence[float]) -> Line:
+    sums = [0.0] * 5
+    for (x, y), weight in zip(points, weights, strict=True):
+        w = weight / y**2
+        sums = [s + w * each for s, each in zip(sums, (1.0, x, x * x, y, x * y), strict=True)]
+    one, sx, sxx, sy, sxy = sums
+    spread = one * sxx - sx * sx
+    if spread <= 1e-12 * one * sxx or math.isclose(one * sxx, sx * sx, rel_tol=1e-12):
+        x, y = points[-1]
+        return Line(0.0, y / x) if x else Line(y, 0.0)
+    slope = (one * sxy - sx * sy) / spread
+    start = (sy - slope * sx) / one
+    if slope < 0:
+        return Line(sy / one, 0.0)
+    if start < 0:
+        return Line(0.0, sxy / sxx)
+    return Line(start, slope)

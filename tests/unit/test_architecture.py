@@ -36,7 +36,7 @@ LAYERS = [
     "reducers exchange offload checkpoint data spec batch_norm",
     "strategy",
     "strategies",
-    "launchers progress footprint lab",
+    "launchers progress footprint lab simulation",
     "trainer",
     "map_reduce",
     "estimators",

@@ -7,10 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from unisono.costs import Link, Network, Operation
+from unisono.costs.anatomy import OPS
 from unisono.simulation.failures import Failures
 from unisono.simulation.stragglers import EVEN, Stragglers
 
-__all__ = ["Cluster", "ClusterNetwork"]
+__all__ = ["Cluster"]
+
+_BETWEEN = Link(latency_s=1e-4, bits_per_s=1e9)
+_INSIDE = Link(latency_s=5e-6, bits_per_s=80e9)
 
 
 @dataclass(frozen=True)
@@ -21,12 +25,13 @@ class Cluster:
     cores: of a host; where its workers need more (`threads` each), all compute is slower by as much. None: enough.
     rack_hosts, oversubscription: so many hosts share a switch, whose uplink passes 1/oversubscription of what they can
         send. 0 hosts: one switch for all.
-    measured: a network on which operations were measured; links count as measured there.
+    measured: a network on which operations were measured; they count as measured there.
+    hosts_share_cores: the hosts are emulated on one machine, whose cores all workers share.
     """
 
     per_host: int = 1
-    between: Link = Link(1e-4, 1e9)
-    inside: Link = Link(5e-6, 80e9)
+    between: Link = _BETWEEN
+    inside: Link = _INSIDE
     cores: int | None = None
     threads: int = 1
     rack_hosts: int = 0
@@ -34,6 +39,7 @@ class Cluster:
     stragglers: Stragglers = EVEN
     failures: Failures = field(default_factory=Failures)
     measured: Network | None = None
+    hosts_share_cores: bool = False
 
     def __post_init__(self) -> None:
         for name in ("per_host", "threads"):
@@ -63,11 +69,49 @@ class Cluster:
         """
         if self.cores is None:
             return 1.0
-        return max(1.0, min(workers, self.per_host) * self.threads / self.cores)
+        together = workers if self.hosts_share_cores else min(workers, self.per_host)
+        return max(1.0, together * self.threads / self.cores)
 
-    def network(self, workers: int) -> ClusterNetwork:
-        """Of so many workers."""
-        return ClusterNetwork(self, workers)
+    def measured_as(self, network: Network) -> Cluster:
+        """The same with a network as it was measured."""
+        return replace(self, between=network.between, inside=network.inside or self.inside, measured=network)
+
+    def network(self, workers: int) -> Network:
+        """Of so many workers; racks make what leaves them slower."""
+        per_host = min(self.per_host, workers)
+        crowding = self.crowding(workers)
+        inside = Link(self.inside.latency_s * crowding, self.inside.bits_per_s / crowding)
+        network = Network(workers, per_host, self.between, inside)
+        if self.measured is not None:
+            network = self._carry_measured(self.measured, workers, per_host)
+        slower = {op: self._slowed(op, network.hosts) for op in OPS}
+        if all(times == 1.0 for times in slower.values()):
+            return network
+        lines = {op: network.fitted.get(op) or tuple(network.formula(Operation(op, 1 << 20))) for op in OPS}
+        return replace(network, fitted={op: (line[0], line[1] * slower[op]) for op, line in lines.items()}, curves={})
+
+    def _carry_measured(self, measured: Network, workers: int, per_host: int) -> Network:
+        """What was measured, for so many workers. In the memory of a host ranks move bytes by their cores."""
+        if (measured.ranks, measured.per_host) == (workers, per_host):
+            return measured
+        network = measured.with_ranks(workers, per_host)
+        slower = self.crowding(workers) / replace(self, per_host=measured.per_host).crowding(measured.ranks)
+        if slower == 1.0:
+            return network
+        link = network.inside or self.inside
+        network = replace(network, inside=Link(link.latency_s * slower, link.bits_per_s / slower))
+        if network.hosts > 1:
+            return network
+        return replace(network, fitted={op: (a * slower, b * slower) for op, (a, b) in network.fitted.items()})
+
+    def _slowed(self, op: str, hosts: int) -> float:
+        """By what an operation's bytes take longer for the uplinks. A ring or a chain of hosts in order crosses each
+        uplink once; of what all send to all, most leaves the rack."""
+        if not self.rack_hosts or hosts <= self.rack_hosts:
+            return 1.0
+        if op in ("all_to_all", "exchange"):
+            return max(1.0, self.oversubscription * (hosts - self.rack_hosts) / (hosts - 1))
+        return max(1.0, self.oversubscription / self.rack_hosts)
 
     # What could be bought ---------------------------------------------------------------------------------------
 
@@ -84,10 +128,15 @@ class Cluster:
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
         links = {
-            name: {"latency_s": link.latency_s, "bits_per_s": link.bits_per_s if math.isfinite(link.bits_per_s) else None}
+            name: {
+                "latency_s": link.latency_s,
+                "bits_per_s": link.bits_per_s if math.isfinite(link.bits_per_s) else None,
+            }
             for name, link in (("between", self.between), ("inside", self.inside))
         }
-        plain = {name: getattr(self, name) for name in ("per_host", "cores", "threads", "rack_hosts", "oversubscription")}
+        plain = {
+            name: getattr(self, name) for name in ("per_host", "cores", "threads", "rack_hosts", "oversubscription")
+        }
         return {
             **plain,
             **links,
@@ -95,35 +144,3 @@ class Cluster:
             "failures": self.failures.as_json(),
             "measured_network": self.measured is not None,
         }
-
-
-class ClusterNetwork(Network):
-    """The network of so many workers of a cluster; racks make what leaves them slower."""
-
-    def __init__(self, cluster: Cluster, workers: int) -> None:
-        per_host = min(cluster.per_host, workers)
-        base = cluster.measured.with_ranks(workers, per_host) if cluster.measured is not None else None
-        fitted = base.fitted if base is not None else {}
-        curves = cluster.measured.curves if cluster.measured is not None and cluster.measured.ranks == workers else {}
-        super().__init__(workers, per_host, cluster.between, cluster.inside, fitted, curves)
-        object.__setattr__(self, "_cluster", cluster)
-
-    def seconds(self, operation: Operation) -> float:
-        """How long it takes, where a rack's uplink may be what passes the least."""
-        plain = super().seconds(operation)
-        slower = self.slowed(operation.op)
-        if slower == 1.0 or operation.among == "inside":
-            return plain
-        free = super().seconds(replace(operation, nbytes=0))
-        return free + (plain - free) * slower
-
-    def slowed(self, op: str) -> float:
-        """By what an operation's bytes take longer for the uplinks. A ring or a chain of hosts in order crosses each
-        uplink once; of what all send to all, most leaves the rack."""
-        cluster: Cluster = self._cluster  # type: ignore[attr-defined]
-        racks_of = cluster.rack_hosts
-        if not racks_of or self.hosts <= racks_of:
-            return 1.0
-        if op in ("all_to_all", "exchange"):
-            return max(1.0, cluster.oversubscription * (self.hosts - racks_of) / (self.hosts - 1))
-        return max(1.0, cluster.oversubscription / racks_of)

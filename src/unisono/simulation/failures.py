@@ -78,7 +78,8 @@ class Failures:
         rng = np.random.default_rng([seed, hosts])
         now = busy_until = done = 0.0
         up, back = hosts, [math.inf]  # when replacements come
-        draws = iter(rng.exponential(self.mtbf_s, _FAILURES).tolist())
+        waits_s: list[float] = rng.exponential(self.mtbf_s, _FAILURES).tolist()
+        draws = iter(waits_s)
         failed = next(draws) / hosts
         while True:
             event = min(failed, back[0])
@@ -98,8 +99,7 @@ class Failures:
                 wait = next(draws, None)
                 if wait is None:
                     return done / now
-                self_wait = wait / up if up else math.inf
-                failed = now + self_wait
+                failed = now + (wait / up if up else math.inf)
             elif math.isinf(failed) and up:
                 failed = now + float(rng.exponential(self.mtbf_s)) / up
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 import math
 import re
 
-__all__ = ["describe_duration", "parse_counts", "parse_duration", "parse_number", "parse_share", "parse_share_times"]
+__all__ = [
+    "describe_duration",
+    "parse_counts",
+    "parse_duration",
+    "parse_number",
+    "parse_share",
+    "parse_share_times",
+    "split_specs",
+]
 
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
@@ -90,3 +98,18 @@ def describe_duration(seconds: float) -> str:
     if seconds >= 0.9995:
         return f"{seconds:.3g} s"
     return f"{1e3 * seconds:.3g} ms"
+
+
+def split_specs(text: str) -> list[str]:
+    """Specs between commas; commas inside brackets are theirs.
+
+    >>> split_specs("allreduce, parameter_server(servers=2, staleness=4)")
+    ['allreduce', 'parameter_server(servers=2, staleness=4)']
+    """
+    found, depth, begun = [], 0, 0
+    for i, letter in enumerate(text):
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            found.append(text[begun:i])
+            begun = i + 1
+    return list(dict.fromkeys(spec.strip() for spec in [*found, text[begun:]] if spec.strip()))

@@ -122,7 +122,7 @@ def _simulate_pushes(
     pushes = compute_s * rates * stragglers.draw(rng, (workers,))  # when each pushes next; inf: it waits
     least, at_least = 0, workers  # the slowest worker's count, and how many have no more
     finished, total, block = 0, workers * steps, _LEAST_BLOCK
-    marks, times = np.linspace(0.1, 1.0, 11) * total, []
+    marks, times = np.linspace(0.1, 1.0, 11) * total, list[float]()
     while len(times) < len(marks):
         size = min(workers, block)
         first = np.argpartition(pushes, size - 1)[:size] if size < workers else np.arange(workers)

@@ -46,7 +46,7 @@ class Stragglers:
     @cached_property
     def _sorted(self) -> Floats:
         samples = np.sort(np.asarray(self.samples, dtype=float))
-        return samples / samples.mean()
+        return np.asarray(samples / samples.mean())
 
     @property
     def mean(self) -> float:
@@ -72,7 +72,7 @@ class Stragglers:
         if self.kind == "lognormal":
             normal = NormalDist()
             z = np.array([normal.inv_cdf(min(max(x, 1e-300), 1 - 2**-53)) for x in u.ravel()]).reshape(u.shape)
-            return np.exp(self.a * z - self.a**2 / 2)
+            return np.asarray(np.exp(self.a * z - self.a**2 / 2))
         if self.kind == "exponential":
             return 1.0 - self.a - self.a * np.log1p(-np.minimum(u, 1 - 2**-53))
         if self.kind == "pauses":
@@ -102,10 +102,6 @@ class Stragglers:
                 found = np.maximum(found, times * self.quantile(rng.random(steps) ** (1.0 / count)))
         return found
 
-    def without(self) -> Stragglers:
-        """The same workers where all are alike, at the same mean."""
-        return Stragglers()
-
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
         values: dict[str, Any] = {"kind": self.kind, "a": self.a, "b": self.b, "samples": len(self.samples)}
@@ -117,10 +113,12 @@ class Stragglers:
             "even": "all workers alike",
             "lognormal": f"compute times spread lognormally by {self.a:g}",
             "exponential": f"compute times with an exponential part of {self.a:.0%}",
-            "pauses": f"{self.a:.2g} of steps {self.b:g} times as long",
+            "pauses": f"{100 * self.a:g} % of steps {self.b:g} times as long",
             "measured": f"compute times drawn from {len(self.samples)} measured ones",
         }[self.kind]
-        return words + (f", {self.slow_share:.3g} of workers {self.slow_times:g}x as slow" if self.slow_share else "")
+        return words + (
+            f", {100 * self.slow_share:g} % of workers {self.slow_times:g} times as slow" if self.slow_share else ""
+        )
 
 
 EVEN = Stragglers()
@@ -135,7 +133,9 @@ def parse_stragglers(text: str | None, slow: str | None = None, samples: Sequenc
     share, times = parse_share_times(slow, "--slow") if slow is not None else (0.0, 1.0)
     if text is None:
         kind: Kind = "measured" if len(samples) > 1 else "even"
-        return Stragglers(kind, samples=tuple(samples) if kind == "measured" else (), slow_share=share, slow_times=times)
+        return Stragglers(
+            kind, samples=tuple(samples) if kind == "measured" else (), slow_share=share, slow_times=times
+        )
     word, _, value = text.strip().lower().partition(":")
     if word == "none" and not value:
         return Stragglers(slow_share=share, slow_times=times)
@@ -150,6 +150,4 @@ def parse_stragglers(text: str | None, slow: str | None = None, samples: Sequenc
         return Stragglers("lognormal", a, slow_share=share, slow_times=times)
     if word == "exponential" and 0 <= a <= 1:
         return Stragglers("exponential", a, slow_share=share, slow_times=times)
-    raise ValueError(
-        f"--stragglers: got {text!r}, expected {_EXPECTED} (lognormal takes 0 to 5, exponential 0 to 1)"
-    )
+    raise ValueError(f"--stragglers: got {text!r}, expected {_EXPECTED} (lognormal takes 0 to 5, exponential 0 to 1)")

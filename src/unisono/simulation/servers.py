@@ -78,8 +78,8 @@ def simulate_servers(
     *,
     staleness: int | None,
 ) -> Floats:
-    """Seconds from one window to the next, in the mean over workers, after a tenth of `steps` to settle; one number for
-    each tenth of the rest. All workers together finish `workers` windows in that time.
+    """Seconds from one window to the next, in the mean over workers: one number for each tenth of `steps` but the first
+    in which the queues fill (`staleness=0`: one for each step). All workers together finish `workers` windows in it.
 
     staleness: windows that a worker may be ahead of the slowest; None: any.
     """
@@ -121,8 +121,8 @@ def _simulate_pushes(
     free_at = np.zeros(workers)  # when the last answer came
     pushes = compute_s * rates * stragglers.draw(rng, (workers,))  # when each pushes next; inf: it waits
     least, at_least = 0, workers  # the slowest worker's count, and how many have no more
-    finished, total, block = 0, workers * steps, _LEAST_BLOCK
-    marks, times = np.linspace(0.1, 1.0, 11) * total, list[float]()
+    finished, total, block = 0, workers * max(steps, 10), _LEAST_BLOCK
+    marks, times = [max(1, total * i // 10) for i in range(1, 11)], list[float]()
     while len(times) < len(marks):
         size = min(workers, block)
         first = np.argpartition(pushes, size - 1)[:size] if size < workers else np.arange(workers)
@@ -147,9 +147,9 @@ def _simulate_pushes(
             freed = np.flatnonzero(np.isinf(pushes) & (done - least <= staleness))
             work = compute_s * rates[freed] * stragglers.draw(rng, (len(freed),))
             pushes[freed] = np.maximum(free_at[freed], now) + work
+        while len(times) < len(marks) and finished + count >= marks[len(times)]:
+            times.append(float(answered[marks[len(times)] - finished - 1]))
         finished += count
-        while len(times) < len(marks) and finished >= marks[len(times)]:
-            times.append(float(answered[count - 1]))
     return np.diff(times) / np.diff(marks) * workers
 
 

@@ -74,7 +74,7 @@ class Stragglers:
             z = np.array([normal.inv_cdf(min(max(x, 1e-300), 1 - 2**-53)) for x in u.ravel()]).reshape(u.shape)
             return np.asarray(np.exp(self.a * z - self.a**2 / 2))
         if self.kind == "exponential":
-            return 1.0 - self.a - self.a * np.log1p(-np.minimum(u, 1 - 2**-53))
+            return np.asarray(1.0 - self.a - self.a * np.log1p(-np.minimum(u, 1 - 2**-53)))
         if self.kind == "pauses":
             return np.where(u < 1 - self.a, 1.0, self.b)
         at = np.minimum((u * len(self._sorted)).astype(int), len(self._sorted) - 1)

@@ -8,14 +8,29 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar, cast
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 T = TypeVar("T")
 
 
+class JobWatch(Protocol):
+    """One that follows the jobs of queues: who hands them over, runs them and waits for them, and when."""
+
+    def submit(self, *, moves: bool) -> int:
+        """A job is handed over here; gives its number. `moves`: it does nothing but move bytes."""
+
+    def run(self, job: int) -> AbstractContextManager[None]:
+        """Around its work."""
+
+    def wait(self, job: int) -> AbstractContextManager[None]:
+        """Around the wait for it."""
+
+
 class _Thread(threading.local):
     is_queue = False
+    watch: JobWatch | None = None  # follows the queues that are made in this thread, and in their threads
 
 
 _thread = _Thread()
@@ -54,6 +69,16 @@ class LongWait:
 def in_background() -> bool:
     """Whether this thread is a queue's own: the program does not stand still while it waits."""
     return _thread.is_queue
+
+
+@contextmanager
+def watched_by(watch: JobWatch) -> Iterator[None]:
+    """Queues made inside, in this thread, are followed by `watch`, as long as they live."""
+    before, _thread.watch = _thread.watch, watch
+    try:
+        yield
+    finally:
+        _thread.watch = before
 
 
 class Handle(Generic[T]):
@@ -98,17 +123,22 @@ class Handle(Generic[T]):
 class _Job:
     """One piece of work in a queue."""
 
-    __slots__ = ("_run", "error", "finished", "value")
+    __slots__ = ("_run", "_watch", "error", "finished", "number", "value")
 
-    def __init__(self, run: Callable[[], Any]) -> None:
-        self._run = run
+    def __init__(self, run: Callable[[], Any], watch: JobWatch | None, moves: bool) -> None:
+        self._run, self._watch = run, watch
+        self.number = watch.submit(moves=moves) if watch is not None else 0
         self.value: Any = None
         self.error: BaseException | None = None
         self.finished = threading.Event()
 
     def __call__(self) -> None:
         try:
-            self.value = self._run()
+            if self._watch is None:
+                self.value = self._run()
+            else:
+                with self._watch.run(self.number):
+                    self.value = self._run()
         except BaseException as error:
             self.error = error
             if not isinstance(error, Exception):  # Ctrl-C is for the thread that runs the job, whoever waits for it
@@ -122,11 +152,13 @@ class SerialQueue:
     """A queue with one thread, started at the first job; a thread that waits for a job runs the queue itself.
 
     Jobs run strictly in the order given, whoever runs them: collectives then meet in one order on every rank.
+    `moves`: its jobs do nothing but move bytes.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, *, moves: bool = False) -> None:
+        self.name, self._moves = name, moves
         self._closed = False
+        self._watch = _thread.watch
         self.begin_anew()
         _queues.add(self)
 
@@ -139,7 +171,7 @@ class SerialQueue:
 
     def submit(self, run: Callable[[], T]) -> Handle[T]:
         """Queue `run`; its handle gives the result."""
-        job = _Job(run)
+        job = _Job(run, self._watch, self._moves)
         with self._signal:
             if self._closed:
                 raise RuntimeError(f"{self.name} is closed: nothing more can be sent through it")
@@ -151,6 +183,12 @@ class SerialQueue:
         return Handle(lambda: self._result(job), job.finished.is_set)
 
     def _result(self, job: _Job) -> Any:
+        if self._watch is None:
+            return self._wait_for(job)
+        with self._watch.wait(job.number):
+            return self._wait_for(job)
+
+    def _wait_for(self, job: _Job) -> Any:
         wait = LongWait()
         try:
             while not job.finished.is_set():
@@ -177,6 +215,7 @@ class SerialQueue:
 
     def _loop(self) -> None:
         _thread.is_queue = True
+        _thread.watch = self._watch
         while True:
             with self._signal:
                 while not self._jobs and not self._closed:

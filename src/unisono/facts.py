@@ -5,8 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from typing import Literal
 
-__all__ = ["Example", "Facts", "Sizes"]
+__all__ = ["Convergence", "Example", "Facts", "Grade", "Sizes"]
+
+# exact: as one process on the joined batches. rounded: each number is off by a little. compressed: most is left out,
+# and made up for later or in the mean over steps. other: another course of training, which may end elsewhere.
+Grade = Literal["exact", "rounded", "compressed", "other"]
 
 
 @dataclass(frozen=True)
@@ -89,10 +94,21 @@ class Example:
 
 
 @dataclass(frozen=True)
+class Convergence:
+    """What a method does to training: how much, and in words."""
+
+    grade: Grade
+    note: str
+
+
+@dataclass(frozen=True)
 class Facts:
     """What is true of a method. Its module has them as `FACTS`; the first example is the one tried where one will do.
 
     refuses: settings that it refuses, and a word of the reason: `{"k=0": "fraction"}`.
+    convergence: its effect on training; None: that of the methods that it is put around.
+    plans: specs that `unisono plan` tries (None: its bare name).
+    unpredicted: why their step time cannot be predicted; empty: it can.
 
     Of a reducer:
     trains_as: specs of strategies to train with (none: `allreduce` with the first example).
@@ -105,6 +121,9 @@ class Facts:
     examples: Sequence[Example]
     refuses: Mapping[str, str] = field(default_factory=dict)
     _: KW_ONLY
+    convergence: Convergence | None = None
+    plans: Sequence[str] | None = None
+    unpredicted: str = ""
     trains_as: Sequence[str] = ()
     own_gradients: bool = False
     needs_adam: bool = False

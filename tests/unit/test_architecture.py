@@ -37,6 +37,7 @@ LAYERS = [
     "strategy",
     "strategies",
     "launchers progress footprint lab simulation",
+    "planner",
     "trainer",
     "map_reduce",
     "estimators",

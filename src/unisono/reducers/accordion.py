@@ -30,6 +30,7 @@ FACTS = Facts(
         "allreduce(reducer=accordion(low=powersgd(rank=2), high=powersgd(rank=1), every=2))",
         "allreduce(reducer=accordion(low=dense, high=topk(k=0.1), every=1))",
     ],
+    plans=[],
 )
 
 

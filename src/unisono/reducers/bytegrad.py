@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from unisono.checks import validate
-from unisono.facts import Example, Facts
+from unisono.facts import Convergence, Example, Facts
 from unisono.kernels.noise import Noise
 from unisono.kernels.quantise import bytes_nbytes, decode_bytes, encode_bytes
 from unisono.reducer import Reducer
@@ -19,6 +19,7 @@ from unisono.reducers._quantised import Block, Wire, build_quantised, count_byte
 FACTS = Facts(
     [Example("bytegrad", memory=False, bytes=count_bytes(lambda n: n + 8 * math.ceil(n / 2048)))],
     refuses={"block=100": "power of two"},
+    convergence=Convergence("rounded", "gradients to a byte, between the ends of their block"),
 )
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from unisono.buckets import Bucket
-from unisono.facts import Example, Facts
+from unisono.facts import Convergence, Example, Facts
 from unisono.reducer import Reduced, Reducer, State
 from unisono.world import World
 
-FACTS = Facts([Example("dense", exact=True, memory=False, bytes=lambda sizes: sizes.all_reduce(4 * sizes.numbers))])
+FACTS = Facts(
+    [Example("dense", exact=True, memory=False, bytes=lambda sizes: sizes.all_reduce(4 * sizes.numbers))],
+    convergence=Convergence("exact", "the exact mean"),
+    plans=[],
+)
 
 
 def dense() -> Reducer:

@@ -28,6 +28,7 @@ FACTS = Facts(
     ],
     refuses={"dens": "dense", "qsgd(bits=2)": "grow without bound"},
     trains_as=["allreduce(reducer=error_feedback(nuqsgd(bits=4)))"],
+    plans=[],
 )
 
 

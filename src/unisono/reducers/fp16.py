@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 
 from unisono.buckets import Bucket
-from unisono.facts import Example, Facts
+from unisono.facts import Convergence, Example, Facts
 from unisono.reducer import Reducer, Stages, State, staged
 from unisono.reducers._cast import cast_bytes, cast_codec, cast_stages
 from unisono.world import World
 
-FACTS = Facts([Example("fp16", memory=False, bytes=lambda sizes: sizes.all_reduce(2 * sizes.numbers))])
+FACTS = Facts(
+    [Example("fp16", memory=False, bytes=lambda sizes: sizes.all_reduce(2 * sizes.numbers))],
+    convergence=Convergence("rounded", "gradients to 11 bits of precision; beyond 65504 they overflow"),
+)
 
 
 def fp16() -> Reducer:

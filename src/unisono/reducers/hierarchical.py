@@ -20,6 +20,7 @@ from unisono.world import World
 FACTS = Facts(
     [Example("hierarchical(topk(k=0.1))", bytes=lambda sizes: sizes.sent_by("dense"))],  # all ranks on one host
     refuses={"5": "across", "bf16, inside=5": "inside"},
+    plans=[],
 )
 
 

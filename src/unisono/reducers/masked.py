@@ -36,6 +36,7 @@ FACTS = Facts(
     ],
     refuses={"bf16, min_size=-1": "min_size", "bf16, only=3": "only", "5": "inner"},
     trains_as=["allreduce(reducer=masked(topk(k=0.1), only='*.weight'))"],
+    plans=[],
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from unisono.checks import validate
-from unisono.facts import Example, Facts
+from unisono.facts import Convergence, Example, Facts
 from unisono.kernels.quantise import Levels
 from unisono.reducer import Reducer
 from unisono.reducers._quantised import Bits, Block, build_quantised, count_bytes, make_wire
@@ -17,6 +17,7 @@ FACTS = Facts(
         Example("nuqsgd(elias=True)", memory=False),
     ],
     refuses={"bits=3": "bits", "block=100": "power of two", "elias=1": "elias", "seed=0.5": "seed"},
+    convergence=Convergence("compressed", "gradients to 4 bits, at random and right in the mean: more noise"),
 )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unisono.buckets import Bucket
 from unisono.checks import validate
-from unisono.facts import Example, Facts, Sizes
+from unisono.facts import Convergence, Example, Facts, Sizes
 from unisono.reducer import Reduced, Reducer, Stages, State, rescale, residual_like, staged
 from unisono.reducers._quantised import choose_line, put, working_dtype
 from unisono.reducers._signs import Signs, messages_of
@@ -23,6 +23,7 @@ def _count_bytes(sizes: Sizes) -> int:
 FACTS = Facts(
     [Example("onebit", bytes=_count_bytes), Example("onebit(feedback=False)", memory=False, bytes=_count_bytes)],
     refuses={"feedback=1": "feedback"},
+    convergence=Convergence("compressed", "signs only; what is left out is made up for later"),
 )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unisono.buckets import Bucket
 from unisono.checks import AtLeast, Range, validate
-from unisono.facts import Example, Facts, Sizes
+from unisono.facts import Convergence, Example, Facts, Sizes
 from unisono.kernels import lowrank
 from unisono.reducer import Reduced, Reducer, Stages, State, all_reduce_bytes, rescale, residual_like, staged
 from unisono.world import World
@@ -46,6 +46,8 @@ FACTS = Facts(
     ],
     refuses={"rank=0": "rank", "min_saving=0.5": "min_saving", "feedback=1": "feedback", "seed=0.5": "seed"},
     trains_as=["allreduce(reducer=powersgd(rank=1, min_saving=1.0), overlap=True, bucket_bytes=256)"],
+    convergence=Convergence("compressed", "low-rank gradients; what is left out is made up for later"),
+    plans=["powersgd(rank=1)", "powersgd(rank=4)"],
 )
 
 

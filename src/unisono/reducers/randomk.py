@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unisono.buckets import Bucket
 from unisono.checks import Range, validate
-from unisono.facts import Example, Facts, Sizes
+from unisono.facts import Convergence, Example, Facts, Sizes
 from unisono.kernels.select import count_kept, fold, narrow_to, restore
 from unisono.reducer import Reduced, Reducer, Stages, State, all_reduce_bytes, rescale, residual_like, staged
 from unisono.world import World
@@ -34,6 +34,8 @@ FACTS = Facts(
     ],
     refuses={"k=0": "fraction", "feedback=1": "feedback", "seed=0.5": "seed"},
     trains_as=["allreduce(reducer=randomk(k=0.3))"],
+    convergence=Convergence("compressed", "some numbers of each gradient, drawn anew; the rest is made up for later"),
+    plans=["randomk(k=0.01)"],
 )
 
 

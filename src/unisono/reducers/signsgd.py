@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unisono.buckets import Bucket
 from unisono.checks import validate
-from unisono.facts import Example, Facts, Sizes
+from unisono.facts import Convergence, Example, Facts, Sizes
 from unisono.kernels.bits import pack, unpack
 from unisono.kernels.noise import Noise, bits, noise
 from unisono.reducer import Reduced, Reducer, Stages, State, staged
@@ -24,7 +24,11 @@ def _count_bytes(sizes: Sizes) -> int:
     return sizes.gather(floats + min(sizes.numbers // 8, share // 8 + share // 4))
 
 
-FACTS = Facts([Example("signsgd", memory=False, bytes=_count_bytes)], refuses={"seed=0.5": "seed"})
+FACTS = Facts(
+    [Example("signsgd", memory=False, bytes=_count_bytes)],
+    refuses={"seed=0.5": "seed"},
+    convergence=Convergence("other", "a vote on signs: no mean, and a learning rate of its own"),
+)
 
 
 @validate

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from unisono.buckets import Bucket
 from unisono.checks import AtLeast, Range, validate
-from unisono.facts import Example, Facts, Sizes
+from unisono.facts import Convergence, Example, Facts, Sizes
 from unisono.kernels.select import Plan, Segment, count_kept, narrow_to, restore, select_top, spread
 from unisono.reducer import Reduced, Reducer, Stages, State, all_reduce_bytes, rescale, residual_like, staged
 from unisono.world import World
@@ -47,6 +47,8 @@ FACTS = Facts(
     ],
     refuses={"k=0": "fraction", "k=5": "k=0.05", "momentum=1": "momentum", "clip=0": "clip", "ramp=-1": "ramp"},
     trains_as=["allreduce(reducer=topk(k=0.1), overlap=True)", "allreduce(reducer=topk(k=0.1, clip=1.0, ramp=2))"],
+    convergence=Convergence("compressed", "the largest numbers of each gradient; the rest is made up for later"),
+    plans=["topk(k=0.01)"],
 )
 
 

@@ -19,6 +19,7 @@ FACTS = Facts(
         )
     ],
     refuses={"bf16, steps=-1": "steps", "5, steps=1": "inner"},
+    plans=[],
 )
 
 

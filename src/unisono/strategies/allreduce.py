@@ -16,7 +16,7 @@ from unisono.checks import Note
 from unisono.exchange.overlap import Exchange, split_sparse
 from unisono.exchange.reduction import Reduction, check_real, overlap_pays
 from unisono.exchange.windows import Counter
-from unisono.facts import Example, Facts
+from unisono.facts import Convergence, Example, Facts
 from unisono.reducer import Reducer
 from unisono.reducers.dense import dense
 from unisono.strategy import Accumulate, BucketBytes, Buffers, Change, Replica, Strategy, Unsent, share_buffers
@@ -31,6 +31,7 @@ FACTS = Facts(
         "buffers=sometimes": "buffers",
         "bucket_bytes=0": "bucket_bytes",
     },
+    convergence=Convergence("exact", "as one process on the joined batches"),
 )
 
 

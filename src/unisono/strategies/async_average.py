@@ -21,7 +21,7 @@ from unisono.buckets import BUCKET_BYTES
 from unisono.checks import AtLeast, Range
 from unisono.exchange.overlap import Exchange, split_sparse
 from unisono.exchange.reduction import Reduction, overlap_pays
-from unisono.facts import Example, Facts
+from unisono.facts import Convergence, Example, Facts
 from unisono.reducers.dense import dense
 from unisono.strategies._graphs import ExchangedParameters, Lines
 from unisono.strategy import Accumulate, Change, PeriodicReplica, Replica, Strategy
@@ -34,6 +34,8 @@ FACTS = Facts(
     [Example("async_average", varies=True), Example("async_average(warmup=1)", varies=True)],
     refuses={"accumulate=0": "accumulate", "every_s=-1.0": "every_s", "warmup=-1": "warmup"},
     own_gradients=True,
+    convergence=Convergence("other", "models are averaged behind training; nobody waits"),
+    unpredicted="how often models meet depends on the time that a round takes",
 )
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from unisono.buckets import BUCKET_BYTES
 from unisono.checks import AtLeast, Range
-from unisono.facts import Example, Facts
+from unisono.facts import Convergence, Example, Facts
 from unisono.reducer import Reducer
 from unisono.strategies._anchored import AnchoredReplica, Anchors, Every, Fragment
 from unisono.strategy import Accumulate, BucketBytes, Buffers, Replica, Strategy
@@ -37,6 +37,7 @@ FACTS = Facts(
         "mix=1.0": "mix",
     },
     own_gradients=True,
+    convergence=Convergence("other", "models meet every `every` steps through an outer optimizer; tuned apart"),
 )
 
 

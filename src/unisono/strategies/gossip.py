@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.checks import AtLeast, Note
-from unisono.facts import Example, Facts
+from unisono.facts import Convergence, Example, Facts
 from unisono.kernels.quantise import bytes_nbytes, decode_bytes, encode_bytes
 from unisono.strategies._graphs import ExchangedParameters, Graph, Lines, Neighbours, Received, neighbours, swap
 from unisono.strategy import Accumulate, Change, PeriodicReplica, Replica, Strategy
@@ -33,6 +33,7 @@ FACTS = Facts(
         "'all', bits=8": "ring",
     },
     own_gradients=True,
+    convergence=Convergence("other", "each worker has a model of its own, mixed with its neighbours' only"),
 )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.buckets import FlatLayout
-from unisono.facts import Example, Facts
+from unisono.facts import Convergence, Example, Facts
 from unisono.strategy import Accumulate, Change, ModelPart, PeriodicReplica, Replica, Strategy
 from unisono.world import World
 
@@ -21,6 +21,8 @@ FACTS = Facts(
     [Example("hogwild", varies=True)],
     refuses={"accumulate=0": "accumulate", "accumulate=-1": "accumulate"},
     own_gradients=True,
+    convergence=Convergence("other", "updates of others may be lost or come in mid-step"),
+    unpredicted="the workers write to one memory without waiting",
 )
 
 

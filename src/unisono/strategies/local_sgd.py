@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from unisono.buckets import BUCKET_BYTES
 from unisono.checks import AtLeast
-from unisono.facts import Example, Facts
+from unisono.facts import Convergence, Example, Facts
 from unisono.reducer import Reducer
 from unisono.strategies._anchored import AnchoredReplica, Anchors, Every
 from unisono.strategy import Accumulate, BucketBytes, Buffers, Replica, Strategy, take_weighted_mean
@@ -37,6 +37,8 @@ FACTS = Facts(
         "accumulate=0": "accumulate",
     },
     own_gradients=True,
+    convergence=Convergence("other", "workers part for `every` steps and average their models"),
+    plans=["local_sgd(every=8, start=0)"],
 )
 
 

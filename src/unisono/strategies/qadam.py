@@ -19,7 +19,7 @@ from unisono.checks import AtLeast, Note
 from unisono.exchange.overlap import Exchange
 from unisono.exchange.reduction import Reduction, overlap_pays
 from unisono.exchange.windows import Counter
-from unisono.facts import Example, Facts
+from unisono.facts import Convergence, Example, Facts
 from unisono.reducer import Reduced, Reducer, Stages, State, staged, stages_of
 from unisono.spec import build
 from unisono.strategy import Accumulate, BucketBytes, Change, Replica, Strategy, Unsent
@@ -29,6 +29,8 @@ FACTS = Facts(
     [Example("qadam(warmup=2)")],
     refuses={"accumulate=0": "accumulate", "warmup=0": "warmup", "bucket_bytes=0": "bucket_bytes"},
     needs_adam=True,
+    convergence=Convergence("other", "Adam whose second moment stands still after a warm-up"),
+    plans=["qadam(warmup=1)"],
 )
 
 

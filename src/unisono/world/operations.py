@@ -154,7 +154,7 @@ class Operations:
 
     def _queue(self, name: str) -> SerialQueue:
         if name not in self._queues:
-            self._queues[name] = SerialQueue(f"unisono {self.name} {name}")
+            self._queues[name] = SerialQueue(f"unisono {self.name} {name}", moves=True)
         return self._queues[name]
 
     def _record_blocked(self, start: float, end: float) -> None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from unisono.buckets import BUCKET_BYTES
 from unisono.checks import AtLeast, Note, Range
-from unisono.facts import Example, Facts
+from unisono.facts import Convergence, Example, Facts
 from unisono.strategies.crossbow.replica import CrossbowReplica
 from unisono.strategy import Accumulate, BucketBytes, Replica, Strategy
 from unisono.world import World
@@ -36,6 +36,8 @@ FACTS = Facts(
         "bucket_bytes=0": "bucket_bytes",
     },
     own_gradients=True,
+    convergence=Convergence("other", "a central model, and learners that are pulled towards it"),
+    unpredicted="its learners take turns inside a worker",
 )
 
 

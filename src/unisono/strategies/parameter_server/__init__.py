@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from unisono.checks import AtLeast, Note
-from unisono.facts import Example, Facts
+from unisono.facts import Convergence, Example, Facts
 from unisono.reducer import Reducer
 from unisono.strategies.parameter_server.replica import ServedReplica
 from unisono.strategy import Accumulate, Replica, Strategy
@@ -35,6 +35,10 @@ FACTS = Facts(
         "reducer=powersgd": "codec",
     },
     own_gradients=True,
+    convergence=Convergence(
+        "exact", "as one process while staleness=0; above, gradients are older than the parameters"
+    ),
+    unpredicted="its servers answer while workers compute, each in its own time",
 )
 
 

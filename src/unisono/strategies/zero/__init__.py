@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.checks import AtLeast
-from unisono.facts import Example, Facts
+from unisono.facts import Convergence, Example, Facts
 from unisono.sizes import parse_size
 from unisono.strategies.zero.optimizer_shards import check_optimizer
 from unisono.strategies.zero.replica import ZeroReplica
@@ -40,6 +40,8 @@ FACTS = Facts(
         "buffers=sometimes": "buffers",
         "spare=True, optimizer_on=cpu": "stepped together",
     },
+    convergence=Convergence("exact", "as one process on the joined batches; state is split over the workers"),
+    plans=["zero(stage=1)", "zero(stage=2)"],
 )
 
 

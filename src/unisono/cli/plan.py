@@ -1,0 +1,158 @@
+"""`unisono plan`: which method trains a program fastest on these workers, and why."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from unisono.cli import run
+from unisono.cli.arguments import Commands
+
+__all__ = ["add_command"]
+
+_DESCRIPTION = """\
+Find the method that trains a program fastest on these workers and this network, without trying all of them.
+
+The program is started in N workers as by `unisono run`, whose options are taken here too, and is ended when all is
+measured: its own steps show compute and memory, pauses between them the network, and a few steps under each method with
+messages that take no time show what compression costs and when gradients are ready. From these the step of every method
+is predicted. Nothing is saved, and the program's model is of no use afterwards.
+
+Ranked are methods that train like all-reduce: exactly, rounded, or compressed so that what is left out is made up for.
+Others (local steps, gossip, ...) are listed below them. See docs/planning.md.
+"""
+_EPILOG = """\
+examples:
+  unisono plan -n 4 train.py --epochs 3
+  unisono plan -n 4 --verify train.py
+  unisono plan -n 4 --methods "allreduce; topk(k=0.01); powersgd(rank=2)" train.py
+  unisono plan --on ssh -n 8 --hosts a:4,b:4 train.py
+"""
+_GRADES = ("exact", "rounded", "compressed", "other")
+_TIMES_VERIFIED = 3
+
+
+class _Renamed:
+    """The command line as `run` sees it: what it adds goes to the parser of `plan`."""
+
+    def __init__(self, commands: Commands) -> None:
+        self._commands = commands
+
+    def add_parser(self, name: str, **options: Any) -> argparse.ArgumentParser:
+        told = {
+            **options,
+            "help": "find the fastest method for a program on these workers",
+            "description": _DESCRIPTION,
+            "epilog": _EPILOG,
+        }
+        return self._commands.add_parser("plan", **told)
+
+
+def add_command(commands: Commands) -> None:
+    """Add `plan` to the command line, with all options of `run`."""
+    parsers: list[argparse.ArgumentParser] = []
+
+    class Added(_Renamed):
+        def add_parser(self, name: str, **options: Any) -> argparse.ArgumentParser:
+            parsers.append(super().add_parser(name, **options))
+            return parsers[-1]
+
+    run.add_command(Added(commands))
+    (parser,) = parsers
+    group = parser.add_argument_group("the plan")
+    group.add_argument(
+        "--methods", type=_parse_methods, default=[], metavar="A; B", help="predict these only, separated by ;"
+    )
+    group.add_argument(
+        "--allow",
+        type=_parse_grades,
+        default=list(_GRADES[:3]),
+        metavar="GRADES",
+        help=f"rank methods with these effects on training: {', '.join(_GRADES)}, or all; default: all but other",
+    )
+    group.add_argument(
+        "--verify",
+        nargs="?",
+        type=int,
+        const=_TIMES_VERIFIED,
+        default=0,
+        metavar="K",
+        help="try the best K for real, and show what was predicted beside it; default: none, without a number: 3",
+    )
+    group.add_argument(
+        "--budget",
+        type=float,
+        default=25.0,
+        metavar="S",
+        help="begin no further method after so many seconds of measuring; default: 25",
+    )
+    group.add_argument("--json", metavar="FILE", help="write the plan and all that was measured")
+    parser.set_defaults(start=parser.get_default("run"), run=_plan, output="rank0")
+
+
+def _parse_methods(text: str) -> list[str]:
+    return [spec.strip() for spec in text.split(";") if spec.strip()]
+
+
+def _parse_grades(text: str) -> list[str]:
+    grades = list(_GRADES) if text == "all" else re.split(r"[,\s]+", text.strip())
+    if unknown := [grade for grade in grades if grade not in _GRADES]:
+        raise argparse.ArgumentTypeError(f"got {unknown[0]!r}; expected some of {', '.join(_GRADES)}, or all")
+    return grades
+
+
+def _plan(options: argparse.Namespace, whole: argparse.ArgumentParser) -> int:
+    parser: argparse.ArgumentParser = options.parser
+    if options.program is None:
+        parser.error("no program given; as in: unisono plan -n 2 train.py")
+    if options.workers[0] is not None or options.workers[1] < 2:
+        parser.error("a plan is for a fixed number of workers, from 2 up: give one with -n")
+    if options.methods:
+        from unisono.planner.candidates import check_specs
+
+        if problem := check_specs(options.methods):
+            parser.error(problem)
+    with tempfile.TemporaryDirectory(prefix="unisono-plan-") as folder:
+        file = Path(folder) / "measured.json"
+        asked = {
+            "methods": options.methods,
+            "allow": options.allow,
+            "budget_s": options.budget,
+            "verify": options.verify,
+            "file": str(file),
+        }
+        os.environ["UNISONO_PLAN"] = json.dumps(asked)
+        os.environ["UNISONO_OBSERVER"] = "unisono.planner.worker"
+        status: int = options.start(options, whole)
+        found = json.loads(file.read_text()) if file.exists() else {}
+    if status:
+        print("unisono plan: the program failed, so there is no plan", file=sys.stderr)
+        return status
+    return _show(found, options)
+
+
+def _show(found: dict[str, Any], options: argparse.Namespace) -> int:
+    if found.get("state") != "measured":
+        if options.on != "local":  # the worker on its host has written it to its output
+            return 0
+        why = "never called un.parallel" if not found else "took no optimizer step after un.parallel"
+        print(f"unisono plan: {options.program} {why}, so nothing could be measured", file=sys.stderr)
+        return 1
+
+    from unisono.planner.choice import choose
+    from unisono.planner.measured import Measured
+    from unisono.planner.report import plan_to_dict, write_report
+
+    measured = Measured.from_dict(found["measured"])
+    choice = choose(measured, options.allow)
+    print(textwrap.dedent(write_report(measured, choice)))
+    if options.json:
+        Path(options.json).write_text(json.dumps(plan_to_dict(measured, choice), indent=1))
+    return 0 if choice.ranked or choice.others else 1

@@ -1,0 +1,108 @@
+"""The methods that a plan is made of: which are tried, and what each says of its effect on training."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from unisono.facts import Convergence, Grade
+from unisono.spec import SpecError, build, names, parse, read_facts
+from unisono.spec.grammar import Spec
+from unisono.strategy import Strategy
+
+GRADES: tuple[Grade, ...] = ("exact", "rounded", "compressed", "other")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A method to measure. `unpredicted`: why it cannot be; empty where it can."""
+
+    spec: str
+    convergence: Convergence
+    unpredicted: str = ""
+
+    @property
+    def strategy(self) -> Strategy:
+        """As it is bound."""
+        built: Strategy = build(self.spec, kind="strategy")
+        return built
+
+    @property
+    def every(self) -> int:
+        """Steps from one exchange to the next."""
+        every = getattr(self.strategy, "every", 1)
+        return every if isinstance(every, int) else 1
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether exchanges go on behind several steps."""
+        return bool(getattr(self.strategy, "delay", 0))
+
+    def for_measuring(self) -> Strategy:
+        """The same with an exchange after each step, so that every step shows it."""
+        strategy: Any = self.strategy
+        changes = {"every": 1, "delay": 0, "start": 0, "fragments": 1}
+        fields = {field.name for field in dataclasses.fields(strategy)}
+        changed: Strategy = dataclasses.replace(
+            strategy, **{name: value for name, value in changes.items() if name in fields and self.every > 1}
+        )
+        return changed
+
+
+def find_candidates(asked: Iterable[str] = (), also: Iterable[str] = ()) -> list[Candidate]:
+    """Those asked for, or what every method proposes; `also`: added where it is not among them."""
+    specs = list(asked) or [*_proposed("strategy"), *_proposed("reducer")]
+    found: dict[str, Candidate] = {}
+    for spec in [*specs, *also]:
+        candidate = describe_candidate(spec)
+        found.setdefault(candidate.spec, candidate)
+    return sorted(found.values(), key=lambda candidate: GRADES.index(candidate.convergence.grade))
+
+
+def _proposed(kind: Any) -> list[str]:
+    found = []
+    for name in names(kind):
+        plans = read_facts(name, kind).plans
+        found += [name] if plans is None else list(plans)
+    return found
+
+
+def describe_candidate(spec: str) -> Candidate:
+    """What its methods say: the effect on training is that of the one with the greatest."""
+    tree = parse(spec)
+    build(tree, kind="strategy")  # an error in the text shows here
+    worst, why = Convergence("exact", "as one process on the joined batches"), ""
+    for name, kind in _methods_in(tree):
+        facts = read_facts(name, kind)
+        found = facts.convergence
+        if found is not None and GRADES.index(found.grade) >= GRADES.index(worst.grade):
+            worst = found
+        why = why or facts.unpredicted
+    return Candidate(str(tree), worst, why)
+
+
+def _methods_in(tree: Spec) -> Iterable[tuple[str, Any]]:
+    known: dict[str, Any] = dict.fromkeys(names("strategy"), "strategy")
+    reducers = names("reducer")
+    pending: list[Any] = [tree]
+    while pending:
+        node = pending.pop()
+        if not isinstance(node, Spec):
+            if isinstance(node, str) and node in reducers:
+                yield node, "reducer"
+            continue
+        if node.name in known or node.name in reducers:
+            yield node.name, known.get(node.name, "reducer")
+        pending += [*node.args, *node.kwargs.values()]
+
+
+def check_specs(specs: Iterable[str]) -> str:
+    """What is wrong with the first of them that cannot be read; empty where all can."""
+    try:
+        for spec in specs:
+            describe_candidate(spec)
+    except (SpecError, TypeError, ValueError) as error:
+        return str(error)
+    return ""

@@ -1,0 +1,338 @@
+"""The course of a measurement: what each step of the user's own loop is used for.
+
+1. some steps with nothing exchanged: compute and its spread, memory;
+2. between two steps: the network, each link and each operation;
+3. a few steps under each method in a silent world, where messages take no time;
+4. where asked for: the best methods for real, in turn.
+
+A generator: it goes on by one `yield` a step. All ranks take the same course, and meet before every step, so that
+each step finds the machine as busy as it is in training.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from unisono.background import watched_by
+from unisono.costs import Anatomy
+from unisono.planner.candidates import Candidate
+from unisono.planner.measured import Measured, Method
+from unisono.planner.network_probe import probe
+from unisono.planner.trace import Trace, TracedStep
+from unisono.spec import build
+from unisono.strategy import Replica, Strategy
+from unisono.strategy.changing import ChangingReplica
+from unisono.world import World
+from unisono.world.ledger import Ledger
+from unisono.world.transports.silent import SilentTransport
+
+_WARM = 2  # steps before anything counts
+_BARE = 3
+_TRACED = 3  # steps a method, after a first one
+_BEST = 3  # methods that are verified
+_ROUNDS = 2
+_VERIFIED = 3  # steps of a method in a round, after a first one
+_MOST_PROBED = 32 << 20
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command asked for."""
+
+    methods: Sequence[str] = ()
+    allow: Sequence[str] = ("exact", "rounded", "compressed")
+    budget_s: float = 25.0
+    verify: int = 0
+    file: str = ""
+
+
+def steps_needed(methods: int, verify: int) -> int:
+    """Optimizer steps that a whole measurement takes."""
+    return _WARM + _BARE + methods * (1 + _TRACED) + verify * _ROUNDS * (1 + _VERIFIED)
+
+
+class Course:
+    """Drives a measurement from the end of each optimizer step."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        world: World,
+        candidates: list[Candidate],
+        settings: Settings,
+        *,
+        own: str,
+        choose: Callable[[Measured], list[str]],
+        finished: Callable[[], None],
+    ) -> None:
+        """`choose`: which methods are worth verifying; `finished`: called when all is measured."""
+        self.model, self.optimizer, self.world = model, optimizer, world
+        self.settings, self._candidates, self._choose = settings, candidates, choose
+        params = [p for p in model.parameters() if p.requires_grad]
+        self.measured = Measured(
+            world.size,
+            list(world.hosts),
+            own,
+            sum(p.numel() for p in params),
+            sum(p.numel() * p.element_size() for p in params),
+            learning_rate=_find_rate(optimizer),
+            optimizer=type(optimizer).__name__,
+        )
+        self._began = time.monotonic()
+        self._snapshot: tuple[dict[str, Any], dict[str, Any]] | None = None
+        quiet: Strategy = build("allreduce", kind="strategy")
+        self.replica = ChangingReplica(quiet.bind(model, optimizer, World(device=world.device)), quiet, self.next)
+        self._finished = finished
+        self._steps = self._run()
+        self._batch = model.register_forward_pre_hook(self._note_batch, with_kwargs=True)
+        next(self._steps)
+
+    def next(self) -> None:
+        """An optimizer step has ended: go on."""
+        self.measured.steps += 1
+        done = next(self._steps, True)
+        self.measured.seconds = time.monotonic() - self._began
+        if done:
+            self._finished()
+
+    def _note_batch(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """How many samples: the rows of the first tensor that the model is given."""
+        first = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.dim()), None)
+        self.measured.batch = first.shape[0] if first is not None else None
+        self._batch.remove()
+
+    # The course --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> Iterator[None]:
+        for _ in range(_WARM):
+            yield
+        self._snapshot = (
+            {name: x.clone() for name, x in self.model.state_dict().items() if isinstance(x, torch.Tensor)},
+            copy.deepcopy(self.optimizer.state_dict()),
+        )
+        yield from self._measure_bare()
+        self._tell("the network")
+        most = min(self.measured.gradient_bytes, _MOST_PROBED)
+        network, links = probe(self.world, most)
+        self.measured.network = network
+        self.measured.links = [vars(link) for link in links]
+        for i, candidate in enumerate(self._candidates):
+            if candidate.unpredicted:
+                self._add(candidate, why=f"not predicted: {candidate.unpredicted}")
+            elif not self._has_time():
+                self._add(candidate, why=f"not measured: the {self.settings.budget_s:g} s of --budget were over")
+            else:
+                self._tell(f"{candidate.spec} ({i + 1} of {len(self._candidates)})")
+                yield from self._measure_method(candidate)
+        if self.settings.verify:
+            yield from self._verify()
+        self._tell("")
+
+    def _measure_bare(self) -> Iterator[None]:
+        """Nothing exchanged."""
+        self._tell("compute")
+        _reset_peak(self.world.device)
+        taken = []
+        for _ in range(_BARE):
+            self.world.barrier()
+            began = time.perf_counter()
+            yield
+            self._settle()
+            taken.append(time.perf_counter() - began)
+        everyone = self.world.gather_objects(taken)
+        self.measured.bare_samples_s = [seconds for each in everyone for seconds in each]
+        self.measured.compute_s = median(max(step) for step in zip(*everyone, strict=True))
+        self.measured.memory_bytes = max(self.world.gather_objects(_read_peak(self.world.device)))
+
+    def _measure_method(self, candidate: Candidate) -> Iterator[None]:
+        trace = Trace()
+        problem = ""
+        _reset_peak(self.world.device)
+        try:
+            with watched_by(trace):
+                self.replica.replace(lambda: self._bind(candidate.for_measuring(), self._silence(trace)))
+        except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+            problem = str(error).partition("\n")[0]
+        if any(problems := self.world.gather_objects(problem)):
+            why = next(filter(None, problems))
+            self._go_quiet()
+            self._add(candidate, why=f"not for this program: {why}")
+            return
+        taken: list[TracedStep] = []
+        with watched_by(trace):
+            yield
+            for _ in range(_TRACED):
+                self.world.barrier()
+                trace.start()
+                yield
+                self._settle()
+                taken.append(trace.stop())
+        peak = _read_peak(self.world.device)
+        self._go_quiet()
+        mine = [_to_anatomy(candidate, step, self.world.size).to_dict() for step in taken]
+        everyone = self.world.gather_objects({"steps": mine, "walls": [step.wall_s for step in taken], "peak": peak})
+        anatomy = _choose_anatomy(everyone)
+        self._add(candidate, anatomy=anatomy, memory=max(each["peak"] for each in everyone))
+
+    def _verify(self) -> Iterator[None]:
+        """For real, in turn; the first step after each change does not count."""
+        chosen = self.world.broadcast_object(self._choose(self.measured) if self.world.rank == 0 else [])
+        taken: dict[str, list[float]] = {spec: [] for spec in chosen}
+        for turn in range(_ROUNDS):
+            for spec in chosen:
+                self._tell(f"verifying {spec} ({turn + 1} of {_ROUNDS})")
+                self.replica.replace(lambda spec=spec: self._bind(build(spec, kind="strategy"), self.world))  # type: ignore[misc]
+                yield
+                for _ in range(max(_VERIFIED, getattr(self.replica.inner.strategy, "every", 1))):
+                    self.world.barrier()
+                    began = time.perf_counter()
+                    yield
+                    self._settle()
+                    taken[spec].append(time.perf_counter() - began)
+                self._go_quiet()
+        everyone = self.world.gather_objects(taken)
+        for spec in chosen:
+            slowest = [max(step) for step in zip(*(each[spec] for each in everyone), strict=True)]
+            seconds = sum(slowest) / len(slowest) if _every(spec) > 1 else median(slowest)
+            self.measured.methods = [
+                replace(m, verified_s=seconds) if m.spec == spec else m for m in self.measured.methods
+            ]
+
+    # Between steps -----------------------------------------------------------------------------------------------
+
+    def _bind(self, strategy: Strategy, world: World) -> Replica:
+        """Begin with a method where the snapshot was taken."""
+        self._close_inner()
+        self._restore()
+        scaler = self.replica.inner.scaler
+        replica = strategy.bind(self.model, self.optimizer, world)
+        if scaler is not None:
+            replica.watch(scaler)
+        return replica
+
+    def _go_quiet(self) -> None:
+        """Exchange nothing, until the next method."""
+        quiet: Strategy = build("allreduce", kind="strategy")
+        self.replica.replace(lambda: self._bind(quiet, World(device=self.world.device)))
+
+    def _close_inner(self) -> None:
+        inner = self.replica.inner
+        if not inner.is_closed:
+            inner.restore()
+            inner.close()
+            if inner.world is not self.world:
+                inner.world.close()
+        gc.collect()
+
+    @torch.no_grad()
+    def _restore(self) -> None:
+        assert self._snapshot is not None, "taken before any method is bound"
+        values, state = self._snapshot
+        mine = self.model.state_dict()
+        for name, value in values.items():
+            mine[name].copy_(value)
+        self.optimizer.load_state_dict(copy.deepcopy(state))
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _silence(self, trace: Trace) -> World:
+        """This world, with messages that take no time."""
+        real = self.world
+        shared = real.transport is not None and real.transport.name == "shared memory"
+        messages = real.transport is not None and real.transport.name == "messages"
+
+        def transport() -> SilentTransport:
+            return SilentTransport(
+                real.rank, real.size, trace.listen, hosts=real.hosts, by_messages=messages, posts=shared
+            )
+
+        return World(
+            transport(),
+            device=real.device,
+            hosts=real.hosts,
+            ledger=Ledger(real.rank),
+            accelerated=transport() if real.has_nccl else None,
+            name="silent",
+        )
+
+    def _add(self, candidate: Candidate, *, anatomy: Anatomy | None = None, memory: int = 0, why: str = "") -> None:
+        self.measured.methods.append(Method(candidate.spec, candidate.convergence, anatomy, memory, why))
+
+    def _has_time(self) -> bool:
+        left = self.settings.budget_s - (time.monotonic() - self._began)
+        return bool(self.world.broadcast_object(left > 0))
+
+    def _settle(self) -> None:
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize(self.world.device)
+
+    def _tell(self, what: str) -> None:
+        """One line on the terminal, written over by the next."""
+        if self.world.rank == 0 and sys.stderr.isatty():
+            print(f"\r\033[Kunisono plan: {what}" if what else "\r\033[K", end="", file=sys.stderr, flush=True)
+        elif self.world.rank == 0 and what:
+            print(f"unisono plan: {what}", file=sys.stderr)
+
+
+def _every(spec: str) -> int:
+    every = getattr(build(spec, kind="strategy"), "every", 1)
+    return every if isinstance(every, int) else 1
+
+
+def _find_rate(optimizer: Optimizer) -> float | None:
+    rate = optimizer.param_groups[0].get("lr")
+    return float(rate) if rate is not None else None
+
+
+def _to_anatomy(candidate: Candidate, step: TracedStep, ranks: int) -> Anatomy:
+    return Anatomy(
+        candidate.spec,
+        ranks,
+        step.compute_s,
+        step.jobs,
+        every=candidate.every,
+        kind="delayed" if candidate.is_delayed else "synchronous",
+    )
+
+
+def _choose_anatomy(everyone: list[dict[str, Any]]) -> Anatomy:
+    """In each step the slowest rank holds up the others: of these, the step of middle length."""
+    steps = range(len(everyone[0]["walls"]))
+    slowest = {i: max(everyone, key=lambda each, i=i: each["walls"][i]) for i in steps}  # type: ignore[misc]
+    middle = sorted(steps, key=lambda i: slowest[i]["walls"][i])[len(steps) // 2]
+    chosen = Anatomy.from_dict(slowest[middle]["steps"][middle])
+    samples = tuple(step["compute_s"] for each in everyone for step in each["steps"])
+    return replace(chosen, samples_s=samples)
+
+
+# Memory -----------------------------------------------------------------------------------------------------------
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):  # then the peak of the whole run is shown
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _read_peak(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) << 10
+    return 0

@@ -1,0 +1,94 @@
+"""What was measured in the user's own loop, as plain values: for the plan, for JSON, and for the simulation."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from unisono.costs import Anatomy, Link, Network
+from unisono.facts import Convergence
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method. `anatomy` is None where it was not measured, and `why` says so."""
+
+    spec: str
+    convergence: Convergence
+    anatomy: Anatomy | None = None
+    memory_bytes: int = 0  # the most that a worker held in a step
+    why: str = ""
+    verified_s: float | None = None  # its step as measured for real
+
+    @property
+    def bytes_sent(self) -> float:
+        """What a rank sends in a step, in the mean over steps."""
+        if self.anatomy is None:
+            return 0.0
+        n = self.anatomy.ranks
+        shares = {"all_reduce": 2 * (n - 1) / n, "reduce_scatter": (n - 1) / n, "all_to_all": (n - 1) / n}
+        shares |= {"all_gather": n - 1.0, "exchange": n - 1.0}
+        return sum(shares.get(o.op, 1.0) * o.nbytes for o in self.anatomy.operations) / self.anatomy.every
+
+
+@dataclass
+class Measured:
+    """All of it."""
+
+    ranks: int
+    hosts: list[str]
+    own: str  # the program's own method
+    parameters: int
+    gradient_bytes: int
+    compute_s: float = 0.0
+    bare_samples_s: list[float] = field(default_factory=list)
+    memory_bytes: int = 0
+    host_bytes: int = 0
+    device_bytes: int | None = None
+    learning_rate: float | None = None
+    optimizer: str = ""
+    batch: int | None = None
+    network: Network | None = None
+    links: list[dict[str, Any]] = field(default_factory=list)
+    methods: list[Method] = field(default_factory=list)
+    steps: int = 0
+    seconds: float = 0.0
+    unfinished: str = ""  # what was still to be measured when the program ended
+    settings: list[str] = field(default_factory=list)  # of `un.memory`, that fit, where memory is short
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as JSON holds them."""
+        plain = asdict(self)
+        plain["methods"] = [
+            {**asdict(m), "anatomy": None if m.anatomy is None else m.anatomy.to_dict()} for m in self.methods
+        ]
+        if self.network is not None:
+            plain["network"] = {
+                **asdict(self.network),
+                "between": list(self.network.between),
+                "inside": None if self.network.inside is None else list(self.network.inside),
+            }
+        return plain
+
+    @classmethod
+    def from_dict(cls, plain: dict[str, Any]) -> Measured:
+        """What `to_dict` gave, also after it was JSON."""
+        methods = [
+            Method(
+                **{
+                    **m,
+                    "convergence": Convergence(**m["convergence"]),
+                    "anatomy": None if m["anatomy"] is None else Anatomy.from_dict(m["anatomy"]),
+                }
+            )
+            for m in plain["methods"]
+        ]
+        network = None
+        if (found := plain["network"]) is not None:
+            inside = None if found["inside"] is None else Link(*found["inside"])
+            fitted = {op: (line[0], line[1]) for op, line in found["fitted"].items()}
+            curves = {op: [(p[0], p[1]) for p in points] for op, points in found["curves"].items()}
+            network = Network(
+                **{**found, "between": Link(*found["between"]), "inside": inside, "fitted": fitted, "curves": curves}
+            )
+        return cls(**{**plain, "methods": methods, "network": network})

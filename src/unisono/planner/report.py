@@ -1,0 +1,116 @@
+"""A plan as text: the network, a table of methods, and words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from unisono.planner.choice import Choice, Ranked, show_bits, show_s
+from unisono.planner.measured import Measured
+from unisono.sizes import show_size
+
+__all__ = ["plan_to_dict", "write_report"]
+
+_HEAD = ("method", "step", "interval", "compute", "exposed", "hidden", "compress", "sent", "memory", "training")
+
+
+def write_report(measured: Measured, choice: Choice) -> str:
+    """All of it, for a terminal."""
+    parts = [_describe_run(measured), _describe_network(measured)]
+    verified = any(row.method.verified_s is not None for row in choice.ranked)
+    if choice.ranked:
+        parts.append("\n".join(_table(choice.ranked, verified)))
+        parts.append("\n".join([*choice.reasons, *choice.advice]))
+    elif measured.unfinished:
+        parts.append("Nothing could be predicted.")
+    if choice.others:
+        words = "These change training: try them with `unisono compare`, or rank them too with --allow all."
+        parts.append("\n".join([words, *_table(choice.others, verified)]))
+    if choice.left_out:
+        parts.append("\n".join(f"{m.spec}: {m.why}" for m in choice.left_out))
+    if measured.unfinished:
+        parts.append(f"Incomplete: {measured.unfinished}.")
+    return "\n\n".join(part for part in parts if part)
+
+
+def _describe_run(measured: Measured) -> str:
+    hosts = len(set(measured.hosts))
+    batch = f", {measured.batch} samples a worker and step" if measured.batch is not None else ""
+    return (
+        f"{measured.ranks} workers on {hosts} host{'s' if hosts > 1 else ''}; {measured.parameters / 1e6:.1f} M "
+        f"parameters, {show_size(measured.gradient_bytes)} of gradients{batch}; compute {show_s(measured.compute_s)} a "
+        f"step. Measured in {measured.seconds:.0f} s, {measured.steps} steps."
+    )
+
+
+def _describe_network(measured: Measured) -> str:
+    if measured.network is None:
+        return ""
+    lines = [
+        f"{link['first']} - {link['second']}: {show_s(link['latency_s'])}, {show_bits(link['bits_per_s'])}"
+        for link in measured.links
+    ]
+    for op, (latency_s, s_per_byte) in sorted(measured.network.fitted.items()):
+        rate = f"{show_bits(8 / s_per_byte)}" if s_per_byte else "any rate"
+        lines.append(f"{op}: {show_s(latency_s)} + bytes at {rate}")
+    return "\n".join(["Network, as time = latency + bytes / bandwidth:", *(f"  {line}" for line in lines)])
+
+
+def _table(rows: Sequence[Ranked], verified: bool) -> list[str]:
+    head = [*_HEAD, *(["measured"] if verified else [])]
+    cells = [head, *(_cells(row, verified) for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    lines = []
+    for row in cells:
+        words = [f"{row[0]:<{widths[0]}}", *(f"{cell:>{w}}" for cell, w in zip(row[1:], widths[1:], strict=True))]
+        lines.append("  ".join(words).rstrip())
+    return lines
+
+
+def _cells(row: Ranked, verified: bool) -> list[str]:
+    timing, low, high = row.prediction
+    cells = [
+        row.spec,
+        show_s(timing.total),
+        f"{show_s(low)} - {show_s(high)}",
+        *(show_s(x) for x in (timing.compute, timing.exposed, timing.hidden, timing.compression)),
+        show_size(round(row.method.bytes_sent)),
+        show_size(row.method.memory_bytes),
+        row.method.convergence.grade,
+    ]
+    if verified:
+        cells.append(show_s(row.method.verified_s) if row.method.verified_s is not None else "")
+    return cells
+
+
+def plan_to_dict(measured: Measured, choice: Choice) -> dict[str, Any]:
+    """For `--json`: the ranking with its numbers, and everything that was measured."""
+    return {
+        "first": choice.ranked[0].spec if choice.ranked else None,
+        "methods": [_row_to_dict(row, True) for row in choice.ranked]
+        + [_row_to_dict(row, False) for row in choice.others],
+        "left_out": {m.spec: m.why for m in choice.left_out},
+        "reasons": choice.reasons,
+        "advice": choice.advice,
+        "measured": measured.to_dict(),
+    }
+
+
+def _row_to_dict(row: Ranked, allowed: bool) -> dict[str, Any]:
+    timing = row.prediction.timing
+    return {
+        "spec": row.spec,
+        "allowed": allowed,
+        "seconds": timing.total,
+        "low": row.prediction.low,
+        "high": row.prediction.high,
+        "compute": timing.compute,
+        "exposed": timing.exposed,
+        "hidden": timing.hidden,
+        "compression": timing.compression,
+        "bytes_sent": row.method.bytes_sent,
+        "memory_bytes": row.method.memory_bytes,
+        "grade": row.method.convergence.grade,
+        "note": row.method.convergence.note,
+        "verified_s": row.method.verified_s,
+    }

@@ -1,0 +1,89 @@
+"""In a worker of `unisono plan`: `un.parallel` gives the program a replica that measures (see `course`)."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from unisono.planner.candidates import find_candidates
+from unisono.planner.choice import choose
+from unisono.planner.course import Course, Settings, steps_needed
+from unisono.planner.measured import Measured
+from unisono.planner.report import write_report
+from unisono.spec import describe
+from unisono.strategy import Replica, Strategy
+from unisono.world import World
+
+__all__ = ["SETTINGS", "bind"]
+
+SETTINGS = "UNISONO_PLAN"  # JSON, for the workers
+_courses: list[Course] = []
+
+
+def bind(model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: World) -> Replica:
+    """What `un.parallel` calls: the program trains on, and its steps are used to measure."""
+    settings = Settings(**json.loads(os.environ.get(SETTINGS, "{}")))
+    if _courses:
+        raise RuntimeError(
+            "unisono plan: the program calls un.parallel a second time, and a plan is for one model: plan each by a "
+            "script of its own"
+        )
+    # In a silent world the others count as equal to this rank.
+    warnings.filterwarnings("ignore", message="the ranks train on the same samples")
+    own = describe(strategy)
+    also = [own] if "..." not in own and not settings.methods else []
+    candidates = find_candidates(settings.methods, also)
+    needed = steps_needed(sum(not candidate.unpredicted for candidate in candidates), settings.verify)
+    course = Course(
+        model,
+        optimizer,
+        world,
+        candidates,
+        settings,
+        own=own,
+        choose=lambda measured: [row.spec for row in choose(measured, settings.allow).ranked[: settings.verify]],
+        finished=lambda: _end(course, settings),
+    )
+    _courses.append(course)
+    if world.rank == 0:
+        atexit.register(_write_unfinished, course, settings, needed)
+        _write(settings.file, {"state": "bound"})
+    return course.replica
+
+
+def _end(course: Course, settings: Settings) -> None:
+    """All is measured: hand it over, and end the program."""
+    if course.world.rank == 0:
+        atexit.unregister(_write_unfinished)
+        _hand_over(course.measured, settings)
+    course.world.barrier()
+    raise SystemExit(0)
+
+
+def _write_unfinished(course: Course, settings: Settings, needed: int) -> None:
+    """The program has ended by itself: what there is."""
+    course.measured.unfinished = (
+        f"the program ended after {course.measured.steps} optimizer steps, and the plan needs {needed}: give it more "
+        "(more epochs, or more data), or fewer --methods"
+    )
+    _hand_over(course.measured, settings)
+
+
+def _hand_over(measured: Measured, settings: Settings) -> None:
+    """To the command: by a file where there is its folder, else as text, as from another host."""
+    if not _write(settings.file, {"state": "measured", "measured": measured.to_dict()}):
+        print(write_report(measured, choose(measured, settings.allow)), flush=True)
+
+
+def _write(file: str, what: dict[str, Any]) -> bool:
+    if not file or not Path(file).parent.is_dir():
+        return False
+    Path(file).write_text(json.dumps(what))
+    return True

@@ -1,4 +1,4 @@
-"""Who waits for whom in simulations: maxima, queues, neighbours and failures, against closed forms and other programs."""
+"""Who waits for whom in simulations: maxima, queues, neighbours, failures; against closed forms and other programs."""
 
 from __future__ import annotations
 
@@ -140,9 +140,7 @@ def test_servers_without_a_queue_take_compute_and_the_way_and_busy_ones_a_push_a
 
 def test_with_a_bound_the_slowest_sets_the_pace_and_without_one_it_does_not() -> None:
     free, people = Service(0.0, 0.0, 0.0), Stragglers(slow_share=0.1, slow_times=3.0)
-    none, bound = (
-        simulate_servers(free, 1.0, people, 10, 200, rng(), staleness=s).mean() for s in (None, 2)
-    )
+    none, bound = (simulate_servers(free, 1.0, people, 10, 200, rng(), staleness=s).mean() for s in (None, 2))
     assert none == pytest.approx(10 / (9 + 1 / 3), rel=0.01)
     assert bound == pytest.approx(3.0, rel=0.05)
 

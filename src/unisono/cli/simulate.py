@@ -203,6 +203,11 @@ def _read_cluster(options: argparse.Namespace, plan: Plan | None) -> Cluster:
     )
     if plan is not None and plan.network is not None:
         cluster = cluster.measured_as(plan.network)
+    if options.net is None and plan is not None and plan.network is not None and plan.network.hosts == 1:
+        raise ValueError(
+            "--net: the plan was made on one host, so it says nothing of links between hosts: give theirs, such as "
+            "--net 10gbit,0.1ms"
+        )
     if options.net is not None:  # other links than those measured
         cluster = replace(cluster, between=Link(*_read_link(options.net, "--net")), measured=None)
     if options.inside is not None:

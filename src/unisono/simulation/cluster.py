@@ -74,6 +74,8 @@ class Cluster:
 
     def measured_as(self, network: Network) -> Cluster:
         """The same with a network as it was measured."""
+        if network.hosts == 1:  # its links are those of one host's memory
+            return replace(self, inside=network.inside or network.between, measured=network)
         return replace(self, between=network.between, inside=network.inside or self.inside, measured=network)
 
     def network(self, workers: int) -> Network:

@@ -11,6 +11,8 @@ import torch
 
 from unisono.buckets import BUCKET_BYTES, group_into_buckets
 from unisono.costs import Anatomy, Job, Operation
+from unisono.facts import Grade
+from unisono.planner.candidates import describe_candidate
 from unisono.reducer import Reducer
 from unisono.simulation.dry_run import DryRun, Shapes
 from unisono.spec import build, describe
@@ -18,7 +20,6 @@ from unisono.spec import build, describe
 __all__ = ["DEFAULT_METHODS", "Method", "Style", "Workload", "make_method", "read_traits"]
 
 Style = Literal["synchronous", "windows", "neighbours", "servers", "alone"]
-Family = Literal["exact", "compressed", "apart"]
 
 DEFAULT_METHODS = (
     "allreduce",
@@ -37,14 +38,10 @@ _BACKWARD = (1 / 3, 0.95)  # where backward begins and ends in a step: forward i
 
 @dataclass(frozen=True)
 class Traits:
-    """What a spec says of who waits for whom.
-
-    family: "exact" trains as one process would on all samples; "compressed" synchronously, with means that are not
-        exact; "apart" with models that differ, or late.
-    """
+    """What a spec says of who waits for whom; `grade` is its effect on training, as in a plan."""
 
     style: Style
-    family: Family
+    grade: Grade
     reducer: Reducer | None = None
     every: int = 1
     overlap: bool = True
@@ -63,24 +60,27 @@ def read_traits(spec: str) -> Traits:
     name = type(strategy).__name__
     get: Callable[[str, Any], Any] = lambda field, other: getattr(strategy, field, other)  # noqa: E731
     reducer: Reducer | None = get("reducer", None)
-    exact: Family = "exact" if reducer is None or reducer.exact else "compressed"
+    grade: Grade = describe_candidate(spec).convergence.grade
     every = get("every", 1)
     every = every if isinstance(every, int) else 1
     if name == "qadam":
-        return Traits("synchronous", "compressed", reducer or build("bytegrad", "reducer"))
+        return Traits("synchronous", grade, reducer or build("bytegrad", "reducer"))
     if name in ("local_sgd", "diloco", "crossbow"):
-        return Traits("windows", "apart", reducer, every, overlap=get("delay", 0) > 0, delay=get("delay", 0))
+        return Traits("windows", grade, reducer, every, overlap=get("delay", 0) > 0, delay=get("delay", 0))
     if name == "gossip":
         style: Style = "synchronous" if strategy.graph == "all" else "neighbours"
         graph = "" if strategy.graph == "all" else strategy.graph
-        return Traits(style, "apart", None, every, strategy.overlap, graph, bits=strategy.bits)
+        return Traits(style, grade, None, every, strategy.overlap, graph, bits=strategy.bits)
     if name == "parameter_server":
-        family: Family = exact if strategy.staleness == 0 else "apart"
-        return Traits("servers", family, reducer, servers=strategy.servers, staleness=strategy.staleness)
+        if strategy.staleness != 0:
+            grade = "other"
+        else:  # as all-reduce with that reducer
+            grade = describe_candidate(describe(reducer) if reducer is not None else "allreduce").convergence.grade
+        return Traits("servers", grade, reducer, servers=strategy.servers, staleness=strategy.staleness)
     if name in ("async_average", "hogwild"):
-        return Traits("alone", "apart", one_host=name == "hogwild")
+        return Traits("alone", grade, one_host=name == "hogwild")
     overlap = get("overlap", None) is not False
-    return Traits("synchronous", exact, reducer, overlap=overlap, stage=get("stage", 0))
+    return Traits("synchronous", grade, reducer, overlap=overlap, stage=get("stage", 0))
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,7 @@ class Method:
     at: Callable[[int], Anatomy]
     model_bytes: int
     push_bytes: int = 0
+    alone_s: float | None = None  # a step of one worker alone, where it is not that of `at(1)`
 
 
 @dataclass
@@ -191,12 +192,7 @@ def make_method(spec: str, workload: Workload) -> Method:
             found[ranks] = workload.step(spec, traits, ranks)
         return found[ranks]
 
-    return Method(describe_spec(spec), traits, at, workload.model_bytes, count_push(traits, workload.model_bytes))
-
-
-def describe_spec(spec: str) -> str:
-    """As it was given, without blanks around it; `bf16` stays `bf16`."""
-    return spec.strip() if spec.strip() else describe(build(spec))
+    return Method(spec, traits, at, workload.model_bytes, count_push(traits, workload.model_bytes))
 
 
 def count_push(traits: Traits, model_bytes: int) -> int:

@@ -6,11 +6,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from unisono.simulation.study import Study
+from unisono.simulation.study import LIKE_ALLREDUCE, Study
 
 __all__ = ["draw"]
 
-_STYLES = {"exact": "-", "compressed": "--", "apart": ":"}
+_STYLES = {"exact": "-", "rounded": "-.", "compressed": "--", "other": ":"}
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -41,7 +41,7 @@ def draw(study: Study, path: str, title: str) -> None:
     for method, colour in zip(order, colours, strict=True):
         rows = study.outcomes[method.spec]
         able = [n for n in sizes if not rows[n].problem]
-        style = _STYLES[method.traits.family]
+        style = _STYLES[method.traits.grade]
         axes.plot(
             able, [rows[n].speed_up for n in able], style, color=colour, label=method.spec, marker="o", markersize=3
         )
@@ -56,7 +56,7 @@ def draw(study: Study, path: str, title: str) -> None:
     axes.set_ylabel("speed-up over one worker")
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3)
-    key = "solid: trains as one process; dashed: compressed; dotted: apart or late; band: the best synchronous method"
+    key = "lines: exact solid, rounded dash-dotted, compressed dashed, other dotted; band: the best but for other"
     columns = 2 if max(len(m.spec) for m in order) > 30 else 4
     figure.legend(loc="outside lower center", ncols=columns, fontsize=8, title=key, title_fontsize=8)
     figure.savefig(path, dpi=110)
@@ -70,9 +70,9 @@ def _find_colours(count: int) -> list[Any]:
 
 
 def _mark_best(axes: Any, study: Study, sizes: list[int], colours: dict[str, Any]) -> None:
-    """A band at the bottom in the colour of the best synchronous method; it ends half-way to the next scale."""
+    """A band at the bottom: the colour of the best that trains like all-reduce, to half-way to the next scale."""
     ends = [(a * b) ** 0.5 for a, b in pairwise(sizes)]
     for n, begin, end in zip(sizes, [sizes[0], *ends], [*ends, sizes[-1]], strict=True):
-        best = study.best(n, ("exact", "compressed"))
+        best = study.best(n, LIKE_ALLREDUCE)
         if best is not None and n > 1:
             axes.axvspan(begin, end, 0, 0.035, color=colours[best.spec], linewidth=0)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from statistics import mean
 
-from unisono.costs import Anatomy, Job, Link, Network, Operation
+from unisono.costs import Anatomy, Job, Network, Operation
+from unisono.planner.measured import Measured
 from unisono.simulation.cluster import Cluster
 from unisono.simulation.dry_run import DryRun
 from unisono.simulation.methods import Method, Traits, Workload, count_push, make_method, read_traits
 from unisono.simulation.steps import slow_down
 from unisono.spec import build
 
-__all__ = ["Plan", "read_plan"]
+__all__ = ["Plan", "make_plan", "read_plan"]
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class Plan:
         found = []
         for anatomy in self.anatomies.values():
             if len(anatomy.samples_s) > 1:
-                mean = sum(anatomy.samples_s) / len(anatomy.samples_s)
-                found += [sample / mean for sample in anatomy.samples_s]
+                middle = mean(anatomy.samples_s)
+                found += [sample / middle for sample in anatomy.samples_s]
         return found
 
     def make_methods(self, specs: Sequence[str], cluster: Cluster) -> list[Method]:
@@ -57,8 +58,7 @@ class Plan:
     def _carry(self, spec: str, traits: Traits, workload: Workload, crowding: float) -> Method:
         measured = self.anatomies[spec]
         if len(measured.samples_s) > 1:  # the measured step is the slowest worker's; stragglers are drawn apart
-            mean = sum(measured.samples_s) / len(measured.samples_s)
-            measured = slow_down(measured, mean / measured.compute_s)
+            measured = slow_down(measured, mean(measured.samples_s) / measured.compute_s)
         growth = Growth(traits, workload, self.ranks)
         base = slow_down(measured, 1 / crowding)
 
@@ -67,7 +67,8 @@ class Plan:
                 return replace(base, ranks=1, jobs=())
             return replace(base, ranks=ranks, jobs=tuple(growth.carry(job, ranks) for job in base.jobs))
 
-        return Method(spec, traits, at, self.model_bytes, count_push(traits, self.model_bytes))
+        push_bytes = count_push(traits, self.model_bytes)
+        return Method(spec, traits, at, self.model_bytes, push_bytes, alone_s=workload.compute_s)
 
 
 class Growth:
@@ -109,52 +110,33 @@ def read_plan(path: str) -> Plan:
     """The file that `unisono plan --json` wrote."""
     try:
         plain = json.loads(Path(path).read_text(encoding="utf-8"))
+        return make_plan(Measured.from_dict(plain["measured"]))
     except OSError as error:
+        again = "write one with unisono plan train.py --json FILE"
+        raise ValueError(f"--plan: cannot read {path!r}: {error.strerror}; {again}") from None
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"--plan: cannot read {path!r}: {error.strerror}; write one: unisono plan train.py --json"
+            f"--plan: {path!r} is not what this version's `unisono plan train.py --json FILE` writes ({error!r}): make "
+            "it anew"
         ) from None
-    except ValueError:
-        plain = None
-    measured = plain.get("measured", plain) if isinstance(plain, dict) else None
-    if not isinstance(measured, dict) or not {"methods", "ranks", "network"} <= set(measured):
-        raise ValueError(f"--plan: {path!r} is not what `unisono plan train.py --json FILE` writes: make one anew")
-    return make_plan(measured)
 
 
-def make_plan(measured: Mapping[str, Any]) -> Plan:
-    """A plan's plain values."""
-    try:
-        anatomies = {m["spec"]: Anatomy.from_dict(m["anatomy"]) for m in measured["methods"] if m["anatomy"]}
-        hosts = list(measured["hosts"])
-        others = tuple(m["spec"] for m in measured["methods"] if not m["anatomy"] and _is_simulated(m["spec"]))
-        return Plan(
-            measured["ranks"],
-            max(hosts.count(host) for host in hosts),
-            measured["parameters"],
-            measured["gradient_bytes"],
-            measured["compute_s"],
-            _read_network(measured["network"]),
-            anatomies,
-            others,
-        )
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"--plan: the file lacks {error}: it is of another version; make it anew") from error
+def make_plan(measured: Measured) -> Plan:
+    """What of a plan's measurements a simulation needs."""
+    if not measured.compute_s > 0:
+        raise ValueError("the plan has no compute time: the program ended before its steps were measured")
+    return Plan(
+        measured.ranks,
+        max(measured.hosts.count(host) for host in measured.hosts),
+        measured.parameters,
+        measured.gradient_bytes,
+        mean(measured.bare_samples_s or [measured.compute_s]),
+        measured.network,
+        {m.spec: m.anatomy for m in measured.methods if m.anatomy is not None},
+        tuple(m.spec for m in measured.methods if m.anatomy is None and _is_simulated(m.spec)),
+    )
 
 
 def _is_simulated(spec: str) -> bool:
     """Whether a method can be simulated though its step was not measured."""
     return read_traits(spec).style in ("neighbours", "servers", "alone")
-
-
-def _read_network(found: Mapping[str, Any] | None) -> Network | None:
-    if found is None:
-        return None
-    return Network(
-        ranks=found["ranks"],
-        per_host=found["per_host"],
-        between=Link(*found["between"]),
-        inside=None if found["inside"] is None else Link(*found["inside"]),
-        fitted={op: (line[0], line[1]) for op, line in found["fitted"].items()},
-        curves={op: [(p[0], p[1]) for p in points] for op, points in found["curves"].items()},
-        spread=found["spread"],
-    )

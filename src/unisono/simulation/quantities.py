@@ -101,7 +101,7 @@ def describe_duration(seconds: float) -> str:
 
 
 def split_specs(text: str) -> list[str]:
-    """Specs between commas; commas inside brackets are theirs.
+    """Specs between commas or semicolons; commas inside brackets are theirs.
 
     >>> split_specs("allreduce, parameter_server(servers=2, staleness=4)")
     ['allreduce', 'parameter_server(servers=2, staleness=4)']
@@ -109,7 +109,7 @@ def split_specs(text: str) -> list[str]:
     found, depth, begun = [], 0, 0
     for i, letter in enumerate(text):
         depth += (letter in "([{") - (letter in ")]}")
-        if letter == "," and depth == 0:
+        if letter in ",;" and depth == 0:
             found.append(text[begun:i])
             begun = i + 1
     return list(dict.fromkeys(spec.strip() for spec in [*found, text[begun:]] if spec.strip()))

@@ -10,12 +10,11 @@ from unisono.runtime.link_text import describe_rate, describe_time
 from unisono.simulation.cluster import Cluster
 from unisono.simulation.quantities import describe_duration
 from unisono.simulation.steps import Outcome
-from unisono.simulation.study import Study
+from unisono.simulation.study import GROUPS, Study
 
 __all__ = ["describe_cluster", "write_report"]
 
 _SHOWN = 3  # of the best at each scale
-_FAMILIES = {"exact": "as one process", "compressed": "compressed means", "apart": "models apart or late"}
 
 
 def write_report(study: Study, title: str) -> str:
@@ -29,8 +28,8 @@ def write_report(study: Study, title: str) -> str:
         "speed-up over one worker, by method\n" + _write_methods(study),
         "\n".join(_explain_best(study)),
         "\n".join(_explain_purchases(study)),
-        "not in these numbers: how many steps each method needs to the same loss. Methods whose models are apart or "
-        "late\nmay need more of them, and larger worlds take larger batches; `unisono compare` measures that.",
+        'not in these numbers: how many steps each method needs to the same loss. Those of grade "other" train in '
+        "another\nway and may need more; more workers take a larger batch together. `unisono compare` measures that.",
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -59,7 +58,7 @@ def _write_scales(study: Study) -> str:
     head = [
         "workers",
         "method",
-        "trains",
+        "training",
         "step",
         "compute",
         "network",
@@ -78,14 +77,14 @@ def _write_scales(study: Study) -> str:
             shown.append(best_exact)
         for i, o in enumerate(shown):
             parts = (o.step_s, o.compute_s, o.communication_s, o.compression_s, o.waiting_s)
-            row = [f"{workers:,}" if not i else "", o.spec, _FAMILIES[o.family], *map(describe_duration, parts)]
+            row = [f"{workers:,}" if not i else "", o.spec, o.grade, *map(describe_duration, parts)]
             row += [_write_times(o.speed_up), f"{o.efficiency:.0%}"]
             lines.append([*row, *([f"{o.kept:.1%}"] if failing else [])])
     return align_columns(lines, left=(1, 2))
 
 
 def _write_methods(study: Study) -> str:
-    lines = [["method", "trains", *(f"{n:,}" for n in study.workers), "stops scaling at"]]
+    lines = [["method", "training", *(f"{n:,}" for n in study.workers), "stops scaling at"]]
     order = sorted(study.methods, key=lambda m: -study.outcomes[m.spec][study.workers[-1]].throughput)
     problems = []
     for method in order:
@@ -96,7 +95,7 @@ def _write_methods(study: Study) -> str:
         last = f"{stops:,}" if stops is not None else f"beyond {study.workers[-1]:,}"
         if rows[study.workers[-1]].problem and stops is None:
             last = "-"
-        lines.append([method.spec, _FAMILIES[method.traits.family], *numbers, last])
+        lines.append([method.spec, method.traits.grade, *numbers, last])
     note = "(stops scaling: from there on, twice as many workers give less than 10 % more)"
     return "\n".join([align_columns(lines, left=(0, 1)), note, *problems])
 
@@ -104,21 +103,22 @@ def _write_methods(study: Study) -> str:
 def _explain_best(study: Study) -> list[str]:
     """Stretches of scales with the same answer."""
     lines = []
-    for words, families in (
-        ("best that trains as one process", ("exact",)),
-        ("best synchronous", ("exact", "compressed")),
-        ("best of all", ("exact", "compressed", "apart")),
-    ):
+    words = {
+        "exact": "the best that trains exactly as one process",
+        "like all-reduce": "the best that trains like all-reduce (exact, rounded or compressed)",
+        "any": "the best of all",
+    }
+    for name, grades in GROUPS:
         stretches: list[tuple[str, list[int]]] = []
         for n in study.workers:
-            found = study.best(n, families)
-            name = found.spec if found is not None else "none"
-            if stretches and stretches[-1][0] == name:
+            found = study.best(n, grades)
+            spec = found.spec if found is not None else "none"
+            if stretches and stretches[-1][0] == spec:
                 stretches[-1][1].append(n)
             else:
-                stretches.append((name, [n]))
-        said = "; ".join(f"{name} ({_write_range(scales)})" for name, scales in stretches)
-        lines.append(f"{words}: {said}")
+                stretches.append((spec, [n]))
+        said = "; ".join(f"{spec} ({_write_range(scales)})" for spec, scales in stretches)
+        lines.append(f"{words[name]}: {said}")
     return lines
 
 
@@ -127,7 +127,7 @@ def _write_range(scales: Sequence[int]) -> str:
 
 
 def _explain_purchases(study: Study) -> list[str]:
-    lines = ["what to buy next, for the best synchronous method:"]
+    lines = ["what to buy next, for the best that trains like all-reduce:"]
     for workers, (chosen, bought) in study.purchases.items():
         gains = ", ".join(f"{p.what} {p.gain - 1:+.0%}" for p in bought[:3])
         lines.append(f"  {workers:,} workers, {chosen.spec}: {gains}; {_explain_limit(chosen)}")

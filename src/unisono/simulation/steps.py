@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.costs import Anatomy, Network, Operation, replay
+from unisono.facts import Grade
 from unisono.simulation.cluster import Cluster
 from unisono.simulation.methods import Method
 from unisono.simulation.neighbours import list_heard, simulate_neighbours
@@ -36,7 +37,7 @@ class Outcome:
     """
 
     spec: str
-    family: str
+    grade: Grade
     workers: int
     step_s: float
     low_s: float
@@ -73,10 +74,10 @@ class Outcome:
 
 def simulate_method(method: Method, cluster: Cluster, workers: int, *, steps: int = 1000, seed: int = 0) -> Outcome:
     """A method on so many workers of a cluster, for so many steps."""
-    alone_s = method.at(1).compute_s * cluster.stragglers.mean
+    alone_s = (method.alone_s or method.at(1).compute_s) * cluster.stragglers.mean
     if problem := find_problem(method, cluster, workers):
         unknown = (math.nan, math.nan, math.nan, alone_s, math.nan, math.nan, math.nan, math.nan)
-        return Outcome(method.spec, method.traits.family, workers, *unknown, problem=problem)
+        return Outcome(method.spec, method.traits.grade, workers, *unknown, problem=problem)
     step = slow_down(method.at(workers), cluster.crowding(workers))
     rng = np.random.default_rng([seed, workers])
     if workers == 1:
@@ -127,7 +128,7 @@ def _outcome(
     mean, low, high = _measure(times)
     waiting_s = max(0.0, mean - compute_s - communication_s - compression_s)
     parts = (compute_s, communication_s, compression_s, waiting_s)
-    return Outcome(method.spec, method.traits.family, workers, mean, low, high, compute_s, *parts)
+    return Outcome(method.spec, method.traits.grade, workers, mean, low, high, compute_s, *parts)
 
 
 # Each way of waiting ----------------------------------------------------------------------------------------------

@@ -78,14 +78,14 @@ class Stragglers:
         if self.kind == "pauses":
             return np.where(u < 1 - self.a, 1.0, self.b)
         at = np.minimum((u * len(self._sorted)).astype(int), len(self._sorted) - 1)
-        return self._sorted[at]
+        return np.asarray(self._sorted[at])
 
     def draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
         """Independent factors, of workers that are not slow for good."""
         if self.kind == "even":
             return np.ones(shape)
         if self.kind == "lognormal":
-            return np.exp(self.a * rng.standard_normal(shape) - self.a**2 / 2)
+            return np.asarray(np.exp(self.a * rng.standard_normal(shape) - self.a**2 / 2))
         if self.kind == "exponential":
             return 1.0 - self.a + self.a * rng.standard_exponential(shape)
         if self.kind == "pauses":

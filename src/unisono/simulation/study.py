@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from unisono.facts import Grade
+from unisono.planner.candidates import GRADES
 from unisono.simulation.cluster import Cluster
 from unisono.simulation.methods import Method
 from unisono.simulation.steps import Outcome, simulate_method, slow_down
@@ -15,6 +17,12 @@ from unisono.simulation.stragglers import EVEN
 
 __all__ = ["Purchase", "Study", "study"]
 
+LIKE_ALLREDUCE: tuple[Grade, ...] = ("exact", "rounded", "compressed")  # what a plan ranks, too
+GROUPS: tuple[tuple[str, tuple[Grade, ...]], ...] = (
+    ("exact", ("exact",)),
+    ("like all-reduce", LIKE_ALLREDUCE),
+    ("any", GRADES),
+)
 _WORTH_IT = 1.1  # a doubling of the workers is to gain at least so much
 
 
@@ -38,10 +46,10 @@ class Study:
     outcomes: dict[str, dict[int, Outcome]]
     purchases: dict[int, tuple[Outcome, tuple[Purchase, ...]]]
 
-    def best(self, workers: int, families: Sequence[str] = ("exact", "compressed", "apart")) -> Outcome | None:
+    def best(self, workers: int, grades: Sequence[Grade] = GRADES) -> Outcome | None:
         """The method with the most samples a second."""
         found = [rows[workers] for rows in self.outcomes.values() if workers in rows]
-        able = [o for o in found if not o.problem and o.family in families]
+        able = [o for o in found if not o.problem and o.grade in grades]
         return max(able, key=lambda o: o.throughput, default=None)
 
     def rank(self, workers: int) -> list[Outcome]:
@@ -71,14 +79,14 @@ class Study:
             "methods": [
                 {
                     "spec": method.spec,
-                    "family": method.traits.family,
+                    "grade": method.traits.grade,
                     "stops_scaling_at": self.stops_at(method.spec),
                     "outcomes": [self.outcomes[method.spec][n].as_json() for n in sorted(self.outcomes[method.spec])],
                 }
                 for method in self.methods
             ],
             "best": {
-                str(n): {name: found.spec if (found := self.best(n, families)) else None for name, families in _GROUPS}
+                str(n): {name: found.spec if (found := self.best(n, grades)) else None for name, grades in GROUPS}
                 for n in self.workers
             },
             "buy_next": {
@@ -86,13 +94,6 @@ class Study:
                 for n, (chosen, bought) in self.purchases.items()
             },
         }
-
-
-_GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("exact", ("exact",)),
-    ("synchronous", ("exact", "compressed")),
-    ("any", ("exact", "compressed", "apart")),
-)
 
 
 def study(
@@ -108,7 +109,7 @@ def study(
     found = Study(cluster, tuple(sorted(workers)), steps, seed, tuple(methods), outcomes, {})
     by_spec = {method.spec: method for method in methods}
     for n in found.workers:
-        best = found.best(n, ("exact", "compressed")) or found.best(n)
+        best = found.best(n, LIKE_ALLREDUCE) or found.best(n)
         if best is not None:
             found.purchases[n] = (best, tuple(compare_purchases(by_spec[best.spec], cluster, best, steps, seed)))
     return found

@@ -143,8 +143,17 @@ def test_what_was_fitted_counts_and_grows_as_the_formula_does() -> None:
     assert net.with_ranks(1).seconds(Operation("all_reduce", 1_000_000)) == 0.0
 
 
-def test_measured_points_count_between_them_and_the_line_beyond() -> None:
+def test_measured_points_count_between_them_and_their_last_rate_beyond() -> None:
     points = [(1000, 0.001), (1_000_000, 0.1), (2_000_000, 1.1)]  # the first megabyte passes almost at once
     net = Network(2, 1, Link(0.0, 8e6), fitted={"all_reduce": (0.0, 1e-6)}, curves={"all_reduce": points})
     assert net.seconds(Operation("all_reduce", 1_500_000)) == pytest.approx(0.6)
-    assert net.seconds(Operation("all_reduce", 3_000_000)) == pytest.approx(3.0)
+    assert net.seconds(Operation("all_reduce", 3_000_000)) == pytest.approx(2.1)
+    assert net.seconds(Operation("all_reduce", 500)) == pytest.approx(0.0005)
+
+
+def test_what_is_hidden_takes_cores_away_where_none_is_free() -> None:
+    # 4 s of messages, of which the program waits for 1; each hidden second takes half a second of compute.
+    step = Anatomy("allreduce", 2, 10.0, (Job(5.0, 0.0, reduce(400), 8.0),))
+    net = Network(2, 1, Link(0.0, 800.0), fitted={"all_reduce": (0.0, 0.01)}, steals={"all_reduce": 0.5})
+    timing = replay(step, net)
+    assert (timing.total, timing.hidden) == (pytest.approx(10 + 1 + 1.5), pytest.approx(3.0))

@@ -45,7 +45,9 @@ class Network:
 
     fitted: by operation, (latency, seconds a byte) as measured in this very world: they count before the formulas.
     curves: by operation, the measured points (bytes, seconds), where a line does not tell all (a link whose first bytes
-        pass at once); used between the smallest and the largest size.
+        pass at once): they count from the smallest size on, beyond the largest with the rate between the last two.
+    steals: by operation, the seconds of compute that a second of it takes away where they go on side by side, as
+        moving bytes is work for cores too. Nothing where cores are free.
     spread: how far a measured time lies from its line, as a share of it.
     """
 
@@ -55,6 +57,7 @@ class Network:
     inside: Link | None = None
     fitted: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     curves: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    steals: Mapping[str, float] = field(default_factory=dict)
     spread: float = 0.05
 
     @property
@@ -68,7 +71,8 @@ class Network:
             return 0.0
         nbytes = max(operation.nbytes, _HEAD_BYTES) if operation.op == "exchange" else operation.nbytes
         if operation.among == "all":
-            if (curve := self.curves.get(operation.op)) and curve[0][0] <= nbytes <= curve[-1][0]:
+            curve = self.curves.get(operation.op, ())
+            if len(curve) > 1 and curve[0][0] <= nbytes:
                 return _interpolate(curve, nbytes)
             if operation.op in self.fitted:
                 return Line(*self.fitted[operation.op]).at(nbytes)
@@ -178,11 +182,9 @@ def _ratio(a: float, b: float) -> float:
 
 
 def _interpolate(curve: Sequence[tuple[float, float]], nbytes: float) -> float:
-    """Between the two points around it, in proportion."""
-    for (low, before), (high, after) in pairwise(curve):
-        if nbytes <= high:
-            return before + (after - before) * (nbytes - low) / max(high - low, 1)
-    return curve[-1][1]
+    """Between the two points around it in proportion, beyond the last with the rate between the last two."""
+    (low, before), (high, after) = next(((a, b) for a, b in pairwise(curve) if nbytes <= b[0]), tuple(curve[-2:]))
+    return before + max(0.0, after - before) * (nbytes - low) / max(high - low, 1)
 
 
 def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

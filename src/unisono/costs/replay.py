@@ -13,7 +13,8 @@ from unisono.costs.network import Network
 class Timing:
     """A step in seconds. total = compute + exposed + compression: what the program did, and what it waited for.
 
-    exposed: communication that the program waited for; hidden: that which went on behind its compute.
+    exposed: communication that the program waited for, or that took cores away from it; hidden: that which went on
+        behind its compute.
     compression: work of the exchange that the program waited for.
     """
 
@@ -45,17 +46,24 @@ def replay(anatomy: Anatomy, network: Network) -> Timing:
     if anatomy.kind == "delayed":  # behind the steps until the next exchange; what does not fit there is waited for
         room = anatomy.compute_s * anatomy.every
         waited = max(0.0, communication + anatomy.work_s - room)
+    exposed_s = min(communication, max(0.0, waited))
+    stolen = _steal(anatomy, network) * (1 - exposed_s / communication) if communication else 0.0
     free = replace(anatomy, jobs=tuple(replace(job, operations=()) for job in anatomy.jobs))
     for_work = min(waited, _replay_waits(free, network))
     every = anatomy.every
-    exposed = (waited - for_work) / every
+    exposed = (waited - for_work + stolen) / every
     return Timing(
-        total=anatomy.compute_s + waited / every,
+        total=anatomy.compute_s + (waited + stolen) / every,
         compute=anatomy.compute_s,
         exposed=exposed,
-        hidden=max(0.0, communication / every - exposed),
+        hidden=max(0.0, (communication - waited + for_work) / every),
         compression=for_work / every,
     )
+
+
+def _steal(anatomy: Anatomy, network: Network) -> float:
+    """Seconds of compute that all operations would take away, if all of them were behind it."""
+    return sum(network.steals.get(o.op, 0.0) * network.seconds(o) for o in anatomy.operations)
 
 
 def _replay_waits(anatomy: Anatomy, network: Network) -> float:

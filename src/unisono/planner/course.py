@@ -28,10 +28,13 @@ from torch.optim import Optimizer
 
 from unisono.background import watched_by
 from unisono.costs import Anatomy
+from unisono.costs.anatomy import Kind
+from unisono.footprint import memory
 from unisono.planner.candidates import Candidate
 from unisono.planner.measured import Measured, Method
 from unisono.planner.network_probe import probe
 from unisono.planner.trace import Trace, TracedStep
+from unisono.runtime.machine import host_bytes, read_boot_id
 from unisono.spec import build
 from unisono.strategy import Replica, Strategy
 from unisono.strategy.changing import ChangingReplica
@@ -46,6 +49,7 @@ _BEST = 3  # methods that are verified
 _ROUNDS = 2
 _VERIFIED = 3  # steps of a method in a round, after a first one
 _MOST_PROBED = 32 << 20
+_SHORT = 0.8  # of a worker's memory: from here on it is short
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,7 @@ class Course:
         self._snapshot: tuple[dict[str, Any], dict[str, Any]] | None = None
         quiet: Strategy = build("allreduce", kind="strategy")
         self.replica = ChangingReplica(quiet.bind(model, optimizer, World(device=world.device)), quiet, self.next)
+        self._bare_s = 0.0  # this rank's step with nothing exchanged
         self._finished = finished
         self._steps = self._run()
         self._batch = model.register_forward_pre_hook(self._note_batch, with_kwargs=True)
@@ -140,6 +145,7 @@ class Course:
                 yield from self._measure_method(candidate)
         if self.settings.verify:
             yield from self._verify()
+        self._look_at_memory()
         self._tell("")
 
     def _measure_bare(self) -> Iterator[None]:
@@ -153,6 +159,7 @@ class Course:
             yield
             self._settle()
             taken.append(time.perf_counter() - began)
+        self._bare_s = median(taken)
         everyone = self.world.gather_objects(taken)
         self.measured.bare_samples_s = [seconds for each in everyone for seconds in each]
         self.measured.compute_s = median(max(step) for step in zip(*everyone, strict=True))
@@ -183,7 +190,7 @@ class Course:
                 taken.append(trace.stop())
         peak = _read_peak(self.world.device)
         self._go_quiet()
-        mine = [_to_anatomy(candidate, step, self.world.size).to_dict() for step in taken]
+        mine = [_to_anatomy(candidate, step, self.world.size, self._bare_s).to_dict() for step in taken]
         everyone = self.world.gather_objects({"steps": mine, "walls": [step.wall_s for step in taken], "peak": peak})
         anatomy = _choose_anatomy(everyone)
         self._add(candidate, anatomy=anatomy, memory=max(each["peak"] for each in everyone))
@@ -211,6 +218,17 @@ class Course:
             self.measured.methods = [
                 replace(m, verified_s=seconds) if m.spec == spec else m for m in self.measured.methods
             ]
+
+    def _look_at_memory(self) -> None:
+        """What each worker has; and where that is short, the settings that fit."""
+        boots = self.world.gather_objects(read_boot_id())
+        each = host_bytes() // boots.count(read_boot_id())
+        if self.world.device.type == "cuda":
+            each = self.measured.device_bytes = torch.cuda.get_device_properties(self.world.device).total_memory
+        self.measured.host_bytes = host_bytes()
+        if self.world.rank == 0 and self.measured.memory_bytes > _SHORT * each:
+            report = memory(self.model, self.optimizer, workers=self.world.size, host_memory=self.measured.host_bytes)
+            self.measured.settings = list(report.fits())
 
     # Between steps -----------------------------------------------------------------------------------------------
 
@@ -297,15 +315,14 @@ def _find_rate(optimizer: Optimizer) -> float | None:
     return float(rate) if rate is not None else None
 
 
-def _to_anatomy(candidate: Candidate, step: TracedStep, ranks: int) -> Anatomy:
-    return Anatomy(
-        candidate.spec,
-        ranks,
-        step.compute_s,
-        step.jobs,
-        every=candidate.every,
-        kind="delayed" if candidate.is_delayed else "synchronous",
-    )
+def _to_anatomy(candidate: Candidate, step: TracedStep, ranks: int, bare_s: float) -> Anatomy:
+    """Where an exchange comes in one step of several, what the program does for it comes as seldom."""
+    compute_s, jobs = step.compute_s, step.jobs
+    if candidate.every > 1:
+        compute_s = min(compute_s, bare_s + max(0.0, compute_s - bare_s) / candidate.every)
+        jobs = tuple(replace(job, ready_s=min(job.ready_s, compute_s), due_s=min(job.due_s, compute_s)) for job in jobs)
+    kind: Kind = "delayed" if candidate.is_delayed else "synchronous"
+    return Anatomy(candidate.spec, ranks, compute_s, jobs, every=candidate.every, kind=kind)
 
 
 def _choose_anatomy(everyone: list[dict[str, Any]]) -> Anatomy:

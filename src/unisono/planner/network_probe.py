@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from unisono.costs import Link, Network, Operation, fit
+from unisono.runtime.machine import read_boot_id, usable_cores
 from unisono.world import World
 
 OPS = ("all_reduce", "all_gather", "all_to_all", "broadcast", "exchange", "reduce_scatter")
@@ -43,7 +44,8 @@ def probe(world: World, most_bytes: int) -> tuple[Network, list[MeasuredLink]]:
     """Lines of every operation up to `most_bytes`, and every link."""
     channel = world.channel()
     try:
-        curves = {op: measure_operation(channel, op, most_bytes) for op in OPS}
+        busy: dict[str, float] = {}
+        curves = {op: measure_operation(channel, op, most_bytes, busy) for op in OPS}
         links = measure_links(channel)
         inside = _measure_inside(world) if world.local_size > 1 else None
     finally:
@@ -59,13 +61,33 @@ def probe(world: World, most_bytes: int) -> tuple[Network, list[MeasuredLink]]:
         between = Link(latency_s / line.latency_s, 8 * line.s_per_byte / s_per_byte)
     typical = {op: _medians(points) for op, points in curves.items()}
     spread = _find_spread(curves)
-    return Network(world.size, network.per_host, between, inside, fitted, typical, spread), links
+    steals = _find_steals(world, busy)
+    return Network(world.size, network.per_host, between, inside, fitted, typical, steals, spread), links
 
 
-def measure_operation(channel: World, op: str, most_bytes: int) -> list[tuple[float, float]]:
-    """Points (bytes, seconds): sizes grow until one takes long; short ones are repeated."""
+def _find_steals(world: World, busy: dict[str, float]) -> dict[str, float]:
+    """By operation: what it takes away from compute, where the ranks of a machine want more cores than there are.
+
+    Emulated hosts share a machine: what counts is the machine's boot.
+    """
+    boots = world.gather_objects(read_boot_id())
+    share = boots.count(read_boot_id()) / usable_cores()
+    threads = torch.get_num_threads()
+    mine = {op: max(0.0, share * (threads + used) - max(1.0, share * threads)) for op, used in busy.items()}
+    everyone = world.gather_objects(mine)
+    return {op: max(each[op] for each in everyone) for op in mine}
+
+
+def measure_operation(
+    channel: World, op: str, most_bytes: int, busy: dict[str, float] | None = None
+) -> list[tuple[float, float]]:
+    """Points (bytes, seconds): sizes grow until one takes long; short ones are repeated.
+
+    busy: takes how many cores this process kept busy meanwhile.
+    """
     points = []
     times = 1
+    used, began = time.process_time(), time.perf_counter()
     for nbytes in _sizes(most_bytes):
         run = _prepare(channel, op, nbytes)
         run()
@@ -77,6 +99,8 @@ def measure_operation(channel: World, op: str, most_bytes: int) -> list[tuple[fl
         if seconds > _LONG_S:
             break
         times = max(1, min(20, int(_CHUNK_S / (seconds * 2))))
+    if busy is not None:
+        busy[op] = (time.process_time() - used) / (time.perf_counter() - began)
     return points
 
 

@@ -39,6 +39,7 @@ LAYERS = [
     "launchers progress footprint",
     "lab",
     "planner",
+    "simulation",
     "trainer on",
     "map_reduce",
     "estimators",

@@ -1,0 +1,210 @@
+"""Methods to simulate: who waits for whom in each, and what a step of it is in a world of any size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+
+from unisono.buckets import BUCKET_BYTES, group_into_buckets
+from unisono.costs import Anatomy, Job, Operation
+from unisono.facts import Grade
+from unisono.planner.candidates import describe_candidate
+from unisono.reducer import Reducer
+from unisono.simulation.dry_run import DryRun, Shapes
+from unisono.spec import build, describe
+
+__all__ = ["DEFAULT_METHODS", "Method", "Style", "Workload", "make_method", "read_traits"]
+
+Style = Literal["synchronous", "windows", "neighbours", "servers", "alone"]
+
+DEFAULT_METHODS = (
+    "allreduce",
+    "bf16",
+    "powersgd(rank=4)",
+    "topk(k=0.01)",
+    "bytegrad",
+    "signsgd",
+    "zero(stage=3)",
+    "local_sgd(every=16)",
+    "gossip",
+    "parameter_server(servers=8, staleness=4)",
+)
+_BACKWARD = (1 / 3, 0.95)  # where backward begins and ends in a step: forward is half of it, the optimizer a little
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a spec says of who waits for whom; `grade` is its effect on training, as in a plan."""
+
+    style: Style
+    grade: Grade
+    reducer: Reducer | None = None
+    every: int = 1
+    overlap: bool = True
+    graph: str = ""
+    servers: int = 1
+    staleness: int | None = 0
+    delay: int = 0
+    stage: int = 0
+    bits: int | None = None
+    one_host: bool = False
+
+
+def read_traits(spec: str) -> Traits:
+    """The traits of a spec, which is checked as `un.parallel` checks it."""
+    strategy = build(spec)
+    name = type(strategy).__name__
+    get: Callable[[str, Any], Any] = lambda field, other: getattr(strategy, field, other)  # noqa: E731
+    reducer: Reducer | None = get("reducer", None)
+    grade: Grade = describe_candidate(spec).convergence.grade
+    every = get("every", 1)
+    every = every if isinstance(every, int) else 1
+    if name == "qadam":
+        return Traits("synchronous", grade, reducer or build("bytegrad", "reducer"))
+    if name in ("local_sgd", "diloco", "crossbow"):
+        return Traits("windows", grade, reducer, every, overlap=get("delay", 0) > 0, delay=get("delay", 0))
+    if name == "gossip":
+        style: Style = "synchronous" if strategy.graph == "all" else "neighbours"
+        graph = "" if strategy.graph == "all" else strategy.graph
+        return Traits(style, grade, None, every, strategy.overlap, graph, bits=strategy.bits)
+    if name == "parameter_server":
+        if strategy.staleness != 0:
+            grade = "other"
+        else:  # as all-reduce with that reducer
+            grade = describe_candidate(describe(reducer) if reducer is not None else "allreduce").convergence.grade
+        return Traits("servers", grade, reducer, servers=strategy.servers, staleness=strategy.staleness)
+    if name in ("async_average", "hogwild"):
+        return Traits("alone", grade, one_host=name == "hogwild")
+    overlap = get("overlap", None) is not False
+    return Traits("synchronous", grade, reducer, overlap=overlap, stage=get("stage", 0))
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method as simulations take it. `at(workers)` is its step there, on a host with cores enough."""
+
+    spec: str
+    traits: Traits
+    at: Callable[[int], Anatomy]
+    model_bytes: int
+    push_bytes: int = 0
+    alone_s: float | None = None  # a step of one worker alone, where it is not that of `at(1)`
+
+
+@dataclass
+class Workload:
+    """A model by a few numbers: so many parameters in equal square matrices, and the seconds of a step.
+
+    compressors: how many times as fast as on this machine compressors are; inf: they take no time.
+    """
+
+    parameters: int
+    compute_s: float
+    per_host: int = 1
+    compressors: float = 1.0
+    samples_s: tuple[float, ...] = ()
+    _runs: dict[tuple[str, Shapes], DryRun] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        count = max(8, 2 * math.ceil(4 * self.parameters / BUCKET_BYTES))
+        side = max(1, round(math.sqrt(self.parameters / count)))
+        params = [
+            (str(i), torch.nn.Parameter(torch.empty(side, side, device="meta"), requires_grad=False))
+            for i in range(count)
+        ]
+        groups = group_into_buckets(params, BUCKET_BYTES)
+        self.buckets: list[Shapes] = [tuple(tuple(p.shape) for _, p in group) for group in groups]
+
+    @property
+    def model_bytes(self) -> int:
+        """In float32."""
+        return sum(map(_count_bytes, self.buckets))
+
+    def reduce(self, reducer: Reducer, ranks: int, bucket: Shapes) -> tuple[tuple[Operation, ...], float]:
+        """What a reducer does to a bucket, in seconds of the imagined machines."""
+        key = (reducer.spec, bucket)
+        if key not in self._runs:
+            self._runs[key] = DryRun(reducer, bucket, self.per_host)
+        cost = self._runs[key].at(ranks)
+        return cost.operations, cost.work_s / self.compressors
+
+    def step(self, spec: str, traits: Traits, ranks: int) -> Anatomy:
+        """A step of a method in a world of so many ranks."""
+        kind = "delayed" if traits.delay else "asynchronous" if traits.style == "alone" else "synchronous"
+        plain = Anatomy(spec, ranks, self.compute_s, samples_s=self.samples_s, every=traits.every, kind=kind)  # type: ignore[arg-type]
+        if ranks == 1 or traits.style in ("alone", "servers", "neighbours"):
+            return plain
+        jobs = self._split(ranks, traits.stage) if traits.stage else self._reduce(ranks, traits)
+        return replace(plain, jobs=tuple(jobs), overlaps=traits.overlap and traits.style == "synchronous")
+
+    def _reduce(self, ranks: int, traits: Traits) -> list[Job]:
+        reducer = traits.reducer or build("dense", "reducer")
+        at_end = not traits.overlap or traits.style == "windows"
+        jobs = []
+        for ready_s, bucket in self._backward():
+            operations, work_s = self.reduce(reducer, ranks, bucket)
+            jobs.append(Job(self.compute_s if at_end else ready_s, work_s, operations, due_s=self._due(at_end)))
+        return jobs
+
+    def _split(self, ranks: int, stage: int) -> list[Job]:
+        """zero: gradients are reduced to shards in backward; values are gathered before forward, in stage 3 again
+        before backward."""
+        end, forward = _BACKWARD[0] * self.compute_s, []
+        at = 0.0
+        for bucket in reversed(self.buckets):
+            nbytes = _count_bytes(bucket)
+            forward.append(Job(0.0, 0.0, (Operation("all_gather", -(-nbytes // ranks)),), due_s=at))
+            at += end * nbytes / self.model_bytes
+        jobs = list(forward)
+        before = end
+        for ready_s, bucket in self._backward():
+            nbytes = _count_bytes(bucket)
+            if stage == 3:
+                jobs.append(Job(end, 0.0, (Operation("all_gather", -(-nbytes // ranks)),), due_s=before))
+            jobs.append(Job(ready_s, 0.0, (Operation("reduce_scatter", nbytes),), due_s=self._due(False)))
+            before = ready_s
+        return jobs
+
+    def _backward(self) -> list[tuple[float, Shapes]]:
+        """When each bucket is ready."""
+        begin, end = (share * self.compute_s for share in _BACKWARD)
+        done, found = 0, []
+        for bucket in self.buckets:
+            done += _count_bytes(bucket)
+            found.append((begin + (end - begin) * done / self.model_bytes, bucket))
+        return found
+
+    def _due(self, at_end: bool) -> float:
+        return self.compute_s if at_end else _BACKWARD[1] * self.compute_s
+
+
+def make_method(spec: str, workload: Workload) -> Method:
+    """A method on a model that is described by a few numbers."""
+    traits = read_traits(spec)
+    found: dict[int, Anatomy] = {}
+
+    def at(ranks: int) -> Anatomy:
+        if ranks not in found:
+            found[ranks] = workload.step(spec, traits, ranks)
+        return found[ranks]
+
+    return Method(spec, traits, at, workload.model_bytes, count_push(traits, workload.model_bytes))
+
+
+def count_push(traits: Traits, model_bytes: int) -> int:
+    """Bytes of a push to servers, or of a model on its way to a neighbour."""
+    numbers = model_bytes // 4
+    if traits.bits is not None:
+        return numbers * traits.bits // 8
+    codec = traits.reducer.codec if traits.reducer is not None else None
+    if traits.style == "servers" and codec is not None and codec.nbytes is not None:
+        return codec.nbytes(numbers)
+    return model_bytes
+
+
+def _count_bytes(shapes: Sequence[tuple[int, ...]]) -> int:
+    return 4 * sum(math.prod(shape) for shape in shapes)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # the same as below, for type checkers: a test compares them
     from unisono import boost as boost
     from unisono import estimators as estimators
+    from unisono import on as on
     from unisono.batch_norm import sync_batch_norm as sync_batch_norm
     from unisono.checkpoint import CheckpointError as CheckpointError
     from unisono.checkpoint import Loaded as Loaded
@@ -23,7 +24,6 @@ if TYPE_CHECKING:  # the same as below, for type checkers: a test compares them
     from unisono.launchers import EngineError as EngineError
     from unisono.launchers import WorkerError as WorkerError
     from unisono.launchers import launch as launch
-    from unisono.launchers import on as on
     from unisono.map_reduce import mapreduce as mapreduce
     from unisono.progress import EarlyStopping as EarlyStopping
     from unisono.strategy import Replica as Replica
@@ -44,13 +44,13 @@ if TYPE_CHECKING:  # the same as below, for type checkers: a test compares them
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "unisono": "boost estimators",  # these packages need extras: `un.boost.XGBoost`
+    "unisono": "boost estimators on",  # modules; the first two need extras: `un.boost.XGBoost`
     "unisono.batch_norm": "sync_batch_norm",
     "unisono.checkpoint": "CheckpointError Loaded load save",
     "unisono.checkpoint.plain": "read_checkpoint",
     "unisono.data": "Shard shard",
     "unisono.footprint": "memory",
-    "unisono.launchers": "EngineError WorkerError launch on",
+    "unisono.launchers": "EngineError WorkerError launch",
     "unisono.map_reduce": "mapreduce",
     "unisono.progress": "EarlyStopping",
     "unisono.strategy": "Replica Strategy follow parallel",

@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from unisono import on
 from unisono.cli.arguments import Commands, check_program, parse_count
-from unisono.launchers import on
 from unisono.launchers.engines.engine import Engine, EngineError
 from unisono.launchers.job import Adapt, ComeAndGo, Job
 
@@ -23,6 +23,7 @@ __all__ = ["add_command"]
 
 _DESCRIPTION = """\
 Run a program in N workers, on this machine or on an engine (--on): MPI, Slurm, Ray, Spark, torchrun, ssh to hosts.
+With --hosts 4 --net 100mbit they run on emulated hosts of this machine, with links as slow as asked for (docs/lab.md).
 
 Options for unisono come before the program; everything after it is the program's own. When a worker fails, the others
 are stopped, one report says which and why, and the exit status is that worker's (128 + number after a signal). Ctrl-C
@@ -49,6 +50,13 @@ workers that come and go, -n MIN:MAX
   was worth less than 0.1; what did not pay is tried again later, each time after twice as long. Each decision is a line
   on standard error. --target 12 does so only while fewer than 12 steps a second are made.
 
+emulated hosts, --hosts N and --net LINK
+  --hosts 4              four hosts of their own on this machine, one worker each; with -n 8 two workers each
+  --net 100mbit          what passes over each host's link, both ways: kbit, mbit, gbit (bits a second)
+  --net 100mbit,20ms     and how long a message is on its way from a host to another: us, ms, s; --net 20ms alone too
+  --net 3x1gbit/100mbit  a link for each host, separated by /: three fast hosts and a slow one
+  What passes is measured first and printed. --net without --hosts: a host for each worker.
+
 faults, separated by ;
   kill 2@40              rank 2 kills itself (SIGKILL) at step 40
   kill 2@40 in save      inside it: forward, backward, exchange, step (the default: as it is counted), save, healing
@@ -63,6 +71,7 @@ examples:
   unisono run -n 1:8 --target 12 train.py
   unisono run -n 4 --output files --output-dir logs train.py
   unisono run -n 2 -m project.train --lr 0.1
+  unisono run -n 4 --hosts 4 --net 100mbit train.py
   unisono run --on mpi -n 8 --hosts a:4,b:4 train.py
   unisono run --on slurm -n 8 --script job.sh --options=--time=1:00:00 train.py
   unisono run --on torchrun -n 4 --max-restarts 2 train.py
@@ -86,9 +95,9 @@ def add_command(commands: Commands) -> None:
         "-n",
         "--workers",
         type=_parse_workers,
-        required=True,
         metavar="N",
-        help="how many workers; MIN:MAX: they may come and go, and those that are lost are replaced, see below",
+        help="how many workers; MIN:MAX: they may come and go, and those that are lost are replaced, see below; with "
+        "emulated hosts one a host by default",
     )
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in `python -m`")
     parser.add_argument(
@@ -127,6 +136,7 @@ def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
 
     from unisono.launchers.terminal import run_in_terminal
 
+    _read_lab(options, parser)
     least, most = options.workers
     if options.strategy is not None:
         os.environ["UNISONO_STRATEGY"] = options.strategy
@@ -146,6 +156,20 @@ def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
     )
     status = _run_on_engine(options, parser, job)
     return run_in_terminal(job) if status is None else status
+
+
+def _read_lab(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """`--hosts 4` and `--net` mean emulated hosts, unless another engine is named."""
+    is_number = options.hosts is not None and len(options.hosts) == 1 and options.hosts[0].lstrip("-").isdigit()
+    if options.on == "local" and (is_number or options.net is not None or options.shaper is not None):
+        options.on = "lab"
+    if options.on == "lab" and options.hosts is not None:
+        if not is_number or int(options.hosts[0]) < 1:
+            parser.error(f"got --hosts {','.join(options.hosts)}; expected a number of emulated hosts, such as 4")
+        options.hosts = int(options.hosts[0])
+        options.workers = options.workers or (None, options.hosts)
+    if options.workers is None:
+        parser.error("the following arguments are required: -n/--workers")
 
 
 class _NotWritten(Exception):
@@ -229,12 +253,18 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "hosts": {
         "type": _parse_names,
         "metavar": "A,B",
-        "help": "hosts, with slots where given: a:4,b:4 (mpi, slurm, ssh)",
+        "help": "hosts, with slots where given: a:4,b:4 (mpi, slurm, ssh); a number: emulated hosts, see below (lab)",
+    },
+    "net": {"metavar": "LINK", "help": "links of emulated hosts, such as 100mbit or 1gbit,20ms, see below (lab)"},
+    "shaper": {
+        "choices": ("auto", "kernel", "transport"),
+        "help": "what holds bytes back: namespaces and tc, or the workers' transport; default: the kernel, if it can "
+        "(lab)",
     },
     "max_restarts": {
         "type": _parse_whole,
         "metavar": "K",
-        "help": "start all again after a failure (torchrun, ssh, ray, spark)",
+        "help": "start all again after a failure (torchrun, ssh, ray, spark, lab)",
     },
     "python": {"metavar": "PATH", "help": "the hosts' Python, where it is another than here (mpi, slurm, ssh)"},
     "wait_s": {"type": _parse_whole, "metavar": "S", "help": "how long to wait for room (slurm, ray, spark)"},

@@ -1,1 +1,1 @@
-"""Experiments on one machine: emulated networks."""
+"""The lab: workers on emulated hosts of one machine, with networks as slow as asked for."""

@@ -1,111 +1,168 @@
-"""Hosts that are network namespaces of this machine, joined by a bridge with links of a given speed.
+"""Emulated hosts: network namespaces of this machine without names, each with an address and a link of its own.
 
-Needs Linux, root and iproute2. Everything is removed when the context ends; the kernel's own names carry the
-process id, so that several runs do not meet, and what a killed run left is removed by the next.
+Needs Linux, iproute2 and util-linux; root, or the right of every user to make namespaces of their own. `lay_out.py`
+makes them, in a process of its own. Here are their descriptors, which keep them alive: nothing is left once this
+process and those on the hosts have ended, also by SIGKILL.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import shutil
+import socket
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from unisono.lab import lay_out
+from unisono.runtime.link_text import Link
 
+__all__ = ["EmulatedHosts", "NoNamespaces", "find_obstacle"]
+
+_MOST_HOSTS = 200  # descriptors that go in one message
+_PATIENCE_S = 60.0
+
+
+class NoNamespaces(RuntimeError):
+    """Hosts cannot be emulated by namespaces here; the text says why."""
+
+
+@cache
 def find_obstacle() -> str:
-    """Why emulated hosts cannot be made here; empty if they can."""
-    if os.geteuid() != 0:
-        return "emulated hosts are network namespaces: run as root"
-    if shutil.which("ip") is None or shutil.which("tc") is None:
-        return "emulated hosts need `ip` and `tc`: install iproute2"
+    """Why emulated hosts cannot be made here; empty if they can. Tries it."""
+    try:
+        EmulatedHosts(1, links=[Link(1e9)]).close()
+    except NoNamespaces as error:
+        return str(error)
     return ""
 
 
 class EmulatedHosts:
-    """`count` hosts, each with an address of its own and a link of `bits_per_s` both ways (None: unshaped).
+    """`count` hosts, each with an address of its own; `links`: how each is joined to the others (None: unshaped).
 
-    with EmulatedHosts(4, bits_per_s=1e9) as hosts:
+    Only the rates of links are emulated here: the kernel's emulator of latency is not there everywhere.
+
+    with EmulatedHosts(4, links=[Link(1e9)] * 4) as hosts:
         workers = [hosts.start(i, ["python", "train.py"], environment_of(i)) for i in range(4)]
     """
 
-    interface = "veth0"
+    interface = lay_out.INTERFACE
+    launcher_address = lay_out.ADDRESS  # where this process can listen to the hosts, by `listeners`
 
-    def __init__(self, count: int, *, bits_per_s: float | None = None) -> None:
-        if not 1 <= count <= 200:
-            raise ValueError(f"expected 1 to 200 hosts, got {count}")
-        if reason := find_obstacle():
-            raise RuntimeError(reason)
-        self.count, self.bits_per_s = count, bits_per_s
-        self._mark = f"un{os.getpid()}"
-        self._network = f"10.{200 + os.getpid() % 50}.{os.getpid() // 50 % 250}"
+    def __init__(
+        self,
+        count: int,
+        *,
+        links: Sequence[Link] | None = None,
+        measure: bool = False,
+        listeners: int = 0,
+        backlog: int = 128,
+    ) -> None:
+        """`measure`: what passes over the links, as `bits_per_s` and `latency_s`. Raises NoNamespaces."""
+        if not 1 <= count <= _MOST_HOSTS:
+            raise ValueError(f"expected 1 to {_MOST_HOSTS} hosts, got {count}")
+        if links is not None and len(links) != count:
+            raise ValueError(f"expected a link for each of the {count} hosts, got {len(links)}")
+        _check_programs()
+        self.count = count
+        asked = {
+            "rates": [None] * count if links is None else [link.bits_per_s for link in links],
+            "user": os.geteuid() != 0,
+            "launcher": os.getpid(),
+            "measure": measure,
+            "listeners": listeners,
+            "backlog": backlog,
+        }
+        found, fds = _lay_out(asked)
+        self._spaces = fds[1 : 1 + count]
+        self._kept = [fds[0], *fds[1 + count + listeners :]]  # of the bridge; of the user, where that is not root
+        self._user = self._kept[1] if len(self._kept) > 1 else None
+        self.listeners = [socket.socket(fileno=fd) for fd in fds[1 + count : 1 + count + listeners]]
+        self.bits_per_s: list[float] = found.get("bits_per_s", [])  # of payload, by host
+        self.latency_s: float = found.get("latency_s", 0.0)
 
     def address(self, host: int) -> str:
         """The address of a host, from the other hosts."""
-        return f"{self._network}.{host + 1}"
+        return lay_out.find_address(host)
 
     def namespace(self, host: int) -> str:
-        """The name of a host's network namespace."""
-        return f"{self._mark}-{host}"
+        """The file of a host's network namespace."""
+        return f"/proc/{os.getpid()}/fd/{self._spaces[host]}"
+
+    def command(self, host: int, *words: str) -> list[str]:
+        """A command as it is run on a host."""
+        user = [] if self._user is None else ["--preserve-credentials", f"--user=/proc/{os.getpid()}/fd/{self._user}"]
+        return ["nsenter", *user, f"--net={self.namespace(host)}", "--", *words]
 
     def start(self, host: int, command: Sequence[str], env: Mapping[str, str], **options: Any) -> subprocess.Popen[Any]:
         """Run a command on a host."""
-        return subprocess.Popen(["ip", "netns", "exec", self.namespace(host), *command], env=dict(env), **options)
+        return subprocess.Popen(self.command(host, *command), env=dict(env), **options)
+
+    def set_link(self, host: int, how: str) -> None:
+        """Take a host's link `down`, or `up` again."""
+        subprocess.run(self.command(host, "ip", "link", "set", self.interface, how), check=True)
+
+    def close(self) -> None:
+        """Let go of the hosts: they end with their last process."""
+        for sock in self.listeners:
+            sock.close()
+        for fd in [*self._spaces, *self._kept]:
+            os.close(fd)
+        self.listeners, self._spaces, self._kept = [], [], []
 
     def __enter__(self) -> EmulatedHosts:
-        _remove_left_over()
-        try:
-            _run("ip", "link", "add", f"{self._mark}br", "type", "bridge")
-            _run("ip", "link", "set", f"{self._mark}br", "up")
-            for host in range(self.count):
-                self._add(host)
-        except BaseException:
-            self._remove()
-            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._remove()
+        self.close()
 
-    def _add(self, host: int) -> None:
-        space, outer = self.namespace(host), f"{self._mark}v{host}"
-        _run("ip", "netns", "add", space)
-        _run("ip", "link", "add", outer, "type", "veth", "peer", "name", self.interface, "netns", space)
-        _run("ip", "link", "set", outer, "master", f"{self._mark}br", "up")
-        inside = ("ip", "-n", space)
-        _run(*inside, "addr", "add", f"{self.address(host)}/24", "dev", self.interface)
-        _run(*inside, "link", "set", self.interface, "up")
-        _run(*inside, "link", "set", "lo", "up")
-        if self.bits_per_s is not None:
-            burst = str(max(32_000, min(1_000_000, int(self.bits_per_s / 400))))
-            shape = ("root", "tbf", "rate", f"{int(self.bits_per_s)}bit", "burst", burst, "latency", "50ms")
-            _run("tc", "qdisc", "add", "dev", outer, *shape)
-            _run("tc", "-n", space, "qdisc", "add", "dev", self.interface, *shape)
-
-    def _remove(self) -> None:
-        for host in range(self.count):
-            subprocess.run(["ip", "netns", "del", self.namespace(host)], capture_output=True)
-            subprocess.run(["ip", "link", "del", f"{self._mark}v{host}"], capture_output=True)
-        subprocess.run(["ip", "link", "del", f"{self._mark}br"], capture_output=True)
+    def __del__(self) -> None:
+        if getattr(self, "_kept", None):
+            self.close()
 
 
-def _remove_left_over() -> None:
-    """Remove what killed runs left behind: its names carry the ids of processes that no longer exist."""
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
-    links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True).stdout
-    for space, pid in re.findall(r"^(un(\d+)-\d+)\b", listed, flags=re.MULTILINE):
-        if not os.path.exists(f"/proc/{pid}"):
-            subprocess.run(["ip", "netns", "del", space], capture_output=True)
-    for link, pid in re.findall(r"^\d+: (un(\d+)(?:br|v\d+))[@:]", links, flags=re.MULTILINE):
-        if not os.path.exists(f"/proc/{pid}"):
-            subprocess.run(["ip", "link", "del", link], capture_output=True)
+def _check_programs() -> None:
+    if sys.platform != "linux":
+        raise NoNamespaces("network namespaces are a part of Linux")
+    packages = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}
+    missing = [name for name in packages if shutil.which(name) is None]
+    if missing:
+        raise NoNamespaces(f"`{missing[0]}` is not installed: apt-get install {packages[missing[0]]}")
 
 
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"`{' '.join(command)}` failed: {done.stderr.strip() or done.returncode}")
+def _lay_out(asked: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    """What was measured, and the descriptors; see lay_out.py."""
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-I", "-S", str(Path(lay_out.__file__)), str(theirs.fileno())]
+    with ours, theirs:
+        process = subprocess.Popen(
+            command,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        theirs.close()
+        try:
+            ours.settimeout(_PATIENCE_S)
+            ours.sendall(json.dumps(asked).encode() + b"\n")
+            said, fds, _, _ = socket.recv_fds(ours, 1 << 16, _MOST_HOSTS + 8, socket.MSG_CMSG_CLOEXEC)
+        except OSError as error:
+            raise NoNamespaces(f"the namespaces were not made: {error}") from None
+        finally:
+            process.kill()
+            words = process.communicate()[1].decode("utf-8", "replace").strip()
+    if not said:
+        raise NoNamespaces(f"the namespaces were not made: {words.splitlines()[-1] if words else 'no word of why'}")
+    found = json.loads(said)
+    if "obstacle" in found:
+        raise NoNamespaces(found["obstacle"])
+    return found, fds

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from unisono.launchers.failures import EngineError, WorkerError
 
 if TYPE_CHECKING:
-    from unisono.launchers import on
     from unisono.launchers.engines.engine import Engine
     from unisono.launchers.output import Mode
 
-__all__ = ["EngineError", "WorkerError", "launch", "on"]
+__all__ = ["EngineError", "WorkerError", "launch"]
 
 T = TypeVar("T")
 
@@ -92,12 +91,3 @@ def launch(
         faults=faults,
         least=least,
     )
-
-
-def __getattr__(name: str) -> Any:
-    """The engines, imported when they are first asked for: every worker imports this package."""
-    if name == "on":
-        import importlib
-
-        return importlib.import_module("unisono.launchers.on")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -70,8 +70,9 @@ class EngineRun(ABC):
     """One run of one job on one engine. `supervise()` does it all; a BaseException raised into it stops the run."""
 
     def __init__(self, job: Job, engine: Engine, payload: bytes | None = None) -> None:
-        self.job, self.engine, self._payload = job, engine, payload
+        self.job, self._payload = job, payload
         self._places = job.places
+        self.engine = engine = engine.open(self._places)
         restarts = max(engine.restarts, job.restarts)
         self._faults = FaultReport(read_faults(job.faults, self._places, restarts=restarts))
         self.run_id, self._token = secrets.token_hex(12), secrets.token_bytes(32)
@@ -79,13 +80,11 @@ class EngineRun(ABC):
         self.interruptible = False  # whether a signal handler may raise into `supervise` now
         self.results: list[bytes] = []
         self._preempting = False  # whether workers that asked for it are to leave
-        bind = "127.0.0.1" if engine.local else "0.0.0.0"
-        backlog = max(128, 2 * self._places)
-        self._bind, self._backlog = bind, backlog
+        self._backlog = max(128, 2 * self._places)
         self._store = self._open_store()  # of the first attempt
         self._later_store: HostedStore | None = None
         self._meeting_page = OfferedPage()
-        self._listener = socket.create_server((bind, 0), backlog=backlog)
+        self._listener = engine.listen(self._backlog)
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._channels: dict[Channel, Member | None] = {}
@@ -178,7 +177,7 @@ class EngineRun(ABC):
 
     def _open_store(self) -> HostedStore:
         """Its secret follows from the run's token, which agents have: it does not travel once more."""
-        return HostedStore(self._bind, secret=derive_secret(self._token, "run").hex(), backlog=self._backlog)
+        return HostedStore(self.engine.listen(self._backlog), secret=derive_secret(self._token, "run").hex())
 
     def _fresh_store(self) -> HostedStore:
         """The store of an attempt: torch's own groups take addresses of an earlier attempt for this one's."""
@@ -196,8 +195,8 @@ class EngineRun(ABC):
 
     def _addresses(self) -> list[str]:
         """Where other hosts may reach this one: the addresses from which it would speak to them."""
-        if self.engine.local:
-            return ["127.0.0.1"]
+        if own := self.engine.own_addresses():
+            return list(own)
         hosts = [*self.engine.hosts_to_reach(), "192.0.2.1"]  # the last stands for anywhere
         found = [address for host in hosts if (address := address_towards(host))]
         return list(dict.fromkeys([*found, socket.gethostname()]))
@@ -267,7 +266,7 @@ class EngineRun(ABC):
             function=self._payload is not None,
             folder=os.getcwd(),
             env=self._forwarded_variables(),
-            threads=self.job.threads,
+            threads=self.job.threads or self.engine.threads(self._places),
             faults=self._faults.write_for(member.rank),
             grace_s=self.job.grace_s,
             **fields,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from socket import create_server
+from socket import create_server, socket
 
 from unisono.runtime.secret import SECRET, STORE, derive_secret
 from unisono.runtime.store_server import StoreServer
@@ -14,10 +14,10 @@ __all__ = ["HostedStore", "store_variables"]
 class HostedStore:
     """Listens at once; serves from `start` on, and connections made before are served then."""
 
-    def __init__(self, address: str = "127.0.0.1", *, secret: str = "", backlog: int = 128) -> None:
-        """`secret`: what the workers are given; one of its own by default."""
+    def __init__(self, listener: socket | None = None, *, secret: str = "", backlog: int = 128) -> None:
+        """`listener`: on this host by default; `secret`: what the workers are given, one of its own by default."""
         self._secret = secret or secrets.token_hex(32)
-        self.listener = create_server((address, 0), backlog=backlog)
+        self.listener = listener or create_server(("127.0.0.1", 0), backlog=backlog)
         self._server = StoreServer(self.listener, derive_secret(self._secret.encode(), "store"))
         self.address = self._server.address
 

@@ -11,6 +11,7 @@ import copy
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -98,6 +99,22 @@ class Engine:
     def hosts_to_reach(self) -> Sequence[str]:
         """Hosts that must reach this one, as far as they are known."""
         return ()
+
+    def open(self, workers: int) -> Engine:
+        """The engine for one run: this one, or one that holds what the run needs until its job is closed."""
+        return self
+
+    def listen(self, backlog: int) -> socket.socket:
+        """Where agents reach the launcher, or its store."""
+        return socket.create_server(("127.0.0.1" if self.local else "0.0.0.0", 0), backlog=backlog)
+
+    def own_addresses(self) -> Sequence[str]:
+        """The launcher's addresses, where the engine knows them."""
+        return ["127.0.0.1"] if self.local else []
+
+    def threads(self, workers: int) -> int | None:
+        """Computing threads a worker; None: the cores of its host, divided by the workers there."""
+        return None
 
     def check(self, workers: int) -> None:
         """Raise EngineError or ValueError where it is known at once that the job cannot run."""

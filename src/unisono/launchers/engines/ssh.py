@@ -12,14 +12,14 @@ import json
 import shlex
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from unisono.launchers.engines.engine import Engine, EngineError, ProcessStarted, Work, agent_command, find_program
 
-__all__ = ["Ssh", "SshStarted", "divide"]
+__all__ = ["HostCommand", "HostsStarted", "Ssh", "divide", "write_setup"]
 
 _INSTALL = "Debian and Ubuntu: apt-get install openssh-client."
 _AGAIN_S = 5.0  # between two attempts to reach a host in an elastic run
@@ -69,26 +69,17 @@ class Ssh(Engine):
         find_program("ssh", advice=_INSTALL)
         divide(self.hosts, workers)
 
-    def start(self, work: Work) -> SshStarted:
+    def start(self, work: Work) -> HostsStarted:
         program = find_program("ssh", advice=_INSTALL)
         ranks = iter(range(work.workers))
-        commands: dict[str, _Host] = {}
+        commands: dict[str, HostCommand] = {}
         for host, count in divide(self.hosts, work.workers).items():
             if not count:
                 continue
-            setup: dict[str, Any] = {
-                "launcher": list(work.addresses),
-                "token": work.token,
-                "env": dict(work.env),
-                "agent": list(work.agent),
-                "ranks": list(itertools.islice(ranks, count)),
-                "size": work.workers,
-                "max_restarts": self.max_restarts,
-                "elastic": work.elastic,
-            }
             command = [program, *_TO_FAIL_FAST, *self.options, host, shlex.join(agent_command(self.python, "host"))]
-            commands[host] = _Host(command, json.dumps(setup) + "\n", setup["ranks"])
-        return SshStarted(commands, elastic=work.elastic)
+            here = list(itertools.islice(ranks, count))
+            commands[host] = HostCommand(command, write_setup(work, here, max_restarts=self.max_restarts), here)
+        return HostsStarted(commands, elastic=work.elastic)
 
     def explain(self, words: str, workers: int) -> str:
         if "Permission denied" in words:
@@ -101,22 +92,42 @@ class Ssh(Engine):
         return ""
 
 
-class _Host(NamedTuple):
+class HostCommand(NamedTuple):
     """How a host's agents are started."""
 
     command: Sequence[str]
     setup: str
     ranks: Sequence[int]
+    env: Mapping[str, str] = {}
 
     def start(self) -> ProcessStarted:
-        return ProcessStarted(self.command, {}, input_text=self.setup)
+        return ProcessStarted(self.command, self.env, input_text=self.setup)
 
 
-class SshStarted:
-    """One ssh for each host; one that fails is the end of all, unless the run is elastic."""
+def write_setup(
+    work: Work, ranks: Sequence[int], *, max_restarts: int = 0, env: Mapping[str, str] | None = None
+) -> str:
+    """The line that tells host.py what to start; `env`: more variables of that host."""
+    setup: dict[str, Any] = {
+        "launcher": list(work.addresses),
+        "token": work.token,
+        "env": {**work.env, **(env or {})},
+        "agent": list(work.agent),
+        "ranks": list(ranks),
+        "size": work.workers,
+        "max_restarts": max_restarts,
+        "elastic": work.elastic,
+    }
+    return json.dumps(setup) + "\n"
 
-    def __init__(self, hosts: Mapping[str, _Host], *, elastic: bool = False) -> None:
-        self._commands, self._elastic = hosts, elastic
+
+class HostsStarted:
+    """One process for each host; one that fails is the end of all, unless the run is elastic."""
+
+    def __init__(
+        self, hosts: Mapping[str, HostCommand], *, elastic: bool = False, on_close: Callable[[], None] | None = None
+    ) -> None:
+        self._commands, self._elastic, self._on_close = hosts, elastic, on_close
         self._hosts = {host: how.start() for host, how in hosts.items()}
         self._began = dict.fromkeys(hosts, time.monotonic())
 
@@ -129,7 +140,7 @@ class SshStarted:
         return None if None in found else max(failed, default=0)
 
     def revive(self, missing: AbstractSet[int]) -> None:
-        """See engine.Started: a host whose ssh has ended is tried again."""
+        """See engine.Started: a host whose process has ended is tried again."""
         for host, how in self._commands.items():
             is_due = time.monotonic() > self._began[host] + _AGAIN_S
             if is_due and missing & set(how.ranks) and self._hosts[host].poll() is not None:
@@ -156,6 +167,8 @@ class SshStarted:
         """See engine.Started."""
         for started in self._hosts.values():
             started.close()
+        if self._on_close is not None:
+            self._on_close()
 
 
 def divide(hosts: Sequence[str], workers: int) -> dict[str, int]:

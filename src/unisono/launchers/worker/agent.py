@@ -370,7 +370,7 @@ def identity() -> str:
     parts = [os.environ.get("CUDA_VISIBLE_DEVICES", "")]
     with contextlib.suppress(OSError):
         parts += [read_boot_id(), *read_namespaces("net")]
-    return " ".join([socket.gethostname(), *parts])
+    return " ".join([os.environ.get("UNISONO_HOST", socket.gethostname()), *parts])
 
 
 def launcher_addresses() -> list[tuple[str, int]]:

@@ -1,0 +1,150 @@
+"""Links of emulated hosts: "100mbit", "100mbit,20ms", "3x1gbit/100mbit,20ms", read and checked.
+
+A link joins one host to all others. `RATE` is what passes each way, `LATENCY` how long a message is on its way from a
+host to another (half of it on either link, so that hosts with different links are the mean of both apart). Hosts are
+separated by `/`; `3x` stands for three hosts; a single link is that of every host.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+__all__ = ["Link", "LinkError", "describe_rate", "describe_time", "parse_link", "parse_links", "write_links"]
+
+_EXAMPLES = "100mbit, 1gbit, 100mbit,20ms (one way), or a link for each host: 3x1gbit/100mbit"
+_RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_MOST_LATENCY_S = 10.0
+_LEAST_BITS_PER_S = 1e3
+
+
+class LinkError(ValueError):
+    """A text that names no link; the message says why, and shows some that do."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """How a host is joined to the others: bits a second each way, and seconds from a host to another.
+
+    >>> str(Link(100e6, 0.02)), Link(2.5e9).describe()
+    ('100mbit,20ms', '2.5 Gbit/s')
+    """
+
+    bits_per_s: float | None = None  # None: as fast as the machine
+    latency_s: float = 0.0
+
+    def __str__(self) -> str:
+        """Text that reads back to an equal link."""
+        parts = [] if self.bits_per_s is None else [_write(self.bits_per_s, _RATES)]
+        return ",".join(parts + ([_write(self.latency_s, _TIMES)] if self.latency_s or not parts else []))
+
+    def describe(self) -> str:
+        """For people."""
+        parts = [] if self.bits_per_s is None else [describe_rate(self.bits_per_s)]
+        return ", ".join(parts + ([describe_time(self.latency_s)] if self.latency_s else [])) or "as fast as it goes"
+
+    def seconds(self, count: float) -> float:
+        """How long so many bytes take to pass, without the latency.
+
+        >>> Link(100e6).seconds(12_500_000)
+        1.0
+        """
+        return 0.0 if self.bits_per_s is None else 8.0 * count / self.bits_per_s
+
+
+def parse_link(text: str) -> Link:
+    """One link: a rate, a latency, or both.
+
+    >>> parse_link("100mbit,20ms")
+    Link(bits_per_s=100000000.0, latency_s=0.02)
+    >>> parse_link("5ms")
+    Link(bits_per_s=None, latency_s=0.005)
+    """
+    rate: float | None = None
+    latency: float | None = None
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z/]+)\s*", part.lower())
+        unit = found[2] if found else ""
+        if found and unit in _RATES and rate is None and latency is None:
+            rate = float(found[1]) * _RATES[unit]
+            if not _LEAST_BITS_PER_S <= rate < math.inf:
+                _refuse(text, "a rate is at least 1kbit")
+        elif found and unit in _TIMES and latency is None:
+            latency = float(found[1]) * _TIMES[unit]
+            if latency > _MOST_LATENCY_S:
+                _refuse(text, f"a latency is at most {_MOST_LATENCY_S:g}s")
+        else:
+            _refuse(text, _explain_unit(part, unit))
+    return Link(rate, latency or 0.0)
+
+
+def parse_links(text: str, hosts: int) -> list[Link]:
+    """The link of each host; one link stands for all.
+
+    >>> [str(link) for link in parse_links("2x1gbit/100mbit,20ms", 3)]
+    ['1gbit', '1gbit', '100mbit,20ms']
+    """
+    found: list[Link] = []
+    parts = re.sub(r"(bit)/s\b", r"\1", text.lower()).split("/")  # 100mbit/s
+    for part in parts:
+        times, x, one = part.strip().rpartition("x")
+        if x and not (times.isdigit() and int(times) > 0):
+            _refuse(text, f"{part!r} begins with no number of hosts")
+        found += [parse_link(one)] * (int(times) if x else 1)
+    if len(parts) == 1 and len(found) == 1:
+        return found * hosts
+    if len(found) != hosts:
+        raise LinkError(f"{text!r} names the links of {len(found)} hosts, and there are {hosts}: name one link for all")
+    return found
+
+
+def write_links(links: Sequence[Link]) -> str:
+    """Text that reads back to these.
+
+    >>> write_links([Link(1e9), Link(1e9)]), write_links([Link(1e9), Link(1e8, 0.02)])
+    ('1gbit', '1gbit/100mbit,20ms')
+    """
+    return str(links[0]) if len(set(links)) == 1 else "/".join(map(str, links))
+
+
+def describe_rate(bits_per_s: float) -> str:
+    """A rate for people.
+
+    >>> describe_rate(95.61e6), describe_rate(12.3e9), describe_rate(64e3)
+    ('95.6 Mbit/s', '12.3 Gbit/s', '64 kbit/s')
+    """
+    for size, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
+        if bits_per_s >= size:
+            return f"{bits_per_s / size:.3g} {unit}"
+    return f"{bits_per_s:.3g} bit/s"
+
+
+def describe_time(seconds: float) -> str:
+    """A short time for people.
+
+    >>> describe_time(0.02), describe_time(0.000124), describe_time(1.5)
+    ('20 ms', '0.12 ms', '1.5 s')
+    """
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.{3 if seconds >= 1e-3 else 2}g} ms"
+
+
+def _write(value: float, units: dict[str, float]) -> str:
+    """In the largest unit in which it is at least 1."""
+    unit, size = max(((u, s) for u, s in units.items() if s <= value), key=lambda pair: pair[1], default=("us", 1e-6))
+    return f"{value / size:.9f}".rstrip("0").rstrip(".") + unit
+
+
+def _explain_unit(part: str, unit: str) -> str:
+    if re.fullmatch(r"[kmg]?(bps|b|ib|bytes?|b/s|bit/s)", unit):
+        return f"{part.strip()!r} may mean bits or bytes: write kbit, mbit or gbit, which are bits a second"
+    if not part.strip():
+        return "a part of it is empty"
+    return f"{part.strip()!r} is no rate (kbit, mbit, gbit), or no latency (us, ms, s) after it"
+
+
+def _refuse(text: str, why: str) -> NoReturn:
+    raise LinkError(f"got the link {text!r}: {why}; expected such as {_EXAMPLES}")

@@ -13,6 +13,7 @@ COMMANDS = (
     "run",
     "scale",
     "export",
+    "compare",
     "memory",
     "strategies",
     "warm",

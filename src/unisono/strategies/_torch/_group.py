@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterable
 from datetime import timedelta
@@ -94,6 +95,12 @@ class TorchReplica(Replica):
 
 def join_group(world: World) -> None:
     """Make torch's default process group of the world's ranks, unless the program has made one."""
+    if net := os.environ.get("UNISONO_NET", "") if world.size > 1 else "":
+        raise ValueError(
+            f"the workers' own transport emulates the link ({net}), and what torch sends does not pass through it: its "
+            "times would be those of the machine. The kernel can hold torch back too: as root, with --net without a "
+            "latency"
+        )
     if dist.is_initialized():
         return
     backend = "nccl" if world.device.type == "cuda" else "gloo"

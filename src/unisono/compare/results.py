@@ -224,29 +224,33 @@ def _name(row: Row) -> str:
     return row.method if row.workers == 1 else f"{row.method} on {row.workers} workers"
 
 
+def _name_best(row: Row) -> str:
+    if row.workers == 1 or row.speed_up is None:
+        return _name(row)
+    return f"{_name(row)} ({row.speed_up:.2g} times as fast as one)"
+
+
 def _say(found: Comparison, kind: str, ranked: Sequence[Row]) -> str:
     best = ranked[0]
     second = ranked[1] if len(ranked) > 1 else None
     if kind == "target":
-        text = f"{_name(best)} is the first to reach loss {found.target:g}, after {best.time_to_target_s:.3g} s"
+        text = f"{_name_best(best)} is the first to reach loss {found.target:g}, after {best.time_to_target_s:.3g} s"
         if second is not None and second.time_to_target_s and best.time_to_target_s:
             text += _then(second, second.time_to_target_s / best.time_to_target_s, "takes", "times as long")
     elif kind == "loss":
-        text = f"{_name(best)} has the lowest loss after {found.equal_time_s:.3g} s, {best.loss_at_time:.4g}"
+        text = f"{_name_best(best)} has the lowest loss after {found.equal_time_s:.3g} s, {best.loss_at_time:.4g}"
         if second is not None and second.loss_at_time is not None and best.loss_at_time is not None:
             close = second.loss_at_time - best.loss_at_time < _ALIKE * abs(best.loss_at_time)
             text += f"; {_name(second)} has {second.loss_at_time:.4g}" + (", hardly more" if close else "")
     elif kind == "samples":
-        text = f"{_name(best)} makes the most samples a second, {best.samples_a_second:,.0f}"
+        text = f"{_name_best(best)} makes the most samples a second, {best.samples_a_second:,.0f}"
         if second is not None and second.samples_a_second and best.samples_a_second:
             text += _then(second, best.samples_a_second / second.samples_a_second, "takes", "times as long for as many")
     else:
-        text = f"{_name(best)} has the shortest steps, {1e3 * (best.step_s or 0):.3g} ms"
+        text = f"{_name_best(best)} has the shortest steps, {1e3 * (best.step_s or 0):.3g} ms"
     missed = [row for row in found.rows if found.target is not None and row.time_to_target_s is None]
     if kind != "target" and missed:
         text = f"No method reached loss {found.target:g}; {text}"
-    if best.workers > 1 and best.speed_up is not None:
-        text += f"; it is {best.speed_up:.2g} times as fast as one worker"
     return text + "."
 
 

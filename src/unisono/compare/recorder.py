@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.compare.steps import FOLDER, STEP_FIELDS, STEPS
+from unisono.compare.steps import FOLDER, STEP_FIELDS, STEPS, Arrival
 from unisono.spec import describe
 from unisono.strategy import Replica, Strategy, binding
 from unisono.world import World
-from unisono.world.ledger import Row
+from unisono.world.ledger import Ledger, Row, Span
 
 _WRITE_EVERY_S = 0.5
 _recorders: dict[int, Recorder] = {}  # by thread: each rank's program is one
@@ -127,6 +127,7 @@ class Recorder:
 
     def write(self) -> None:
         """Write what is waiting."""
+        arrivals = _find_arrivals(self.ledger, self._waiting[0][0].step) if self._waiting else {}
         while self._waiting:
             row, losses, samples = self._waiting.popleft()
             values = [float(loss) for loss in losses]
@@ -137,6 +138,7 @@ class Recorder:
                 "loss": None if mean is None or math.isnan(mean) else mean,
                 "finite": mean is None or math.isfinite(mean),
                 "samples": samples or None,
+                "arrivals": arrivals.get(row.step, []),
             }
             self._write_line([known[name] if name in known else getattr(row, name) for name in STEP_FIELDS])
         self._file.flush()
@@ -153,6 +155,30 @@ class Recorder:
         self.write()
         self._file.close()
         _recorders.pop(self._thread, None)
+
+
+def _find_arrivals(ledger: Ledger, first: int) -> dict[int, list[Arrival]]:
+    """Of collectives whose last arrival is not known here (messages between hosts), by step from `first` on: which one,
+    when this rank arrived, and from when to when the program stood still for it. Who was last is found out where all
+    ranks' times are."""
+    blocked: dict[int, list[Span]] = {}
+    for span in reversed(list(ledger.spans)):
+        if span.step < first:
+            break
+        if span.kind == "blocked":
+            blocked.setdefault(span.step, []).append(span)
+    found: dict[int, list[Arrival]] = {}
+    for record in reversed(list(ledger.records)):
+        if record.step < first:
+            break
+        if record.last != record.last and record.op not in ("send", "recv"):
+            for span in blocked.get(record.step, ()):
+                start, end = max(span.start, record.start), min(span.end, record.end)
+                if start < end:
+                    key = f"{record.channel}/{record.sequence}"
+                    found.setdefault(record.step, []).append((key, record.start, start, end))
+                    break
+    return found
 
 
 def _list_unmeasured(replica: Replica) -> list[str]:

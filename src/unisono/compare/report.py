@@ -122,6 +122,10 @@ def _draw_losses(found: Comparison, colours: dict[str, int]) -> list[Lines]:
         times.append(Series(name, curve.times, losses, colours[trial.method], dashed))
         if curve.sent[-1]:
             sent.append(Series(name, [x / 1e6 for x in curve.sent], losses, colours[trial.method], dashed))
+    for series in (times, sent):
+        if found.target is not None and series:
+            ends = [min(s.xs[0] for s in series), max(s.xs[-1] for s in series)]
+            series.append(Series(f"target {found.target:g}", ends, [found.target] * 2, 7, dashed=True))
     drawn = [Lines("Loss against time", "seconds", "loss", times)] if times else []
     return [*drawn, *([Lines("Loss against bytes", "MB sent by a worker", "loss", sent)] if sent else [])]
 

@@ -251,7 +251,7 @@ def _say(found: Comparison, kind: str, ranked: Sequence[Row]) -> str:
     missed = [row for row in found.rows if found.target is not None and row.time_to_target_s is None]
     if kind != "target" and missed:
         text = f"No method reached loss {found.target:g}; {text}"
-    return text + "."
+    return f"{text[0].upper()}{text[1:]}." if text.startswith(ONE_WORKER) else f"{text}."
 
 
 def _then(second: Row, ratio: float, verb: str, unit: str) -> str:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-__all__ = ["FOLDER", "PARTS", "STEPS", "STEP_FIELDS", "Curve", "RankSteps", "merge_ranks", "read_rank", "smooth"]
+__all__ = ["FOLDER", "PARTS", "SMOOTHED", "STEPS", "STEP_FIELDS", "Arrival", "Curve", "RankSteps", "merge_ranks", "smooth"]
 
 FOLDER = "UNISONO_COMPARE_FOLDER"  # where a worker writes its steps
 STEPS = "UNISONO_COMPARE_STEPS"  # after how many it ends its program
 PARTS = ("compute", "communication", "waiting", "compression", "data")
 STEP_FIELDS = (
     *("step", "end", "wall", "compute", "communication", "waiting", "compression", "data", "hidden"),
-    *("bytes_sent", "loss", "finite", "samples"),
+    *("bytes_sent", "loss", "finite", "samples", "arrivals"),
 )
+Arrival = tuple[str, float, float, float]  # of a collective: its name, arrived at, the program stood still from and to
 SMOOTHED = 10  # steps over which a loss is smoothed
 
 
@@ -54,19 +53,6 @@ class Curve:
         return len(self.times)
 
 
-def read_rank(path: Path) -> RankSteps | None:
-    """A rank's file; None where it has written nothing. A line that is not complete yet is left out."""
-    if not path.exists():
-        return None
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    if not lines:
-        return None
-    about = json.loads(lines[0])
-    rows = [json.loads(line) for line in lines[1:]]
-    columns = {name: [row[i] for row in rows] for i, name in enumerate(about["fields"])}
-    return RankSteps(about, columns)
-
-
 def merge_ranks(ranks: Sequence[RankSteps]) -> Curve:
     """One curve of those ranks that trained (a server of parameters has no steps), as long as the shortest."""
     trained = [rank for rank in ranks if len(rank)]
@@ -89,11 +75,28 @@ def merge_ranks(ranks: Sequence[RankSteps]) -> Curve:
         curve.samples.append(None if None in row["samples"] else max(row["samples"]))
         sent += sum(row["bytes_sent"]) / each
         curve.sent.append(sent)
+        late = _find_waits(row["arrivals"])
         for name in PARTS:
             curve.parts[name].append(sum(row[name]) / each)
-        # The ledger counts a reducer's own work as a part of communication.
-        curve.parts["communication"][-1] -= curve.parts["compression"][-1]
+        # The ledger counts a reducer's own work as a part of communication, and waits whose end it does not know.
+        exchanged = curve.parts["communication"][-1] - curve.parts["compression"][-1]
+        waited = min(sum(late) / each, exchanged)
+        curve.parts["communication"][-1] = exchanged - waited
+        curve.parts["waiting"][-1] += waited
     return curve
+
+
+def _find_waits(arrivals: Sequence[Sequence[Arrival]]) -> list[float]:
+    """How long each rank stood still until the last one arrived, over one step's collectives. All ranks are on one
+    machine, so that their clocks are one.
+
+    >>> _find_waits([[("gradients/1", 10.0, 10.0, 14.0)], [("gradients/1", 13.0, 13.0, 14.0)]])
+    [3.0, 0.0]
+    """
+    last: dict[str, float] = {}
+    for key, at, _, _ in (arrival for mine in arrivals for arrival in mine):
+        last[key] = max(last.get(key, at), at)
+    return [sum(max(0.0, min(last[key], end) - start) for key, _, start, end in mine) for mine in arrivals]
 
 
 def smooth(losses: Sequence[float | None], window: int = SMOOTHED) -> list[float | None]:

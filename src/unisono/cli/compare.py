@@ -148,7 +148,10 @@ def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
         interrupted = True
     line.clear()
     if interrupted:
-        print(f"unisono compare: interrupted; {len(runs.trials)} of {len(runs.planned)} runs are complete", file=sys.stderr)
+        print(
+            f"unisono compare: interrupted; {len(runs.trials)} of {len(runs.planned)} runs are complete",
+            file=sys.stderr,
+        )
     if not runs.trials:
         return 130
     found = compare(runs.trials, request.target)
@@ -200,11 +203,11 @@ def _check_methods(request: Request, parser: argparse.ArgumentParser) -> None:
     from unisono.runtime.link_text import parse_links
     from unisono.spec import build
 
-    for spec in request.strategies:
-        try:
+    try:
+        for spec in request.strategies:
             build(spec, kind="strategy")
-        except (ValueError, TypeError) as error:
-            parser.error(f"--strategies: {error}")
+    except (ValueError, TypeError) as error:
+        parser.error(f"--strategies: {error}")
     if request.net is not None:
         try:
             for workers in request.workers:

@@ -28,6 +28,7 @@ from unisono.world.ledger import Ledger, Row, Span
 
 _WRITE_EVERY_S = 0.5
 _recorders: dict[int, Recorder] = {}  # by thread: each rank's program is one
+_lock = threading.Lock()
 
 
 class Enough(SystemExit):
@@ -76,8 +77,10 @@ class Recorder:
             }
         )
         self._file.flush()
-        _recorders[self._thread] = self
-        _watch_backward()
+        with _lock:
+            _recorders[self._thread] = self
+            torch.autograd.backward = _backward
+            torch.amp.GradScaler.scale = _scale  # type: ignore[method-assign]
 
     # Around backward --------------------------------------------------------------------------------------------
 
@@ -154,7 +157,11 @@ class Recorder:
         self.take_rows()
         self.write()
         self._file.close()
-        _recorders.pop(self._thread, None)
+        with _lock:
+            _recorders.pop(self._thread, None)
+            if not _recorders:
+                torch.autograd.backward = _torch_backward
+                torch.amp.GradScaler.scale = _torch_scale  # type: ignore[method-assign]
 
 
 def _find_arrivals(ledger: Ledger, first: int) -> dict[int, list[Arrival]]:
@@ -203,13 +210,8 @@ _torch_backward = torch.autograd.backward
 _torch_scale = torch.amp.GradScaler.scale
 
 
-def _watch_backward() -> None:
-    """From now on `loss.backward()`, which ends there too, passes by the recorder of its thread."""
-    torch.autograd.backward = _backward
-    torch.amp.GradScaler.scale = _scale  # type: ignore[method-assign, assignment]
-
-
 def _backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+    """In the place of torch's, which `loss.backward()` calls too."""
     recorder = _recorders.get(threading.get_ident())
     if recorder is None:
         _torch_backward(tensors, *args, **kwargs)

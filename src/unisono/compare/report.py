@@ -61,13 +61,14 @@ def _describe_setting(runs: Runs) -> dict[str, str]:
 
 
 def _list_versions() -> list[str]:
-    found = [f"Python {platform.python_version()}"]
-    for name in ("unisono", "torch"):
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:  # used from a folder
-            found.append(f"{name}, not installed")
-    return found
+    return [f"Python {platform.python_version()}", *(f"{name} {_find_version(name)}" for name in ("unisono", "torch"))]
+
+
+def _find_version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:  # used from a folder
+        return "(not installed)"
 
 
 # The page ------------------------------------------------------------------------------------------------------------
@@ -154,9 +155,7 @@ def _draw_speed_up(found: Comparison, colours: dict[str, int]) -> Lines | None:
         points = sorted([(1, 1.0), *((r.workers, r.speed_up) for r in known if r.method == method and r.workers > 1)])
         xs, ys = zip(*points, strict=True)
         series.append(Series(method, xs, ys, colours[method], dots=True))
-    return Lines(
-        "Speed-up over one worker", "workers", "times as fast", series, whole_x=True, from_zero=True
-    )
+    return Lines("Speed-up over one worker", "workers", "times as fast", series, whole_x=True, from_zero=True)
 
 
 # JSON ----------------------------------------------------------------------------------------------------------------
@@ -164,7 +163,7 @@ def _draw_speed_up(found: Comparison, colours: dict[str, int]) -> Lines | None:
 
 def as_json(found: Comparison, request: Request, about: dict[str, str]) -> dict[str, Any]:
     """All numbers: the rows of the table, and each run's steps."""
-    return _plain(
+    numbers: dict[str, Any] = _plain(
         {
             "finding": found.finding,
             "best": None if found.best is None else {"method": found.best.method, "workers": found.best.workers},
@@ -191,6 +190,7 @@ def as_json(found: Comparison, request: Request, about: dict[str, str]) -> dict[
             ],
         }
     )
+    return numbers
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the runs of a comparison amount to: a row for each method and number of workers, and what was found. No torch."""
+"""What the runs of a comparison amount to: a row for each method and number of workers, and a sentence. No torch."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def find_target(curve: Curve, target: float) -> float | None:
 
 
 def loss_at(curve: Curve, along: Sequence[float | None], at: float) -> float | None:
-    """The smoothed loss where `along` (times, or samples so far) is `at`: on the line between the two steps around it."""
+    """The smoothed loss where `along` (times, or samples so far) is `at`: on the line between two steps."""
     smoothed = smooth(curve.losses)
     before: tuple[float, float | None] | None = None
     for x, loss in zip(along, smoothed, strict=True):

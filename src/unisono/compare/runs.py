@@ -219,7 +219,7 @@ def _start(command: Sequence[str], env: dict[str, str], log: Path) -> Iterator[s
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """As Ctrl-C does: the launcher ends its workers and cleans up. Where it does not, it is killed, and they with it."""
+    """As Ctrl-C does: the launcher ends its workers and cleans up. Else it is killed, and they with it."""
     if process.poll() is not None:
         return
     process.send_signal(signal.SIGINT)

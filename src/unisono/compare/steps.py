@@ -7,7 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["FOLDER", "PARTS", "SMOOTHED", "STEPS", "STEP_FIELDS", "Arrival", "Curve", "RankSteps", "merge_ranks", "smooth"]
+__all__ = [
+    "FOLDER",
+    "PARTS",
+    "SMOOTHED",
+    "STEPS",
+    "STEP_FIELDS",
+    "Arrival",
+    "Curve",
+    "RankSteps",
+    "merge_ranks",
+    "smooth",
+]
 
 FOLDER = "UNISONO_COMPARE_FOLDER"  # where a worker writes its steps
 STEPS = "UNISONO_COMPARE_STEPS"  # after how many it ends its program

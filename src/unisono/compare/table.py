@@ -9,7 +9,13 @@ from unisono.compare.steps import PARTS
 
 __all__ = ["cells", "format_table", "headings"]
 
-_SHORT = {"compute": "compute", "communication": "commun.", "waiting": "waiting", "compression": "compr.", "data": "data"}
+_SHORT = {
+    "compute": "compute",
+    "communication": "commun.",
+    "waiting": "waiting",
+    "compression": "compr.",
+    "data": "data",
+}
 
 
 def headings(found: Comparison) -> list[tuple[str, str]]:
@@ -55,7 +61,10 @@ def format_table(found: Comparison) -> str:
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     text = []
     for i, line in enumerate(lines):
-        padded = [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]
+        padded = [
+            line[0].ljust(widths[0]),
+            *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)),
+        ]
         text.append("  ".join(padded).rstrip())
         if i >= 2 and found.rows[i - 2].note:
             text.append(f"    {found.rows[i - 2].note}")
@@ -70,7 +79,7 @@ def _explain(rows: Sequence[Row]) -> list[str]:
         lines.append("≈ bytes by a formula, not counted")
     if any(value is None for row in rows if row.step_s is not None for value in row.parts_s.values()):
         lines.append("- not known: that part of a step is counted with the others of its row")
-    return [""] + ["; ".join(lines)] if lines else []
+    return ["", "; ".join(lines)] if lines else []
 
 
 def _target(row: Row) -> str:

@@ -180,8 +180,7 @@ def _write_bars(bars: Bars) -> str:
         )
         total = f"{sum(v or 0.0 for v in values):.4g} {bars.unit}"
         lines.append(
-            f'<div class="bar-name">{_escape(name)}</div>'
-            f'<div class="bar">{pieces}<b>{_escape(total)}</b></div>'
+            f'<div class="bar-name">{_escape(name)}</div><div class="bar">{pieces}<b>{_escape(total)}</b></div>'
         )
     note = f'<p class="small">{_escape(bars.note)}</p>' if bars.note else ""
     return (

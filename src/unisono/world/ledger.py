@@ -41,8 +41,8 @@ class Record:
 
 @dataclass(slots=True)
 class Span:
-    """A stretch of this rank's own time: "data", "blocked" (waiting on an exchange), "reducer" (one that compresses is at
-    work, or waits for its collectives), or a user's kind."""
+    """A stretch of this rank's own time: "data", "blocked" (waiting on an exchange), "reducer" (one that
+    compresses works, or waits for its collectives), or a user's kind."""
 
     kind: str
     start: float

@@ -63,7 +63,7 @@ class DataParallelReplica(TorchReplica):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """As DistributedDataParallel has it: forward belongs inside the block too."""
-        return self.wrapped.no_sync()  # type: ignore[no-any-return]
+        return self.wrapped.no_sync()
 
     def close(self) -> None:
         super().close()

@@ -38,9 +38,7 @@ class ddp_powersgd(Strategy):
             return fresh * each if fresh else None
 
         one_bucket_mb = 2 * math.ceil(gradient_bytes(model) / (1 << 20)) + 1
-        replica = DataParallelReplica(
-            model, optimizer, world, self, count_sent=count_sent, bucket_cap_mb=one_bucket_mb
-        )
+        replica = DataParallelReplica(model, optimizer, world, self, count_sent=count_sent, bucket_cap_mb=one_bucket_mb)
         replica.not_measured = ("compression",)  # a part of the time that backward waits for the hook
         replica.wrapped.register_comm_hook(state, torch_powersgd.powerSGD_hook)
         return replica

@@ -59,8 +59,9 @@ def _rounded(x: float) -> float:
 def on_hosts(arguments: Sequence[str], *, hosts: int, mbit: float, timeout_s: float = 600) -> dict[str, Any]:
     """Run this script with `arguments` once on each of `hosts` emulated hosts; what rank 0 gave to `tell`."""
     from unisono.lab.hosts import EmulatedHosts
+    from unisono.runtime.link_text import Link
 
-    with EmulatedHosts(hosts, bits_per_s=mbit * 1e6) as net:
+    with EmulatedHosts(hosts, links=[Link(mbit * 1e6)] * hosts) as net:
         workers = []
         for rank in range(hosts):
             env = {

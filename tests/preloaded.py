@@ -27,8 +27,6 @@ from unisono.launchers.worker.fork_server import import_modules, leave
 
 __all__ = ["Program"]
 
-_CLONE_NEWNET = 0x40000000
-
 
 class Program:
     """A Python program: `file` with its arguments, in this environment and folder, on this network.
@@ -44,13 +42,13 @@ class Program:
         env: Mapping[str, str],
         cwd: str | Path | None = None,
         stderr: int | None = subprocess.PIPE,
-        namespace: str | None = None,
+        namespaces: Sequence[str] = (),
     ) -> None:
         asked = {
             "argv": [str(file), *map(str, arguments)],
             "env": dict(env),
             "cwd": str(cwd or Path.cwd()),
-            "namespace": namespace,
+            "namespaces": list(namespaces),
         }
         reading, writing = os.pipe()
         pipes = [(reading, writing), os.pipe() if stderr is not None else (-1, writing)]
@@ -185,10 +183,11 @@ def _keep(asked: dict[str, Any], stdin: int, out: int, err: int, told: int) -> N
 
 def _run(asked: dict[str, Any]) -> NoReturn:
     imported = set(sys.modules)
-    if asked["namespace"]:
-        with open(f"/run/netns/{asked['namespace']}") as file:
-            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), "setns")
+    files = [os.open(name, os.O_RDONLY) for name in asked["namespaces"]]  # in a user namespace they are out of reach
+    for fd in files:
+        if ctypes.CDLL(None, use_errno=True).setns(fd, 0):
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(fd)
     os.chdir(asked["cwd"])
     os.environ.clear()
     os.environ.update(asked["env"])

@@ -65,7 +65,7 @@ class SshHosts(EmulatedHosts):
             for host in range(2):
                 self._wait_for(host)
         except BaseException:
-            self._remove()
+            self.close()
             raise
         return self
 
@@ -78,7 +78,7 @@ class SshHosts(EmulatedHosts):
 
     def here(self, *words: str) -> list[str]:
         """The command, run on the launcher's host."""
-        return ["ip", "netns", "exec", self.namespace(2), *words]
+        return self.command(2, *words)
 
     def _wait_for(self, host: int) -> None:
         probe = f"import socket; socket.create_connection(('{self.address(host)}', {PORT}), 1).close()"

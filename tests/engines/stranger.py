@@ -58,10 +58,10 @@ def write_pickles(file: str, address: str, port: int) -> list[str]:
     return keys
 
 
-def listening(namespace: str) -> list[int]:
-    """The ports on which something listens in a network namespace."""
+def listening(there: Sequence[str]) -> list[int]:
+    """The ports on which something listens, where a command runs with these words in front."""
     table = subprocess.run(
-        ["ip", "netns", "exec", namespace, "cat", "/proc/net/tcp", "/proc/net/tcp6"],
+        [*there, "cat", "/proc/net/tcp", "/proc/net/tcp6"],
         capture_output=True,
         text=True,
         check=True,
@@ -79,10 +79,16 @@ def ending(process: subprocess.Popen[str]) -> Iterator[None]:
         process.kill()
 
 
-def visit(command: Sequence[str], folder: Path, stranger: str, hosts: dict[str, Sequence[str]]) -> Ended:
-    """Run a command whose program is VISITED (in `folder`), and visit it from a namespace while it runs.
+def visit(
+    command: Sequence[str],
+    folder: Path,
+    stranger: Sequence[str],
+    hosts: Sequence[tuple[Sequence[str], Sequence[str]]],
+) -> Ended:
+    """Run a command whose program is VISITED (in `folder`), and visit it from a host while it runs.
 
-    `hosts`: the addresses to try for the ports of each namespace. Fails if the pickle was unpickled.
+    `stranger`: the words that run a command on that host; `hosts`: the same of each host, and the addresses to try for
+    its ports. Fails if the pickle was unpickled.
     """
     (folder / "script.py").write_text(VISITED)
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -91,9 +97,9 @@ def visit(command: Sequence[str], folder: Path, stranger: str, hosts: dict[str, 
         while process.poll() is None and len(list(folder.glob("running-*"))) < 2:
             time.sleep(0.05)
         assert process.poll() is None, process.communicate()
-        places = [f"{each}:{port}" for space, near in hosts.items() for port in listening(space) for each in near]
+        places = [f"{each}:{port}" for there, near in hosts for port in listening(there) for each in near]
         assert places, "nothing listens: this would show nothing"
-        words = ["ip", "netns", "exec", stranger, sys.executable, __file__, str(folder / "marker"), *places]
+        words = [*stranger, sys.executable, __file__, str(folder / "marker"), *places]
         print(subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=120, check=True).stdout)
         (folder / "visited").touch()
         out, err = process.communicate(timeout=120)

@@ -64,8 +64,8 @@ def test_an_error_on_another_host_ends_in_one_report(command: Command, hosts: Ss
 
 def test_a_stranger_runs_no_code_in_a_run(hosts: SshHosts, tmp_path: Path) -> None:
     words = on_hosts(hosts, "--max-restarts", "1", "script.py", str(tmp_path))
-    spaces = {hosts.namespace(host): [hosts.address(host)] for host in range(3)}
-    ended = visit(words, tmp_path, hosts.namespace(1), spaces)
+    places = [(hosts.command(host), [hosts.address(host)]) for host in range(3)]
+    ended = visit(words, tmp_path, hosts.command(1), places)
     assert ended.status == 0, ended
 
 

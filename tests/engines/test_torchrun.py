@@ -78,8 +78,7 @@ PLAIN = [sys.executable, "-m", "torch.distributed.run", "--master-port=29411", "
 def test_a_stranger_runs_no_code_in_a_run(words: list[str], tmp_path: Path) -> None:
     """Plain torchrun as docs/security.md has it: without --standalone, whose store is unpickled."""
     with EmulatedHosts(1) as hosts:
-        here = hosts.namespace(0)
-        command = ["ip", "netns", "exec", here, *words, "script.py", str(tmp_path)]
+        command = hosts.command(0, *words, "script.py", str(tmp_path))
         near = ["127.0.0.1", hosts.address(0)]
-        ended = visit(command, tmp_path, here, {here: near})
+        ended = visit(command, tmp_path, hosts.command(0), [(hosts.command(0), near)])
     assert ended.status == 0, ended

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from preloaded import Program
 from unisono.lab.hosts import EmulatedHosts
+from unisono.runtime.link_text import Link
 
 SOURCES = Path(__file__).parents[2] / "src"
 
@@ -26,8 +26,7 @@ class Run:
 
     def cut_off(self, host: int) -> None:
         """Take a host's link down."""
-        command = ["ip", "-n", self.hosts.namespace(host), "link", "set", self.hosts.interface, "down"]
-        subprocess.run(command, check=True)
+        self.hosts.set_link(host, "down")
 
     def tell(self, word: str) -> None:
         """Write a line to each worker."""
@@ -76,8 +75,7 @@ def on_hosts(tmp_path: Path) -> Any:
     ) -> Run:
         file = tmp_path / "script.py"
         file.write_text(textwrap.dedent(script))
-        hosts = EmulatedHosts(len(per_host), bits_per_s=bits_per_s)
-        hosts.__enter__()
+        hosts = EmulatedHosts(len(per_host), links=[Link(bits_per_s)] * len(per_host))
         run = Run([], hosts)
         made.append((hosts, run))
         places = [(host, local) for host, count in enumerate(per_host) for local in range(count)]
@@ -99,13 +97,13 @@ def on_hosts(tmp_path: Path) -> Any:
                 **({"UNISONO_SECRET": secret} if secret else {}),
                 **({} if deadline_s is None else {"UNISONO_TIMEOUT_S": str(deadline_s)}),
             }
-            run.workers.append(Program(file, env=env, stderr=None, namespace=hosts.namespace(host)))
+            run.workers.append(Program(file, env=env, stderr=None, namespaces=hosts.namespaces(host)))
         return run
 
     yield start
     for hosts, run in made:
         run.end()
-        hosts.__exit__(None, None, None)
+        hosts.close()
 
 
 Start = Callable[..., Run]

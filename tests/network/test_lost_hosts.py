@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-from unisono.lab.hosts import EmulatedHosts
 
 SOURCES = Path(__file__).parents[2] / "src"
 SETUP = """
@@ -51,17 +50,15 @@ print(json.dumps([passes, [p.flatten().tolist() for p in model.parameters()]]))
 
 
 class Launcher:
-    """`namespace_engine.py` on the last of the hosts, and what it says."""
+    """`unisono run` with a host for each of two workers, and what it says."""
 
-    def __init__(self, hosts: EmulatedHosts, folder: Path, heartbeat_s: float) -> None:
+    def __init__(self, folder: Path, heartbeat_s: float) -> None:
         (folder / "script.py").write_text(SETUP + PROGRAM)
-        engine = str(Path(__file__).parent / "namespace_engine.py")
-        spaces = ",".join(f"{hosts.namespace(host)}={hosts.address(host)}" for host in range(2))
-        env = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1", "UNISONO_WARM": "0"}
-        self._process = hosts.start(
-            2,
-            [sys.executable, engine, "1", "2", str(heartbeat_s), spaces, "script.py"],
-            env,
+        env = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
+        options = ["-n", "1:2", "--hosts", "2", "--heartbeat", f"{heartbeat_s:g}s", "--output", "prefix"]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "unisono", "run", *options, "script.py"],
+            env=env,
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -98,14 +95,21 @@ class Launcher:
         self._process.stdout.close()
 
 
-@pytest.fixture
-def hosts() -> Iterator[EmulatedHosts]:
-    with EmulatedHosts(3) as found:
-        yield found
+class Link:
+    """The link of the host that a process runs on, while the process and after it."""
 
+    def __init__(self, pid: int) -> None:
+        kinds = ["net"] if os.geteuid() == 0 else ["user", "net"]
+        self._files = {kind: os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY) for kind in kinds}
 
-def set_link(hosts: EmulatedHosts, host: int, how: str) -> None:
-    subprocess.run(["ip", "-n", hosts.namespace(host), "link", "set", hosts.interface, how], check=True)
+    def set(self, how: str) -> None:
+        spaces = [f"--{kind}=/proc/self/fd/{fd}" for kind, fd in self._files.items()]
+        command = ["nsenter", "--preserve-credentials", *spaces, "ip", "link", "set", "eth0", how]
+        subprocess.run(command, check=True, pass_fds=list(self._files.values()))
+
+    def close(self) -> None:
+        for fd in self._files.values():
+            os.close(fd)
 
 
 def train_alone(passes: int) -> list[list[float]]:
@@ -122,21 +126,22 @@ def train_alone(passes: int) -> list[list[float]]:
 
 
 @pytest.mark.timeout(240)
-def test_a_killed_worker_and_a_host_that_is_cut_off_are_replaced(hosts: EmulatedHosts, tmp_path: Path) -> None:
-    launcher = Launcher(hosts, tmp_path, heartbeat_s=2.0)
-    try:
+def test_a_killed_worker_and_a_host_that_is_cut_off_are_replaced(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as ending:
+        launcher = Launcher(tmp_path, heartbeat_s=2.0)
+        ending.callback(launcher.end)
         first = launcher.await_training(1)
         os.kill(first, signal.SIGKILL)
         second = launcher.await_training(1, other_than=first)
-        set_link(hosts, 1, "down")
+        link = Link(second)
+        ending.callback(link.close)
+        link.set("down")
         launcher.await_line(lambda line: "worker 1 " in line and "was lost: connection lost" in line)
         launcher.await_line(lambda line: line.startswith("unisono: 1 worker"))
-        set_link(hosts, 1, "up")
+        link.set("up")
         launcher.await_training(1, other_than=second)
         (tmp_path / "stop").touch()
         lines = launcher.await_end()
-    finally:
-        launcher.end()
     results = [json.loads(line[4:]) for line in lines if line.startswith(("[0] [", "[1] ["))]
     assert len(results) == 2, lines
     assert results[0] == results[1]

@@ -16,6 +16,7 @@ COMMANDS = (
     "compare",
     "memory",
     "strategies",
+    "lab",
     "warm",
     "demo",
 )  # in the order of the help; each is a file of this folder
@@ -28,6 +29,7 @@ examples:
   unisono export run/save m.safetensors    a checkpoint's model as one file
   unisono memory train.py --workers 4      what each worker will need, and the settings that fit
   unisono strategies                       the methods that un.parallel knows
+  unisono lab                              emulated hosts and slow networks on this machine
   unisono demo                             train a small network with 1 and 2 workers, and see where the time goes
 """
 

@@ -346,7 +346,8 @@ def _run_on_engine(options: argparse.Namespace, parser: argparse.ArgumentParser,
     known = set() if options.on == "local" else {field.name for field in dataclasses.fields(getattr(on, options.on))}
     for name in given:
         if name not in known:
-            parser.error(f"--{name.removesuffix('_s').replace('_', '-')} does not go with --on {options.on}")
+            hint = "; names of hosts go with --on ssh, mpi or slurm" if (name, options.on) == ("hosts", "local") else ""
+            parser.error(f"--{name.removesuffix('_s').replace('_', '-')} does not go with --on {options.on}{hint}")
     if options.on != "slurm" and (options.script or options.submit):
         parser.error("--script and --submit go with --on slurm")
     if options.on == "local":

@@ -72,13 +72,12 @@ class EmulatedHosts:
         self.count = count
         asked = {
             "rates": [None] * count if links is None else [link.bits_per_s for link in links],
-            "user": os.geteuid() != 0,
             "launcher": os.getpid(),
             "measure": measure,
             "listeners": listeners,
             "backlog": backlog,
         }
-        found, fds = _lay_out(asked)
+        found, fds = _lay_out_as_possible(asked)
         self._spaces = fds[1 : 1 + count]
         self._kept = [fds[0], *fds[1 + count + listeners :]]  # of the bridge; of the user, where that is not root
         self._user = self._kept[1] if len(self._kept) > 1 else None
@@ -90,14 +89,16 @@ class EmulatedHosts:
         """The address of a host, from the other hosts."""
         return lay_out.find_address(host)
 
-    def namespace(self, host: int) -> str:
-        """The file of a host's network namespace."""
-        return f"/proc/{os.getpid()}/fd/{self._spaces[host]}"
+    def namespaces(self, host: int) -> list[str]:
+        """The files of a host's namespaces, in the order in which they are entered: user (not for root), network."""
+        fds = [self._spaces[host]] if self._user is None else [self._user, self._spaces[host]]
+        return [f"/proc/{os.getpid()}/fd/{fd}" for fd in fds]
 
     def command(self, host: int, *words: str) -> list[str]:
         """A command as it is run on a host."""
-        user = [] if self._user is None else ["--preserve-credentials", f"--user=/proc/{os.getpid()}/fd/{self._user}"]
-        return ["nsenter", *user, f"--net={self.namespace(host)}", "--", *words]
+        *user, net = self.namespaces(host)
+        options = ["--preserve-credentials", f"--user={user[0]}"] if user else []
+        return ["nsenter", *options, f"--net={net}", "--", *words]
 
     def start(self, host: int, command: Sequence[str], env: Mapping[str, str], **options: Any) -> subprocess.Popen[Any]:
         """Run a command on a host."""
@@ -135,6 +136,19 @@ def _check_programs() -> None:
     missing = [name for name in packages if shutil.which(name) is None]
     if missing:
         raise NoNamespaces(f"`{missing[0]}` is not installed: apt-get install {packages[missing[0]]}")
+
+
+def _lay_out_as_possible(asked: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    """As root directly; otherwise, and for a root whose rights a container has taken, in a user namespace."""
+    if os.geteuid() != 0:
+        return _lay_out({**asked, "user": True})
+    try:
+        return _lay_out({**asked, "user": False})
+    except NoNamespaces as first:
+        try:
+            return _lay_out({**asked, "user": True})
+        except NoNamespaces:
+            raise first from None
 
 
 def _lay_out(asked: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:

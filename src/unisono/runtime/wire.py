@@ -47,12 +47,15 @@ class Wire:
         os.ftruncate(fd, hosts * _TIMES.size)
         return fd
 
-    def take(self, host: int, link: Link, *, up: float = 0.0, down: float = 0.0) -> float:
-        """Take a host's link for so many bytes each way, after what it is taken for already; when they have passed."""
+    def take(self, host: int, link: Link, *, up: float = 0.0, down: float = 0.0, since: float | None = None) -> float:
+        """Take a host's link for so many bytes each way, after what it is taken for already; when they have passed.
+
+        `since`: when they could pass at the earliest, now by default.
+        """
         up_s, down_s = link.seconds(FRAMED * up), link.seconds(FRAMED * down)
         with self._locked():
             free_up, free_down = _TIMES.unpack_from(self._page, host * _TIMES.size)
-            now = self.clock()
+            now = self.clock() if since is None else since
             ends = max(now, free_up) + up_s, max(now, free_down) + down_s
             _TIMES.pack_into(
                 self._page, host * _TIMES.size, ends[0] if up_s else free_up, ends[1] if down_s else free_down
@@ -72,8 +75,13 @@ class Wire:
 
     def close(self) -> None:
         """Forget the memory."""
-        self._page.close()
-        os.close(self._fd)
+        if self._fd >= 0:
+            self._page.close()
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        self.close()
 
     def _locked(self) -> _Locked:
         return _Locked(self._lock, self._fd)

@@ -33,8 +33,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 SEGMENT = 256 << 10  # bytes a message of a ring carries
 _AHEAD = 8  # receives posted before they are needed
-_SMALL = 64 << 10
-_NATIVE = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
+SMALL = 64 << 10
+NATIVE = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _DIRECT_TAG = 1 << 30  # the tag of `send` and `recv`, apart from those of the rings
 _SIGN = 128  # bytes that a rank tells its neighbour before an operation
@@ -129,7 +129,7 @@ class GlooTransport(Transport):
         x = _join(parts)
         self._agree("all_reduce", f"{op} of {x.numel()} x {x.dtype}")
         if x.numel():
-            if x.dtype in _NATIVE:
+            if x.dtype in NATIVE:
                 self._native(x, op)
             elif x.dtype.is_complex:
                 self._native(torch.view_as_real(x), op)
@@ -164,7 +164,7 @@ class GlooTransport(Transport):
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], op: Op, out: Tensor) -> float:
         """A ring: what arrives has come through all ranks before me; I add mine and pass it on."""
         self._agree("reduce_scatter", f"{op} of {x.numel()} x {x.dtype} ({_digest(counts)})")
-        if x.dtype not in _NATIVE and not x.dtype.is_complex:
+        if x.dtype not in NATIVE and not x.dtype.is_complex:
             self._direct(x, counts, op, out)
             return UNKNOWN
         chunks = x.split(list(counts))
@@ -222,7 +222,7 @@ class GlooTransport(Transport):
         self._agree("broadcast", f"{nbytes} bytes from rank {src}")
         if not nbytes:
             return UNKNOWN
-        if nbytes <= _SMALL or self.size == 2:
+        if nbytes <= SMALL or self.size == 2:
             x = _join(parts)
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor = src, 0

@@ -52,16 +52,16 @@ def connect(
 
     limit_silence(store, timeout_s)
     try:
-        store.set(f"host/{rank}", json.dumps(_identify_host()))
+        store.set(f"host/{rank}", json.dumps([*_identify_host(), os.environ.get("UNISONO_NET", "")]))
         found = [json.loads(store.get(f"host/{r}")) for r in range(size)]
     except RuntimeError as error:
         raise PeerLost(
             f"rank {rank} on host {_identify_host()[0]} met not all of the {size} ranks in time: some have not "
             f"started, or cannot be reached from here ({error})"
         ) from None
-    hosts = [name for name, _ in found]
-    for r, (name, _) in enumerate(found):  # one name, two machines (cloned images): keep them apart
-        twins = list(dict.fromkeys(key for n, key in found if n == name))
+    hosts = [name for name, _, _ in found]
+    for r, (name, _, _) in enumerate(found):  # one name, two machines (cloned images): keep them apart
+        twins = list(dict.fromkeys(key for n, key, _ in found if n == name))
         if len(twins) > 1:
             hosts[r] = f"{name}#{twins.index(found[r][1])}"
     mine = [r for r in range(size) if hosts[r] == hosts[rank]]
@@ -70,7 +70,12 @@ def connect(
         return inside, hosts
     try:
         prefixed = PrefixStore("messages", store)
-        messages = GlooTransport(prefixed, rank, size, timeout_s=timeout_s, interruption=interruption)
+        messages: Transport = GlooTransport(prefixed, rank, size, timeout_s=timeout_s, interruption=interruption)
+        nets = [net for _, _, net in found]
+        if any(nets):  # emulated hosts of one machine
+            from unisono.world.transports.shaped import shape
+
+            messages = shape(messages, nets, hosts)
         if not everywhere or len(set(hosts)) == size:
             return messages, hosts
         return TwoLevelTransport.build(messages, inside, hosts), hosts

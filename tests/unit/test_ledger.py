@@ -429,3 +429,14 @@ def test_every_ranks_events_are_gathered_and_traced(tmp_path: Path) -> None:
         (1, "decided", 1),
     ]
     assert all(entry["ts"] >= 0 and entry["args"]["norm"] is None for entry in moments)
+
+
+def test_a_reducer_at_work_is_compression_where_the_program_stands_still_and_nothing_moves(book: Ledger) -> None:
+    book.close_span("reducer", 101.0, 103.0)  # behind compute until 102
+    collective(book, 102.5, 102.5, 104.0)
+    book.close_span("reducer", 103.5, 105.0)  # the first half of it while bytes move
+    book.close_span("blocked", 102.0, 106.0)
+    step_at(book, 107.0)
+    assert book.rows[0].compression == pytest.approx(0.5 + 1.0)
+    assert book.rows[0].communication == pytest.approx(4.0)  # which it is a part of
+    assert book.totals().compression == pytest.approx(1.5)

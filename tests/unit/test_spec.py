@@ -312,3 +312,13 @@ def test_the_catalog_is_as_before_after_an_extension(tmp_path):
     assert names("reducer") == before
     with pytest.raises(SpecError, match="unknown reducer 'extra'"):
         build("extra", "reducer")
+
+
+def test_methods_of_torchs_own_are_named_with_its_name_before() -> None:
+    built = build("torch:ddp_powersgd(rank=3)")
+    assert describe(built) == "torch:ddp_powersgd(rank=3)"
+    assert describe(build("torch:ddp")) == "torch:ddp"
+    assert {"ddp", "ddp_powersgd", "fsdp2"} == set(names("torch strategy"))
+    assert not {"ddp", "fsdp2"} & set(names("strategy"))
+    with pytest.raises(SpecError, match=r"unknown torch strategy 'dpp'; did you mean 'ddp'\?"):
+        build("torch:dpp")

@@ -14,6 +14,7 @@ COMMANDS = (
     "plan",
     "scale",
     "export",
+    "compare",
     "memory",
     "simulate",
     "strategies",

@@ -20,6 +20,7 @@ from unisono.buckets import Bucket
 from unisono.reducer import Reducer, State, dense_bytes
 from unisono.runtime.machine import usable_cores
 from unisono.world import World
+from unisono.world.ledger import Ledger
 
 Entries = dict[str, dict[str, Any]]  # by parameter: by the path of a value in the state
 Unit = Literal["gradients", "momenta", "parameters"]
@@ -138,6 +139,8 @@ class Reduction:
         if not self.reducer.exact:
             bucket.zero_gaps()
         work, older = self._work(bucket, world), self._under_way
+        if not self.reducer.exact:
+            work = _time_stages(work, world.ledger)
         if world.inline:  # nothing would travel meanwhile: finish it while it is in the cache
             for _ in work:
                 pass
@@ -297,6 +300,17 @@ _ENDED = object()
 def _advance(work: Iterator[None]) -> bool:
     """Take it a stage further; False at its end."""
     return next(work, _ENDED) is not _ENDED
+
+
+def _time_stages(work: Iterator[None], ledger: Ledger) -> Iterator[None]:
+    """The same, with each stage noted in the ledger."""
+    while True:
+        start = ledger.clock()
+        goes_on = _advance(work)
+        ledger.close_span("reducer", start, ledger.clock())
+        if not goes_on:
+            return
+        yield
 
 
 def _walk(state: State, prefix: str = "") -> Iterator[tuple[str, State, str]]:

@@ -28,8 +28,13 @@ from unisono.spec.grammar import NUMBERS, Spec, SpecError, parse, write
 
 __all__ = ["Spec", "SpecError", "build", "describe", "extend", "names", "parse", "read_facts"]
 
-Kind = Literal["strategy", "reducer"]
-_FOLDERS: dict[str, str] = {"strategy": "unisono.strategies", "reducer": "unisono.reducers"}
+Kind = Literal["strategy", "reducer", "torch strategy"]
+_FOLDERS: dict[str, str] = {
+    "strategy": "unisono.strategies",
+    "reducer": "unisono.reducers",
+    "torch strategy": "unisono.strategies._torch",
+}
+_TORCH = "torch:"  # before the name of a method of torch's own, to compare with
 _ELSEWHERE = "..."  # stands for a value that text cannot hold
 
 
@@ -101,15 +106,18 @@ def _suggest(word: str, known: Iterable[str]) -> str:
 def build(spec: str | Spec | Any, kind: Kind = "strategy") -> Any:
     """The strategy or reducer that a spec names; an object that already is one comes back as it is.
 
-    Where a strategy is wanted, a reducer (its name or itself) means `allreduce` with that reducer.
-    Arguments are checked against the method's signature and annotations. Building a reducer twice from one
-    spec gives one object: a reducer is two pure functions, so it can be shared.
+    Where a strategy is wanted, a reducer (its name or itself) means `allreduce` with that reducer, and "torch:ddp" the
+    DistributedDataParallel of torch (`names("torch strategy")`). Arguments are checked against the method's signature
+    and annotations. Building a reducer twice from one spec gives one object: a reducer is two pure functions, so it can
+    be shared.
 
     Raises:
         SpecError: text that cannot be read, an unknown name or argument, a value of a wrong type.
         TypeError: an object that is neither text nor a method.
     """
     if isinstance(spec, str):
+        if kind == "strategy" and spec.strip().startswith(_TORCH):
+            return _build(parse(spec.strip().removeprefix(_TORCH)), "torch strategy")
         return _build(parse(spec), kind)
     if isinstance(spec, Spec):
         return _build(spec if spec.text else parse(str(spec)), kind)
@@ -318,7 +326,8 @@ def describe(obj: Any) -> str:
             f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory() for f in fields
         }
         parts = [f"{k}={write(v, _write_other)}" for k, v in values.items() if not _is_same(v, defaults[k])]
-        return f"{type(obj).__name__}({', '.join(parts)})" if parts else type(obj).__name__
+        name = (_TORCH if type(obj).__module__.startswith(_FOLDERS["torch strategy"]) else "") + type(obj).__name__
+        return f"{name}({', '.join(parts)})" if parts else name
     if _is_reducer(obj):
         if getattr(obj, "spec", ""):
             return str(obj.spec)

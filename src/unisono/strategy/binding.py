@@ -58,12 +58,17 @@ def parallel(
     built = _override(built, world)
     if (watching := _find_observer()) is not None:
         return watching(model, optimizer, built, world)
+    return bind_for(model, optimizer, built, world)
+
+
+def bind_for(model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: World) -> Replica:
+    """The replica of a strategy; all has been checked and nobody observes (or it is the observer who calls)."""
     healing = Healing.of(world)
     if healing is None:
-        return _bind(model, optimizer, built, world)
-    description = _describe_all(model, optimizer, built)  # as it is before a method splits it
+        return _bind(model, optimizer, strategy, world)
+    description = _describe_all(model, optimizer, strategy)  # as it is before a method splits it
     with healing.elastic.inside():
-        replica = _bind(model, optimizer, built, healing.elastic.solo if healing.elastic.is_joining else world)
+        replica = _bind(model, optimizer, strategy, healing.elastic.solo if healing.elastic.is_joining else world)
     healing.add(replica, description)
     return replica
 

@@ -108,6 +108,8 @@ class Replica:
     # What may be done about slow ranks. "deal": give them fewer samples, as the mean over the ranks counts each sample
     # once (`World.weight`), whatever the optimizer; "name": only say so; "ignore": no rank waits for them.
     slow_ranks: ClassVar[Treatment] = "name"
+    not_measured: tuple[str, ...] = ()  # the parts of a step that the ledger's rows cannot tell from others
+    bytes_by_formula: ClassVar[bool] = False  # the ledger's bytes are not counted where they are sent
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: Strategy) -> None:
         self.model, self.optimizer, self.world, self.strategy = model, optimizer, world, strategy

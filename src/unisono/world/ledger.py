@@ -41,7 +41,8 @@ class Record:
 
 @dataclass(slots=True)
 class Span:
-    """A stretch of this rank's own time: "data", "blocked" (waiting on an exchange), or a user's kind."""
+    """A stretch of this rank's own time: "data", "blocked" (waiting on an exchange), "reducer" (one that
+    compresses works, or waits for its collectives), or a user's kind."""
 
     kind: str
     start: float
@@ -75,7 +76,8 @@ class Row:
     """One step, in seconds and bytes. compute + communication + waiting + data = wall.
 
     `communication` and `waiting` are what the program stood still for; `hidden` is communication that ran
-    behind compute and cost nothing.
+    behind compute and cost nothing. `compression` is the part of `communication` in which no byte moved, as a reducer
+    was at work.
     """
 
     step: int
@@ -88,6 +90,7 @@ class Row:
     hidden: float
     bytes_sent: int
     collectives: int
+    compression: float = 0.0
 
 
 @dataclass(slots=True)
@@ -104,6 +107,7 @@ class Totals:
     hidden: float = 0.0
     bytes_sent: int = 0
     collectives: int = 0
+    compression: float = 0.0
 
     def add(self, row: Row) -> None:
         """Count one more step."""
@@ -365,7 +369,17 @@ def _divide(step: int, start: float, end: float, records: Sequence[Record], span
         hidden=max(0.0, _sum_lengths(moving) - _sum_overlap(moving, blocked)),
         bytes_sent=sum(r.bytes_sent for r in records),
         collectives=len(records),
+        compression=_measure_compression(blocked, [*late, *moving], spans),
     )
+
+
+def _measure_compression(blocked: Sequence[Interval], exchanging: Iterable[Interval], spans: Sequence[Span]) -> float:
+    """How long the program stood still for a reducer alone: none of its collectives was under way."""
+    working = _merge((s.start, s.end) for s in spans if s.kind == "reducer")
+    if not working:
+        return 0.0
+    alone = _intersect(blocked, working)
+    return max(0.0, _sum_lengths(alone) - _sum_overlap(alone, _merge(exchanging)))
 
 
 Interval = tuple[float, float]
@@ -396,11 +410,19 @@ def _sum_overlap(left: Sequence[Interval], right: Sequence[Interval]) -> float:
     >>> _sum_overlap([(0.0, 2.0), (3.0, 6.0)], [(1.0, 4.0), (5.0, 9.0)])
     3.0
     """
-    total, i, j = 0.0, 0, 0
+    return _sum_lengths(_intersect(left, right))
+
+
+def _intersect(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
+    """The time that both of two sorted, disjoint lists of intervals cover."""
+    both: list[Interval] = []
+    i = j = 0
     while i < len(left) and j < len(right):
-        total += max(0.0, min(left[i][1], right[j][1]) - max(left[i][0], right[j][0]))
+        start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+        if start < end:
+            both.append((start, end))
         if left[i][1] < right[j][1]:
             i += 1
         else:
             j += 1
-    return total
+    return both

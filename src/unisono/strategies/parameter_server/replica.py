@@ -48,6 +48,8 @@ class ServedReplica(PeriodicReplica):
         self._ahead: Counter[int] = Counter()
         self._missed: Counter[int] = Counter()
         self._clocks: list[int] = []
+        if strategy.reducer is not None:  # its codec runs outside of an exchange
+            self.not_measured = ("compression",)
         super().__init__(model, optimizer, world, strategy, accumulate=strategy.accumulate)
         self._hooks.append(optimizer.register_state_dict_pre_hook(lambda _: self._fetch()))
 

@@ -1,0 +1,250 @@
+"""`unisono compare`: a script under several methods, and a table of what each costs and reaches."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from unisono.cli.arguments import Commands, check_program, parse_count
+
+if TYPE_CHECKING:
+    from unisono.compare.runs import Progress, Request
+
+__all__ = ["add_command"]
+
+_DESCRIPTION = """\
+Run a script under several methods, one after the other, and compare what each of them costs and reaches.
+
+The script needs no change: the method that it gives to un.parallel is replaced, its losses are those that it calls
+backward on, its samples those of un.shard. One worker is run too, as the base of speed-ups.
+"""
+_EPILOG = """\
+Options may also follow the script; what follows a -- is the script's own in any case.
+
+methods
+  Those of `unisono strategies`, with arguments: 'powersgd(rank=4)', 'local_sgd(every=8)'; and torch's own to compare
+  with: torch:ddp, torch:ddp_powersgd, torch:fsdp2.
+
+how far each run goes
+  --steps 200            so many steps; the default, where nothing else is said
+  --until loss=1.8       until the loss, the mean over the workers and over ten steps, is there. A run that ends before
+                         (by itself, or by --steps or --time) says "not reached"
+  --time 5m              no run takes longer, its start included
+
+examples:
+  unisono compare train.py --strategies allreduce,powersgd,torch:ddp
+  unisono compare train.py --strategies allreduce,'powersgd(rank=4)' --hosts 4 --net 100mbit --workers 4
+  unisono compare train.py --strategies allreduce,local_sgd --workers 2,4 --until loss=1.8 --time 10m
+  unisono compare train.py --strategies allreduce,topk --rounds 3 --steps 100 -- --epochs 5 --lr 0.1
+
+The report is in unisono-compare/report.html (--output), which opens without a network; results.json has all numbers,
+and runs/ each run's output. See docs/compare.md.
+"""
+_DEFAULT_STEPS = 200
+
+
+def add_command(commands: Commands) -> None:
+    """Add `compare` to the command line."""
+    parser = commands.add_parser(
+        "compare",
+        help="run a script under several methods, and compare",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="the script is a module, as in `python -m`")
+    _add_options(parser)
+    parser.add_argument("program", nargs="?", metavar="script.py", help="the script (a module's name with -m)")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="our options, and its arguments")
+    parser.set_defaults(run=_run, parser=parser)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--strategies", type=split_specs, metavar="A,B", help="the methods, separated by commas")
+    add("-n", "--workers", type=_parse_counts, metavar="N,M", help="how many workers, each in turn; default: 2")
+    add("--steps", type=parse_count, metavar="K", help="steps of a run; default: 200, with --until no limit")
+    add("--until", type=_parse_target, metavar="loss=X", help="end each run at this loss")
+    add("--time", type=_parse_time, metavar="T", help="no run takes longer: 90, 90s, 5m; default with --until: 10m")
+    add("--rounds", type=parse_count, metavar="K", help="make all runs K times, in turn, and take medians; default: 1")
+    add("--hosts", type=parse_count, metavar="H", help="emulated hosts, as in `unisono run`; default: none")
+    add("--net", metavar="LINK", help="links of emulated hosts: 100mbit, 1gbit,20ms, ...")
+    add("--shaper", choices=("auto", "kernel", "transport"), help="what holds bytes back, as in `unisono run`")
+    add("--threads", type=parse_count, metavar="K", help="threads a worker; default: cores / the most workers")
+    add("--no-base", action="store_true", default=None, help="do not run one worker: no speed-ups then")
+    add("--warm", action="store_true", default=None, help="start workers from a process that has imported torch")
+    add("--output", type=Path, metavar="DIR", help="folder of the report; default: unisono-compare")
+    add("--json", type=Path, metavar="FILE", help="write the numbers there too")
+    add("--html", type=Path, metavar="FILE", help="write the report there too")
+
+
+def split_specs(text: str) -> list[str]:
+    """Specs separated by commas, of which those inside parentheses do not count.
+
+    >>> split_specs("allreduce, local_sgd(every=8, reducer=powersgd(rank=2)),torch:ddp")
+    ['allreduce', 'local_sgd(every=8, reducer=powersgd(rank=2))', 'torch:ddp']
+    """
+    found, depth = [""], 0
+    for character in text:
+        depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(character, 0)
+        if character == "," and depth == 0:
+            found.append("")
+        else:
+            found[-1] += character
+    return list(dict.fromkeys(filter(None, (spec.strip() for spec in found))))
+
+
+def _parse_counts(text: str) -> list[int]:
+    return list(dict.fromkeys(parse_count(part) for part in text.split(",")))
+
+
+def _parse_target(text: str) -> float:
+    found = re.fullmatch(r"loss\s*=\s*([+-]?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)", text.strip())
+    if found is None:
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected a loss, as in: --until loss=1.8")
+    return float(found[1])
+
+
+def _parse_time(text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h|)", text)
+    if found is None or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected seconds, or a time such as 90s or 5m")
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+
+
+# Running -------------------------------------------------------------------------------------------------------------
+
+
+def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
+    parser: argparse.ArgumentParser = options.parser
+    if options.program is None:
+        parser.error("no script given; as in: unisono compare train.py --strategies allreduce,powersgd")
+    check_program(options.program, parser, module=options.module)
+    own = _take_own_options(options)
+    if not options.strategies:
+        parser.error("no methods given; as in: --strategies allreduce,powersgd,torch:ddp")
+    request = _read_request(options, own)
+    _check_methods(request, parser)
+
+    from unisono.compare.report import write_report
+    from unisono.compare.results import compare
+    from unisono.compare.runs import NothingToCompare, Runs
+    from unisono.compare.table import format_table
+
+    line = _ProgressLine()
+    runs = Runs(request, line.show)
+    interrupted = False
+    try:
+        runs.make_all()
+    except NothingToCompare as error:
+        line.clear()
+        print(f"unisono compare: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        interrupted = True
+    line.clear()
+    if interrupted:
+        print(
+            f"unisono compare: interrupted; {len(runs.trials)} of {len(runs.planned)} runs are complete",
+            file=sys.stderr,
+        )
+    if not runs.trials:
+        return 130
+    found = compare(runs.trials, request.target)
+    print(format_table(found))
+    for trial in (trial for trial in runs.trials if trial.failure):
+        print(f"{trial.method}, {trial.workers} workers, failed: its output is in {trial.output}", file=sys.stderr)
+    written = write_report(found, runs, html=options.html, json_file=options.json)
+    print(f"\nreport: {written}")
+    return 130 if interrupted else 1 if all(row.failed for row in found.rows) else 0
+
+
+def _take_own_options(options: argparse.Namespace) -> list[str]:
+    """Our options from behind the script's name; gives the arguments that are the script's own."""
+    behind: list[str] = options.arguments
+    cut = behind.index("--") if "--" in behind else len(behind)
+    parser = argparse.ArgumentParser(prog="unisono compare", add_help=False, allow_abbrev=False)
+    _add_options(parser)
+    found, rest = parser.parse_known_args(behind[:cut])
+    for name, value in vars(found).items():
+        if value is not None:
+            setattr(options, name, value)
+    return [*rest, *behind[cut + 1 :]]
+
+
+def _read_request(options: argparse.Namespace, own: list[str]) -> Request:
+    from unisono.compare.runs import Request
+
+    until = options.until is not None
+    return Request(
+        [*(["-m"] if options.module else []), options.program, *own],
+        options.strategies,
+        workers=options.workers or [options.hosts or 2],
+        rounds=options.rounds or 1,
+        steps=options.steps or (None if until or options.time else _DEFAULT_STEPS),
+        target=options.until,
+        time_s=options.time or (600.0 if until else None),
+        hosts=options.hosts,
+        net=options.net,
+        shaper=options.shaper,
+        threads=options.threads,
+        warm=bool(options.warm),
+        base=not options.no_base,
+        folder=options.output or Path("unisono-compare"),
+    )
+
+
+def _check_methods(request: Request, parser: argparse.ArgumentParser) -> None:
+    """Refuse what cannot be built or parsed, before anything is started."""
+    from unisono.runtime.link_text import parse_links
+    from unisono.spec import build
+
+    try:
+        for spec in request.strategies:
+            build(spec, kind="strategy")
+    except (ValueError, TypeError) as error:
+        parser.error(f"--strategies: {error}")
+    if request.net is not None:
+        try:
+            for workers in request.workers:
+                parse_links(request.net, min(request.hosts or workers, workers))
+        except ValueError as error:
+            parser.error(f"--net: {error}")
+
+
+class _ProgressLine:
+    """Where the runs stand: one line that is written anew on a terminal, a line for each run elsewhere."""
+
+    def __init__(self) -> None:
+        self._live = sys.stderr.isatty()
+        self._number = 0
+
+    def show(self, at: Progress) -> None:
+        head = f"[{at.number}/{at.count}] {at.run.describe()}"
+        if not self._live:
+            if at.number != self._number:
+                print(head, file=sys.stderr, flush=True)
+            self._number = at.number
+            return
+        loss = "" if at.loss is None else f", loss {at.loss:.4g}"
+        left = "" if at.left_s is None else f"; about {_describe_time(at.left_s)} left"
+        where = f"step {at.step}{loss}" if at.step else "starting"
+        print(f"\r\033[K{head}: {where}, {_describe_time(at.seconds)}{left}"[:200], end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Leave no line behind."""
+        if self._live:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def _describe_time(seconds: float) -> str:
+    """For people.
+
+    >>> _describe_time(42.4), _describe_time(200)
+    ('42 s', '3 min')
+    """
+    return f"{seconds:.0f} s" if seconds < 99.5 else f"{seconds / 60:.0f} min"

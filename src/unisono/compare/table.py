@@ -1,0 +1,119 @@
+"""The table on standard output. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unisono.compare.results import Comparison, Row
+from unisono.compare.steps import PARTS
+
+__all__ = ["cells", "format_table", "headings"]
+
+_SHORT = {
+    "compute": "compute",
+    "communication": "commun.",
+    "waiting": "waiting",
+    "compression": "compr.",
+    "data": "data",
+}
+
+
+def headings(found: Comparison) -> list[tuple[str, str]]:
+    """Each column's name and unit."""
+    columns = [("method", ""), ("workers", ""), ("step", "ms")]
+    columns += [(_SHORT[name], "ms") for name in PARTS]
+    columns += [("sent", "MB/step"), ("samples", "/s"), ("speed-up", ""), ("effic.", "")]
+    if found.equal_time_s is not None:
+        columns.append(("loss", f"at {_seconds(found.equal_time_s)}"))
+    if found.equal_samples is not None:
+        columns.append(("loss", f"at {_count(found.equal_samples)}"))
+    if found.target is not None:
+        columns.append(("time to", f"{found.target:g}"))
+    return columns
+
+
+def cells(row: Row, found: Comparison) -> list[str]:
+    """A row's text for each column; "-" where something is not known."""
+    texts = [row.method, str(row.workers), _milliseconds(row.step_s)]
+    texts += [_milliseconds(row.parts_s.get(name)) for name in PARTS]
+    sent = "-" if row.bytes_a_step is None else f"{row.bytes_a_step / 1e6:.3g}"
+    texts.append(f"≈{sent}" if row.bytes_by_formula and sent not in "-0" else sent)
+    texts.append("-" if row.samples_a_second is None else _rate(row.samples_a_second))
+    texts.append("-" if row.speed_up is None else f"{row.speed_up:.2f}")
+    texts.append("-" if row.efficiency is None else f"{row.efficiency:.0%}")
+    if found.equal_time_s is not None:
+        texts.append("-" if row.loss_at_time is None else f"{row.loss_at_time:.4g}")
+    if found.equal_samples is not None:
+        texts.append("-" if row.loss_at_samples is None else f"{row.loss_at_samples:.4g}")
+    if found.target is not None:
+        texts.append(_target(row))
+    return texts
+
+
+def format_table(found: Comparison) -> str:
+    """The whole table, with what was found and what its signs mean."""
+    columns = headings(found)
+    lines = [[name for name, _ in columns], [unit for _, unit in columns]]
+    lines += [cells(row, found) for row in found.rows]
+    for line, row in zip(lines[2:], found.rows, strict=True):
+        line[0] = ("* " if row.is_best else "  ") + line[0]
+    lines[0][0] = "  " + lines[0][0]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    text = []
+    for i, line in enumerate(lines):
+        padded = [
+            line[0].ljust(widths[0]),
+            *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)),
+        ]
+        text.append("  ".join(padded).rstrip())
+        if i >= 2 and found.rows[i - 2].note:
+            text.append(f"    {found.rows[i - 2].note}")
+    return "\n".join([*text, "", found.finding, *_explain(found.rows)])
+
+
+def _explain(rows: Sequence[Row]) -> list[str]:
+    lines = []
+    if any(row.is_best for row in rows):
+        lines.append("* the best")
+    if any(row.bytes_by_formula and row.bytes_a_step for row in rows):
+        lines.append("≈ bytes by a formula, not counted")
+    if any(value is None for row in rows if row.step_s is not None for value in row.parts_s.values()):
+        lines.append("- not known: that part of a step is counted with the others of its row")
+    return ["", "; ".join(lines)] if lines else []
+
+
+def _target(row: Row) -> str:
+    if row.failed:
+        return "-"
+    if row.time_to_target_s is not None:
+        return _seconds(row.time_to_target_s)
+    return "not reached" if not row.reached else f"{row.reached} of {row.rounds}"
+
+
+def _milliseconds(seconds: float | None) -> str:
+    """Three digits, or whole milliseconds.
+
+    >>> _milliseconds(0.0123456), _milliseconds(1.5), _milliseconds(None), _milliseconds(0.0)
+    ('12.3', '1500', '-', '0')
+    """
+    if seconds is None:
+        return "-"
+    ms = 1e3 * seconds
+    return f"{ms:.0f}" if ms >= 99.95 or ms < 0.005 else f"{ms:.1f}" if ms >= 9.995 else f"{ms:.2f}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds < 99.5 else f"{seconds:.0f} s"
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def _count(count: float) -> str:
+    """A number of samples, short.
+
+    >>> _count(6400), _count(2_560_000)
+    ('6,400', '2.56M')
+    """
+    return f"{count / 1e6:.3g}M" if count >= 1e6 else f"{count:,.0f}"

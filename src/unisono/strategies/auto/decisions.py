@@ -78,8 +78,8 @@ class Measured(NamedTuple):
 class Decision:
     """What is to be done after a step: `to` is at work from then on.
 
-    kind: "try", "settle" (the end of the first round), "change" or "back" (that of another), "stay" (after a drift for
-        which nothing is predicted to be faster).
+    kind: "trial", "settle" (the end of the first round), "try" (another round begins), "change" or "back" (its end),
+        "stay" (a drift after which nothing else is predicted to be faster).
     """
 
     kind: str
@@ -307,7 +307,7 @@ class Tuner:
         if found is None:
             return [Decision("stay", step, name, name, why)]
         self._in_round = True
-        return [self._try(step, found, why)]
+        return [self._try("try", step, found, why)]
 
     def _find_next(self, step: int) -> int | None:
         """The next candidate worth a trial."""
@@ -322,12 +322,12 @@ class Tuner:
             return min(known, key=lambda i: (known[i], i))
         return next((i for i, s in guesses.items() if s is None), None)
 
-    def _try(self, step: int, index: int, why: str) -> Decision:
+    def _try(self, kind: str, step: int, index: int, why: str) -> Decision:
         before, self.at_work = self.candidates[self.at_work].spec, index
         guess = self.predictor.predict(index)
         best = min(m.wall_s for m in self._tried.values())
         self._promised = best / max(guess, 1e-9) if guess is not None else None
-        return Decision("try", step, before, self.candidates[index].spec, why, self._promised)
+        return Decision(kind, step, before, self.candidates[index].spec, why, self._promised)
 
     def _go_on(self, step: int, measured: Measured) -> list[Decision]:
         """A trial has ended: on to the next, or the end of the round."""
@@ -337,7 +337,7 @@ class Tuner:
             self.wasted += step - self._looked
         found = self._find_next(step)
         if found is not None:
-            return [self._try(step, found, "a trial")]
+            return [self._try("trial", step, found, "a trial")]
         self._in_round = False
         made = self._settle(step) if self._home is None else self._end_round(step)
         self._forget()

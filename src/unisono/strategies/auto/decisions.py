@@ -16,14 +16,17 @@ from statistics import median
 from typing import NamedTuple
 
 GAIN = 1.1  # how many times as fast another candidate must be
+ABOUT = 1.03  # one that is named before is preferred where it takes at most so many times as long
 DRIFT = 1.3  # how many times as much, or as little, a time must be to count as another
 IN_A_ROW = 3  # checks with a drift, one after the other
+SURE = 2.0  # a smaller gain after a drift is checked once more, against what was at work before
 TOO_SLOW = 2.0  # a candidate predicted to take so many times as long is not tried
 MOST_TRIALS = 6  # candidates in a round
 TRIAL_SHARE = 0.05  # of all steps, for trials after the first round that led to nothing
 FREE_TRIALS = 3  # of these, before the first share has come together
 MOST_DWELLS = 32  # the longest time between two rounds, in those of the beginning
 PROBE_SHARE = 0.01  # of the time, for measuring the link
+MISFIT = 1.5  # of the link's line, at most
 _SMALL = 0.05  # a part of a step that is smaller than this is no reason for anything
 _KEPT = 5  # checks that what is usual is the median of
 
@@ -115,9 +118,10 @@ def format_s(seconds: float) -> str:
 
 
 class Predictor:
-    """Seconds of a step of each candidate: own + what its bytes take on the link + what was off when it was measured.
+    """Seconds of a step of each candidate: own + fit * what its bytes take on the link + the rest.
 
-    What was off is its compression (more), or what hides behind compute (less). Before it has been measured that is
+    `fit` and the rest come from when it was last measured. A misfit of the link's line goes into `fit`, up to a factor;
+    what is left is its compression (more), or what hides behind compute (less). Before it has been measured the rest is
     what a dry run took, less what hides behind compute of others that overlap.
     """
 
@@ -125,7 +129,7 @@ class Predictor:
         self.costs: list[Costs | None] = [c.costs for c in candidates]
         self.link, self.own_s = link, 0.0
         self._hidden_s = 0.0
-        self._off: dict[int, float] = {}
+        self._fits: dict[int, tuple[float, float]] = {}  # fit and rest
 
     def learn(self, index: int, measured: Measured) -> None:
         """A candidate has been at work."""
@@ -135,22 +139,24 @@ class Predictor:
         self.own_s = measured.own_s
         if known.overlaps:
             self._hidden_s = measured.hidden_s
-        self._off[index] = measured.communication_s - self.link.seconds(known)
+        link_s = max(1e-9, self.link.seconds(known))
+        fit = min(MISFIT, max(1 / MISFIT, (measured.communication_s - known.work_s) / link_s))
+        self._fits[index] = fit, measured.communication_s - fit * link_s
 
     def predict(self, index: int) -> float | None:
         """Seconds of a step; None where nothing is known."""
         costs = self.costs[index]
         if costs is None:
             return None
-        guess = costs.work_s - (self._hidden_s if costs.overlaps else 0.0)
-        return self.own_s + max(0.0, self.link.seconds(costs) + self._off.get(index, guess))
+        fit, rest = self._fits.get(index, (1.0, costs.work_s - (self._hidden_s if costs.overlaps else 0.0)))
+        return self.own_s + max(0.0, fit * self.link.seconds(costs) + rest)
 
 
 class _Usual:
     """A time at the last checks, and those in a row in which it was another."""
 
-    def __init__(self) -> None:
-        self._kept: deque[float] = deque(maxlen=_KEPT)
+    def __init__(self, *known: float) -> None:
+        self._kept: deque[float] = deque(known, maxlen=_KEPT)
         self._others: list[float] = []
         self.since = 0
 
@@ -215,6 +221,7 @@ class Tuner:
         self._origin = self.at_work
         self._tried: dict[int, Measured] = {}
         self._in_round = len(candidates) > 1
+        self._is_checked = False  # what was at work before has been tried once more
         self._promised: float | None = None
         self._left: set[int] = set()  # those that a round has replaced
         self._dwell, self._rests_until = check_every, step
@@ -225,7 +232,7 @@ class Tuner:
 
     def _forget(self) -> None:
         """Times under one candidate say nothing of those under another."""
-        self._communication, self._compute, self._slowness = _Usual(), _Usual(), _Usual()
+        self._communication, self._compute, self._slowness = _Usual(), _Usual(), _Usual(1.0)
 
     def _guess_fastest(self) -> int:
         """Before the first step; those named first are preferred."""
@@ -263,7 +270,7 @@ class Tuner:
         if drift:
             if link is not None:
                 self.predictor.link = link
-                self._slowness = _Usual()
+                self._slowness = _Usual(1.0)
             self._communication.settle()
             self._compute.settle()
             self._wanted = drift
@@ -276,15 +283,15 @@ class Tuner:
     def _describe_drift(self, measured: Measured) -> str:
         """In words; empty where nothing has changed for long enough."""
         wall, comm, own, link = measured.wall_s, self._communication, self._compute, self._slowness
-        if comm.in_a_row >= IN_A_ROW:
+        if comm.in_a_row >= IN_A_ROW or (comm.in_a_row and link.in_a_row >= IN_A_ROW):
             return (
                 f"communication takes {format_s(comm.now)} of {format_s(wall)} a step since step {comm.since} "
                 f"({format_s(comm.value)} before)"
             )
         if own.in_a_row >= IN_A_ROW:
             return f"compute takes {format_s(own.now)} since step {own.since} ({format_s(own.value)} before)"
-        if link.in_a_row >= IN_A_ROW:
-            factor = link.now / link.value
+        if link.in_a_row >= IN_A_ROW and not comm.in_a_row:
+            factor = link.now
             change = f"{factor:.2g} times as slow" if factor > 1 else f"{1 / factor:.2g} times as fast"
             return f"the link is {change} since step {link.since}"
         return ""
@@ -306,7 +313,7 @@ class Tuner:
         found = self._find_next(step)
         if found is None:
             return [Decision("stay", step, name, name, why)]
-        self._in_round = True
+        self._in_round, self._is_checked = True, False
         return [self._try("try", step, found, why)]
 
     def _find_next(self, step: int) -> int | None:
@@ -315,19 +322,25 @@ class Tuner:
         if len(self._tried) > MOST_TRIALS or (self._home is not None and self.wasted + self._trial_steps > allowed):
             return None
         best = min(m.wall_s for m in self._tried.values())
-        limit = best * TOO_SLOW if self._home is None else best / GAIN
         guesses = {i: self.predictor.predict(i) for i in range(len(self.candidates)) if i not in self._tried}
-        known = {i: s for i, s in guesses.items() if s is not None and s <= limit}
+        known = {i: s for i, s in guesses.items() if s is not None and s <= best * self._find_limit(i)}
         if known:
             return min(known, key=lambda i: (known[i], i))
         return next((i for i, s in guesses.items() if s is None), None)
+
+    def _find_limit(self, index: int) -> float:
+        """How much of the best time so far a candidate may be predicted to take."""
+        if self._home is None:
+            return TOO_SLOW
+        return ABOUT if index < self._origin else 1 / GAIN
 
     def _try(self, kind: str, step: int, index: int, why: str) -> Decision:
         before, self.at_work = self.candidates[self.at_work].spec, index
         guess = self.predictor.predict(index)
         best = min(m.wall_s for m in self._tried.values())
-        self._promised = best / max(guess, 1e-9) if guess is not None else None
-        return Decision(kind, step, before, self.candidates[index].spec, why, self._promised)
+        gain = best / max(guess, 1e-9) if guess is not None and index not in self._tried else None
+        self._promised = gain if kind == "try" else self._promised
+        return Decision(kind, step, before, self.candidates[index].spec, why, gain)
 
     def _go_on(self, step: int, measured: Measured) -> list[Decision]:
         """A trial has ended: on to the next, or the end of the round."""
@@ -338,12 +351,22 @@ class Tuner:
         found = self._find_next(step)
         if found is not None:
             return [self._try("trial", step, found, "a trial")]
+        if self._is_in_doubt():
+            self._is_checked = True
+            return [self._try("trial", step, self._origin, "once more, to be sure")]
         self._in_round = False
         made = self._settle(step) if self._home is None else self._end_round(step)
         self._forget()
         self._checks = 0
         self.wants_link = False
         return [made]
+
+    def _is_in_doubt(self) -> bool:
+        """Whether what was at work before may have been measured in a bad moment."""
+        if self._home is None or self._is_checked:
+            return False
+        best = self._find_winner()
+        return best > self._origin and self._home.wall_s < SURE * self._tried[best].wall_s
 
     def _settle(self, step: int) -> Decision:
         """Those named first are preferred: one further on must be faster by as much as pays a change."""
@@ -364,25 +387,28 @@ class Tuner:
         why += f"; not tried {', '.join(left)}" if left else ""
         return Decision("settle", step, name, name, why)
 
+    def _find_winner(self) -> int:
+        """Of a round after a drift: what was at work before, unless another is faster by enough."""
+        times = {i: m.wall_s for i, m in self._tried.items()}
+        before, origin = times[self._origin], self._origin
+        better = {i: s for i, s in times.items() if (s <= ABOUT * before if i < origin else GAIN * s <= before)}
+        fastest = min(better.values(), default=before)
+        return min((i for i, s in better.items() if s <= GAIN * fastest), default=origin)
+
     def _end_round(self, step: int) -> Decision:
-        """The fastest, where it is faster by enough than what was at work before."""
-        assert self._home is not None
-        origin, last = self._origin, self.at_work
-        best = min(self._tried, key=lambda i: (self._tried[i].wall_s, i))
-        wall, before = self._tried[best].wall_s, self._home.wall_s
-        if best == origin or GAIN * wall > before:
+        origin, last, best = self._origin, self.at_work, self._find_winner()
+        self.at_work = best
+        specs = [candidate.spec for candidate in self.candidates]
+        if best == origin:
             self._rest(step, longer=True)
-            self.at_work = origin
-            took = ", ".join(f"{self.candidates[i].spec} {format_s(m.wall_s)}" for i, m in self._tried.items())
-            why = f"no other is faster by a tenth ({took})"
-            return Decision("back", step, self.candidates[last].spec, self.candidates[origin].spec, why)
-        self.wasted -= self._trial_steps
+            took = ", ".join(f"{specs[i]} {format_s(m.wall_s)}" for i, m in self._tried.items())
+            return Decision("back", step, specs[last], specs[origin], f"nothing is faster by a tenth ({took})")
+        wall, before = self._tried[best].wall_s, self._tried[origin].wall_s
+        self.wasted -= self._trial_steps  # its own
         self._rest(step, longer=best in self._left)
         self._left.add(origin)
-        self.at_work = best
-        why = f"{format_s(wall)} a step, {format_s(before)} under {self.candidates[origin].spec}"
-        first = self.candidates[last].spec
-        return Decision("change", step, first, self.candidates[best].spec, why, self._promised, before / wall)
+        why = f"{format_s(wall)} a step, {format_s(before)} under {specs[origin]}"
+        return Decision("change", step, specs[last], specs[best], why, self._promised, before / wall)
 
     def _rest(self, step: int, *, longer: bool) -> None:
         """No round before so many steps; more of them after each change back."""

@@ -1,10 +1,10 @@
-"""`auto` at work, in worlds of threads whose link is as slow as a test says: on a clock of its own, without sleeping."""
+"""`auto` at work in worlds of threads, whose link is as slow as a test says, on a clock of its own."""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class Link:
 
 
 @pytest.fixture
-def link(monkeypatch: pytest.MonkeyPatch) -> Iterator[Link]:
+def link(monkeypatch: pytest.MonkeyPatch) -> Link:
     made = Link()
     real: Callable[..., float] = ThreadTransport.all_reduce
 
@@ -56,7 +56,7 @@ def link(monkeypatch: pytest.MonkeyPatch) -> Iterator[Link]:
     monkeypatch.setattr(ThreadTransport, "all_reduce", all_reduce)
     monkeypatch.setattr(straggler_watch, "EVERY_STEPS", 100_000)  # its exchange runs behind the program
     monkeypatch.setattr(measuring, "_NUMBERS", [1 << 10, 1 << 12])
-    yield made
+    return made
 
 
 def started(world: World, spec: str, link: Link | None = None) -> tuple[nn.Module, Any, AutoReplica]:

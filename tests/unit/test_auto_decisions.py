@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
@@ -164,7 +165,7 @@ def test_a_link_that_flaps_makes_it_change_ever_more_seldom() -> None:
     run = Run(lambda step: FAST if step // 60 % 2 else SLOW).go(steps)
     changes = run.kinds("change")
     assert 2 <= len(changes) <= 5 + steps // 320, [d.step for d in changes]
-    distances = [b.step - a.step for a, b in zip(changes, changes[1:], strict=False)]
+    distances = [b.step - a.step for a, b in pairwise(changes)]
     assert min(distances[5:], default=320) >= 300
 
 

@@ -213,14 +213,14 @@ class Tuner:
         self.check_every = check_every
         self.predictor = Predictor(candidates, link)
         self.at_work = self._guess_fastest() if at_work is None else at_work
-        self.wants_link = False
+        self._links = [link]  # of the first round
         self.wasted = 0  # steps of trials that led to nothing, after the first round
         self._trial_steps = trial_steps + 1  # the first one begins with new buckets, and is not measured
         self._began = self._looked = step
         self._home: Measured | None = None  # of what was at work before this round; None: in the first
         self._origin = self.at_work
         self._tried: dict[int, Measured] = {}
-        self._in_round = len(candidates) > 1
+        self._in_round = self.wants_link = len(candidates) > 1
         self._is_checked = False  # what was at work before has been tried once more
         self._promised: float | None = None
         self._left: set[int] = set()  # those that a round has replaced
@@ -235,11 +235,11 @@ class Tuner:
         self._communication, self._compute, self._slowness = _Usual(), _Usual(), _Usual(1.0)
 
     def _guess_fastest(self) -> int:
-        """Before the first step; those named first are preferred."""
+        """Before the first step, while compute is not known: one that is named later must communicate much less."""
         best = 0
         for i in range(1, len(self.candidates)):
             mine, other = self.predictor.predict(best), self.predictor.predict(i)
-            if mine is None or (other is not None and GAIN * other < mine):
+            if mine is None or (other is not None and TOO_SLOW * other < mine):
                 best = i
         return best
 
@@ -252,7 +252,7 @@ class Tuner:
     def look(self, step: int, measured: Measured, link: Link | None = None) -> list[Decision]:
         """What has been measured since the last call, under what is at work."""
         if self._in_round:
-            made = self._go_on(step, measured)
+            made = self._go_on(step, measured, link)
         else:
             made = self._watch(step, measured, link)
         self._set_due(step)
@@ -316,6 +316,9 @@ class Tuner:
         self._in_round, self._is_checked = True, False
         return [self._try("try", step, found, why)]
 
+    def _links_by_speed(self) -> list[Link]:
+        return sorted(self._links, key=lambda link: link.slowness(self._links[0]))
+
     def _find_next(self, step: int) -> int | None:
         """The next candidate worth a trial."""
         allowed = FREE_TRIALS * self._trial_steps + TRIAL_SHARE * (step - self._began)
@@ -342,8 +345,12 @@ class Tuner:
         self._promised = gain if kind == "try" else self._promised
         return Decision(kind, step, before, self.candidates[index].spec, why, gain)
 
-    def _go_on(self, step: int, measured: Measured) -> list[Decision]:
-        """A trial has ended: on to the next, or the end of the round."""
+    def _go_on(self, step: int, measured: Measured, link: Link | None) -> list[Decision]:
+        """A trial has ended: on to the next, or the end of the round. In the first one the link counts as the fastest
+        that it was seen to be: what looks too slow for a trial is never measured, so that must not be chance."""
+        if link is not None:
+            self._links.append(link)
+            self.predictor.link = self._links_by_speed()[0]
         self.predictor.learn(self.at_work, measured)
         self._tried[self.at_work] = measured
         if self._home is not None:
@@ -376,6 +383,9 @@ class Tuner:
             if GAIN * times[i] < times[best]:
                 best = i
         self.at_work, name = best, self.candidates[best].spec
+        self.predictor.link = self._links_by_speed()[len(self._links) // 2]
+        for i in sorted(times, key=lambda i: i == best):
+            self.predictor.learn(i, self._tried[i])
         others = [f"{self.candidates[i].spec} {format_s(times[i])}" for i in sorted(times) if i != best]
         left = [
             f"{c.spec} (predicted {format_s(self.predictor.predict(i) or 0.0)})"

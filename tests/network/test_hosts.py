@@ -227,3 +227,46 @@ NOBODY = """
 def test_a_rank_that_finds_nobody_waits_no_longer_than_the_deadline(on_hosts, missing, expected, secret) -> None:
     (told,) = on_hosts(NOBODY, per_host=[1, 1], deadline_s=1, missing=[missing], secret=secret).results()
     assert expected in told, told
+
+
+ADAPTING = """
+    import json, subprocess, sys, torch, unisono as un
+    from unisono.strategies.auto import decisions, measuring
+    measuring._NUMBERS = [1 << 14, 1 << 16]
+    decisions.GAIN = 3.0  # on a machine with other things to do, less than that may be chance
+    world = un.join()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Tanh(), torch.nn.Linear(256, 256))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    among = ["allreduce", "powersgd(rank=1)"]
+    replica = un.parallel(model, optimizer, "auto", among=among, check_every=2, trial_steps=2)
+    at_work = []
+
+    def train(until, most):
+        for step in range(most):
+            optimizer.zero_grad()
+            model(torch.ones(4, 256)).square().mean().backward()
+            optimizer.step()
+            if until(replica.at_work) and step > 12:
+                break
+        at_work.append(replica.at_work)
+
+    def is_settled_on_dense(spec):
+        return spec == "allreduce" and not replica._tuner._in_round
+
+    train(is_settled_on_dense, 300)
+    world.barrier()
+    shape = "qdisc replace dev veth0 root tbf rate 10mbit burst 20000 latency 500ms"  # 0.5 MB: 0.4 s
+    subprocess.run(["tc", *shape.split()], check=True)
+    world.barrier()
+    train(lambda spec: spec != "allreduce" and not replica._tuner._in_round, 60)
+    events = [e.values for e in world.ledger.events if e.kind == "auto" and e.values["decision"] in ("try", "change")]
+    print(json.dumps({"at_work": at_work, "achieved": events[-1]["achieved"], "why": events[-2]["why"]}))
+"""
+
+
+def test_a_link_slowed_in_mid_run_makes_an_adaptive_run_change(on_hosts) -> None:
+    for found in on_hosts(ADAPTING, per_host=[1, 1]).results():
+        assert found["at_work"] == ["allreduce", "allreduce(reducer=powersgd(rank=1))"]
+        assert found["achieved"] > 3
+        assert found["why"].startswith(("communication takes ", "the link is "))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import unisono as un
 from unisono import World
+from unisono.strategies.auto import measuring
 from unisono.strategy.healing import Healing
 
 MORE = int(os.environ.get("UNISONO_SCHEDULES", "1"))
@@ -86,13 +87,19 @@ EXPECTED = {batches: reference(batches) for batches in (1, 2)}
 
 
 def train(
-    world: World, life: Life, *, batches: int = 1, calls: bool = False, validates: bool = False
+    world: World,
+    life: Life,
+    *,
+    batches: int = 1,
+    calls: bool = False,
+    validates: bool = False,
+    strategy: str = "allreduce",
 ) -> dict[str, Any]:
     """The same with other workers. `calls`: the program asks the others for something after each batch, too;
     `validates`: in another pass after each."""
     model = Counting()
     optimizer, schedule = make_training(model)
-    un.parallel(model, optimizer, "allreduce", world=world)
+    un.parallel(model, optimizer, strategy, world=world)
     shard = un.shard(DATA, BATCH, seed=3, world=world)
     counters = un.follow({"batches": 0}, world=world)
     told = world.broadcast_object({"epochs": EPOCHS})
@@ -196,3 +203,12 @@ def test_random_deaths(program: str, seed: int) -> None:
     workers = draw.randint(2, 4)
     events = draw_events(draw, workers)
     check(Run(partial(train, **PROGRAMS[program]), workers, events).play())
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_deaths_while_the_strategy_changes(victim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among measurements, switches and steps: those that are left go on with one strategy."""
+    monkeypatch.setattr(measuring, "_NUMBERS", [64])
+    spec = "auto(among=[allreduce, allreduce(overlap=False, bucket_bytes=64)], check_every=1, trial_steps=1)"
+    for at in range(0, 40, 5):
+        check(Run(partial(train, strategy=spec), 3, [Event("die in", victim, at, lucky=frozenset({1}))]).play())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 
 import pytest
@@ -23,11 +24,16 @@ def started(world: World, strategy: str) -> tuple[nn.Module, torch.optim.Optimiz
     return model, optimizer, un.parallel(model, optimizer, strategy, world=world)
 
 
+def loss_of(model: nn.Module, t: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * t + rank)
+    loss: Tensor = model(torch.randn(3, 4, generator=generator, dtype=torch.float64)).square().mean()
+    return loss
+
+
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
     for t in steps:
-        generator = torch.Generator().manual_seed(100 * t + rank)
         optimizer.zero_grad()
-        model(torch.randn(3, 4, generator=generator, dtype=torch.float64)).square().mean().backward()
+        loss_of(model, t, rank).backward()
         optimizer.step()
 
 
@@ -63,6 +69,38 @@ def test_what_was_still_to_be_sent_goes_over() -> None:
         replica = replica.switch("powersgd(rank=1)")
         assert torch.equal(replica.state_dict()["local"]["reducer"]["0.weight"]["*residual"], kept)
         train(model, optimizer, world.rank, range(3, 5))
+        replica.close()
+
+    run_threads(work, 2)
+
+
+def test_what_was_still_to_be_sent_goes_out_with_the_next_exact_mean() -> None:
+    """Of plain SGD: all steps together are those of the mean gradients at the places that were visited."""
+    rate = [0.1, 0.1, 0.1, 0.05, 0.05]  # what was met at 0.1 counts so, also where it goes out at 0.05
+
+    def work(world: World) -> None:
+        model, _, bound = started(world, "allreduce")
+        bound.close()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = un.parallel(model, optimizer, "topk(k=0.1)", world=world)
+        expected = values(model)
+        for t in range(5):
+            if t == 3:
+                assert any(not torch.equal(x, y) for x, y in zip(values(model), expected, strict=True))
+                replica = replica.switch("allreduce")
+            for group in optimizer.param_groups:
+                group["lr"] = rate[t]
+            for rank in range(world.size):  # in one process, without anything of ours
+                twin = copy.deepcopy(model)
+                twin.zero_grad()
+                loss_of(twin, t, rank).backward()
+                for x, p in zip(expected, twin.parameters(), strict=True):
+                    x -= rate[t] * p.grad / world.size
+            optimizer.zero_grad()
+            loss_of(model, t, world.rank).backward()
+            optimizer.step()
+        for x, y in zip(values(model), expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
         replica.close()
 
     run_threads(work, 2)

@@ -55,7 +55,8 @@ class Exchange(Windows):
     """Watches the backward passes of some parameters and exchanges their gradients, once a window.
 
     `work` turns a bucket's tensors into their mean; `advance()` is called when all of a window's gradients are
-    means. `inline`: the exchange thread moves the bytes itself, instead of a thread of its own behind it.
+    means. `inline`: the exchange thread moves the bytes itself, instead of a thread of its own behind it. `by_ready`:
+    after the first window the buckets are laid out in the order in which rank 0's gradients came.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Exchange(Windows):
         inline: bool,
         accumulate: int,
         advance: Callable[[], None],
+        by_ready: bool = False,
     ) -> None:
         super().__init__(accumulate, advance)
         self.named, self.sparse = list(named), list(sparse)
@@ -85,6 +87,9 @@ class Exchange(Windows):
         self._weighting: list[Any] = []
         self._kept_local = False  # gradients of a no_sync pass are waiting
         self._task = -1
+        self._came: list[str] | None = [] if by_ready else None  # gradients in order, until the ranks agree on it
+        self._places: dict[str, int] = {}  # what they agreed on
+        self._is_reordered = False
         self.buckets: list[Bucket] = []
         self._build_if_changed()
         world.on_weight(self)
@@ -94,18 +99,38 @@ class Exchange(Windows):
 
     def _build_if_changed(self) -> None:
         """Lay the buckets out for the parameters that now require gradients, where these are others than before."""
-        if not self._parameters.have_changed():
+        if not self._parameters.have_changed() and not self._is_reordered:
             return
+        self._is_reordered = False
         for bucket in self.buckets:
             self.channel.release(bucket.flat)
         device = self.world.device
         self.buckets = [
             Bucket(i, named, self.channel.empty if named[0][1].device.type == "cpu" else partial(on_device, device))
-            for i, named in enumerate(group_into_buckets(self._parameters.trainable, self.bucket_bytes))
+            for i, named in enumerate(group_into_buckets(self._in_order(), self.bucket_bytes))
         ]
         self._slots = {name: (b, k) for b in self.buckets for k, name in enumerate(b.names)}
         self._work.set_buckets(self.buckets)
         self._reset()
+
+    def _in_order(self) -> list[tuple[str, Parameter]]:
+        """The trainable parameters as if registered so: those that backward reaches first come last."""
+        trainable = self._parameters.trainable
+        last = len(self._places)
+        return sorted(trainable, key=lambda one: -self._places.get(one[0], last)) if self._places else trainable
+
+    def _agree_on_order(self) -> None:
+        """Rank 0's order becomes everyone's, once."""
+        names = [name for name, _ in self.named]
+        came = {name: i for i, name in enumerate(names)}
+        order = torch.full((len(names),), -1, dtype=torch.int64)
+        found = [came[name] for name in self._came or ()]
+        order[: len(found)] = torch.tensor(found, dtype=torch.int64)
+        self.channel.broadcast(order, tag="bucket order").wait()
+        before = self._in_order()
+        self._places = {names[i]: place for place, i in enumerate(order.tolist()) if i >= 0}
+        self._is_reordered = [name for name, _ in self._in_order()] != [name for name, _ in before]
+        self._came = None
 
     def _reset(self) -> None:
         self._missing = [len(b.params) for b in self.buckets]
@@ -142,6 +167,8 @@ class Exchange(Windows):
                 )
             return
         self._fired.add(name)
+        if self._came is not None:
+            self._came.append(name)
         bucket, k = self._slots[name]
         if self._cuda is None:  # while it is in the cache; on CUDA all of a bucket's in one go, when it is full
             self._fill(bucket, [k])
@@ -160,6 +187,8 @@ class Exchange(Windows):
                 handle.wait()
         self._build_if_changed()
         self._reset()
+        if self._came:  # of a pass that failed
+            self._came = []
         self._task = task
         self._syncing = not self._local and self._passes + 1 >= self.accumulate
         Variable._execution_engine.queue_callback(self._end)
@@ -260,6 +289,8 @@ class Exchange(Windows):
                 if next(anywhere) or (self._work.keeps and bool(view.any())):
                     param.grad = view
         self._reset()
+        if self._came is not None:
+            self._agree_on_order()
         self._passes, self._kept_local, self._ended = 0, False, True
         self._advance()
 

@@ -224,7 +224,8 @@ class Reduction:
             else:
                 found = [e.pop(path) for e in known if path in e]
                 holder[key] = max(found) if found and type(found[0]) is int else next(iter(found), value)
-        _add_leftovers(known, bucket, state)
+        if not _add_leftovers(known, bucket, state):
+            _send_leftovers(known, bucket)
         _warn_of_leftovers(known, bucket, self.reducer)
         return state
 
@@ -365,14 +366,31 @@ def _check_line(value: Tensor, bucket: Bucket, path: str) -> None:
         )
 
 
-def _add_leftovers(known: Sequence[dict[str, Any]], bucket: Bucket, state: State) -> None:
-    """What was still to be sent, kept elsewhere in another reducer's state: to the first place for such here."""
+def _add_leftovers(known: Sequence[dict[str, Any]], bucket: Bucket, state: State) -> bool:
+    """What was still to be sent, kept elsewhere in another reducer's state: to the first place for such here. False
+    where there is none."""
     places = [holder[key] for path, holder, key in _walk(state) if path[0] == "*" and key == "residual"]
     if not places:
-        return
+        return False
     for view, entries in zip(bucket.views(places[0]), known, strict=True):
-        for path in [p for p in entries if p[0] == "*" and _key(p) == "residual"]:
+        for path in _residuals(entries):
             view.add_(entries.pop(path))
+    return True
+
+
+@torch.no_grad()
+def _send_leftovers(known: Sequence[dict[str, Any]], bucket: Bucket) -> None:
+    """What was still to be sent, under a reducer that keeps nothing: it goes with the gradients that are about to be
+    sent, at the rate that it was met with (see `rescale` in reducer.py)."""
+    for view, rate, entries in zip(bucket.tensors, bucket.lr, known, strict=True):
+        for path in _residuals(entries):
+            met = entries.get(path[1:].removesuffix("residual") + "lr")
+            factor = met / rate if met is not None and met > 0 and rate > 0 else 1.0
+            view.add_(entries.pop(path), alpha=factor)
+
+
+def _residuals(entries: dict[str, Any]) -> list[str]:
+    return [path for path in entries if path[0] == "*" and _key(path) == "residual"]
 
 
 def _warn_of_leftovers(known: Sequence[dict[str, Any]], bucket: Bucket, reducer: Reducer) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
@@ -24,12 +24,13 @@ from unisono.strategy.mistakes import GradientProbe
 from unisono.world import World
 
 FACTS = Facts(
-    [Example("allreduce", exact=True)],
+    [Example("allreduce", exact=True), Example("allreduce(order=ready, overlap=True, bucket_bytes=256)", exact=True)],
     refuses={
         "accumulate=0": "accumulate",
         "accumulate=-3": "accumulate",
         "buffers=sometimes": "buffers",
         "bucket_bytes=0": "bucket_bytes",
+        "order=random": "order",
     },
     convergence=Convergence("exact", "as one process on the joined batches"),
 )
@@ -45,6 +46,8 @@ class allreduce(Strategy):
     overlap: exchange a bucket as soon as it is full, or all after backward. None: as soon as it is full, but
         where workers share memory and leave no core free, an exchange would only take compute's place: after.
     bucket_bytes: how much travels together. None: 25 MiB, or 100 MiB where a GPU compresses.
+    order: of the gradients in the buckets: against that in which parameters are "registered", or as they were "ready"
+        in the first window on rank 0.
     """
 
     reducer: Reducer | None = None
@@ -52,6 +55,7 @@ class allreduce(Strategy):
     buffers: Buffers = "broadcast"
     overlap: Annotated[bool | None, Note("None: as it pays")] = None
     bucket_bytes: BucketBytes | None = None
+    order: Literal["registered", "ready"] = "registered"
 
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         return AllReduceReplica(model, optimizer, world, self)
@@ -97,6 +101,7 @@ class AllReduceReplica(Replica):
             inline=self.reducer.stages is None or not pays,
             accumulate=self.strategy.accumulate,
             advance=self.advance,
+            by_ready=self.strategy.order == "ready",
         )
         self._reduction.warn_if_more_than_dense(self.world)
 

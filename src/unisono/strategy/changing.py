@@ -95,6 +95,11 @@ class ChangingReplica(Replica):
         self.inner.healing = healing
 
     @property
+    def own_gradients(self) -> bool:  # type: ignore[override]
+        """Whether ranks' gradients differ now."""
+        return self.inner.own_gradients
+
+    @property
     def is_closed(self) -> bool:  # type: ignore[override]
         """Whether nothing is watched any more."""
         return self.inner.is_closed

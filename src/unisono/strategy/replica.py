@@ -285,7 +285,7 @@ class Replica:
         name = type(self.strategy).__name__
         raise ValueError(
             f"{unsent.spec} has kept back {unsent.unit} that it has still to send, and {name} has no place for them: "
-            "switch to 'allreduce' first, which drops them and says so"
+            "switch to 'allreduce' first, which sends them with the next gradients"
         )
 
     # Another world -----------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def on_hosts(tmp_path: Path) -> Any:
     """on_hosts(script, per_host=[2, 2]) -> Run; hosts and workers are gone after the test.
 
     `bits_per_s`: the speed of the links; `deadline_s`: how long a rank waits; `missing`: ranks that are not started;
-    `secret`: what opens the store, which is torch's own without it.
+    `secret`: what opens the store, which is torch's own without it; `net`: a link that the transport emulates.
     """
     made: list[tuple[EmulatedHosts, Run]] = []
 
@@ -72,6 +72,7 @@ def on_hosts(tmp_path: Path) -> Any:
         deadline_s: float | None = None,
         missing: Sequence[int] = (),
         secret: str = "",
+        net: str = "",
     ) -> Run:
         file = tmp_path / "script.py"
         file.write_text(textwrap.dedent(script))
@@ -95,6 +96,7 @@ def on_hosts(tmp_path: Path) -> Any:
                 "UNISONO_HOST": f"host{host}",
                 "OMP_NUM_THREADS": "1",
                 **({"UNISONO_SECRET": secret} if secret else {}),
+                **({"UNISONO_NET": net} if net else {}),
                 **({} if deadline_s is None else {"UNISONO_TIMEOUT_S": str(deadline_s)}),
             }
             run.workers.append(Program(file, env=env, stderr=None, namespaces=hosts.namespaces(host)))

@@ -36,10 +36,12 @@ COLLECTIVES = """
 """
 
 
-@pytest.mark.parametrize("per_host", [[2, 2], [2, 1], [1, 1, 1]])
-def test_collectives_over_hosts_give_what_one_process_would(on_hosts, per_host) -> None:
+@pytest.mark.parametrize(
+    ("per_host", "net"), [([2, 2], ""), ([2, 1], ""), ([1, 1, 1], ""), ([2, 1], "1gbit,1ms"), ([1, 1, 1], "1ms")]
+)
+def test_collectives_over_hosts_give_what_one_process_would(on_hosts, per_host, net) -> None:
     n = sum(per_host)
-    results = on_hosts(COLLECTIVES, per_host=per_host).results()
+    results = on_hosts(COLLECTIVES, per_host=per_host, net=net).results()
     hosts = [f"host{h}" for h, count in enumerate(per_host) for _ in range(count)]
     for rank, found in enumerate(results):
         assert found["how"] == ("messages" if max(per_host) == 1 else "shared memory and messages")

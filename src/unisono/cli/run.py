@@ -359,6 +359,9 @@ def _run_on_engine(options: argparse.Namespace, parser: argparse.ArgumentParser,
         if options.script or options.submit:
             return _write_script(engine, options, job)
         return engine.run(job.program, job.workers, job=job)
+    except KeyboardInterrupt:  # before the workers are started; from then on the run handles it
+        print("unisono: interrupted (SIGINT) before the workers were started", file=sys.stderr)
+        return 130
     except (EngineError, ImportError, _NotWritten) as error:
         print(f"unisono run: {error}", file=sys.stderr)
         return 1

@@ -23,14 +23,16 @@ unexport PYTHONDONTWRITEBYTECODE # some hundred processes read what the first of
 demo: $(STAMP)
 	$(BIN)/python -m unisono.demo
 
-test: $(STAMP) network-tools engine-tools $(ENGINES)
+test: $(STAMP)
+	@$(MAKE) -s --no-print-directory -j2 engine-tools $(ENGINES)
 	$(call BESIDE,$(BIN)/python -m pytest -q $(POOL) -m "not alone" --durations=15 tests)
 	$(BIN)/python -m pytest -q -m alone tests/processes/test_neighbours.py
 
 quick: $(STAMP)
 	$(call BESIDE,$(BIN)/python -m pytest -q $(POOL) --quick tests/unit tests/conformance)
 
-engines: engine-tools $(ENGINES)
+engines: $(STAMP)
+	@$(MAKE) -s --no-print-directory -j2 engine-tools $(ENGINES)
 	$(BIN)/python -m pytest -rs $(POOL) --durations=15 tests/engines
 
 check: $(STAMP)
@@ -51,8 +53,8 @@ network-tools:
 			|| echo "iproute2 could not be installed: tests/network will be skipped"; \
 	fi
 
-# A policy keeps apt from starting sshd and munge as services.
-engine-tools:
+# A policy keeps apt from starting sshd and munge as services. One apt at a time; pip may run beside it.
+engine-tools: network-tools
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 		! { command -v mpirun && command -v slurmctld && command -v java && [ -x /usr/sbin/sshd ]; } >/dev/null; then \
 		own=; [ -e /usr/sbin/policy-rc.d ] || { own=1; printf '#!/bin/sh\nexit 101\n' >/usr/sbin/policy-rc.d; \

@@ -36,6 +36,7 @@ TOGETHER = {
     "processes/test_ddp_parity.py": "ddp_parity",
     "processes/test_examples.py": "examples",
     "network/test_hosts.py": "network",
+    "unit/test_architecture.py": "architecture",
 }
 LONG_S, HANDFUL_S = 0.5, 3.0  # a test that travels alone; how much of short ones travels together
 QUICK_CASES = 6
@@ -53,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _start_folder(config: pytest.Config) -> None:
-    os.environ["UNISONO_WARM_IDLE_S"] = "60"  # where these tests are killed
+    os.environ["UNISONO_WARM_IDLE_S"] = "120"  # where these tests are killed
     os.environ["UNISONO_WARM"] = folder = tempfile.mkdtemp(prefix="unisono-tests-")  # of mode 700
     config.add_cleanup(lambda: _stop_servers(folder))
 

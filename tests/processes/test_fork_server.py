@@ -141,6 +141,12 @@ def test_every_fork_draws_random_numbers_of_its_own():
         assert len(set(numbers)) == 4
 
 
+@pytest.mark.skipif(os.environ.get("UNISONO_WARM") == "0", reason="UNISONO_WARM=0: all workers are fresh")
+def test_workers_that_tests_start_are_forked():
+    """Where the server of the tests refuses them, all tests pass, and take twice as long."""
+    assert set(launch(os.getppid, workers=2)) <= {server.pid for server in list_warm()}
+
+
 def test_a_worker_is_forked_and_has_torch(own: None):
     def look() -> tuple[bool, int]:
         return "torch" in sys.modules, os.getppid()

@@ -72,9 +72,8 @@ def _write_scales(study: Study) -> str:
     for workers in study.workers:
         ranked = [o for o in study.rank(workers) if not o.problem]
         shown = ranked[:_SHOWN]
-        best_exact = study.best(workers, ("exact",))
-        if best_exact is not None and best_exact not in shown:
-            shown.append(best_exact)
+        best = (study.best(workers, grades) for _, grades in reversed(GROUPS))
+        shown += [found for found in best if found is not None and found not in shown]
         for i, o in enumerate(shown):
             parts = (o.step_s, o.compute_s, o.communication_s, o.compression_s, o.waiting_s)
             row = [f"{workers:,}" if not i else "", o.spec, o.grade, *map(describe_duration, parts)]

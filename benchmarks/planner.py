@@ -26,7 +26,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "examples")]
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from measure import finish, on_hosts, tell
 from step import mlp
@@ -58,6 +59,7 @@ for _ in range(1000):
     torch.nn.functional.mse_loss(model(x), y).backward()
     optimizer.step()
 """
+SIMULATED = ["allreduce", "fp16", "powersgd(rank=4)", "topk(k=0.01)"]
 LONG_S = 2.0  # a step that is measured less often
 
 
@@ -94,7 +96,7 @@ def _make(name: str) -> tuple[Any, Any, Any]:
     return model, optimizer, step
 
 
-def worker(name: str, methods: list[str], rounds: int) -> None:
+def worker(name: str, methods: list[str], rounds: int, plans: bool) -> None:
     """On each host: the planner's course in this loop, then every method for real, in turn."""
     import torch
 
@@ -105,6 +107,12 @@ def worker(name: str, methods: list[str], rounds: int) -> None:
     torch.set_num_threads(1)
     world = un.join(device="cpu")
     model, optimizer, step = _make(name)
+    if not plans:
+        measured = measure_steps(world, model, optimizer, step, methods, rounds)
+        if world.rank == 0:
+            tell({"measured": measured})
+        world.barrier()
+        return
     done: list[bool] = []
     began = time.perf_counter()
     course = Course(
@@ -214,6 +222,30 @@ def run_links(asked: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
+def run_simulation(asked: argparse.Namespace) -> dict[str, Any]:
+    """From a plan at some hosts on the middle link: steps at 2, 4 and 8, simulated and measured."""
+    from unisono.planner.measured import Measured
+    from unisono.runtime.machine import usable_cores
+    from unisono.simulation.plan_file import make_plan
+    from unisono.simulation.validation import compare_with_measured
+
+    mbit = sorted(asked.mbit)[len(asked.mbit) // 2]
+    common = ["--worker", "transformer", "--rounds", str(asked.rounds), "--methods", *SIMULATED]
+    planned = on_hosts(common, hosts=asked.hosts, mbit=mbit, timeout_s=1800)
+    measured = {asked.hosts: planned["measured"]}
+    for hosts in {2, 4, 8} - {asked.hosts}:
+        measured[hosts] = on_hosts([*common, "--no-plan"], hosts=hosts, mbit=mbit, timeout_s=1800)["measured"]
+    plan = make_plan(Measured.from_dict(planned["plan"]))
+    found = compare_with_measured(plan, measured, cores=usable_cores(), one_machine=True)
+    for each in found:
+        print(
+            f"  {each.spec:<20}{each.workers} workers: simulated {each.simulated_s * 1e3:>9.1f} ms, measured "
+            f"{each.measured_s * 1e3:>9.1f} ms ({each.error:+.0%})",
+            flush=True,
+        )
+    return {"worst_simulation_error": max(abs(each.error) for each in found)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=4)
@@ -222,10 +254,12 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--skip-command", action="store_true", help="do not time `unisono plan` itself")
+    parser.add_argument("--skip-simulation", action="store_true", help="do not compare the simulation")
+    parser.add_argument("--no-plan", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--worker", choices=("mlp", "transformer"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.worker:
-        worker(asked.worker, asked.methods, asked.rounds)
+        worker(asked.worker, asked.methods, asked.rounds, not asked.no_plan)
         return
     from unisono.lab.hosts import find_obstacle
 
@@ -233,7 +267,10 @@ def main() -> None:
     if reason := find_obstacle():
         finish({**results, "skipped": reason})
         return
-    finish({**results, **run_links(asked)})
+    results |= run_links(asked)
+    if not asked.skip_simulation:
+        results |= run_simulation(asked)
+    finish(results)
 
 
 if __name__ == "__main__":

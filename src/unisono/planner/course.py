@@ -97,6 +97,7 @@ class Course:
             optimizer=type(optimizer).__name__,
         )
         self._began = time.monotonic()
+        gc.freeze()  # so that looking for what a method left behind does not look through all modules
         self._snapshot: tuple[dict[str, Any], dict[str, Any]] | None = None
         quiet: Strategy = build("allreduce", kind="strategy")
         self.replica = ChangingReplica(quiet.bind(model, optimizer, World(device=world.device)), quiet, self.next)
@@ -112,6 +113,7 @@ class Course:
         done = next(self._steps, True)
         self.measured.seconds = time.monotonic() - self._began
         if done:
+            gc.unfreeze()
             self._finished()
 
     def _note_batch(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -166,6 +168,7 @@ class Course:
         self.measured.memory_bytes = max(self.world.gather_objects(_read_peak(self.world.device)))
 
     def _measure_method(self, candidate: Candidate) -> Iterator[None]:
+        gc.collect()  # its memory is to be its own
         trace = Trace()
         problem = ""
         _reset_peak(self.world.device)
@@ -254,7 +257,6 @@ class Course:
             inner.close()
             if inner.world is not self.world:
                 inner.world.close()
-        gc.collect()
 
     @torch.no_grad()
     def _restore(self) -> None:

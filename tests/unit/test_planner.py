@@ -1,0 +1,342 @@
+"""Plans: a step taken apart, what a silent world sends, the choice and its reasons, and the course in threads."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import unisono as un
+from unisono.background import SerialQueue, watched_by
+from unisono.cli.command_line import main
+from unisono.costs import Anatomy, Job, Link, Network, Operation, replay
+from unisono.facts import Convergence, Grade
+from unisono.planner.candidates import describe_candidate, find_candidates
+from unisono.planner.choice import choose, find_crossing
+from unisono.planner.course import Course, Settings, steps_needed
+from unisono.planner.measured import Measured, Method
+from unisono.planner.report import plan_to_dict, write_report
+from unisono.planner.trace import Trace
+from unisono.spec import names, read_facts
+from unisono.world import World
+from unisono.world.transports.silent import SilentTransport
+
+REDUCE = Operation("all_reduce", 400)
+
+
+# A step taken apart ----------------------------------------------------------------------------------------------
+
+
+def silent_world(trace: Trace, size: int = 2) -> World:
+    hosts = [f"host{r}" for r in range(size)]
+    return World(SilentTransport(0, size, trace.listen, hosts=hosts), hosts=hosts)
+
+
+def test_jobs_of_a_queue_are_found_with_their_operations_and_when_they_are_due() -> None:
+    trace = Trace()
+    with watched_by(trace):
+        channel = silent_world(trace).channel(inline=True)
+        lane = SerialQueue("lane")
+        trace.start()
+        first = lane.submit(lambda: channel.all_reduce(torch.ones(100)).wait())
+        second = lane.submit(lambda: channel.all_gather(torch.ones(3), even=True).wait())
+        first.wait()
+        second.wait()
+        step = trace.stop()
+    sent = [job for job in step.jobs if job.operations]
+    assert [job.operations for job in sent] == [(REDUCE,), (Operation("all_gather", 12),)]
+    assert not any(job.behind for job in sent)
+    due = [job.due_s for job in step.jobs if math.isfinite(job.due_s)]
+    assert len(due) == 2
+    assert all(0 <= job.ready_s <= step.compute_s for job in step.jobs)
+    assert due == sorted(due)
+    assert 0 < step.compute_s <= step.wall_s
+
+
+def test_a_message_goes_on_behind_the_lane_until_it_is_waited_for() -> None:
+    trace = Trace()
+    with watched_by(trace):
+        channel = silent_world(trace).channel(inline=False)
+        lane = SerialQueue("lane")
+        x = torch.ones(300, 300)
+
+        def compress() -> None:
+            handle = channel.all_reduce(torch.ones(100))
+            x.mm(x)
+            handle.wait()
+            x.mm(x)
+
+        trace.start()
+        lane.submit(compress).wait()
+        step = trace.stop()
+    sender = next(i for i, job in enumerate(step.jobs) if job.operations)
+    assert step.jobs[sender].behind
+    assert step.jobs[-1].awaits == sender
+    assert sum(job.work_s for job in step.jobs) > 0
+
+
+def test_what_the_program_sends_itself_it_waits_for_itself() -> None:
+    trace = Trace()
+    with watched_by(trace):
+        channel = silent_world(trace).channel(inline=True)
+        trace.start()
+        channel.all_reduce(torch.ones(100)).wait()
+        step = trace.stop()
+    (job,) = step.jobs
+    assert job.operations == (REDUCE,)
+    assert job.ready_s == job.due_s
+
+
+def test_what_is_waited_for_in_the_next_step_is_the_next_steps_from_its_beginning() -> None:
+    trace = Trace()
+    with watched_by(trace):
+        channel = silent_world(trace).channel(inline=False)
+        trace.start()
+        handle = channel.all_reduce(torch.ones(100))
+        assert trace.stop().jobs == ()
+        trace.start()
+        handle.wait()
+        (job,) = trace.stop().jobs
+    assert (job.operations, job.ready_s, job.behind) == ((REDUCE,), 0.0, True)
+
+
+# Silent worlds ---------------------------------------------------------------------------------------------------
+
+
+def make_model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16))
+    return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def run_course(world: World, methods: list[str], **settings: Any) -> Measured:
+    torch.manual_seed(0)
+    model, optimizer = make_model()
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(world.rank))
+    done: list[bool] = []
+    course = Course(
+        model,
+        optimizer,
+        world,
+        find_candidates(methods),
+        Settings(budget_s=1000.0, **settings),
+        own="allreduce",
+        choose=lambda measured: [m.spec for m in measured.methods if m.anatomy is not None][
+            : settings.get("verify", 0)
+        ],
+        finished=lambda: done.append(True),
+    )
+    while not done:
+        train(model, optimizer, x)
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    course.replica.close()
+    return course.measured
+
+
+def sent_for_real(world: World, spec: str) -> int:
+    torch.manual_seed(0)
+    model, optimizer = make_model()
+    replica = un.parallel(model, optimizer, spec, world=world)
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(world.rank))
+    for _ in range(3):
+        before = world.ledger.sent().bytes_sent
+        train(model, optimizer, x)
+        sent = world.ledger.sent().bytes_sent - before
+    replica.close()
+    return sent
+
+
+METHODS = [
+    "allreduce",
+    "topk(k=0.1)",
+    "powersgd(rank=1, min_saving=1.0)",
+    "zero(stage=1)",
+    "hogwild",
+    "qadam(warmup=1)",
+]
+
+
+@pytest.fixture(scope="module")
+def measured() -> Measured:
+    return un.run_threads(lambda world: run_course(world, METHODS), 2, hosts=["a", "b"])[0]
+
+
+def test_a_course_takes_the_steps_that_it_says(measured: Measured) -> None:
+    tried = [m for m in measured.methods if m.anatomy is not None or "program" in m.why]
+    refused = sum("program" in m.why for m in tried)
+    assert refused == 1
+    assert measured.steps == steps_needed(len(tried) - refused, 0)
+    assert measured.batch == 4
+    assert measured.compute_s > 0
+
+
+def test_methods_that_cannot_be_predicted_or_bound_say_why(measured: Measured) -> None:
+    why = {m.spec: m.why for m in measured.methods if m.anatomy is None}
+    assert sorted(why) == ["hogwild", "qadam(warmup=1)"]
+    assert why["hogwild"].startswith("not predicted: ")
+    assert "Adam" in why["qadam(warmup=1)"]
+
+
+@pytest.mark.parametrize("spec", METHODS[:4])
+def test_a_silent_step_sends_what_a_real_one_sends(measured: Measured, spec: str) -> None:
+    found = next(m for m in measured.methods if m.spec == describe_candidate(spec).spec)
+    real = un.run_threads(lambda world: sent_for_real(world, spec), 2, hosts=["a", "b"])[0]
+    assert found.bytes_sent == pytest.approx(real, abs=4)
+
+
+def test_the_network_is_measured_by_operation_and_by_link(measured: Measured) -> None:
+    network = measured.network
+    assert network is not None
+    assert network.hosts == 2
+    assert set(network.fitted) >= {"all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast"}
+    assert all(network.seconds(Operation(op, 10_000)) > 0 for op in network.fitted)
+    assert [(link["first"], link["second"]) for link in measured.links] == [("a", "b")]
+
+
+def test_what_was_measured_goes_through_json(measured: Measured) -> None:
+    again = Measured.from_dict(json.loads(json.dumps(measured.to_dict())))
+    assert json.dumps(again.to_dict()) == json.dumps(measured.to_dict())
+    both = [json.dumps(plan_to_dict(found, choose(found, ["exact"]))) for found in (again, measured)]
+    assert both[0] == both[1]
+
+
+def test_verified_methods_have_a_measured_step_beside_the_predicted() -> None:
+    found = un.run_threads(lambda world: run_course(world, ["allreduce", "fp16"], verify=1), 2, hosts=["a", "b"])[0]
+    times = {m.spec: m.verified_s for m in found.methods}
+    assert times["allreduce"] is not None
+    assert times["allreduce"] > 0
+    assert times["fp16"] is None
+    assert "measured" in write_report(found, choose(found, ["exact", "rounded"]))
+    assert found.steps == steps_needed(2, 1)
+
+
+# The choice ------------------------------------------------------------------------------------------------------
+
+
+def step(spec: str, work_s: float, nbytes: int) -> Anatomy:
+    """Compute 1 s, then compression, then the messages."""
+    return Anatomy(spec, 2, 1.0, (Job(1.0, work_s, (Operation("all_reduce", nbytes),)),))
+
+
+def planned(*methods: tuple[str, Grade, float, int], bits_per_s: float = 8e6) -> Measured:
+    """Messages of n bytes take n * 8 / bits_per_s."""
+    network = Network(2, 1, Link(0.0, bits_per_s), fitted={"all_reduce": (0.0, 8 / bits_per_s)})
+    rows = [Method(s, Convergence(grade, ""), step(s, work_s, nbytes)) for s, grade, work_s, nbytes in methods]
+    return Measured(
+        2,
+        ["a", "b"],
+        "allreduce",
+        10,
+        40,
+        1.0,
+        batch=8,
+        network=network,
+        methods=rows,
+        learning_rate=0.1,
+        optimizer="SGD",
+    )
+
+
+ALLOWED = ["exact", "rounded", "compressed"]
+
+
+def test_the_fastest_is_first_and_what_changes_training_is_apart() -> None:
+    found = planned(
+        ("allreduce", "exact", 0.0, 2_000_000), ("topk", "compressed", 0.1, 20_000), ("gossip", "other", 0.0, 0)
+    )
+    choice = choose(found, ALLOWED)
+    assert [row.spec for row in choice.ranked] == ["topk", "allreduce"]
+    assert [row.spec for row in choice.others] == ["gossip"]
+    assert choice.ranked[0].seconds == pytest.approx(1.12)
+    assert choose(found, [*ALLOWED, "other"]).ranked[0].spec == "gossip"
+    report = write_report(found, choice)
+    assert report.index("topk") < report.index("gossip")
+    assert "2.00 s" in choice.reasons[0]
+
+
+def test_among_methods_about_as_fast_the_one_with_the_least_effect_is_first() -> None:
+    close = planned(("allreduce", "exact", 0.0, 40_000), ("topk", "compressed", 0.0, 0))
+    assert choose(close, ALLOWED).ranked[0].spec == "allreduce"  # 1.04 s against 1.00 s
+    apart = planned(("allreduce", "exact", 0.0, 60_000), ("topk", "compressed", 0.0, 0))
+    assert choose(apart, ALLOWED).ranked[0].spec == "topk"
+
+
+def test_the_bandwidth_at_which_the_order_changes_is_where_both_take_as_long() -> None:
+    # dense: 2 MB; compressed: 0.5 s of work and 20 kB. As long at 1.98 MB = 0.5 s * rate: 31.68 Mbit/s.
+    dense, small = step("allreduce", 0.0, 2_000_000), step("topk", 0.5, 20_000)
+    network = Network(2, 1, Link(0.0, 8e6), fitted={"all_reduce": (0.0, 1e-6)})
+    at = find_crossing(small, dense, network)
+    assert at == pytest.approx(31.68e6, rel=1e-3)
+    there = network.with_bandwidth(at)
+    assert replay(dense, there).total == pytest.approx(replay(small, there).total, rel=1e-3)
+    assert find_crossing(dense, small, network.with_bandwidth(80e6)) == pytest.approx(31.68e6, rel=1e-3)
+    assert find_crossing(small, step("worse", 0.6, 20_000), network) is None
+    found = planned(("allreduce", "exact", 0.0, 2_000_000), ("topk", "compressed", 0.5, 20_000))
+    assert any("above 32 Mbit/s allreduce wins" in reason for reason in choose(found, ALLOWED).reasons)
+
+
+def test_advice_names_the_batch_accumulation_and_learning_rate_where_messages_take_long() -> None:
+    slow = choose(planned(("allreduce", "exact", 0.0, 1_000_000)), ALLOWED)  # 1 s of compute, 1 s of messages
+    text = " ".join(slow.advice)
+    assert "accumulate=9" in text  # 9 s of compute, 1 s of messages: a tenth
+    assert "72 samples a worker" in text
+    assert "0.1 would become 0.9" in text
+    fast = choose(planned(("allreduce", "exact", 0.0, 1_000)), ALLOWED)
+    assert "keep it" in " ".join(fast.advice)
+
+
+# Methods say of themselves what they do to training ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "kind"), [(n, k) for k in ("strategy", "reducer") for n in names(k)])  # type: ignore[arg-type]
+def test_a_method_says_its_effect_on_training_or_is_put_around_others(name: str, kind: Any) -> None:
+    facts = read_facts(name, kind)
+    assert facts.convergence is not None or facts.plans == []
+    for spec in facts.plans or ():
+        assert describe_candidate(spec).spec == spec
+
+
+def test_the_effect_of_a_method_around_others_is_that_of_the_one_with_the_greatest() -> None:
+    assert describe_candidate("allreduce(reducer=warmup(topk(k=0.1), steps=2))").convergence.grade == "compressed"
+    assert describe_candidate("local_sgd(reducer=fp16)").convergence.grade == "other"
+    assert describe_candidate("allreduce").convergence.grade == "exact"
+
+
+def test_local_steps_are_measured_with_an_exchange_in_each() -> None:
+    candidate = describe_candidate("diloco(every=50, delay=5)")
+    measuring: Any = candidate.for_measuring()
+    assert (measuring.every, measuring.delay) == (1, 0)
+    assert (candidate.every, candidate.is_delayed) == (50, True)
+
+
+# The command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-n", "2:4", "{script}"], "fixed number of workers"),
+        (["-n", "1", "{script}"], "from 2 up"),
+        (["-n", "2", "--methods", "topkk", "{script}"], "topkk"),
+        (["-n", "2", "--allow", "fast", "{script}"], "'fast'"),
+        (["-n", "2"], "no program"),
+    ],
+)
+def test_a_plan_that_cannot_be_made_says_why(
+    arguments: list[str], said: str, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *(word.format(script=script) for word in arguments)])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err

@@ -98,6 +98,22 @@ def test_an_oversubscribed_rack_slows_what_all_send_to_all_and_no_ring() -> None
     assert Cluster(between=LINK, rack_hosts=4, oversubscription=4.0).network(4).fitted == {}
 
 
+def test_who_waits_for_nobody_is_told_how_often_models_meet() -> None:
+    assert run("async_average(every_s=0.5)", 1000).note == "models are averaged every 3.14 s"  # 0.5 + 2 * 0.32 + 2
+
+
+def test_a_cluster_that_fails_all_the_time_is_reported_so() -> None:
+    found = study([make_method("allreduce", SMALL)], Cluster(failures=Failures(60.0, "restart")), [64], steps=5)
+    assert "failures leave no time to train" in write_report(found, "a model")
+
+
+def test_measured_links_between_hosts_say_nothing_of_the_memory_of_one() -> None:
+    """Two workers a host meet in memory that takes no time, then one of each host as measured."""
+    measured = Network(4, 1, LINK, fitted={"all_reduce": (0.007, 1.5e-6)})  # as the formula has it
+    network = Cluster(per_host=2, inside=Link(0.0, 1e18)).measured_as(measured).network(8)
+    assert network.seconds(Operation("all_reduce", 10**6)) == pytest.approx(1.507)
+
+
 # What must only grow or fall -------------------------------------------------------------------------------------
 
 METHODS = ["allreduce", "local_sgd(every=4)", "gossip", "parameter_server(servers=2, staleness=2)", "zero(stage=3)"]
@@ -236,6 +252,8 @@ def test_what_a_method_sends_grows_as_its_code_says() -> None:
     gathered = make_plan(plan_of("topk(k=0.01)", 2, Operation("all_gather", 6400)))
     (topk,) = gathered.make_methods([], Cluster())
     assert topk.at(1000).operations == [Operation("all_gather", 6400)]
+    (other,) = gathered.make_methods(["bf16"], Cluster())
+    assert other.note.startswith("not measured in the plan")
     split = make_plan(plan_of("zero(stage=2)", 4, Operation("reduce_scatter", 800), Operation("all_gather", 200)))
     (zero,) = split.make_methods([], Cluster())
     assert [o.nbytes for o in zero.at(100).operations] == [800, 8]
@@ -363,6 +381,9 @@ def test_the_command_takes_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--plan", "plan.json"], "leave out --parameters"),
         (["--plot", "curve.txt"], ".png"),
         (["--compressors", "0"], "above 0"),
+        (["--seed", "-1"], "from 0 up"),
+        (["--json", "no/such/folder/out.json"], "does not exist"),
+        (["--plot", "no/such/folder/out.png"], "does not exist"),
     ],
 )
 def test_bad_input_is_refused_with_what_to_do(

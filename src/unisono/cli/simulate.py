@@ -124,6 +124,7 @@ def _simulate(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
         workers = parse_counts(options.workers, "--workers")
         if options.plot is not None:
             check_path(options.plot)
+        _check_rest(options)
         cluster, methods, title = _read(options)
         _check_workers(workers, cluster.per_host)
         found = study(methods, cluster, workers, steps=options.steps, seed=options.seed)
@@ -143,6 +144,13 @@ def _simulate(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
             print(f"unisono simulate: {error}", file=sys.stderr)
             return 1
     return 0
+
+
+def _check_rest(options: argparse.Namespace) -> None:
+    if options.seed < 0:
+        raise ValueError(f"--seed: got {options.seed}, expected a number from 0 up")
+    if options.json not in (None, "-") and not Path(options.json).absolute().parent.is_dir():
+        raise ValueError(f"--json: the folder of {options.json!r} does not exist: make it first")
 
 
 def _check_workers(workers: list[int], per_host: int) -> None:

@@ -96,7 +96,7 @@ class Cluster:
         """What was measured, for so many workers. In the memory of a host ranks move bytes by their cores."""
         if (measured.ranks, measured.per_host) == (workers, per_host):
             return measured
-        network = measured.with_ranks(workers, per_host)
+        network = replace(measured, inside=measured.inside or self.inside).with_ranks(workers, per_host)
         slower = self.crowding(workers) / replace(self, per_host=measured.per_host).crowding(measured.ranks)
         if slower == 1.0:
             return network

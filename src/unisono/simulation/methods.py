@@ -52,6 +52,7 @@ class Traits:
     stage: int = 0
     bits: int | None = None
     one_host: bool = False
+    round_every_s: float | None = None
 
 
 def read_traits(spec: str) -> Traits:
@@ -78,7 +79,7 @@ def read_traits(spec: str) -> Traits:
             grade = describe_candidate(describe(reducer) if reducer is not None else "allreduce").convergence.grade
         return Traits("servers", grade, reducer, servers=strategy.servers, staleness=strategy.staleness)
     if name in ("async_average", "hogwild"):
-        return Traits("alone", grade, one_host=name == "hogwild")
+        return Traits("alone", grade, one_host=name == "hogwild", round_every_s=get("every_s", None))
     overlap = get("overlap", None) is not False
     return Traits("synchronous", grade, reducer, overlap=overlap, stage=get("stage", 0))
 
@@ -93,6 +94,7 @@ class Method:
     model_bytes: int
     push_bytes: int = 0
     alone_s: float | None = None  # a step of one worker alone, where it is not that of `at(1)`
+    note: str = ""  # where its numbers come from, if that needs to be said
 
 
 @dataclass

@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from unisono.simulation.report import describe_cluster
 from unisono.simulation.study import LIKE_ALLREDUCE, Study
 
 __all__ = ["draw"]
@@ -54,7 +55,7 @@ def draw(study: Study, path: str, title: str) -> None:
     axes.set_ylim(bottom=0.5)
     axes.set_xlabel("workers")
     axes.set_ylabel("speed-up over one worker")
-    axes.set_title(title, fontsize=10)
+    axes.set_title(f"{title}\n{describe_cluster(study.cluster)}", fontsize=8)
     axes.grid(alpha=0.3)
     key = "lines: exact solid, rounded dash-dotted, compressed dashed, other dotted; band: the best but for other"
     columns = 2 if max(len(m.spec) for m in order) > 30 else 4

@@ -18,6 +18,8 @@ from unisono.spec import build
 
 __all__ = ["Plan", "make_plan", "read_plan"]
 
+_NOT_MEASURED = "not measured in the plan: from the number of parameters, and reducers as fast as here"
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -52,7 +54,8 @@ class Plan:
             if spec in self.anatomies and traits.style in ("synchronous", "windows"):
                 found.append(self._carry(spec, traits, workload, crowding))
             else:
-                found.append(make_method(spec, workload))
+                note = "" if traits.style in ("servers", "neighbours", "alone") else _NOT_MEASURED
+                found.append(replace(make_method(spec, workload), note=note))
         return found
 
     def _carry(self, spec: str, traits: Traits, workload: Workload, crowding: float) -> Method:

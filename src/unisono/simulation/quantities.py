@@ -97,7 +97,7 @@ def describe_duration(seconds: float) -> str:
             return f"{seconds / size:.3g} {unit}"
     if seconds >= 0.9995:
         return f"{seconds:.3g} s"
-    return f"{1e3 * seconds:.3g} ms"
+    return f"{1e3 * seconds:.3g} ms" if seconds >= 5e-7 else "0 ms"
 
 
 def split_specs(text: str) -> list[str]:

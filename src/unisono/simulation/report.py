@@ -72,9 +72,8 @@ def _write_scales(study: Study) -> str:
     for workers in study.workers:
         ranked = [o for o in study.rank(workers) if not o.problem]
         shown = ranked[:_SHOWN]
-        best_exact = study.best(workers, ("exact",))
-        if best_exact is not None and best_exact not in shown:
-            shown.append(best_exact)
+        best = (study.best(workers, grades) for _, grades in reversed(GROUPS))
+        shown += [found for found in best if found is not None and found not in shown]
         for i, o in enumerate(shown):
             parts = (o.step_s, o.compute_s, o.communication_s, o.compression_s, o.waiting_s)
             row = [f"{workers:,}" if not i else "", o.spec, o.grade, *map(describe_duration, parts)]
@@ -86,18 +85,19 @@ def _write_scales(study: Study) -> str:
 def _write_methods(study: Study) -> str:
     lines = [["method", "training", *(f"{n:,}" for n in study.workers), "stops scaling at"]]
     order = sorted(study.methods, key=lambda m: -study.outcomes[m.spec][study.workers[-1]].throughput)
-    problems = []
+    notes = [f"  {method.spec}: {method.note}" for method in order if method.note]
     for method in order:
         rows = study.outcomes[method.spec]
         stops = study.stops_at(method.spec)
         numbers = [_write_times(rows[n].speed_up) if not rows[n].problem else "-" for n in study.workers]
-        problems += [f"  {method.spec}, {n:,} workers: {rows[n].problem}" for n in study.workers if rows[n].problem]
+        said = {n: rows[n].problem or rows[n].note for n in study.workers}
+        notes += [f"  {method.spec}, {n:,} workers: {words}" for n, words in said.items() if words]
         last = f"{stops:,}" if stops is not None else f"beyond {study.workers[-1]:,}"
         if rows[study.workers[-1]].problem and stops is None:
             last = "-"
         lines.append([method.spec, method.traits.grade, *numbers, last])
     note = "(stops scaling: from there on, twice as many workers give less than 10 % more)"
-    return "\n".join([align_columns(lines, left=(0, 1)), note, *problems])
+    return "\n".join([align_columns(lines, left=(0, 1)), note, *notes])
 
 
 def _explain_best(study: Study) -> list[str]:
@@ -129,7 +129,7 @@ def _write_range(scales: Sequence[int]) -> str:
 def _explain_purchases(study: Study) -> list[str]:
     lines = ["what to buy next, for the best that trains like all-reduce:"]
     for workers, (chosen, bought) in study.purchases.items():
-        gains = ", ".join(f"{p.what} {p.gain - 1:+.0%}" for p in bought[:3])
+        gains = ", ".join(f"{p.what} {p.gain - 1:+.0%}" for p in bought[:3]) or "failures leave no time to train"
         lines.append(f"  {workers:,} workers, {chosen.spec}: {gains}; {_explain_limit(chosen)}")
     failures = study.cluster.failures
     if failures.way == "restart" and math.isfinite(failures.mtbf_s):

@@ -14,6 +14,7 @@ from unisono.facts import Grade
 from unisono.simulation.cluster import Cluster
 from unisono.simulation.methods import Method
 from unisono.simulation.neighbours import list_heard, simulate_neighbours
+from unisono.simulation.quantities import describe_duration
 from unisono.simulation.servers import Service, simulate_servers
 from unisono.simulation.stragglers import Floats, Stragglers
 
@@ -49,6 +50,7 @@ class Outcome:
     waiting_s: float
     kept: float = 1.0
     problem: str = ""
+    note: str = ""
 
     @property
     def throughput(self) -> float:
@@ -287,4 +289,13 @@ def _train_alone(
     draws = step.compute_s * people.draw(rng, (steps,))
     mid = mean / rate
     outcome = _outcome(method, workers, np.full(1, mid), compute_s=mean, communication_s=0.0, compression_s=0.0)
-    return replace(outcome, low_s=float(np.quantile(draws, 0.1)), high_s=float(np.quantile(draws, 0.9)))
+    low_s, high_s = (float(np.quantile(draws, q)) for q in (0.1, 0.9))
+    return replace(outcome, low_s=low_s, high_s=high_s, note=_describe_rounds(method, cluster, workers))
+
+
+def _describe_rounds(method: Method, cluster: Cluster, workers: int) -> str:
+    """How often models are averaged behind the programs."""
+    if method.traits.round_every_s is None or workers == 1:
+        return ""
+    round_s = cluster.network(workers).seconds(Operation("all_reduce", method.model_bytes))
+    return f"models are averaged every {describe_duration(method.traits.round_every_s + round_s)}"

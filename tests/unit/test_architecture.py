@@ -30,7 +30,7 @@ MODULES = {name: module.path for name, module in UNISONO.modules.items()}
 
 # An import goes to a line above, or stays inside its own part.
 LAYERS = [
-    "runtime packing background rng sizes checks facts",
+    "runtime packing background rng sizes checks facts pages",
     "world buckets kernels",
     "reducer",
     "reducers exchange offload checkpoint data spec batch_norm",
@@ -38,7 +38,7 @@ LAYERS = [
     "strategies",
     "launchers progress footprint",
     "lab",
-    "trainer on",
+    "trainer on compare",
     "map_reduce",
     "estimators",
     "boost",

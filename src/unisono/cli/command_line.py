@@ -25,6 +25,7 @@ _EPILOG = """\
 examples:
   unisono run -n 4 train.py --epochs 3     the same program in four workers on this machine
   unisono run -n 2 -m project.train        a module instead of a file
+  unisono compare train.py --strategies allreduce,powersgd    which method is best here
   unisono scale 3                          another number of workers, for a run with -n MIN:MAX
   unisono export run/save m.safetensors    a checkpoint's model as one file
   unisono memory train.py --workers 4      what each worker will need, and the settings that fit

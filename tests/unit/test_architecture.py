@@ -30,7 +30,7 @@ MODULES = {name: module.path for name, module in UNISONO.modules.items()}
 
 # An import goes to a line above, or stays inside its own part.
 LAYERS = [
-    "runtime packing background rng sizes checks facts costs",
+    "runtime packing background rng sizes checks facts costs pages",
     "world buckets kernels",
     "reducer",
     "reducers exchange offload checkpoint data spec batch_norm",
@@ -40,7 +40,7 @@ LAYERS = [
     "lab",
     "planner",
     "simulation",
-    "trainer on",
+    "compare trainer on",
     "map_reduce",
     "estimators",
     "boost",

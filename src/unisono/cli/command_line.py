@@ -28,6 +28,7 @@ examples:
   unisono run -n 4 train.py --epochs 3     the same program in four workers on this machine
   unisono run -n 2 -m project.train        a module instead of a file
   unisono plan -n 4 train.py               which method is fastest on these workers and this network, and why
+  unisono compare train.py --strategies allreduce,powersgd    the program under several methods, in one table
   unisono scale 3                          another number of workers, for a run with -n MIN:MAX
   unisono export run/save m.safetensors    a checkpoint's model as one file
   unisono memory train.py --workers 4      what each worker will need, and the settings that fit

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -138,6 +140,8 @@ def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
     line = _ProgressLine()
     runs = Runs(request, line.show)
     interrupted = False
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)  # as Ctrl-C: no run outlives this command
     try:
         runs.make_all()
     except NothingToCompare as error:
@@ -233,7 +237,9 @@ class _ProgressLine:
         loss = "" if at.loss is None else f", loss {at.loss:.4g}"
         left = "" if at.left_s is None else f"; about {_describe_time(at.left_s)} left"
         where = f"step {at.step}{loss}" if at.step else "starting"
-        print(f"\r\033[K{head}: {where}, {_describe_time(at.seconds)}{left}"[:200], end="", file=sys.stderr, flush=True)
+        text = f"{head}: {where}, {_describe_time(at.seconds)}{left}"
+        width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be written anew
+        print(f"\r\033[K{text[:width]}", end="", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
         """Leave no line behind."""

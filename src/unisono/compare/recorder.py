@@ -106,8 +106,14 @@ class Recorder:
         fresh = self.ledger.step_count - self._taken
         if fresh <= 0:
             return
+        rows = list(self.ledger.rows)[-fresh:]
+        if rows[0].step != self._taken:
+            raise RuntimeError(
+                f"the script went on from a checkpoint (step {rows[-1].step}), perhaps that of the run before: methods "
+                "are compared from the same beginning. Give it no folder to go on from, or an empty one for each run"
+            )
         self._taken += fresh
-        for row in list(self.ledger.rows)[-fresh:]:
+        for row in rows:
             self._waiting.append((row, self._losses, self._samples))
             self._losses = []
         if self.ledger.clock() - self._written_at >= _WRITE_EVERY_S:

@@ -102,7 +102,7 @@ def _make_table(found: Comparison) -> Table:
 
 
 def _explain(found: Comparison) -> str:
-    text = f"Times are means over the steps after the first {WARM_UP}, the median over rounds. "
+    text = f"Times are means over the steps after the first {WARM_UP}; of several rounds, those of the middle one. "
     text += f"Losses are means over the workers and over the last {SMOOTHED} steps. Sent is what one worker sends in a "
     text += "step, ≈ by a formula. Speed-up is the time that one worker takes for the same samples, over this one. "
     return text + "A - stands for what is not known; that part of a step is then counted with the others of its row."

@@ -30,7 +30,11 @@ class Trial:
 
 @dataclass
 class Row:
-    """A method on so many workers, over all rounds: the median of each number; None where it is not known."""
+    """A method on so many workers, over all rounds; None where something is not known.
+
+    Times of a step, and samples a second, are those of one round, the middle one by its step time: so that the parts add
+    up. All else is the median over the rounds.
+    """
 
     method: str
     workers: int
@@ -99,16 +103,14 @@ def _measure(method: str, workers: int, trials: Sequence[Trial], target: float |
     if not curves:
         return row
     row.steps = min(map(len, curves))
-    row.step_s = median(_per_step(curve, curve.times) for curve in curves)
+    middle = sorted(curves, key=lambda curve: _per_step(curve, curve.times))[(len(curves) - 1) // 2]
+    row.step_s = _per_step(middle, middle.times)
     row.bytes_a_step = median(_per_step(curve, curve.sent) for curve in curves)
     row.bytes_by_formula = any(curve.bytes_by_formula for curve in curves)
     for name in PARTS:
         unknown = any(name in curve.not_measured for curve in curves)
-        means = [_mean(curve.parts[name][_warm_up(curve) :]) for curve in curves]
-        row.parts_s[name] = None if unknown else median(means)
-    rates = [_samples_a_second(curve) for curve in curves]
-    known = [rate for rate in rates if rate is not None]
-    row.samples_a_second = median(known) if len(known) == len(rates) else None
+        row.parts_s[name] = None if unknown else _mean(middle.parts[name][_warm_up(middle) :])
+    row.samples_a_second = _samples_a_second(middle)
     if target is not None:
         times = [found for curve in curves if (found := find_target(curve, target)) is not None]
         row.reached = len(times)

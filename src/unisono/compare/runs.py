@@ -91,6 +91,7 @@ class Progress:
     step: int = 0
     loss: float | None = None
     seconds: float = 0.0
+    start_s: float = 0.0  # of these, until the first step was seen
     left_s: float | None = None  # about, for all runs that are still to come
 
 
@@ -109,7 +110,8 @@ class Runs:
 
     def make_all(self) -> None:
         """One after the other. KeyboardInterrupt ends the one under way, which then does not count."""
-        shutil.rmtree(self.request.folder / "runs", ignore_errors=True)
+        for former in (self.request.folder / "runs").glob("[0-9][0-9]*-*/run.log"):
+            shutil.rmtree(former.parent)  # of a comparison before this one
         for number, run in enumerate(self.planned, 1):
             began = time.monotonic()
             self.trials.append(self._make(run, Progress(run, number, len(self.planned))))
@@ -126,6 +128,7 @@ class Runs:
             while process.poll() is None and not self._is_enough(watched, time.monotonic() - began):
                 progress.step, progress.loss = len(watched.losses), watched.smoothed
                 progress.seconds = time.monotonic() - began
+                progress.start_s = progress.start_s if progress.step else progress.seconds
                 progress.left_s = self._estimate(progress)
                 self.show(progress)
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -163,12 +166,12 @@ class Runs:
 
     def _estimate(self, progress: Progress) -> float | None:
         """How long the rest will take, as the runs so far took."""
-        if not self._took:
-            if not (self.request.steps and progress.step):
-                return None
-            each = progress.seconds * self.request.steps / progress.step
-        else:
+        if self._took:
             each = sum(self._took) / len(self._took)
+        elif self.request.steps and progress.step and self.request.target is None:
+            each = progress.start_s + (progress.seconds - progress.start_s) * self.request.steps / progress.step
+        else:
+            return None
         return max(0.0, each - progress.seconds) + each * (progress.count - progress.number)
 
     def _write_command(self, run: Planned, folder: Path) -> list[str]:

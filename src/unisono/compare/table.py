@@ -22,7 +22,7 @@ def headings(found: Comparison) -> list[tuple[str, str]]:
     """Each column's name and unit."""
     columns = [("method", ""), ("workers", ""), ("step", "ms")]
     columns += [(_SHORT[name], "ms") for name in PARTS]
-    columns += [("sent", "MB/step"), ("samples", "/s"), ("speed-up", ""), ("effic.", "")]
+    columns += [("sent", "a step"), ("samples", "/s"), ("speed-up", ""), ("effic.", "")]
     if found.equal_time_s is not None:
         columns.append(("loss", f"at {_seconds(found.equal_time_s)}"))
     if found.equal_samples is not None:
@@ -36,8 +36,8 @@ def cells(row: Row, found: Comparison) -> list[str]:
     """A row's text for each column; "-" where something is not known."""
     texts = [row.method, str(row.workers), _milliseconds(row.step_s)]
     texts += [_milliseconds(row.parts_s.get(name)) for name in PARTS]
-    sent = "-" if row.bytes_a_step is None else f"{row.bytes_a_step / 1e6:.3g}"
-    texts.append(f"≈{sent}" if row.bytes_by_formula and sent not in "-0" else sent)
+    sent = "-" if row.bytes_a_step is None else _bytes(row.bytes_a_step)
+    texts.append(f"≈{sent}" if row.bytes_by_formula and row.bytes_a_step else sent)
     texts.append("-" if row.samples_a_second is None else _rate(row.samples_a_second))
     texts.append("-" if row.speed_up is None else f"{row.speed_up:.2f}")
     texts.append("-" if row.efficiency is None else f"{row.efficiency:.0%}")
@@ -100,6 +100,18 @@ def _milliseconds(seconds: float | None) -> str:
         return "-"
     ms = 1e3 * seconds
     return f"{ms:.0f}" if ms >= 99.95 or ms < 0.005 else f"{ms:.1f}" if ms >= 9.995 else f"{ms:.2f}"
+
+
+def _bytes(count: float) -> str:
+    """With three digits.
+
+    >>> _bytes(0), _bytes(849.3), _bytes(39_120), _bytes(1.25e6)
+    ('0', '849 B', '39.1 kB', '1.25 MB')
+    """
+    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= 0.9995 * size:
+            return f"{count / size:.0f} {unit}" if count >= 99.95 * size else f"{count / size:.3g} {unit}"
+    return f"{count:.3g} B" if count else "0"
 
 
 def _seconds(seconds: float) -> str:

@@ -50,6 +50,7 @@ LAYERS = [
 PUBLIC_BASES = {
     "unisono.strategy.Strategy",
     "unisono.strategy.Replica",
+    "unisono.strategy.ChangingReplica",
     "unisono.reducer.Reducer",
     "unisono.callbacks.Callback",
     "unisono.world.transports.Transport",

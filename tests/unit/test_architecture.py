@@ -53,6 +53,7 @@ LAYERS = [
 PUBLIC_BASES = {
     "unisono.strategy.Strategy",
     "unisono.strategy.Replica",
+    "unisono.strategy.changing.ChangingReplica",
     "unisono.reducer.Reducer",
     "unisono.callbacks.Callback",
     "unisono.world.transports.Transport",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unisono.checkpoint import ModelPart
 from unisono.strategy.binding import parallel
+from unisono.strategy.changing import ChangingReplica
 from unisono.strategy.healing import follow
 from unisono.strategy.periodic import PeriodicReplica
 from unisono.strategy.replica import (
@@ -25,6 +26,7 @@ __all__ = [
     "BucketBytes",
     "Buffers",
     "Change",
+    "ChangingReplica",
     "ModelPart",
     "PeriodicReplica",
     "Replica",

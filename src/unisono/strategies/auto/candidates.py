@@ -34,6 +34,7 @@ def list_candidates(model: nn.Module, world: World) -> list[Strategy]:
 
 def with_settings(strategy: Strategy, **settings: Any) -> Strategy:
     """The strategy with these settings, as far as it has them."""
-    fields = {f.name for f in dataclasses.fields(strategy)} if dataclasses.is_dataclass(strategy) else set()
-    changed: Strategy = dataclasses.replace(strategy, **{k: v for k, v in settings.items() if k in fields})  # type: ignore[type-var]
+    known: list[str] = [f.name for f in dataclasses.fields(strategy)] if dataclasses.is_dataclass(strategy) else []
+    given = {name: value for name, value in settings.items() if name in known}
+    changed: Strategy = dataclasses.replace(strategy, **given) if given else strategy  # type: ignore[type-var]
     return changed

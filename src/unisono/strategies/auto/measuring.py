@@ -96,10 +96,13 @@ def estimate_costs(strategy: Strategy, model: nn.Module, world: World) -> Costs 
         return Costs(sent, max(1, len(buckets)), 0.0, overlaps)
     sample, share = _make_sample(named)
     messages, sample_sent = _count_messages(reducer, sample, world)
-    closed_form = reducer.sends is not None and sum(reducer.sends(bucket, world.size) for bucket in buckets)
+    if reducer.sends is not None:
+        sent = sum(reducer.sends(bucket, world.size) for bucket in buckets)
+    else:
+        sent = round(sample_sent * share)
     work_s = 0.0 if reducer.exact else _time_dry_run(reducer, sample, world) * share
-    mine = [closed_form or sample_sent * share, messages * len(buckets), work_s]
-    return Costs(*take_slowest(world, mine), overlaps)
+    agreed = take_slowest(world, [sent, messages * len(buckets), work_s])
+    return Costs(agreed[0], agreed[1], agreed[2], overlaps)
 
 
 def _default_bytes(named: Sequence[tuple[str, Parameter]], reducer: Reducer | None) -> int:

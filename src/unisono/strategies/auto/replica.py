@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from unisono.spec import build, describe
 from unisono.strategies.auto.decisions import Candidate, Costs, Decision, Link, Tuner
 from unisono.strategies.auto.measuring import estimate_costs, measure_link, measure_steps
-from unisono.strategy import Replica, Strategy
-from unisono.strategy.changing import ChangingReplica
+from unisono.strategy import ChangingReplica, Replica, Strategy
 from unisono.world import World
 
 if TYPE_CHECKING:

@@ -39,6 +39,9 @@ _HEAD = 8  # the first is an eighth: on 10 Gbit/s the rest is divided in less ti
 _NATIVE = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _DIRECT_TAG = 1 << 30  # the tag of `send` and `recv`, apart from those of the rings
+_TINY = 512  # bytes that go to all ranks at once, as flags and barriers do
+_FEW = 8  # ranks up to which they do
+_TINY_TAG = _DIRECT_TAG + 1  # and the number of the round: apart from all other tags
 _SIGN = 128  # bytes that a rank tells its neighbour before an operation
 _ATTEMPTS = 3  # to connect
 _PATIENCE_S = 30.0  # for the others to fail as well
@@ -129,7 +132,17 @@ class GlooTransport(Transport):
     @_translate_errors
     def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
         x = _join(parts)
-        self._agree("all_reduce", f"{op} of {x.numel()} x {x.dtype}")
+        what, sign = "all_reduce", f"{op} of {x.numel()} x {x.dtype}"
+        if 0 < x.numel() * x.element_size() <= _TINY and self.size <= _FEW:
+            self._at_once(x, op, what, sign)
+        else:
+            self._agree(what, sign)
+            self._reduce(x, op)
+        if len(parts) > 1:
+            _copy_parts(x, parts)
+        return UNKNOWN
+
+    def _reduce(self, x: Tensor, op: Op) -> None:
         if x.numel():
             if x.dtype in _NATIVE:
                 self._native(x, op)
@@ -139,9 +152,27 @@ class GlooTransport(Transport):
                 self._native(x.view(torch.uint8), op)
             else:
                 self._narrow(x, op)
-        if len(parts) > 1:
-            _copy_parts(x, parts)
-        return UNKNOWN
+
+    def _at_once(self, x: Tensor, op: Op, what: str, sign: str) -> None:
+        """Every rank's numbers to every rank: one way through the network, where agreeing and a ring take 2N - 1.
+
+        They carry the sign, as some rank may be the only one that disagrees; it is told to the next rank as well, which
+        may be in another operation. Messages have one size, whatever the ranks disagree on.
+        """
+        mine, theirs, works = self._begin_to_agree(what, sign)
+        tag, group, nbytes = _TINY_TAG + self._rounds, self.group, x.numel() * x.element_size()
+        came = list(torch.zeros(self.size, _SIGN + _TINY, dtype=torch.uint8))
+        came[self.rank][:_SIGN] = mine
+        came[self.rank][_SIGN : _SIGN + nbytes] = x.view(torch.uint8)
+        others = [r for r in range(self.size) if r != self.rank]
+        given = [group.recv([came[r]], r, tag) for r in others]
+        given += [group.send([came[self.rank]], r, tag) for r in others]
+        self._end_to_agree(what, mine, theirs, works)
+        for work in given:
+            work.wait()
+        for r in others:
+            self._compare(what, mine, came[r][:_SIGN], r)
+        combine([line[_SIGN : _SIGN + nbytes].view(x.dtype) for line in came], op, x)
 
     def _native(self, x: Tensor, op: Op) -> None:
         """Divided before summing, so that nothing overflows: the rest while the first part of a large one travels."""
@@ -334,17 +365,25 @@ class GlooTransport(Transport):
 
     def _agree(self, what: str, sign: str) -> None:
         """Tell the next rank what I am about to do, and hear it from the previous one."""
+        self._end_to_agree(what, *self._begin_to_agree(what, sign))
+
+    def _begin_to_agree(self, what: str, sign: str) -> tuple[Tensor, Tensor, list[Any]]:
+        """My sign, the place for that of the previous rank, and what has to end before it is there."""
         mine = _encode(f"{what} {sign}" + (f" as collective {self.sequence}" if self.sequence else ""))
         theirs = torch.empty(_SIGN, dtype=torch.uint8)
-        previous, tag = (self.rank - 1) % self.size, self.next_round()
-        receiving = self.group.recv([theirs], previous, tag)
-        sending = self.group.send([mine], (self.rank + 1) % self.size, tag)
-        receiving.wait()
-        sending.wait()
+        tag = self.next_round()
+        receiving = self.group.recv([theirs], (self.rank - 1) % self.size, tag)
+        return mine, theirs, [receiving, self.group.send([mine], (self.rank + 1) % self.size, tag)]
+
+    def _end_to_agree(self, what: str, mine: Tensor, theirs: Tensor, works: list[Any]) -> None:
+        for work in works:
+            work.wait()
+        self._compare(what, mine, theirs, (self.rank - 1) % self.size)
+
+    def _compare(self, what: str, mine: Tensor, theirs: Tensor, rank: int) -> None:
         if not theirs.equal(mine):
             raise Mismatch(
-                f"{what}: the ranks disagree; rank {previous} has {_decode(theirs)}, "
-                f"rank {self.rank} has {_decode(mine)}"
+                f"{what}: the ranks disagree; rank {rank} has {_decode(theirs)}, rank {self.rank} has {_decode(mine)}"
             )
 
     def _explain_failure(self, what: str, problem: str, is_mismatch: bool) -> Exception:

@@ -5,11 +5,11 @@ rates `loss` should have, on one host. <link> is 100mbit or 1gbit; with --mbit a
 
 ring: ring_fraction_<link>, gloo_fraction_<link>: of the bound 2(N-1)/N bytes/bandwidth, by our all-reduce of 20 MB
     (below 500 Mbit/s) or 100 MB and by gloo's. The shaper counts whole frames: about 0.96 is all that TCP can reach.
-step: ddp_over_<method>_<mbit>, dense_over_<method>_<mbit>: DistributedDataParallel's step, and ours with the exact mean,
-    over the step with the method, on the 25 M-parameter MLP of step.py; ddp_s_<mbit>, dense_s_<mbit>: in seconds.
+step: ddp_over_<method>_<mbit>, dense_over_<method>_<mbit>: the step of DistributedDataParallel, and ours with the exact
+    mean, over the step with the method, on the 25 M-parameter MLP of step.py; ddp_s_<mbit>, dense_s_<mbit>: in seconds.
 loss: <method>_seconds, _steps: to the loss that DDP reaches in --steps steps (time_to_loss.py), on the slowest link;
-    <method>_step_s: the median; best: the method of ours that was first; best_over_ddp_<link>, best_over_torch_powersgd_<link>: the times of DDP, and
-    of the best rank of PyTorch's PowerSGD hook, over that of the best.
+    <method>_step_s: the median; best: the method of ours that was first; best_over_ddp_<link>,
+    best_over_torch_powersgd_<link>: the times of DDP, and of the best rank of PyTorch's PowerSGD hook, over its time.
 
 Needs root and iproute2. `tcp` is the congestion control on the hosts: Reno, which is least affected by the shaper's one
 queue for data and acknowledgements (see results/README.md).

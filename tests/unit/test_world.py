@@ -187,6 +187,33 @@ def test_a_large_mean_between_hosts_is_that_of_one_process(dtype: torch.dtype) -
         assert torch.equal(x, found[0])
 
 
+class Recorded:
+    """A gloo group, and the names of the operations that it was asked for."""
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.asked = group, []
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked.append(name)
+        return getattr(self.group, name)
+
+
+@pytest.mark.parametrize(("n", "in_a_ring"), [(1, False), (128, False), (129, True)])
+def test_few_numbers_between_hosts_go_to_all_ranks_at_once(n: int, in_a_ring: bool) -> None:
+    """With the bits of one process that adds in rank order; no ring, whose every hop waits for the one before."""
+    inputs = [torch.randn(n, generator=torch.Generator().manual_seed(r)) for r in range(4)]
+    expected = (inputs[0] + inputs[1] + inputs[2] + inputs[3]) * 0.25
+
+    def work(world: World) -> None:
+        transport: Any = world.transport
+        transport._gloo = group = Recorded(transport._gloo)
+        got = world.all_reduce(inputs[world.rank].clone(), "mean").wait()
+        assert ("allreduce" in group.asked) == in_a_ring
+        assert torch.allclose(got, expected) if in_a_ring else torch.equal(got, expected)
+
+    run_messages(work, 4)
+
+
 def test_the_first_part_of_a_large_mean_travels_while_the_rest_is_divided() -> None:
     x, undivided = torch.ones(1 << 20), []
 

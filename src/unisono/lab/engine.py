@@ -175,11 +175,12 @@ def _describe(links: Sequence[Link], rates: Sequence[float], latency_s: float, *
     lines = []
     for link in dict.fromkeys(links):
         hosts = [host for host, other in enumerate(links) if other == link]
-        who = "every host" if len(hosts) == len(links) else f"host{'s' * (len(hosts) > 1)} {', '.join(map(str, hosts))}"
+        who = "" if len(hosts) == len(links) else f", host{'s' * (len(hosts) > 1)} {', '.join(map(str, hosts))}"
+        asked = "not held back" if link == Link() else f"asked {link.describe()}"
         measured = f"measured {describe_rate(min(rates[host] for host in hosts))} of payload"
         added = f" and {describe_time(link.latency_s)} that the transport adds" if by_kernel and link.latency_s else ""
         lines.append(
-            f"{len(links)} emulated host{'s' * (len(links) > 1)}, {who}: asked {link.describe()}, {measured}, latency "
+            f"{len(links)} emulated host{'s' * (len(links) > 1)}{who}: {asked}, {measured}, latency "
             f"{describe_time(latency_s)}{added}"
         )
     return lines

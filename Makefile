@@ -46,7 +46,7 @@ doctest: $(STAMP)
 bench: $(STAMP)
 	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file; done
 
-# tests/network lays out hosts as network namespaces: root and iproute2. Without them these tests are skipped.
+# tests/network lays out hosts as network namespaces, by iproute2. Where they cannot be made these tests are skipped.
 network-tools:
 	@if [ "$$(id -u)" = 0 ] && ! command -v ip >/dev/null && command -v apt-get >/dev/null; then \
 		apt-get update -qq && apt-get install -y -qq --no-install-recommends iproute2 \

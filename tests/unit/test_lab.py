@@ -19,7 +19,8 @@ from unisono.runtime.link_text import Link
 
 @pytest.fixture
 def script(tmp_path: Path) -> str:
-    (tmp_path / "script.py").write_text("import os\nprint(os.environ['UNISONO_HOST'], os.environ['UNISONO_NET'])\n")
+    names = ["UNISONO_HOST", "UNISONO_NET", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
+    (tmp_path / "script.py").write_text(f"import os\nprint(*[os.environ[name] for name in {names}])\n")
     return str(tmp_path / "script.py")
 
 
@@ -73,10 +74,14 @@ def test_no_more_passes_over_an_emulated_link_than_was_asked_for() -> None:
 
 def test_without_namespaces_the_transport_shapes_and_it_is_said_so(script: str, tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PATH": str(tmp_path)}
-    command = [sys.executable, "-m", "unisono", "run", "-n", "2", "--net", "1gbit,1ms", script]
+    command = [sys.executable, "-m", "unisono", "run", "-n", "3", "--hosts", "2", "--net", "1gbit,1ms", script]
     ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
-    assert sorted(ended.stdout.splitlines()) == ["[0] host0 1gbit,1ms", "[1] host1 1gbit,1ms"]
+    assert sorted(ended.stdout.splitlines()) == [
+        "[0] host0 1gbit,1ms 0 2",
+        "[1] host0 1gbit,1ms 1 2",
+        "[2] host1 1gbit,1ms 0 1",
+    ]
     assert "`ip` is not installed: apt-get install iproute2; the workers' own transport holds bytes" in ended.stderr
     ended = subprocess.run([*command[:-1], "--shaper", "kernel", script], env=env, capture_output=True, text=True)
     assert ended.returncode == 1

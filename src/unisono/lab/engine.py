@@ -29,6 +29,7 @@ Shaper = Literal["auto", "kernel", "transport"]
 _SHAPERS = ("auto", "kernel", "transport")
 _REACHED, _NEARLY_REACHED = 0.85, 0.5  # of the rate that was asked for; headers take 4 % of it
 _MOST_HOSTS = 200
+_MOST_RESTARTS = 40  # each has a socket to listen on, made with the hosts
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,8 @@ class Lab(Engine):
     def check(self, workers: int) -> None:
         hosts = self._count_hosts(workers)
         parse_links(self.net or "0ms", hosts)
-        if self.max_restarts < 0:
-            raise ValueError(f"lab: got max_restarts={self.max_restarts}; expected a whole number from 0 up")
+        if not 0 <= self.max_restarts <= _MOST_RESTARTS:
+            raise ValueError(f"lab: got max_restarts={self.max_restarts}; expected 0 to {_MOST_RESTARTS}")
         if self.shaper not in _SHAPERS:
             raise ValueError(f"lab: got shaper={self.shaper!r}; expected one of {', '.join(_SHAPERS)}")
 
@@ -174,11 +175,12 @@ def _describe(links: Sequence[Link], rates: Sequence[float], latency_s: float, *
     lines = []
     for link in dict.fromkeys(links):
         hosts = [host for host, other in enumerate(links) if other == link]
-        who = "every host" if len(hosts) == len(links) else f"host{'s' * (len(hosts) > 1)} {', '.join(map(str, hosts))}"
+        who = "" if len(hosts) == len(links) else f", host{'s' * (len(hosts) > 1)} {', '.join(map(str, hosts))}"
+        asked = "not held back" if link == Link() else f"asked {link.describe()}"
         measured = f"measured {describe_rate(min(rates[host] for host in hosts))} of payload"
         added = f" and {describe_time(link.latency_s)} that the transport adds" if by_kernel and link.latency_s else ""
         lines.append(
-            f"{len(links)} emulated host{'s' * (len(links) > 1)}, {who}: asked {link.describe()}, {measured}, latency "
+            f"{len(links)} emulated host{'s' * (len(links) > 1)}{who}: {asked}, {measured}, latency "
             f"{describe_time(latency_s)}{added}"
         )
     return lines

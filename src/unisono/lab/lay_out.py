@@ -38,7 +38,7 @@ _PINGS = 40
 _ATTEMPTS, _REACHED = 3, 0.9
 
 
-class Obstacle(Exception):
+class _Obstacle(Exception):
     """Why hosts cannot be emulated by namespaces here."""
 
 
@@ -77,7 +77,7 @@ def _open_switch(is_user: bool) -> tuple[int, int]:
             _unshare(_CLONE_NEWNET)
     except OSError as error:
         what = "user and network namespaces" if is_user else "a network namespace"
-        raise Obstacle(f"{what} cannot be made here: {error.strerror}") from None
+        raise _Obstacle(f"{what} cannot be made here: {error.strerror}") from None
     user = os.open("/proc/self/ns/user", os.O_RDONLY | os.O_CLOEXEC) if is_user else -1
     return _own_network(), user
 
@@ -111,10 +111,10 @@ def _run_batch(program: str, lines: Sequence[str], keep: Sequence[int] = ()) -> 
             [program, "-batch", "-"], input="\n".join(lines) + "\n", capture_output=True, text=True, pass_fds=keep
         )
     except FileNotFoundError:
-        raise Obstacle(f"`{program}` is not installed: apt-get install iproute2") from None
+        raise _Obstacle(f"`{program}` is not installed: apt-get install iproute2") from None
     if done.returncode:
         words = " ".join(done.stderr.split())
-        raise Obstacle(f"`{program}` failed: {words or done.returncode}")
+        raise _Obstacle(f"`{program}` failed: {words or done.returncode}")
 
 
 def _lay_out(switch: int, rates: Sequence[float | None]) -> list[int]:
@@ -274,7 +274,7 @@ def _main(fd: int) -> None:
     fds: list[int] = []
     try:
         found, fds = _serve(asked)
-    except Obstacle as error:
+    except _Obstacle as error:
         found = {"obstacle": str(error)}
     socket.send_fds(launcher, [json.dumps(found).encode() + b"\n"], fds)
 

@@ -132,6 +132,10 @@ class Runner:
             before = loss
         return None
 
+    def may_reach(self, target: float, steps: int) -> bool:
+        """Whether it has not, and may yet: in so many steps, and without having diverged."""
+        return self.reached(target) is None and self.steps < steps and self.losses[-1] < 1.5 * self.losses[0]
+
 
 def wrap(spec: str, model: Any, optimizer: Any) -> Any:
     """What is called instead of the model."""
@@ -162,12 +166,10 @@ def race(names: Sequence[str], steps: int, text_path: str | None, world: Any, sa
         told = ", ".join(f"{name} {r.losses[-1]:.3f} ({sum(r.seconds):.0f} s)" for name, r in runners.items())
         say(f"  step {(turn + 1) * TURN}: {told}")
     target = runners["ddp"].curve[-1]
-    for name, runner in runners.items():
-        while (
-            runner.reached(target) is None and runner.steps < 2 * steps and runner.losses[-1] < 1.5 * runner.losses[0]
-        ):
+    while behind := {name: r for name, r in runners.items() if r.may_reach(target, 2 * steps)}:
+        for runner in behind.values():
             runner.take_turn()
-        say(f"  {name}: {runner.steps} steps, loss {runner.curve[-1]:.4f}")
+        say(f"  still above {target:.4f}: " + ", ".join(f"{name} {r.curve[-1]:.4f}" for name, r in behind.items()))
     found = {name: runner.reached(target) for name, runner in runners.items()}
     step_s = {name: statistics.median(runner.seconds) / TURN for name, runner in runners.items()}
     return {"target": target, "reached": found, "step_s": step_s}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from functools import partial
 from inspect import getsourcefile as read_source
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -
     optimizer.step()
 
 
-def run_course(world: World, methods: list[str], **settings: Any) -> Measured:
+def run_course(world: World, methods: list[str], saves: Path | None = None, **settings: Any) -> Measured:
     torch.manual_seed(0)
     model, optimizer = make_model()
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(world.rank))
@@ -141,6 +142,8 @@ def run_course(world: World, methods: list[str], **settings: Any) -> Measured:
     )
     while not done:
         train(model, optimizer, x)
+        if saves is not None:
+            un.save(saves, course.replica)
     assert all(bool(p.isfinite().all()) for p in model.parameters())
     course.replica.close()
     return course.measured
@@ -214,8 +217,11 @@ def test_what_was_measured_goes_through_json(measured: Measured) -> None:
     assert both[0] == both[1]
 
 
-def test_verified_methods_have_a_measured_step_beside_the_predicted() -> None:
-    found = un.run_threads(lambda world: run_course(world, ["allreduce", "fp16"], verify=1), 2, hosts=["a", "b"])[0]
+def test_verified_methods_have_a_measured_step_and_a_program_that_saves_writes_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    course = partial(run_course, methods=["allreduce", "fp16"], saves=folder, verify=1)
+    found = un.run_threads(course, 2, hosts=["a", "b"])[0]
+    assert not folder.exists()
     times = {m.spec: m.verified_s for m in found.methods}
     assert times["allreduce"] is not None
     assert times["allreduce"] > 0

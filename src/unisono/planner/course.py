@@ -102,6 +102,7 @@ class Course:
         self._snapshot: tuple[dict[str, Any], dict[str, Any]] | None = None
         quiet: Strategy = build("allreduce", kind="strategy")
         self.replica = ChangingReplica(quiet.bind(model, optimizer, World(device=world.device)), quiet, self.next)
+        self.replica.is_trial = True
         self._bare_s = 0.0  # this rank's step with nothing exchanged
         self._finished = finished
         self._steps = self._run()

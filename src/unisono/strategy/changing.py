@@ -26,6 +26,8 @@ class ChangingReplica(Replica):
     else, the strategy may change, by `change` or `replace`.
     """
 
+    is_trial = False  # nothing of it is to be kept: `un.save` writes nothing
+
     def __init__(self, inner: Replica, strategy: Strategy, between_steps: Callable[[], None]) -> None:
         # Replica's own would watch the optimizer and the model a second time.
         self.inner, self.strategy = inner, strategy

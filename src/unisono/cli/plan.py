@@ -89,9 +89,9 @@ def add_command(commands: Commands) -> None:
     group.add_argument(
         "--budget",
         type=float,
-        default=25.0,
+        default=20.0,
         metavar="S",
-        help="begin no further method after so many seconds of measuring; default: 25",
+        help="begin no further method after so many seconds of measuring; default: 20",
     )
     group.add_argument("--json", metavar="FILE", help="write the plan and all that was measured")
     parser.set_defaults(start=parser.get_default("run"), run=_plan, output="rank0")

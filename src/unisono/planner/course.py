@@ -45,6 +45,7 @@ from unisono.world.transports.silent import SilentTransport
 _WARM = 2  # steps before anything counts
 _BARE = 3
 _TRACED = 3  # steps a method, after a first one
+_SLOW_S = 0.3  # where a step takes longer: one fewer
 _BEST = 3  # methods that are verified
 _ROUNDS = 2
 _VERIFIED = 3  # steps of a method in a round, after a first one
@@ -58,13 +59,13 @@ class Settings:
 
     methods: Sequence[str] = ()
     allow: Sequence[str] = ("exact", "rounded", "compressed")
-    budget_s: float = 25.0
+    budget_s: float = 20.0
     verify: int = 0
     file: str = ""
 
 
 def steps_needed(methods: int, verify: int) -> int:
-    """Optimizer steps that a whole measurement takes."""
+    """Optimizer steps that a whole measurement takes, at most."""
     return _WARM + _BARE + methods * (1 + _TRACED) + verify * _ROUNDS * (1 + _VERIFIED)
 
 
@@ -147,6 +148,7 @@ class Course:
                 yield from self._measure_method(candidate)
         if self.settings.verify:
             yield from self._verify()
+        self._go_quiet()
         self._look_at_memory()
         self._tell("")
 
@@ -184,15 +186,16 @@ class Course:
             return
         taken: list[TracedStep] = []
         with watched_by(trace):
+            began = time.perf_counter()
             yield
-            for _ in range(_TRACED):
+            is_slow = max(self.world.gather_objects(time.perf_counter() - began)) > _SLOW_S
+            for _ in range(_TRACED - is_slow):
                 self.world.barrier()
                 trace.start()
                 yield
                 self._settle()
                 taken.append(trace.stop())
         peak = _read_peak(self.world.device)
-        self._go_quiet()
         mine = [_to_anatomy(candidate, step, self.world.size, self._bare_s).to_dict() for step in taken]
         everyone = self.world.gather_objects({"steps": mine, "walls": [step.wall_s for step in taken], "peak": peak})
         anatomy = _choose_anatomy(everyone)
@@ -213,7 +216,6 @@ class Course:
                     yield
                     self._settle()
                     taken[spec].append(time.perf_counter() - began)
-                self._go_quiet()
         everyone = self.world.gather_objects(taken)
         for spec in chosen:
             slowest = [max(step) for step in zip(*(each[spec] for each in everyone), strict=True)]

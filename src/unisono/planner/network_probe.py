@@ -87,20 +87,20 @@ def measure_operation(
     """
     points = []
     times = 1
-    used, began = time.process_time(), time.perf_counter()
     for nbytes in _sizes(most_bytes):
         run = _prepare(channel, op, nbytes)
         run()
+        used, began = time.process_time(), time.perf_counter()
         for _ in range(_CHUNKS):
             seconds = _slowest(channel, lambda run=run, times=times: _time(channel, run, times)) / times  # type: ignore[misc]
             points.append((float(nbytes), seconds))
             if seconds > _LONG_S:
                 break
+        if busy is not None:  # the largest size's is kept: there it counts
+            busy[op] = (time.process_time() - used) / (time.perf_counter() - began)
         if seconds > _LONG_S:
             break
         times = max(1, min(20, int(_CHUNK_S / (seconds * 2))))
-    if busy is not None:
-        busy[op] = (time.process_time() - used) / (time.perf_counter() - began)
     return points
 
 

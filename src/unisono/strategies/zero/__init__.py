@@ -41,7 +41,7 @@ FACTS = Facts(
         "spare=True, optimizer_on=cpu": "stepped together",
     },
     convergence=Convergence("exact", "as one process on the joined batches; state is split over the workers"),
-    plans=["zero(stage=1)", "zero(stage=2)"],
+    plans=["zero(stage=2)"],
 )
 
 

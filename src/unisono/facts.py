@@ -106,7 +106,8 @@ class Facts:
     """What is true of a method. Its module has them as `FACTS`; the first example is the one tried where one will do.
 
     refuses: settings that it refuses, and a word of the reason: `{"k=0": "fraction"}`.
-    convergence: its effect on training; None: that of the methods that it is put around.
+    convergence: its effect on training; None: that of the methods that it is put around. `unisono plan` tries a method
+        of itself where it says that.
     plans: specs that `unisono plan` tries (None: its bare name).
     unpredicted: why their step time cannot be predicted; empty: it can.
 

@@ -151,6 +151,19 @@ def test_measured_points_count_between_them_and_their_last_rate_beyond() -> None
     assert net.seconds(Operation("all_reduce", 500)) == pytest.approx(0.0005)
 
 
+def test_measured_points_move_with_the_bandwidth() -> None:
+    net = Network(
+        2, 1, Link(0.0, 8e6), fitted={"all_reduce": (0.5, 1e-6)}, curves={"all_reduce": [(0, 0.5), (1e6, 1.6)]}
+    )
+    assert net.with_bandwidth(16e6).seconds(Operation("all_reduce", 1_000_000)) == pytest.approx(0.6 + 0.5)
+    assert net.with_bandwidth(8e6).seconds(Operation("all_reduce", 1_000_000)) == pytest.approx(1.6)
+
+
+def test_the_large_sizes_say_the_rate_also_where_most_sizes_are_small() -> None:
+    points = [(512, 0.02), (4096, 0.019), (32_768, 0.021), (262_144, 0.05), (2_097_152, 0.3)]
+    assert fit(points)[1] == pytest.approx(0.28 / 2_097_152, rel=0.1)
+
+
 def test_what_is_hidden_takes_cores_away_where_none_is_free() -> None:
     # 4 s of messages, of which the program waits for 1; each hidden second takes half a second of compute.
     step = Anatomy("allreduce", 2, 10.0, (Job(5.0, 0.0, reduce(400), 8.0),))

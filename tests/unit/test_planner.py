@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from functools import partial
+from inspect import getsourcefile as read_source
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +25,8 @@ from unisono.planner.course import Course, Settings, steps_needed
 from unisono.planner.measured import Measured, Method
 from unisono.planner.report import plan_to_dict, write_report
 from unisono.planner.trace import Trace
-from unisono.spec import names, read_facts
+from unisono.reducers import fp16
+from unisono.spec import extend, names, read_facts
 from unisono.world import World
 from unisono.world.transports.silent import SilentTransport
 
@@ -118,7 +123,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -
     optimizer.step()
 
 
-def run_course(world: World, methods: list[str], **settings: Any) -> Measured:
+def run_course(world: World, methods: list[str], saves: Path | None = None, **settings: Any) -> Measured:
     torch.manual_seed(0)
     model, optimizer = make_model()
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(world.rank))
@@ -137,6 +142,8 @@ def run_course(world: World, methods: list[str], **settings: Any) -> Measured:
     )
     while not done:
         train(model, optimizer, x)
+        if saves is not None:
+            un.save(saves, course.replica)
     assert all(bool(p.isfinite().all()) for p in model.parameters())
     course.replica.close()
     return course.measured
@@ -210,8 +217,11 @@ def test_what_was_measured_goes_through_json(measured: Measured) -> None:
     assert both[0] == both[1]
 
 
-def test_verified_methods_have_a_measured_step_beside_the_predicted() -> None:
-    found = un.run_threads(lambda world: run_course(world, ["allreduce", "fp16"], verify=1), 2, hosts=["a", "b"])[0]
+def test_verified_methods_have_a_measured_step_and_a_program_that_saves_writes_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    course = partial(run_course, methods=["allreduce", "fp16"], saves=folder, verify=1)
+    found = un.run_threads(course, 2, hosts=["a", "b"])[0]
+    assert not folder.exists()
     times = {m.spec: m.verified_s for m in found.methods}
     assert times["allreduce"] is not None
     assert times["allreduce"] > 0
@@ -299,17 +309,35 @@ def test_advice_names_the_batch_accumulation_and_learning_rate_where_messages_ta
 
 
 @pytest.mark.parametrize(("name", "kind"), [(n, k) for k in ("strategy", "reducer") for n in names(k)])  # type: ignore[arg-type]
-def test_a_method_says_its_effect_on_training_or_is_put_around_others(name: str, kind: Any) -> None:
+def test_what_a_method_proposes_can_be_built_and_is_its_own(name: str, kind: Any) -> None:
     facts = read_facts(name, kind)
-    assert facts.convergence is not None or facts.plans == []
     for spec in facts.plans or ():
         assert describe_candidate(spec).spec == spec
+        assert spec.partition("(")[0] == name
+    assert facts.convergence is not None or not facts.plans
+
+
+def test_a_method_that_does_not_say_what_it_does_to_training_changes_it(tmp_path: Path) -> None:
+    source = Path(read_source(fp16)).read_text()
+    plain = re.sub(r"^FACTS = .*?\n\)\n", "", source, flags=re.DOTALL | re.MULTILINE).replace("fp16", "mine16")
+    (tmp_path / "mine16.py").write_text(plain)
+    with extend(reducers=tmp_path):
+        assert describe_candidate("allreduce(reducer=mine16)").convergence.grade == "other"
+        assert "mine16" not in [candidate.spec for candidate in find_candidates()]
+    assert describe_candidate("allreduce(reducer=fp16)").convergence.grade == "rounded"
 
 
 def test_the_effect_of_a_method_around_others_is_that_of_the_one_with_the_greatest() -> None:
     assert describe_candidate("allreduce(reducer=warmup(topk(k=0.1), steps=2))").convergence.grade == "compressed"
     assert describe_candidate("local_sgd(reducer=fp16)").convergence.grade == "other"
     assert describe_candidate("allreduce").convergence.grade == "exact"
+
+
+def test_candidates_come_in_the_order_of_their_promise() -> None:
+    found = [candidate.spec for candidate in find_candidates()]
+    assert found[0] == "allreduce"
+    assert found.index("randomk(k=0.01)") < found.index("topk(k=0.01)") < found.index("nuqsgd") < found.index("fp16")
+    assert found.index("fp16") < found.index("gossip")
 
 
 def test_local_steps_are_measured_with_an_exchange_in_each() -> None:

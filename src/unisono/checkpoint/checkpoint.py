@@ -126,6 +126,7 @@ def save(path: str | os.PathLike[str], replica: Savable, *, keep: int | None = 3
     and a failure on any rank raises on every rank. The newest `keep` remain (None: all of them).
     `extra` is any nested state that `unisono.packing.pack` takes: a scheduler's state, a GradScaler's, a
     history; a rank whose `extra` is its own gets that back in a world of the same size.
+    In a run that only measures (`unisono plan`) nothing is written.
     Where a strategy goes on without a rank that died (`parameter_server`), those that live save: the checkpoint is of
     a world of as many. Elsewhere such a rank is `PeerLost` on all.
 
@@ -137,6 +138,8 @@ def save(path: str | os.PathLike[str], replica: Savable, *, keep: int | None = 3
     if keep is not None and (type(keep) is not int or keep < 1):
         raise ValueError(f"keep is {keep!r}; expected how many checkpoints remain: at least 1, or None for all")
     _check_replica("save", replica)
+    if getattr(replica, "is_trial", False):
+        return str(path)
     elastic = getattr(replica, "elastic", None)
     if elastic is None:
         return _save(path, replica, keep, extra)

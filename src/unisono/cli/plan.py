@@ -112,7 +112,7 @@ def _plan(options: argparse.Namespace, whole: argparse.ArgumentParser) -> int:
     parser: argparse.ArgumentParser = options.parser
     if options.program is None:
         parser.error("no program given; as in: unisono plan -n 2 train.py")
-    if options.workers[0] is not None or options.workers[1] < 2:
+    if options.workers is not None and (options.workers[0] is not None or options.workers[1] < 2):
         parser.error("a plan is for a fixed number of workers, from 2 up: give one with -n")
     if options.methods:
         from unisono.planner.candidates import check_specs
@@ -140,7 +140,7 @@ def _plan(options: argparse.Namespace, whole: argparse.ArgumentParser) -> int:
 
 def _show(found: dict[str, Any], options: argparse.Namespace) -> int:
     if found.get("state") != "measured":
-        if options.on != "local":  # the worker on its host has written it to its output
+        if options.on not in ("local", "lab"):  # the worker on its host has written it to its output
             return 0
         why = "never called un.parallel" if not found else "took no optimizer step after un.parallel"
         print(f"unisono plan: {options.program} {why}, so nothing could be measured", file=sys.stderr)

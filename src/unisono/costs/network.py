@@ -13,7 +13,6 @@ from unisono.costs.anatomy import Operation
 
 _HEAD_BYTES = 512  # what an exchange of objects sends at least
 _SEGMENT_BYTES = 256 << 10  # a chain passes a tensor on in such pieces
-_ROUNDS = 20  # of a fit, each with less weight on what lies far off
 
 
 class Link(NamedTuple):
@@ -131,7 +130,7 @@ class Network:
     def with_ranks(self, ranks: int, per_host: int | None = None) -> Network:
         """The same links under another number of ranks: what was fitted grows as the formulas do."""
         other = replace(self, ranks=ranks, per_host=per_host or self.per_host, fitted={}, curves={})
-        return replace(other, fitted=self._carry(other))
+        return self._carry(other)
 
     def with_bandwidth(self, bits_per_s: float) -> Network:
         """The same with links of another speed between hosts (inside the host, where there is one only).
@@ -143,18 +142,20 @@ class Network:
             other = replace(self, inside=inside, fitted={}, curves={})
         else:
             other = replace(self, between=Link(self.between.latency_s, bits_per_s), fitted={}, curves={})
-        return replace(other, fitted=self._carry(other))
+        return self._carry(other)
 
-    def _carry(self, other: Network) -> dict[str, tuple[float, float]]:
-        """The fitted lines, times how the formula's line changes towards `other`."""
-        carried = {}
+    def _carry(self, other: Network) -> Network:
+        """`other` with the fitted lines and the curves, times how the formula's line changes."""
+        fitted: dict[str, tuple[float, float]] = {}
+        curves: dict[str, list[tuple[float, float]]] = {}
         for op, line in self.fitted.items():
             mine, theirs = self.formula(Operation(op, 0)), other.formula(Operation(op, 0))
-            carried[op] = (
-                line[0] * _ratio(theirs.latency_s, mine.latency_s),
-                line[1] * _ratio(theirs.s_per_byte, mine.s_per_byte),
-            )
-        return carried
+            slower, later = _ratio(theirs.s_per_byte, mine.s_per_byte), _ratio(theirs.latency_s, mine.latency_s)
+            fitted[op] = (line[0] * later, line[1] * slower)
+            for nbytes, seconds in self.curves.get(op, ()):
+                moving = min(seconds, nbytes * line[1])  # the rest is latency
+                curves.setdefault(op, []).append((nbytes, (seconds - moving) * later + moving * slower))
+        return replace(other, fitted=fitted, curves=curves)
 
 
 def _messages(op: str, n: int) -> int:
@@ -191,7 +192,7 @@ def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """(latency, seconds a byte) of the line through points (bytes, seconds), robust against a few slow ones.
 
     Least squares of the error as a share of the time, so that small messages count as much as large ones, on the
-    median of each size; what lies far off counts less and less. Neither number is negative.
+    median of each size. Neither number is negative.
 
     >>> latency_s, s_per_byte = fit([(0, 0.001), (1000, 0.002), (1000, 9.0), (1000, 0.002), (10000, 0.011)])
     >>> round(latency_s, 6), round(s_per_byte, 9)
@@ -202,21 +203,14 @@ def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
         by_size.setdefault(nbytes, []).append(seconds)
     if not by_size:
         raise ValueError("a line needs at least one measured point")
-    typical = [(nbytes, max(median(taken), 1e-9)) for nbytes, taken in sorted(by_size.items())]
-    weights = [1.0] * len(typical)
-    line = Line(0.0, 0.0)
-    for _ in range(_ROUNDS):
-        line = _least_squares(typical, weights)
-        off = [abs(line.at(nbytes) - seconds) / seconds for nbytes, seconds in typical]
-        scale = max(1.5 * median(off), 0.02)
-        weights = [min(1.0, scale / each) if each else 1.0 for each in off]
+    line = _least_squares([(nbytes, max(median(taken), 1e-9)) for nbytes, taken in sorted(by_size.items())])
     return line.latency_s, line.s_per_byte
 
 
-def _least_squares(points: Sequence[tuple[float, float]], weights: Sequence[float]) -> Line:
+def _least_squares(points: Sequence[tuple[float, float]]) -> Line:
     sums = [0.0] * 5
-    for (x, y), weight in zip(points, weights, strict=True):
-        w = weight / y**2
+    for x, y in points:
+        w = 1 / y**2
         sums = [s + w * each for s, each in zip(sums, (1.0, x, x * x, y, x * y), strict=True)]
     one, sx, sxx, sy, sxy = sums
     spread = one * sxx - sx * sx

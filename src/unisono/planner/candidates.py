@@ -5,8 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
+from torch import nn
+
+from unisono.buckets import Bucket, on_device
 from unisono.facts import Convergence, Grade
 from unisono.spec import SpecError, build, names, parse, read_facts
 from unisono.spec.grammar import Spec
@@ -51,21 +56,34 @@ class Candidate:
         return changed
 
 
-def find_candidates(asked: Iterable[str] = (), also: Iterable[str] = ()) -> list[Candidate]:
-    """Those asked for, or what every method proposes; `also`: added where it is not among them."""
+def find_candidates(asked: Iterable[str] = (), also: Iterable[str] = (), *, ranks: int = 4) -> list[Candidate]:
+    """Those asked for, or what every method proposes; `also`: added where it is not among them.
+
+    In the order of their promise, as there may not be time for all: exact ones, then those that send least, then those
+    that change training.
+    """
     specs = list(asked) or [*_proposed("strategy"), *_proposed("reducer")]
     found: dict[str, Candidate] = {}
     for spec in [*specs, *also]:
         candidate = describe_candidate(spec)
         found.setdefault(candidate.spec, candidate)
-    return sorted(found.values(), key=lambda candidate: GRADES.index(candidate.convergence.grade))
+    sample = Bucket(0, [("weight", nn.Parameter(torch.empty(256, 256)))], partial(on_device, torch.device("cpu")))
+
+    def promise(candidate: Candidate) -> tuple[int, int]:
+        place = {"exact": 0, "other": 2}.get(candidate.convergence.grade, 1)
+        reducer = getattr(candidate.strategy, "reducer", None)
+        sends = reducer.sends(sample, ranks) if reducer is not None and reducer.sends is not None else 0
+        return place, sends
+
+    return sorted(found.values(), key=promise)
 
 
 def _proposed(kind: Any) -> list[str]:
     found = []
     for name in names(kind):
-        plans = read_facts(name, kind).plans
-        found += [name] if plans is None else list(plans)
+        facts = read_facts(name, kind)
+        if facts.convergence is not None:
+            found += [name] if facts.plans is None else list(facts.plans)
     return found
 
 
@@ -74,28 +92,25 @@ def describe_candidate(spec: str) -> Candidate:
     tree = parse(spec)
     build(tree, kind="strategy")  # an error in the text shows here
     worst, why = Convergence("exact", "as one process on the joined batches"), ""
-    for name, kind in _methods_in(tree):
+    for name, kind, is_around in _methods_in(tree):
         facts = read_facts(name, kind)
         found = facts.convergence
-        if found is not None and GRADES.index(found.grade) >= GRADES.index(worst.grade):
+        if found is None:
+            found = worst if is_around else Convergence("other", "it does not say what it does to training")
+        if GRADES.index(found.grade) >= GRADES.index(worst.grade):
             worst = found
         why = why or facts.unpredicted
     return Candidate(str(tree), worst, why)
 
 
-def _methods_in(tree: Spec) -> Iterable[tuple[str, Any]]:
-    known: dict[str, Any] = dict.fromkeys(names("strategy"), "strategy")
-    reducers = names("reducer")
-    pending: list[Any] = [tree]
-    while pending:
-        node = pending.pop()
-        if not isinstance(node, Spec):
-            if isinstance(node, str) and node in reducers:
-                yield node, "reducer"
-            continue
-        if node.name in known or node.name in reducers:
-            yield node.name, known.get(node.name, "reducer")
-        pending += [*node.args, *node.kwargs.values()]
+def _methods_in(tree: Spec) -> Iterable[tuple[str, Any, bool]]:
+    """Names and kinds of all methods in a spec, and whether each is around others."""
+    strategies, reducers = names("strategy"), names("reducer")
+    inside = [x for x in (*tree.args, *tree.kwargs.values()) if isinstance(x, Spec) and x.name in reducers]
+    if tree.name in strategies or tree.name in reducers:
+        yield tree.name, "strategy" if tree.name in strategies else "reducer", bool(inside)
+    for inner in inside:
+        yield from _methods_in(inner)
 
 
 def check_specs(specs: Iterable[str]) -> str:

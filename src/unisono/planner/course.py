@@ -49,7 +49,7 @@ _SLOW_S = 0.3  # where a step takes longer: one fewer
 _BEST = 3  # methods that are verified
 _ROUNDS = 2
 _VERIFIED = 3  # steps of a method in a round, after a first one
-_MOST_PROBED = 32 << 20
+_MOST_PROBED = 8 << 20
 _SHORT = 0.8  # of a worker's memory: from here on it is short
 
 
@@ -102,6 +102,7 @@ class Course:
         self._snapshot: tuple[dict[str, Any], dict[str, Any]] | None = None
         quiet: Strategy = build("allreduce", kind="strategy")
         self.replica = ChangingReplica(quiet.bind(model, optimizer, World(device=world.device)), quiet, self.next)
+        self.replica.is_trial = True
         self._bare_s = 0.0  # this rank's step with nothing exchanged
         self._finished = finished
         self._steps = self._run()

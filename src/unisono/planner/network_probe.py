@@ -51,18 +51,15 @@ def probe(world: World, most_bytes: int) -> tuple[Network, list[MeasuredLink]]:
     finally:
         channel.close()
     fitted = {op: fit(points) for op, points in curves.items()}
-    everything = world.gather_objects(max(world.hosts.count(host) for host in set(world.hosts)))
-    network = Network(world.size, max(everything), Link(0.0, 1.0), inside)
-    if links:
-        between = Link(median(link.latency_s for link in links), min(link.bits_per_s for link in links))
-    else:  # one host: from the all-reduce in its memory
-        latency_s, s_per_byte = fitted["all_reduce"]
-        line = Network(world.size, world.size, Link(1.0, 8.0)).formula(Operation("all_reduce", 0))
-        between = Link(latency_s / line.latency_s, 8 * line.s_per_byte / s_per_byte)
+    per_host = max(world.hosts.count(host) for host in set(world.hosts))
+    unit = Network(world.size, per_host, Link(1.0, 8.0)).formula(Operation("all_reduce", 0))
+    latency_s, s_per_byte = fitted["all_reduce"]  # the slowest link on the way round is in it
+    latency_s = median(link.latency_s for link in links) if links else latency_s / unit.latency_s
+    between = Link(latency_s, 8 * unit.s_per_byte / max(s_per_byte, 1e-15))
     typical = {op: _medians(points) for op, points in curves.items()}
     spread = _find_spread(curves)
     steals = _find_steals(world, busy)
-    return Network(world.size, network.per_host, between, inside, fitted, typical, steals, spread), links
+    return Network(world.size, per_host, between, inside, fitted, typical, steals, spread), links
 
 
 def _find_steals(world: World, busy: dict[str, float]) -> dict[str, float]:
@@ -189,6 +186,7 @@ def _measure_link(channel: World, other: int, *, leads: bool) -> tuple[float, fl
             channel.send(word, other, tag="probe").wait()
         return time.perf_counter() - began
 
+    there_and_back(8)
     small = median([there_and_back(8) for _ in range(_PINGS)])
     points: list[tuple[int, float]] = [(8, small)]
     for nbytes in _LINK_BYTES:

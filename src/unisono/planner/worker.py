@@ -39,7 +39,7 @@ def bind(model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: Worl
     warnings.filterwarnings("ignore", message="the ranks train on the same samples")
     own = describe(strategy)
     also = [own] if "..." not in own and not settings.methods else []
-    candidates = find_candidates(settings.methods, also)
+    candidates = find_candidates(settings.methods, also, ranks=world.size)
     needed = steps_needed(sum(not candidate.unpredicted for candidate in candidates), settings.verify)
     course = Course(
         model,

@@ -108,6 +108,7 @@ class Replica:
     # What may be done about slow ranks. "deal": give them fewer samples, as the mean over the ranks counts each sample
     # once (`World.weight`), whatever the optimizer; "name": only say so; "ignore": no rank waits for them.
     slow_ranks: ClassVar[Treatment] = "name"
+    is_trial = False  # nothing of it is to be kept: `un.save` writes nothing
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: Strategy) -> None:
         self.model, self.optimizer, self.world, self.strategy = model, optimizer, world, strategy

@@ -163,10 +163,20 @@ def test_what_many_ranks_send_is_what_the_method_says_that_it_sends(spec: str) -
     reducer, shapes, ranks = build(spec, "reducer"), ((512, 512), (1024, 256), (64,)), 100
     found = DryRun(reducer, shapes).at(ranks)
     shares = {"all_reduce": 2 * 99 / 100, "all_to_all": 99 / 100, "all_gather": 99.0}
-    sent = sum(shares[o.op] * o.nbytes for o in found.operations)
+    sent = sum(shares[o.op] * o.nbytes for o in found.operations if o.op != "exchange")  # of shapes: not counted
     bucket = Bucket(0, [(str(s), torch.empty(s)) for s in shapes], lambda n, dtype: torch.zeros(n, dtype=dtype))
     told = reducer.sends(bucket, ranks) if reducer.sends else 2 * 99 / 100 * bucket.nbytes
     assert sent == pytest.approx(told, rel=0.05)
+
+
+def test_bytes_of_many_ranks_go_on_as_those_of_few() -> None:
+    """Tried with 8 and 16, and for real with 64: shares of a rank shrink, shapes of all ranks' parts grow."""
+    for spec in ("bytegrad", "nuqsgd", "bf16", "topk(k=0.1)"):
+        reducer = build(spec, "reducer")
+        found = DryRun(reducer, ((256, 256),)).at(64).operations
+        real = dry_run._run(reducer, ((256, 256),), 64, 1).operations
+        assert [o.op for o in found] == [o.op for o in real]
+        assert [o.nbytes for o in found] == pytest.approx([o.nbytes for o in real], rel=0.2)
 
 
 def test_work_grows_with_the_ranks_only_where_all_of_their_bytes_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,9 +256,11 @@ def test_what_a_method_sends_grows_as_its_code_says() -> None:
     two = make_plan(plan_of("qsgd", 2, Operation("all_gather", 160_000)))
     (method,) = two.make_methods(["qsgd"], Cluster())
     assert [o.op for o in method.at(2).operations] == ["all_gather"]
-    later = method.at(100).operations
+    told, *later = method.at(100).operations
     assert [o.op for o in later] == ["all_to_all", "all_gather"]
     assert [o.nbytes for o in later] == pytest.approx([160_000, 1600], rel=0.3)
+    assert told.op == "exchange"
+    assert told.nbytes > 100  # of each part's shape
     gathered = make_plan(plan_of("topk(k=0.01)", 2, Operation("all_gather", 6400)))
     (topk,) = gathered.make_methods([], Cluster())
     assert topk.at(1000).operations == [Operation("all_gather", 6400)]

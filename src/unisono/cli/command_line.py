@@ -32,7 +32,7 @@ examples:
   unisono scale 3                          another number of workers, for a run with -n MIN:MAX
   unisono export run/save m.safetensors    a checkpoint's model as one file
   unisono memory train.py --workers 4      what each worker will need, and the settings that fit
-  unisono simulate --parameters 25M --compute 0.1s --net 10gbit    how methods scale to 10,000 workers
+  unisono simulate --plan plan.json        how methods scale to thousands of workers, and what to buy next
   unisono strategies                       the methods that un.parallel knows
   unisono lab                              emulated hosts and slow networks on this machine
   unisono demo                             train a small network with 1 and 2 workers, and see where the time goes

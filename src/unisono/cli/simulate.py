@@ -54,7 +54,9 @@ def add_command(commands: Commands) -> None:
     out.add_argument(
         "--steps", type=parse_count, metavar="S", default=1000, help="simulated each; default: %(default)s"
     )
-    out.add_argument("--seed", type=int, default=0, help="of all draws: the same seed gives the same numbers")
+    out.add_argument(
+        "--seed", type=int, default=0, help="of all draws; default: 0. (Without a plan, reducers are timed anew)"
+    )
     out.add_argument("--json", metavar="FILE", help="write all numbers there; - for standard output, instead of text")
     out.add_argument("--plot", metavar="FILE.png", help='draw speed-up curves (needs the extra "plots")')
     parser.set_defaults(run=_simulate, parser=parser)

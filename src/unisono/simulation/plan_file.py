@@ -100,7 +100,7 @@ class Growth:
         names, others = [o.op for o in now], [o.op for o in then]
         if names != others and len(names) == 1 and operation.op == names[0]:  # done in another way from here on
             scale = operation.nbytes / max(1, now[0].nbytes)
-            return [replace(o, nbytes=round(o.nbytes * scale)) for o in then]
+            return [o if o.op == "exchange" else replace(o, nbytes=round(o.nbytes * scale)) for o in then]
         if operation.op in names and names == others:
             before, after = (sum(o.nbytes for o in found if o.op == operation.op) for found in (now, then))
             return [replace(operation, nbytes=round(operation.nbytes * after / max(1, before)))]

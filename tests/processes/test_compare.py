@@ -91,9 +91,7 @@ def test_a_run_ends_at_the_target(script: Path, capfd: pytest.CaptureFixture[str
     assert "is the first to reach loss" in capfd.readouterr().out
 
 
-def test_a_script_without_un_parallel_is_an_error_that_says_so(
-    script: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_without_un_parallel_is_an_error_that_says_so(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script.write_text("import unisono as un\nun.join(device='cpu')\n")
     assert main(["compare", "train.py", "--strategies", "allreduce,topk", "--no-base"]) == 1
     assert "train.py ended without calling un.parallel(model, optimizer, ...)" in capfd.readouterr().err

@@ -32,8 +32,8 @@ class Trial:
 class Row:
     """A method on so many workers, over all rounds; None where something is not known.
 
-    Times of a step, and samples a second, are those of one round, the middle one by its step time: so that the parts add
-    up. All else is the median over the rounds.
+    Times of a step, and samples a second, are those of one round, the middle one by its step time, so that the parts
+    add up. All else is the median over the rounds.
     """
 
     method: str

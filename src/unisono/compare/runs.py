@@ -65,6 +65,11 @@ class Planned:
     workers: int
     round: int
 
+    @property
+    def spec(self) -> str:
+        """What the workers are told to use."""
+        return "allreduce" if self.method == ONE_WORKER else self.method
+
     def describe(self) -> str:
         """In a few words."""
         return self.method if self.method == ONE_WORKER else f"{self.method}, {self.workers} workers"
@@ -121,7 +126,7 @@ class Runs:
         folder = self.request.folder / "runs" / f"{len(self.trials) + 1:02}-{_write_name(run)}"
         folder.mkdir(parents=True, exist_ok=True)
         command = self._write_command(run, folder)
-        self.commands.append(shlex.join(command))
+        self.commands.append(shlex.join(["unisono", *command[3:]]))
         watched = _Watched([_RankFile(folder / f"rank-{rank}.jsonl") for rank in range(run.workers)])
         began = time.monotonic()
         with _start(command, self._environment(run, folder), folder / "run.log") as process:
@@ -187,7 +192,7 @@ class Runs:
 
     def _environment(self, run: Planned, folder: Path) -> dict[str, str]:
         env = {**os.environ, "UNISONO_OBSERVER": _OBSERVER, FOLDER: str(folder.resolve())}
-        env["UNISONO_STRATEGY"] = "allreduce" if run.method == ONE_WORKER else run.method
+        env["UNISONO_STRATEGY"] = run.spec
         env.pop(STEPS, None)
         return env if self.request.steps is None else {**env, STEPS: str(self.request.steps)}
 

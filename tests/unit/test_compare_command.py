@@ -102,6 +102,8 @@ WORKER = """
 import json, os, sys, time
 from pathlib import Path
 losses, sleep_s, status = json.loads(sys.argv[1])
+if losses is None:
+    sys.exit("said")
 folder = Path(os.environ["UNISONO_COMPARE_FOLDER"])
 fields = ["step", "end", "wall", "compute", "communication", "waiting", "compression", "data", "hidden"]
 fields += ["bytes_sent", "loss", "finite", "samples", "arrivals"]
@@ -123,7 +125,9 @@ FOREVER = 600.0
 class MadeUp(Runs):
     """Runs whose launcher is a short program: it writes these losses, sleeps, and ends with a status."""
 
-    def __init__(self, request: Request, behaviours: list[tuple[list[float | None], float, int]], **more: Any) -> None:
+    def __init__(
+        self, request: Request, behaviours: list[tuple[list[float | None] | None, float, int]], **more: Any
+    ) -> None:
         super().__init__(request, **more)
         self.behaviours = iter(behaviours)
 
@@ -181,3 +185,10 @@ def test_what_others_have_in_a_folder_of_that_name_stays(tmp_path: Path) -> None
     MadeUp(request(tmp_path, 1), [([2.0], 0.0, 0)]).make_all()
     assert theirs.is_dir()
     assert not (former / "rank-1.jsonl").exists()
+
+
+def test_a_script_that_fails_alone_before_any_method_ends_it_at_once(tmp_path: Path) -> None:
+    asked = Request(["train.py"], ["a"], folder=tmp_path)
+    runs = MadeUp(asked, [(None, 0.0, 3)])
+    with pytest.raises(NothingToCompare, match=r"train\.py failed with one worker, before any method came in: said"):
+        runs.make_all()

@@ -106,7 +106,8 @@ class Recorder:
         fresh = self.ledger.step_count - self._taken
         if fresh <= 0:
             return
-        rows = list(self.ledger.rows)[-fresh:]
+        kept = self.ledger.rows
+        rows = [kept[-i] for i in range(min(fresh, len(kept)), 0, -1)]
         if len(rows) < fresh or rows[0].step != self._taken:
             self._taken = self.ledger.step_count
             raise RuntimeError(

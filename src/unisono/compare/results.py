@@ -27,6 +27,10 @@ class Trial:
     failure: str = ""  # the first line of why it failed
     output: str = ""  # where its output lies
 
+    def describe(self) -> str:
+        """In a few words."""
+        return self.method if self.method == ONE_WORKER else f"{self.method} on {self.workers} workers"
+
 
 @dataclass
 class Row:

@@ -145,22 +145,30 @@ class Runs:
         trial = Trial(run.method, run.workers, run.round, merge_ranks(watched.ranks), output=str(folder))
         if process.returncode and not ended_by_us:
             trial.failure = _find_reason(log, process.returncode)
+            if run.method == ONE_WORKER and not self.trials and not watched.ranks:
+                raise NothingToCompare(
+                    f"{self._script} failed with one worker, before any method came in: {trial.failure}\nAll of its "
+                    f"output is in {folder}. Where it needs several workers, --no-base leaves this run out"
+                )
         elif not len(trial.curve):
             trial.failure = self._explain_nothing(watched, ended_by_us)
         return trial
 
+    @property
+    def _script(self) -> str:
+        return " ".join(self.request.program[: 2 if self.request.program[0] == "-m" else 1])
+
     def _explain_nothing(self, watched: _Watched, ended_by_us: bool) -> str:
         """Why there is no step to show; where the script is the reason, nothing can be compared."""
-        script = " ".join(self.request.program[:2] if self.request.program[0] == "-m" else self.request.program[:1])
         if ended_by_us:
             return f"made no step in {self.request.time_s:g} s"
         if not watched.ranks:
             raise NothingToCompare(
-                f"{script} ended without calling un.parallel(model, optimizer, ...), which is where a method comes in. "
-                "Add the call (un.Trainer makes it too)"
+                f"{self._script} ended without calling un.parallel(model, optimizer, ...), which is where a method comes "
+                "in. Add the call (un.Trainer makes it too)"
             )
         raise NothingToCompare(
-            f"{script} called un.parallel and ended without a training step (backward and optimizer.step())"
+            f"{self._script} called un.parallel and ended without a training step (backward and optimizer.step())"
         )
 
     def _is_enough(self, watched: _Watched, seconds: float) -> bool:

@@ -15,7 +15,7 @@ from unisono.cli.arguments import Commands, check_program, parse_count
 if TYPE_CHECKING:
     from unisono.compare.runs import Progress, Request
 
-__all__ = ["add_command"]
+__all__ = ["add_command", "split_specs"]
 
 _DESCRIPTION = """\
 Run a script under several methods, one after the other, and compare what each of them costs and reaches.

@@ -26,7 +26,7 @@ from unisono.compare.results import ONE_WORKER, Trial
 from unisono.compare.steps import FOLDER, SMOOTHED, STEPS, RankSteps, merge_ranks
 from unisono.runtime.machine import usable_cores
 
-__all__ = ["NothingToCompare", "Request", "Runs", "list_runs"]
+__all__ = ["NothingToCompare", "Planned", "Progress", "Request", "Runs", "list_runs"]
 
 _POLL_S = 0.25
 _STOPPING_S = 15.0
@@ -164,8 +164,8 @@ class Runs:
             return f"made no step in {self.request.time_s:g} s"
         if not watched.ranks:
             raise NothingToCompare(
-                f"{self._script} ended without calling un.parallel(model, optimizer, ...), which is where a method comes "
-                "in. Add the call (un.Trainer makes it too)"
+                f"{self._script} ended without calling un.parallel(model, optimizer, ...), which is where a method "
+                "comes in. Add the call (un.Trainer makes it too)"
             )
         raise NothingToCompare(
             f"{self._script} called un.parallel and ended without a training step (backward and optimizer.step())"

@@ -111,18 +111,22 @@ def test_a_scaled_loss_counts_as_it_was_before(observed: Path) -> None:
 def test_a_program_ends_after_so_many_steps_on_every_rank(observed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(STEPS, "3")
 
-    def work(world: un.World) -> int:
+    def work(world: un.World) -> tuple[int, object]:
         model, optimizer, _ = make(world)
-        for step in range(10):
-            try:
-                model(torch.ones(1, 4)).sum().backward()
-            except recorder.Enough as end:
-                assert end.code == 0
-                return step
-            optimizer.step()
-        raise AssertionError("it went on")
+        steps = 0
 
-    assert run_threads(work, 2) == [3, 3]
+        def train() -> None:
+            nonlocal steps
+            while steps < 10:
+                model(torch.ones(1, 4)).sum().backward()
+                optimizer.step()
+                steps += 1
+
+        with pytest.raises(SystemExit) as end:
+            train()
+        return steps, end.value.code
+
+    assert run_threads(work, 2) == [(3, 0), (3, 0)]
     assert [len(read(observed, rank)[1]) for rank in range(2)] == [3, 3]
 
 
@@ -138,7 +142,9 @@ def test_a_loss_that_is_not_a_number_is_marked(observed: Path) -> None:
     assert [(step["loss"], step["finite"]) for step in read(observed, 0)[1]] == [(1.0, True), (None, False)]
 
 
-def test_a_backward_of_several_tensors_has_no_loss_and_samples_outside_of_un_shard_are_not_known(observed: Path) -> None:
+def test_a_backward_of_several_tensors_has_no_loss_and_samples_outside_of_un_shard_are_not_known(
+    observed: Path,
+) -> None:
     @closing
     def work(world: un.World) -> None:
         model, optimizer, _ = make(world)
@@ -163,3 +169,15 @@ def test_what_a_reducer_does_is_told_apart_from_what_moves(observed: Path) -> No
     run_threads(work, 2)
     for step in read(observed, 0)[1]:
         assert 0 < step["compression"] <= step["communication"]
+
+
+def test_a_script_that_goes_on_from_a_checkpoint_is_refused(observed: Path) -> None:
+    """The checkpoint would be that of the method before."""
+
+    def work(world: un.World) -> None:
+        model, _, _ = make(world)
+        world.ledger.resume(50)
+        with pytest.raises(RuntimeError, match=r"went on from a checkpoint \(step 50\)"):
+            model(torch.ones(1, 4)).sum().backward()
+
+    run_threads(work, 2)

@@ -176,7 +176,9 @@ def rank_steps(start: float, **columns: list) -> RankSteps:
 
 def test_a_step_is_over_when_the_last_rank_has_made_it_and_losses_are_means() -> None:
     one = rank_steps(100.0, end=[101.0, 102.0], loss=[4.0, 2.0], bytes_sent=[10, 10], samples=[8, 16])
-    two = rank_steps(100.5, end=[102.0, 103.0, 104.0], loss=[2.0, 1.0, 0.0], bytes_sent=[30, 30, 30], samples=[8, 16, 24])
+    two = rank_steps(
+        100.5, end=[102.0, 103.0, 104.0], loss=[2.0, 1.0, 0.0], bytes_sent=[30, 30, 30], samples=[8, 16, 24]
+    )
     merged = merge_ranks([one, two])
     assert merged.times == [1.5, 2.5]
     assert merged.losses == [3.0, 1.5]

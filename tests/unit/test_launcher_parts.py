@@ -11,7 +11,7 @@ import pytest
 
 from unisono.launchers import environment, fork_context, guard
 from unisono.launchers.failures import Failure, first_failure
-from unisono.launchers.output import Lines
+from unisono.launchers.output import Lines, Output
 from unisono.runtime import status
 
 
@@ -34,6 +34,18 @@ def test_a_progress_bar_is_shown_now_and_then_and_takes_no_memory(monkeypatch):
     assert 9 <= len(got) <= 10
     assert len(lines._rest) < 20
     assert lines.flush() == [b" 9999"]
+
+
+def test_what_workers_elsewhere_print_goes_to_files_too(tmp_path, capfd):
+    (tmp_path / "rank-1.out").write_text("of a run before\n")
+    output = Output("files", 2, tmp_path, inherit=False)
+    assert output.unseen(0) == []  # it has printed nothing
+    output.feed(1, "stdout", b"one\ntw")
+    output.feed(1, "stdout", b"o\nthree")
+    output.flush(1)
+    assert (tmp_path / "rank-1.out").read_text() == "one\ntwo\nthree\n"
+    assert output.unseen(1) == ["one", "two", "three"]
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_line_without_end_is_passed_on_in_pieces():

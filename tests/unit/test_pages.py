@@ -70,7 +70,9 @@ def test_a_page_is_one_file_with_its_charts_as_data() -> None:
     check_offline(text)
     page = Page(text)
     assert len(page.find("div", **{"class": "chart"})) == 1
-    assert page.charts[0]["series"][0] | {"name": "a", "xs": [1.0, 3.0], "ys": [3.0, 1.0]} == page.charts[0]["series"][0]
+    assert (
+        page.charts[0]["series"][0] | {"name": "a", "xs": [1.0, 3.0], "ys": [3.0, 1.0]} == page.charts[0]["series"][0]
+    )
     widths = [attrs["style"] for attrs in page.find("i") if "style" in attrs]
     assert widths == ["width:100.000%", "width:33.333%", "width:33.333%"]
     assert ("title", "A <page>") in page.texts

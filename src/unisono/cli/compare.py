@@ -15,7 +15,7 @@ from unisono.cli.arguments import Commands, check_program, parse_count
 if TYPE_CHECKING:
     from unisono.compare.runs import Progress, Request
 
-__all__ = ["add_command"]
+__all__ = ["add_command", "split_specs"]
 
 _DESCRIPTION = """\
 Run a script under several methods, one after the other, and compare what each of them costs and reaches.
@@ -161,7 +161,7 @@ def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
     found = compare(runs.trials, request.target)
     print(format_table(found))
     for trial in (trial for trial in runs.trials if trial.failure):
-        print(f"{trial.method}, {trial.workers} workers, failed: its output is in {trial.output}", file=sys.stderr)
+        print(f"{trial.describe()} failed: its output is in {trial.output}", file=sys.stderr)
     written = write_report(found, runs, html=options.html, json_file=options.json)
     print(f"\nreport: {written}")
     return 130 if interrupted else 1 if all(row.failed for row in found.rows) else 0

@@ -106,10 +106,12 @@ class Recorder:
         fresh = self.ledger.step_count - self._taken
         if fresh <= 0:
             return
-        rows = list(self.ledger.rows)[-fresh:]
-        if rows[0].step != self._taken:
+        kept = self.ledger.rows
+        rows = [kept[-i] for i in range(min(fresh, len(kept)), 0, -1)]
+        if len(rows) < fresh or rows[0].step != self._taken:
+            self._taken = self.ledger.step_count
             raise RuntimeError(
-                f"the script went on from a checkpoint (step {rows[-1].step}), perhaps that of the run before: methods "
+                f"the script went on from a checkpoint (step {self._taken}), perhaps that of the run before: methods "
                 "are compared from the same beginning. Give it no folder to go on from, or an empty one for each run"
             )
         self._taken += fresh

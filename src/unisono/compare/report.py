@@ -46,6 +46,8 @@ def _describe_setting(runs: Runs) -> dict[str, str]:
     how_far += [f"at most {request.time_s:g} s"] if request.time_s else []
     about = {
         "script": shlex.join(request.program),
+        "methods": ", ".join(request.strategies),
+        "last run": f"UNISONO_STRATEGY={shlex.quote(runs.planned[len(runs.commands) - 1].spec)} {runs.commands[-1]}",
         "each run": ", ".join(how_far) or "to the script's own end",
         "rounds": str(request.rounds),
         "links": "; ".join(runs.links) or "none: all workers are on this machine, and share its memory",

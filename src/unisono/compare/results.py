@@ -27,13 +27,17 @@ class Trial:
     failure: str = ""  # the first line of why it failed
     output: str = ""  # where its output lies
 
+    def describe(self) -> str:
+        """In a few words."""
+        return self.method if self.method == ONE_WORKER else f"{self.method} on {self.workers} workers"
+
 
 @dataclass
 class Row:
     """A method on so many workers, over all rounds; None where something is not known.
 
-    Times of a step, and samples a second, are those of one round, the middle one by its step time: so that the parts add
-    up. All else is the median over the rounds.
+    Times of a step, and samples a second, are those of one round, the middle one by its step time, so that the parts
+    add up. All else is the median over the rounds.
     """
 
     method: str

@@ -26,7 +26,7 @@ from unisono.compare.results import ONE_WORKER, Trial
 from unisono.compare.steps import FOLDER, SMOOTHED, STEPS, RankSteps, merge_ranks
 from unisono.runtime.machine import usable_cores
 
-__all__ = ["NothingToCompare", "Request", "Runs", "list_runs"]
+__all__ = ["NothingToCompare", "Planned", "Progress", "Request", "Runs", "list_runs"]
 
 _POLL_S = 0.25
 _STOPPING_S = 15.0
@@ -64,6 +64,11 @@ class Planned:
     method: str
     workers: int
     round: int
+
+    @property
+    def spec(self) -> str:
+        """What the workers are told to use."""
+        return "allreduce" if self.method == ONE_WORKER else self.method
 
     def describe(self) -> str:
         """In a few words."""
@@ -121,7 +126,7 @@ class Runs:
         folder = self.request.folder / "runs" / f"{len(self.trials) + 1:02}-{_write_name(run)}"
         folder.mkdir(parents=True, exist_ok=True)
         command = self._write_command(run, folder)
-        self.commands.append(shlex.join(command))
+        self.commands.append(shlex.join(["unisono", *command[3:]]))
         watched = _Watched([_RankFile(folder / f"rank-{rank}.jsonl") for rank in range(run.workers)])
         began = time.monotonic()
         with _start(command, self._environment(run, folder), folder / "run.log") as process:
@@ -140,22 +145,30 @@ class Runs:
         trial = Trial(run.method, run.workers, run.round, merge_ranks(watched.ranks), output=str(folder))
         if process.returncode and not ended_by_us:
             trial.failure = _find_reason(log, process.returncode)
+            if run.method == ONE_WORKER and not self.trials and not watched.ranks:
+                raise NothingToCompare(
+                    f"{self._script} failed with one worker, before any method came in: {trial.failure}\nAll of its "
+                    f"output is in {folder}. Where it needs several workers, --no-base leaves this run out"
+                )
         elif not len(trial.curve):
             trial.failure = self._explain_nothing(watched, ended_by_us)
         return trial
 
+    @property
+    def _script(self) -> str:
+        return " ".join(self.request.program[: 2 if self.request.program[0] == "-m" else 1])
+
     def _explain_nothing(self, watched: _Watched, ended_by_us: bool) -> str:
         """Why there is no step to show; where the script is the reason, nothing can be compared."""
-        script = " ".join(self.request.program[:2] if self.request.program[0] == "-m" else self.request.program[:1])
         if ended_by_us:
             return f"made no step in {self.request.time_s:g} s"
         if not watched.ranks:
             raise NothingToCompare(
-                f"{script} ended without calling un.parallel(model, optimizer, ...), which is where a method comes in. "
-                "Add the call (un.Trainer makes it too)"
+                f"{self._script} ended without calling un.parallel(model, optimizer, ...), which is where a method "
+                "comes in. Add the call (un.Trainer makes it too)"
             )
         raise NothingToCompare(
-            f"{script} called un.parallel and ended without a training step (backward and optimizer.step())"
+            f"{self._script} called un.parallel and ended without a training step (backward and optimizer.step())"
         )
 
     def _is_enough(self, watched: _Watched, seconds: float) -> bool:
@@ -187,7 +200,7 @@ class Runs:
 
     def _environment(self, run: Planned, folder: Path) -> dict[str, str]:
         env = {**os.environ, "UNISONO_OBSERVER": _OBSERVER, FOLDER: str(folder.resolve())}
-        env["UNISONO_STRATEGY"] = "allreduce" if run.method == ONE_WORKER else run.method
+        env["UNISONO_STRATEGY"] = run.spec
         env.pop(STEPS, None)
         return env if self.request.steps is None else {**env, STEPS: str(self.request.steps)}
 

@@ -131,6 +131,7 @@ class Output:
         self._sinks = {"stdout": Sink(sys.stdout, sys.__stdout__), "stderr": Sink(sys.stderr, sys.__stderr__)}
         self._lines: dict[tuple[int, str], Lines] = {}
         self._tails: dict[int, deque[bytes]] = {}
+        self._begun: set[int] = set()  # ranks elsewhere whose files have been begun
         self.folder = Path(folder or "unisono-output") if mode == "files" else None
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -167,6 +168,11 @@ class Output:
     def _show(self, rank: int, name: str, lines: list[bytes]) -> None:
         if not lines:
             return
+        if self.mode == "files":  # of a worker elsewhere: those here write to their files themselves
+            with open(self.path(rank), "ab" if rank in self._begun else "wb") as file:
+                file.write(b"".join(line + b"\n" for line in lines))
+            self._begun.add(rank)
+            return
         if self.mode == "rank0" and rank != 0:
             self._tails.setdefault(rank, deque(maxlen=TAIL_LINES)).extend(lines)
             return
@@ -183,7 +189,7 @@ class Output:
     def unseen(self, rank: int) -> list[str]:
         """The last lines of `rank` that were kept from the screen."""
         lines = list(self._tails.get(rank, ()))
-        if self.mode == "files":
+        if self.mode == "files" and self.path(rank).exists():
             with open(self.path(rank), "rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - (64 << 10)))
                 lines = file.read().splitlines()[-TAIL_LINES:]

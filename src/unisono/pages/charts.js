@@ -30,6 +30,12 @@
         y: { range: spec.zero ? (u, low, high) => [0, (high || 1) * 1.08] : undefined },
       },
       axes: [axis(spec.x, { size: 34, ...whole }), axis(spec.y, { size: 52 })],
+      legend: {
+        markers: {
+          width: 2, dash: (u, i) => (spec.series[i - 1].dashed ? "dashed" : "solid"),
+          fill: (u, i) => (spec.series[i - 1].dashed ? "transparent" : colour(`--c${spec.series[i - 1].colour}`)),
+        },
+      },
       cursor: { points: { size: 6 }, drag: { x: true, y: false } },
       series: [
         { label: spec.x, value: (u, v) => number(v) },

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -51,7 +52,13 @@ class DataParallelReplica(TorchReplica):
         devices = [world.device] if world.device.type == "cuda" else None
         self._count_sent = count_sent
         self.wrapped = DistributedDataParallel(_Forward(model), device_ids=devices, **settings)
-        model.forward = lambda *args, **kwargs: self.wrapped(*args, **kwargs)
+        forward = model.forward
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # Evaluation may be one rank's alone; torch would wait there, to share buffers.
+            return (self.wrapped if torch.is_grad_enabled() else forward)(*args, **kwargs)
+
+        model.forward = call
         self.watch_backward(model.parameters())
 
     def is_syncing(self) -> bool:

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Iterable
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -87,9 +86,6 @@ class TorchReplica(Replica):
 
     def switch(self, strategy: str | Strategy) -> Replica:
         raise ValueError("a method of torch's own is there to compare with: it cannot be switched in mid-run")
-
-    def state_dict(self) -> dict[str, Any]:
-        raise ValueError("a method of torch's own is there to compare with: its state cannot be saved")
 
 
 def join_group(world: World) -> None:

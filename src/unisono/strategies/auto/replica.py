@@ -117,6 +117,7 @@ class AutoReplica(ChangingReplica):
             print(f"unisono auto, {decision}", file=sys.stderr, flush=True)
         if decision.to != self.at_work:
             self.change(self._known[decision.to])
+            self.world.barrier()  # a rank that was lost in it is found here, and not in a channel that it never came to
             self._opened = self.step + 1  # the step after a change begins with new buckets
 
     # State -------------------------------------------------------------------------------------------------------

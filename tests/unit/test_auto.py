@@ -209,6 +209,31 @@ def test_a_newcomer_gets_what_is_at_work(link: Link) -> None:
         assert all(map(torch.equal, found, results[0]))
 
 
+def test_what_the_next_candidate_has_no_place_for_is_sent_first(link: Link) -> None:
+    """`zero` does not keep gradients for later: one window of exact means goes before it."""
+
+    def work(world: World) -> tuple[list[str], list[Tensor]]:
+        spec = "auto(among=[zero(stage=1), topk(k=0.1)], trial_steps=1, accumulate=2)"
+        model, optimizer, replica = started(world, spec, link)
+        at_work = []
+        for t in range(6):
+            optimizer.zero_grad()
+            for k in range(2):
+                loss_of(model, 2 * t + k, world.rank).backward()
+            link.compute(world)
+            optimizer.step()
+            at_work.append(replica.at_work.partition("(")[0] + ("+" if "topk" in replica.at_work else ""))
+        assert replica.step == 6
+        replica.restore()
+        replica.close()
+        return at_work, values(model)
+
+    results = run_threads(work, 2)
+    for at_work, found in results:
+        assert at_work[:4] == ["allreduce+", "allreduce", "zero", "zero"]
+        assert all(map(torch.equal, found, results[0][1]))
+
+
 def test_alone_it_is_the_first_candidate_and_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     world = World()
     model, optimizer, replica = started(world, "auto(check_every=1, trial_steps=1)")

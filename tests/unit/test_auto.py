@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import unisono as un
-from unisono.spec import describe
+from unisono.spec import build, describe
 from unisono.strategies.auto import auto, measuring
 from unisono.strategies.auto.replica import AutoReplica
 from unisono.world import World, straggler_watch
@@ -285,6 +285,21 @@ def test_candidates_that_would_send_no_less_are_left_out(link: Link) -> None:
     found = run_threads(work, 2)[0]
     assert "allreduce(reducer=bf16)" in found
     assert not any("powersgd" in spec for spec in found)
+
+
+def test_over_hosts_only_what_leaves_a_host_counts(link: Link) -> None:
+    def work(world: World) -> list[float]:
+        link.attach(world)
+        with MODELS:
+            model = nn.Linear(64, 64, bias=False)
+        specs = ["powersgd(rank=4)", "hierarchical(powersgd(rank=4))"]
+        found = [measuring.estimate_costs(build(spec), model, world) for spec in specs]
+        return [costs.bytes_sent for costs in found if costs is not None]
+
+    for plain, in_levels in run_threads(work, 4, hosts=["a", "a", "b", "b"]):
+        factors = 4 * 4 * (64 + 64)  # 4 bytes, rank 4
+        assert plain == 1.5 * factors  # among 4 ranks
+        assert in_levels == pytest.approx(factors, abs=16)  # between 2 leaders, and what they say to each other
 
 
 def test_methods_whose_ranks_may_skip_steps_alone_are_refused_with_a_scaler(link: Link) -> None:

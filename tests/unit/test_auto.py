@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import unisono as un
-from unisono.spec import describe
+from unisono.spec import build, describe
 from unisono.strategies.auto import auto, measuring
 from unisono.strategies.auto.replica import AutoReplica
 from unisono.world import World, straggler_watch
@@ -209,6 +209,31 @@ def test_a_newcomer_gets_what_is_at_work(link: Link) -> None:
         assert all(map(torch.equal, found, results[0]))
 
 
+def test_what_the_next_candidate_has_no_place_for_is_sent_first(link: Link) -> None:
+    """`zero` does not keep gradients for later: one window of exact means goes before it."""
+
+    def work(world: World) -> tuple[list[str], list[Tensor]]:
+        spec = "auto(among=[zero(stage=1), topk(k=0.1)], trial_steps=1, accumulate=2)"
+        model, optimizer, replica = started(world, spec, link)
+        at_work = []
+        for t in range(6):
+            optimizer.zero_grad()
+            for k in range(2):
+                loss_of(model, 2 * t + k, world.rank).backward()
+            link.compute(world)
+            optimizer.step()
+            at_work.append(replica.at_work.partition("(")[0] + ("+" if "topk" in replica.at_work else ""))
+        assert replica.step == 6
+        replica.restore()
+        replica.close()
+        return at_work, values(model)
+
+    results = run_threads(work, 2)
+    for at_work, found in results:
+        assert at_work[:4] == ["allreduce+", "allreduce", "zero", "zero"]
+        assert all(map(torch.equal, found, results[0][1]))
+
+
 def test_alone_it_is_the_first_candidate_and_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     world = World()
     model, optimizer, replica = started(world, "auto(check_every=1, trial_steps=1)")
@@ -238,7 +263,7 @@ def test_by_default_it_chooses_from_what_trains_like_all_reduce() -> None:
     world = un.simulate(8, per_host=4)
     over_hosts = [describe(one) for one in auto().find_candidates(model, world)]
     assert over_hosts[:2] == ["allreduce(order=ready)", "allreduce(bucket_bytes=4194304, order=ready)"]
-    assert over_hosts[-1] == "allreduce(reducer=hierarchical(across=powersgd))"
+    assert over_hosts[-2:] == ["allreduce(reducer=powersgd)", "allreduce(reducer=hierarchical(across=powersgd))"]
     model.weight = nn.Parameter(torch.zeros(8, 8, dtype=torch.complex64))
     complex_ones = [describe(one) for one in auto().find_candidates(model, world)]
     assert not any("reducer" in spec for spec in complex_ones)
@@ -260,6 +285,21 @@ def test_candidates_that_would_send_no_less_are_left_out(link: Link) -> None:
     found = run_threads(work, 2)[0]
     assert "allreduce(reducer=bf16)" in found
     assert not any("powersgd" in spec for spec in found)
+
+
+def test_over_hosts_only_what_leaves_a_host_counts(link: Link) -> None:
+    def work(world: World) -> list[float]:
+        link.attach(world)
+        with MODELS:
+            model = nn.Linear(64, 64, bias=False)
+        specs = ["powersgd(rank=4)", "hierarchical(powersgd(rank=4))"]
+        found = [measuring.estimate_costs(build(spec), model, world) for spec in specs]
+        return [costs.bytes_sent for costs in found if costs is not None]
+
+    for plain, in_levels in run_threads(work, 4, hosts=["a", "a", "b", "b"]):
+        factors = 4 * 4 * (64 + 64)  # 4 bytes, rank 4
+        assert plain == 1.5 * factors  # among 4 ranks
+        assert in_levels == pytest.approx(factors, abs=16)  # between 2 leaders, and what they say to each other
 
 
 def test_methods_whose_ranks_may_skip_steps_alone_are_refused_with_a_scaler(link: Link) -> None:

@@ -93,6 +93,17 @@ def test_what_is_predicted_to_be_much_slower_is_not_tried() -> None:
     assert "not tried dense (predicted 2.1 s)" in settled.why
 
 
+def test_a_trial_that_was_held_up_keeps_no_other_from_its_own() -> None:
+    """The machine had something else to do in the second trial."""
+    run = Run(lambda step: SLOW, own_s=lambda step: 5.0 if 4 < step <= 8 else OWN_S)
+    run.tuner.at_work = 1
+    run.go(60)
+    assert run.at_work[4] == "rank"
+    assert "dense" not in run.at_work
+    run = Run(lambda step: FAST, own_s=lambda step: 5.0 if 4 < step <= 8 else OWN_S).go(60)
+    assert set(run.at_work[:12]) == {"dense", "bytes", "rank"}
+
+
 def test_of_those_about_as_fast_the_first_one_named_is_taken() -> None:
     link = Link(1e-4, 3e-9)
     truth = [Costs(20e6), Costs(20e6, work_s=-0.008)]  # 5 % faster

@@ -205,10 +205,10 @@ def test_random_deaths(program: str, seed: int) -> None:
     check(Run(partial(train, **PROGRAMS[program]), workers, events).play())
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, 1])
 def test_deaths_while_the_strategy_changes(victim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Among measurements, switches and steps: those that are left go on with one strategy."""
     monkeypatch.setattr(measuring, "_NUMBERS", [64])
     spec = "auto(among=[allreduce, allreduce(overlap=False, bucket_bytes=64)], check_every=1, trial_steps=1)"
-    for at in range(0, 40, 5):
-        check(Run(partial(train, strategy=spec), 3, [Event("die in", victim, at, lucky=frozenset({1}))]).play())
+    for at in range(3, 38, 5):  # at 18 a channel of the next strategy is made: one rank has it, the other has not
+        check(Run(partial(train, strategy=spec), 3, [Event("die in", victim, at, lucky=frozenset({2}))]).play())

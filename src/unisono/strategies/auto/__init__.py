@@ -96,9 +96,12 @@ class auto(Strategy):
 
     def find_candidates(self, model: nn.Module, world: World) -> list[Strategy]:
         """Those to choose from in a world."""
-        found = list(self.among) or list_candidates(model, world)
+        return [self.complete(one) for one in self.among or list_candidates(model, world)]
+
+    def complete(self, one: Strategy) -> Strategy:
+        """A candidate with the settings that all have."""
         changed = {name: getattr(self, name) for name in ("accumulate", "buffers") if not self._is_default(name)}
-        return [with_settings(one, **changed) for one in found]
+        return with_settings(one, **changed)
 
     def _is_default(self, name: str) -> bool:
         return any(f.name == name and f.default == getattr(self, name) for f in dataclasses.fields(self))

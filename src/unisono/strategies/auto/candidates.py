@@ -13,7 +13,8 @@ from unisono.strategy import Strategy
 from unisono.world import World
 
 _SMALL_BUCKET, _LARGE_BUCKET = 4 << 20, 100 << 20
-_COMPRESSING = ("bf16", "bytegrad", "powersgd(rank=4)")  # with no loss of accuracy on our tasks, at any learning rate
+_COMPRESSING = ["bf16", "bytegrad", "powersgd(rank=4)"]  # those that lost no accuracy on our tasks as they are
+_OVER_HOSTS = ["bf16", "hierarchical(bytegrad)", "powersgd(rank=4)", "hierarchical(powersgd(rank=4))"]
 
 
 def list_candidates(model: nn.Module, world: World) -> list[Strategy]:
@@ -26,9 +27,7 @@ def list_candidates(model: nn.Module, world: World) -> list[Strategy]:
             specs.append(f"allreduce(order=ready, bucket_bytes={_SMALL_BUCKET})")
         specs.append(f"allreduce(overlap=False, bucket_bytes={_LARGE_BUCKET})")
     if not any(p.is_complex() for p in trainable):
-        hosts = len(set(world.hosts))
-        around = "hierarchical({})" if 1 < hosts < world.size else "{}"
-        specs += [around.format(reducer) for reducer in _COMPRESSING]
+        specs += _OVER_HOSTS if 1 < len(set(world.hosts)) < world.size else _COMPRESSING
     return [build(spec, kind="strategy") for spec in specs]
 
 

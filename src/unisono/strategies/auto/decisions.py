@@ -353,6 +353,7 @@ class Tuner:
             self.predictor.link = self._links_by_speed()[0]
         self.predictor.learn(self.at_work, measured)
         self._tried[self.at_work] = measured
+        self.predictor.own_s = min(m.own_s for m in self._tried.values())  # a trial may have been held up
         if self._home is not None:
             self.wasted += step - self._looked
         found = self._find_next(step)

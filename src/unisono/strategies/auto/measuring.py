@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import islice
 from statistics import median
@@ -144,14 +145,21 @@ def _fill(sample: Sequence[tuple[str, Tensor]]) -> Bucket:
 
 
 def _count_messages(reducer: Reducer, sample: Sequence[tuple[str, Tensor]], world: World) -> tuple[int, int]:
-    """Collectives and bytes for the sample, as this rank of the world would have them."""
+    """Collectives and bytes for the sample, as this rank of the world would have them; over several hosts, those that
+    leave a host."""
     per_host = max(1, world.size // len(set(world.hosts)))
     alone = simulate(world.size, rank=world.rank, per_host=per_host)
     bucket = _fill(sample)
     reducer.reduce(bucket, reducer.init(bucket), alone)
-    sent = alone.ledger.sent()
+    counted = [r for r in alone.ledger.records if per_host == world.size or _leaves_a_host(r.channel, alone)]
     alone.close()
-    return max(1, sent.collectives), sent.bytes_sent
+    return max(1, len(counted)), sum(record.bytes_sent for record in counted)
+
+
+def _leaves_a_host(channel: str, world: World) -> bool:
+    """Whether the ranks of a channel are on several hosts. Its name ends with them, if they are not all."""
+    ranks = re.search(r"\[([\d,]+)\]$", channel)
+    return ranks is None or len({world.hosts[int(r)] for r in ranks[1].split(",")}) > 1
 
 
 def _time_dry_run(reducer: Reducer, sample: Sequence[tuple[str, Tensor]], world: World) -> float:

@@ -36,6 +36,7 @@ class AutoReplica(ChangingReplica):
         super().__init__(self._known[first].bind(model, optimizer, world), strategy, self._look_if_due)
         self._tuner = tuner
         self._seen, self._opened = 0, 1
+        self._next = ""  # a candidate that is put to work after one more window
 
     @property
     def at_work(self) -> str:
@@ -77,7 +78,7 @@ class AutoReplica(ChangingReplica):
             costs = estimate_costs(self.inner.strategy, self.model, self.world)
             self._candidates.append(Candidate(self.at_work, costs))
         self._tuner = self._make_tuner(self.at_work, self.step)
-        self._seen, self._opened = self.step, self.step + 1
+        self._seen, self._opened, self._next = self.step, self.step + 1, ""
 
     # Between steps -----------------------------------------------------------------------------------------------
 
@@ -85,7 +86,9 @@ class AutoReplica(ChangingReplica):
         if self._tuner is None or self.step == self._seen:  # a step that was given up counts for nothing
             return
         self._seen = self.step
-        if self.step >= self._tuner.due:
+        if self._next:
+            self.world.survive(self._finish_change)
+        elif self.step >= self._tuner.due:
             if self.own_gradients and self.scaler is not None:
                 raise ValueError(
                     f"{self.at_work} under auto cannot follow a GradScaler: one rank alone may skip a step, and the "
@@ -116,8 +119,27 @@ class AutoReplica(ChangingReplica):
         if self.world.rank == 0 and decision.kind in _SAID:
             print(f"unisono auto, {decision}", file=sys.stderr, flush=True)
         if decision.to != self.at_work:
-            self.change(self._known[decision.to])
-            self._opened = self.step + 1  # the step after a change begins with new buckets
+            self._put_to_work(decision.to)
+
+    def _put_to_work(self, spec: str) -> None:
+        """Change to a candidate; by way of one window of exact means, where it has no place for what is still to be
+        sent (`zero` after `topk`, say)."""
+        try:
+            self.change(self._known[spec])
+        except ValueError:  # nothing has changed
+            unsent = self.inner.unsent()
+            if unsent is None or unsent.is_empty:
+                raise
+            self.change(self.strategy.complete(build("allreduce", kind="strategy")))
+            self._next = spec
+        self.world.barrier()  # a rank that was lost in it is found here, and not in a channel that it never came to
+        self._opened = self.step + 1  # the step after a change begins with new buckets
+
+    def _finish_change(self) -> None:
+        assert self._tuner is not None
+        spec, self._next = self._next, ""
+        self._put_to_work(spec)
+        self._tuner.due += 1
 
     # State -------------------------------------------------------------------------------------------------------
 

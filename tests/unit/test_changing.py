@@ -13,7 +13,7 @@ from torch import Tensor
 import unisono as un
 from unisono.spec import SpecError, describe
 from unisono.strategy.changing import ChangingReplica
-from unisono.strategy.step_hooks import StepHooks
+from unisono.strategy.replica import StepHooks
 from unisono.world import World
 from unisono.world.virtual import run_threads
 

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from unisono.checkpoint import ModelPart
-from unisono.strategy.replica import Replica, Strategy, Unsent
-from unisono.strategy.step_hooks import StepHooks
+from unisono.strategy.replica import Replica, StepHooks, Strategy, Unsent
 from unisono.strategy.switching import switch
 from unisono.world import World
 

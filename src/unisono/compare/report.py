@@ -7,6 +7,7 @@ import math
 import platform
 import shlex
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -50,7 +51,7 @@ def _describe_setting(runs: Runs) -> dict[str, str]:
         "last run": f"UNISONO_STRATEGY={shlex.quote(runs.planned[len(runs.commands) - 1].spec)} {runs.commands[-1]}",
         "each run": ", ".join(how_far) or "to the script's own end",
         "rounds": str(request.rounds),
-        "links": "; ".join(runs.links) or "none: all workers are on this machine, and share its memory",
+        "links": _describe_links(runs.links),
         "threads a worker": str(runs.threads),
         "machine": f"{platform.machine()}, {usable_cores()} cores, {platform.system()} {platform.release()}",
         "versions": ", ".join(_list_versions()),
@@ -60,6 +61,13 @@ def _describe_setting(runs: Runs) -> dict[str, str]:
     if curve is not None:
         about["model"] = f"{curve.about['parameters']:,} parameters, on {curve.about['device']}"
     return about
+
+
+def _describe_links(said: Sequence[Sequence[str]]) -> str:
+    """What the first run measured; later ones have it in their run.log."""
+    if not said:
+        return "none: all workers are on this machine, and share its memory"
+    return "; ".join(said[0]) + (f" (the first of {len(said)} runs)" if len(said) > 1 else "")
 
 
 def _list_versions() -> list[str]:

@@ -107,7 +107,7 @@ class Runs:
         self.request, self.show = request, show
         self.planned = list_runs(request)
         self.trials: list[Trial] = []
-        self.links: list[str] = []  # what was measured of emulated hosts
+        self.links: list[list[str]] = []  # by run: what was measured of emulated hosts
         self.commands: list[str] = []
         self._took: list[float] = []
         most = max(run.workers for run in self.planned)
@@ -205,10 +205,9 @@ class Runs:
         return env if self.request.steps is None else {**env, STEPS: str(self.request.steps)}
 
     def _note_links(self, log: str) -> None:
-        for line in log.splitlines():
-            text = line.removeprefix("unisono: ")
-            if "emulated host" in line and text not in self.links:
-                self.links.append(text)
+        said = [line.removeprefix("unisono: ") for line in log.splitlines() if "emulated host" in line]
+        if said:
+            self.links.append(said)
 
 
 def _write_name(run: Planned) -> str:

@@ -114,6 +114,15 @@ def test_measured_links_between_hosts_say_nothing_of_the_memory_of_one() -> None
     assert network.seconds(Operation("all_reduce", 10**6)) == pytest.approx(1.507)
 
 
+def test_memory_measured_by_two_ranks_is_slower_where_four_share_their_cores() -> None:
+    points = [(1000.0, 0.001), (10.0**6, 0.1)]
+    measured = Network(2, 2, LINK, LINK, fitted={"all_reduce": (0.001, 1e-7)}, curves={"all_reduce": points})
+    cluster = Cluster(per_host=4, cores=2).measured_as(measured)
+    for nbytes in (500, 500_000):
+        two, four = (cluster.network(n).seconds(Operation("all_reduce", nbytes)) for n in (2, 4))
+        assert four == pytest.approx(2 * two)
+
+
 # What must only grow or fall -------------------------------------------------------------------------------------
 
 METHODS = ["allreduce", "local_sgd(every=4)", "gossip", "parameter_server(servers=2, staleness=2)", "zero(stage=3)"]

@@ -104,7 +104,9 @@ class Cluster:
         network = replace(network, inside=Link(link.latency_s * slower, link.bits_per_s / slower))
         if network.hosts > 1:
             return network
-        return replace(network, fitted={op: (a * slower, b * slower) for op, (a, b) in network.fitted.items()})
+        fitted = {op: (a * slower, b * slower) for op, (a, b) in network.fitted.items()}
+        curves = {op: [(nbytes, s * slower) for nbytes, s in points] for op, points in network.curves.items()}
+        return replace(network, fitted=fitted, curves=curves)
 
     def _slowed(self, op: str, hosts: int) -> float:
         """By what an operation's bytes take longer for the uplinks. A ring or a chain of hosts in order crosses each

@@ -171,7 +171,8 @@ def _average_shares(wire: Wire, bucket: Bucket, world: World, streams: list[Nois
     wide, rank, each = working_dtype(bucket), world.rank, share_length(bucket.flat.numel(), world.size)
     shares = split_shares(bucket.flat, world.size)
     codes = [_pad(wire, wire.encode(x, streams[0].after(r * each)), each) for r, x in enumerate(shares)]
-    handle = world.all_to_all(codes, tag=bucket.tag)
+    known = [torch.empty_like(codes[rank]) for _ in codes] if wire.even else None  # else lengths are sent ahead
+    handle = world.all_to_all(codes, out=known, tag=bucket.tag)
     yield
     mine = average(wire, handle.wait(), torch.empty_like(shares[rank], dtype=wide))
     code = _pad(wire, wire.encode(mine, streams[1]), each)

@@ -74,7 +74,7 @@ def signsgd(*, seed: int = 0) -> Reducer:
                 _encode_votes(signs, x, weights, source.after(r * each), flipped, each)
                 for r, x in enumerate(split_shares(line, size))
             ]
-            scattering = world.all_to_all(votes, tag=bucket.tag)
+            scattering = world.all_to_all(votes, out=[torch.empty_like(vote) for vote in votes], tag=bucket.tag)
             yield
             mine = torch.zeros_like(split_shares(line, size)[world.rank], dtype=torch.float32)
             _count_votes(signs, scattering.wait(), mine, world.rank * each)

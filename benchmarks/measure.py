@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 
@@ -56,12 +56,18 @@ def _rounded(x: float) -> float:
     return round(x, 4) if abs(x) >= 0.1 else float(f"{x:.4g}")
 
 
-def on_hosts(arguments: Sequence[str], *, hosts: int, mbit: float, timeout_s: float = 600) -> dict[str, Any]:
-    """Run this script with `arguments` once on each of `hosts` emulated hosts; what rank 0 gave to `tell`."""
+def on_hosts(
+    arguments: Sequence[str], *, hosts: int, mbit: float, timeout_s: float = 600, by_transport: bool = False
+) -> dict[str, Any]:
+    """Run this script with `arguments` once on each of `hosts` emulated hosts; what rank 0 gave to `tell`.
+
+    `by_transport`: the workers' own transport holds bytes back, instead of the kernel; needs no rights.
+    """
     from unisono.lab.hosts import EmulatedHosts
     from unisono.runtime.link_text import Link
 
-    with EmulatedHosts(hosts, links=[Link(mbit * 1e6)] * hosts) as net:
+    link = Link(mbit * 1e6)
+    with nullcontext() if by_transport else EmulatedHosts(hosts, links=[link] * hosts) as net:
         workers = []
         for rank in range(hosts):
             env = {
@@ -70,13 +76,20 @@ def on_hosts(arguments: Sequence[str], *, hosts: int, mbit: float, timeout_s: fl
                 "WORLD_SIZE": str(hosts),
                 "LOCAL_RANK": "0",
                 "LOCAL_WORLD_SIZE": "1",
-                "MASTER_ADDR": net.address(0),
+                "MASTER_ADDR": "127.0.0.1" if net is None else net.address(0),
                 "MASTER_PORT": "29500",
-                "GLOO_SOCKET_IFNAME": net.interface,
+                "GLOO_SOCKET_IFNAME": "lo" if net is None else net.interface,
                 "OMP_NUM_THREADS": "1",
             }
-            command = [sys.executable, sys.argv[0], *arguments]
-            workers.append(net.start(rank, command, env, stdout=-1 if rank == 0 else None, text=True))
+            command, how = (
+                [sys.executable, sys.argv[0], *arguments],
+                {"stdout": -1 if rank == 0 else None, "text": True},
+            )
+            if net is None:
+                env |= {"UNISONO_NET": str(link), "UNISONO_HOST": f"host{rank}"}
+                workers.append(subprocess.Popen(command, env=env, **how))
+            else:
+                workers.append(net.start(rank, command, env, **how))
         try:
             output, _ = workers[0].communicate(timeout=timeout_s)
         finally:

@@ -27,7 +27,7 @@ DENSE, FACTORS = "allreduce(overlap=False)", "allreduce(reducer=powersgd(rank=1)
 TWO = f"auto(among=[{DENSE}, {FACTORS}], check_every=3, trial_steps=2)"
 
 
-class Link:
+class Probed:
     """The ranks' clocks, which all-reduces move on."""
 
     def __init__(self) -> None:
@@ -43,8 +43,8 @@ class Link:
 
 
 @pytest.fixture
-def link(monkeypatch: pytest.MonkeyPatch) -> Link:
-    made = Link()
+def link(monkeypatch: pytest.MonkeyPatch) -> Probed:
+    made = Probed()
     real: Callable[..., float] = ThreadTransport.all_reduce
 
     def all_reduce(self: ThreadTransport, parts: Any, op: Any) -> float:
@@ -59,7 +59,7 @@ def link(monkeypatch: pytest.MonkeyPatch) -> Link:
     return made
 
 
-def started(world: World, spec: str, link: Link | None = None) -> tuple[nn.Module, Any, AutoReplica]:
+def started(world: World, spec: str, link: Probed | None = None) -> tuple[nn.Module, Any, AutoReplica]:
     if link is not None:
         link.attach(world)
     with MODELS:
@@ -77,7 +77,7 @@ def loss_of(model: nn.Module, t: int, rank: int) -> Tensor:
     return loss
 
 
-def train(model: nn.Module, optimizer: Any, world: World, steps: range, link: Link | None = None) -> None:
+def train(model: nn.Module, optimizer: Any, world: World, steps: range, link: Probed | None = None) -> None:
     for t in steps:
         optimizer.zero_grad()
         loss_of(model, t, world.rank).backward()
@@ -94,7 +94,7 @@ def decisions(world: World) -> list[tuple[int, str, str]]:
     return [(e.step, e.values["decision"], e.values["to"]) for e in world.ledger.events if e.kind == "auto"]
 
 
-def test_a_link_slowed_in_mid_run_makes_it_change_and_recover(link: Link, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_link_slowed_in_mid_run_makes_it_change_and_recover(link: Probed, capsys: pytest.CaptureFixture[str]) -> None:
     gate = threading.Barrier(2)
 
     def work(world: World) -> tuple[list[str], list[float], list[Tensor], list[Any]]:
@@ -127,7 +127,7 @@ def test_a_link_slowed_in_mid_run_makes_it_change_and_recover(link: Link, capsys
     assert "; achieved " in said[2]
 
 
-def test_all_steps_are_steps_of_the_training(link: Link) -> None:
+def test_all_steps_are_steps_of_the_training(link: Probed) -> None:
     """However often it changes between exact candidates, the model is that of one process on all batches."""
     spec = "auto(among=[{}], check_every=1, trial_steps=1)".format(
         ", ".join(f"allreduce(overlap=False, bucket_bytes={1 << k})" for k in (6, 9, 12))
@@ -153,7 +153,7 @@ def test_all_steps_are_steps_of_the_training(link: Link) -> None:
             torch.testing.assert_close(x, p.detach(), rtol=1e-12, atol=1e-12)
 
 
-def test_a_checkpoint_goes_on_with_what_was_at_work(link: Link, tmp_path: Path) -> None:
+def test_a_checkpoint_goes_on_with_what_was_at_work(link: Probed, tmp_path: Path) -> None:
     def work(world: World) -> None:
         link.s_per_byte = SLOW
         model, optimizer, replica = started(world, TWO, link)
@@ -182,7 +182,7 @@ def test_a_checkpoint_goes_on_with_what_was_at_work(link: Link, tmp_path: Path) 
     run_threads(work, 2)
 
 
-def test_a_newcomer_gets_what_is_at_work(link: Link) -> None:
+def test_a_newcomer_gets_what_is_at_work(link: Probed) -> None:
     def work(world: World) -> list[Tensor]:
         link.s_per_byte = SLOW
         link.attach(world)
@@ -209,7 +209,7 @@ def test_a_newcomer_gets_what_is_at_work(link: Link) -> None:
         assert all(map(torch.equal, found, results[0]))
 
 
-def test_what_the_next_candidate_has_no_place_for_is_sent_first(link: Link) -> None:
+def test_what_the_next_candidate_has_no_place_for_is_sent_first(link: Probed) -> None:
     """`zero` does not keep gradients for later: one window of exact means goes before it."""
 
     def work(world: World) -> tuple[list[str], list[Tensor]]:
@@ -269,7 +269,7 @@ def test_by_default_it_chooses_from_what_trains_like_all_reduce() -> None:
     assert not any("reducer" in spec for spec in complex_ones)
 
 
-def test_candidates_that_would_send_no_less_are_left_out(link: Link) -> None:
+def test_candidates_that_would_send_no_less_are_left_out(link: Probed) -> None:
     """Of a model this small PowerSGD compresses nothing."""
 
     def work(world: World) -> list[str]:
@@ -287,7 +287,7 @@ def test_candidates_that_would_send_no_less_are_left_out(link: Link) -> None:
     assert not any("powersgd" in spec for spec in found)
 
 
-def test_over_hosts_only_what_leaves_a_host_counts(link: Link) -> None:
+def test_over_hosts_only_what_leaves_a_host_counts(link: Probed) -> None:
     def work(world: World) -> list[float]:
         link.attach(world)
         with MODELS:
@@ -302,7 +302,7 @@ def test_over_hosts_only_what_leaves_a_host_counts(link: Link) -> None:
         assert in_levels == pytest.approx(factors, abs=16)  # between 2 leaders, and what they say to each other
 
 
-def test_methods_whose_ranks_may_skip_steps_alone_are_refused_with_a_scaler(link: Link) -> None:
+def test_methods_whose_ranks_may_skip_steps_alone_are_refused_with_a_scaler(link: Probed) -> None:
     def work(world: World) -> None:
         spec = "auto(among=[local_sgd(every=2), local_sgd(every=4)], trial_steps=1)"
         model, optimizer, replica = started(world, spec, link)

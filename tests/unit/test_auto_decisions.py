@@ -15,12 +15,12 @@ from unisono.strategies.auto.decisions import (
     Candidate,
     Costs,
     Decision,
-    Link,
     Measured,
+    Probed,
     Tuner,
 )
 
-FAST, SLOW = Link(1e-4, 1e-9, 0.02), Link(1e-4, 1e-7, 0.5)  # about 8 Gbit/s and 80 Mbit/s
+FAST, SLOW = Probed(1e-4, 1e-9, 0.02), Probed(1e-4, 1e-7, 0.5)  # about 8 Gbit/s and 80 Mbit/s
 OWN_S = 0.1
 DENSE, BYTES, RANK = Costs(20e6), Costs(5e6, work_s=0.03), Costs(2e5, work_s=0.06)
 CANDIDATES = [Candidate("dense", DENSE), Candidate("bytes", BYTES), Candidate("rank", RANK)]
@@ -31,7 +31,7 @@ class Run:
 
     def __init__(
         self,
-        link: Callable[[int], Link],
+        link: Callable[[int], Probed],
         *,
         candidates: list[Candidate] = CANDIDATES,
         truth: list[Costs] | None = None,
@@ -61,7 +61,7 @@ class Run:
                 own = self.own_s(step)
                 measured = Measured(own + (wall - own) * factor, own, 0.0, self.truth[tuner.at_work].bytes_sent)
                 link = self.link(step)
-                seen = Link(link.latency_s, link.s_per_byte * self.noise(), link.took_s)
+                seen = Probed(link.latency_s, link.s_per_byte * self.noise(), link.took_s)
                 self.made += tuner.look(step, measured, seen if tuner.wants_link else None)
         return self
 
@@ -70,7 +70,7 @@ class Run:
 
 
 @pytest.mark.parametrize(("link", "best"), [(FAST, "dense"), (SLOW, "rank")])
-def test_it_begins_with_the_best_predicted_and_settles_on_the_best_measured(link: Link, best: str) -> None:
+def test_it_begins_with_the_best_predicted_and_settles_on_the_best_measured(link: Probed, best: str) -> None:
     run = Run(lambda step: link).go(100)
     assert run.at_work[0] == best
     assert set(run.at_work[40:]) == {best}
@@ -105,7 +105,7 @@ def test_a_trial_that_was_held_up_keeps_no_other_from_its_own() -> None:
 
 
 def test_of_those_about_as_fast_the_first_one_named_is_taken() -> None:
-    link = Link(1e-4, 3e-9)
+    link = Probed(1e-4, 3e-9)
     truth = [Costs(20e6), Costs(20e6, work_s=-0.008)]  # 5 % faster
     run = Run(lambda step: link, candidates=[Candidate("a", truth[0]), Candidate("b", truth[0])], truth=truth).go(60)
     assert set(run.at_work[30:]) == {"a"}
@@ -122,7 +122,7 @@ def test_a_candidate_of_which_nothing_is_known_is_tried_once() -> None:
 
 
 @pytest.mark.parametrize(("before", "after", "best"), [(FAST, SLOW, "rank"), (SLOW, FAST, "dense")])
-def test_a_link_that_drifts_makes_it_change_once_with_the_reason(before: Link, after: Link, best: str) -> None:
+def test_a_link_that_drifts_makes_it_change_once_with_the_reason(before: Probed, after: Probed, best: str) -> None:
     run = Run(lambda step: before if step < 100 else after).go(400)
     first, last = run.at_work[90], run.at_work[-1]
     assert last == best != first
@@ -165,7 +165,7 @@ def test_noise_without_a_drift_never_makes_it_change(seed: int) -> None:
         spike = 4.0 if draw.random() < 0.1 else 1.0
         return spike * draw.lognormvariate(0.0, 0.1)
 
-    link = Link(1e-4, 1.8e-9)  # the candidates are not far apart
+    link = Probed(1e-4, 1.8e-9)  # the candidates are not far apart
     run = Run(lambda step: link, noise=noise).go(3000)
     assert not run.kinds("change")
     assert len(run.kinds("try")) <= 2
@@ -182,7 +182,7 @@ def test_a_link_that_flaps_makes_it_change_ever_more_seldom() -> None:
 
 def test_trials_take_a_bounded_part_of_the_steps() -> None:
     """A candidate that always promises to be faster, and never is, as the link drifts on and on."""
-    links = [Link(1e-4, 1e-8 * 1.5 ** (k % 12)) for k in range(101)]
+    links = [Probed(1e-4, 1e-8 * 1.5 ** (k % 12)) for k in range(101)]
     truth = [DENSE, Costs(1e6, work_s=40.0)]
     candidates = [Candidate("dense", DENSE), Candidate("other", Costs(1e6))]
     steps = 4000

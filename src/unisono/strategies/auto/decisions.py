@@ -31,8 +31,9 @@ _SMALL = 0.05  # a part of a step that is smaller than this is no reason for any
 _KEPT = 5  # checks that what is usual is the median of
 
 
-class Link(NamedTuple):
-    """Between the ranks: seconds that a collective takes, however small, and seconds a byte that a rank sends."""
+class Probed(NamedTuple):
+    """The network between the ranks, as a probe found it: seconds that a collective takes, however small, and seconds
+    a byte that a rank sends."""
 
     latency_s: float
     s_per_byte: float
@@ -42,7 +43,7 @@ class Link(NamedTuple):
         """For all that a candidate sends in a step."""
         return costs.messages * self.latency_s + costs.bytes_sent * self.s_per_byte
 
-    def slowness(self, other: Link) -> float:
+    def slowness(self, other: Probed) -> float:
         """How many times as long a megabyte takes as on another link."""
         return (self.latency_s + 1e6 * self.s_per_byte) / max(1e-12, other.latency_s + 1e6 * other.s_per_byte)
 
@@ -125,7 +126,7 @@ class Predictor:
     what a dry run took, less what hides behind compute of others that overlap.
     """
 
-    def __init__(self, candidates: Sequence[Candidate], link: Link) -> None:
+    def __init__(self, candidates: Sequence[Candidate], link: Probed) -> None:
         self.costs: list[Costs | None] = [c.costs for c in candidates]
         self.link, self.own_s = link, 0.0
         self._hidden_s = 0.0
@@ -202,7 +203,7 @@ class Tuner:
     def __init__(
         self,
         candidates: Sequence[Candidate],
-        link: Link,
+        link: Probed,
         *,
         trial_steps: int,
         check_every: int,
@@ -249,7 +250,7 @@ class Tuner:
 
     # Looking ---------------------------------------------------------------------------------------------------
 
-    def look(self, step: int, measured: Measured, link: Link | None = None) -> list[Decision]:
+    def look(self, step: int, measured: Measured, link: Probed | None = None) -> list[Decision]:
         """What has been measured since the last call, under what is at work."""
         if self._in_round:
             made = self._go_on(step, measured, link)
@@ -258,7 +259,7 @@ class Tuner:
         self._set_due(step)
         return made
 
-    def _watch(self, step: int, measured: Measured, link: Link | None) -> list[Decision]:
+    def _watch(self, step: int, measured: Measured, link: Probed | None) -> list[Decision]:
         since, wall = self._looked, measured.wall_s
         self._communication.note(measured.communication_s + measured.hidden_s, wall, since)
         self._compute.note(measured.own_s, wall, since)
@@ -316,7 +317,7 @@ class Tuner:
         self._in_round, self._is_checked = True, False
         return [self._try("try", step, found, why)]
 
-    def _links_by_speed(self) -> list[Link]:
+    def _links_by_speed(self) -> list[Probed]:
         return sorted(self._links, key=lambda link: link.slowness(self._links[0]))
 
     def _find_next(self, step: int) -> int | None:
@@ -345,7 +346,7 @@ class Tuner:
         self._promised = gain if kind == "try" else self._promised
         return Decision(kind, step, before, self.candidates[index].spec, why, gain)
 
-    def _go_on(self, step: int, measured: Measured, link: Link | None) -> list[Decision]:
+    def _go_on(self, step: int, measured: Measured, link: Probed | None) -> list[Decision]:
         """A trial has ended: on to the next, or the end of the round. In the first one the link counts as the fastest
         that it was seen to be: what looks too slow for a trial is never measured, so that must not be chance."""
         if link is not None:

@@ -16,7 +16,7 @@ from unisono.buckets import BUCKET_BYTES, LARGE_BUCKET_BYTES, Bucket, group_into
 from unisono.exchange.overlap import split_sparse
 from unisono.exchange.reduction import overlap_pays
 from unisono.reducer import Reducer, all_reduce_bytes, dense_bytes
-from unisono.strategies.auto.decisions import Costs, Link, Measured
+from unisono.strategies.auto.decisions import Costs, Measured, Probed
 from unisono.strategy import Strategy
 from unisono.world import World
 from unisono.world.virtual import simulate
@@ -31,7 +31,7 @@ _SAMPLE_NUMBERS = 1 << 20  # of a dry run
 # The link ---------------------------------------------------------------------------------------------------------
 
 
-def measure_link(world: World) -> Link:
+def measure_link(world: World) -> Probed:
     """Time some all-reduces, the slowest rank's times; every rank calls it."""
     clock = world.ledger.clock
     began = clock()
@@ -42,7 +42,7 @@ def measure_link(world: World) -> Link:
             break
     sent = all_reduce_bytes(4 * (numbers - _SMALL_NUMBERS), world.size)
     took_s = take_slowest(world, [clock() - began])[0]
-    return Link(small_s, max(0.0, large_s - small_s) / sent, took_s)
+    return Probed(small_s, max(0.0, large_s - small_s) / sent, took_s)
 
 
 def _time_all_reduce(world: World, numbers: int) -> float:

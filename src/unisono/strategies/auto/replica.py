@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.spec import build, describe
-from unisono.strategies.auto.decisions import Candidate, Costs, Decision, Link, Tuner
+from unisono.strategies.auto.decisions import Candidate, Costs, Decision, Probed, Tuner
 from unisono.strategies.auto.measuring import estimate_costs, measure_link, measure_steps
 from unisono.strategy import ChangingReplica, Replica, Strategy
 from unisono.world import World
@@ -29,7 +29,7 @@ class AutoReplica(ChangingReplica):
         self.strategy = strategy
         self._known: dict[str, Strategy] = {}  # candidates by spec
         self._candidates: list[Candidate] = []  # with what they cost in this world; none: there is no choice
-        self._link = Link(0.0, 0.0)
+        self._link = Probed(0.0, 0.0)
         self._survey(model, world)
         tuner = self._make_tuner(None, 0)
         first = tuner.candidates[tuner.at_work].spec if tuner is not None else next(iter(self._known))

@@ -9,6 +9,7 @@ import re
 import sys
 import tempfile
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +90,9 @@ def add_command(commands: Commands) -> None:
     group.add_argument(
         "--budget",
         type=float,
-        default=20.0,
+        default=25.0,
         metavar="S",
-        help="begin no further method after so many seconds of measuring; default: 20",
+        help="begin no further method so many seconds after the start; default: 25",
     )
     group.add_argument("--json", metavar="FILE", help="write the plan and all that was measured")
     parser.set_defaults(start=parser.get_default("run"), run=_plan, output="rank0")
@@ -127,6 +128,7 @@ def _plan(options: argparse.Namespace, whole: argparse.ArgumentParser) -> int:
             "budget_s": options.budget,
             "verify": options.verify,
             "file": str(file),
+            "started": time.time(),
         }
         os.environ["UNISONO_PLAN"] = json.dumps(asked)
         os.environ["UNISONO_OBSERVER"] = "unisono.planner.worker"

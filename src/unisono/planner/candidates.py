@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -59,8 +60,8 @@ class Candidate:
 def find_candidates(asked: Iterable[str] = (), also: Iterable[str] = (), *, ranks: int = 4) -> list[Candidate]:
     """Those asked for, or what every method proposes; `also`: added where it is not among them.
 
-    In the order of their promise, as there may not be time for all: exact ones, then those that send least, then those
-    that change training.
+    In the order of their promise, as there may not be time for all: exact ones, then in turn those that send least (for
+    slow networks) and most (for fast ones), then those that change training.
     """
     specs = list(asked) or [*_proposed("strategy"), *_proposed("reducer")]
     found: dict[str, Candidate] = {}
@@ -69,13 +70,15 @@ def find_candidates(asked: Iterable[str] = (), also: Iterable[str] = (), *, rank
         found.setdefault(candidate.spec, candidate)
     sample = Bucket(0, [("weight", nn.Parameter(torch.empty(256, 256)))], partial(on_device, torch.device("cpu")))
 
-    def promise(candidate: Candidate) -> tuple[int, int]:
-        place = {"exact": 0, "other": 2}.get(candidate.convergence.grade, 1)
+    def count_sent(candidate: Candidate) -> int:
         reducer = getattr(candidate.strategy, "reducer", None)
-        sends = reducer.sends(sample, ranks) if reducer is not None and reducer.sends is not None else 0
-        return place, sends
+        return int(reducer.sends(sample, ranks)) if reducer is not None and reducer.sends is not None else 0
 
-    return sorted(found.values(), key=promise)
+    exact = [candidate for candidate in found.values() if candidate.convergence.grade == "exact"]
+    other = [candidate for candidate in found.values() if candidate.convergence.grade == "other"]
+    between = deque(sorted((c for c in found.values() if c not in exact and c not in other), key=count_sent))
+    taken = [between.pop() if i % 2 else between.popleft() for i in range(len(between))]
+    return [*exact, *taken, *other]
 
 
 def _proposed(kind: Any) -> list[str]:

@@ -10,7 +10,7 @@ from unisono.costs import Anatomy, Network, Prediction, predict, replay
 from unisono.facts import Grade
 from unisono.planner.measured import Measured, Method
 
-__all__ = ["Choice", "Ranked", "choose", "find_crossing"]
+__all__ = ["Choice", "Ranked", "choose", "find_crossing", "rank", "show_bits", "show_s"]
 
 _GRADES: tuple[Grade, ...] = ("exact", "rounded", "compressed", "other")
 _NEAR = 0.05  # within so much of the best, the method with the least effect on training is first
@@ -93,7 +93,7 @@ def _explain(measured: Measured, network: Network, ranked: Sequence[Ranked]) -> 
     near = [row.spec for row in ranked[1:] if row.seconds <= first.seconds * (1 + _NEAR)]
     if near:
         said.append(f"About as fast, with more effect on training or slightly slower: {', '.join(near[:4])}.")
-    if (change := describe_crossing(network, ranked)) is not None:
+    if (change := _describe_crossing(network, ranked)) is not None:
         said.append(change)
     return said
 
@@ -102,7 +102,7 @@ def _communication(anatomy: Anatomy | None, network: Network) -> float:
     return sum(network.seconds(operation) for operation in anatomy.operations) if anatomy is not None else 0.0
 
 
-def describe_crossing(network: Network, ranked: Sequence[Ranked]) -> str | None:
+def _describe_crossing(network: Network, ranked: Sequence[Ranked]) -> str | None:
     """At which bandwidth another method becomes the first."""
     first = ranked[0]
     here = _bandwidth(network)
@@ -245,7 +245,7 @@ def show_bits(bits_per_s: float) -> str:
     return f"{bits_per_s / 1e6:.2g} Mbit/s" if bits_per_s < 1e7 else f"{bits_per_s / 1e6:.0f} Mbit/s"
 
 
-def predict_at(measured: Measured, network: Network) -> list[Ranked]:
+def _predict_at(measured: Measured, network: Network) -> list[Ranked]:
     """The same methods on another network."""
     moved = replace(measured, network=network)
     return choose(moved, _GRADES).ranked

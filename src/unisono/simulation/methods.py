@@ -17,7 +17,7 @@ from unisono.reducer import Reducer
 from unisono.simulation.dry_run import DryRun, Shapes
 from unisono.spec import build, describe
 
-__all__ = ["DEFAULT_METHODS", "Method", "Style", "Workload", "make_method", "read_traits"]
+__all__ = ["DEFAULT_METHODS", "Method", "Style", "Traits", "Workload", "count_push", "make_method", "read_traits"]
 
 Style = Literal["synchronous", "windows", "neighbours", "servers", "alone"]
 

@@ -9,7 +9,7 @@ from typing import Any
 from unisono.simulation.report import describe_cluster
 from unisono.simulation.study import LIKE_ALLREDUCE, Study
 
-__all__ = ["draw"]
+__all__ = ["check_path", "draw"]
 
 _STYLES = {"exact": "-", "rounded": "-.", "compressed": "--", "other": ":"}
 _SUFFIXES = (".png", ".svg", ".pdf")

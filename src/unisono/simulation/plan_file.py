@@ -16,7 +16,7 @@ from unisono.simulation.methods import Method, Traits, Workload, count_push, mak
 from unisono.simulation.steps import slow_down
 from unisono.spec import build
 
-__all__ = ["Plan", "make_plan", "read_plan"]
+__all__ = ["Growth", "Plan", "make_plan", "read_plan"]
 
 _NOT_MEASURED = "not measured in the plan: from the number of parameters, and reducers as fast as here"
 

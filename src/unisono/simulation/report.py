@@ -79,7 +79,7 @@ def _write_scales(study: Study) -> str:
             row = [f"{workers:,}" if not i else "", o.spec, o.grade, *map(describe_duration, parts)]
             row += [_write_times(o.speed_up), f"{o.efficiency:.0%}"]
             lines.append([*row, *([f"{o.kept:.1%}"] if failing else [])])
-    return align_columns(lines, left=(1, 2))
+    return _align_columns(lines, left=(1, 2))
 
 
 def _write_methods(study: Study) -> str:
@@ -97,7 +97,7 @@ def _write_methods(study: Study) -> str:
             last = "-"
         lines.append([method.spec, method.traits.grade, *numbers, last])
     note = "(stops scaling: from there on, twice as many workers give less than 10 % more)"
-    return "\n".join([align_columns(lines, left=(0, 1)), note, *notes])
+    return "\n".join([_align_columns(lines, left=(0, 1)), note, *notes])
 
 
 def _explain_best(study: Study) -> list[str]:
@@ -158,7 +158,7 @@ def _write_times(x: float) -> str:
     return f"{x:,.0f}" if x >= 100 else f"{x:.1f}" if x >= 1 else f"{x:.2g}"
 
 
-def align_columns(lines: Sequence[Sequence[str]], left: Sequence[int]) -> str:
+def _align_columns(lines: Sequence[Sequence[str]], left: Sequence[int]) -> str:
     """Columns of equal width; those in `left` begin at the left."""
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join(

@@ -8,7 +8,7 @@ import numpy as np
 
 from unisono.simulation.stragglers import Floats, Stragglers
 
-__all__ = ["Service", "simulate_servers"]
+__all__ = ["Service", "simulate_servers", "wait_in_line"]
 
 _LEAST_BLOCK = 64
 

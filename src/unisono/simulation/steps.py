@@ -18,7 +18,7 @@ from unisono.simulation.quantities import describe_duration
 from unisono.simulation.servers import Service, simulate_servers
 from unisono.simulation.stragglers import Floats, Stragglers
 
-__all__ = ["Outcome", "simulate_method"]
+__all__ = ["Outcome", "draw_slowest_sums", "simulate_method", "slow_down"]
 
 _APPLY_BYTES_PER_S = 2e9  # gradients that a server adds to its parameters in a second
 _GRID = 33  # points at which a step is replayed; between them it is a line
@@ -77,7 +77,7 @@ class Outcome:
 def simulate_method(method: Method, cluster: Cluster, workers: int, *, steps: int = 1000, seed: int = 0) -> Outcome:
     """A method on so many workers of a cluster, for so many steps."""
     alone_s = (method.alone_s or method.at(1).compute_s) * cluster.stragglers.mean
-    if problem := find_problem(method, cluster, workers):
+    if problem := _find_problem(method, cluster, workers):
         unknown = (math.nan, math.nan, math.nan, alone_s, math.nan, math.nan, math.nan, math.nan)
         return Outcome(method.spec, method.traits.grade, workers, *unknown, problem=problem)
     step = slow_down(method.at(workers), cluster.crowding(workers))
@@ -98,7 +98,7 @@ def simulate_method(method: Method, cluster: Cluster, workers: int, *, steps: in
     return replace(outcome, kept=kept, alone_s=alone_s)
 
 
-def find_problem(method: Method, cluster: Cluster, workers: int) -> str:
+def _find_problem(method: Method, cluster: Cluster, workers: int) -> str:
     """Why a method cannot run there; empty where it can."""
     if method.traits.one_host and workers > cluster.per_host:
         return f"needs all workers on one host, which has {cluster.per_host}"
@@ -245,7 +245,7 @@ def _train_with_servers(
     method: Method, step: Anatomy, cluster: Cluster, workers: int, steps: int, rng: np.random.Generator
 ) -> Outcome:
     """Pushes and pulls queue at the servers' links."""
-    service = make_service(method, cluster, workers)
+    service = _make_service(method, cluster, workers)
     times = simulate_servers(
         service, step.compute_s, cluster.stragglers, workers, steps, rng, staleness=method.traits.staleness
     )
@@ -260,7 +260,7 @@ def _train_with_servers(
     )
 
 
-def make_service(method: Method, cluster: Cluster, workers: int) -> Service:
+def _make_service(method: Method, cluster: Cluster, workers: int) -> Service:
     """What a push and a pull take. Servers beside the workers of as many hosts each have a host's link; what all
     workers' hosts can send together is a bound as well."""
     network = cluster.network(workers)

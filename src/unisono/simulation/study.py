@@ -111,11 +111,11 @@ def study(
     for n in found.workers:
         best = found.best(n, LIKE_ALLREDUCE) or found.best(n)
         if best is not None:
-            found.purchases[n] = (best, tuple(compare_purchases(by_spec[best.spec], cluster, best, steps, seed)))
+            found.purchases[n] = (best, tuple(_compare_purchases(by_spec[best.spec], cluster, best, steps, seed)))
     return found
 
 
-def compare_purchases(method: Method, cluster: Cluster, now: Outcome, steps: int, seed: int) -> list[Purchase]:
+def _compare_purchases(method: Method, cluster: Cluster, now: Outcome, steps: int, seed: int) -> list[Purchase]:
     """What each thing that could be bought gains at the same number of workers, the best first."""
     found = []
     tried = [

@@ -44,7 +44,7 @@ def compare_with_measured(
     per_host: workers a host in these runs (None: as in the plan). cores, threads: of a host, and those that a worker
     needs. one_machine: the hosts are emulated on one machine, whose cores all workers share.
     """
-    cluster = make_cluster(plan, per_host=per_host, cores=cores, threads=threads, one_machine=one_machine)
+    cluster = _make_cluster(plan, per_host=per_host, cores=cores, threads=threads, one_machine=one_machine)
     methods = {method.spec: method for method in plan.make_methods(list(plan.anatomies), cluster)}
     found = []
     for workers, by_spec in sorted(measured_s.items()):
@@ -56,7 +56,7 @@ def compare_with_measured(
     return found
 
 
-def make_cluster(
+def _make_cluster(
     plan: Plan, *, per_host: int | None = None, cores: int | None = None, threads: int = 1, one_machine: bool = False
 ) -> Cluster:
     """The machines of a plan, for any number of workers."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 from functools import partial
 from inspect import getsourcefile as read_source
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from unisono.planner.choice import choose, find_crossing
 from unisono.planner.course import Course, Settings, steps_needed
 from unisono.planner.measured import Measured, Method
 from unisono.planner.report import plan_to_dict, write_report
+from unisono.planner.steadying import steady
 from unisono.planner.trace import Trace
 from unisono.reducers import fp16
 from unisono.spec import extend, names, read_facts
@@ -369,3 +372,29 @@ def test_a_plan_that_cannot_be_made_says_why(
         main(["plan", *(word.format(script=script) for word in arguments)])
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_compute_of_a_few_steps_is_steadier_with_that_of_other_methods_and_a_clear_difference_stays() -> None:
+    generator = random.Random(0)
+    truths = [0.1] * 11 + [0.15]
+    before, after, kept = [], [], []
+    for _ in range(50):
+        steps = [tuple(generator.gauss(truth, 0.008) for _ in range(6)) for truth in truths]
+        measured = [Anatomy(f"m{i}", 2, median(map(max, s[:3], s[3:])), samples_s=s) for i, s in enumerate(steps)]
+        steadied = steady(measured)
+        middle = median(each.compute_s for each in measured)
+        before += [(each.compute_s - middle) ** 2 for each in measured[:-1]]
+        after += [(each.compute_s - middle) ** 2 for each in steadied[:-1]]
+        kept.append(steadied[-1].compute_s / measured[-1].compute_s)
+    assert sum(after) < 0.3 * sum(before)
+    assert median(kept) == 1.0
+
+
+def test_jobs_move_with_compute() -> None:
+    job = Job(0.05, 0.01, (Operation("all_reduce", 8),), due_s=0.09)
+    odd = Anatomy("odd", 1, 0.09, (job,), samples_s=(0.07, 0.09, 0.11))
+    others = [Anatomy(f"m{i}", 1, 0.1, samples_s=(0.08, 0.1, 0.12)) for i in range(3)]
+    found = steady([odd, *others])[0]
+    assert found.compute_s == pytest.approx(0.1)
+    assert found.jobs[0] == Job(pytest.approx(0.05 / 0.9), 0.01, job.operations, due_s=pytest.approx(0.1))
+    assert steady(others) == others  # three say nothing

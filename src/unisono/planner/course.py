@@ -33,6 +33,7 @@ from unisono.footprint import memory
 from unisono.planner.candidates import Candidate
 from unisono.planner.measured import Measured, Method
 from unisono.planner.network_probe import probe
+from unisono.planner.steadying import steady
 from unisono.planner.trace import Trace, TracedStep
 from unisono.runtime.machine import host_bytes, read_boot_id
 from unisono.spec import build
@@ -44,7 +45,8 @@ from unisono.world.transports.silent import SilentTransport
 
 _WARM = 2  # steps before anything counts
 _BARE = 3
-_TRACED = 3  # steps a method, after a first one
+_TRACED, _MOST_TRACED = 3, 8  # steps a method, after a first one: as many as fit into
+_ENOUGH_S = 0.8
 _SLOW_S = 0.3  # where a step takes longer: one fewer
 _BEST = 3  # methods that are verified
 _ROUNDS = 2
@@ -67,7 +69,7 @@ class Settings:
 
 def steps_needed(methods: int, verify: int) -> int:
     """Optimizer steps that a whole measurement takes, at most."""
-    return _WARM + _BARE + methods * (1 + _TRACED) + verify * _ROUNDS * (1 + _VERIFIED)
+    return _WARM + _BARE + methods * (1 + _MOST_TRACED) + verify * _ROUNDS * (1 + _VERIFIED)
 
 
 class Course:
@@ -150,6 +152,7 @@ class Course:
             else:
                 self._tell(f"{candidate.spec} ({i + 1} of {len(self._candidates)})")
                 yield from self._measure_method(candidate)
+        self._steady()
         if self.settings.verify:
             yield from self._verify()
         self._go_quiet()
@@ -192,8 +195,7 @@ class Course:
         with watched_by(trace):
             began = time.perf_counter()
             yield
-            is_slow = max(self.world.gather_objects(time.perf_counter() - began)) > _SLOW_S
-            for _ in range(_TRACED - is_slow):
+            for _ in range(_count_steps(max(self.world.gather_objects(time.perf_counter() - began)))):
                 self.world.barrier()
                 trace.start()
                 yield
@@ -204,6 +206,11 @@ class Course:
         everyone = self.world.gather_objects({"steps": mine, "walls": [step.wall_s for step in taken], "peak": peak})
         anatomy = _choose_anatomy(everyone)
         self._add(candidate, anatomy=anatomy, memory=max(each["peak"] for each in everyone))
+
+    def _steady(self) -> None:
+        found = [m.anatomy for m in self.measured.methods if m.anatomy is not None and m.anatomy.every == 1]
+        steadied = {anatomy.spec: anatomy for anatomy in steady(found)}
+        self.measured.methods = [replace(m, anatomy=steadied.get(m.spec, m.anatomy)) for m in self.measured.methods]
 
     def _verify(self) -> Iterator[None]:
         """For real, in turn; the first step after each change does not count."""
@@ -311,6 +318,17 @@ class Course:
             print(f"\r\033[Kunisono plan: {what}" if what else "\r\033[K", end="", file=sys.stderr, flush=True)
         elif self.world.rank == 0 and what:
             print(f"unisono plan: {what}", file=sys.stderr)
+
+
+def _count_steps(step_s: float) -> int:
+    """How many steps are measured where one takes so long.
+
+    >>> [_count_steps(seconds) for seconds in (0.01, 0.15, 0.25, 2.0)]
+    [8, 5, 3, 2]
+    """
+    if step_s > _SLOW_S:
+        return _TRACED - 1
+    return min(_MOST_TRACED, max(_TRACED, int(_ENOUGH_S / step_s)))
 
 
 def _every(spec: str) -> int:

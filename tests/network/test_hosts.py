@@ -232,7 +232,7 @@ def test_a_rank_that_finds_nobody_waits_no_longer_than_the_deadline(on_hosts, mi
 
 
 ADAPTING = """
-    import json, subprocess, sys, torch, unisono as un
+    import json, os, subprocess, sys, torch, unisono as un
     from unisono.strategies.auto import decisions, measuring
     measuring._NUMBERS = [1 << 14, 1 << 16]
     decisions.GAIN = 3.0  # on a machine with other things to do, less than that may be chance
@@ -258,7 +258,8 @@ ADAPTING = """
 
     train(is_settled_on_dense, 300)
     world.barrier()
-    shape = "qdisc replace dev veth0 root tbf rate 10mbit burst 20000 latency 500ms"  # 0.5 MB: 0.4 s
+    device = os.environ["GLOO_SOCKET_IFNAME"]
+    shape = f"qdisc replace dev {device} root tbf rate 10mbit burst 20000 latency 500ms"  # 0.5 MB: 0.4 s
     subprocess.run(["tc", *shape.split()], check=True)
     world.barrier()
     train(lambda spec: spec != "allreduce" and not replica._tuner._in_round, 60)

@@ -265,11 +265,9 @@ def test_what_a_method_sends_grows_as_its_code_says() -> None:
     two = make_plan(plan_of("qsgd", 2, Operation("all_gather", 160_000)))
     (method,) = two.make_methods(["qsgd"], Cluster())
     assert [o.op for o in method.at(2).operations] == ["all_gather"]
-    told, *later = method.at(100).operations
-    assert [o.op for o in later] == ["all_to_all", "all_gather"]
+    later = method.at(100).operations
+    assert [o.op for o in later] == ["all_to_all", "all_gather"]  # and no shapes ahead: they are known
     assert [o.nbytes for o in later] == pytest.approx([160_000, 1600], rel=0.3)
-    assert told.op == "exchange"
-    assert told.nbytes > 100  # of each part's shape
     gathered = make_plan(plan_of("topk(k=0.01)", 2, Operation("all_gather", 6400)))
     (topk,) = gathered.make_methods([], Cluster())
     assert topk.at(1000).operations == [Operation("all_gather", 6400)]

@@ -23,7 +23,7 @@ def _count_bytes(sizes: Sizes) -> int:
 FACTS = Facts(
     [Example("onebit", bytes=_count_bytes), Example("onebit(feedback=False)", memory=False, bytes=_count_bytes)],
     refuses={"feedback=1": "feedback"},
-    convergence=Convergence("compressed", "signs only; what is left out is made up for later"),
+    convergence=Convergence("other", "signs only; what is left out is made up for later: learns less from each sample"),
 )
 
 

@@ -34,7 +34,7 @@ FACTS = Facts(
     ],
     refuses={"k=0": "fraction", "feedback=1": "feedback", "seed=0.5": "seed"},
     trains_as=["allreduce(reducer=randomk(k=0.3))"],
-    convergence=Convergence("compressed", "some numbers of each gradient, drawn anew; the rest is made up for later"),
+    convergence=Convergence("other", "some numbers of each gradient, drawn anew: learns far less from each sample"),
     plans=["randomk(k=0.01)"],
 )
 

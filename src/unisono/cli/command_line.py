@@ -11,6 +11,7 @@ __all__ = ["main"]
 
 COMMANDS = (
     "run",
+    "debug",
     "plan",
     "scale",
     "export",
@@ -29,6 +30,7 @@ examples:
   unisono run -n 2 -m project.train        a module instead of a file
   unisono plan -n 4 train.py               which method is fastest on these workers and this network, and why
   unisono compare train.py --strategies allreduce,powersgd    the program under several methods, in one table
+  unisono debug                            stop the workers of a run, see where each is, and ask them
   unisono scale 3                          another number of workers, for a run with -n MIN:MAX
   unisono export run/save m.safetensors    a checkpoint's model as one file
   unisono memory train.py --workers 4      what each worker will need, and the settings that fit

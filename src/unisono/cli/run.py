@@ -152,6 +152,7 @@ def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
         output_dir=options.output_dir,
         start="warm" if options.warm else "fresh",
         faults=options.faults,
+        pdb=options.pdb,
         grace_s=options.grace,
     )
     status = _run_on_engine(options, parser, job)
@@ -279,6 +280,11 @@ def _add_course_options(parser: argparse.ArgumentParser) -> None:
         metavar="SPEC",
         help="train by this method, whatever the program gives to un.parallel: allreduce, 'powersgd(rank=4)', ...; "
         "the same as UNISONO_STRATEGY=SPEC",
+    )
+    parser.add_argument(
+        "--pdb",
+        action="store_true",
+        help="where a worker raises, stop all and open the debugger's prompt there (docs/debugger.md)",
     )
     parser.add_argument(
         "--faults",

@@ -217,6 +217,8 @@ class Members:
         if now - self._looked > 4 * LOOK_S + 1.0:  # this process was stopped, perhaps with all of them
             self._fresh_since = now
         self._looked = now
+        if self._starter.debugger.is_paused:
+            self._fresh_since = now
         self._note_step()
         if self.coordinator.members:
             first = self._starter.page.read(self.lines[self.coordinator.members[0]].child.rank)
@@ -225,7 +227,7 @@ class Members:
         for line in list(self.lines.values()):
             beat = self._starter.page.read(line.child.rank).heartbeat
             silent_s = now - max(beat, self._fresh_since) if beat else 0.0
-            waited_s = now - min(some_wait) if some_wait and line.came is None else 0.0
+            waited_s = now - max(min(some_wait), self._fresh_since) if some_wait and line.came is None else 0.0
             if line.child.exited is not None or line.worker not in self.coordinator.members:
                 continue
             if silent_s > self._heartbeat_s:

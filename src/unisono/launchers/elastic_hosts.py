@@ -332,6 +332,8 @@ class ElasticHostsRun(EngineRun):
                 self._lose_agent(channel, f" It has said nothing for {silent_s:.0f} s.")
         waits = [line.came for line in self._lines.values() if line.came is not None]
         for line in list(self._lines.values()):
+            if self.debugger.is_paused:
+                self._fresh_since = now
             waited_s = now - max(min(waits), self._fresh_since) if waits and line.came is None else 0.0
             if waited_s > self.elastic.stuck_s and line.worker in self.coordinator.members:
                 self._end_hung(line, f"did not come for {waited_s:.0f} s while others waited")

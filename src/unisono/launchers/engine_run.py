@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any
 
 from unisono.launchers import guard
+from unisono.launchers.debugging import RunDebugger
 from unisono.launchers.engines.engine import Engine, EngineError, Started, Work, agent_command
 from unisono.launchers.environment import worker_environment
 from unisono.launchers.failures import Failure, Outcome, WorkerDescription, find_outcome
@@ -84,6 +85,8 @@ class EngineRun(ABC):
         self._store = self._open_store()  # of the first attempt
         self._later_store: HostedStore | None = None
         self._meeting_page = OfferedPage()
+        secret = derive_secret(self._token, "run").hex()
+        self.debugger = RunDebugger(job, secret, self.output.say, engine.listen(self._backlog))
         self._listener = engine.listen(self._backlog)
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -144,6 +147,7 @@ class EngineRun(ABC):
 
     def _start(self) -> None:
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self.debugger.start()
         env = self._environment()
         port = self._listener.getsockname()[1]
         addresses = [(address, port) for address in self._addresses()]
@@ -275,6 +279,7 @@ class EngineRun(ABC):
     def _forwarded_variables(self) -> dict[str, str | None]:
         """Variables for the workers; None for one that is to be unset."""
         env: dict[str, str | None] = {name: os.environ[name] for name in _FORWARDED if name in os.environ}
+        env |= self.debugger.variables(self._addresses())
         if self.engine.environment() == "torchrun":
             env.setdefault("OMP_NUM_THREADS", None)  # torchrun sets it to 1
         if self.engine.python_there() is None and "PYTHONPATH" in os.environ:
@@ -421,6 +426,7 @@ class EngineRun(ABC):
 
     def _clean_up(self) -> None:
         self._listener.close()
+        self.debugger.close()
         if self._started is not None:
             self._end_engine(self._started)
         for channel in list(self._channels):

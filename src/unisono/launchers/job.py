@@ -59,6 +59,7 @@ class Job:
     start: StartMethod = "fresh"
     faults: str | None = None  # a fault script; None: that of the environment, if any
     elastic: ComeAndGo | None = None  # None: a worker that is lost ends the run
+    pdb: bool = False  # where a worker raises, stop all and open the debugger's prompt
     grace_s: float = 25.0  # for workers that save and leave after SIGTERM; Slurm and Kubernetes give 30 s in all
 
     @property

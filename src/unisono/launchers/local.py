@@ -23,6 +23,7 @@ from functools import partial
 
 from unisono.launchers import guard
 from unisono.launchers.child import Child
+from unisono.launchers.debugging import RunDebugger
 from unisono.launchers.elastic import Members
 from unisono.launchers.environment import worker_environment
 from unisono.launchers.failures import (
@@ -41,6 +42,7 @@ from unisono.launchers.output import Output, OutputClosed
 from unisono.launchers.processes import Command
 from unisono.launchers.store import HostedStore
 from unisono.runtime.memfd import anonymous_file
+from unisono.runtime.secret import SECRET
 from unisono.runtime.status import StatusPage
 
 __all__ = ["LocalRun"]
@@ -69,6 +71,7 @@ class LocalRun:
         self.page = StatusPage.create(places)
         self._meeting_page = anonymous_file("unisono-meeting-page")
         self._store = HostedStore(backlog=max(128, 2 * places))
+        self.debugger = RunDebugger(job, self._store.variables[SECRET], self.output.say)
         self.members = (
             None if job.elastic is None else Members(job.elastic, job.workers, self, " ".join(job.program)[:200])
         )
@@ -131,6 +134,7 @@ class LocalRun:
 
     def _start(self) -> None:
         self.selector.register(self._store.listener, selectors.EVENT_READ, self._start_store)
+        self.selector.register(self.debugger.listener, selectors.EVENT_READ, self._start_debugger)
         for rank in range(self.job.workers):
             self.start_worker(rank)
         self._start_guard()
@@ -195,11 +199,16 @@ class LocalRun:
             most=self.job.places,
             faults=self._faults.write_for(rank),
         )
+        env |= self.debugger.variables()
         return env if self.members is None else {**env, **self.members.environment(rank)}
 
     def _start_store(self) -> None:
         self.selector.unregister(self._store.listener)
         self._store.start()
+
+    def _start_debugger(self) -> None:
+        self.selector.unregister(self.debugger.listener)
+        self.debugger.start()
 
     # -- 2. watch ------------------------------------------------------------------------------------------------------
 
@@ -218,7 +227,7 @@ class LocalRun:
                 if now >= until or not all(failure.consequence for failure in failures):
                     return
             elif self.job.timeout_s is not None:
-                end = self._begin + self.job.timeout_s
+                end = self._begin + self.job.timeout_s + self.debugger.paused_s
                 if now >= end:
                     raise TimedOut(self._activities(now))
                 until = end if until is None else min(until, end)
@@ -340,6 +349,7 @@ class LocalRun:
         self._is_over = True
         self.kill()
         self._store.close()
+        self.debugger.close()
         guard.sweep(
             self.run_id,
             self._sessions(),

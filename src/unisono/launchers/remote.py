@@ -39,7 +39,7 @@ class RemoteRun(EngineRun):
                 self._begin_attempt()
             self._pass_word_on()
             self._check_start(now)
-            if self.job.timeout_s is not None and now >= self._begin + self.job.timeout_s:
+            if self.job.timeout_s is not None and now >= self._begin + self.job.timeout_s + self.debugger.paused_s:
                 raise TimedOut(self._activities())
             self._check_engine(now)
             self._pump(_TICK_S)

@@ -13,7 +13,18 @@ from collections.abc import Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
-__all__ = ["Call", "CalledByAll", "find_call", "find_current_call", "hide_frames_of_uncaught", "warn_user"]
+__all__ = [
+    "Call",
+    "CalledByAll",
+    "describe_place",
+    "find_call",
+    "find_current_call",
+    "find_user_frame",
+    "hide_frames_of_uncaught",
+    "is_of_user",
+    "is_ours",
+    "warn_user",
+]
 
 VARIABLE = "UNISONO_TRACEBACK"  # "full": our frames are shown too
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -118,7 +129,7 @@ def _name_call(frames: Sequence[FrameType], lines: Sequence[int]) -> Call | None
     if last is None or last + 1 == len(frames):
         return None
     below = frames[last + 1 :]
-    if not any(_is_ours(frame) for frame in below):
+    if not any(is_ours(frame) for frame in below):
         return None
     name, rule = _describe_entry(below[0])
     rule = next(filter(None, map(_find_rule, below)), rule)
@@ -126,16 +137,32 @@ def _name_call(frames: Sequence[FrameType], lines: Sequence[int]) -> Call | None
 
 
 def _find_last_of_user(frames: Sequence[FrameType]) -> int | None:
-    return next((i for i in reversed(range(len(frames))) if _is_of_user(frames[i])), None)
+    return next((i for i in reversed(range(len(frames))) if is_of_user(frames[i])), None)
 
 
-def _is_ours(frame: FrameType) -> bool:
+def is_ours(frame: FrameType) -> bool:
+    """Whether a frame is of unisono's own code."""
     return frame.f_code.co_filename.startswith(_HERE + os.sep)
 
 
-def _is_of_user(frame: FrameType) -> bool:
+def describe_place(frame: FrameType, line: int | None = None) -> str:
+    """ "train.py:40 in train" """
+    name = frame.f_code.co_name
+    inside = "" if name == "<module>" else f" in {name}"
+    return f"{os.path.basename(frame.f_code.co_filename)}:{line or frame.f_lineno}{inside}"
+
+
+def find_user_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of the user's program, from `frame` on outwards; None where there is none."""
+    while frame is not None and not is_of_user(frame):
+        frame = frame.f_back
+    return frame
+
+
+def is_of_user(frame: FrameType) -> bool:
+    """Whether a frame is neither ours, nor torch's or Python's own."""
     file = frame.f_code.co_filename
-    if _is_ours(frame) or _is_of_torch(frame) or file.startswith("<frozen "):
+    if is_ours(frame) or _is_of_torch(frame) or file.startswith("<frozen "):
         return False
     return not file.startswith(_LIBRARY + os.sep) or "site-packages" in file
 
@@ -145,14 +172,14 @@ def _is_of_torch(frame: FrameType) -> bool:
 
 
 def _find_rule(frame: FrameType) -> str:
-    rules: Any = frame.f_globals.get("EVERY_RANK") if _is_ours(frame) else None
+    rules: Any = frame.f_globals.get("EVERY_RANK") if is_ours(frame) else None
     return str(rules.get(frame.f_code.co_name) or rules.get("*", "")) if rules else ""
 
 
 def _describe_entry(frame: FrameType) -> tuple[str, str]:
     """What the user called, by the first frame that is not the user's; and the rule for it, where no module has one."""
     name = frame.f_code.co_name
-    if not _is_ours(frame):
+    if not is_ours(frame):
         module = str(frame.f_globals.get("__name__", ""))
         if module.startswith("torch.nn"):
             return "a forward pass", _SAME_PASSES

@@ -18,7 +18,7 @@ from unisono.batch_norm import move_batch_norm, watch_batch_norms
 from unisono.checkpoint import ModelPart
 from unisono.checks import AtLeast, check_settings
 from unisono.exchange.reduction import Unsent as Unsent
-from unisono.runtime import status
+from unisono.runtime import status, stops
 from unisono.strategy.fault_watch import FaultWatch
 from unisono.strategy.mistakes import follow_optimizer, leave_optimizer
 from unisono.world import World
@@ -167,6 +167,8 @@ class Replica:
             self._faults.before_count(self)
         self.world.ledger.step(self)
         status.note(step=self.world.ledger.step_count)
+        if stops.active:
+            stops.look()
         self.world.survive(lambda: after_step(self.world, self.slow_ranks))
         if self._faults is not None:
             self._faults.after_count()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unisono import packing
 from unisono.background import Handle, SerialQueue, in_background
-from unisono.runtime import status
+from unisono.runtime import status, stops
 from unisono.world.ledger import Ledger, Record
 from unisono.world.transports import Mismatch, Op, Transport
 from unisono.world.transports.cuda_route import Route, choose_route
@@ -57,6 +57,8 @@ class Operations:
             )
         if self.closed:
             raise RuntimeError(f"{self.name!r} is closed: nothing more can be sent through it")
+        if stops.active:
+            stops.look()
         channel = self.name if queue == "main" else f"{self.name}:{queue}"
         sequence = self._sequences.get(channel, 0)
         self._sequences[channel] = sequence + 1
@@ -161,6 +163,8 @@ class Operations:
         """The program waited for an exchange, unless this is a thread that works behind it."""
         if not in_background():
             self.ledger.close_span("blocked", start, end)
+            if stops.active:
+                stops.look()
 
 
 _living: weakref.WeakSet[Operations] = weakref.WeakSet()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from unisono.runtime import debugger
 from unisono.runtime.frames import hide_frames_of_uncaught, warn_user
 from unisono.runtime.machine import read_boot_id
 from unisono.runtime.membership import HostsMembership, Membership, Seat, find_membership
@@ -51,12 +52,19 @@ def join(device: str | torch.device | None = None) -> World:
     if not _process:
         _process.append(meet(device))
         _process[0].on_close = _process.clear
+        _follow_debugger(_process[0])
     elif device is not None and torch.device(device).type != _process[0].device.type:
         raise ValueError(
             f"this process already joined with device {str(_process[0].device)!r}, got device={str(device)!r}: "
             "give the device at the first un.join()"
         )
     return _process[0]
+
+
+def _follow_debugger(world: World) -> None:
+    transport = world.transport
+    if threading.current_thread() is threading.main_thread():
+        debugger.follow(world.rank, world.size, lambda mine: [] if transport is None else transport.exchange(mine))
 
 
 def enter(world: World | None) -> None:

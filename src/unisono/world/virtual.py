@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from unisono.runtime.debugger import ThreadSeats
 from unisono.runtime.frames import CalledByAll
 from unisono.world.ledger import Ledger
 from unisono.world.rendezvous import enter
@@ -36,7 +37,7 @@ def run_threads(
         raise TypeError(f"run_threads takes a function of a world, got {fn!r}")
     if size < 1:
         raise ValueError(f"a world has at least one rank, got size={size}")
-    hub = Hub(size, timeout_s)
+    hub, seats = Hub(size, timeout_s), ThreadSeats(size)
     results: list[Any] = [None] * size
     errors: list[BaseException | None] = [None] * size
 
@@ -45,6 +46,7 @@ def run_threads(
         world = World(transport, hosts=hosts or ["localhost"] * size)
         enter(world)
         be(transport.member if transport is not None else None)
+        seats.enter(rank)
         try:
             results[rank] = fn(world)
             if transport is not None:
@@ -53,6 +55,7 @@ def run_threads(
             errors[rank] = error
             hub.lose(f"rank {rank} failed: {error!r}")
         finally:
+            seats.leave()
             enter(None)
             world.close()
 

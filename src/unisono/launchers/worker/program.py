@@ -224,12 +224,32 @@ def _run_guarded(program: Callable[[], None], reports: _Reports) -> int:
         reports.send("interrupt", code=130)
         return 130
     except BaseException as error:
+        _open_debugger(error)
         _report_error(error, reports)
         _note_ending("note_failure", error)
         return 1
     _note_ending("note_ending", "has ended its program with status 0")
     reports.send("done")
     return 0
+
+
+def _open_debugger(error: BaseException) -> None:
+    """Where it was asked for (`unisono run --pdb`): the prompt, where the error was raised. Returns when it is left."""
+    if os.environ.get("UNISONO_PDB") == "1":
+        _cut_frames(error)
+        try:
+            importlib.import_module("unisono.runtime.debugger").post_mortem(error)
+        except SystemExit:  # the run was ended from the prompt; the error is reported as ever
+            return
+
+
+def _cut_frames(error: BaseException) -> types.TracebackType | None:
+    """The frames of the program, without those that have started it."""
+    frames = error.__traceback__
+    while frames is not None and _is_ours(frames.tb_frame.f_code.co_filename):
+        frames = frames.tb_next
+    error.__traceback__ = frames
+    return frames
 
 
 def _note_ending(call: str, how: object) -> None:
@@ -257,10 +277,7 @@ def _exit_status(stop: SystemExit, reports: _Reports) -> int:
 
 
 def _report_error(error: BaseException, reports: _Reports) -> None:
-    frames = error.__traceback__
-    while frames is not None and _is_ours(frames.tb_frame.f_code.co_filename):
-        frames = frames.tb_next
-    error.__traceback__ = frames
+    frames = _cut_frames(error)
     if hasattr(error, "hide_frames"):  # it is about the ranks, and our frames say nothing of it
         error.hide_frames()
     text = "".join(traceback.format_exception(type(error), error, frames))

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from unisono.background import LongWait, close_queues, watch_long_waits
+from unisono.runtime import stops
 from unisono.runtime.ending import describe_ending
 from unisono.runtime.frames import find_current_call
 from unisono.world.transports import SMALL_BYTES, Mismatch, Op, PeerLost, warn_of_each_other
@@ -210,7 +211,7 @@ class MeetingPage:
         if not is_behind(counters[at], target) or (self.spin and counters.spin(at, target)):
             fence()
             return
-        began, wait = time.perf_counter(), None
+        began, wait = stops.clock(), None
         try:
             while is_behind(seen := counters[at], target):
                 counters.sleep(at, seen)
@@ -230,7 +231,7 @@ class MeetingPage:
     def _check_peer(self, at: int, target: int, rank: int, what: str, began: float) -> None:
         """Raise where `rank` has left or died, or has been waited for too long."""
         who = f"{self.noun} {rank}" + (f" (process {self._watch.pids[rank]})" if self._watch is not None else "")
-        waited = f"waited {time.perf_counter() - began:.1f} s for it in {what}"
+        waited = f"waited {stops.clock() - began:.1f} s for it in {what}"
         has_died = self._watch is not None and self._watch.has_died(rank)
         reason = self._read(rank * ROW + _REASON, rank * ROW + _WAITS)
         fence()
@@ -242,7 +243,7 @@ class MeetingPage:
             raise self.give_up(PeerLost(f"{who} {reason}; {waited}"))
         if has_died:
             raise self.give_up(PeerLost(f"{who} has died: killed, or ended by os._exit; {waited}"))
-        if time.perf_counter() - began > self._timeout_s:
+        if stops.clock() - began > self._timeout_s:
             theirs = self.read_wait(rank)
             why = f"it waits in {theirs}" if theirs else "is it alive, and do all ranks call the same collectives?"
             raise self.give_up(

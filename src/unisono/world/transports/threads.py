@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from unisono.background import LongWait, watch_long_waits
+from unisono.runtime import stops
 from unisono.runtime.frames import find_current_call
 from unisono.world.transports import Mismatch, Op, PeerLost, Transport, find_group, warn_of_each_other
 from unisono.world.transports.arithmetic import combine
@@ -52,17 +53,17 @@ class Hub:
         def is_in_vain() -> bool:
             return self.lost is not None or not self.left.keys().isdisjoint(ranks)
 
-        began, wait = time.perf_counter(), LongWait()
+        began, wait = stops.clock(), LongWait()
         while not self.changed.wait_for(lambda: ready() or is_in_vain(), min(_LOOK_S, self.timeout_s)):
             wait.check()
             self._compare_waits(me, ranks)
-            if time.perf_counter() - began > self.timeout_s:
+            if stops.clock() - began > self.timeout_s:
                 wait.end()
                 raise PeerLost(f"{what}: no answer within {self.timeout_s:g} s{self._describe_waits(me, ranks)}")
         wait.end()
         if not ready():
             gone = " and ".join(f"rank {r} {why}" for r, why in sorted(self.left.items()) if r in ranks)
-            raise PeerLost(f"{self.lost or gone}; waited {time.perf_counter() - began:.1f} s in {what}")
+            raise PeerLost(f"{self.lost or gone}; waited {stops.clock() - began:.1f} s in {what}")
 
     def _find_waits(self, me: int, ranks: Sequence[int]) -> dict[int, str]:
         """Which of those that have not come wait in another call of the program than I."""

@@ -1,0 +1,64 @@
+"""`unisono debug`: the debugger's prompt for a run that is under way."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from unisono.cli.arguments import Commands
+
+__all__ = ["add_command"]
+
+_DESCRIPTION = """\
+The debugger's prompt for a run of yours on this host: of workers that are stopped at un.breakpoint(), or have raised
+under --pdb. Where none is stopped, all are, at their next collective or step. `h` at the prompt lists its commands;
+leaving it lets all workers go on. See docs/debugger.md.
+"""
+
+
+def add_command(commands: Commands) -> None:
+    """Add `debug` to the command line."""
+    parser = commands.add_parser(
+        "debug",
+        help="stop the workers of a run, and ask them",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("debugged", nargs="?", metavar="RUN", help="its name, where there are several runs")
+    parser.set_defaults(run=_debug)
+
+
+def _debug(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
+    from unisono.runtime.channel import Unreachable
+    from unisono.runtime.debugger.attaching import attach, list_announced
+    from unisono.runtime.debugger.prompt import Prompt
+    from unisono.runtime.private_folder import NotPrivate
+
+    try:
+        runs = list_announced()
+        found = [run for run in runs if options.debugged in (None, run.run, str(run.pid))]
+        if len(found) != 1:
+            print(f"unisono debug: {_explain(options.debugged, [(r.run, r.program) for r in runs])}", file=sys.stderr)
+            return 1
+        link = attach(found[0])
+    except (NotPrivate, Unreachable) as error:
+        print(f"unisono debug: {error}", file=sys.stderr)
+        return 1
+    if sys.stdin.isatty():
+        import readline  # noqa: F401  # lines can be edited, and come again
+    try:
+        Prompt(link, input, lambda text: print(text, flush=True)).run(stop=True)
+    except KeyboardInterrupt:  # the connection ends with this process, and all workers go on
+        print()
+        return 130
+    return 0
+
+
+def _explain(asked: str | None, runs: list[tuple[str, str]]) -> str:
+    listed = "".join(f"\n  unisono debug {name}   {program}" for name, program in runs)
+    if not runs:
+        return "no run of this user with workers that have joined is under way on this host"
+    if asked is None:
+        return f"there are {len(runs)} runs; say which:{listed}"
+    return f"there is no run {asked!r}; there are:{listed}"

@@ -1,0 +1,189 @@
+"""The parallel debugger, in a worker: `un.breakpoint()` stops all ranks, and one prompt asks them.
+
+hub.py      where the connections of all workers and of the prompt end
+agent.py    the thread in a worker, and how its program stops
+rank_pdb.py Python's own debugger, with commands from afar
+prompt.py   what a person types, and what all ranks answer
+"""
+
+from __future__ import annotations
+
+import os
+import pdb
+import secrets
+import socket
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+
+from unisono.runtime import status
+from unisono.runtime.debugger import agent as agents
+from unisono.runtime.debugger.agent import Agent, Seat, find_agent, leave_seat, take_seat
+from unisono.runtime.debugger.attaching import announce, forget
+from unisono.runtime.debugger.hub import Hub
+from unisono.runtime.debugger.link import Link, open_link
+from unisono.runtime.machine import address_towards
+from unisono.runtime.secret import SECRET, derive_secret
+
+__all__ = ["PDB_VARIABLE", "VARIABLE", "ThreadSeats", "breakpoint", "follow", "make_token", "post_mortem"]
+
+VARIABLE = "UNISONO_DEBUGGER"  # where the launcher's hub is: "host:port,host:port"; "0": no debugger
+PDB_VARIABLE = "UNISONO_PDB"  # "1": stop where a worker raises
+
+
+def breakpoint(*, rank: int | Sequence[int] | None = None, when: object = True) -> None:  # noqa: A001
+    """Stop all workers of the run; one prompt shows where each is, and asks them (docs/debugger.md).
+
+    rank: only this rank, or these, stop here; the others where they are then. when: only if it is true, or returns
+    true. In a program that runs alone it is Python's own `pdb.set_trace()`.
+
+    >>> breakpoint(when=False)
+    """
+    if not (when() if callable(when) else when):
+        return
+    frame = sys._getframe(1)
+    mine = find_agent() or _connect()
+    if mine is None:
+        if not _is_of_a_worker():
+            if rank in (None, 0) or (isinstance(rank, Sequence) and 0 in rank):
+                pdb.Pdb().set_trace(frame)
+            return
+        _warn("un.breakpoint() is passed over: it stops the main thread of a worker, and this is another", frame.f_lineno)
+        return
+    if rank is not None and mine.seat.rank not in ([rank] if isinstance(rank, int) else rank):
+        return
+    mine.stop_at(frame, "breakpoint")
+    if mine.problem:
+        _warn(f"un.breakpoint() is passed over: the debugger cannot be reached ({mine.problem})", frame.f_lineno)
+
+
+def post_mortem(error: BaseException) -> None:
+    """Stop all workers, this one where it raised `error`; returns when the prompt is left."""
+    if type(error).__name__ == "PeerLost":  # the cause is elsewhere
+        return
+    mine = find_agent() or _connect()
+    if mine is not None:
+        mine.stop_after(error)
+
+
+def follow(rank: int, size: int, exchange: Callable[[bytes], list[bytes]]) -> None:
+    """Connect this worker, whose main thread this is, with the debugger's hub; it can be stopped from then on.
+
+    exchange: every rank's bytes; used where no launcher of ours has a hub, and rank 0 makes one.
+    """
+    if find_agent() is not None or os.environ.get(VARIABLE) == "0":
+        return
+    if VARIABLE in os.environ and status.is_attached():
+        _connect()
+    elif size > 1 and VARIABLE not in os.environ:
+        mine = _open_hub() if rank == 0 else b""
+        told = exchange(mine)[0].decode()
+        place, _, token = told.rpartition(" ")
+        take_seat(Seat(rank, size, threading.get_ident()), _open(place, bytes.fromhex(token)))
+
+
+def make_token(secret: str) -> bytes:
+    """What opens the hub of a run with that secret."""
+    return derive_secret(secret.encode(), "debugger")
+
+
+def _connect() -> Agent | None:
+    """As the environment says; None in a process that is no worker of a launcher, or in another thread of one."""
+    seats = ThreadSeats.find()
+    if seats is not None:
+        seats.open()
+        return find_agent()
+    text = os.environ.get(VARIABLE, "")
+    if text in ("", "0") or not status.is_attached() or agents.is_child or SECRET not in os.environ:
+        return None
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    rank = int(os.environ.get("UNISONO_PLACE") or os.environ.get("RANK", "0"))
+    seat = Seat(rank, int(os.environ.get("WORLD_SIZE", "1")), threading.get_ident())
+    return take_seat(seat, _open(text, make_token(os.environ[SECRET])))
+
+
+def _is_of_a_worker() -> bool:
+    """Whether this is a worker's other thread, or a process that a worker has started."""
+    return VARIABLE in os.environ or agents.is_child or agents.has_agents()
+
+
+def _open(text: str, token: bytes) -> Callable[[], Link]:
+    found = [address.rpartition(":") for address in text.split(",")]
+    addresses = [(host, int(port)) for host, _, port in found]
+    return lambda: open_link(addresses, token)
+
+
+def _warn(text: str, line: int) -> None:
+    warnings.warn(f"{text} (line {line})", stacklevel=3)
+
+
+def _open_hub() -> bytes:
+    """A hub in this process, for workers that no launcher of ours has started: its addresses, and what opens it."""
+    token = secrets.token_bytes(32)
+    hub = Hub(socket.create_server(("", 0)), token, _say)
+    hub.how_to_attach = f"unisono debug {hub.run}, as the same user on host {socket.gethostname()}"
+    hub.start()
+    announce(hub, " ".join(sys.argv)[:200])
+    hosts = dict.fromkeys(["127.0.0.1", address_towards("192.0.2.1"), socket.gethostname()])
+    return f"{','.join(f'{host}:{hub.address[1]}' for host in hosts if host)} {token.hex()}".encode()
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.__stderr__, flush=True)
+
+
+class ThreadSeats:
+    """The ranks of a world of threads (`un.run_threads`), with a hub from the first breakpoint on."""
+
+    _all: dict[int, ThreadSeats] = {}  # noqa: RUF012 (by thread)
+
+    def __init__(self, size: int) -> None:
+        self._size, self._lock = size, threading.Lock()
+        self._seats: list[Seat] = []
+        self._hub: Hub | None = None
+
+    @classmethod
+    def find(cls) -> ThreadSeats | None:
+        """Those of the world that this thread is a rank of."""
+        return cls._all.get(threading.get_ident())
+
+    def enter(self, rank: int) -> None:
+        """This thread is that rank."""
+        with self._lock:
+            seat = Seat(rank, self._size, threading.get_ident())
+            self._seats.append(seat)
+            self._all[seat.thread] = self
+            if self._hub is not None:
+                self._take(seat, self._hub)
+
+    def leave(self) -> None:
+        """Its function has returned."""
+        with self._lock:
+            self._seats = [seat for seat in self._seats if seat.thread != threading.get_ident()]
+            del self._all[threading.get_ident()]
+            leave_seat(threading.get_ident())
+            if not self._seats and self._hub is not None:
+                forget(self._hub)
+                self._hub.close()
+
+    def open(self) -> None:
+        """Make the hub, and connect all ranks that are here."""
+        from unisono.runtime.debugger.terminal import TerminalPrompt
+
+        with self._lock:
+            if self._hub is not None:
+                return
+            token = secrets.token_bytes(32)
+            self._hub = Hub(socket.create_server(("127.0.0.1", 0)), token, _say)
+            self._hub.open_prompt = TerminalPrompt(self._hub).open
+            self._hub.how_to_attach = f"unisono debug {self._hub.run}"
+            self._hub.start()
+            announce(self._hub, " ".join(sys.argv)[:200])
+            for seat in self._seats:
+                self._take(seat, self._hub)
+
+    @staticmethod
+    def _take(seat: Seat, hub: Hub) -> None:
+        take_seat(seat, lambda: open_link([hub.address], hub.token))

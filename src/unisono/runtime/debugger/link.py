@@ -1,0 +1,58 @@
+"""One end of a connection of the debugger: JSON messages over a channel (channel.py), sent from any thread."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from unisono.runtime.channel import Channel, connect
+
+__all__ = ["TEXT_CHARACTERS", "Link", "open_link"]
+
+TEXT_CHARACTERS = 200_000  # of one answer: a message fits into one frame
+
+
+class Link:
+    """Of a worker or a prompt, towards the hub; blocking."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self._lock = threading.Lock()
+
+    def send(self, **fields: Any) -> bool:
+        """Send a message; False where the other end is gone."""
+        try:
+            with self._lock:
+                self.channel.send_json(**fields)
+        except OSError:
+            return False
+        return True
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """Those that come, until the other end is gone."""
+        while True:
+            try:
+                frames = self.channel.receive()
+            except (OSError, ValueError):
+                return
+            if frames is None:
+                return
+            for frame in frames:
+                yield frame.json()
+
+    def shut(self) -> None:
+        """End the connection, also for a thread that reads it now."""
+        with contextlib.suppress(OSError):
+            self.channel.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Let go of the descriptor."""
+        self.channel.close()
+
+
+def open_link(addresses: Sequence[tuple[str, int]], token: bytes, *, timeout_s: float = 10.0) -> Link:
+    """A link to the hub; Unreachable where none of its addresses answers."""
+    return Link(connect(addresses, token, timeout_s=timeout_s))

@@ -1,0 +1,53 @@
+"""Whether this process is to stop for the debugger, and a clock that stands still while it is stopped.
+
+World operations and the ends of steps look at `active`: one name, false as long as nobody debugs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+__all__ = ["begin_pause", "clock", "end_pause", "look", "on_look", "paused_s"]
+
+active = False  # whether `look` has something to do
+_looks: list[Callable[[], None]] = []
+_paused_s = 0.0
+_since: float | None = None
+
+
+def look() -> None:
+    """Stop here, where this thread is asked to."""
+    for call in list(_looks):
+        call()
+
+
+def on_look(call: Callable[[], None]) -> None:
+    """Have `call` asked by `look`; it sets `active`."""
+    if call not in _looks:
+        _looks.append(call)
+
+
+def begin_pause() -> None:
+    """The workers are stopped from now on, or about to be."""
+    global _since
+    if _since is None:
+        _since = time.perf_counter()
+
+
+def end_pause() -> None:
+    """They go on."""
+    global _paused_s, _since
+    if _since is not None:
+        _paused_s, _since = _paused_s + time.perf_counter() - _since, None
+
+
+def paused_s() -> float:
+    """For how long they have been stopped in all."""
+    since = _since
+    return _paused_s + (0.0 if since is None else time.perf_counter() - since)
+
+
+def clock() -> float:
+    """Seconds, without those in which people looked at stopped workers: for limits of waiting."""
+    return time.perf_counter() - paused_s()

@@ -51,7 +51,7 @@ class RunDebugger:
 
     def close(self) -> None:
         """Nobody is debugged any more."""
-        self._prompt.close()
         if self._hub.is_serving:
             forget(self._hub)
         self._hub.close()
+        self._prompt.close()

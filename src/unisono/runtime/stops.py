@@ -11,18 +11,18 @@ from collections.abc import Callable
 __all__ = ["begin_pause", "clock", "end_pause", "look", "on_look", "paused_s"]
 
 active = False  # whether `look` has something to do
-_looks: list[Callable[[], None]] = []
+_looks: list[Callable[[bool], None]] = []
 _paused_s = 0.0
 _since: float | None = None
 
 
-def look() -> None:
-    """Stop here, where this thread is asked to."""
+def look(*, is_over: bool = False) -> None:
+    """Stop here, where this thread is asked to; `is_over`: at the next line, as what was done here has been done."""
     for call in list(_looks):
-        call()
+        call(is_over)
 
 
-def on_look(call: Callable[[], None]) -> None:
+def on_look(call: Callable[[bool], None]) -> None:
     """Have `call` asked by `look`; it sets `active`."""
     if call not in _looks:
         _looks.append(call)

@@ -164,7 +164,7 @@ class Operations:
         if not in_background():
             self.ledger.close_span("blocked", start, end)
             if stops.active:
-                stops.look()
+                stops.look(is_over=True)
 
 
 _living: weakref.WeakSet[Operations] = weakref.WeakSet()

@@ -141,6 +141,7 @@ class ThreadSeats:
 
     def __init__(self, size: int) -> None:
         self._size, self._lock = size, threading.Lock()
+        self._left = 0  # ranks that are over
         self._seats: list[Seat] = []
         self._hub: Hub | None = None
 
@@ -164,7 +165,8 @@ class ThreadSeats:
             self._seats = [seat for seat in self._seats if seat.thread != threading.get_ident()]
             del self._all[threading.get_ident()]
             leave_seat(threading.get_ident())
-            if not self._seats and self._hub is not None:
+            self._left += 1
+            if self._left == self._size and self._hub is not None:
                 forget(self._hub)
                 self._hub.close()
 

@@ -88,19 +88,22 @@ class Agent:
             stops.begin_pause()
             self._pdb.stop_after(error, error.__traceback__)
 
-    def look(self) -> None:
-        """Stop where this has been asked for."""
+    def look(self, is_over: bool) -> None:
+        """Stop where this has been asked for; `is_over`: at the next line."""
         if self._asked_alone == threading.get_ident():
             raise RuntimeError("other ranks would have to take part, and they were not asked: leave the @ out")
         if self._asked and threading.get_ident() == self.seat.thread and not self._is_stopped:
             frame = find_user_frame(sys._getframe())
             if frame is not None:
                 self._set_asked(False)
-                self._pdb.stop_at(frame, "asked")
+                if is_over:
+                    self._pdb.stop_soon(frame)
+                else:
+                    self._pdb.stop_at(frame, "asked")
 
     def may_stop(self, why: str) -> bool:
         """See `Commands`."""
-        return not self.is_off and not (why == "step" and self._is_canceled)
+        return not self.is_off and not (why in ("step", "asked") and self._is_canceled)
 
     def stopped(self, place: str, why: str, text: str) -> None:
         """See `Commands`."""
@@ -134,15 +137,15 @@ class Agent:
     # In the thread of the debugger ------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
+        who = self.seat
         try:
             self._link = self._connect()
+            self._send(kind="worker", rank=who.rank, size=who.size, pid=os.getpid(), host=socket.gethostname())
         except OSError as error:
             self.is_off, self.problem = True, str(error)
             return
         finally:
             self._has_tried.set()
-        who = self.seat
-        self._send(kind="worker", rank=who.rank, size=who.size, pid=os.getpid(), host=socket.gethostname())
         for message in self._link.messages():
             self._take(message)
         self._take({"kind": "leave"})  # the hub is gone: nobody could let this rank go on

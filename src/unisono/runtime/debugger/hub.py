@@ -180,7 +180,7 @@ class Hub:
             if self._is_stopping:
                 self._send(channel, kind="stop")
             return
-        if self._prompt is not None:
+        if message["kind"] != "prompt" or self._prompt is not None:
             self._send(channel, kind="busy")
             return
         self._prompt, self._deadline = channel, None

@@ -31,6 +31,7 @@ _STEPS = {"n", "next", "s", "step", "r", "return", "unt", "until"}
 _LOOK_S = 0.3  # between two looks at ranks that have not stopped
 _PATIENCE_S = 5.0  # for them, once another has stopped
 _ANSWER_S = 20.0
+_CLOSING_S = 0.2
 
 
 @dataclass
@@ -56,6 +57,7 @@ class Prompt:
         self._size = 0  # ranks that there are, with those that have yet to come
         self._is_ready = False  # the hub has told of all that are there
         self._is_over = False  # the run has ended, or somebody else has the prompt
+        self._is_closing = False  # there are no more lines
         self._is_released = False  # the hub let all go on by itself
         self._chosen: list[int] | None = None
         self._last = ""
@@ -126,6 +128,8 @@ class Prompt:
         for found in self._answers.values():
             found.setdefault(number, {"text": "*** it is gone"})
         self._size -= 1
+        if self._is_closing:
+            return
         if was_stopped and not died:
             self._write(f"rank {number} has ended its program")
         elif was_stopped:
@@ -204,7 +208,8 @@ class Prompt:
             except (EOFError, KeyboardInterrupt):
                 line = "q"
                 self._write("")
-            self._await(lambda: True, 0.0)
+                self._is_closing = True
+                self._await(lambda: self._is_over, _CLOSING_S)  # no more lines: perhaps the run has ended
             while not self._messages.empty():
                 self._take(self._messages.get())
             if self._is_over or self._is_released:

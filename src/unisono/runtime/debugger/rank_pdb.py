@@ -175,10 +175,22 @@ class RankPdb(pdb.Pdb):
             return False
         self.lastcmd = ""  # an empty line repeats at the prompt, not here
         try:
-            return bool(self.onecmd(self.precmd(line)))
+            stop = self.onecmd(self.precmd(line))
+            while self.cmdqueue and not stop:  # what came after ;;
+                stop = self.onecmd(self.cmdqueue.pop(0))
+            return bool(stop)
         except Exception as error:
             self.error(f"{type(error).__name__}: {error}")
             return False
+
+    def do_clear(self, arg: str) -> None:
+        """cl(ear): all breakpoints without a word, where none is named; pdb would ask at a terminal."""
+        if arg:
+            super().do_clear(arg)
+        else:
+            self.clear_all_breaks()
+
+    do_cl = do_clear
 
     def take_text(self) -> str:
         """What was printed since."""

@@ -35,7 +35,8 @@ PROGRAM = """
     def train():
         x = torch.tensor(7.0 if world.rank == 2 else 1.0)
         for step in range(4):
-            un.breakpoint(rank=BREAKS, when=step == 1)
+            if step == 1:
+                un.breakpoint(BREAKS)
             x += 1
             world.all_reduce(x, "mean").wait()
             if step == 2:
@@ -49,7 +50,7 @@ PROGRAM = """
 class Terminal:
     """`unisono run` at a terminal of its own."""
 
-    def __init__(self, folder: Path, *options: str, breaks: str = "None", fails: bool = False) -> None:
+    def __init__(self, folder: Path, *options: str, breaks: str = "", fails: bool = False) -> None:
         text = textwrap.dedent(PROGRAM).replace("FAILS", str(fails)).replace("BREAKS", breaks)
         (folder / "train.py").write_text(text)
         self.folder = folder
@@ -121,15 +122,15 @@ def open_terminal(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
 
 def test_four_workers_are_asked_stepped_and_continued(open_terminal: Callable[..., Terminal]) -> None:
     terminal = open_terminal()
-    assert terminal.read_prompt() == "ranks 0-3 at train.py:14 in train\n-> un.breakpoint(rank=None, when=step == 1)"
-    assert terminal.ask("w") == "ranks 0-3 at train.py:14 in train"
+    assert terminal.read_prompt() == "ranks 0-3 at train.py:15 in train\n-> un.breakpoint()"
+    assert terminal.ask("w") == "ranks 0-3 at train.py:15 in train"
     assert terminal.ask("p x.item(), world.size") == "(3.5, 4)"
     assert terminal.ask("p world.rank") == "rank 0: 0\nrank 1: 1\nrank 2: 2\nrank 3: 3"
     assert terminal.ask("@2 !x += 4") == ""
     assert terminal.ask("p x.item()") == "ranks 0-1, 3: 3.5\nrank 2: 7.5"
-    assert terminal.ask("n") == "ranks 0-3 at train.py:15 in train\n-> x += 1"
-    assert terminal.ask("") == 'ranks 0-3 at train.py:16 in train\n-> world.all_reduce(x, "mean").wait()\n'
-    assert terminal.ask("") == "ranks 0-3 at train.py:17 in train\n-> if step == 2:"
+    assert terminal.ask("n") == "ranks 0-3 at train.py:16 in train\n-> x += 1"
+    assert terminal.ask("") == 'ranks 0-3 at train.py:17 in train\n-> world.all_reduce(x, "mean").wait()'
+    assert terminal.ask("") == "ranks 0-3 at train.py:18 in train\n-> if step == 2:"
     assert terminal.ask("p x.item()") == "5.5"
     terminal.type("c\n")
     status, shown = terminal.finish()
@@ -138,10 +139,10 @@ def test_four_workers_are_asked_stepped_and_continued(open_terminal: Callable[..
 
 
 def test_one_rank_at_a_breakpoint_stops_all_and_q_lets_all_go_on(open_terminal: Callable[..., Terminal]) -> None:
-    terminal = open_terminal(breaks="3")
+    terminal = open_terminal(breaks="rank=3")
     shown = terminal.read_prompt()
-    assert "rank 3 at train.py:14 in train" in shown
-    assert "train.py:16 in train" in shown.replace("rank 3 at", "")  # the others are at their collective
+    assert "rank 3 at train.py:15 in train" in shown
+    assert "train.py:17 in train" in shown.replace("rank 3 at", "")  # the others are at their collective
     assert terminal.ask("p step") == "1"
     terminal.type("q\n")
     status, shown = terminal.finish()
@@ -160,7 +161,7 @@ def test_a_worker_killed_at_the_prompt_ends_the_run_and_strands_nobody(open_term
 
 
 def test_an_error_opens_the_prompt_where_it_was_raised(open_terminal: Callable[..., Terminal]) -> None:
-    terminal = open_terminal("--pdb", breaks="9", fails=True)
+    terminal = open_terminal("--pdb", breaks="rank=9", fails=True)
     shown = terminal.read_prompt()
     assert "rank 1 at train.py:8 in check\nTraceback (most recent call last):" in shown
     assert "ValueError: rank 1 has 5.5" in shown

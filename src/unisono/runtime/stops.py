@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Literal
 
-__all__ = ["begin_pause", "clock", "end_pause", "look", "on_look", "paused_s"]
+__all__ = ["Moment", "begin_pause", "clock", "end_pause", "look", "on_look", "paused_s"]
 
 active = False  # whether `look` has something to do
-_looks: list[Callable[[bool], None]] = []
+Moment = Literal["before", "after", "step"]  # an operation of the world begins, or is over; a step has ended
+_looks: list[Callable[[Moment], None]] = []
 _paused_s = 0.0
 _since: float | None = None
 
 
-def look(*, is_over: bool = False) -> None:
-    """Stop here, where this thread is asked to; `is_over`: at the next line, as what was done here has been done."""
+def look(moment: Moment) -> None:
+    """Stop here, where this thread is asked to."""
     for call in list(_looks):
-        call(is_over)
+        call(moment)
 
 
-def on_look(call: Callable[[bool], None]) -> None:
+def on_look(call: Callable[[Moment], None]) -> None:
     """Have `call` asked by `look`; it sets `active`."""
     if call not in _looks:
         _looks.append(call)

@@ -168,7 +168,7 @@ class Replica:
         self.world.ledger.step(self)
         status.note(step=self.world.ledger.step_count)
         if stops.active:
-            stops.look()
+            stops.look("step")
         self.world.survive(lambda: after_step(self.world, self.slow_ranks))
         if self._faults is not None:
             self._faults.after_count()

@@ -58,7 +58,7 @@ class Operations:
         if self.closed:
             raise RuntimeError(f"{self.name!r} is closed: nothing more can be sent through it")
         if stops.active:
-            stops.look()
+            stops.look("before")
         channel = self.name if queue == "main" else f"{self.name}:{queue}"
         sequence = self._sequences.get(channel, 0)
         self._sequences[channel] = sequence + 1
@@ -164,7 +164,7 @@ class Operations:
         if not in_background():
             self.ledger.close_span("blocked", start, end)
             if stops.active:
-                stops.look(is_over=True)
+                stops.look("after")
 
 
 _living: weakref.WeakSet[Operations] = weakref.WeakSet()

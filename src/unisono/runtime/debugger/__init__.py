@@ -53,7 +53,7 @@ def breakpoint(*, rank: int | Sequence[int] | None = None, when: object = True) 
         return
     if rank is not None and mine.seat.rank not in ([rank] if isinstance(rank, int) else rank):
         return
-    mine.stop_at(frame, "breakpoint")
+    mine.stop_at(frame, "breakpoint", every=rank is None and when is True)
     if mine.problem:
         _warn(f"un.breakpoint() is passed over: the debugger cannot be reached ({mine.problem})", frame.f_lineno)
 

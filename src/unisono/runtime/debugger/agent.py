@@ -51,9 +51,11 @@ class Agent:
         self._has_tried = threading.Event()
         self.is_off = False
         self._asked = False  # to stop where the program looks next
+        self._may_come = 0  # to the breakpoint that another has come to: so many ends of steps are passed over
         self._is_stopped = False
         self._is_canceled = False  # a step is under way that is not to stop any more
         self._asked_alone: int | None = None  # the thread in which an expression is evaluated that not all ranks have
+        self._every = False
         self._commands: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         stops.on_look(self.look)
         self._thread = threading.Thread(target=self._listen, name="unisono debugger", daemon=True)
@@ -74,8 +76,9 @@ class Agent:
 
     # In the thread of the program -------------------------------------------------------------------------------------
 
-    def stop_at(self, frame: FrameType, why: str) -> None:
-        """Stop the program here, in `frame`."""
+    def stop_at(self, frame: FrameType, why: str, *, every: bool = False) -> None:
+        """Stop the program here, in `frame`; `every`: other ranks will come here too."""
+        self._every = every
         self._has_tried.wait()
         if not self.is_off:
             stops.begin_pause()
@@ -83,20 +86,28 @@ class Agent:
 
     def stop_after(self, error: BaseException) -> None:
         """Stop the program where it has failed."""
+        self._every = False
         self._has_tried.wait()
         if not self.is_off and error.__traceback__ is not None:
             stops.begin_pause()
             self._pdb.stop_after(error, error.__traceback__)
 
-    def look(self, is_over: bool) -> None:
-        """Stop where this has been asked for; `is_over`: at the next line."""
+    def look(self, moment: stops.Moment) -> None:
+        """Stop where this has been asked for. After an operation: at the next line, as what was done here is done.
+
+        Where another has come to a breakpoint that all ranks come to, this one is given the time to: it waits for the
+        other in the next operation anyway, so only there, or at the second end of a step, it stops.
+        """
         if self._asked_alone == threading.get_ident():
             raise RuntimeError("other ranks would have to take part, and they were not asked: leave the @ out")
         if self._asked and threading.get_ident() == self.seat.thread and not self._is_stopped:
+            if self._may_come and moment != "before":
+                self._may_come -= moment == "step"
+                return
             frame = find_user_frame(sys._getframe())
             if frame is not None:
                 self._set_asked(False)
-                if is_over:
+                if moment == "after":
                     self._pdb.stop_soon(frame)
                 else:
                     self._pdb.stop_at(frame, "asked")
@@ -110,7 +121,7 @@ class Agent:
         self._is_stopped = True
         self._set_asked(False)
         self._is_canceled = False
-        if not self._send(kind="stopped", place=place, why=why, text=text):
+        if not self._send(kind="stopped", place=place, why=why, text=text, every=self._every):
             self._commands.put({"kind": "leave"})
 
     def next_command(self) -> tuple[int, str] | None:
@@ -159,6 +170,7 @@ class Agent:
             case "stop":
                 stops.begin_pause()
                 self._is_canceled = False
+                self._may_come = 2 if message.get("every") else 0
                 self._set_asked(not self._is_stopped)
             case "on":
                 self.is_off = False

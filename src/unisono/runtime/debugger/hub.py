@@ -240,7 +240,7 @@ class Hub:
         self._is_stopping, self._paused_since = True, time.monotonic()
         for worker in self._workers():
             if worker is not first:
-                self._send(worker.channel, kind="stop")
+                self._send(worker.channel, kind="stop", every=message.get("every", False))
         if self._prompt is None and not self.open_prompt():
             self._deadline = time.monotonic() + self.wait_s
             self.say(

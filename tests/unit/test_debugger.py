@@ -142,8 +142,7 @@ def test_all_stop_when_one_rank_reaches_a_breakpoint(type_lines: Callable[..., T
     step, where, *_, after, _ = console.answers
     assert step == "2"
     assert f"rank 1 at test_debugger.py:{one} in work" in where
-    assert "ranks 0, 2" in where
-    assert f"test_debugger.py:{meet}" in where.split("rank 1 at")[0] + where.split(f":{one} in work")[1]
+    assert f"test_debugger.py:{meet} in work" in where  # the others, stopped there or waiting
     assert after == f"ranks 0-2 at test_debugger.py:{one - 1} in work"
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono import on
+from unisono.cli import rehearsal
 from unisono.cli.arguments import Commands, check_program, parse_count
 from unisono.launchers.engines.engine import Engine, EngineError
 from unisono.launchers.job import Adapt, ComeAndGo, Job
@@ -64,8 +65,16 @@ faults, separated by ;
   slow 3 x4@80-120       each of these steps takes four times as long
   full-disk@200          the next write of un.save or of an offload fails; of one rank: full-disk 1@200
 
+before the run
+  --dry -n 64            one worker's steps on a simulated world of 64, in one process: shapes, memory, traffic, and what
+                         would not work; the exit status is 0 where it would, 3 where memory is short, else 1
+  --small -n 2           a few real steps with one worker and with two: do they agree, and if not, what differs
+
 examples:
   unisono run -n 4 train.py --epochs 3
+  unisono run --dry -n 64 --workers-per-host 8 train.py
+  unisono run --small -n 2 train.py
+  unisono run -n 4 --pdb train.py
   unisono run -n 4 --faults "kill 2@40" train.py
   unisono run -n 2:4 train.py
   unisono run -n 1:8 --target 12 train.py
@@ -121,6 +130,7 @@ def add_command(commands: Commands) -> None:
     _add_course_options(parser)
     _add_elastic_options(parser)
     _add_engine_options(parser)
+    rehearsal.add_options(parser)
     parser.add_argument("program", nargs="?", metavar="script.py", help="the program (a module's name with -m)")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the program's own arguments")
     parser.set_defaults(run=_run, parser=parser)
@@ -137,11 +147,14 @@ def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
     from unisono.launchers.terminal import run_in_terminal
 
     _read_lab(options, parser)
+    rehearsal.check_options(options, parser)
     least, most = options.workers
     if options.strategy is not None:
         os.environ["UNISONO_STRATEGY"] = options.strategy
     if options.balance:
         os.environ["UNISONO_BALANCE"] = "1"  # the workers' environment is made from this one
+    if options.dry or options.small:
+        return rehearsal.rehearse(options, parser)
     elastic = _read_elastic(options, parser, least, most)
     job = Job(
         [*(["-m"] if options.module else []), options.program, *options.arguments],

@@ -26,7 +26,7 @@ from unisono.compare.results import ONE_WORKER, Trial
 from unisono.compare.steps import FOLDER, SMOOTHED, STEPS, RankSteps, merge_ranks
 from unisono.runtime.machine import usable_cores
 
-__all__ = ["NothingToCompare", "Planned", "Progress", "Request", "Runs", "list_runs"]
+__all__ = ["NothingToCompare", "Planned", "Progress", "Request", "Runs", "list_runs", "start_launcher"]
 
 _POLL_S = 0.25
 _STOPPING_S = 15.0
@@ -129,7 +129,7 @@ class Runs:
         self.commands.append(shlex.join(["unisono", *command[3:]]))
         watched = _Watched([_RankFile(folder / f"rank-{rank}.jsonl") for rank in range(run.workers)])
         began = time.monotonic()
-        with _start(command, self._environment(run, folder), folder / "run.log") as process:
+        with start_launcher(command, self._environment(run, folder), folder / "run.log") as process:
             while process.poll() is None and not self._is_enough(watched, time.monotonic() - began):
                 progress.step, progress.loss = len(watched.losses), watched.smoothed
                 progress.seconds = time.monotonic() - began
@@ -221,7 +221,7 @@ def _write_name(run: Planned) -> str:
 
 
 @contextlib.contextmanager
-def _start(command: Sequence[str], env: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def start_launcher(command: Sequence[str], env: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """The launcher, in a session of its own: Ctrl-C comes here first. It is ended with the block, however that ends."""
     with log.open("wb") as file:
         process = subprocess.Popen(

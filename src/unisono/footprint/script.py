@@ -30,7 +30,7 @@ from unisono.strategy import Replica, Strategy, binding
 from unisono.world import World, enter
 from unisono.world.virtual import simulate
 
-__all__ = ["ScriptError", "predict_for_script"]
+__all__ = ["ScriptError", "enter_world", "observe", "pose_as_program", "predict_for_script"]
 
 
 class ScriptError(RuntimeError):
@@ -105,10 +105,10 @@ class _ScriptRun:
         if torch.cuda.is_available():
             world.device = torch.device("cuda")
         with ExitStack() as stack:
-            stack.enter_context(_pose_as_program(program, arguments, module=module))
+            stack.enter_context(pose_as_program(program, arguments, module=module))
             stack.enter_context(redirect_stdout(sys.stderr))
-            stack.enter_context(_enter_world(world))
-            stack.enter_context(_observe(self._observe_parallel))
+            stack.enter_context(enter_world(world))
+            stack.enter_context(observe(self._observe_parallel))
             if mode is not None:
                 stack.enter_context(_make_parameters_fake(mode))
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -176,7 +176,7 @@ def _explain_no_model(program: str, error: BaseException | None) -> str:
 
 
 @contextmanager
-def _pose_as_program(program: str, arguments: Sequence[str], *, module: bool) -> Iterator[None]:
+def pose_as_program(program: str, arguments: Sequence[str], *, module: bool) -> Iterator[None]:
     """Set the arguments and the import path as Python does for a program."""
     argv, path = sys.argv, list(sys.path)
     sys.argv = [program, *arguments]
@@ -188,7 +188,7 @@ def _pose_as_program(program: str, arguments: Sequence[str], *, module: bool) ->
 
 
 @contextmanager
-def _enter_world(world: World) -> Iterator[None]:
+def enter_world(world: World) -> Iterator[None]:
     """Inside, `un.join()` gives `world`."""
     enter(world)
     try:
@@ -199,7 +199,7 @@ def _enter_world(world: World) -> Iterator[None]:
 
 
 @contextmanager
-def _observe(observer: Callable[..., Replica]) -> Iterator[None]:
+def observe(observer: Callable[..., Replica]) -> Iterator[None]:
     """Inside, `un.parallel` hands what it was given to `observer`."""
     binding.observer = observer
     try:

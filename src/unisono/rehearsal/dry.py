@@ -22,10 +22,12 @@ from torch.optim import Optimizer
 from unisono.data import Shard
 from unisono.footprint.memory_report import MemoryReport, describe_shortage
 from unisono.footprint.script import ScriptError, enter_world, observe, pose_as_program, predict_for_script
+from unisono.planner.candidates import describe_candidate
 from unisono.runtime.link_text import Link
 from unisono.runtime.machine import host_bytes, usable_cores
+from unisono.simulation.methods import read_traits
 from unisono.sizes import show_size
-from unisono.spec import describe
+from unisono.spec import build, describe
 from unisono.strategy import Replica, Strategy, binding
 from unisono.world import World
 from unisono.world.transports.simulated import SimulatedTransport
@@ -122,6 +124,7 @@ class _DryScript:
     def __init__(self, request: DryRequest, result: DryResult) -> None:
         self.request, self.result = request, result
         self._replica: Replica | None = None
+        self._is_replaced = False  # the method, by one that can be simulated
         self._seconds: list[float] = []  # of the simulated network, after each step
 
     def run(self) -> None:
@@ -167,6 +170,15 @@ class _DryScript:
         if self._replica is None:
             result.strategy = describe(strategy)
             result.model = _describe_model(model)
+            why = _find_reason_to_replace(result.strategy)
+            if why:
+                self._is_replaced = True
+                result.notes.append(f"the steps were run under allreduce, and traffic is not known: {why}")
+                hosts = len(set(world.hosts))
+                if hosts > 1 and not _is_torchs(result.strategy) and read_traits(result.strategy).one_host:
+                    raise ValueError(f"{result.strategy} needs all workers on one host, got {hosts}")
+        if self._is_replaced:
+            strategy = build("allreduce", kind="strategy")
         replica = binding.bind_for(model, optimizer, strategy, world)
         replica.is_trial = True  # type: ignore[attr-defined]  # un.save writes nothing
         if self._replica is None:
@@ -192,6 +204,8 @@ class _DryScript:
 
     def _look_at_traffic(self, world: World) -> None:
         """By kind, over the steps after the first, which may set things up."""
+        if self._is_replaced:
+            return
         records = [record for record in world.ledger.records if record.op != "call"]
         steps = {record.step for record in records if 0 < record.step < self.result.steps} or {0}
         for record in records:
@@ -202,6 +216,17 @@ class _DryScript:
                 found.sent += record.bytes_sent / len(steps)
         if len(self._seconds) > 1:
             self.result.exchange_s = (self._seconds[-1] - self._seconds[0]) / (len(self._seconds) - 1)
+
+
+def _find_reason_to_replace(spec: str) -> str:
+    """Why a method cannot be run as one rank whose others do not exist; empty where it can."""
+    if _is_torchs(spec):
+        return "torch's own methods need processes of their own"
+    return describe_candidate(spec).unpredicted
+
+
+def _is_torchs(spec: str) -> bool:
+    return spec.startswith("torch:")
 
 
 def _describe_model(model: nn.Module) -> str:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # the same as below, for type checkers: a test compares them
     from unisono.launchers import launch as launch
     from unisono.map_reduce import mapreduce as mapreduce
     from unisono.progress import EarlyStopping as EarlyStopping
-    from unisono.runtime.debugger import breakpoint as breakpoint
+    from unisono.runtime.debugger import breakpoint as breakpoint  # noqa: A004
     from unisono.strategy import Replica as Replica
     from unisono.strategy import Strategy as Strategy
     from unisono.strategy import follow as follow

@@ -41,7 +41,7 @@ LAYERS = [
     "planner",
     "simulation",
     "compare trainer on",
-    "map_reduce",
+    "map_reduce rehearsal",
     "estimators",
     "boost",
     "unisono",  # what `import unisono` offers, each part when it is asked for

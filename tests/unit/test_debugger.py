@@ -83,6 +83,7 @@ def test_differences_are_shown_by_rank_and_equal_answers_once(type_lines: Callab
     def work(world: World) -> float:
         mine, ours = 7 if world.rank == 2 else 1, 5
         un.breakpoint()
+        assert ours == 5
         return float(world.all_reduce(torch.tensor(float(mine)), "sum").wait())
 
     console = type_lines("p mine", "@2 p mine;;p ours", "@0,3 p ours", "p ours", "p nothing", "c")

@@ -7,6 +7,7 @@ import selectors
 import signal
 import struct
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,6 +43,7 @@ class Run:
         self.selector = selectors.DefaultSelector()
         self.workers: list[Child] = []  # in the order of their start
         self.let_go = lambda _: None
+        self.debugger: Any = SimpleNamespace(is_paused=False)
         self.members = Members(ComeAndGo(1, 3), workers, self, "train.py")
         for place in range(workers):
             self.start_worker(place)

@@ -66,8 +66,8 @@ faults, separated by ;
   full-disk@200          the next write of un.save or of an offload fails; of one rank: full-disk 1@200
 
 before the run
-  --dry -n 64            one worker's steps on a simulated world of 64, in one process: shapes, memory, traffic, and what
-                         would not work; the exit status is 0 where it would, 3 where memory is short, else 1
+  --dry -n 64            one worker's steps on a simulated world of 64, in one process: shapes, memory, traffic, and
+                         what would not work; the exit status is 0 where it would, 3 where memory is short, else 1
   --small -n 2           a few real steps with one worker and with two: do they agree, and if not, what differs
 
 examples:

@@ -18,6 +18,7 @@ from typing import Protocol
 from unisono.launchers.child import Child
 from unisono.launchers.control import Control
 from unisono.launchers.coordinator import Action, Coordinator, Dismiss, End, Form, GiveUp, Start, Summon, TooFew
+from unisono.launchers.debugging import RunDebugger
 from unisono.launchers.failures import Failure, Outcome, fail_run
 from unisono.launchers.job import ComeAndGo
 from unisono.launchers.output import Output
@@ -39,6 +40,7 @@ class Starter(Protocol):
     output: Output
     page: StatusPage
     selector: selectors.BaseSelector
+    debugger: RunDebugger
 
     def start_worker(self, place: int) -> None:
         """Start a worker; `Members.opened` is called with it."""

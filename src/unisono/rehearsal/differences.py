@@ -139,9 +139,9 @@ def _compare_gradients(one: Observed, several: Observed, workers: int, grade: Gr
         return Verdict(True, [f"gradients agree: {largest} differs most, by {off[largest]:.1e} of its norm"])
     if float((other - scale * whole).norm()) <= close * float(other.norm()):
         return Verdict(False, [_explain_scale(scale, workers)])
-    differing = sorted((name for name in names if off[name] > close), key=lambda name: -off[name])
+    differing = [name for name in names if off[name] > close]
     lines = [f"gradients differ in {len(differing)} of {len(names)} parameters (of the norm of each):"]
-    lines += [f"  {name}: {off[name]:.1%}" for name in differing[:_SHOWN]]
+    lines += [f"  {name}: {off[name]:.1%}" for name in _list_worst({name: off[name] for name in differing})]
     if len(differing) > _SHOWN:
         lines.append(f"  and {len(differing) - _SHOWN} more")
     norms = several.notes[0]["batch_norms"]
@@ -178,13 +178,11 @@ def _explain_scale(scale: float, workers: int) -> str:
             '(reduction="mean"), or divide by the samples of the global batch and multiply by the number of workers'
         )
     if abs(scale / workers - 1) < 0.01:
-        return f"{text}: the loss is multiplied by the number of workers, or divided by a worker's share of samples twice"
+        return f"{text}: the loss is multiplied by the number of workers, or divided by its share of the samples twice"
     return f"{text}: the loss is multiplied by something that depends on the number of workers"
 
 
-def _compare_parameters(
-    one: Observed, several: Observed, start: Mapping[str, Tensor], gradients: Verdict
-) -> Verdict:
+def _compare_parameters(one: Observed, several: Observed, start: Mapping[str, Tensor], gradients: Verdict) -> Verdict:
     names = [name for name in one.parameters if name in several.parameters and name in start]
     steps = one.notes[0]["steps"], several.notes[0]["steps"]
     if not names or steps[0] != steps[1]:
@@ -204,6 +202,10 @@ def _compare_parameters(
             *gradients.lines,
             f"{text}. The first gradients agree, so something after them does not: an optimizer, schedule or clipping "
             "that depends on the rank or on the number of workers",
-            *(f"  {name}: {off[name]:.1%}" for name in sorted(off, key=lambda n: -off[n])[:_SHOWN] if off[name] > _MOVED),
+            *(f"  {name}: {off[name]:.1%}" for name in _list_worst(off) if off[name] > _MOVED),
         ],
     )
+
+
+def _list_worst(off: Mapping[str, float]) -> list[str]:
+    return sorted(off, key=lambda name: -off[name])[:_SHOWN]

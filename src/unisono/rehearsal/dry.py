@@ -251,7 +251,10 @@ def _look_at_shards(world: World, result: DryResult) -> None:
     shards: dict[str, Shard] = world.shards
     for name, shard in shards.items():
         size, samples = shard.batch_size, shard.samples
-        each = "" if size is None else f", {size // workers}{f' or {size // workers + 1}' if size % workers else ''} each"
+        each = ""
+        if size is not None:
+            more = f" or {size // workers + 1}" if size % workers else ""
+            each = f", {size // workers}{more} each"
         if samples is None or size is None:
             result.data.append(f"{name}: a stream, global batches of {size or '?'}{each}")
             continue

@@ -14,13 +14,13 @@ __all__ = ["Moment", "begin_pause", "clock", "end_pause", "look", "on_look", "pa
 active = False  # whether `look` has something to do
 Moment = Literal["before", "after", "step"]  # an operation of the world begins, or is over; a step has ended
 _looks: list[Callable[[Moment], None]] = []
-_paused_s = 0.0
+ended_s = 0.0  # of stops that are over
 _since: float | None = None
 
 
 def look(moment: Moment) -> None:
     """Stop here, where this thread is asked to."""
-    for call in list(_looks):
+    for call in _looks:
         call(moment)
 
 
@@ -39,15 +39,15 @@ def begin_pause() -> None:
 
 def end_pause() -> None:
     """They go on."""
-    global _paused_s, _since
+    global ended_s, _since
     if _since is not None:
-        _paused_s, _since = _paused_s + time.perf_counter() - _since, None
+        ended_s, _since = ended_s + time.perf_counter() - _since, None
 
 
 def paused_s() -> float:
     """For how long they have been stopped in all."""
     since = _since
-    return _paused_s + (0.0 if since is None else time.perf_counter() - since)
+    return ended_s + (0.0 if since is None else time.perf_counter() - since)
 
 
 def clock() -> float:

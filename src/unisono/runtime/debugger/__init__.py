@@ -49,7 +49,7 @@ def breakpoint(*, rank: int | Sequence[int] | None = None, when: object = True) 
             if rank in (None, 0) or (isinstance(rank, Sequence) and 0 in rank):
                 pdb.Pdb().set_trace(frame)
             return
-        _warn("un.breakpoint() is passed over: it stops the main thread of a worker, and this is another", frame.f_lineno)
+        _warn("un.breakpoint() is passed over: it stops a worker's main thread, and this is another", frame.f_lineno)
         return
     if rank is not None and mine.seat.rank not in ([rank] if isinstance(rank, int) else rank):
         return

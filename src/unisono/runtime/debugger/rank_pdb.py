@@ -126,7 +126,7 @@ class RankPdb(pdb.Pdb):
         first = next((i for i, (frame, _) in enumerate(stack) if is_of_user(frame)), 0)
         return stack[first:], max(0, at - first)
 
-    def interaction(self, frame: FrameType | None, tb: Any) -> None:  # type: ignore[override]
+    def interaction(self, frame: FrameType | None, tb: Any) -> None:
         """Stopped: do what is asked until this rank is to go on."""
         if not self.commands_of_rank.may_stop(self._why):
             self._go_on()

@@ -190,7 +190,7 @@ ATTACHED = """
     world = un.join(device="cpu")
     un.breakpoint(rank=1)
     x = world.all_reduce(torch.tensor(float(world.rank)), "sum").wait()
-    un.breakpoint()
+    breakpoint()
     print("sum", x.item())
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -13,8 +14,9 @@ import torch
 
 import unisono as un
 from unisono.runtime import debugger, stops
-from unisono.runtime.channel import NotProven
+from unisono.runtime.channel import Channel, NotProven
 from unisono.runtime.debugger import terminal
+from unisono.runtime.debugger.agent import Agent, Seat
 from unisono.runtime.debugger.attaching import list_announced
 from unisono.runtime.debugger.hub import Hub, read_wait_s
 from unisono.runtime.debugger.link import Link, open_link
@@ -379,6 +381,39 @@ def test_a_worker_that_stops_too_late_goes_on(hub: Hub) -> None:
     assert second.next()["kind"] == "continue"
     second.stop(why="asked")
     assert second.next()["kind"] == "continue"
+
+
+def test_a_release_says_which_stop_it_ends(hub: Hub) -> None:
+    first, second = connect(hub, 0), connect(hub, 1)
+    prompt = Connected(hub, kind="prompt")
+    for number in (1, 2):
+        first.stop()
+        second.await_kind("stop")
+        prompt.link.send(kind="continue")
+        assert (first.await_kind("continue")["stops"], second.await_kind("continue")["stops"]) == (number, 0)
+
+
+def test_a_release_of_an_earlier_stop_does_not_end_this_one() -> None:
+    """It was on its way when the rank, which others had let go on, came to its next breakpoint."""
+    mine, other = socket.socketpair()
+    agent = Agent(Seat(0, 1, threading.get_ident()), lambda: Link(Silent(mine)))
+    agent.stopped("train.py:2", "breakpoint", "")
+    agent._take({"kind": "continue", "stops": 0})
+    agent._take({"kind": "line", "id": 1, "text": "p 1", "alone": False})
+    assert agent.next_command() == (1, "p 1")
+    agent._take({"kind": "continue", "stops": 1})
+    assert agent.next_command() is None
+    other.close()
+    agent._thread.join(LIMIT_S)
+    stops._looks.remove(agent.look)
+
+
+class Silent(Channel):
+    """One that is proven at once, and whose other end says nothing."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock, TOKEN, server=False)
+        self.proven = True
 
 
 def test_there_is_one_prompt(hub: Hub) -> None:

@@ -14,6 +14,8 @@ from unisono.runtime.debugger.terminal import TerminalPrompt
 
 __all__ = ["RunDebugger"]
 
+_TIMEOUT, _DAY_S = "UNISONO_TIMEOUT_S", "86400"
+
 
 class RunDebugger:
     """Listens at once; serves from `start` on. `secret`: the run's, as its workers have it."""
@@ -39,6 +41,8 @@ class RunDebugger:
     def variables(self, hosts: Sequence[str] = ("127.0.0.1",)) -> dict[str, str]:
         """For the environment of a worker that can reach this host so."""
         found = {PDB_VARIABLE: "1"} if self._job.pdb else {}
+        if self._job.pdb and _TIMEOUT not in os.environ:
+            found[_TIMEOUT] = _DAY_S  # messages between hosts count the time in which people think
         if os.environ.get(VARIABLE) == "0":
             return found | {VARIABLE: "0"}
         return found | {VARIABLE: ",".join(f"{host}:{self._hub.address[1]}" for host in hosts)}

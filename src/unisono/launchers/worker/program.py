@@ -56,6 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     _fix_import_path()
     _keep_descriptors_private()
     _give_torch_the_store()
+    _replace_breakpoints()
     reports = _Reports(int(os.environ["UNISONO_REPORT_FD"]))
     # Ignored where the launcher was started in the background of a script; only the launcher can send it here.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -126,6 +127,16 @@ def _replace_opening(rendezvous: types.ModuleType) -> None:
         return groups.open_group_store(torchs, *arguments, **keywords)
 
     rendezvous._create_c10d_store = open_store  # type: ignore[attr-defined]
+
+
+def _replace_breakpoints() -> None:
+    """`breakpoint()` of the program means un.breakpoint(): pdb would ask a terminal that a worker does not have."""
+
+    def stop(*_: object, **__: object) -> None:
+        importlib.import_module("unisono.runtime.debugger").breakpoint()
+
+    if "PYTHONBREAKPOINT" not in os.environ:
+        sys.breakpointhook = stop
 
 
 # -- 2. as if Python had started it ----------------------------------------------------------------------------------

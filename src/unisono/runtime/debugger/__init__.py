@@ -23,6 +23,7 @@ from unisono.runtime.debugger.agent import Agent, Seat, find_agent, leave_seat, 
 from unisono.runtime.debugger.attaching import announce, forget
 from unisono.runtime.debugger.hub import Hub
 from unisono.runtime.debugger.link import Link, open_link
+from unisono.runtime.frames import find_user_frame
 from unisono.runtime.machine import address_towards
 from unisono.runtime.secret import SECRET, derive_secret
 
@@ -42,7 +43,7 @@ def breakpoint(*, rank: int | Sequence[int] | None = None, when: object = True) 
     """
     if not (when() if callable(when) else when):
         return
-    frame = sys._getframe(1)
+    frame = find_user_frame(sys._getframe(1)) or sys._getframe(1)
     mine = find_agent() or _connect()
     if mine is None:
         if not _is_of_a_worker():

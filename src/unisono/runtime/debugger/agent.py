@@ -53,6 +53,7 @@ class Agent:
         self._asked = False  # to stop where the program looks next
         self._may_come = 0  # to the breakpoint that another has come to: so many ends of steps are passed over
         self._is_stopped = False
+        self._stops = 0  # so far
         self._is_canceled = False  # a step is under way that is not to stop any more
         self._asked_alone: int | None = None  # the thread in which an expression is evaluated that not all ranks have
         self._every = False
@@ -118,6 +119,7 @@ class Agent:
 
     def stopped(self, place: str, why: str, text: str) -> None:
         """See `Commands`."""
+        self._stops += 1
         self._is_stopped = True
         self._set_asked(False)
         self._is_canceled = False
@@ -183,11 +185,12 @@ class Agent:
                     self._evaluate_alone(False)
                     self._send(kind="answer", id=message["id"], **found)
             case "continue" | "leave" | "abort" as how:
-                stops.end_pause()
                 self.is_off = self.is_off or how == "leave"
+                stops.end_pause()
                 self._is_canceled = True
                 self._set_asked(False)
-                if self._is_stopped:
+                is_older = message.get("stops", self._stops) < self._stops  # than the stop that this rank is in
+                if self._is_stopped and (how == "abort" or not is_older):
                     self._commands.put(message)
                 elif how == "abort":
                     os._exit(1)  # it waits in native code, perhaps for ever

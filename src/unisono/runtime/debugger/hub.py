@@ -50,6 +50,7 @@ class _Worker:
     channel: Channel
     hello: dict[str, Any]
     stopped: dict[str, Any] | None = None  # its message, while it is stopped
+    stops: int = 0  # how often it has said so
     has_said_goodbye: bool = False
 
 
@@ -222,14 +223,13 @@ class Hub:
             worker.has_said_goodbye = True
         elif kind == "stopped":
             worker.stopped = message
+            worker.stops += 1
             if not self._is_stopping:
                 if self._is_off:
-                    self._send(worker.channel, kind="leave")
-                    worker.stopped = None
+                    self._let_go(worker, "leave")
                     return
                 if message["why"] == "asked":  # it was on its way when all were let go
-                    self._send(worker.channel, kind="continue")
-                    worker.stopped = None
+                    self._let_go(worker, "continue")
                     return
                 self._begin_stop(worker, message)
         elif kind == "answer" and message.get("goes_on"):
@@ -267,9 +267,13 @@ class Hub:
         if self._is_stopping:
             self._paused_s, self._is_stopping = self.paused_s, False
         self._deadline, self._is_off = None, self._is_off or how == "leave"
-        self._tell_workers(kind=how)
         for worker in self._workers():
-            worker.stopped = None
+            self._let_go(worker, how)
+
+    def _let_go(self, worker: _Worker, how: str) -> None:
+        """From the stops that are known here: the worker may have come to another one meanwhile."""
+        worker.stopped = None
+        self._send(worker.channel, kind=how, stops=worker.stops)
 
     def _workers(self) -> list[_Worker]:
         return sorted((w for w in self._channels.values() if w is not None), key=lambda worker: worker.rank)

@@ -64,7 +64,12 @@ def join(device: str | torch.device | None = None) -> World:
 def _follow_debugger(world: World) -> None:
     transport = world.transport
     if threading.current_thread() is threading.main_thread():
-        debugger.follow(world.rank, world.size, lambda mine: [] if transport is None else transport.exchange(mine))
+        debugger.follow(
+            world.rank,
+            world.size,
+            lambda mine: [] if transport is None else transport.exchange(mine),
+            is_one_host=len(set(world.hosts)) == 1,
+        )
 
 
 def enter(world: World | None) -> None:

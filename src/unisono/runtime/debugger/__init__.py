@@ -68,7 +68,7 @@ def post_mortem(error: BaseException) -> None:
         mine.stop_after(error)
 
 
-def follow(rank: int, size: int, exchange: Callable[[bytes], list[bytes]]) -> None:
+def follow(rank: int, size: int, exchange: Callable[[bytes], list[bytes]], *, is_one_host: bool) -> None:
     """Connect this worker, whose main thread this is, with the debugger's hub; it can be stopped from then on.
 
     exchange: every rank's bytes; used where no launcher of ours has a hub, and rank 0 makes one.
@@ -78,10 +78,11 @@ def follow(rank: int, size: int, exchange: Callable[[bytes], list[bytes]]) -> No
     if VARIABLE in os.environ and status.is_attached():
         _connect()
     elif size > 1 and VARIABLE not in os.environ:
-        mine = _open_hub() if rank == 0 else b""
+        mine = _open_hub(is_one_host) if rank == 0 else b""
         told = exchange(mine)[0].decode()
         place, _, token = told.rpartition(" ")
-        take_seat(Seat(rank, size, threading.get_ident()), _open(place, bytes.fromhex(token)))
+        known = bytes.fromhex(token) if token != "-" else make_token(os.environ[SECRET])
+        take_seat(Seat(rank, size, threading.get_ident()), _open(place, known))
 
 
 def make_token(secret: str) -> bytes:
@@ -120,15 +121,20 @@ def _warn(text: str, line: int) -> None:
     warnings.warn(f"{text} (line {line})", stacklevel=3)
 
 
-def _open_hub() -> bytes:
-    """A hub in this process, for workers that no launcher of ours has started: its addresses, and what opens it."""
-    token = secrets.token_bytes(32)
-    hub = Hub(socket.create_server(("", 0)), token, _say)
+def _open_hub(is_one_host: bool) -> bytes:
+    """A hub in this process, for workers that no launcher of ours has started: its addresses, and what opens it.
+
+    That follows from the secret of the run, where its user has given one to all workers (docs/security.md).
+    """
+    secret = os.environ.get(SECRET, "")
+    token = make_token(secret) if secret else secrets.token_bytes(32)
+    hub = Hub(socket.create_server(("127.0.0.1" if is_one_host else "", 0)), token, _say)
     hub.how_to_attach = f"unisono debug {hub.run}, as the same user on host {socket.gethostname()}"
     hub.start()
     announce(hub, " ".join(sys.argv)[:200])
-    hosts = dict.fromkeys(["127.0.0.1", address_towards("192.0.2.1"), socket.gethostname()])
-    return f"{','.join(f'{host}:{hub.address[1]}' for host in hosts if host)} {token.hex()}".encode()
+    found = ["127.0.0.1"] if is_one_host else [address_towards("192.0.2.1"), socket.gethostname(), "127.0.0.1"]
+    places = ",".join(f"{host}:{hub.address[1]}" for host in dict.fromkeys(found) if host)
+    return f"{places} {'-' if secret else token.hex()}".encode()
 
 
 def _say(text: str) -> None:

@@ -397,6 +397,7 @@ def test_a_release_of_an_earlier_stop_does_not_end_this_one() -> None:
     """It was on its way when the rank, which others had let go on, came to its next breakpoint."""
     mine, other = socket.socketpair()
     agent = Agent(Seat(0, 1, threading.get_ident()), lambda: Link(Silent(mine)))
+    agent._has_tried.wait(LIMIT_S)
     agent.stopped("train.py:2", "breakpoint", "")
     agent._take({"kind": "continue", "stops": 0})
     agent._take({"kind": "line", "id": 1, "text": "p 1", "alone": False})

@@ -19,9 +19,9 @@ if TYPE_CHECKING:  # the same as below, for type checkers: a test compares them
     from unisono.checkpoint import load as load
     from unisono.checkpoint import save as save
     from unisono.checkpoint.plain import read_checkpoint as read_checkpoint
+    from unisono.comm_hook import ddp_hook as ddp_hook
     from unisono.data import Shard as Shard
     from unisono.data import shard as shard
-    from unisono.comm_hook import ddp_hook as ddp_hook
     from unisono.footprint import memory as memory
     from unisono.launchers import EngineError as EngineError
     from unisono.launchers import WorkerError as WorkerError

@@ -66,7 +66,7 @@ class Joiner:
         self._hows: dict[str, str] = {}
         self._waiting: dict[str, dict[int, dict[int, float]]] = {}  # by name and step: each rank's value
         self._times: dict[tuple[str, int], float] = {}
-        self._reached: dict[str, dict[int, int]] = {}  # by name: how far each rank is
+        self._reached: dict[str, dict[int, tuple[int, float]]] = {}  # by name: the step where each rank is, and when
         self._newest: dict[str, dict[int, float]] = {}  # by name: each rank's value at the last step that was given
 
     def take(self, rank: RankLog, name: str, how: str, values: Sequence[tuple[float, float, float]]) -> None:
@@ -77,29 +77,32 @@ class Joiner:
         for step, at, value in values:
             steps.setdefault(int(step), {})[rank.place] = value
             self._times[name, int(step)] = at + rank.offset
-        reached = self._reached.setdefault(name, {})
-        reached[rank.place] = max(reached.get(rank.place, -1), int(values[-1][0]))
+        step, at, _ = values[-1]
+        self._reached.setdefault(name, {})[rank.place] = int(step), at + rank.offset
 
-    def give(self, now: float, *, last: bool = False) -> list[tuple[int, float, dict[str, float]]]:
+    def give(self, *, last: bool = False) -> list[tuple[int, float, dict[str, float]]]:
         """What is complete by now (`last`: all that there is), by step: unix time and values."""
         found: dict[int, tuple[float, dict[str, float]]] = {}
         for name, steps in self._waiting.items():
-            everyone = min(self._reached[name].values())
+            reached = self._reached[name].values()
+            everyone, newest = min(step for step, _ in reached), max(at for _, at in reached)
             for step in sorted(steps):
                 at = self._times[name, step]
-                if not last and step > everyone and now - at < _LATE_S:
+                if not last and step > everyone and newest - at < _LATE_S:
                     break
                 del self._times[name, step]
-                found.setdefault(step, (at, {}))[1][name] = self._join(name, step, steps.pop(step))
+                found.setdefault(step, (at, {}))[1][name] = self._join(name, step, at, steps.pop(step))
         return [(step, *found[step]) for step in sorted(found)]
 
-    def _join(self, name: str, step: int, values: dict[int, float]) -> float:
+    def _join(self, name: str, step: int, at: float, values: dict[int, float]) -> float:
         """Each rank's value at this step, or its newest before it: in a long run ranks write of different steps. One
-        that has not got so far, and is not waited for any more, does not count."""
+        that has said nothing for long does not count."""
         newest = self._newest.setdefault(name, {})
         newest.update(values)
-        reached = self._reached[name]
-        return _join([value for place, value in newest.items() if reached[place] >= step], self._hows[name])
+        for place, (reached, when) in self._reached[name].items():
+            if reached < step and at - when >= _LATE_S:
+                newest.pop(place, None)
+        return _join(list(newest.values()), self._hows[name])
 
 
 def _join(values: Sequence[float], how: str) -> float:
@@ -136,13 +139,13 @@ class Feeder:
         if not self.reader.ranks and not last:
             return
         self._open()
-        fresh = self.joiner.give(time.time(), last=last)
+        fresh = self.joiner.give(last=last)
         if last or time.monotonic() - self._costs_at >= COSTS_EVERY_S:
             self._costs_at = time.monotonic()
             fresh += self._find_costs()
         for step, at, values in fresh:
             known = {name: value for name, value in values.items() if math.isfinite(value)}
-            for sink in list(self._sinks):
+            for sink in list(self._sinks) if known else ():
                 self._guard(sink, partial(sink.add, step, at, known))
         for sink in self._sinks:
             if isinstance(sink, Prometheus):

@@ -160,6 +160,20 @@ def test_what_a_method_cannot_tell_apart_is_not_guessed(tmp_path: Path) -> None:
     assert found.not_measured == ["communication", "waiting"]
 
 
+def test_a_change_of_the_world_is_told_once_and_ranks_keep_their_places(tmp_path: Path) -> None:
+    write_run(tmp_path, workers=3)
+    lines = ['{"time": 1001.0, "kind": "worker lost", "rank": 1, "text": "killed by SIGKILL"}']
+    lines.append('{"time": 1002.0, "kind": "world", "generation": 1, "size": 2}')
+    (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
+    formed = ["event", "world", 4, 12.1, {"generation": 1, "ranks": 2, "what": "model from rank 0"}]
+    write_rank(tmp_path, 0, row(0, 0.1, 0, 0, 0), formed)
+    write_rank(tmp_path, 2, row(0, 0.1, 0, 0, 0), ["header", {"rank": 1, "size": 2, "generation": 1}], formed)
+    found = read(tmp_path)
+    texts = [event["text"] for event in found.changes]
+    assert texts == ["worker 1 was lost: killed by SIGKILL", "2 workers go on (generation 1): model from rank 0"]
+    assert [rank.label for rank in found.ranks] == ["0", "1 (place 2)"]
+
+
 # Runs that are not whole ---------------------------------------------------------------------------------------------
 
 

@@ -45,6 +45,11 @@ class RankSummary:
     outcome: str | None = None  # None: it did not write its end
 
     @property
+    def label(self) -> str:
+        """Its rank; after the world has changed, with the place that it has kept, as ranks are dealt anew."""
+        return str(self.rank) if self.rank == self.place else f"{self.rank} (place {self.place})"
+
+    @property
     def own_s(self) -> float:
         """What it does itself in a step, and nobody waits for others."""
         return self.cost["compute"] + self.cost["data"]

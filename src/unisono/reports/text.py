@@ -81,7 +81,7 @@ def _costs(found: Summary) -> Table:
         times = [show_ms(rank.cost[name]) for name in ("wall", *PARTS, "hidden")]
         samples = "-" if rank.samples is None else f"{rank.samples:,}"
         slow = found.slowest is not None and found.slowest.cause and rank.rank == found.slowest.rank
-        row = [str(rank.rank), *times, show_bytes(rank.cost["bytes_sent"]), f"{rank.steps:,}", samples]
+        row = [rank.label, *times, show_bytes(rank.cost["bytes_sent"]), f"{rank.steps:,}", samples]
         table.add_row(*row, style="yellow" if slow else "")
     if len(ranks) > _MOST_RANKS:
         table.add_row(f"of {len(ranks)}", *[""] * (len(heads) - 1), style="dim")

@@ -72,6 +72,7 @@ def _show_costs(found: Summary) -> list[Block]:
         said.append(f"Speed-up {gained.times:.2f}, efficiency {100 * gained.efficiency:.0f} %, {gained.how}.")
     else:
         said.append(f"Speed-up: {gained.how}.")
+    said += [text[0].upper() + text[1:] + "." for text in found.notes]
     return [*said, bars, _show_ranks(found, shown)]
 
 

@@ -102,7 +102,7 @@ def _explain_costs(found: Summary) -> list[Padding]:
         lines.append(f"speed-up: {gained.how}")
     if found.samples_a_second is not None:
         lines.append(f"{found.samples_a_second:,.0f} samples a second")
-    return _lines(lines)
+    return _lines([*lines, *found.notes])
 
 
 def _kinds(found: Summary) -> Table:

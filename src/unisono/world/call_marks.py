@@ -64,7 +64,8 @@ class CallMark:
 
     def describe_place(self) -> str:
         """Its tag and its line."""
-        return (f" {self.tag!r}" if self.tag else "") + (f" at {self.site.text}" if self.site is not None else "")
+        held = self.history.ledger.tag_names.get(self.tag, "")
+        return (f" {self.tag!r}{held}" if self.tag else "") + (f" at {self.site.text}" if self.site is not None else "")
 
     @property
     def side(self) -> Side:
@@ -100,7 +101,8 @@ def _note_what(op: str, key: tuple[Any, ...]) -> int:
 class CallHistory:
     """What one rank has called in one order of operations."""
 
-    def __init__(self) -> None:
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
         self._agreed: set[int] = set()
         self._apart: set[frozenset[int]] = set()  # places that met each other, and were let pass
         self._after: dict[int, int] = {}

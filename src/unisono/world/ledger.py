@@ -163,6 +163,7 @@ class Ledger:
         self._fresh_spans: deque[Span] = deque(maxlen=KEPT)
         self._open_since = self.clock()
         self._owner: Callable[[], object | None] = lambda: None
+        self.tag_names: dict[str, str] = {}  # what travels under a tag: " (layer4.weight and 3 more)"
         self.on_record: weakref.WeakMethod[Callable[[Record], None]] | None = None  # called as a collective ends
 
     # Writing ---------------------------------------------------------------------------------------------
@@ -181,6 +182,12 @@ class Ledger:
             self._collectives += 1
         if self.on_record is not None and (call := self.on_record()) is not None:
             call(record)
+
+    def name_tag(self, tag: str, names: Sequence[str]) -> None:
+        """Say which parameters travel under a tag, for reports."""
+        if len(self.tag_names) < KEPT_TAGS:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            self.tag_names[tag] = f" ({names[0]}{more})" if names else ""
 
     def close_span(self, kind: str, start: float, end: float) -> None:
         """Enter a finished span."""

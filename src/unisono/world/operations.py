@@ -15,6 +15,7 @@ from torch import Tensor
 from unisono import packing
 from unisono.background import Handle, SerialQueue, in_background
 from unisono.runtime import status
+from unisono.runtime.watchdog import find_watchdog
 from unisono.world.call_marks import CallHistory, CallMark, are_checks_on, note_mismatch
 from unisono.world.ledger import Ledger, Record
 from unisono.world.transports import Mismatch, Op, Transport
@@ -39,7 +40,8 @@ class Operations:
         self.inline = inline
         self._queues: dict[str, SerialQueue] = {}
         self._sequences: dict[str, int] = {}
-        self._history = CallHistory() if base is not None and are_checks_on() else None
+        self._history = CallHistory(ledger) if base is not None and are_checks_on() else None
+        self._watchdog = find_watchdog() if base is not None else None
         self._owner: int | None = None  # in a forked child: the process that the world belongs to
         _living.add(self)
 
@@ -114,11 +116,16 @@ class Operations:
 
         def wait() -> T:
             began = self.ledger.clock()
+            if self._watchdog is not None:
+                self._watchdog.enter(self._describe(record), self.base.timeout_s)
             try:
                 record.last = finish()
             except Mismatch as error:
                 note_mismatch(error, record.mark, self.ledger)
                 raise
+            finally:
+                if self._watchdog is not None:
+                    self._watchdog.leave()
             if not plain:
                 put_back(x, line)
             record.end = self.ledger.clock()
@@ -139,7 +146,10 @@ class Operations:
         route = Route(base) if like is None or not like.is_cuda else choose_route(base, self.accelerated, like)
 
         def job() -> T:
-            status.note(doing=f"{record.op} {record.tag}".rstrip())
+            doing = self._describe(record)
+            status.note(doing=doing)
+            if self._watchdog is not None:
+                self._watchdog.enter(doing, base.timeout_s)
             if queue == "main":
                 base.sequence, base.mark = record.sequence + 1, record.mark
             record.start = self.ledger.clock()
@@ -149,6 +159,9 @@ class Operations:
             except Mismatch as error:
                 note_mismatch(error, record.mark, self.ledger)
                 raise
+            finally:
+                if self._watchdog is not None:
+                    self._watchdog.leave()
             record.end = self.ledger.clock()
             self.ledger.close_record(record)
             status.note(doing="")
@@ -184,6 +197,11 @@ class Operations:
         for transport in (self._transport, self.accelerated):
             if transport is not None:
                 transport.close()
+
+    def _describe(self, record: Record) -> str:
+        """The operation, and what it carries: "all_reduce gradients/0 (layer4.weight)"."""
+        held = self.ledger.tag_names.get(record.tag)
+        return f"{record.op} {record.tag}{held or ''}".rstrip()
 
     def _queue(self, name: str) -> SerialQueue:
         if name not in self._queues:

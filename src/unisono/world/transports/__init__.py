@@ -69,6 +69,7 @@ class Transport(ABC):
     size: int
     sequence = 0  # the number of the collective now running, from 1: the same on every rank, or orders differ
     mark: Mark | None = None  # and what it is
+    timeout_s = float("inf")  # that a rank waits for another
 
     @abstractmethod
     def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:

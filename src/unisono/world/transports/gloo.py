@@ -129,7 +129,7 @@ class GlooTransport(Transport):
     ) -> None:
         """`interruption`: by which another thread ends what this rank waits for."""
         self.rank, self.size = rank, size
-        self._store, self._timeout_s, self._interruption = store, timeout_s, interruption
+        self._store, self.timeout_s, self._interruption = store, timeout_s, interruption
         self._liveness = Liveness(store, rank, size)
         self._gloo: Any = _connect(store, rank, size, timeout_s, interruption)
         self._splits = 0
@@ -347,7 +347,7 @@ class GlooTransport(Transport):
         name = f"{self._splits}/{'-'.join(map(str, mine))}"
         store = dist.PrefixStore(name, self._store)
         return GlooTransport(
-            store, mine.index(self.rank), len(mine), timeout_s=self._timeout_s, interruption=self._interruption
+            store, mine.index(self.rank), len(mine), timeout_s=self.timeout_s, interruption=self._interruption
         )
 
     def hear_sides(self) -> list[Side]:

@@ -92,7 +92,7 @@ class ShapedTransport(Transport):
     def __init__(self, inner: Transport, wire: Wire, links: Sequence[Link], hosts: Sequence[int]) -> None:
         """`links` and `hosts`: of every rank; hosts are numbered as in the wire."""
         self._inner, self._wire, self._links, self._hosts = inner, wire, list(links), list(hosts)
-        self.rank, self.size, self.name = inner.rank, inner.size, inner.name
+        self.rank, self.size, self.name, self.timeout_s = inner.rank, inner.size, inner.name, inner.timeout_s
         self._host, self._link = self._hosts[self.rank], self._links[self.rank]
         around = [self._latency(r, (r + 1) % self.size) for r in range(self.size)]
         self._latency_s = max(around, default=0.0)

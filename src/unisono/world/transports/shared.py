@@ -56,7 +56,7 @@ class SharedTransport(Transport):
     ) -> None:
         """`fd`: a memfd that every rank of the group has open, empty when the first comes; `pids`: every rank's
         process, where that is known before; `check`: raises PeerLost where waiting is to end."""
-        self.rank, self.size, self._timeout_s, self._check = rank, size, timeout_s, check
+        self.rank, self.size, self.timeout_s, self._check = rank, size, timeout_s, check
         spin = size <= len(os.sched_getaffinity(0))
         self._page = MeetingPage(fd, rank, size, timeout_s=timeout_s, spin=spin, pids=pids, check=check)
         self._small = SmallAllReduce(self._page)
@@ -222,7 +222,7 @@ class SharedTransport(Transport):
             fd = open_published(addresses[mine[0]].decode())
         try:
             self._page.meet()  # all have opened before the maker may close
-            return SharedTransport(fd, mine.index(self.rank), len(mine), timeout_s=self._timeout_s, check=self._check)
+            return SharedTransport(fd, mine.index(self.rank), len(mine), timeout_s=self.timeout_s, check=self._check)
         finally:
             os.close(fd)
 

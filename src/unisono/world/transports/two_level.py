@@ -157,7 +157,7 @@ class TwoLevelTransport(Transport):
 
     def __init__(self, flat: Transport, inside: Transport | None, across: Transport | None, hosts: Sequence[str]):
         """`flat` joins all ranks, `inside` those of my host, `across` the leaders (None if I am not one)."""
-        self.rank, self.size = flat.rank, flat.size
+        self.rank, self.size, self.timeout_s = flat.rank, flat.size, flat.timeout_s
         self._flat, self._inside, self._across = flat, inside, across
         self._hosts = list(hosts)
         self._is_lost = False

@@ -15,7 +15,19 @@ from typing import Literal, NamedTuple
 
 from unisono.runtime.frames import is_of_program
 
-__all__ = ["Frame", "Standing", "Verdict", "WorkerStack", "describe_together", "find_standing", "judge", "parse_stacks"]
+__all__ = [
+    "SILENT_S",
+    "Frame",
+    "Kind",
+    "Standing",
+    "Verdict",
+    "WorkerStack",
+    "describe_together",
+    "find_kind",
+    "find_standing",
+    "judge",
+    "parse_stacks",
+]
 
 Kind = Literal["collective", "loader", "code", "held", "stopped", "silent"]
 SILENT_S = 2.0
@@ -110,19 +122,22 @@ def find_standing(worker: WorkerStack) -> Standing:
     threads = parse_stacks(worker.text)
     if not threads:
         return Standing("silent", "", "")
-    main = threads[0]
-    place = next((frame.place for frame in main if is_of_program(frame.file)), "")
+    kind, place = find_kind(threads[0])
     if worker.silent_s > worker.held_after_s:
-        return Standing("held", place, "")
-    inner = _above_program(main)
+        kind = "held"
+    for text in worker.loaders:  # what it waits for may be in one of these
+        for frames in parse_stacks(text)[:1]:
+            place = next((f.place for f in frames if is_of_program(f.file)), place)
+    return Standing(kind, place, worker.doing if kind == "collective" else "")
+
+
+def find_kind(frames: Sequence[Frame]) -> tuple[Kind, str]:
+    """What a thread does, and the innermost line of the program in its stack."""
+    place = next((frame.place for frame in frames if is_of_program(frame.file)), "")
+    inner = _above_program(frames)
     if any(frame.file.startswith(_WAITS) for frame in inner) and not _is_loading(inner):
-        return Standing("collective", place, worker.doing)
-    if _is_loading(main):
-        for text in worker.loaders:  # what it waits for may be in one of these
-            for frames in parse_stacks(text)[:1]:
-                place = next((f.place for f in frames if is_of_program(f.file)), place)
-        return Standing("loader", place, "")
-    return Standing("code", place, "")
+        return "collective", place
+    return ("loader" if _is_loading(frames) else "code"), place
 
 
 def _above_program(frames: Sequence[Frame]) -> list[Frame]:

@@ -58,6 +58,9 @@ class Starter(Protocol):
     def describe_stack(self, worker: Child) -> str:
         """What a worker is doing, by its stacks."""
 
+    def note(self, kind: str, **values: object) -> None:
+        """Something happened: an event of the run's record, where there is one."""
+
 
 @dataclass
 class Line:
@@ -195,6 +198,7 @@ class Members:
             os.close(page)
         who = "1 worker goes" if len(workers) == 1 else f"{len(workers)} workers go"
         self._starter.output.say(f"unisono: {who} on{self._describe_losses()}")
+        self._starter.note("world", generation=generation, size=len(workers))
 
     def _tell(self, line: Line, message: dict[str, object], *fds: int) -> None:
         """Answer a worker that waits."""

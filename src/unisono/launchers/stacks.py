@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,6 +18,7 @@ from typing import Any
 from unisono.launchers.control import Gone, ask_anything
 from unisono.launchers.failures import Outcome
 from unisono.launchers.job import Job
+from unisono.runtime.run_folder import NoSuchRun, find_run, is_running, read_run
 from unisono.runtime.stack_dump import StackFile, list_children, read_stacks, read_state
 from unisono.runtime.stack_text import SILENT_S, Verdict, WorkerStack, find_standing, judge
 from unisono.runtime.status import StatusPage
@@ -106,9 +107,11 @@ class HangReports:
 
     def _record(self, workers: Sequence[WorkerStack], verdicts: Sequence[Verdict], **values: Any) -> None:
         """Enter it into the run's record, where there is one."""
-        record = getattr(self._job, "record", None)
+        record = self._job.record
         if record is None:
             return
+        with contextlib.suppress(OSError):  # what cannot be written there is said once, below
+            (record.path / "hangs").mkdir(exist_ok=True)
         for verdict in verdicts:
             record.event("verdict", **verdict._asdict())
         record.event("hang", **values)
@@ -138,20 +141,23 @@ def answer_stacks(workers: Sequence[WorkerStack], gone: Sequence[int]) -> dict[s
 
 
 def find_launcher(run: str | Path | int) -> int:
-    """The process id of a run's launcher: `run` is that number, or the folder in which the run is recorded.
+    """The process id of a run's launcher: `run` is that number, or the run's folder, its name, or "last".
 
-    Raises Gone where there is no such run.
+    Raises Gone where there is no such run, or it is over.
     """
     if isinstance(run, int) or str(run).isdigit():
         return int(run)
     try:
-        found = json.loads((Path(run) / "run.json").read_text(encoding="utf-8"))
-        pid = found.get("launcher_pid")
-    except (OSError, ValueError, AttributeError) as error:
-        raise Gone(f"{run} is no folder of a run: {error}") from None
-    if found.get("ended") is not None or not isinstance(pid, int):
-        raise Gone(f"the run in {run} has ended")
-    return pid
+        folder = find_run(str(run))
+    except NoSuchRun as error:
+        raise Gone(str(error)) from None
+    found = read_run(folder) or {}
+    if is_running(found) is None:
+        host = found.get("machine", {}).get("host", "another")
+        raise Gone(f"the run in {folder} was started on host {host}: ask there")
+    if not is_running(found):
+        raise Gone(f"the run in {folder} is over")
+    return int(found["launcher_pid"])
 
 
 def ask_for_report(run: str | Path | int) -> dict[str, Any]:

@@ -146,7 +146,7 @@ def find_launcher(run: str | Path | int) -> int:
     Raises Gone where there is no such run, or it is over.
     """
     if isinstance(run, int) or str(run).isdigit():
-        return int(run)
+        return int(str(run))
     try:
         folder = find_run(str(run))
     except NoSuchRun as error:

@@ -158,7 +158,9 @@ class ParameterWatch:
         lines = [self._enter_verdict(world, name, odd, since) for name, (odd, since) in found.items()]
         if lines and world.rank == 0:
             more = f"\n  and {len(lines) - _SHOWN} parameters more" if len(lines) > _SHOWN else ""
-            advice = "Every rank goes on with its own values: load a checkpoint of before, or find out what changed them"
+            advice = (
+                "Every rank goes on with its own values: load a checkpoint of before, or find out what changed them"
+            )
             print("\n".join(f"unisono: {line}" for line in lines[:_SHOWN]) + f"{more}. {advice}", file=sys.stderr)
 
     def _enter_verdict(self, world: World, name: str, odd: Sequence[int], since: int) -> str:
@@ -219,7 +221,9 @@ def _sum_bits(chunk: _Chunk) -> Tensor:
     param = chunk.param.detach()
     line = param.view(-1) if param.is_contiguous() else param.reshape(-1)  # all ranks have one layout
     size = 8 if line.data_ptr() % 8 == 0 else min(8, param.element_size())
-    data = (torch.view_as_real(line).view(-1) if line.is_complex() else line).view(torch.uint8)[chunk.start : chunk.stop]
+    data = (torch.view_as_real(line).view(-1) if line.is_complex() else line).view(torch.uint8)[
+        chunk.start : chunk.stop
+    ]
     whole = data.numel() // size * size
     total = data[:whole].view(_INTEGERS[size]).sum(dtype=torch.int64)
     return total + data[whole:].sum(dtype=torch.int64) if whole < data.numel() else total

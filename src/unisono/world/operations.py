@@ -80,9 +80,7 @@ class Operations:
         record = Record(op, tag, bytes_sent, channel, sequence)
         if self._history is not None and queue == "main":
             key = (how, dtype, *shapes)
-            record.mark = CallMark(
-                self._history, op, tag, key, sequence + 1, self.base.rank, self.ledger.step_count
-            )
+            record.mark = CallMark(self._history, op, tag, key, sequence + 1, self.base.rank, self.ledger.step_count)
         return record
 
     def call(self, run: Callable[[], T]) -> T:

@@ -466,9 +466,7 @@ class SmallAllReduce:
         self._announced = next(iter(self._open), self._next - 1)  # the newest may be on its way
         self.page.counters.publish(self._rows[self.page.rank] + 4, self._announced)
 
-    def _finish(
-        self, k: int, x: Tensor, op: Op, views: list[Tensor], sequence: int, mark: Mark | None
-    ) -> float:
+    def _finish(self, k: int, x: Tensor, op: Op, views: list[Tensor], sequence: int, mark: Mark | None) -> float:
         page, slot = self.page, k % _DEPTH
 
         def check_large(rank: int) -> None:

@@ -27,9 +27,8 @@ def train(
     un.parallel(model, optimizer, spec)
     for step in range(steps):
         optimizer.zero_grad()
-        model(
-            torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + world.rank))
-        ).square().sum().backward()
+        generator = torch.Generator().manual_seed(10 * step + world.rank)
+        model(torch.randn(4, 6, generator=generator)).square().sum().backward()
         optimizer.step()
         if step == FLIPPED and world.rank == rank and flip is not None:
             flip(model)

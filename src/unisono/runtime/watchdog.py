@@ -87,11 +87,11 @@ _watchdog: Watchdog | None = None
 def find_watchdog() -> Watchdog | None:
     """This process's; None outside a launcher. A forked child of a worker has none."""
     global _watchdog
-    if _watchdog is not None and _watchdog.pid != os.getpid():
+    if os.environ.get("UNISONO_CHECKS", "on") == "off":
         return None
-    if _watchdog is None and status.is_attached() and os.environ.get("UNISONO_CHECKS", "on") != "off":
+    if _watchdog is None and status.is_attached():
         _watchdog = Watchdog(_tell_launcher)
-    return _watchdog
+    return _watchdog if _watchdog is not None and _watchdog.pid == os.getpid() else None
 
 
 def _tell_launcher(kind: str, what: str, waited_s: float, deadline_s: float) -> None:

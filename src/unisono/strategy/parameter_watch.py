@@ -3,7 +3,7 @@ sums of some of their bits.
 
 A check takes a part of all parameters, the next one the part after it: a bit that differs anywhere is found once all of
 them had their turn, after `rounds` checks at the latest. The sums of all ranks are equal just when their largest and
-their smallest are, so two numbers are exchanged, behind the program; who differs, and where, is asked when they are not.
+their smallest are: so two numbers are exchanged, behind the program. Who differs, and where, is asked if they are not.
 When the next check is due follows from the steps of the slowest rank, which travel along.
 """
 
@@ -211,7 +211,7 @@ def _divide(chunks: Sequence[_Chunk]) -> list[list[_Chunk]]:
 
 @torch.no_grad()
 def _sum_up(part: Sequence[_Chunk]) -> Tensor:
-    """A number for each chunk, which one flipped bit changes: the sum of its bytes, as whole numbers that wrap around."""
+    """A number for each chunk, which one flipped bit changes: the sum of its words, which wraps around."""
     sums = [_sum_bits(chunk) for chunk in part]
     devices = {x.device for x in sums}
     return torch.stack(sums if len(devices) == 1 else [x.cpu() for x in sums])

@@ -22,7 +22,7 @@ from unisono.runtime.frames import find_site, warn_user
 from unisono.world.ledger import Ledger
 from unisono.world.transports import Mismatch, Side
 
-__all__ = ["CallHistory", "CallMark", "are_checks_on", "judge_sides", "note_mismatch", "shapes_of"]
+__all__ = ["CallHistory", "CallMark", "Verdict", "are_checks_on", "judge_sides", "note_mismatch", "shapes_of"]
 
 VARIABLE = "UNISONO_CHECKS"
 _MOST = 4096  # calls that are remembered

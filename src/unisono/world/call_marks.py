@@ -20,9 +20,9 @@ from torch import Tensor
 
 from unisono.runtime.frames import find_site, warn_user
 from unisono.world.ledger import Ledger
-from unisono.world.transports import Mismatch, Side
+from unisono.world.transports import Mismatch, PeerLost, Side
 
-__all__ = ["CallHistory", "CallMark", "Verdict", "are_checks_on", "judge_sides", "note_mismatch", "shapes_of"]
+__all__ = ["CallHistory", "CallMark", "Verdict", "are_checks_on", "judge_sides", "note_trouble", "shapes_of"]
 
 VARIABLE = "UNISONO_CHECKS"
 _MOST = 4096  # calls that are remembered
@@ -195,9 +195,21 @@ def _name_cause(sides: Iterable[Side]) -> str:
     return "different shape" if len(names) == 1 and len(whats) > 1 else "different collective"
 
 
-def note_mismatch(error: Mismatch, mark: CallMark | None, ledger: Ledger) -> None:
-    """Say in the error who is out of turn, and enter that into the ledger."""
-    if mark is None or error.is_noted:
+def note_trouble(error: Mismatch | PeerLost, mark: CallMark | None, ledger: Ledger) -> None:
+    """Enter into the ledger who is out of turn, where ranks disagree or one has ended; and say it in the error."""
+    if mark is None:
+        return
+    if isinstance(error, Mismatch):
+        _note_mismatch(error, mark, ledger)
+    elif error.ended is not None:
+        text = f"rank {error.ended} has ended its program without {mark.describe()}, where rank {mark.rank} waits for it"
+        place = mark.site.text if mark.site is not None else ""
+        ledger.event("verdict", rank=error.ended, cause="skipped collective", place=place, text=text)
+        error.ended = None  # it may be raised again
+
+
+def _note_mismatch(error: Mismatch, mark: CallMark, ledger: Ledger) -> None:
+    if error.is_noted:
         return
     error.is_noted = True
     sides = {side.rank: side for side in error.sides}

@@ -123,7 +123,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "ranks").mkdir()
         found = un.launch(train, workers=2, args=(asked.pairs, folder), threads=1)
-    on, off = ([statistics.fmean(each) for each in zip(*(f[side] for f in found), strict=True)] for side in ("on", "off"))
+    on, off = (
+        [statistics.fmean(each) for each in zip(*(f[side] for f in found), strict=True)] for side in ("on", "off")
+    )
     results = {
         "overhead": statistics.median(a / b for a, b in zip(on, off, strict=True)) - 1,
         "overhead_mean": sum(on) / sum(off) - 1,

@@ -202,7 +202,9 @@ def note_trouble(error: Mismatch | PeerLost, mark: CallMark | None, ledger: Ledg
     if isinstance(error, Mismatch):
         _note_mismatch(error, mark, ledger)
     elif error.ended is not None:
-        text = f"rank {error.ended} has ended its program without {mark.describe()}, where rank {mark.rank} waits for it"
+        text = (
+            f"rank {error.ended} has ended its program without {mark.describe()}, where rank {mark.rank} waits for it"
+        )
         place = mark.site.text if mark.site is not None else ""
         ledger.event("verdict", rank=error.ended, cause="skipped collective", place=place, text=text)
         error.ended = None  # it may be raised again

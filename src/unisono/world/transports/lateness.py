@@ -7,13 +7,16 @@ What ranks need to know of each other for that lies in their rows of the meeting
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 import sys
+import threading
 import time
 import weakref
 
 from unisono.runtime import stack_dump, status, watchdog
-from unisono.runtime.stack_text import WorkerStack, judge
+from unisono.runtime.place_sampler import list_frames
+from unisono.runtime.stack_text import WorkerStack, find_kind, judge
 
 __all__ = ["BYTES", "Neighbours"]
 
@@ -58,8 +61,7 @@ class Neighbours:
         ]
         for file in known.values():
             file.close()
-        end = f"ranks give up after {deadline_s:g} s"
-        print(f"unisono: a collective has taken {waited_s:.0f} s: {judge(workers)[0]}; {end}", file=sys.stderr, flush=True)
+        _print(judge(workers)[0], waited_s, deadline_s)
 
 
 _known: list[weakref.ref[Neighbours]] = []
@@ -77,6 +79,16 @@ def _tell(_: str, what: str, waited_s: float, deadline_s: float) -> None:
     first = next((found for ref in list(_known) if (found := ref()) is not None), None)
     if first is not None:
         first.report(what, waited_s, deadline_s)
+        return
+    main = sys._current_frames().get(threading.main_thread().ident or 0)
+    place = find_kind(list_frames(main))[1] if main is not None else ""
+    who, at = os.environ.get("RANK", ""), f" at {place}" if place else ""
+    _print(f"{f'rank {who}' if who else 'this rank'} waits in {what}{at}", waited_s, deadline_s)
+
+
+def _print(text: str, waited_s: float, deadline_s: float) -> None:
+    line = f"unisono: a collective has taken {waited_s:.0f} s: {text}; ranks give up after {deadline_s:g} s"
+    print(line, file=sys.stderr, flush=True)
 
 
 watchdog.watch_alone(_tell, _beat)

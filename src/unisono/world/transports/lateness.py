@@ -1,4 +1,4 @@
-"""Where no launcher of ours watches (torchrun, MPI, ...): a rank that waits for long reads the stacks of its host's ranks
+"""Where no launcher of ours watches (torchrun, MPI): a rank that waits for long reads the stacks of its host's ranks
 itself, and says who keeps the others waiting.
 
 What ranks need to know of each other for that lies in their rows of the meeting page.
@@ -36,6 +36,7 @@ class Neighbours:
         self._said = 0.0
         self.beat()
         if file is not None:
+            _known[:] = [ref for ref in _known if ref() is not None]
             _known.append(weakref.ref(self))
 
     def beat(self) -> None:
@@ -68,7 +69,7 @@ _known: list[weakref.ref[Neighbours]] = []
 
 
 def _beat() -> None:
-    for ref in list(_known):
+    for ref in tuple(_known):
         neighbours = ref()
         if neighbours is not None:
             neighbours.beat()

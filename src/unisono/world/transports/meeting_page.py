@@ -38,8 +38,8 @@ _CHECK_S = 0.05
 SPINS = 1000  # looks before sleeping, some 50 us: a wake-up costs as much
 
 # The page: a row of meetings for each rank, a row of small all-reduces for each, a row for each pair of ranks.
-# counter, process id, what lateness.py has there, two slots of (arrival time, number and mark of the collective, item), why the rank left, where it
-# waits, and what it called where the ranks disagree
+# counter, process id, what lateness.py has there, two slots of (arrival time, number and mark of the collective, item),
+# why the rank left, where it waits, and what it called where the ranks disagree
 ROW = 1664
 _COUNT, _PID, _LATE, _SLOTS, _REASON, _WAITS, _SIDE = 0, 4, 8, 32, 512, 1024, 1280
 _GAVE_UP = "gave up: "

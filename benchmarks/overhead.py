@@ -93,7 +93,7 @@ def time_parts() -> dict[str, float]:
     from unisono.world.transports.silent import SilentTransport
     from unisono.world.world import World
 
-    def best_us(run: Any, count: int, repeats: int = 5) -> float:
+    def best_us(run: Any, count: int, repeats: int = 60) -> float:
         found = []
         for _ in range(repeats):
             start = time.perf_counter()
@@ -106,11 +106,11 @@ def time_parts() -> dict[str, float]:
     for side in ("on", "off"):
         os.environ["UNISONO_CHECKS"] = side
         world = World(SilentTransport(0, 2, lambda *_: None, hosts=["a"] * 2, posts=True), hosts=["a"] * 2)
-        took[side] = best_us(lambda world=world: world.all_reduce(x, "max", tag="used").wait(), 2000)
+        took[side] = best_us(lambda world=world: world.all_reduce(x, "max", tag="used").wait(), 100)
     os.environ["UNISONO_CHECKS"] = "on"
     model, _ = make_model()
     chunks = parameter_watch._divide(parameter_watch._list_chunks(model))[0]
-    check_us = best_us(lambda: parameter_watch._sum_up(chunks).tolist(), 50)
+    check_us = best_us(lambda: parameter_watch._sum_up(chunks).tolist(), 5)
     return {"mark_us": took["on"] - took["off"], "check_us": check_us}
 
 

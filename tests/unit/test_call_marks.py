@@ -131,6 +131,25 @@ def test_another_dtype_of_a_broadcast_is_told(runner: Runner) -> None:
     runner(work, 2)
 
 
+def test_calls_that_nobody_compares_are_compared_with_the_next(runner: Runner) -> None:
+    """As those are that GPUs make by themselves."""
+
+    def work(world: World) -> float:
+        operations, total = world._operations, 0.0
+        for step in range(3):
+            shape = (7,) if (world.rank, step) == (1, 2) else (5,)
+            record = operations.record("all_reduce", "gpu", 0, how="sum", dtype=torch.float32, shapes=((shape,), 1))
+            assert operations._history is not None
+            operations._history.roll(record.mark)
+            if step < 2:
+                total += world.all_reduce(torch.ones(3), "sum").wait().sum().item()
+        with pytest.raises(Mismatch, match="have called different things on their GPUs"):
+            world.all_reduce(torch.ones(3), "sum").wait()
+        return total
+
+    assert runner(work, 2) == [12.0, 12.0]
+
+
 def test_two_ranks_that_have_always_been_apart_may_be(recwarn: pytest.WarningsRecorder) -> None:
     """`if rank == 0: ... else: ...` around the same collective is a program that works."""
 

@@ -143,6 +143,9 @@ class Operations:
         base = self.base
         route = Route(base) if like is None or not like.is_cuda else choose_route(base, self.accelerated, like)
 
+        if self._history is not None and self.accelerated is not None and route.transport is self.accelerated:
+            self._history.roll(record.mark)  # on GPUs ranks do not meet on the host
+
         def job() -> T:
             doing = self._describe(record)
             status.note(doing=doing)

@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,19 +31,36 @@ _MOST_EVENTS = 2_000
 _MOST_HEADERS = 200
 _PIECE = 1 << 20  # bytes read at once
 _LONGEST_LINE = 4 << 20
+_TAIL = 128 << 10
 _WRONG = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
 
 
 class _Grows:
     """A file that is read as it grows; only whole lines are given out."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, ends: bool = False) -> None:
         self.path = path
         self.offset = 0
         self._rest = b""
+        self._ends = ends  # only the first line and the last ones are read
+
+    def skip(self) -> list[bytes]:
+        """The first line; what follows is read from near the end."""
+        self._ends = False
+        try:
+            with self.path.open("rb") as file:
+                first = file.readline(_TAIL)
+                self.offset = max(len(first), os.stat(self.path).st_size - _TAIL)
+                file.seek(self.offset - 1)
+                self.offset += len(file.readline()) - 1 if first else 0
+        except OSError:
+            return []
+        return [first] if first.endswith(b"\n") else []
 
     def read(self) -> tuple[list[bytes], bool]:
         """The next whole lines, and whether there may be more at once."""
+        if self._ends:
+            return self.skip(), True
         try:
             if os.stat(self.path).st_size <= self.offset:
                 return [], False
@@ -118,14 +135,17 @@ class RunReader:
         ranks: By place, what each worker wrote.
         events: What the launcher saw: dicts with "time" (unix), "kind", and more.
         unreadable: Lines that could not be read.
+        on_values: Is told of a rank's new values of a metric: its name, how ranks are joined; steps, times, values.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Path, *, ends: bool = False) -> None:
+        """`ends`: read only the beginning and the end of what workers wrote, for a list of many runs."""
+        self.folder, self._ends = Path(folder), ends
         self.run: dict[str, Any] = {}
         self.ranks: dict[int, RankLog] = {}
         self.events: deque[dict[str, Any]] = deque(maxlen=_MOST_EVENTS * 5)
         self.unreadable = 0
+        self.on_values: Callable[[RankLog, str, str, Sequence[tuple[float, float, float]]], None] | None = None
         self._files: dict[int, _Grows] = {}
         self._event_file = _Grows(self.folder / "events.jsonl")
         self._run_seen: tuple[int, int] | None = None
@@ -175,7 +195,7 @@ class RunReader:
         for name in names:
             stem, _, ext = name.partition(".")
             if ext == "jsonl" and stem.isdecimal() and int(stem) not in self._files:
-                self._files[int(stem)] = _Grows(self.folder / "ranks" / name)
+                self._files[int(stem)] = _Grows(self.folder / "ranks" / name, ends=self._ends)
                 self.ranks[int(stem)] = RankLog(int(stem))
                 self._limit()
         self.ranks = dict(sorted(self.ranks.items()))
@@ -226,6 +246,8 @@ class RunReader:
                     continue
                 rank.metrics[name] = Series(how, rank.rows.most)
             rank.metrics[name].add(values)
+            if self.on_values is not None:
+                self.on_values(rank, name, how, values)
 
     def _take_line(self, rank: RankLog, fresh: _Fresh, line: Any) -> None:
         try:
@@ -274,6 +296,7 @@ class RunReader:
             raise ValueError(kind)
 
     def _take_header(self, rank: RankLog, header: dict[str, Any]) -> None:
+        _check_header(header)
         rank.header, rank.end = header, None
         rank.headers.append(header)
         unix, boot = float(header.get("unix", math.nan)), str(header.get("boot", ""))
@@ -358,6 +381,15 @@ def _join(columns: Array, known: npt.NDArray[np.bool_], how: str) -> Array:
     else:
         found = columns.sum(axis=0) / (1.0 if how == "sum" else known.sum(axis=0))
     return found
+
+
+def _check_header(header: dict[str, Any]) -> None:
+    """Refuse one that others could not rely on."""
+    for name in ("rank", "size", "generation", "place", "hosts", "pid", "parameters"):
+        if not isinstance(header.get(name, 0), int):
+            raise TypeError(name)
+    if not isinstance(header.get("not_measured", []), list) or not isinstance(header.get("versions", {}), dict):
+        raise TypeError("not_measured and versions")
 
 
 def _read_step(line: Sequence[Any]) -> list[float]:

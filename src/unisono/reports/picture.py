@@ -57,14 +57,16 @@ def _draw_steps(axes: Any, found: Summary) -> None:
         _say_nothing(axes, "no step was recorded")
         return
     ranks = sorted(ranks, key=lambda rank: -rank.rank)
-    names = [f"rank {rank.rank}" for rank in ranks]
+    names = [f"rank {rank.label}" for rank in ranks]
     left = [0.0] * len(ranks)
     for part, label, colour in zip(PARTS, list_parts(found), _COLOURS, strict=True):
         widths = [1e3 * rank.cost[part] for rank in ranks]
         axes.barh(names, widths, left=left, color=colour, label=label)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.set_xlabel("ms")
-    axes.set_title("a mean step of each rank", fontsize=10)
+    axes.tick_params(axis="y", labelsize=10 if len(ranks) <= 12 else 6)
+    more = f" (the {len(ranks)} slowest of {found.workers})" if len(ranks) < found.workers else ""
+    axes.set_title(f"a mean step of each rank{more}", fontsize=10)
     axes.set_xlim(0, 1.02 * max(left))
     axes.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False)
 
@@ -84,7 +86,7 @@ def _draw_others(axes: Any, found: Summary) -> None:
     if not known:
         _say_nothing(axes, "no other metrics, and samples were not counted")
         return
-    axes.bar([str(rank.rank) for rank in known], [rank.samples for rank in known], color=_COLOURS[0])
+    axes.bar([rank.label for rank in known], [rank.samples for rank in known], color=_COLOURS[0])
     axes.set_xlabel("rank")
     axes.set_title("samples of each worker", fontsize=10)
 

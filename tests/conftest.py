@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 
+os.environ["UNISONO_RUNS"] = "off"  # those that are about records say where they go
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two-core machines run several workers at once
 for signum in (signal.SIGINT, signal.SIGHUP):  # ignored in the background and under nohup: a handler is not inherited
     if signal.getsignal(signum) is signal.SIG_IGN:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # the same as below, for type checkers: a test compares them
     from unisono.launchers import launch as launch
     from unisono.map_reduce import mapreduce as mapreduce
     from unisono.progress import EarlyStopping as EarlyStopping
+    from unisono.runs.metrics import log as log
     from unisono.strategy import Replica as Replica
     from unisono.strategy import Strategy as Strategy
     from unisono.strategy import follow as follow
@@ -53,6 +54,7 @@ _EXPORTS = {
     "unisono.launchers": "EngineError WorkerError launch",
     "unisono.map_reduce": "mapreduce",
     "unisono.progress": "EarlyStopping",
+    "unisono.runs.metrics": "log",
     "unisono.strategy": "Replica Strategy follow parallel",
     "unisono.trainer": "Callback Trainer",
     "unisono.world": "Handle Mismatch PeerLost World join preempted",

@@ -6,11 +6,13 @@ An option such as `--hosts` is the engine's field of the same name: an engine wi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import re
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from unisono import on
 from unisono.cli.arguments import Commands, check_program, parse_count
 from unisono.launchers.engines.engine import Engine, EngineError
 from unisono.launchers.job import Adapt, ComeAndGo, Job
+from unisono.runtime.run_folder import RunFolder, find_runs_folder
 
 __all__ = ["add_command"]
 
@@ -118,6 +121,7 @@ def add_command(commands: Commands) -> None:
         help="fork the workers from a process that has imported torch, kept for 10 minutes for the next such run",
     )
     parser.add_argument("--output-dir", metavar="DIR", help="where --output files writes; default: unisono-output")
+    _add_record_options(parser)
     _add_course_options(parser)
     _add_elastic_options(parser)
     _add_engine_options(parser)
@@ -132,6 +136,8 @@ def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
         parser.error("no program given; as in: unisono run -n 2 train.py")
     if options.output_dir is not None and options.output != "files":
         parser.error("--output-dir goes with --output files")
+    if options.run_dir is not None and not options.record:
+        parser.error("--run-dir does not go with --no-record")
     check_program(options.program, parser, module=options.module)
 
     from unisono.launchers.terminal import run_in_terminal
@@ -154,8 +160,34 @@ def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
         faults=options.faults,
         grace_s=options.grace,
     )
-    status = _run_on_engine(options, parser, job)
-    return run_in_terminal(job) if status is None else status
+    with _recorded(options, job) as job:
+        status = _run_on_engine(options, parser, job)
+        return run_in_terminal(job) if status is None else status
+
+
+@contextlib.contextmanager
+def _recorded(options: argparse.Namespace, job: Job) -> Iterator[Job]:
+    """The job with the folder that it is recorded in; at the end a line says where that is.
+
+    Runs that measure something (`unisono plan`, `compare`) have an observer, and are not recorded.
+    """
+    wanted = options.record and not options.script and not options.submit and "UNISONO_OBSERVER" not in os.environ
+    if not wanted or (options.run_dir is None and find_runs_folder() is None):
+        yield job
+        return
+    record = RunFolder.create(
+        job.program,
+        folder=options.run_dir,
+        workers=job.workers,
+        command=["unisono", *sys.argv[1:]],
+        engine=options.on,
+        **({} if job.elastic is None else {"least": job.elastic.least, "most": job.elastic.most}),
+    )
+    try:
+        yield dataclasses.replace(job, record=record)
+    finally:
+        if record is not None:
+            record.close(keep=options.run_dir is not None)
 
 
 def _read_lab(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -270,6 +302,20 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "wait_s": {"type": _parse_whole, "metavar": "S", "help": "how long to wait for room (slurm, ray, spark)"},
     "options": {"type": shlex.split, "metavar": "TEXT", "help": "more options for mpirun, srun, torchrun or ssh"},
 }
+
+
+def _add_record_options(parser: argparse.ArgumentParser) -> None:
+    """Where the run is recorded."""
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        metavar="DIR",
+        help="record the run in this folder; default: a new one in $UNISONO_RUNS, or in ~/.local/state/unisono/runs. "
+        "`unisono report last` shows it",
+    )
+    parser.add_argument(
+        "--no-record", dest="record", action="store_false", help="record nothing; the same as UNISONO_RUNS=off"
+    )
 
 
 def _add_course_options(parser: argparse.ArgumentParser) -> None:

@@ -52,6 +52,9 @@ class Starter(Protocol):
     def describe_activity(self, place: int, now: float) -> str:
         """What a worker last noted, in words."""
 
+    def note(self, kind: str, **values: object) -> None:
+        """Something happened: an event of the run's record, where there is one."""
+
 
 @dataclass
 class Line:
@@ -186,6 +189,7 @@ class Members:
             os.close(page)
         who = "1 worker goes" if len(workers) == 1 else f"{len(workers)} workers go"
         self._starter.output.say(f"unisono: {who} on{self._describe_losses()}")
+        self._starter.note("world", generation=generation, size=len(workers))
 
     def _tell(self, line: Line, message: dict[str, object], *fds: int) -> None:
         """Answer a worker that waits."""

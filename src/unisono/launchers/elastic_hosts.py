@@ -220,6 +220,7 @@ class ElasticHostsRun(EngineRun):
         self._lost_at = None
         who = "1 worker goes" if len(workers) == 1 else f"{len(workers)} workers go"
         self.output.say(f"unisono: {who} on{after}")
+        self.job.note("world", generation=generation, size=len(workers))
 
     def _tell(self, line: _Line, **message: Any) -> None:
         """Say something to a worker."""
@@ -263,6 +264,7 @@ class ElasticHostsRun(EngineRun):
         elif message.get("kind") == "ended":
             member.take_status(message, time.monotonic())
             member.take_end(int(message["status"]), time.monotonic(), stopping=self._stop_time is not None)
+            self._note_end(member)
             self.output.flush(member.rank)
             self._note_step(member)
             self._on_end(member)

@@ -36,6 +36,7 @@ from unisono.launchers.output import Output, OutputClosed
 from unisono.launchers.store import HostedStore
 from unisono.runtime.channel import GREETING_S, MOST_UNPROVEN, Channel, Frame, keep_alive
 from unisono.runtime.machine import address_towards
+from unisono.runtime.run_folder import name_rank_file
 from unisono.runtime.secret import derive_secret
 
 __all__ = ["EngineRun", "stop_after_failure"]
@@ -257,6 +258,7 @@ class EngineRun(ABC):
     def _start_member(self, member: Member, **fields: Any) -> None:
         """Have a worker started."""
         member.started = time.monotonic()
+        self.job.note("worker started", rank=member.rank, host=member.host)
         if self._payload is not None:
             member.channel.send("P", self._payload)
         self._say(
@@ -279,7 +281,7 @@ class EngineRun(ABC):
             env.setdefault("OMP_NUM_THREADS", None)  # torchrun sets it to 1
         if self.engine.python_there() is None and "PYTHONPATH" in os.environ:
             env["PYTHONPATH"] = os.environ["PYTHONPATH"]
-        return env
+        return env | (self.job.record.variables if self.job.record is not None else {})
 
     # -- 3. watch ------------------------------------------------------------------------------------------------------
 
@@ -333,6 +335,7 @@ class EngineRun(ABC):
         elif frame.kind == "r":
             for message in member.take_report(frame.body, now):
                 self._faults.take(message)
+                self._take_lines(member, message)
         elif frame.kind == "R":
             member.result.append(frame.body)
         else:
@@ -340,6 +343,7 @@ class EngineRun(ABC):
             member.take_status(message, now)
             if message.get("kind") == "ended":
                 member.take_end(int(message["status"]), now, stopping=self._stop_time is not None)
+                self._note_end(member)
                 self.output.flush(member.rank)
                 if member.failure is None:
                     self._say(member.channel, kind="exit", status=0)
@@ -358,6 +362,18 @@ class EngineRun(ABC):
                 message=f"Nothing more is heard of it: host {member.host} is gone or cut off, or {self.engine.name} "
                 f"ended the worker.{more}",
             )
+            self._note_end(member)
+
+    def _take_lines(self, member: Member, message: dict[str, Any]) -> None:
+        """A worker on a host that does not have the run's folder sends what it would write there."""
+        if message.get("kind") == "lines" and isinstance(message.get("text"), str) and self.job.record is not None:
+            self.job.record.append(name_rank_file(member.rank), message["text"])
+
+    def _note_end(self, member: Member) -> None:
+        failed = member.failure is not None
+        kind = "worker ended" if not failed else "worker lost" if self._stop_time is None else "worker stopped"
+        text = "" if member.failure is None else member.failure.headline
+        self.job.note(kind, rank=member.rank, pid=member.pid, host=member.host, text=text)
 
     def _pump(self, wait_s: float) -> None:
         for key, _ in self._selector.select(max(0.0, wait_s)):

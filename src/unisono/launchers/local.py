@@ -106,6 +106,10 @@ class LocalRun:
         finally:
             self._clean_up(patience_s)
 
+    def note(self, kind: str, **values: object) -> None:
+        """Something happened: an event of the run's record, where there is one."""
+        self.job.note(kind, **values)
+
     def preempt(self) -> bool:
         """Tell the workers that asked for it to save and leave (SIGTERM); False where none did."""
         asked = [worker for worker in self._workers if self._is_preemptible(worker)]
@@ -164,6 +168,7 @@ class LocalRun:
                 streams["stdout"].close()  # type: ignore[union-attr]
         worker = Child(rank, process, report_fd, begin)
         self._workers.append(worker)
+        self.note("worker started", rank=rank, pid=process.pid)
         if self.members is not None:
             self.members.opened(worker)
         if self._guard is not None:
@@ -194,6 +199,7 @@ class LocalRun:
             threads=self.job.threads,
             most=self.job.places,
             faults=self._faults.write_for(rank),
+            record=self.job.record,
         )
         return env if self.members is None else {**env, **self.members.environment(rank)}
 
@@ -284,8 +290,15 @@ class LocalRun:
         if status != 0 and worker.failure is None and not worker.preempted and not stopped:
             text = worker.text.decode("utf-8", "replace")
             worker.failure = failure_of_exit(worker.rank, status, worker.exited, text)
+        self._note_exit(worker, status)
         if self.members is not None and self._stop_time is None and not self._is_over:
             self.members.on_exit(worker)
+
+    def _note_exit(self, worker: Child, status: int) -> None:
+        failed = worker.failure is not None
+        kind = "worker ended" if not failed else "worker lost" if self._stop_time is None else "worker stopped"
+        text = "" if worker.failure is None else worker.failure.headline
+        self.note(kind, rank=worker.rank, pid=worker.process.pid, status=status, text=text)
 
     def let_go(self, worker: Child) -> None:
         """Let go of a worker that has ended, before the run has; others of its group end too."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from unisono.world.timeline import Report
@@ -135,6 +135,14 @@ class Sent:
     by_tag: dict[str, int]
 
 
+class LedgerListener(Protocol):
+    """Is told of each step and event as it is entered, in the thread that enters it (see unisono.runs)."""
+
+    def on_row(self, row: Row) -> None: ...
+
+    def on_event(self, event: Event) -> None: ...
+
+
 E = TypeVar("E", Record, Span)
 _SUMMED = [f.name for f in fields(Totals) if f.name not in ("rank", "steps")]
 
@@ -163,6 +171,7 @@ class Ledger:
         self._open_since = self.clock()
         self._owner: Callable[[], object | None] = lambda: None
         self.on_record: weakref.WeakMethod[Callable[[Record], None]] | None = None  # called as a collective ends
+        self.listener: LedgerListener | None = None
 
     # Writing ---------------------------------------------------------------------------------------------
 
@@ -189,7 +198,10 @@ class Ledger:
     def event(self, kind: str, /, **values: Any) -> None:
         """Enter a moment: `ledger.event("accordion", levels={"head": "low"})`. Values are what JSON can hold."""
         _check_plain(kind, values)
-        self.events.append(Event(kind, self.clock(), self.step_count, values))
+        event = Event(kind, self.clock(), self.step_count, values)
+        self.events.append(event)
+        if self.listener is not None:
+            self.listener.on_event(event)
 
     @contextmanager
     def span(self, kind: str) -> Iterator[None]:
@@ -220,6 +232,8 @@ class Ledger:
         self._totals.add(row)
         self.step_count += 1
         self._open_since = now
+        if self.listener is not None:
+            self.listener.on_row(row)
 
     def measure(self, owner: object) -> Row | None:
         """The step as it would be, were it to end now; None where `owner` is not the one that ends it."""

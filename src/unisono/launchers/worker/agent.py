@@ -36,6 +36,7 @@ from unisono.runtime.channel import Channel, Frame, Unreachable, connect
 from unisono.runtime.machine import interface_of_address, read_boot_id, read_namespaces
 from unisono.runtime.memfd import anonymous_file
 from unisono.runtime.place import Place, read_place
+from unisono.runtime.run_folder import FOLDER, FOLDER_ID
 from unisono.runtime.status import StatusPage
 
 __all__ = ["UNREACHED", "Agent", "OneWorkerAgent", "identity", "launcher_addresses", "serve_worker"]
@@ -194,6 +195,7 @@ class Agent(ABC):
         )
         for name in ("UNISONO_TOKEN", "UNISONO_LAUNCHER", "UNISONO_ENGINE"):  # the worker has no use for them
             env.pop(name, None)
+        env |= {name: start["env"][name] for name in (FOLDER, FOLDER_ID) if start["env"].get(name)}
         env |= store_variables(address, self.channel.derive_secret("run").hex())
         env.update(
             LOCAL_RANK=str(start["local_rank"]),

@@ -37,7 +37,7 @@ LAYERS = [
     "strategy",
     "strategies",
     "launchers progress footprint",
-    "lab",
+    "lab live",
     "planner",
     "simulation",
     "compare trainer on",

@@ -18,6 +18,7 @@ from typing import Any
 
 from unisono import on
 from unisono.cli.arguments import Commands, check_program, parse_count
+from unisono.cli.watch import add_page_options, show_page
 from unisono.launchers.engines.engine import Engine, EngineError
 from unisono.launchers.job import Adapt, ComeAndGo, Job
 from unisono.runtime.run_folder import RunFolder, find_runs_folder
@@ -173,7 +174,8 @@ def _recorded(options: argparse.Namespace, job: Job) -> Iterator[Job]:
     """
     wanted = options.record and not options.script and not options.submit and "UNISONO_OBSERVER" not in os.environ
     if not wanted or (options.run_dir is None and find_runs_folder() is None):
-        yield job
+        with show_page(options, None):
+            yield job
         return
     record = RunFolder.create(
         job.program,
@@ -183,11 +185,12 @@ def _recorded(options: argparse.Namespace, job: Job) -> Iterator[Job]:
         engine=options.on,
         **({} if job.elastic is None else {"least": job.elastic.least, "most": job.elastic.most}),
     )
-    try:
-        yield dataclasses.replace(job, record=record)
-    finally:
-        if record is not None:
-            record.close(keep=options.run_dir is not None)
+    with show_page(options, record):
+        try:
+            yield dataclasses.replace(job, record=record)
+        finally:
+            if record is not None:
+                record.close(keep=options.run_dir is not None)
 
 
 def _read_lab(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -316,6 +319,7 @@ def _add_record_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-record", dest="record", action="store_false", help="record nothing; the same as UNISONO_RUNS=off"
     )
+    add_page_options(parser)
 
 
 def _add_course_options(parser: argparse.ArgumentParser) -> None:

@@ -35,12 +35,15 @@ class Opened:
     token: str
     note: str = ""  # what the user should know of it
 
+    def __post_init__(self) -> None:
+        self.port = int(self.listener.getsockname()[1])
+
     @property
     def url(self) -> str:
         """What is typed into a browser."""
         host = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(self.bound, self.bound)
         host = f"[{host}]" if ":" in host else host
-        return f"http://{host}:{self.listener.getsockname()[1]}/{self.token}/"
+        return f"http://{host}:{self.port}/{self.token}/"
 
 
 def open_address(bind: str = "127.0.0.1", port: int | None = None) -> Opened:

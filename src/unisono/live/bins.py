@@ -85,7 +85,7 @@ class Bins:
         kept = bins >= self.first
         bins, values = bins[kept], values[kept]
         if len(bins):
-            np.add.at(self._sums, (bins % self.count, place), values)
+            np.add.at(self._sums[:, place], bins % self.count, values)
             self.changed = min(self.changed, int(bins.min()))
 
     def _open(self, until: float) -> None:

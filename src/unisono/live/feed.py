@@ -75,8 +75,7 @@ class Feed:
         if marks := live.marks.since(live.marks.changed):
             common["marks"] = marks
         updates = {view: self._update_view(view, common, now) for view in views}
-        for told in (live.recent, live.whole, live.marks, *live.metrics.values()):
-            told.mark_told()
+        live.mark_told()
         return updates
 
     def _update_view(self, view: str, common: dict[str, Any], now: float) -> str:
@@ -137,7 +136,9 @@ class Feed:
             "missing": live.missing[:20],
             "unreadable": live.unreadable,
             "many": len(live.places) > MANY,
-            "last": round(max((place.last for place in live.places.values()), default=0.0), 3) if live.is_over() else None,
+            "last": round(max((place.last for place in live.places.values()), default=0.0), 3)
+            if live.is_over()
+            else None,
         }
 
     def _list_ranks(self, speeds: dict[int, Speed], states: dict[int, str], now: float) -> list[list[Any]]:
@@ -147,10 +148,18 @@ class Feed:
         found = {}
         for name, series in self.live.metrics.items():
             since = 0 if all_points else series.changed
-            points = [[s, round(t, 3), _short(v), _short(low), _short(high)] for s, t, v, low, high in series.since(since)]
+            points = [
+                [s, round(t, 3), _short(v), _short(low), _short(high)] for s, t, v, low, high in series.since(since)
+            ]
             if points:
                 found[name] = {"how": series.how, "from": since * series.width, "points": points}
         return found
+
+    def _count_ranks(self, bins: Bins, number: int) -> int:
+        """How many ranks there were in a bin, whether or not they have told of it yet."""
+        start = (bins.begin or 0.0) + number * bins.width_s
+        places = self.live.places.values()
+        return sum(p.since < start + bins.width_s and (not p.outcome or p.last > start) for p in places)
 
     def _list_bins(self, bins: Bins, changed: int, strips_from: int) -> dict[str, Any]:
         """Bins from `changed` on as rows of numbers; cells of the timeline from `strips_from` on."""
@@ -164,7 +173,7 @@ class Feed:
                 "width": bins.width_s,
                 "first": bins.first,
                 "from": changed,
-                "rows": [_average(one) for one in sums[skipped:]],
+                "rows": [_average(one, self._count_ranks(bins, changed + i)) for i, one in enumerate(sums[skipped:])],
             },
             "strips": {
                 "places": rows,
@@ -177,7 +186,7 @@ class Feed:
         return found
 
 
-def _average(one: Floats) -> list[float] | None:
+def _average(one: Floats, ranks: int) -> list[float] | None:
     """A bin: steps a second, bytes a second of all ranks, seconds of a step by part, own time at the 5th, 50th and 95th
     percentile of the ranks and of the slowest; None where there is no step."""
     active = one[one[:, STEPS] > 0]
@@ -188,7 +197,7 @@ def _average(one: Floats) -> list[float] | None:
     own = (active[:, 0] + active[:, _DATA]) / active[:, STEPS]
     bands = np.percentile(own, [5, 50, 95, 100])
     speed = total[STEPS] / wall if wall else 0.0
-    sent = total[BYTES] * len(active) / wall if wall else 0.0
+    sent = total[BYTES] * ranks / wall if wall else 0.0
     return [_short(float(x)) for x in (speed, sent, *(total[: len(PARTS)] / total[STEPS]), *bands)]
 
 

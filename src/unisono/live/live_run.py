@@ -22,7 +22,8 @@ __all__ = ["LiveRun", "Place", "Speed"]
 RECENT_WIDTH_S, RECENT_BINS = 0.5, 240
 WHOLE_BINS = 256
 _METRICS = 40  # further names are not kept
-_SILENT_S = 10.0  # and several steps: a rank that says nothing for so long
+_SILENT_S = 10.0  # a rank that says nothing for so long, for several steps, and for several of its writes
+_WRITES_S, _WRITES_A_RUN, _MANY_WRITERS = 0.5, 40_000, 64  # as workers write (runs/recorder.py)
 _SPEED_S = 5.0  # speeds are those of so many seconds
 _ENDS = {"worker lost": "lost", "worker stopped": "stopped", "worker ended": "ended"}  # events of the launcher
 _AHEAD_S = 60.0  # a time further in the future is a broken line
@@ -38,7 +39,8 @@ class Place:
     step: int = -1
     step_s: float = 0.0  # the newest step's wall time
     last: float = 0.0  # unix time of what was said last
-    began: float = 0.0  # unix time of the newest header
+    since: float = 0.0  # unix time of the first header
+    began: float = 0.0  # of the newest
     outcome: str = ""  # how it ended, by its last line or by the launcher: "" while it goes on
 
     @property
@@ -155,6 +157,7 @@ class LiveRun:
     def _take_header(self, place: Place, header: dict[str, Any]) -> None:
         place.header = header
         place.began = place.offset + float(header.get("time") or 0.0)
+        place.since = place.since or place.began
         place.last = max(place.last, place.began)
         place.outcome = ""
 
@@ -188,6 +191,14 @@ class LiveRun:
         place.step_s = float(table[-1, 3] / max(1.0, table[-1, 1]))
         place.last = max(place.last, float(table[-1, 0] + table[-1, 3]))
 
+    def mark_told(self) -> None:
+        """All that there is has been passed on."""
+        for bins in (self.recent, self.whole):
+            bins.mark_told()
+        for series in self.metrics.values():
+            series.mark_told()
+        self.marks.mark_told()
+
     # Looking ---------------------------------------------------------------------------------------------------------
 
     @property
@@ -220,9 +231,14 @@ class LiveRun:
             return "gone"
         if place.step < 0:
             return "starting"
-        if now - place.last > max(_SILENT_S, 6 * place.step_s):
+        if now - place.last > max(_SILENT_S, 6 * place.step_s, 3 * self._find_write_s(now)):
             return "silent"
         return "slow" if place.rank in self.marks.slow else "training"
+
+    def _find_write_s(self, now: float) -> float:
+        """How often a worker writes: more rarely where there are many, and in a long run."""
+        began = min((place.since for place in self.places.values()), default=now)
+        return max(_WRITES_S, (now - began) / _WRITES_A_RUN) * max(1.0, len(self.places) / _MANY_WRITERS)
 
     def measure_speeds(self) -> dict[int, Speed]:
         """How each place did in the seconds before its last line."""

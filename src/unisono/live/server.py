@@ -72,6 +72,7 @@ class PageServer:
         try:
             await self._follow()
         finally:
+            self._stopped.set()
             server.close()
             for writer in list(self._viewers):
                 self._send(writer, '{"bye":true}')
@@ -119,6 +120,9 @@ class PageServer:
             await self._answer_safely(reader, writer)
         except (ConnectionError, TimeoutError):  # the client has left
             pass
+        except asyncio.CancelledError:
+            if not self._stopped.is_set():
+                raise
         finally:
             self._open.discard(task)
             self._viewers.pop(writer, None)

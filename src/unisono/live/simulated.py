@@ -1,6 +1,6 @@
 """A run folder as N ranks would write it, at R steps a second: for tests, for the benchmark, and to look at the page.
 
-    python -m unisono.live.simulated FOLDER --ranks 64 --steps-a-second 50 --seconds 60
+python -m unisono.live.simulated FOLDER --ranks 64 --steps-a-second 50 --seconds 60
 """
 
 from __future__ import annotations
@@ -154,7 +154,9 @@ def _main() -> None:
     parser.add_argument("--every", type=float, default=0.1, help="seconds between two writes")
     parser.add_argument("--slow", default="", help="such as 3:2.5, the compute of rank 3 takes 2.5 times as long")
     options = parser.parse_args()
-    slow = {int(rank): float(factor) for rank, _, factor in (part.partition(":") for part in options.slow.split()) if rank}
+    slow = {
+        int(rank): float(factor) for rank, _, factor in (part.partition(":") for part in options.slow.split()) if rank
+    }
     run = SimulatedRun(options.folder, ranks=options.ranks, steps_s=options.steps_a_second, slow=slow)
     print(run.folder, os.getpid(), flush=True)
     until = time.monotonic() + options.seconds

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from unisono.runs.table import COLUMNS, Array, Series, StepTable
 from unisono.runtime.run_folder import FORMAT, is_running, read_run
 
-__all__ = ["Joined", "RankLog", "RunReader"]
+__all__ = ["Joined", "Listener", "RankLog", "RunReader"]
 
 _MOST_ROWS = 1 << 18  # over all ranks
 _LEAST_ROWS, _MOST_A_RANK = 256, 8192
@@ -110,6 +110,16 @@ class Joined:
     ranks: int  # that logged it
 
 
+class Listener(Protocol):
+    """Who wants every line, not only what is kept of them."""
+
+    def take_event(self, event: dict[str, Any]) -> None:
+        """A line of events.jsonl."""
+
+    def take_lines(self, log: RankLog, lines: Sequence[Any]) -> None:
+        """Lines of a worker."""
+
+
 class RunReader:
     """The folder of a run, as far as it has been read.
 
@@ -118,10 +128,13 @@ class RunReader:
         ranks: By place, what each worker wrote.
         events: What the launcher saw: dicts with "time" (unix), "kind", and more.
         unreadable: Lines that could not be read.
+
+    A listener is told of every event and line as it is read, after they were taken here.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, listener: Listener | None = None) -> None:
         self.folder = Path(folder)
+        self._listener = listener
         self.run: dict[str, Any] = {}
         self.ranks: dict[int, RankLog] = {}
         self.events: deque[dict[str, Any]] = deque(maxlen=_MOST_EVENTS * 5)
@@ -207,13 +220,18 @@ class RunReader:
         for event in self._parse(lines):
             if isinstance(event, dict) and isinstance(event.get("kind"), str) and _is_number(event.get("time")):
                 self.events.append(event)
+                if self._listener is not None:
+                    self._listener.take_event(event)
             else:
                 self.unreadable += 1
 
     def _take_lines(self, rank: RankLog, lines: Sequence[bytes]) -> None:
         fresh = _Fresh()
-        for line in self._parse(lines):
+        parsed = list(self._parse(lines))
+        for line in parsed:
             self._take_line(rank, fresh, line)
+        if self._listener is not None:
+            self._listener.take_lines(rank, parsed)
         if fresh.rows:
             rank.rows.add(fresh.rows)
             rank.last_step = int(fresh.rows[-1][1])

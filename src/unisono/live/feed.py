@@ -40,7 +40,7 @@ class Feed:
 
     def make_snapshot(self, view: str, now: float) -> str:
         """All that there is."""
-        speeds, states = self.live.measure_speeds(), self._find_states(now)
+        speeds, states = self.live.measure_speeds(), self.live.describe_places(now)
         self._choose_rows(speeds, states, now)
         bins = self._bins(view)
         self._folds_told.setdefault(view, bins.folds)
@@ -67,7 +67,7 @@ class Feed:
             self._header, common["run"] = text, header
         if len(live.places) <= MANY or now - self._ranks_at >= _RANKS_S:
             self._ranks_at = now
-            speeds, states = live.measure_speeds(), self._find_states(now)
+            speeds, states = live.measure_speeds(), live.describe_places(now)
             self._choose_rows(speeds, states, now)
             common["ranks"] = self._list_ranks(speeds, states, now)
         if metrics := self._list_metrics(all_points=False):
@@ -93,10 +93,6 @@ class Feed:
 
     def _bins(self, view: str) -> Bins:
         return self.live.whole if view == "whole" else self.live.recent
-
-    def _find_states(self, now: float) -> dict[int, str]:
-        over = self.live.is_over()
-        return {n: self.live.describe_place(place, now, over=over) for n, place in self.live.places.items()}
 
     def _choose_rows(self, speeds: dict[int, Speed], states: dict[int, str], now: float) -> None:
         places = self.live.places

@@ -48,6 +48,11 @@ class Place:
         """The rank that it has now."""
         return int(self.header.get("rank", self.place))
 
+    @property
+    def generation(self) -> int:
+        """The newest generation of the world that it was in."""
+        return int(self.header.get("generation") or 0)
+
 
 @dataclass(frozen=True)
 class Speed:
@@ -220,20 +225,25 @@ class LiveRun:
         """Whether nothing more is to come."""
         return self.describe_state() not in ("running", "starting", "no run.json")
 
-    def describe_place(self, place: Place, now: float, *, over: bool) -> str:
-        """What one worker does: "training", "slow", "silent", "starting", "lost", "left", "failed" or "ended"."""
-        if place.outcome:
-            return "ended" if place.outcome in ("ok", "ended") else place.outcome
-        newest = max((int(p.header.get("generation") or 0) for p in self.places.values()), default=0)
-        if int(place.header.get("generation") or 0) < newest:
-            return "left"
-        if over:
-            return "gone"
-        if place.step < 0:
-            return "starting"
-        if now - place.last > max(_SILENT_S, 6 * place.step_s, 3 * self._find_write_s(now)):
-            return "silent"
-        return "slow" if place.rank in self.marks.slow else "training"
+    def describe_places(self, now: float) -> dict[int, str]:
+        """What each worker does: "training", "slow", "silent", "starting", "lost", "left", "failed", "ended", ..."""
+        over, write_s = self.is_over(), self._find_write_s(now)
+        newest = max((place.generation for place in self.places.values()), default=0)
+
+        def describe(place: Place) -> str:
+            if place.outcome:
+                return "ended" if place.outcome in ("ok", "ended") else place.outcome
+            if place.generation < newest:
+                return "left"
+            if over:
+                return "gone"
+            if place.step < 0:
+                return "starting"
+            if now - place.last > max(_SILENT_S, 6 * place.step_s, 3 * write_s):
+                return "silent"
+            return "slow" if place.rank in self.marks.slow else "training"
+
+        return {number: describe(place) for number, place in self.places.items()}
 
     def _find_write_s(self, now: float) -> float:
         """How often a worker writes: more rarely where there are many, and in a long run."""

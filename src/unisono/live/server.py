@@ -26,7 +26,6 @@ __all__ = ["PageServer", "serve_page"]
 
 _READ_S = 0.25
 _IDLE_S = 1.0  # a message at least so often, so that both ends know of each other
-_END_S = 2.0  # beside a run: how long the page is there after its end
 _CONNECTIONS = 200
 _UNSENT_BYTES = 16 << 20  # a page that has not taken so much is let go; it comes back by itself
 _STACKS_S = 20.0
@@ -53,6 +52,7 @@ class PageServer:
     bound: str
     stays: bool
     ask_for_stacks: AskForStacks
+    end_s: float = 2.0  # beside a run: how long the page is there after its end
     _viewers: dict[asyncio.StreamWriter, str] = field(default_factory=dict)  # with the view of each
     _open: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -92,7 +92,7 @@ class PageServer:
                 self._send_updates(now)
             if not self.stays and self.live.is_over():
                 over_at = over_at or now
-                if now - over_at > _END_S:
+                if now - over_at > self.end_s:
                     return
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._stopped.wait(), _READ_S)
@@ -176,8 +176,8 @@ class PageServer:
         writer.write(format_head(200, "text/event-stream; charset=utf-8", None))
         if request.method == "HEAD":
             return
-        self._send(writer, self.feed.make_snapshot(view, time.time()))
         self._viewers[writer] = view
+        self._send(writer, self.feed.make_snapshot(view, time.time()))
         await reader.read(1)  # a client says nothing more: this is its end
 
     async def _find_stack(self, request: Request) -> dict[str, object]:

@@ -59,8 +59,7 @@ def show_top(folder: Path, *, once: bool, console: Console | None = None) -> Non
 def draw_frame(live: LiveRun, now: float, *, rows: int | None) -> RenderableType:
     """One picture of the run. `rows`: how many ranks there is room for."""
     speeds = live.measure_speeds()
-    over = live.is_over()
-    states = {n: live.describe_place(place, now, over=over) for n, place in live.places.items()}
+    states = live.describe_places(now)
     order = live.order_places(speeds, states)
     room = rows if rows is not None else (len(order) if len(order) <= 64 else _ROWS)
     shown = order[:room] if len(order) > room else sorted(order)

@@ -111,6 +111,12 @@ class PageBeside:
             start_new_session=True,  # Ctrl-C is for the run: the page still shows how that ended
         )
         opened.listener.close()
+        self.pid = self._process.pid
+
+    def stop(self) -> None:
+        """End the page."""
+        self._process.terminate()
+        self._process.wait()
 
     def end(self) -> None:
         """The run is over. With `stays`, wait here until the user ends the page; else it ends by itself."""
@@ -119,8 +125,7 @@ class PageBeside:
         try:
             self._process.wait()
         except KeyboardInterrupt:
-            self._process.terminate()
-            self._process.wait()
+            self.stop()
 
 
 def _main() -> None:

@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
+from unisono.runs.backward import Losses, follow_backward, leave_backward
 from unisono.runs.lines import Lines
-from unisono.runs.values import Logged, Pending, take_settled
+from unisono.runs.values import Logged, Pending, start_copies, take_settled
 from unisono.runtime import ending
 from unisono.runtime.machine import read_boot_id
 from unisono.runtime.run_folder import FORMAT, find_version
@@ -44,6 +45,7 @@ FIELDS = (
     "collectives",
     "compression",
 )
+LOSS = "loss"
 EVERY_S = 0.5
 DETAILED_STEPS = 5_000  # each a line of its own
 DETAILED_VALUES = 20_000  # of metrics, likewise
@@ -73,17 +75,17 @@ class Recorder:
         facts: Facts | None = None,
         *,
         place: int | None = None,
-        count_data: Callable[[World], dict[str, Any]] | None = None,
         on_close: Callable[[str], None] | None = None,
     ) -> None:
         self.world, self.ledger, self.facts = world, world.ledger, facts or Facts()
         self.place = world.rank if place is None else place
-        self._lines, self._count_data, self._on_close = lines, count_data, on_close
+        self._lines, self._on_close = lines, on_close
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._rows: list[Row] = []
         self._events: list[Event] = []
         self._values: list[Pending] = []
+        self._losses: Losses | None = None  # None: the program logs its loss itself
         self._steps_left, self._values_left = DETAILED_STEPS, DETAILED_VALUES
         self._since = self._sums_at = self.ledger.clock()
         self._due = self._since + EVERY_S
@@ -91,6 +93,8 @@ class Recorder:
         self._traced_until = -1
         self.is_closed = False
         self.ledger.listener = self
+        if follow_backward(self):
+            self._losses = Losses()
         self.write()
 
     # What it is told ------------------------------------------------------------------------------------------------
@@ -98,6 +102,10 @@ class Recorder:
     def on_row(self, row: Row) -> None:
         """A step has ended."""
         self._rows.append(row)
+        if self._losses is not None and (losses := self._losses.take()):
+            loss = losses[0] if len(losses) == 1 else torch.stack([x.float().reshape(()) for x in losses]).mean()
+            values = Logged(start_copies({LOSS: loss}), noticed=True)
+            self._values.append(Pending(row.step + 1, row.start + row.wall, values))
         if row.start + row.wall >= self._due:
             self.write()
 
@@ -111,10 +119,32 @@ class Recorder:
         """Metrics of this rank, at the step where it is."""
         if os.getpid() != self._pid:  # a process that was forked from the worker, such as one that reads data
             return
+        if LOSS in values.values:
+            self.trust_program()
         now, step = self.ledger.clock(), self.ledger.step_count if values.step is None else values.step
         self._values.append(Pending(step, now, values))
         if now >= self._due:
             self.write()
+
+    def trust_program(self) -> None:
+        """The program logs its loss itself: what backward was called on is noticed no more."""
+        if self._losses is not None:
+            self._losses = None
+            leave_backward(self)
+            self._values = [one for one in self._values if not one.logged.noticed]
+
+    def before_backward(self, tensors: Any) -> None:
+        """See BackwardListener."""
+        if self._losses is not None:
+            self._losses.note(tensors)
+
+    def after_backward(self) -> None:
+        """See BackwardListener."""
+
+    def note_scaled(self, scaled: Any, loss: Any) -> None:
+        """See BackwardListener."""
+        if self._losses is not None:
+            self._losses.note_scaled(scaled, loss)
 
     def update(self, facts: Facts) -> None:
         """Another model or method: a header follows."""
@@ -158,6 +188,7 @@ class Recorder:
                 _line("end", round(self.ledger.clock(), 6), {"outcome": outcome, "how": how}) + "\n", last=True
             )
             self.is_closed = True
+            leave_backward(self)
             if self.ledger.listener is self:
                 self.ledger.listener = None
         if self._on_close is not None:
@@ -231,7 +262,7 @@ class Recorder:
 
     def _write_sums(self) -> list[str]:
         lines = [_line("tags", self.ledger.by_tag())]
-        data = self._count_data(self.world) if self._count_data is not None else {}
+        data = _count_data(self.world)
         seconds = self.ledger.totals().data
         if data or seconds:
             lines.append(_line("data", {**data, "seconds": round(seconds, 6)}))
@@ -248,6 +279,18 @@ class Recorder:
             times = (None if math.isnan(t) else round(t, 6) for t in (r.start, r.last, r.end))
             lines.append(_line("record", r.op, r.tag, r.bytes_sent, r.channel, r.sequence, r.step, *times))
         return lines
+
+
+def _count_data(world: World) -> dict[str, Any]:
+    """What this rank was given by `un.shard` so far."""
+    if not world.shards:
+        return {}
+    classes: dict[str, int] = {}
+    for shard in world.shards.values():
+        for name, count in shard.dealt.by_class().items():
+            classes[name] = classes.get(name, 0) + count
+    samples = sum(shard.dealt.samples for shard in world.shards.values())
+    return {"samples": samples, **({"classes": classes} if classes else {})}
 
 
 def _take_from(entries: Iterable[Any], first: int) -> list[Any]:

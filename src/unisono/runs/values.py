@@ -34,6 +34,7 @@ class Logged:
     values: Mapping[str, float | Arriving]
     how: str = "mean"
     step: int | None = None  # None: the step where the rank is
+    noticed: bool = False  # not by the program: it is what backward was called on
 
 
 @dataclass

@@ -58,10 +58,14 @@ class Served:
 
 @contextmanager
 def serve(
-    folder: Path, *, stays: bool = True, stacks: Callable[[Path], Mapping[int, str]] = no_stacks, bind: str = "127.0.0.1"
+    folder: Path,
+    *,
+    stays: bool = True,
+    stacks: Callable[[Path], Mapping[int, str]] = no_stacks,
+    bind: str = "127.0.0.1",
 ) -> Iterator[Served]:
     """Serve a run folder in a thread."""
-    opened = open_address(bind)
+    opened = open_address()
     loop = asyncio.new_event_loop()
     server = PageServer(LiveRun(folder), opened.listener, opened.token, opened.bound, stays, stacks, end_s=0.1)
     thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve()))

@@ -58,8 +58,8 @@ def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
     if options.open:
         _say(open_in_browser(opened.url))
 
+    from unisono.launchers.stacks import ask_for_stacks
     from unisono.live.server import serve_page
-    from unisono.live.stacks import ask_for_stacks
 
     serve_page(folder, opened.listener, opened.token, bound=opened.bound, stays=True, ask_for_stacks=ask_for_stacks)
     return 0

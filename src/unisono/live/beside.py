@@ -129,8 +129,8 @@ class PageBeside:
 
 
 def _main() -> None:
+    from unisono.launchers.stacks import ask_for_stacks
     from unisono.live.server import serve_page
-    from unisono.live.stacks import ask_for_stacks
 
     with contextlib.suppress(OSError):
         os.nice(10)  # training comes first

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 
+from unisono.launchers.control import Gone
 from unisono.live.feed import VIEWS, Feed
 from unisono.live.http import Refused, Request, format_head, is_own_name, read_request
 from unisono.live.live_run import LiveRun
@@ -193,7 +194,7 @@ class PageServer:
                 stacks = await asyncio.wait_for(asked, _STACKS_S)
             except asyncio.TimeoutError:
                 return {"rank": place.rank, "error": f"the launcher did not answer in {_STACKS_S:g} s"}
-            except (OSError, ValueError, RuntimeError) as error:
+            except (OSError, ValueError, Gone) as error:
                 return {"rank": place.rank, "error": f"the launcher could not be asked: {error}"}
         if place.rank not in stacks:
             return {"rank": place.rank, "error": f"rank {place.rank} gave no stack: it may have ended"}

@@ -23,7 +23,8 @@ def no_stacks(folder: Path) -> Mapping[int, str]:
 class Served:
     """A server that runs, and requests to it."""
 
-    def __init__(self, server: PageServer, opened: Opened) -> None:
+    def __init__(self, server: PageServer, opened: Opened, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
         self.server, self.url, self.port, self.token = server, opened.url, opened.port, opened.token
 
     def get(
@@ -71,7 +72,7 @@ def serve(
     thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve()))
     thread.start()
     try:
-        yield Served(server, opened)
+        yield Served(server, opened, loop)
     finally:
         loop.call_soon_threadsafe(server.stop)
         thread.join()

@@ -40,7 +40,7 @@ LAYERS = [
     "lab live",
     "planner",
     "simulation",
-    "compare trainer on",
+    "compare reports trainer on",
     "map_reduce",
     "estimators",
     "boost",

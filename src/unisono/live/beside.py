@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -122,6 +123,8 @@ class PageBeside:
         """The run is over. With `stays`, wait here until the user ends the page; else it ends by itself."""
         if not self.stays or self._process.poll() is not None:
             return
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the run had handlers of its own
+            signal.signal(signum, signal.default_int_handler)
         try:
             self._process.wait()
         except KeyboardInterrupt:

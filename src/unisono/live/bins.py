@@ -13,6 +13,8 @@ PARTS = ("compute", "compression", "communication", "waiting", "data")  # they a
 COLUMNS = (*PARTS, "bytes", "steps")
 BYTES, STEPS = COLUMNS.index("bytes"), COLUMNS.index("steps")
 
+_FEW = 4  # a step that lies in more bins is divided by itself
+
 Floats = NDArray[np.float64]
 
 
@@ -71,9 +73,16 @@ class Bins:
         self._open(float((rows[:, 0] + rows[:, 1]).max()))
         starts = (rows[:, 0] - self.begin) / self.width_s
         ends = starts + rows[:, 1] / self.width_s
-        inside = np.floor(starts) == np.floor(ends)
-        self._enter(np.floor(starts[inside]).astype(int), place, rows[inside, 2:])
-        for start, end, row in zip(starts[~inside], ends[~inside], rows[~inside], strict=True):
+        spans = np.floor(ends) - np.floor(starts)
+        long = spans > _FEW
+        for offset in range(int(spans[~long].max(initial=-1.0)) + 1):  # the first bin of all, then the second, ...
+            some = ~long & (spans >= offset)
+            numbers = np.floor(starts[some]) + offset
+            inside = np.clip(numbers + 1, starts[some], ends[some]) - np.clip(numbers, starts[some], ends[some])
+            lengths = ends[some] - starts[some]
+            shares = np.divide(inside, lengths, out=np.ones_like(inside), where=lengths > 0)
+            self._enter(numbers.astype(int), place, shares[:, None] * rows[some, 2:])
+        for start, end, row in zip(starts[long], ends[long], rows[long], strict=True):
             self._divide(place, float(start), float(end), row[2:])
 
     def _divide(self, place: int, start: float, end: float, values: Floats) -> None:

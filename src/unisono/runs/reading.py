@@ -31,19 +31,36 @@ _MOST_EVENTS = 2_000
 _MOST_HEADERS = 200
 _PIECE = 1 << 20  # bytes read at once
 _LONGEST_LINE = 4 << 20
+_TAIL = 128 << 10
 _WRONG = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
 
 
 class _Grows:
     """A file that is read as it grows; only whole lines are given out."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, ends: bool = False) -> None:
         self.path = path
         self.offset = 0
         self._rest = b""
+        self._ends = ends  # only the first line and the last ones are read
+
+    def skip(self) -> list[bytes]:
+        """The first line; what follows is read from near the end."""
+        self._ends = False
+        try:
+            with self.path.open("rb") as file:
+                first = file.readline(_TAIL)
+                self.offset = max(len(first), os.stat(self.path).st_size - _TAIL)
+                file.seek(self.offset - 1)
+                self.offset += len(file.readline()) - 1 if first else 0
+        except OSError:
+            return []
+        return [first] if first.endswith(b"\n") else []
 
     def read(self) -> tuple[list[bytes], bool]:
         """The next whole lines, and whether there may be more at once."""
+        if self._ends:
+            return self.skip(), True
         try:
             if os.stat(self.path).st_size <= self.offset:
                 return [], False
@@ -128,13 +145,12 @@ class RunReader:
         ranks: By place, what each worker wrote.
         events: What the launcher saw: dicts with "time" (unix), "kind", and more.
         unreadable: Lines that could not be read.
-
-    A listener is told of every event and line as it is read, after they were taken here.
     """
 
-    def __init__(self, folder: str | Path, listener: Listener | None = None) -> None:
-        self.folder = Path(folder)
-        self._listener = listener
+    def __init__(self, folder: str | Path, *, ends: bool = False, listener: Listener | None = None) -> None:
+        """`ends`: read only the beginning and the end of what workers wrote, for a list of many runs. `listener`: is
+        told of every event and line, after they were taken here."""
+        self.folder, self._ends, self._listener = Path(folder), ends, listener
         self.run: dict[str, Any] = {}
         self.ranks: dict[int, RankLog] = {}
         self.events: deque[dict[str, Any]] = deque(maxlen=_MOST_EVENTS * 5)
@@ -185,13 +201,15 @@ class RunReader:
             names = [entry.name for entry in os.scandir(self.folder / "ranks")]
         except OSError:
             return
+        known = len(self.ranks)
         for name in names:
             stem, _, ext = name.partition(".")
             if ext == "jsonl" and stem.isdecimal() and int(stem) not in self._files:
-                self._files[int(stem)] = _Grows(self.folder / "ranks" / name)
+                self._files[int(stem)] = _Grows(self.folder / "ranks" / name, ends=self._ends)
                 self.ranks[int(stem)] = RankLog(int(stem))
-                self._limit()
-        self.ranks = dict(sorted(self.ranks.items()))
+        if len(self.ranks) > known:
+            self._limit()
+            self.ranks = dict(sorted(self.ranks.items()))
 
     def _limit(self) -> None:
         most = min(_MOST_A_RANK, max(_LEAST_ROWS, _MOST_ROWS // max(1, len(self.ranks))))
@@ -227,7 +245,7 @@ class RunReader:
 
     def _take_lines(self, rank: RankLog, lines: Sequence[bytes]) -> None:
         fresh = _Fresh()
-        parsed = list(self._parse(lines))
+        parsed = self._parse(lines)
         for line in parsed:
             self._take_line(rank, fresh, line)
         if self._listener is not None:
@@ -292,6 +310,7 @@ class RunReader:
             raise ValueError(kind)
 
     def _take_header(self, rank: RankLog, header: dict[str, Any]) -> None:
+        _check_header(header)
         rank.header, rank.end = header, None
         rank.headers.append(header)
         unix, boot = float(header.get("unix", math.nan)), str(header.get("boot", ""))
@@ -302,6 +321,8 @@ class RunReader:
 
     def _note_torch(self) -> None:
         """The launcher does not know which torch its workers have."""
+        if isinstance(versions := self.run.get("versions"), dict) and "torch" in versions:
+            return
         for rank in self.ranks.values():
             if isinstance(found := rank.header.get("versions"), dict) and isinstance(self.run.get("versions"), dict):
                 self.run["versions"].setdefault("torch", found.get("torch"))
@@ -376,6 +397,15 @@ def _join(columns: Array, known: npt.NDArray[np.bool_], how: str) -> Array:
     else:
         found = columns.sum(axis=0) / (1.0 if how == "sum" else known.sum(axis=0))
     return found
+
+
+def _check_header(header: dict[str, Any]) -> None:
+    """Refuse one that others could not rely on."""
+    for name in ("rank", "size", "generation", "place", "hosts", "pid", "parameters"):
+        if not isinstance(header.get(name, 0), int):
+            raise TypeError(name)
+    if not isinstance(header.get("not_measured", []), list) or not isinstance(header.get("versions", {}), dict):
+        raise TypeError("not_measured and versions")
 
 
 def _read_step(line: Sequence[Any]) -> list[float]:

@@ -161,18 +161,14 @@ class Recorder:
             now = self.ledger.clock()
             elapsed = now - self._since
             self._due = now + max(EVERY_S, elapsed / LINES_A_RUN) * max(1.0, self.world.size / MANY_RANKS)
-            text = [
-                *self._write_header(now),
-                *self._write_rows(),
-                *self._write_values(last=last),
-                *self._write_events(),
-            ]
+            text = [*self._write_header(now)]
+            if last or (self._traced_until < 0 and self.ledger.step_count >= TRACED_FIRST + 5):
+                text += self._write_trace(TRACED_STEPS if last else TRACED_FIRST)
+            text += [*self._write_rows(), *self._write_values(last=last), *self._write_events()]
             summed_s = self._sums_at - self._since
             if last or (elapsed >= summed_s + SUMS_EVERY_S and elapsed >= SUMS_GROWTH * summed_s):
                 self._sums_at = now
                 text += self._write_sums()
-            if last or (self._traced_until < 0 and self.ledger.step_count >= TRACED_FIRST + 5):
-                text += self._write_trace(TRACED_STEPS if last else TRACED_FIRST)
             if text:
                 self._lines.write("\n".join(text) + "\n", last=last)
 
@@ -262,10 +258,9 @@ class Recorder:
 
     def _write_sums(self) -> list[str]:
         lines = [_line("tags", self.ledger.by_tag())]
-        data = _count_data(self.world)
-        seconds = self.ledger.totals().data
-        if data or seconds:
-            lines.append(_line("data", {**data, "seconds": round(seconds, 6)}))
+        data, totals = _count_data(self.world), self.ledger.totals()
+        if data or totals.data:
+            lines.append(_line("data", {**data, "seconds": round(totals.data, 6), "steps": totals.steps}))
         return lines
 
     def _write_trace(self, steps: int) -> list[str]:

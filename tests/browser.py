@@ -97,21 +97,21 @@ class Browser:
             raise RuntimeError(f"{code}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
-    def wait_for(self, code: str) -> Any:
-        """Wait until an expression is true in the page; its value."""
+    def wait_for(self, code: str) -> None:
+        """Wait until an expression is true in the page."""
         until = time.monotonic() + LONG_S
-        while not (found := self.evaluate(code)):
+        while not self.evaluate(f"!!({code})"):
             if time.monotonic() > until:
                 shown = self.evaluate("document.body ? document.body.innerText.slice(0, 2000) : ''")
                 raise AssertionError(f"{code} did not become true; the page shows:\n{shown}\n{self.find_errors()}")
             time.sleep(0.05)
-        return found
 
     def click(self, code: str) -> None:
         """Click, with the mouse, into the middle of the element that an expression gives."""
         box = self.evaluate(
-            f"(() => {{ const e = {code}; e.scrollIntoView({{block: 'center'}}); const b = e.getBoundingClientRect(); "
-            "return {x: b.left + b.width / 2, y: b.top + b.height / 2}; })()"
+            f"(async () => {{ const e = {code}; e.scrollIntoView({{block: 'center'}}); "
+            "for (let i = 0; i < 2; i++) await new Promise(requestAnimationFrame); "  # clicks go to what was painted
+            "const b = e.getBoundingClientRect(); return {x: b.left + b.width / 2, y: b.top + b.height / 2}; })()"
         )
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **box)

@@ -79,8 +79,10 @@ class PageServer:
                 self._send(writer, '{"bye":true}')
                 writer.close()
             await asyncio.sleep(0)
-            for task in self._open:
+            left = list(self._open)
+            for task in left:
                 task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
 
     async def _follow(self) -> None:
         """Read the folder, and pass on what is new."""

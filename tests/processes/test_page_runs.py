@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+
 from conftest import Launched
 
 WAITS = """
@@ -86,8 +87,8 @@ def test_a_page_is_there_while_the_run_goes_on_and_ends_with_it(
     assert is_gone(url)
 
 
-def test_a_page_outlives_no_launcher(run_script: Callable[..., Launched], tmp_path: Path) -> None:
-    launched = run_script(WAITS, "-n", "1", "--page", "--run-dir", "record")
+def test_a_page_outlives_no_launcher(run_script: Callable[..., Launched]) -> None:
+    launched = run_script(WAITS, "-n", "1", "--page-stay", "--run-dir", "record")
     url = read_address(launched)
     launched.wait_for_files("ready")
     assert get(url)[0] == 200

@@ -61,6 +61,24 @@ def test_an_ended_run_and_one_without_steps(tmp_path: Path) -> None:
     assert any("run.json is not there" in line for line in draw(tmp_path / "b"))
 
 
+def test_in_a_terminal_it_follows_the_run_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = SimulatedRun(tmp_path, ranks=2, steps_s=10.0, began=time.time() - 5.0)
+    run.write()
+    shown: list[str] = []
+
+    def wait(_: float) -> None:
+        shown.append(out.getvalue())
+        run.write(time.time() + 5.0)
+        run.finish()
+
+    monkeypatch.setattr("unisono.live.terminal.time.sleep", wait)
+    out = io.StringIO()
+    show_top(run.folder, once=False, console=Console(file=out, width=80, height=30, force_terminal=True))
+    assert len(shown) == 1
+    assert "running" in shown[0]
+    assert "2 ended" in out.getvalue()[len(shown[0]) :]
+
+
 def test_the_command_finds_a_run_and_says_what_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

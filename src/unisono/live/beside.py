@@ -19,7 +19,7 @@ from pathlib import Path
 
 __all__ = ["NoPage", "Opened", "PageBeside", "open_address", "open_in_browser"]
 
-_TOKEN, _BOUND, _FD = "UNISONO_PAGE_TOKEN", "UNISONO_PAGE_BIND", "UNISONO_PAGE_FD"
+_TOKEN, _BOUND, _FD, _OWNER = (f"UNISONO_PAGE_{name}" for name in ("TOKEN", "BIND", "FD", "OWNER"))
 _IN_USE = (errno.EADDRINUSE, errno.EACCES)
 
 
@@ -101,7 +101,7 @@ class PageBeside:
     def __init__(self, folder: Path, opened: Opened, *, stays: bool) -> None:
         self.stays = stays
         fd = opened.listener.fileno()
-        env = {**os.environ, _TOKEN: opened.token, _BOUND: opened.bound, _FD: str(fd)}
+        env = {**os.environ, _TOKEN: opened.token, _BOUND: opened.bound, _FD: str(fd), _OWNER: str(os.getpid())}
         arguments = [str(folder), *(["stays"] if stays else [])]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "unisono.live.beside", *arguments],
@@ -146,6 +146,7 @@ def _main() -> None:
         bound=os.environ.pop(_BOUND),
         stays="stays" in words,
         ask_for_stacks=ask_for_stacks,
+        parent=int(os.environ.pop(_OWNER)),
     )
 
 

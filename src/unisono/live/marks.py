@@ -12,7 +12,7 @@ __all__ = ["Mark", "Marks"]
 _KEPT = 400
 _GRAVE = {"verdict", "hang", "worker lost", "fault", "failure", "desync"}
 _WORTH = _GRAVE | {"straggler", "straggler over", "world", "worker joined", "worker left", "preempted", "switch", "end"}
-_NOT_TOLD = {"worker started"}  # there are as many as ranks
+_NOT_TOLD = {"worker started", "worker ended", "worker stopped"}  # as many as ranks; their states tell it
 _TEXT_CHARACTERS = 600
 
 
@@ -99,9 +99,14 @@ def _describe(kind: str, rank: int | None, values: Mapping[str, Any]) -> str:
 
     >>> _describe("straggler", 2, {"rank": 2, "factor": 3.12, "cause": "input"})
     'rank 2 is 3.1 times as slow as the others: input'
+    >>> _describe("worker lost", 1, {"rank": 1, "text": "killed by SIGKILL"})
+    'worker 1 lost: killed by SIGKILL'
     """
-    if isinstance(values.get("text"), str):
-        return str(values["text"])[:_TEXT_CHARACTERS]
+    text = next((str(values[name]) for name in ("text", "what") if isinstance(values.get(name), str)), "")
+    if kind.startswith("worker ") and rank is not None and f" {rank} " not in f" {text} ":  # the launcher's
+        text = f"{kind.replace('worker', f'worker {rank}', 1)}{': ' if text else ''}{text}"
+    if text:
+        return text[:_TEXT_CHARACTERS]
     if kind == "straggler":
         factor = values.get("factor")
         much = f"{factor:.1f} times as slow as" if isinstance(factor, int | float) else "slower than"

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import hmac
 import json
+import os
 import signal
 import socket
 import time
@@ -54,6 +55,7 @@ class PageServer:
     stays: bool
     ask_for_stacks: AskForStacks
     end_s: float = 2.0  # beside a run: how long the page is there after its end
+    parent: int | None = None  # the process that has it, and with which it ends
     _viewers: dict[asyncio.StreamWriter, str] = field(default_factory=dict)  # with the view of each
     _open: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -93,7 +95,8 @@ class PageServer:
             if is_new or now - sent_at >= _IDLE_S:
                 sent_at = now
                 self._send_updates(now)
-            if not self.stays and self.live.is_over():
+            is_orphan = self.parent is not None and os.getppid() != self.parent
+            if is_orphan or (not self.stays and self.live.is_over()):
                 over_at = over_at or now
                 if now - over_at > self.end_s:
                     return
@@ -204,12 +207,19 @@ class PageServer:
 
 
 def serve_page(
-    folder: Path, listener: socket.socket, token: str, *, bound: str, stays: bool, ask_for_stacks: AskForStacks
+    folder: Path,
+    listener: socket.socket,
+    token: str,
+    *,
+    bound: str,
+    stays: bool,
+    ask_for_stacks: AskForStacks,
+    parent: int | None = None,
 ) -> None:
-    """Serve a run folder until it is over, or until SIGINT or SIGTERM."""
+    """Serve a run folder until it is over, or until SIGINT or SIGTERM; where `parent` is given, not without it."""
 
     async def serve() -> None:
-        server = PageServer(LiveRun(folder), listener, token, bound, stays, ask_for_stacks)
+        server = PageServer(LiveRun(folder), listener, token, bound, stays, ask_for_stacks, parent=parent)
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, server.stop)

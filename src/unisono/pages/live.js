@@ -209,6 +209,7 @@
     if (!found) {
       found = new Chart($("charts"), spec);
       found.full = full;
+      found.figure.style.order = spec.order ?? 100; // metrics first, whenever they come
       charts.set(key, found);
     }
     return found;
@@ -230,7 +231,7 @@
     const parts = PARTS.map((_, i) => column((row) => row[2 + i]));
     const stack = PARTS.map((_, i) => column((row) => row.slice(2, 3 + i).reduce((a, b) => a + b, 0)));
     const cost = chart("cost", {
-      title: "Time of a step", x: "time", zero: true, show: seconds, keys: PARTS.map((part) => [part, part]),
+      title: "Time of a step", x: "time", zero: true, clip: 1, show: seconds, keys: PARTS.map((part) => [part, part]),
       series: [...PARTS].reverse().map((part) => ({ label: part, colour: `--${part}`, fill: true, width: 0, stroke: null })),
       tip: (data, i) => PARTS.map((part, p) => [part, data[PARTS.length - p][i] == null ? null : data[PARTS.length - p][i] - (p ? data[PARTS.length - p + 1][i] : 0)]),
     });
@@ -246,7 +247,7 @@
     if (state.ranks.size > 4) {
       const [low, middle, high, most] = [7, 8, 9, 10].map((i) => column((row) => row[i]));
       chart("spread", {
-        title: "A rank's own time in a step (compute and data)", x: "time", zero: true, show: seconds, bands: [{ series: [3, 1], colour: "--c0" }],
+        title: "A rank's own time in a step (compute and data)", x: "time", zero: true, clip: 4, show: seconds, bands: [{ series: [3, 1], colour: "--c0" }],
         series: [{ label: "5 % of ranks below", colour: "--c0", width: 0.5 }, { label: "median", colour: "--c0" },
           { label: "95 % below", colour: "--c0", width: 0.5 }, { label: "slowest", colour: "--c1", width: 1.25 }],
       }).update([xs, low, middle, high, most], marks, latest(most) == null ? "" : `median ${seconds(latest(middle))}, slowest ${seconds(latest(most))}`);
@@ -259,7 +260,7 @@
     const xs = metricX === "step" ? points.map((p) => p[0]) : points.map((p) => p[1] - start);
     const hasBand = series.how === "rank" && points.some((p) => p[4] > p[3]);
     const shown = chart(`metric ${key} ${hasBand}`, {
-      title: key, x: metricX, bands: hasBand ? [{ series: [3, 2], colour: `--c${i % 8}` }] : undefined,
+      title: key, x: metricX, order: i, bands: hasBand ? [{ series: [3, 2], colour: `--c${i % 8}` }] : undefined,
       series: [{ label: key, colour: `--c${i % 8}`, span: true }, ...(hasBand ? [{ label: "lowest", colour: `--c${i % 8}`, width: 0.5, span: true },
         { label: "highest", colour: `--c${i % 8}`, width: 0.5, span: true }] : [])],
     });
@@ -405,9 +406,7 @@
       metricX = button.dataset.x;
       press("x", metricX);
       for (const [key, one] of charts) if (key.startsWith("metric ")) { one.figure.remove(); charts.delete(key); }
-      for (const one of charts.values()) $("charts").append(one.figure); // metrics stand first
       plan();
-      requestAnimationFrame(() => { for (const key of ["cost", "speed", "sent", "spread"]) if (charts.has(key)) $("charts").append(charts.get(key).figure); });
     });
   }
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {

@@ -80,6 +80,7 @@ const LiveCharts = (() => {
       if (!this.plot) this.draw();
       else this.plot.setData(data, !this.zoomed);
       if (this.zoomed) this.plot.redraw();
+      if (this.cut) this.now.textContent += `; peaks to ${(this.spec.show || number)(this.cut)} are cut off`;
     }
 
     draw() {
@@ -95,7 +96,7 @@ const LiveCharts = (() => {
         cursor: { points: { size: 6 }, drag: { x: true, y: false } },
         scales: {
           x: { time: false, range: (u, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) },
-          y: { range: spec.zero ? (u, low, high) => [0, (high || 1) * 1.06] : (u, low, high) => pad(low, high) },
+          y: { range: spec.zero ? (u, low, high) => [0, spec.clip ? this.clip(u, high) : (high || 1) * 1.06] : (u, low, high) => pad(low, high) },
         },
         axes: [
           axis({
@@ -120,6 +121,15 @@ const LiveCharts = (() => {
       this.plot = new uPlot(options, this.data, this.place);
       this.plot.over.addEventListener("dblclick", () => { this.zoomed = false; });
       this.plot.over.addEventListener("mouseleave", () => showTip(""));
+    }
+
+    // A step in which the world changed, or a model was compiled, would press all others flat.
+    clip(u, high) {
+      const [from, to] = u.series[0].idxs || [0, u.data[0].length - 1];
+      const tops = u.data[this.spec.clip].slice(from, to + 1).filter((v) => v != null).sort((a, b) => a - b);
+      const usual = tops[Math.floor(tops.length * 0.75)] || 0;
+      this.cut = tops.length > 10 && high > 5 * usual ? high : null;
+      return (this.cut ? 2.5 * usual : high || 1) * 1.06;
     }
 
     redraw() {

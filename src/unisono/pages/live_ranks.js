@@ -89,7 +89,7 @@ const LiveRanks = (() => {
       const cells = state.strips.get(bin)?.get(place);
       let total = 0;
       if (cells) for (const cell of cells) total += cell;
-      if (!total) {
+      if (!total || (total < 16 && bin >= span.end - 3)) { // of the newest there may be too little to show yet
         if (bin > dead && bin <= dead + Math.max(1, span.count / 200)) for (let y = 0; y < STRIP; y++) pixels[y * span.count + i] = palette.bad;
         continue;
       }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 __all__ = ["Point", "StepSeries"]
@@ -43,7 +44,7 @@ class StepSeries:
 
     def add(self, step: int, time: float, value: float) -> None:
         """A rank's value at a step."""
-        if value != value or value in (float("inf"), float("-inf")):
+        if not math.isfinite(value) or step < 0:
             return
         number = step // self.width
         entry = self._sums.setdefault(number, _Sum())

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from test_collectives import Ranks
+from test_collectives import ranks as ranks
 from test_engine_run import Here
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -127,6 +129,27 @@ def _ask_until(ready: Callable[[str], bool]) -> dict[str, Any]:
         if ready(found["text"]):
             return found
     raise AssertionError("the workers never came there")
+
+
+def test_ranks_that_no_launcher_watches_read_each_others_stacks(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
+    text = """
+        import os, time, torch, unisono as un
+        world = un.join(device="cpu")
+        world.barrier()
+        world.transport.timeout_s = 2.0
+        channel = world.channel()
+        while world.rank == 1 and not os.path.exists("done"):
+            time.sleep(0.01)
+        try:
+            if world.rank != 1:
+                channel.all_reduce(torch.ones(3), tag="x").wait()
+        except un.PeerLost:
+            open("done", "w").close()
+    """
+    started = ranks(text, "aaa", shared=True)
+    said = "".join(process.communicate(timeout=60)[1] for process in started.processes)
+    assert "2 ranks (0, 2) wait in all_reduce x at script.py:11; rank 1 is in Python code at script.py:8" in said
+    assert [process.returncode for process in started.processes] == [0, 0, 0]
 
 
 def test_worker_and_launcher_mean_the_same_signal() -> None:

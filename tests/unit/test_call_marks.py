@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_world import run_hosts, run_messages, run_shared
 
-from unisono import Mismatch, World, run_threads
+from unisono import Mismatch, PeerLost, World, run_threads
 from unisono.runtime.frames import find_site
 from unisono.world.call_marks import VARIABLE
 
@@ -31,7 +31,7 @@ def runner(request: pytest.FixtureRequest) -> Runner:
 
 def line_of(function: Callable[..., Any], text: str) -> str:
     lines, first = inspect.getsourcelines(function)
-    (found,) = [first + i for i, line in enumerate(lines) if text in line]
+    (found,) = [first + i for i, line in enumerate(lines) if line.rstrip().endswith(text)]
     return f"test_call_marks.py:{found}"
 
 
@@ -68,6 +68,24 @@ def test_a_skipped_collective_of_the_same_shape_is_named(runner: Runner, size: i
         assert second in text
         assert "step 2" in text
         assert (verdict["rank"], verdict["cause"], verdict["place"]) == (1, "skipped collective", first)
+
+
+def test_a_rank_that_made_fewer_calls_is_named_at_the_end() -> None:
+    """One line in a loop: a call that was left out looks like the next one, until the loop is over."""
+
+    def work(world: World) -> list[dict[str, Any]]:
+        try:
+            for step in range(4):
+                if not (world.rank == 1 and step == 2):
+                    world.all_reduce(torch.ones(3), "sum", tag="losses").wait()  # the only one
+        except PeerLost:
+            pass
+        return [event.values for event in world.ledger.events if event.kind == "verdict"]
+
+    found = run_threads(work, 2)
+    place = line_of(test_a_rank_that_made_fewer_calls_is_named_at_the_end, "# the only one")
+    assert found[1] == []
+    assert [(v["rank"], v["cause"], v["place"]) for v in found[0]] == [(1, "skipped collective", place)]
 
 
 def test_collectives_in_another_order_are_named(runner: Runner) -> None:
@@ -111,6 +129,25 @@ def test_another_dtype_of_a_broadcast_is_told(runner: Runner) -> None:
             world.broadcast(torch.zeros(4, dtype=torch.int32 if world.rank == 1 else torch.float32)).wait()
 
     runner(work, 2)
+
+
+def test_calls_that_nobody_compares_are_compared_with_the_next(runner: Runner) -> None:
+    """As those are that GPUs make by themselves."""
+
+    def work(world: World) -> float:
+        operations, total = world._operations, 0.0
+        for step in range(3):
+            shape = (7,) if (world.rank, step) == (1, 2) else (5,)
+            record = operations.record("all_reduce", "gpu", 0, how="sum", dtype=torch.float32, shapes=((shape,), 1))
+            assert operations._history is not None
+            operations._history.roll(record.mark)
+            if step < 2:
+                total += world.all_reduce(torch.ones(3), "sum").wait().sum().item()
+        with pytest.raises(Mismatch, match="have called different things on their GPUs"):
+            world.all_reduce(torch.ones(3), "sum").wait()
+        return total
+
+    assert runner(work, 2) == [12.0, 12.0]
 
 
 def test_two_ranks_that_have_always_been_apart_may_be(recwarn: pytest.WarningsRecorder) -> None:
@@ -161,5 +198,5 @@ def test_a_site_is_the_line_of_the_program_and_the_same_number_everywhere() -> N
     assert direct
     assert site == again
     assert site.text == line_of(
-        test_a_site_is_the_line_of_the_program_and_the_same_number_everywhere, "found = [find" + "_site"
+        test_a_site_is_the_line_of_the_program_and_the_same_number_everywhere, "for _ in range(2)]"
     )

@@ -27,7 +27,8 @@ def train(
     un.parallel(model, optimizer, spec)
     for step in range(steps):
         optimizer.zero_grad()
-        model(torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + world.rank))).square().sum().backward()
+        generator = torch.Generator().manual_seed(10 * step + world.rank)
+        model(torch.randn(4, 6, generator=generator)).square().sum().backward()
         optimizer.step()
         if step == FLIPPED and world.rank == rank and flip is not None:
             flip(model)
@@ -75,7 +76,9 @@ def test_every_bit_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = -(-4 * (6 * 40 + 40 + 3 * 40 + 3 + 12) // 128) + 4
     for element in (0, 100, 239):
         steps = FLIPPED + 3 * (rounds + 2)
-        verdicts, *_ = run_threads(lambda w, e=element, n=steps: train(w, n, lambda m: flip_bit(m, "0.weight", e, 22)), 3)
+        verdicts, *_ = run_threads(
+            lambda w, e=element, n=steps: train(w, n, lambda m: flip_bit(m, "0.weight", e, 22)), 3
+        )
         assert "0.weight" in [v["parameter"] for v in verdicts]
 
 

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from test_stragglers import Clock
-from test_world import on_threads
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -19,10 +17,10 @@ import unisono as un
 from unisono import World, run_threads
 from unisono.runtime.processor_wait import ProcessorWait
 from unisono.world import straggler_watch
-from unisono.world.transports.gloo import GlooTransport
-from unisono.world.transports.shaped import shape
+from unisono.world.ledger import Ledger
+from unisono.world.links import LinkProbe
 
-STEPS = 60
+STEPS = 72
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +36,7 @@ class Rows(Dataset[torch.Tensor]):
         self.world, self.clock, self.read_s = world, clock, read_s
 
     def __len__(self) -> int:
-        return 2 * STEPS
+        return 4 * STEPS
 
     def __getitem__(self, i: int) -> torch.Tensor:
         if self.world.rank == 1 and self.read_s:
@@ -51,10 +49,10 @@ def train(world: World, *, read_s: float = 0.0, compute_s: float = 0.0) -> list[
     """Steps of 10 ms, but for what rank 1 takes longer; the verdicts."""
     world.ledger.clock = clock = Clock()
     world.ledger.restart()
-    model = nn.Linear(4, 1)
+    model = nn.Linear(4, 200)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     un.parallel(model, optimizer, world=world)
-    for batch in un.shard(Rows(world, clock, read_s), 2, world=world):
+    for batch in un.shard(Rows(world, clock, read_s), 4, world=world):
         clock.now += 0.01
         if world.rank == 1 and compute_s:
             time.sleep(0.004)  # the computation
@@ -87,24 +85,12 @@ def test_nobody_is_named_where_all_take_as_long() -> None:
 
 
 def test_a_slow_network_is_named_with_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four hosts, one of which has a link of a twentieth of the others' speed."""
-    monkeypatch.setattr(straggler_watch, "EVERY_STEPS", 4)
-    store, hosts, nets = dist.HashStore(), ["a", "b", "c", "d"], ["200mbit", "200mbit", "10mbit", "200mbit"]
+    """Four hosts, and messages from and to one of them take twenty times as long."""
 
-    def make(rank: int) -> World:
-        return World(shape(GlooTransport(store, rank, 4, timeout_s=60.0), nets, hosts), hosts=hosts)
+    def measure(self: LinkProbe, channel: World, ledger: Ledger) -> list[float]:
+        around = [(channel.rank - 1) % 4, (channel.rank + 1) % 4]
+        return [0.02 if 2 in (channel.rank, other) else 0.001 for other in around]
 
-    def work(world: World) -> list[dict[str, Any]]:
-        model = nn.Linear(100, 100)
-        optimizer = torch.optim.SGD(model.parameters(), 0.01)
-        replica = un.parallel(model, optimizer, "allreduce(overlap=False)", world=world)
-        for _ in range(20):
-            optimizer.zero_grad()
-            model(torch.randn(2, 100)).sum().backward()
-            optimizer.step()
-        replica.close()
-        return [event.values for event in world.ledger.events if event.kind == "verdict"]
-
-    for verdicts in on_threads(work, make, 4):
-        named = [verdict for verdict in verdicts if verdict["cause"] == "slow network"]
-        assert [(verdict["rank"], verdict["place"]) for verdict in named] == [(2, "host c")]
+    monkeypatch.setattr(LinkProbe, "end", measure)
+    for verdicts in run_threads(train, 4, hosts=["a", "b", "c", "d"]):
+        assert [(v["rank"], v["cause"], v["place"]) for v in verdicts] == [(2, "slow network", "host c")]

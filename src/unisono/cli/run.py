@@ -139,6 +139,7 @@ def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
         parser.error("--output-dir goes with --output files")
     if options.run_dir is not None and not options.record:
         parser.error("--run-dir does not go with --no-record")
+    _check_log(options, parser)
     check_program(options.program, parser, module=options.module)
 
     from unisono.launchers.terminal import run_in_terminal
@@ -185,12 +186,52 @@ def _recorded(options: argparse.Namespace, job: Job) -> Iterator[Job]:
         engine=options.on,
         **({} if job.elastic is None else {"least": job.elastic.least, "most": job.elastic.most}),
     )
+    if record is None:
+        with show_page(options, None):
+            yield job
+        return
     with show_page(options, record):
         try:
-            yield dataclasses.replace(job, record=record)
+            with _fed(record, options.log):
+                yield dataclasses.replace(job, record=record)
         finally:
-            if record is not None:
-                record.close(keep=options.run_dir is not None)
+            record.close(keep=options.run_dir is not None)
+
+
+@contextlib.contextmanager
+def _fed(record: RunFolder, asked: str) -> Iterator[None]:
+    """Metrics are handed on to what was asked for, until the run has ended and its record says so."""
+    if not asked:
+        try:
+            yield
+        finally:
+            record.end()
+        return
+    from unisono.runs.feeding import start_feeding, stop_feeding
+
+    feeding = start_feeding(record.path, asked)
+    try:
+        yield
+    finally:
+        record.end()
+        if feeding is not None:
+            stop_feeding(feeding)
+
+
+def _check_log(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """End with an error where metrics cannot be handed on as asked; the environment's word goes with records only."""
+    recorded = options.record and (options.run_dir is not None or find_runs_folder() is not None)
+    if options.log and not recorded:
+        parser.error("--log reads the run's record: it does not go with --no-record or UNISONO_RUNS=off")
+    name = "--log" if options.log is not None else "UNISONO_LOG"
+    options.log = (os.environ.get(name, "") if options.log is None else options.log) if recorded else ""
+    if options.log:
+        from unisono.runs.sinks import read_asked
+
+        try:
+            read_asked(options.log)
+        except ValueError as error:
+            parser.error(f"{name}: {error}")
 
 
 def _read_lab(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -318,6 +359,12 @@ def _add_record_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--no-record", dest="record", action="store_false", help="record nothing; the same as UNISONO_RUNS=off"
+    )
+    parser.add_argument(
+        "--log",
+        metavar="WHERE",
+        help="hand metrics on while the workers train: tensorboard, prometheus:9400, wandb, mlflow, or several with "
+        "commas; default: UNISONO_LOG",
     )
     add_page_options(parser)
 

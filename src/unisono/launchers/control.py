@@ -1,4 +1,4 @@
-"""The socket at which a run that is under way can be asked something, and the asking: `unisono scale`, `unisono stacks`.
+"""The socket at which a run that is under way can be asked something, and the asking: `unisono scale`, `stacks`.
 
 A launcher listens in the user's private folder (private_folder.py) under its process id. A connection carries one
 request and one answer, each a JSON object on a line; a request has at most 4 KiB. Whatever else comes is answered with
@@ -7,7 +7,6 @@ an error, and the run goes on.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os

@@ -13,7 +13,6 @@ One thread, one selector, no torch; the store has a thread of its own.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import selectors
@@ -355,7 +354,7 @@ class EngineRun(ABC):
                     self._hangs.take(message)
                 self._take_lines(member, message)
         elif frame.kind == "S":
-            self._take_stacks(member, json.loads(frame.body))
+            self._take_stacks(member, frame.json())
         elif frame.kind == "R":
             member.result.append(frame.body)
         else:
@@ -517,7 +516,8 @@ class EngineRun(ABC):
         gone = [member.rank for member in self._members if member.ended is not None]
         if self._told_stacks is not None:  # asked for while they are being gathered
             return [], gone
-        self._told_stacks = told = {}
+        told: dict[int, WorkerStack] = {}
+        self._told_stacks = told
         for member in running:
             self._say(member.channel, kind="stacks")
         deadline = time.monotonic() + _STACKS_S

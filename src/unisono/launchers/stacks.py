@@ -116,7 +116,7 @@ class HangReports:
             record.event("verdict", **verdict._asdict())
         record.event("hang", **values)
         self._count += 1
-        record.append(f"hangs/{self._count}.txt", f"{self.last}\n\n{format_all(workers)}\n")
+        record.append(f"hangs/{self._count}.txt", f"{self.last}\n\n{_format_all(workers)}\n")
 
     def add_to(self, outcome: Outcome) -> Outcome:
         """How the run ended, with what hung before."""
@@ -125,7 +125,7 @@ class HangReports:
         return replace(outcome, report=f"{outcome.report}\n\n{self.last}")
 
 
-def format_all(workers: Sequence[WorkerStack]) -> str:
+def _format_all(workers: Sequence[WorkerStack]) -> str:
     """The stacks of all workers."""
     return "\n\n".join(worker.to_text() for worker in workers)
 
@@ -146,7 +146,7 @@ def find_launcher(run: str | Path | int) -> int:
     Raises Gone where there is no such run, or it is over.
     """
     if isinstance(run, int) or str(run).isdigit():
-        return int(run)
+        return int(str(run))
     try:
         folder = find_run(str(run))
     except NoSuchRun as error:

@@ -36,7 +36,7 @@ def make_page(runs: Sequence[Summary]) -> str:
         Section("Bytes", _show_bytes(found)),
         Section("How evenly data and work were split", _show_balance(found)),
         Section("Verdicts and changes", _show_events(found)),
-        Section("What is missing from the record", [Table([("", "")], [[text] for text in found.missing])]),
+        Section("What is missing from the record", [*found.missing]),
         Section("What was run", [Pairs(list_facts(found)), *_show_failure(found)]),
     ]
     shown = [section for section in sections if section.blocks and (found.missing or "missing" not in section.heading)]
@@ -84,7 +84,7 @@ def _show_ranks(found: Summary, shown: Sequence[object]) -> Table:
         ("longest", "ms"),
     ]
     heads += [("sent", "a step"), ("steps", ""), ("samples", "")]
-    rows, notes = [], []
+    rows = []
     for rank in found.ranks:
         if rank not in shown:
             continue
@@ -92,9 +92,7 @@ def _show_ranks(found: Summary, shown: Sequence[object]) -> Table:
         samples = "-" if rank.samples is None else f"{rank.samples:,}"
         sent = show_bytes(rank.cost["bytes_sent"])
         rows.append([str(rank.rank), rank.host, *times, show_ms(rank.longest_s), sent, f"{rank.steps:,}", samples])
-        is_slow = found.slowest is not None and found.slowest.cause and found.slowest.rank == rank.rank
-        notes.append(found.slowest.text if is_slow and found.slowest is not None else "")
-    return Table(heads, rows, notes=notes)
+    return Table(heads, rows)
 
 
 def _show_metrics(found: Summary) -> list[Block]:
@@ -152,8 +150,8 @@ def _show_events(found: Summary) -> list[Block]:
     rows = []
     for event in every:
         at = "-" if found.started is None else f"{event['time'] - found.started:.1f} s"
-        rows.append([at, str(event.get("step", "-")), str(event["kind"]), str(event["text"])])
-    return [Table([("after", ""), ("step", ""), ("what", ""), ("", "")], rows)]
+        rows.append([str(event["text"]), str(event["kind"]), str(event.get("step", "-")), at])
+    return [Table([("what happened", ""), ("kind", ""), ("step", ""), ("after", "")], rows)]
 
 
 def _show_failure(found: Summary) -> list[Block]:

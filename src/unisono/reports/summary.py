@@ -139,7 +139,7 @@ def summarise(reader: RunReader) -> Summary:
     not_measured = sorted({str(part) for log in logs for part in log.header.get("not_measured", [])})
     if any(int(log.header.get("hosts") or 1) > 1 for log in logs) and "waiting" not in not_measured:
         not_measured.append("waiting")  # who was last would take a message between hosts
-    workers = max([int(log.header.get("size") or 0) for log in logs] or [0]) or int(run.get("workers") or 0)
+    workers = max([int(log.header.get("size") or 0) for log in logs] or [0]) or int(_as_float(run.get("workers")) or 0)
     cost = _mean_cost(ranks)
     return Summary(
         name=str(run.get("name") or Path(reader.folder).resolve().name),
@@ -156,7 +156,7 @@ def summarise(reader: RunReader) -> Summary:
         started=began,
         seconds=_find_seconds(run, logs, began),
         outcome=_find_outcome(reader),
-        exit_status=run.get("exit_status"),
+        exit_status=status if isinstance(status := run.get("exit_status"), int) else None,
         failure=str(run.get("report") or ""),
         missing=reader.missing,
         steps=max((log.last_step + 1 for log in logs), default=0),

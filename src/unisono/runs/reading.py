@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -145,6 +145,7 @@ class RunReader:
         ranks: By place, what each worker wrote.
         events: What the launcher saw: dicts with "time" (unix), "kind", and more.
         unreadable: Lines that could not be read.
+        on_values: Is told of a rank's new values of a metric: its name, how ranks are joined; steps, times, values.
     """
 
     def __init__(self, folder: str | Path, *, ends: bool = False, listener: Listener | None = None) -> None:
@@ -155,6 +156,7 @@ class RunReader:
         self.ranks: dict[int, RankLog] = {}
         self.events: deque[dict[str, Any]] = deque(maxlen=_MOST_EVENTS * 5)
         self.unreadable = 0
+        self.on_values: Callable[[RankLog, str, str, Sequence[tuple[float, float, float]]], None] | None = None
         self._files: dict[int, _Grows] = {}
         self._event_file = _Grows(self.folder / "events.jsonl")
         self._run_seen: tuple[int, int] | None = None
@@ -262,6 +264,8 @@ class RunReader:
                     continue
                 rank.metrics[name] = Series(how, rank.rows.most)
             rank.metrics[name].add(values)
+            if self.on_values is not None:
+                self.on_values(rank, name, how, values)
 
     def _take_line(self, rank: RankLog, fresh: _Fresh, line: Any) -> None:
         try:

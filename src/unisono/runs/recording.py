@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from unisono.world.rendezvous import find_joined, join
 
 __all__ = ["begin", "find_recorder", "needs_folder", "share_folder"]
 
+_feeding: subprocess.Popen[bytes] | None = None
 _made: RunFolder | None = None  # in rank 0 of a program that no launcher of ours started
 
 
@@ -43,6 +45,7 @@ def share_folder(world: World) -> None:
         hosts = list(dict.fromkeys(world.hosts))
         if _made is not None:
             _made.update(hosts=hosts)
+            _start_feeding(_made)
     text = world.broadcast_object(text, 0) if world.size > 1 else text
     if text and Path(text).is_dir():  # on a host that does not have it, ranks write nothing
         os.environ[FOLDER] = text
@@ -86,9 +89,30 @@ def _make(world: World, facts: Facts | None) -> Recorder | None:
     return recorder
 
 
+def _start_feeding(made: RunFolder) -> None:
+    """Hand metrics on to what UNISONO_LOG names, as the launcher does."""
+    global _feeding
+    asked = os.environ.get("UNISONO_LOG", "").strip()
+    if not asked:
+        return
+    from unisono.runs.feeding import start_feeding
+    from unisono.runs.sinks import read_asked
+
+    try:
+        read_asked(asked)
+    except ValueError as error:
+        print(f"unisono: UNISONO_LOG: {error}; training goes on", file=sys.stderr)
+        return
+    _feeding = start_feeding(made.path, asked)
+
+
 def _finish(outcome: str) -> None:
     assert _made is not None
     _made.finish(outcome, exit_status=0 if outcome == "ok" else 1)
+    if _feeding is not None:
+        from unisono.runs.feeding import stop_feeding
+
+        stop_feeding(_feeding)
 
 
 def _is_recordable(world: World) -> bool:

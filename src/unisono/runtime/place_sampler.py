@@ -9,7 +9,7 @@ from types import FrameType
 
 from unisono.runtime.stack_text import Frame, Kind, find_kind
 
-__all__ = ["PlaceSampler"]
+__all__ = ["PlaceSampler", "list_frames"]
 
 _MOST = 200  # looks
 
@@ -38,10 +38,11 @@ class PlaceSampler:
             frame = sys._current_frames().get(self._thread)
             if frame is None:
                 return
-            self._found[find_kind(_list_frames(frame))] += 1
+            self._found[find_kind(list_frames(frame))] += 1
 
 
-def _list_frames(frame: FrameType | None) -> list[Frame]:
+def list_frames(frame: FrameType | None) -> list[Frame]:
+    """A stack, from its innermost frame outwards."""
     found = []
     while frame is not None:
         found.append(Frame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))

@@ -274,10 +274,13 @@ class RunFolder:
         plain = re.sub(r"\x1b\[[0-9;]*m", "", report)  # without colours
         self.update(ended=time.time(), outcome=outcome, exit_status=exit_status, report=plain[:_MOST_TEXT])
 
-    def close(self, *, keep: bool) -> None:
-        """The launcher ends. Where no worker wrote anything, there is nothing to keep, unless it was asked for."""
+    def end(self) -> None:
+        """The launcher ends: where the run did not say how it ended, it did not begin."""
         if self.run["ended"] is None:
             self.finish("failed", exit_status=1)
+
+    def close(self, *, keep: bool) -> None:
+        """Say where it is. Where no worker wrote anything, there is nothing to keep, unless it was asked for."""
         if not any((self.path / "ranks").glob("*.jsonl")) and not keep:
             shutil.rmtree(self.path, ignore_errors=True)
         elif sys.stderr.isatty() and not self._is_lost:

@@ -8,6 +8,7 @@ that its launcher reads.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import fcntl
 import os
 import signal
@@ -16,10 +17,20 @@ from collections.abc import Mapping
 
 from unisono.runtime.memfd import anonymous_file
 
-__all__ = ["SIGNAL", "VARIABLE", "StackFile", "list_children", "read_stacks", "read_state"]
+__all__ = [
+    "SIGNAL",
+    "VARIABLE",
+    "StackFile",
+    "answer_here",
+    "list_children",
+    "open_file",
+    "read_stacks",
+    "read_state",
+]
 
 VARIABLE = "UNISONO_STACKS_FD"
 SIGNAL = signal.SIGRTMIN + 9  # neither schedulers nor libraries use it
+_NAME = "unisono-stacks"
 _TO_ANSWER_S = 1.0
 _LOOK_S = 0.01
 _MOST_BYTES = 1 << 20
@@ -28,8 +39,9 @@ _MOST_BYTES = 1 << 20
 class StackFile:
     """Where one worker writes its stacks; the launcher's end."""
 
-    def __init__(self) -> None:
-        self.fd = anonymous_file("unisono-stacks")
+    def __init__(self, fd: int | None = None) -> None:
+        """`fd`: of one that is there; it is closed with this."""
+        self.fd = anonymous_file(_NAME) if fd is None else fd
         fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) | os.O_APPEND)
 
     def empty(self) -> None:
@@ -47,6 +59,30 @@ class StackFile:
     def close(self) -> None:
         """Let go of it; the worker may still have it."""
         os.close(self.fd)
+
+
+_own: StackFile | None = None
+
+
+def answer_here() -> StackFile | None:
+    """Have this process write its stacks when it gets the signal: for one that no launcher of ours started. None where
+    the program has a use of its own for the signal."""
+    global _own
+    if _own is None:
+        if signal.getsignal(SIGNAL) is not signal.SIG_DFL:
+            return None
+        _own = StackFile()
+        faulthandler.register(SIGNAL, file=_own.fd, all_threads=True)
+    return _own
+
+
+def open_file(pid: int, fd: int) -> StackFile | None:
+    """The file of another process of this user; None where it has none."""
+    path = f"/proc/{pid}/fd/{fd}"
+    try:
+        return StackFile(os.open(path, os.O_RDWR)) if fd >= 0 and _NAME in os.readlink(path) else None
+    except OSError:
+        return None
 
 
 def read_stacks(asked: Mapping[int, StackFile], wait_s: float = _TO_ANSWER_S) -> dict[int, str]:

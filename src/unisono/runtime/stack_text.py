@@ -68,7 +68,7 @@ class WorkerStack:
 
     def to_text(self) -> str:
         """All that is known, for people."""
-        what = describe_together([self], with_host=bool(self.host))
+        what = describe_together([self], bare=True)
         parts = [f"rank {self.rank} (process {self.pid}{f' on {self.host}' if self.host else ''}): {what}"]
         parts.append(self.text.rstrip() or "its stacks could not be read")
         parts += [f"a process that loads its data:\n{text.rstrip()}" for text in self.loaders]
@@ -197,8 +197,8 @@ def _group(workers: Sequence[WorkerStack]) -> dict[Standing, list[WorkerStack]]:
     return dict(sorted(groups.items(), key=lambda item: (item[0].kind != "collective", -len(item[1]))))
 
 
-def describe_together(workers: Sequence[WorkerStack], *, with_host: bool = False) -> str:
-    """Workers that are in the same place, in words.
+def describe_together(workers: Sequence[WorkerStack], *, bare: bool = False) -> str:
+    """Workers that are in the same place, in words; `bare`: without who they are.
 
     >>> describe_together([WorkerStack(2, state="T")])
     'rank 2 is stopped (SIGSTOP, or a debugger)'
@@ -213,7 +213,7 @@ def describe_together(workers: Sequence[WorkerStack], *, with_host: bool = False
         "stopped": f"{'are' if many else 'is'} stopped (SIGSTOP, or a debugger)",
         "silent": f"{'do' if many else 'does'} not answer",
     }[standing.kind]
-    if with_host:
+    if bare:
         return said
     ranks = [worker.rank for worker in workers]
     listed = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")

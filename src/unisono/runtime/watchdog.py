@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from unisono.runtime import status
 
-__all__ = ["Watchdog", "find_watchdog"]
+__all__ = ["Watchdog", "find_watchdog", "watch_alone"]
 
 BEAT_S = 0.5
 WARN_AT, LATE_AT, LATE_S = 0.25, 0.9, 5.0  # shares of the deadline; how long before it, where that is later
@@ -38,8 +38,8 @@ class _Wait:
 class Watchdog:
     """Of one process. `tell` is given (kind, what, seconds, deadline) of a wait that takes long."""
 
-    def __init__(self, tell: Callable[[str, str, float, float], None]) -> None:
-        self._tell = tell
+    def __init__(self, tell: Callable[[str, str, float, float], None], beat: Callable[[], None]) -> None:
+        self._tell, self._beat = tell, beat
         self._waits: dict[int, _Wait] = {}  # by thread
         self.pid = os.getpid()
         self._shortest_s = 1e9
@@ -75,23 +75,32 @@ class Watchdog:
 
     def _watch(self) -> None:
         while os.getpid() == self.pid:
-            status.beat()
+            self._beat()
             self.look(time.monotonic())
             if self._changed.wait(min(BEAT_S, self._shortest_s / 50)):
                 self._changed.clear()
 
 
 _watchdog: Watchdog | None = None
+_alone: tuple[Callable[[str, str, float, float], None], Callable[[], None]] | None = None
+
+
+def watch_alone(tell: Callable[[str, str, float, float], None], beat: Callable[[], None]) -> None:
+    """What is done in a process that no launcher of ours started."""
+    global _alone
+    _alone = tell, beat
 
 
 def find_watchdog() -> Watchdog | None:
-    """This process's; None outside a launcher. A forked child of a worker has none."""
+    """This process's; a forked child of a worker has none."""
     global _watchdog
-    if _watchdog is not None and _watchdog.pid != os.getpid():
+    if os.environ.get("UNISONO_CHECKS", "on") == "off":
         return None
-    if _watchdog is None and status.is_attached() and os.environ.get("UNISONO_CHECKS", "on") != "off":
-        _watchdog = Watchdog(_tell_launcher)
-    return _watchdog
+    if _watchdog is None and status.is_attached():
+        _watchdog = Watchdog(_tell_launcher, status.beat)
+    elif _watchdog is None and _alone is not None:
+        _watchdog = Watchdog(*_alone)
+    return _watchdog if _watchdog is not None and _watchdog.pid == os.getpid() else None
 
 
 def _tell_launcher(kind: str, what: str, waited_s: float, deadline_s: float) -> None:

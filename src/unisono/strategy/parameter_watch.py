@@ -3,7 +3,7 @@ sums of some of their bits.
 
 A check takes a part of all parameters, the next one the part after it: a bit that differs anywhere is found once all of
 them had their turn, after `rounds` checks at the latest. The sums of all ranks are equal just when their largest and
-their smallest are, so two numbers are exchanged, behind the program; who differs, and where, is asked when they are not.
+their smallest are: so two numbers are exchanged, behind the program. Who differs, and where, is asked if they are not.
 When the next check is due follows from the steps of the slowest rank, which travel along.
 """
 
@@ -158,7 +158,9 @@ class ParameterWatch:
         lines = [self._enter_verdict(world, name, odd, since) for name, (odd, since) in found.items()]
         if lines and world.rank == 0:
             more = f"\n  and {len(lines) - _SHOWN} parameters more" if len(lines) > _SHOWN else ""
-            advice = "Every rank goes on with its own values: load a checkpoint of before, or find out what changed them"
+            advice = (
+                "Every rank goes on with its own values: load a checkpoint of before, or find out what changed them"
+            )
             print("\n".join(f"unisono: {line}" for line in lines[:_SHOWN]) + f"{more}. {advice}", file=sys.stderr)
 
     def _enter_verdict(self, world: World, name: str, odd: Sequence[int], since: int) -> str:
@@ -209,7 +211,7 @@ def _divide(chunks: Sequence[_Chunk]) -> list[list[_Chunk]]:
 
 @torch.no_grad()
 def _sum_up(part: Sequence[_Chunk]) -> Tensor:
-    """A number for each chunk, which one flipped bit changes: the sum of its bytes, as whole numbers that wrap around."""
+    """A number for each chunk, which one flipped bit changes: the sum of its words, which wraps around."""
     sums = [_sum_bits(chunk) for chunk in part]
     devices = {x.device for x in sums}
     return torch.stack(sums if len(devices) == 1 else [x.cpu() for x in sums])
@@ -219,7 +221,9 @@ def _sum_bits(chunk: _Chunk) -> Tensor:
     param = chunk.param.detach()
     line = param.view(-1) if param.is_contiguous() else param.reshape(-1)  # all ranks have one layout
     size = 8 if line.data_ptr() % 8 == 0 else min(8, param.element_size())
-    data = (torch.view_as_real(line).view(-1) if line.is_complex() else line).view(torch.uint8)[chunk.start : chunk.stop]
+    data = (torch.view_as_real(line).view(-1) if line.is_complex() else line).view(torch.uint8)[
+        chunk.start : chunk.stop
+    ]
     whole = data.numel() // size * size
     total = data[:whole].view(_INTEGERS[size]).sum(dtype=torch.int64)
     return total + data[whole:].sum(dtype=torch.int64) if whole < data.numel() else total

@@ -111,7 +111,7 @@ class Replica:
     # once (`World.weight`), whatever the optimizer; "name": only say so; "ignore": no rank waits for them.
     slow_ranks: ClassVar[Treatment] = "name"
     not_measured: tuple[str, ...] = ()  # the parts of a step that the ledger's rows cannot tell from others
-    same_parameters: ClassVar[bool] = False  # on every rank after every step, bit by bit: ranks compare them now and then
+    same_parameters: ClassVar[bool] = False  # after every step, bit by bit: ranks compare them now and then
     bytes_by_formula: ClassVar[bool] = False  # the ledger's bytes are not counted where they are sent
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: Strategy) -> None:

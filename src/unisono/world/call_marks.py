@@ -5,6 +5,9 @@ Where: the tag, and the line of the program that made the call. Lines may differ
 ...`). They are refused where all ranks were at each of these lines together before: then some rank has skipped a call,
 or makes calls in another order. Otherwise a warning is given once.
 
+Where ranks do not meet on the host (NCCL), the marks are rolled into one number, which rides along with the next call
+for which they do.
+
 What comes after what is remembered, so that the rank that is out of turn can be named.
 """
 
@@ -20,9 +23,9 @@ from torch import Tensor
 
 from unisono.runtime.frames import find_site, warn_user
 from unisono.world.ledger import Ledger
-from unisono.world.transports import Mismatch, Side
+from unisono.world.transports import Mismatch, PeerLost, Side
 
-__all__ = ["CallHistory", "CallMark", "are_checks_on", "judge_sides", "note_mismatch", "shapes_of"]
+__all__ = ["CallHistory", "CallMark", "Verdict", "are_checks_on", "judge_sides", "note_trouble", "shapes_of"]
 
 VARIABLE = "UNISONO_CHECKS"
 _MOST = 4096  # calls that are remembered
@@ -46,7 +49,8 @@ class CallMark:
         self.history, self.op, self.tag, self._key = history, op, tag, key
         self.number, self.rank, self.step = number, rank, step
         what = _whats.get((op, key))
-        self.what = what if what is not None else _note_what(op, key)
+        unseen, history.unseen = history.unseen, 0
+        self.what = ((what if what is not None else _note_what(op, key)) ^ unseen) or 1
         self.site, direct = find_site()
         tag_number = crc32(tag.encode())
         self.where = (tag_number ^ self.site.number if self.site is not None and direct else tag_number) or 1
@@ -103,6 +107,7 @@ class CallHistory:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
+        self.unseen = 0  # of calls whose marks nobody compared yet
         self._agreed: set[int] = set()
         self._apart: set[frozenset[int]] = set()  # places that met each other, and were let pass
         self._after: dict[int, int] = {}
@@ -120,6 +125,10 @@ class CallHistory:
             self._known[this] = mark
         self._after[self._last] = self._last = this
         return expected
+
+    def roll(self, mark: CallMark) -> None:
+        """A call for which ranks do not meet on the host; its mark has those before it in it."""
+        self.unseen = crc32(f"{mark.what}".encode())
 
     def agree(self, where: int) -> None:
         """All ranks were there together."""
@@ -195,9 +204,23 @@ def _name_cause(sides: Iterable[Side]) -> str:
     return "different shape" if len(names) == 1 and len(whats) > 1 else "different collective"
 
 
-def note_mismatch(error: Mismatch, mark: CallMark | None, ledger: Ledger) -> None:
-    """Say in the error who is out of turn, and enter that into the ledger."""
-    if mark is None or error.is_noted:
+def note_trouble(error: Mismatch | PeerLost, mark: CallMark | None, ledger: Ledger) -> None:
+    """Enter into the ledger who is out of turn, where ranks disagree or one has ended; and say it in the error."""
+    if mark is None:
+        return
+    if isinstance(error, Mismatch):
+        _note_mismatch(error, mark, ledger)
+    elif error.ended is not None:
+        text = (
+            f"rank {error.ended} has ended its program without {mark.describe()}, where rank {mark.rank} waits for it"
+        )
+        place = mark.site.text if mark.site is not None else ""
+        ledger.event("verdict", rank=error.ended, cause="skipped collective", place=place, text=text)
+        error.ended = None  # it may be raised again
+
+
+def _note_mismatch(error: Mismatch, mark: CallMark, ledger: Ledger) -> None:
+    if error.is_noted:
         return
     error.is_noted = True
     sides = {side.rank: side for side in error.sides}
@@ -205,6 +228,9 @@ def note_mismatch(error: Mismatch, mark: CallMark | None, ledger: Ledger) -> Non
     if len(sides) < 2:
         return
     verdict = judge_sides(mark, sides)
+    if len({side.text for side in sides.values()}) == 1:
+        text = f"before {mark.describe()}, the ranks have called different things on their GPUs (NCCL)"
+        verdict = Verdict(verdict.rank, "different collective", verdict.place, text)
     listed = "; ".join(f"rank {rank}: {side.text}" for rank, side in sorted(sides.items())[:8])
     said = verdict.text[:1].upper() + verdict.text[1:]
     error.args = (f"{error.args[0]}\nAs collective {mark.number}: {listed}.\n{said}.",)

@@ -16,9 +16,9 @@ from unisono import packing
 from unisono.background import Handle, SerialQueue, in_background
 from unisono.runtime import status
 from unisono.runtime.watchdog import find_watchdog
-from unisono.world.call_marks import CallHistory, CallMark, are_checks_on, note_mismatch
+from unisono.world.call_marks import CallHistory, CallMark, are_checks_on, note_trouble
 from unisono.world.ledger import Ledger, Record
-from unisono.world.transports import Mismatch, Op, Transport
+from unisono.world.transports import Mismatch, Op, PeerLost, Transport
 from unisono.world.transports.cuda_route import Route, choose_route
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class Operations:
         self._queues: dict[str, SerialQueue] = {}
         self._sequences: dict[str, int] = {}
         self._history = CallHistory(ledger) if base is not None and are_checks_on() else None
-        self._watchdog = find_watchdog() if base is not None else None
+        self._watchdog = find_watchdog() if base is not None and base.timeout_s < math.inf else None
         self._owner: int | None = None  # in a forked child: the process that the world belongs to
         _living.add(self)
 
@@ -80,9 +80,7 @@ class Operations:
         record = Record(op, tag, bytes_sent, channel, sequence)
         if self._history is not None and queue == "main":
             key = (how, dtype, *shapes)
-            record.mark = CallMark(
-                self._history, op, tag, key, sequence + 1, self.base.rank, self.ledger.step_count
-            )
+            record.mark = CallMark(self._history, op, tag, key, sequence + 1, self.base.rank, self.ledger.step_count)
         return record
 
     def call(self, run: Callable[[], T]) -> T:
@@ -93,8 +91,8 @@ class Operations:
             self.base.sequence, self.base.mark = record.sequence + 1, record.mark
             try:
                 return run()
-            except Mismatch as error:
-                note_mismatch(error, record.mark, self.ledger)
+            except (Mismatch, PeerLost) as error:
+                note_trouble(error, record.mark, self.ledger)
                 raise
 
         return job() if self.inline else self._queue("main").submit(job).wait()
@@ -120,8 +118,8 @@ class Operations:
                 self._watchdog.enter(self._describe(record), self.base.timeout_s)
             try:
                 record.last = finish()
-            except Mismatch as error:
-                note_mismatch(error, record.mark, self.ledger)
+            except (Mismatch, PeerLost) as error:
+                note_trouble(error, record.mark, self.ledger)
                 raise
             finally:
                 if self._watchdog is not None:
@@ -145,6 +143,9 @@ class Operations:
         base = self.base
         route = Route(base) if like is None or not like.is_cuda else choose_route(base, self.accelerated, like)
 
+        if self._history is not None and self.accelerated is not None and route.transport is self.accelerated:
+            self._history.roll(record.mark)  # on GPUs ranks do not meet on the host
+
         def job() -> T:
             doing = self._describe(record)
             status.note(doing=doing)
@@ -156,8 +157,8 @@ class Operations:
             try:
                 with route.around():
                     record.last, value = run(route.transport)
-            except Mismatch as error:
-                note_mismatch(error, record.mark, self.ledger)
+            except (Mismatch, PeerLost) as error:
+                note_trouble(error, record.mark, self.ledger)
                 raise
             finally:
                 if self._watchdog is not None:

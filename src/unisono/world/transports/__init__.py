@@ -20,6 +20,7 @@ class PeerLost(CalledByAll, RuntimeError):
     """Another rank of this world ended or died, or its connection broke, during a collective."""
 
     __module__ = "unisono"  # as programs know it
+    ended: int | None = None  # the rank whose program has ended well, so that it will never make this call
 
 
 class Side(NamedTuple):

@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from unisono.background import LongWait, close_queues, watch_long_waits
-from unisono.runtime.ending import describe_ending
+from unisono.runtime.ending import ENDED, describe_ending
 from unisono.runtime.frames import find_current_call
 from unisono.world.transports import SMALL_BYTES, Mark, Mismatch, Op, PeerLost, Side, warn_of_each_other
 from unisono.world.transports.arithmetic import combine
+from unisono.world.transports.lateness import BYTES, Neighbours
 
 PAGE_NAME = "unisono-meeting-page"  # launchers that make the page give it this name
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -37,10 +38,10 @@ _CHECK_S = 0.05
 SPINS = 1000  # looks before sleeping, some 50 us: a wake-up costs as much
 
 # The page: a row of meetings for each rank, a row of small all-reduces for each, a row for each pair of ranks.
-# counter, process id, two slots of (arrival time, number and mark of the collective, item), why the rank left, where it
-# waits, and what it called where the ranks disagree
+# counter, process id, what lateness.py has there, two slots of (arrival time, number and mark of the collective, item),
+# why the rank left, where it waits, and what it called where the ranks disagree
 ROW = 1664
-_COUNT, _PID, _SLOTS, _REASON, _WAITS, _SIDE = 0, 4, 32, 512, 1024, 1280
+_COUNT, _PID, _LATE, _SLOTS, _REASON, _WAITS, _SIDE = 0, 4, 8, 32, 512, 1024, 1280
 _GAVE_UP = "gave up: "
 _DISAGREES = "gave up, as the ranks disagree: "
 _SLOT = 240
@@ -60,6 +61,9 @@ _TO_TELL_S = 1.0  # that ranks wait for what each other called, where they disag
 OP_CODES: dict[str, int] = {"sum": 0, "mean": 1, "max": 2, "min": 3}
 DTYPES: list[torch.dtype] = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
 DTYPE_CODES = {dtype: i for i, dtype in enumerate(DTYPES)}
+
+
+assert _LATE + BYTES <= _SLOTS
 
 
 class _Time(ctypes.Structure):
@@ -185,6 +189,8 @@ class MeetingPage:
         self._pid = os.getpid()  # a forked child is not the one that others wait for
         struct.pack_into("i", self.memory, rank * ROW + _PID, self._pid)
         _pages.add(self)
+        rows = [r * ROW for r in range(size)]
+        self._neighbours = Neighbours(self.memory, rank, [row + _PID for row in rows], [row + _LATE for row in rows])
         self._watch: ProcessWatch | None = ProcessWatch(pids) if pids else None
         self._timeout_s = timeout_s
         self.meet(b"")
@@ -249,7 +255,9 @@ class MeetingPage:
         if reason.startswith(_GAVE_UP):
             raise PeerLost(f"{what}: {who} {reason}")
         if reason:
-            raise self.give_up(PeerLost(f"{who} {reason}; {waited}"))
+            error = PeerLost(f"{who} {reason}; {waited}")
+            error.ended = rank if self.noun == "rank" and reason.startswith(ENDED) else None
+            raise self.give_up(error)
         if has_died:
             raise self.give_up(PeerLost(f"{who} has died: killed, or ended by os._exit; {waited}"))
         if time.perf_counter() - began > self._timeout_s:
@@ -466,9 +474,7 @@ class SmallAllReduce:
         self._announced = next(iter(self._open), self._next - 1)  # the newest may be on its way
         self.page.counters.publish(self._rows[self.page.rank] + 4, self._announced)
 
-    def _finish(
-        self, k: int, x: Tensor, op: Op, views: list[Tensor], sequence: int, mark: Mark | None
-    ) -> float:
+    def _finish(self, k: int, x: Tensor, op: Op, views: list[Tensor], sequence: int, mark: Mark | None) -> float:
         page, slot = self.page, k % _DEPTH
 
         def check_large(rank: int) -> None:

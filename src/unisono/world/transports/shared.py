@@ -88,7 +88,7 @@ class SharedTransport(Transport):
         self._page.sequence = value
 
     @property
-    def mark(self) -> Mark | None:  # type: ignore[override]
+    def mark(self) -> Mark | None:
         """What it is: shown likewise."""
         return self._page.mark
 

@@ -17,6 +17,7 @@ from unisono.runtime.frames import find_current_call
 from unisono.world.transports import Mark, Mismatch, Op, PeerLost, Transport, find_group, warn_of_each_other
 from unisono.world.transports.arithmetic import combine
 
+RETURNED = "has returned from its function"
 _LOOK_S = 0.25  # how often one that waits looks where the others are
 
 
@@ -62,7 +63,10 @@ class Hub:
         wait.end()
         if not ready():
             gone = " and ".join(f"rank {r} {why}" for r, why in sorted(self.left.items()) if r in ranks)
-            raise PeerLost(f"{self.lost or gone}; waited {time.perf_counter() - began:.1f} s in {what}")
+            error = PeerLost(f"{self.lost or gone}; waited {time.perf_counter() - began:.1f} s in {what}")
+            done = [r for r, why in self.left.items() if r in ranks and why == RETURNED]
+            error.ended = done[0] if done and self.lost is None else None
+            raise error
 
     def _find_waits(self, me: int, ranks: Sequence[int]) -> dict[int, str]:
         """Which of those that have not come wait in another call of the program than I."""

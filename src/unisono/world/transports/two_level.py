@@ -168,7 +168,7 @@ class TwoLevelTransport(Transport):
             inside.call_others("local rank")
 
     @property
-    def mark(self) -> Mark | None:  # type: ignore[override]
+    def mark(self) -> Mark | None:
         """What the collective now running is: all that it is made of carry it."""
         return self._flat.mark
 

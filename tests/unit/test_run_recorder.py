@@ -184,6 +184,24 @@ def test_lines_come_about_twice_a_second_and_a_verdict_at_once(monkeypatch: pyte
     mine.close("ok")
 
 
+def test_many_events_and_long_ones_stay_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "DETAILED_EVENTS", 10)
+    kept, world = Kept(), un.World()
+    mine = Recorder(world, kept)
+    for i in range(5):
+        world.ledger.event("round", number=i, norms={f"layer{n}.weight": 0.5 for n in range(400)})
+    mine.write()
+    assert [line[4] for line in kept.of("event")] == [{"number": i, "norms": "400 values"} for i in range(5)]
+    for i in range(20):
+        world.ledger.event("round", number=i)
+        world.ledger.event("straggler", rank=i)
+    mine.close("ok")
+    kinds = [line[1] for line in kept.of("event")][5:]
+    assert kinds.count("straggler") == 20
+    assert kinds.count("round") == 1
+    assert [line[4]["number"] for line in kept.of("event") if line[1] == "round"][-1] == 19
+
+
 def test_a_change_of_the_world_writes_another_header() -> None:
     kept, world = Kept(), un.World()
     mine = Recorder(world, kept)

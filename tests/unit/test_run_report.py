@@ -160,6 +160,39 @@ def test_what_a_method_cannot_tell_apart_is_not_guessed(tmp_path: Path) -> None:
     assert found.not_measured == ["communication", "waiting"]
 
 
+def test_a_change_of_the_world_is_told_once_and_ranks_keep_their_places(tmp_path: Path) -> None:
+    write_run(tmp_path, workers=3)
+    lines = ['{"time": 1001.0, "kind": "worker lost", "rank": 1, "text": "killed by SIGKILL"}']
+    lines.append('{"time": 1002.0, "kind": "world", "generation": 1, "size": 2}')
+    (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
+    formed = ["event", "world", 4, 12.1, {"generation": 1, "ranks": 2, "what": "model from rank 0"}]
+    write_rank(tmp_path, 0, row(0, 0.1, 0, 0, 0), formed)
+    write_rank(tmp_path, 2, row(0, 0.1, 0, 0, 0), ["header", {"rank": 1, "size": 2, "generation": 1}], formed)
+    found = read(tmp_path)
+    texts = [event["text"] for event in found.changes]
+    assert texts == ["worker 1 was lost: killed by SIGKILL", "2 workers go on (generation 1): model from rank 0"]
+    assert [rank.label for rank in found.ranks] == ["0", "1 (place 2)"]
+
+
+def test_between_hosts_waiting_is_found_from_all_ranks_arrivals(tmp_path: Path) -> None:
+    """Steps of 100 ms; the first rank stands still from 40 ms on, the other comes at 70 ms, and all is over at 90."""
+    write_run(tmp_path)
+    for place, (compute, arrived) in enumerate([(0.05, 0.040), (0.08, 0.070)]):
+        lines: list[Any] = []
+        for s in range(10):
+            start, begun = 10 + 0.1 * s, 10 + 0.1 * s + arrived
+            lines.append(["step", s, start, 0.1, compute, 0.1 - compute, 0.0, 0.0, 0.0, 80, 1, 0.0])
+            lines.append(["span", "blocked", s, begun, start + 0.09])
+            lines.append(["record", "all_reduce", "gradients/0", 80, "world", s, s, begun, None, start + 0.09])
+        write_rank(tmp_path, place, *lines, hosts=2, host=f"h{place}")
+    first, second = read(tmp_path).ranks
+    assert first.cost["waiting"] == pytest.approx(0.030)
+    assert first.cost["communication"] == pytest.approx(0.020)
+    assert second.cost["waiting"] == pytest.approx(0.0, abs=1e-9)
+    assert second.cost["communication"] == pytest.approx(0.020)
+    assert read(tmp_path).not_measured == []
+
+
 # Runs that are not whole ---------------------------------------------------------------------------------------------
 
 

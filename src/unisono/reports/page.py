@@ -60,7 +60,7 @@ def _show_costs(found: Summary) -> list[Block]:
         return ["No step was recorded."]
     slowest_first = sorted(trained, key=lambda rank: -rank.own_s)
     shown = trained if len(trained) <= _MOST_RANKS else sorted(slowest_first[:_MOST_RANKS], key=lambda rank: rank.rank)
-    rows = [(f"rank {rank.rank}", [1e3 * rank.cost[part] for part in PARTS]) for rank in shown]
+    rows = [(f"rank {rank.label}", [1e3 * rank.cost[part] for part in PARTS]) for rank in shown]
     rows.append(("mean of all", [1e3 * found.cost[part] for part in PARTS]))
     note = "Hidden communication runs behind compute and costs no time."
     if len(shown) < len(trained):
@@ -72,6 +72,7 @@ def _show_costs(found: Summary) -> list[Block]:
         said.append(f"Speed-up {gained.times:.2f}, efficiency {100 * gained.efficiency:.0f} %, {gained.how}.")
     else:
         said.append(f"Speed-up: {gained.how}.")
+    said += [text[0].upper() + text[1:] + "." for text in found.notes]
     return [*said, bars, _show_ranks(found, shown)]
 
 
@@ -91,7 +92,7 @@ def _show_ranks(found: Summary, shown: Sequence[object]) -> Table:
         times = [show_ms(rank.cost[name]) for name in ("wall", *PARTS, "hidden")]
         samples = "-" if rank.samples is None else f"{rank.samples:,}"
         sent = show_bytes(rank.cost["bytes_sent"])
-        rows.append([str(rank.rank), rank.host, *times, show_ms(rank.longest_s), sent, f"{rank.steps:,}", samples])
+        rows.append([rank.label, rank.host, *times, show_ms(rank.longest_s), sent, f"{rank.steps:,}", samples])
     return Table(heads, rows)
 
 
@@ -135,7 +136,7 @@ def _show_balance(found: Summary) -> list[Block]:
         rows: list[tuple[str, list[float | None]]] = []
         for rank in known:
             rest = sum(count for name, count in rank.classes.items() if name not in names)
-            rows.append((f"rank {rank.rank}", [*(float(rank.classes.get(name, 0)) for name in names), float(rest)]))
+            rows.append((f"rank {rank.label}", [*(float(rank.classes.get(name, 0)) for name in names), float(rest)]))
         parts = [*(f"class {name}" for name in names), "others"]
         if not any(values[-1] for _, values in rows):
             parts, rows = parts[:-1], [(name, values[:-1]) for name, values in rows]

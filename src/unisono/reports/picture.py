@@ -57,7 +57,7 @@ def _draw_steps(axes: Any, found: Summary) -> None:
         _say_nothing(axes, "no step was recorded")
         return
     ranks = sorted(ranks, key=lambda rank: -rank.rank)
-    names = [f"rank {rank.rank}" for rank in ranks]
+    names = [f"rank {rank.label}" for rank in ranks]
     left = [0.0] * len(ranks)
     for part, label, colour in zip(PARTS, list_parts(found), _COLOURS, strict=True):
         widths = [1e3 * rank.cost[part] for rank in ranks]
@@ -84,7 +84,7 @@ def _draw_others(axes: Any, found: Summary) -> None:
     if not known:
         _say_nothing(axes, "no other metrics, and samples were not counted")
         return
-    axes.bar([str(rank.rank) for rank in known], [rank.samples for rank in known], color=_COLOURS[0])
+    axes.bar([rank.label for rank in known], [rank.samples for rank in known], color=_COLOURS[0])
     axes.set_xlabel("rank")
     axes.set_title("samples of each worker", fontsize=10)
 

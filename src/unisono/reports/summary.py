@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from unisono.reports.arrivals import find_waits
 from unisono.reports.verdicts import Slowest, find_changes, find_slowest, find_verdicts
 from unisono.runs.reading import RankLog, RunReader
 from unisono.runs.table import SUMMED
@@ -43,6 +44,11 @@ class RankSummary:
     samples_a_step: float | None = None
     bytes_sent: int = 0  # in all its steps
     outcome: str | None = None  # None: it did not write its end
+
+    @property
+    def label(self) -> str:
+        """Its rank; after the world has changed, with the place that it has kept, as ranks are dealt anew."""
+        return str(self.rank) if self.rank == self.place else f"{self.rank} (place {self.place})"
 
     @property
     def own_s(self) -> float:
@@ -100,6 +106,7 @@ class Summary:
     steps: int
     cost: dict[str, float]  # of a mean step, over all ranks; empty where there was none
     not_measured: list[str]
+    notes: list[str]  # on the cost
     bytes_by_kind: dict[str, int]
     bytes_by_formula: bool
     samples_a_step: float | None
@@ -136,9 +143,7 @@ def summarise(reader: RunReader) -> Summary:
     header = next((log.header for log in logs if log.header), {})
     ranks = [_summarise_rank(log) for log in logs if log.rows.steps or log.header]
     began = _as_float(run.get("started")) or _find_begin(logs)
-    not_measured = sorted({str(part) for log in logs for part in log.header.get("not_measured", [])})
-    if any(int(log.header.get("hosts") or 1) > 1 for log in logs) and "waiting" not in not_measured:
-        not_measured.append("waiting")  # who was last would take a message between hosts
+    not_measured, notes = _settle_waiting(logs, ranks)
     workers = max([int(log.header.get("size") or 0) for log in logs] or [0]) or int(_as_float(run.get("workers")) or 0)
     cost = _mean_cost(ranks)
     return Summary(
@@ -162,6 +167,7 @@ def summarise(reader: RunReader) -> Summary:
         steps=max((log.last_step + 1 for log in logs), default=0),
         cost=cost,
         not_measured=not_measured,
+        notes=notes,
         bytes_by_kind=_sum_kinds(logs),
         bytes_by_formula=any(bool(log.header.get("bytes_by_formula")) for log in logs),
         samples_a_step=_sum_known([rank.samples_a_step for rank in ranks]),
@@ -199,6 +205,23 @@ def _summarise_rank(log: RankLog) -> RankSummary:
         bytes_sent=int(rows.totals["bytes_sent"]),
         outcome=None if log.end is None else str(log.end.get("outcome", "")),
     )
+
+
+def _settle_waiting(logs: Sequence[RankLog], ranks: Sequence[RankSummary]) -> tuple[list[str], list[str]]:
+    """What cannot be told apart, and what is to be said of it. Between hosts, waiting was counted as communication:
+    where the record has all ranks' arrivals, it is taken out of that."""
+    not_measured = sorted({str(part) for log in logs for part in log.header.get("not_measured", [])})
+    if "waiting" in not_measured or not any(int(log.header.get("hosts") or 1) > 1 for log in logs):
+        return not_measured, []
+    waits, steps = find_waits([log for log in logs if log.rows.steps])
+    if not steps:
+        return [*not_measured, "waiting"], ["between hosts, waiting counts as communication: the record cannot tell"]
+    for rank in ranks:
+        moving = rank.cost["communication"] - rank.cost["compression"]
+        waited = max(0.0, min(waits.get(rank.place, 0.0), moving))
+        rank.cost["communication"] -= waited
+        rank.cost["waiting"] += waited
+    return not_measured, [f"between hosts, waiting is worked out from all ranks' arrivals in {steps} steps"]
 
 
 def _mean_cost(ranks: Sequence[RankSummary]) -> dict[str, float]:

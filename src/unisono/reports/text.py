@@ -81,7 +81,7 @@ def _costs(found: Summary) -> Table:
         times = [show_ms(rank.cost[name]) for name in ("wall", *PARTS, "hidden")]
         samples = "-" if rank.samples is None else f"{rank.samples:,}"
         slow = found.slowest is not None and found.slowest.cause and rank.rank == found.slowest.rank
-        row = [str(rank.rank), *times, show_bytes(rank.cost["bytes_sent"]), f"{rank.steps:,}", samples]
+        row = [rank.label, *times, show_bytes(rank.cost["bytes_sent"]), f"{rank.steps:,}", samples]
         table.add_row(*row, style="yellow" if slow else "")
     if len(ranks) > _MOST_RANKS:
         table.add_row(f"of {len(ranks)}", *[""] * (len(heads) - 1), style="dim")
@@ -102,7 +102,7 @@ def _explain_costs(found: Summary) -> list[Padding]:
         lines.append(f"speed-up: {gained.how}")
     if found.samples_a_second is not None:
         lines.append(f"{found.samples_a_second:,.0f} samples a second")
-    return _lines(lines)
+    return _lines([*lines, *found.notes])
 
 
 def _kinds(found: Summary) -> Table:

@@ -14,9 +14,9 @@ from unisono.runs.reading import RankLog, RunReader
 from unisono.runs.table import COLUMNS
 from unisono.runtime.trace_file import TraceFile
 
-__all__ = ["find_offsets", "write_trace"]
+__all__ = ["ALL_WAIT", "find_offsets", "write_trace"]
 
-_ALL_WAIT = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "objects", "barrier")  # for all
+ALL_WAIT = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "objects", "barrier")  # for all
 _MOST_STEPS = 2_000
 _MOST_VALUES = 5_000
 
@@ -58,7 +58,7 @@ def _find_first(log: RankLog) -> float:
 def find_offsets(logs: Sequence[RankLog]) -> list[float]:
     """For each rank, the seconds to add to its times: to those of the first rank's machine, in unix time."""
     first = logs[0]
-    begun = {(r[3], r[4]): (r[6], r[8]) for r in first.records if r[0] in _ALL_WAIT}
+    begun = {(r[3], r[4]): (r[6], r[8]) for r in first.records if r[0] in ALL_WAIT}
     by_boot = {first.header.get("boot"): first.offset}
     for log in logs[1:]:
         boot = log.header.get("boot")
@@ -71,7 +71,7 @@ def _align(log: RankLog, first: RankLog, begun: dict[tuple[str, int], tuple[floa
     """The offset of a rank on another machine, between the bounds that common collectives set."""
     low, high = -math.inf, math.inf
     for op, _, _, channel, sequence, _, start, _, end in log.records:
-        if op in _ALL_WAIT and (channel, sequence) in begun:
+        if op in ALL_WAIT and (channel, sequence) in begun:
             theirs = begun[channel, sequence]
             low, high = max(low, theirs[0] - end), min(high, theirs[1] - start)
     if math.isinf(low) or low > high:  # nothing in common, or a clock that was set meanwhile

@@ -84,6 +84,8 @@ def _collect(reader: RunReader, kinds: Sequence[str]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [dict(event) for event in reader.events if event["kind"] in kinds]
     for log in reader.ranks.values():
         found += [{**event, "time": event["time"] + log.offset} for event in log.events if event["kind"] in kinds]
+    told = {event.get("generation") for event in found if event["kind"] == "world" and "ranks" in event}  # by ranks
+    found = [event for event in found if "size" not in event or event.get("generation") not in told]
     unique: dict[str, dict[str, Any]] = {}
     for event in sorted(found, key=lambda event: float(event["time"])):
         known = {name: value for name, value in event.items() if name not in ("time", "step", "pid")}
@@ -108,6 +110,8 @@ def describe(event: dict[str, Any]) -> str:
     if kind == "worker lost":
         return f"worker {event.get('rank')} was lost: {event.get('text') or 'no reason is known'}"
     if kind == "world":
-        return f"{event.get('size')} workers go on (generation {event.get('generation')})"
+        count = event.get("ranks", event.get("size"))
+        what = f": {event['what']}" if event.get("what") else ""
+        return f"{count} workers go on (generation {event.get('generation')}){what}"
     details = ", ".join(f"{name} {value}" for name, value in known.items())
     return " ".join(filter(None, [f"{kind}:", who, details])).rstrip(":")

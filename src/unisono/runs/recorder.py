@@ -49,6 +49,9 @@ LOSS = "loss"
 EVERY_S = 0.5
 DETAILED_STEPS = 5_000  # each a line of its own
 DETAILED_VALUES = 20_000  # of metrics, likewise
+DETAILED_EVENTS = 2_000
+KEPT_KINDS = ("verdict", "straggler", "straggler over", "shares", "world", "fault", "worker lost")
+LONGEST_EVENT = 4_000  # characters
 LINES_A_RUN = 40_000  # from then on a line comes after 1/40,000 of the time so far, if that is longer
 MANY_RANKS = 64  # with more, each writes more rarely: there is one folder for all
 SUMS_EVERY_S, SUMS_GROWTH = 5.0, 1.1  # bytes by tag and samples: the sums so far
@@ -86,7 +89,7 @@ class Recorder:
         self._events: list[Event] = []
         self._values: list[Pending] = []
         self._losses: Losses | None = None  # None: the program logs its loss itself
-        self._steps_left, self._values_left = DETAILED_STEPS, DETAILED_VALUES
+        self._steps_left, self._values_left, self._events_left = DETAILED_STEPS, DETAILED_VALUES, DETAILED_EVENTS
         self._since = self._sums_at = self.ledger.clock()
         self._due = self._since + EVERY_S
         self._seat: tuple[str, int, int] | None = None  # of the last header
@@ -254,7 +257,11 @@ class Recorder:
 
     def _write_events(self) -> list[str]:
         events, self._events = self._events, []
-        return [_line("event", e.kind, e.step, round(e.start, 6), as_json(e.values)) for e in events]
+        if len(events) > self._events_left:  # some methods have one every round: the newest of each kind stands for all
+            newest = {event.kind: event for event in events}
+            events = [event for event in events if event.kind in KEPT_KINDS or event is newest[event.kind]]
+        self._events_left = max(0, self._events_left - len(events))
+        return [_line("event", e.kind, e.step, round(e.start, 6), _shorten(as_json(e.values))) for e in events]
 
     def _write_sums(self) -> list[str]:
         lines = [_line("tags", self.ledger.by_tag())]
@@ -312,6 +319,14 @@ def _join_in_time(values: Sequence[Pending]) -> list[Pending]:
         numbers: Mapping[str, float] = {name: take(found) for name, found in series.items()}
         joined.append(Pending(group[-1].step, group[-1].time, Logged(dict(numbers), how), dict(numbers)))
     return joined
+
+
+def _shorten(values: dict[str, Any]) -> dict[str, Any]:
+    """An event may hold a value for every parameter: of long lists only their length."""
+    if len(json.dumps(values)) <= LONGEST_EVENT:
+        return values
+    long = {name: len(value) for name, value in values.items() if isinstance(value, list | dict) and len(value) > 8}
+    return values | {name: f"{count} values" for name, count in long.items()}
 
 
 def _line(*items: Any) -> str:

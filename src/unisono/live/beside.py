@@ -136,7 +136,7 @@ def _main() -> None:
     from unisono.live.server import serve_page
 
     with contextlib.suppress(OSError):
-        os.nice(10)  # training comes first
+        os.nice(5)  # training comes first; more would make the page late on a busy machine
     folder, *words = sys.argv[1:]
     listener = socket.socket(fileno=int(os.environ.pop(_FD)))
     serve_page(

@@ -299,7 +299,7 @@
       const over = marks.find((m) => m.kind === "straggler over" && m.rank === mark.rank && m.time >= mark.time);
       const item = make("li", over ? "over" : "");
       const head = make("div", "head");
-      if (mark.cause) head.append(make("b", "", mark.cause));
+      head.append(make("b", "", mark.cause || mark.kind));
       if (mark.rank != null) head.append(rankLink(mark.rank));
       if (mark.place) head.append(make("code", "", mark.place));
       head.append(make("span", "", `${mark.step != null ? `step ${mark.step.toLocaleString("en")}, ` : ""}at ${when(mark)}${over ? `; over at ${when(over)}` : ""}`));

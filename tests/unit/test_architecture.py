@@ -37,7 +37,7 @@ LAYERS = [
     "strategy comm_hook",
     "strategies",
     "launchers progress footprint horovod lightning",
-    "lab",
+    "lab live",
     "planner",
     "simulation",
     "compare reports trainer on",

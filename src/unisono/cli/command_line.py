@@ -11,6 +11,8 @@ __all__ = ["main"]
 
 COMMANDS = (
     "run",
+    "watch",
+    "top",
     "plan",
     "runs",
     "report",

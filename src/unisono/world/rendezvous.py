@@ -26,7 +26,7 @@ from unisono.world.world import World
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["enter", "join", "meet"]
+__all__ = ["enter", "find_joined", "join", "meet"]
 
 TIMEOUT_S = 1800.0
 _meetings = itertools.count()
@@ -70,6 +70,13 @@ def _follow_debugger(world: World) -> None:
             lambda mine: [] if transport is None else transport.exchange(mine),
             is_one_host=len(set(world.hosts)) == 1,
         )
+
+
+def find_joined(*, of_process: bool = False) -> World | None:
+    """What `join()` has returned in this thread (`of_process`: in any other than those of `un.run_threads`)."""
+    if _thread.world is not None and not of_process:
+        return _thread.world
+    return _process[0] if _process else None
 
 
 def enter(world: World | None) -> None:

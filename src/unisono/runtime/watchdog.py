@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from unisono.runtime import status
+from unisono.runtime import status, stops
 
 __all__ = ["Watchdog", "find_watchdog", "watch_alone"]
 
@@ -30,7 +30,7 @@ class _Wait:
 
     def __init__(self, what: str, deadline_s: float) -> None:
         self.what, self.deadline_s = what, deadline_s
-        self.began = time.monotonic()
+        self.began = time.monotonic() - stops.ended_s  # the time in which people debug does not count
         self.told = 0  # how many of the two words were said
         self.is_noted = False
 
@@ -76,7 +76,7 @@ class Watchdog:
     def _watch(self) -> None:
         while os.getpid() == self.pid:
             self._beat()
-            self.look(time.monotonic())
+            self.look(time.monotonic() - stops.paused_s())
             if self._changed.wait(min(BEAT_S, self._shortest_s / 50)):
                 self._changed.clear()
 

@@ -210,7 +210,8 @@ class Trainer:
             if ends:
                 self._step_optimizer()
                 steps += 1
-                self._record({"loss": loss})
+                if self.world.weight:
+                    self._record({"loss": loss})
                 for callback in self.callbacks:
                     callback.on_step_end(self, {"step": self.replica.step, "loss": loss.item()})
                 preempted = self._is_preempted(now=batches.batch == total)  # then comes validation, which may be long

@@ -82,6 +82,27 @@ def test_every_bit_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "0.weight" in [v["parameter"] for v in verdicts]
 
 
+def test_ranks_that_go_on_in_another_world_begin_alike() -> None:
+    """One of them comes from a world of its own, and has counted other steps."""
+
+    def work(world: World) -> list[str]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        pair = world.split([[0, 1], [2]])
+        replica = un.parallel(model, optimizer, world=pair)
+        for step in range(21):
+            if step == 8:
+                replica.rebind(world)
+            for _ in range(2 if step == 4 and world.rank == 2 else 1):
+                optimizer.zero_grad()
+                model(torch.randn(2, 4)).sum().backward()
+                optimizer.step()
+        return [event.kind for event in world.ledger.events if event.kind == "verdict"]
+
+    assert run_threads(work, 3) == [[], [], []]
+
+
 def test_a_method_whose_ranks_differ_is_not_compared() -> None:
     found = run_threads(lambda w: train(w, 12, None, spec="local_sgd(every=4, start=0)"), 2)
     assert found == [[], []]

@@ -45,6 +45,8 @@ class Taken(Sink):
     def add(self, step: int, unix: float, values: Mapping[str, float]) -> None:
         self.rows.append((step, unix, dict(values)))
 
+    def flush(self) -> None: ...
+
     def close(self, outcome: str) -> None:
         self.outcome = outcome
 
@@ -188,7 +190,7 @@ def test_prometheus_reads_the_newest_numbers(tmp_path: Path) -> None:
     assert isinstance(sink, Prometheus)
     try:
         sink.add(1, 1000.0, {"loss": 2.0, 'odd"\\name': 1.0})
-        sink.refresh()
+        sink.flush()
         found = {
             (s.name, s.labels.get("rank"), s.labels.get("part") or s.labels.get("name")): s.value
             for family in parser.text_string_to_metric_families(fetch(sink.port))
@@ -260,7 +262,7 @@ def test_wandb_and_mlflow_are_called_as_they_want_it(tmp_path: Path, monkeypatch
             calls.append(("param", key, value))
 
         def log_batch(self, run: str, *, metrics: list[Any]) -> None:
-            calls.append(("batch", metrics))
+            calls.append(("batch", list(metrics)))
 
         def set_terminated(self, run: str, *, status: str) -> None:
             calls.append(("terminated", status))

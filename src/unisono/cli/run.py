@@ -484,6 +484,7 @@ def _write_script(engine: Engine, options: argparse.Namespace, job: Job) -> int:
     more["--grace"] = None if job.grace_s == Job.grace_s else f"{job.grace_s:g}"
     more["--output-dir"] = None if job.output_dir is None else str(job.output_dir)
     more["--faults"], more["--strategy"] = job.faults, options.strategy
+    more["--run-dir"], more["--log"] = options.run_dir, options.log or None
     least = None
     if job.elastic is not None:
         least = job.elastic.least
@@ -493,6 +494,7 @@ def _write_script(engine: Engine, options: argparse.Namespace, job: Job) -> int:
             more["--target"], more["--window"] = job.elastic.adapt.target, job.elastic.adapt.window_s
     run_options = [word for name, value in more.items() if value is not None for word in (name, str(value))]
     run_options += [f"--{name}" for name in ("balance", "adapt") if getattr(options, name)]
+    run_options += [] if options.record else ["--no-record"]
     text = job_script(engine, job.program, job.places, least=least, run_options=run_options)
     if options.script:
         path = Path(options.script)

@@ -64,7 +64,9 @@ def _draw_steps(axes: Any, found: Summary) -> None:
         axes.barh(names, widths, left=left, color=colour, label=label)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.set_xlabel("ms")
-    axes.set_title("a mean step of each rank", fontsize=10)
+    axes.tick_params(axis="y", labelsize=10 if len(ranks) <= 12 else 6)
+    more = f" (the {len(ranks)} slowest of {found.workers})" if len(ranks) < found.workers else ""
+    axes.set_title(f"a mean step of each rank{more}", fontsize=10)
     axes.set_xlim(0, 1.02 * max(left))
     axes.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False)
 

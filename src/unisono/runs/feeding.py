@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from unisono.runs.reading import RankLog, RunReader
-from unisono.runs.sinks import Asked, Prometheus, Sink, open_sink, read_asked
+from unisono.runs.sinks import Asked, Sink, open_sink, read_asked
 
 __all__ = ["Feeder", "Joiner", "main", "start_feeding", "stop_feeding"]
 
@@ -147,9 +147,8 @@ class Feeder:
             known = {name: value for name, value in values.items() if math.isfinite(value)}
             for sink in list(self._sinks) if known else ():
                 self._guard(sink, partial(sink.add, step, at, known))
-        for sink in self._sinks:
-            if isinstance(sink, Prometheus):
-                sink.refresh()
+        for sink in list(self._sinks):
+            self._guard(sink, sink.flush)
 
     def close(self) -> None:
         """Let them end."""

@@ -33,6 +33,7 @@ __all__ = [
 
 LOG = "UNISONO_LOG"
 PORT = 9400
+_A_REQUEST = 1000
 _MODULES = {"tensorboard": "tensorboard", "prometheus": "", "wandb": "wandb", "mlflow": "mlflow"}
 
 
@@ -83,6 +84,10 @@ class Sink(ABC):
         """Metrics of a step, joined over the ranks."""
 
     @abstractmethod
+    def flush(self) -> None:
+        """All that is there now has been added."""
+
+    @abstractmethod
     def close(self, outcome: str) -> None:
         """The run is over."""
 
@@ -114,6 +119,9 @@ class TensorBoard(Sink):
 
         summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
         self._writer.add_event(Event(wall_time=unix, step=step, summary=summary))
+
+    def flush(self) -> None:
+        """See Sink."""
         self._writer.flush()
 
     def close(self, outcome: str) -> None:
@@ -141,6 +149,9 @@ class WandB(Sink):
         self._step = max(step, self._step)
         self._run.log(dict(values), step=self._step)
 
+    def flush(self) -> None:
+        """See Sink: the library sends by itself."""
+
     def close(self, outcome: str) -> None:
         """See Sink."""
         self._run.finish(exit_code=0 if outcome == "ok" else 1)
@@ -154,6 +165,7 @@ class MLflow(Sink):
         from mlflow.tracking import MlflowClient
 
         self._client: Any = MlflowClient()
+        self._waiting: list[Any] = []
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "unisono")
         found = self._client.get_experiment_by_name(name)
         experiment = found.experiment_id if found is not None else self._client.create_experiment(name)
@@ -166,7 +178,13 @@ class MLflow(Sink):
         from mlflow.entities import Metric
 
         at = int(unix * 1000)
-        self._client.log_batch(self._id, metrics=[Metric(name, value, at, step) for name, value in values.items()])
+        self._waiting += [Metric(name, value, at, step) for name, value in values.items()]
+
+    def flush(self) -> None:
+        """See Sink. A request for many steps, of as many numbers as a server takes."""
+        while self._waiting:
+            self._client.log_batch(self._id, metrics=self._waiting[:_A_REQUEST])
+            del self._waiting[:_A_REQUEST]
 
     def close(self, outcome: str) -> None:
         """See Sink."""
@@ -199,7 +217,7 @@ class Prometheus(Sink):
         self._server.daemon_threads = True
         self.port = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        self.refresh()
+        self.flush()
 
     @property
     def text(self) -> bytes:
@@ -210,8 +228,8 @@ class Prometheus(Sink):
         """See Sink."""
         self.values.update(values)
 
-    def refresh(self) -> None:
-        """Write the answer anew; in the thread that reads."""
+    def flush(self) -> None:
+        """See Sink. The answer is written anew, in the thread that reads the run."""
         self._text = _write_text(self.reader, self.values).encode()
 
     def close(self, outcome: str) -> None:

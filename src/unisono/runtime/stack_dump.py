@@ -29,7 +29,8 @@ __all__ = [
 ]
 
 VARIABLE = "UNISONO_STACKS_FD"
-SIGNAL = signal.SIGRTMIN + 9  # neither schedulers nor libraries use it
+# Neither schedulers nor libraries use it. 0 where the system has no such signals: then nobody answers.
+SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else 0
 _NAME = "unisono-stacks"
 _TO_ANSWER_S = 1.0
 _LOOK_S = 0.01
@@ -69,7 +70,7 @@ def answer_here() -> StackFile | None:
     the program has a use of its own for the signal."""
     global _own
     if _own is None:
-        if signal.getsignal(SIGNAL) is not signal.SIG_DFL:
+        if not SIGNAL or signal.getsignal(SIGNAL) is not signal.SIG_DFL:
             return None
         _own = StackFile()
         faulthandler.register(SIGNAL, file=_own.fd, all_threads=True)

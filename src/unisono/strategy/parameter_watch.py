@@ -54,7 +54,7 @@ class ParameterWatch:
     def __init__(self, every: int | None) -> None:
         """`every`: steps from one check to the next; None: as many as cost little."""
         self._every = every if every is None else max(_LEAST, every)
-        self._world = ""  # the name of the one that the checks are in
+        self._world: tuple[weakref.ref[World], str] | None = None  # the one that the checks are in, and its name then
         self._parts: list[list[_Chunk]] = []  # what each check takes, in turn
         self._steps = self._turn = self._begun = self._checked = 0
         self._due = self._post_due = self._answer_due = 0
@@ -81,7 +81,7 @@ class ParameterWatch:
     def count_step(self, replica: Replica) -> None:
         """A step has been counted: begin a check, or take its result, where that is due."""
         world = replica.world
-        if world.name != self._world:
+        if self._world is None or self._world[0]() is not world or self._world[1] != world.name:
             self._enter(replica)
         if world.size == 1:
             return
@@ -94,13 +94,14 @@ class ParameterWatch:
             self._end(world)
 
     def _enter(self, replica: Replica) -> None:
-        """The first step, or the first in another world: all ranks have just been given the same."""
-        self._world = replica.world.name
+        """The first step, or the first in another world: all ranks have just been given the same, and begin alike."""
+        self._world = weakref.ref(replica.world), replica.world.name
         self._parts = _divide(_list_chunks(replica.model))
-        self._steps = self._post_due = self._answer_due = 0
+        self._steps = self._turn = self._post_due = self._answer_due = 0
         self._due = self._every or EVERY_STEPS
         self._asked, self._channel = None, None
         self._equal_at.clear()
+        self._told.clear()
         self._begun_at = replica.world.ledger.step_count
 
     def _begin(self, replica: Replica) -> None:

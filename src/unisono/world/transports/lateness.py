@@ -45,7 +45,9 @@ class Neighbours:
 
     def report(self, what: str, waited_s: float, deadline_s: float) -> None:
         """Say what all ranks of this host do, unless one of them has."""
-        time.sleep(_TURN_S * self._rank)
+        for _ in range(self._rank):
+            time.sleep(_TURN_S)
+            _beat()
         now = time.monotonic()
         rows = [_ROW.unpack_from(self._memory, at) for at in self._rows_at]
         if any(said > now - waited_s / 2 for _, _, said in rows):  # the word before was said earlier

@@ -106,6 +106,7 @@ def test_the_cost_of_a_step_bytes_and_balance_are_what_they_are_by_hand(tmp_path
     assert found.slowest.factor == pytest.approx(0.09 / 0.05)
     (loss,) = found.metrics
     assert loss.values == pytest.approx([1.5 - 0.1 * s for s in range(10)])
+    assert loss.times == pytest.approx([0.1 * s for s in range(10)])  # since the first step, not since the start
     assert found.loss == pytest.approx(0.6)
     assert len(found.verdicts) == 1  # both ranks wrote the same
     assert found.verdicts[0]["text"] == "rank 1 is 1.8x slower than the others since step 1: input"

@@ -36,6 +36,7 @@ TOGETHER = {
     **{f"engines/test_{name}.py": name for name in ("ray", "slurm", "spark", "ssh")},
     "processes/test_ddp_parity.py": "ddp_parity",
     "processes/test_examples.py": "examples",
+    "processes/test_browser_page.py": "browser",
     "network/test_hosts.py": "network",
     "unit/test_architecture.py": "architecture",
 }

@@ -11,10 +11,13 @@ __all__ = ["main"]
 
 COMMANDS = (
     "run",
+    "watch",
+    "top",
     "plan",
     "runs",
     "report",
     "scale",
+    "stacks",
     "export",
     "compare",
     "memory",
@@ -33,6 +36,7 @@ examples:
   unisono compare train.py --strategies allreduce,powersgd    the program under several methods, in one table
   unisono report last                      what the last run was, and where its time went; unisono runs lists them
   unisono scale 3                          another number of workers, for a run with -n MIN:MAX
+  unisono stacks last                      what every worker of a run is doing now, and who keeps the others waiting
   unisono export run/save m.safetensors    a checkpoint's model as one file
   unisono memory train.py --workers 4      what each worker will need, and the settings that fit
   unisono simulate --plan plan.json        how methods scale to thousands of workers, and what to buy next

@@ -18,6 +18,7 @@ from typing import Any
 
 from unisono import on
 from unisono.cli.arguments import Commands, check_program, parse_count
+from unisono.cli.watch import add_page_options, show_page
 from unisono.launchers.engines.engine import Engine, EngineError
 from unisono.launchers.job import Adapt, ComeAndGo, Job
 from unisono.runtime.run_folder import RunFolder, find_runs_folder
@@ -174,7 +175,8 @@ def _recorded(options: argparse.Namespace, job: Job) -> Iterator[Job]:
     """
     wanted = options.record and not options.script and not options.submit and "UNISONO_OBSERVER" not in os.environ
     if not wanted or (options.run_dir is None and find_runs_folder() is None):
-        yield job
+        with show_page(options, None):
+            yield job
         return
     record = RunFolder.create(
         job.program,
@@ -185,13 +187,15 @@ def _recorded(options: argparse.Namespace, job: Job) -> Iterator[Job]:
         **({} if job.elastic is None else {"least": job.elastic.least, "most": job.elastic.most}),
     )
     if record is None:
-        yield job
+        with show_page(options, None):
+            yield job
         return
-    try:
-        with _fed(record, options.log):
-            yield dataclasses.replace(job, record=record)
-    finally:
-        record.close(keep=options.run_dir is not None)
+    with show_page(options, record):
+        try:
+            with _fed(record, options.log):
+                yield dataclasses.replace(job, record=record)
+        finally:
+            record.close(keep=options.run_dir is not None)
 
 
 @contextlib.contextmanager
@@ -362,6 +366,7 @@ def _add_record_options(parser: argparse.ArgumentParser) -> None:
         help="hand metrics on while the workers train: tensorboard, prometheus:9400, wandb, mlflow, or several with "
         "commas; default: UNISONO_LOG",
     )
+    add_page_options(parser)
 
 
 def _add_course_options(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from unisono.runs.table import COLUMNS, Array, Series, StepTable
 from unisono.runtime.run_folder import FORMAT, is_running, read_run
 
-__all__ = ["Joined", "RankLog", "RunReader"]
+__all__ = ["Joined", "Listener", "RankLog", "RunReader"]
 
 _MOST_ROWS = 1 << 18  # over all ranks
 _LEAST_ROWS, _MOST_A_RANK = 256, 8192
@@ -127,6 +127,16 @@ class Joined:
     ranks: int  # that logged it
 
 
+class Listener(Protocol):
+    """Who wants every line, not only what is kept of them."""
+
+    def take_event(self, event: dict[str, Any]) -> None:
+        """A line of events.jsonl."""
+
+    def take_lines(self, log: RankLog, lines: Sequence[Any]) -> None:
+        """Lines of a worker."""
+
+
 class RunReader:
     """The folder of a run, as far as it has been read.
 
@@ -138,9 +148,10 @@ class RunReader:
         on_values: Is told of a rank's new values of a metric: its name, how ranks are joined; steps, times, values.
     """
 
-    def __init__(self, folder: str | Path, *, ends: bool = False) -> None:
-        """`ends`: read only the beginning and the end of what workers wrote, for a list of many runs."""
-        self.folder, self._ends = Path(folder), ends
+    def __init__(self, folder: str | Path, *, ends: bool = False, listener: Listener | None = None) -> None:
+        """`ends`: read only the beginning and the end of what workers wrote, for a list of many runs. `listener`: is
+        told of every event and line, after they were taken here."""
+        self.folder, self._ends, self._listener = Path(folder), ends, listener
         self.run: dict[str, Any] = {}
         self.ranks: dict[int, RankLog] = {}
         self.events: deque[dict[str, Any]] = deque(maxlen=_MOST_EVENTS * 5)
@@ -192,13 +203,15 @@ class RunReader:
             names = [entry.name for entry in os.scandir(self.folder / "ranks")]
         except OSError:
             return
+        known = len(self.ranks)
         for name in names:
             stem, _, ext = name.partition(".")
             if ext == "jsonl" and stem.isdecimal() and int(stem) not in self._files:
                 self._files[int(stem)] = _Grows(self.folder / "ranks" / name, ends=self._ends)
                 self.ranks[int(stem)] = RankLog(int(stem))
-                self._limit()
-        self.ranks = dict(sorted(self.ranks.items()))
+        if len(self.ranks) > known:
+            self._limit()
+            self.ranks = dict(sorted(self.ranks.items()))
 
     def _limit(self) -> None:
         most = min(_MOST_A_RANK, max(_LEAST_ROWS, _MOST_ROWS // max(1, len(self.ranks))))
@@ -227,13 +240,18 @@ class RunReader:
         for event in self._parse(lines):
             if isinstance(event, dict) and isinstance(event.get("kind"), str) and _is_number(event.get("time")):
                 self.events.append(event)
+                if self._listener is not None:
+                    self._listener.take_event(event)
             else:
                 self.unreadable += 1
 
     def _take_lines(self, rank: RankLog, lines: Sequence[bytes]) -> None:
         fresh = _Fresh()
-        for line in self._parse(lines):
+        parsed = self._parse(lines)
+        for line in parsed:
             self._take_line(rank, fresh, line)
+        if self._listener is not None:
+            self._listener.take_lines(rank, parsed)
         if fresh.rows:
             rank.rows.add(fresh.rows)
             rank.last_step = int(fresh.rows[-1][1])
@@ -307,6 +325,8 @@ class RunReader:
 
     def _note_torch(self) -> None:
         """The launcher does not know which torch its workers have."""
+        if isinstance(versions := self.run.get("versions"), dict) and "torch" in versions:
+            return
         for rank in self.ranks.values():
             if isinstance(found := rank.header.get("versions"), dict) and isinstance(self.run.get("versions"), dict):
                 self.run["versions"].setdefault("torch", found.get("torch"))

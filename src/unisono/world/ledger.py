@@ -37,6 +37,7 @@ class Record:
     start: float = float("nan")
     last: float = float("nan")
     end: float = float("nan")
+    mark: Any = None  # while it is under way: what ranks compare (call_marks.py)
 
 
 @dataclass(slots=True)
@@ -170,6 +171,7 @@ class Ledger:
         self._fresh_spans: deque[Span] = deque(maxlen=KEPT)
         self._open_since = self.clock()
         self._owner: Callable[[], object | None] = lambda: None
+        self.tag_names: dict[str, str] = {}  # what travels under a tag: " (layer4.weight and 3 more)"
         self.on_record: weakref.WeakMethod[Callable[[Record], None]] | None = None  # called as a collective ends
         self.listener: LedgerListener | None = None
 
@@ -178,6 +180,7 @@ class Ledger:
     def close_record(self, record: Record) -> None:
         """Enter a finished collective."""
         record.step = self.step_count
+        record.mark = None
         self.records.append(record)
         self._fresh.append(record)
         with self._counting:
@@ -188,6 +191,12 @@ class Ledger:
             self._collectives += 1
         if self.on_record is not None and (call := self.on_record()) is not None:
             call(record)
+
+    def name_tag(self, tag: str, names: Sequence[str]) -> None:
+        """Say which parameters travel under a tag, for reports."""
+        if len(self.tag_names) < KEPT_TAGS:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            self.tag_names[tag] = f" ({names[0]}{more})" if names else ""
 
     def close_span(self, kind: str, start: float, end: float) -> None:
         """Enter a finished span."""
@@ -295,6 +304,7 @@ class Ledger:
             for kind, rows in (*kinds, ("span", self.spans), ("event", self.events)):
                 for row in list(rows):
                     values: dict[str, Any] = {"type": kind, "rank": self.rank, **asdict(row)}
+                    values.pop("mark", None)
                     file.write(json.dumps(as_json(values)) + "\n")
 
     def gather(self, world: World) -> Report:

@@ -100,11 +100,17 @@ class Browser:
     def wait_for(self, code: str) -> None:
         """Wait until an expression is true in the page."""
         until = time.monotonic() + LONG_S
-        while not self.evaluate(f"!!({code})"):
+        while not self._is_true(code):
             if time.monotonic() > until:
                 shown = self.evaluate("document.body ? document.body.innerText.slice(0, 2000) : ''")
                 raise AssertionError(f"{code} did not become true; the page shows:\n{shown}\n{self.find_errors()}")
             time.sleep(0.05)
+
+    def _is_true(self, code: str) -> bool:
+        try:
+            return bool(self.evaluate(f"!!({code})"))
+        except RuntimeError:  # a page that is being loaded has no body, or is another by now
+            return False
 
     def click(self, code: str) -> None:
         """Click, with the mouse, into the middle of the element that an expression gives."""

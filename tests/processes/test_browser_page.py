@@ -15,6 +15,7 @@ from unisono.live.simulated import SimulatedRun
 pytestmark = pytest.mark.skipif(find_chromium() is None, reason="no Chromium here (chromium, google-chrome)")
 STATE = "document.getElementById('state').textContent"
 STEP = "Number(document.querySelector('#tiles .tile b').textContent.replaceAll(',', ''))"
+DRAWN = "document.body.dataset.drawn > 0"
 FITS = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
 
 
@@ -42,7 +43,7 @@ def test_it_follows_a_run_from_its_course_to_its_end(page: Browser, tmp_path: Pa
     run.write()
     with serve(run.folder) as served:
         page.open(served.url)
-        page.wait_for("document.body.dataset.drawn > 0")
+        page.wait_for(DRAWN)
         assert page.evaluate("document.getElementById('name').textContent") == "run"
         assert page.evaluate(STATE) == "running"
         assert page.evaluate("[...document.querySelectorAll('#charts figure:not([hidden])')].length") == 5
@@ -70,7 +71,7 @@ def test_it_follows_a_run_from_its_course_to_its_end(page: Browser, tmp_path: Pa
         assert "rank 2 was killed" in page.evaluate("document.getElementById('notice').textContent")
 
         page.call("Page.reload")  # all of it is there again
-        page.wait_for("document.body && document.body.dataset.drawn > 0")
+        page.wait_for(DRAWN)
         page.wait_for(f"{STATE} === 'failed' && {STEP} === {run.step - 1}")
         assert page.evaluate("document.querySelectorAll('#verdicts li').length") == 1
         assert page.find_errors() == []
@@ -82,7 +83,7 @@ def test_a_click_on_a_rank_opens_its_stack(page: Browser, tmp_path: Path) -> Non
     stacks = {rank: f'File "train.py", line {80 + rank} in forward <i>' for rank in range(3)}
     with serve(run.folder, stacks=lambda folder: stacks) as served:
         page.open(served.url)
-        page.wait_for(f"document.body && document.body.dataset.drawn > 0 && {find_row(2)}")
+        page.wait_for(f"{DRAWN} && {find_row(2)}")
         page.click(f"{find_row(2)}.querySelector('canvas')")
         page.wait_for(f"document.getElementById('stack').textContent === {stacks[2]!r}")
         assert page.evaluate("document.getElementById('details-title').textContent") == "rank 2"
@@ -99,7 +100,7 @@ def test_a_broken_connection_is_taken_up_again(page: Browser, tmp_path: Path) ->
     run.write()
     with serve(run.folder) as served:
         page.open(served.url)
-        page.wait_for("document.body && document.body.dataset.drawn > 0")
+        page.wait_for(DRAWN)
         (viewer,) = served.server._viewers
         served.loop.call_soon_threadsafe(viewer.transport.abort)
         page.wait_for("document.body.dataset.connected === 'no'")
@@ -116,7 +117,7 @@ def test_a_thousand_ranks_stay_readable(page: Browser, tmp_path: Path) -> None:
     run.write()
     with serve(run.folder) as served:
         page.open(served.url)
-        page.wait_for("document.body && document.body.dataset.drawn > 0")
+        page.wait_for(DRAWN)
         rows = page.evaluate("[...document.querySelectorAll('.timeline .row')].map((r) => Number(r.dataset.place))")
         assert rows[:2] == [999, 500]  # the lost one, and the slow one
         assert len(rows) <= 24
@@ -142,7 +143,7 @@ def test_light_and_dark_follow_the_reader_and_narrow_screens_fit(page: Browser, 
     run.write()
     with serve(run.folder) as served:
         page.open(served.url)
-        page.wait_for("document.body && document.body.dataset.drawn > 0")
+        page.wait_for(DRAWN)
         grounds = set()
         for dark in (False, True):
             page.set_size(380, 800, dark=dark)

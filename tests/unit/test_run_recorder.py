@@ -234,6 +234,12 @@ def test_a_full_disk_is_said_once_and_training_goes_on(
     assert (tmp_path / "ranks" / "00000.jsonl").read_bytes() == before
 
 
+def test_a_folder_that_a_user_names_is_made(tmp_path: Path) -> None:
+    lines = FileLines(tmp_path / "not" / "there", 2)
+    lines.write("[]\n")
+    assert (tmp_path / "not" / "there" / "ranks" / "00002.jsonl").read_text() == "[]\n"
+
+
 def test_half_a_line_on_a_full_disk_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.write
     pieces = iter([lambda fd, data: real(fd, bytes(data)[:3]), None])

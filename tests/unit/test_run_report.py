@@ -106,10 +106,22 @@ def test_the_cost_of_a_step_bytes_and_balance_are_what_they_are_by_hand(tmp_path
     assert found.slowest.factor == pytest.approx(0.09 / 0.05)
     (loss,) = found.metrics
     assert loss.values == pytest.approx([1.5 - 0.1 * s for s in range(10)])
+    assert loss.times == pytest.approx([0.1 * s for s in range(10)])  # since the first step, not since the start
     assert found.loss == pytest.approx(0.6)
     assert len(found.verdicts) == 1  # both ranks wrote the same
     assert found.verdicts[0]["text"] == "rank 1 is 1.8x slower than the others since step 1: input"
     assert found.missing == []
+
+
+def test_a_straggler_that_has_a_verdict_is_told_once_with_its_place(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a")
+    slow = ["event", "straggler", 5, 10.5, {"rank": 1, "factor": 1.8, "cause": "input", "since": 1}]
+    verdict = ["event", "verdict", 5, 10.6, {"rank": 1, "cause": "slow input", "text": "slow, at data.py:31"}]
+    other = ["event", "straggler", 9, 11.0, {"rank": 0, "factor": 2.0, "cause": "host", "since": 6}]
+    for place in (0, 1):
+        write_rank(folder, place, row(0, 0.1, 0, 0, 0), slow, verdict, other)
+    texts = [event["text"] for event in read(folder).verdicts]
+    assert texts == ["slow, at data.py:31", "rank 0 is 2.0x slower than the others since step 6: host"]
 
 
 def test_the_first_steps_of_a_longer_run_do_not_count(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ _EPILOG = """\
 examples:
   unisono run -n 4 train.py --epochs 3     the same program in four workers on this machine
   unisono run -n 2 -m project.train        a module instead of a file
+  unisono watch, unisono top               what every worker of the last run does: in a browser, in the terminal
   unisono plan -n 4 train.py               which method is fastest on these workers and this network, and why
   unisono compare train.py --strategies allreduce,powersgd    the program under several methods, in one table
   unisono debug                            stop the workers of a run, see where each is, and ask them

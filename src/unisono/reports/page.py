@@ -175,7 +175,7 @@ def _make_comparison(runs: Sequence[Summary]) -> str:
     charts: list[Block] = []
     names = dict.fromkeys(metric.name for run in runs for metric in run.metrics if metric.values)
     for name in list(names)[:_MOST_METRICS]:
-        for label, whole in (("step", True), ("seconds", False)):
+        for label, whole in (("step", True), ("seconds since the first step", False)):
             series = []
             for i, run in enumerate(runs):
                 metric = next((metric for metric in run.metrics if metric.name == name and metric.values), None)

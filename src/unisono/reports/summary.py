@@ -63,7 +63,7 @@ class MetricSummary:
     name: str
     how: str
     steps: list[int]
-    times: list[float]  # seconds since the run began
+    times: list[float]  # seconds since the first step began
     values: list[float]
     ranks: dict[int, float] = field(default_factory=dict)  # the last of each
 
@@ -174,7 +174,7 @@ def summarise(reader: RunReader) -> Summary:
         speed_up=_estimate_speed_up(ranks, not_measured, workers),
         slowest=find_slowest(ranks),
         ranks=ranks,
-        metrics=_summarise_metrics(reader, began),
+        metrics=_summarise_metrics(reader, _find_first_step(logs)),
         verdicts=find_verdicts(reader),
         changes=find_changes(reader),
     )
@@ -298,6 +298,10 @@ def _find_outcome(reader: RunReader) -> str:
     if not reader.run:
         return "unknown"
     return {True: "running", False: "killed", None: "unknown"}[reader.is_running]
+
+
+def _find_first_step(logs: Sequence[RankLog]) -> float | None:
+    return min((float(log.rows.array[0, 2]) + log.offset for log in logs if len(log.rows)), default=None)
 
 
 def _find_begin(logs: Sequence[RankLog]) -> float | None:

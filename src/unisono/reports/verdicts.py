@@ -71,7 +71,9 @@ def find_slowest(ranks: Sequence[Costs]) -> Slowest | None:
 
 def find_verdicts(reader: RunReader) -> list[dict[str, Any]]:
     """What ranks and launcher have said while it ran, each once: all ranks come to the same verdicts."""
-    return _collect(reader, _VERDICTS)
+    found = _collect(reader, _VERDICTS)
+    judged = {(event.get("rank"), event.get("step")) for event in found if event["kind"] == "verdict"}
+    return [e for e in found if e["kind"] != "straggler" or (e.get("rank"), e.get("step")) not in judged]
 
 
 def find_changes(reader: RunReader) -> list[dict[str, Any]]:

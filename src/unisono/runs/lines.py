@@ -35,6 +35,8 @@ class FileLines:
         if self.is_lost:
             return
         try:
+            if not self.path.exists():
+                self.path.parent.mkdir(parents=True, exist_ok=True)
             append(self.path, text.encode())
         except OSError as error:
             self.is_lost = True

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import platform
+import re
 import socket
 import threading
 import time
@@ -30,7 +31,7 @@ from unisono.runtime.run_folder import FORMAT, find_version
 from unisono.world import World
 from unisono.world.ledger import Event, Row, as_json
 
-__all__ = ["FIELDS", "Facts", "Recorder"]
+__all__ = ["FIELDS", "Facts", "Recorder", "read_outcome"]
 
 FIELDS = (
     "step",
@@ -181,7 +182,7 @@ class Recorder:
             if self.is_closed or os.getpid() != self._pid:
                 return
             how = ending.describe_ending()
-            outcome = outcome if outcome is not None else "failed" if "failed" in how else "ok"
+            outcome = outcome if outcome is not None else read_outcome(how)
             self.write(last=True)
             self._lines.write(
                 _line("end", round(self.ledger.clock(), 6), {"outcome": outcome, "how": how}) + "\n", last=True
@@ -281,6 +282,19 @@ class Recorder:
             times = (None if math.isnan(t) else round(t, 6) for t in (r.start, r.last, r.end))
             lines.append(_line("record", r.op, r.tag, r.bytes_sent, r.channel, r.sequence, r.step, *times))
         return lines
+
+
+def read_outcome(how: str) -> str:
+    """One word for how a program ended, from what `runtime.ending` says of it.
+
+    >>> read_outcome("has ended its program with status 0 at 15:53:30"), read_outcome("has ended its program")
+    ('ok', 'ok')
+    >>> read_outcome("has failed (ValueError: a bad batch)"), read_outcome("has ended its program with status 3")
+    ('failed', 'failed')
+    """
+    if "was interrupted" in how or "has saved and left" in how:
+        return "interrupted" if "was interrupted" in how else "preempted"
+    return "failed" if how.startswith("has failed") or re.search(r"with status [1-9]", how) else "ok"
 
 
 def _count_data(world: World) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """Gradients in flat buckets, exchanged while backward goes on.
 
 Three phases, in one backward:
-1. filling: each parameter's gradient is copied into its bucket as soon as it is there;
+1. filling: each parameter's gradient is copied into its bucket as soon as it is there, or taken over as it is;
 2. exchanging: a full bucket is handed to the exchange thread (a side stream on GPUs), in a fixed order;
 3. finishing: at the end of backward, what is missing counts as zero, the rest is exchanged, and `p.grad`
-   is the mean, a view into the bucket.
+   is the mean, a view into the bucket where it was copied.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.autograd import Variable
 from torch.nn import Parameter
 
 from unisono.background import Handle, SerialQueue
-from unisono.buckets import Bucket, group_into_buckets, on_device
+from unisono.buckets import APART_BYTES, Bucket, group_into_buckets, on_device, view_like
 from unisono.exchange.windows import TrainableParameters, Windows, if_alive
 from unisono.world import World
 
@@ -56,7 +56,8 @@ class Exchange(Windows):
 
     `work` turns a bucket's tensors into their mean; `advance()` is called when all of a window's gradients are
     means. `inline`: the exchange thread moves the bytes itself, instead of a thread of its own behind it. `by_ready`:
-    after the first window the buckets are laid out in the order in which rank 0's gradients came.
+    after the first window the buckets are laid out in the order in which rank 0's gradients came. `apart`: large
+    gradients are exchanged where autograd put them, instead of in a bucket's flat memory.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Exchange(Windows):
         accumulate: int,
         advance: Callable[[], None],
         by_ready: bool = False,
+        apart: bool = False,
     ) -> None:
         super().__init__(accumulate, advance)
         self.named, self.sparse = list(named), list(sparse)
@@ -81,6 +83,7 @@ class Exchange(Windows):
         self._work = work
         self._lane = SerialQueue("unisono exchange")
         self._cuda = next((p.device for _, p in (*self.named, *self.sparse) if p.is_cuda), None)
+        self._apart_bytes = APART_BYTES if apart and self._cuda is None else None
         self._stream = torch.cuda.Stream() if self._on_stream() else None
         ready = weakref.WeakMethod(self._ready)
         self._hooks = [p.register_post_accumulate_grad_hook(partial(if_alive, ready, name)) for name, p in self._all()]
@@ -106,7 +109,12 @@ class Exchange(Windows):
             self.channel.release(bucket.flat)
         device = self.world.device
         self.buckets = [
-            Bucket(i, named, self.channel.empty if named[0][1].device.type == "cpu" else partial(on_device, device))
+            Bucket(
+                i,
+                named,
+                self.channel.empty if named[0][1].device.type == "cpu" else partial(on_device, device),
+                apart_bytes=self._apart_bytes,
+            )
             for i, named in enumerate(group_into_buckets(self._in_order(), self.bucket_bytes))
         ]
         self._slots = {name: (b, k) for b in self.buckets for k, name in enumerate(b.names)}
@@ -133,6 +141,8 @@ class Exchange(Windows):
         self._came = None
 
     def _reset(self) -> None:
+        for bucket in self.buckets:
+            bucket.let_go()
         self._missing = [len(b.params) for b in self.buckets]
         self._launched = 0
         self._handles: list[Handle[None]] = []
@@ -197,16 +207,23 @@ class Exchange(Windows):
         """Bring gradients into their bucket; False where there is none."""
         present, views, grads = [], [], []
         for k in which:
-            grad, view = bucket.params[k].grad, bucket.tensors[k]
+            grad = bucket.params[k].grad
             present.append(grad is not None)
+            if grad is not None and grad.is_sparse:
+                raise TypeError(
+                    f"the gradient of {bucket.names[k]!r} is sparse, but its module does not say so: "
+                    "use nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True), or dense gradients"
+                )
+            if k in bucket.apart:
+                if grad is None or bucket.tensors[k] is not grad:
+                    bucket.tensors[k] = own_gradient(bucket.params[k], grad)
+                if grad is not None:
+                    bucket.params[k].grad = bucket.tensors[k]
+                continue
+            view = bucket.tensors[k]
             if grad is None:
                 view.zero_()
             elif grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
-                if grad.is_sparse:
-                    raise TypeError(
-                        f"the gradient of {bucket.names[k]!r} is sparse, but its module does not say so: "
-                        "use nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True), or dense gradients"
-                    )
                 views.append(view)
                 grads.append(grad.detach())
                 bucket.params[k].grad = view
@@ -233,8 +250,8 @@ class Exchange(Windows):
     def _on_lane(self, run: Callable[[], None]) -> Handle[None]:
         """Run on the exchange thread, whose CUDA stream is its own: after what my stream has to do so far."""
         device = self._cuda
-        if device is None:
-            return self._lane.submit(run)
+        if device is None:  # after backward, this thread waits for it anyway
+            return self._lane.submit(run, wakes=self.overlap)
         here = torch.cuda.Event()
         here.record(torch.cuda.current_stream(device))
 
@@ -338,6 +355,34 @@ def split_sparse(model: nn.Module) -> tuple[list[tuple[str, Parameter]], list[tu
     }
     named = list(model.named_parameters())
     return [(n, p) for n, p in named if p not in sparse], [(n, p) for n, p in named if p in sparse]
+
+
+def own_gradient(param: Tensor, grad: Tensor | None) -> Tensor:
+    """A gradient as memory that is this parameter's alone, in its strides: itself, where it is that; zero for None.
+
+    Autograd may give one memory to two parameters, or that of a tensor of the program: what is added to it, and what
+    is read of it meanwhile, must not be another's.
+    """
+    if grad is None:
+        return view_like(torch.zeros(param.numel(), dtype=param.dtype), param)
+    if _is_alike(grad, param) and not grad.requires_grad and _count_users(grad) == _ALONE:
+        return grad
+    return view_like(torch.empty(param.numel(), dtype=param.dtype), param).copy_(grad.detach())
+
+
+def _is_alike(grad: Tensor, param: Tensor) -> bool:
+    """Whether both are in one memory order, without gaps."""
+    if grad.is_contiguous() and param.is_contiguous():
+        return True
+    return grad.stride() == param.stride() and bool(torch._prims_common.is_non_overlapping_and_dense(grad))
+
+
+def _count_users(x: Tensor) -> int:
+    """How many tensors lie in the memory of `x`, and some more."""
+    return int(torch._C._storage_Use_Count(x.untyped_storage()._cdata))
+
+
+_ALONE = _count_users(torch.empty(1))
 
 
 def scale_gradient(weight: float, grad: Tensor) -> Tensor:

@@ -146,6 +146,12 @@ class World:
         """Whether CUDA tensors travel from device to device."""
         return self._operations.accelerated is not None
 
+    @property
+    def reads_peers(self) -> bool:
+        """Whether an all-reduce of large tensors in the memory of the host reads them where they are: then copying them
+        into memory from `empty` gains nothing."""
+        return self.transport is not None and self.transport.reads_peers
+
     # The weight of my batch ------------------------------------------------------------------------------
 
     @property

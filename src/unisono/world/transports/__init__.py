@@ -38,6 +38,7 @@ class Transport(ABC):
     name = "transport"
     rank: int
     size: int
+    reads_peers = False  # a large all-reduce reads private memory where it is: copying it into that of `empty` gains nothing
     sequence = 0  # the number of the collective now running, from 1: the same on every rank, or orders differ
 
     @abstractmethod

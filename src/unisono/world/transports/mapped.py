@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from unisono.runtime.huge_pages import HUGE, fill_with_huge_pages, map_shared
 from unisono.world.transports import Mismatch
 
 PAGE = mmap.PAGESIZE
@@ -24,16 +25,20 @@ def open_published(address: str) -> int:
     return os.open(address, os.O_RDWR | os.O_CLOEXEC)
 
 
-def _map(fd: int, size: int) -> Tensor:
+def _map(fd: int, size: int, *, huge: bool) -> Tensor:
     """The memory behind `fd`; holds no descriptor, as Python's own mmap would: a large model has many mappings."""
+    if huge and size >= HUGE:
+        return torch.frombuffer(map_shared(fd, size), dtype=torch.uint8)
     return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size, dtype=torch.uint8)
 
 
 class MappedMemory:
     """`nbytes` of every rank's memory: `mine` to work in, `ranks[r]` to read and write rank r's."""
 
-    def __init__(self, nbytes: int, rank: int, swap: Callable[[bytes], Sequence[bytes]]) -> None:
-        """`swap` gives every rank's bytes for mine; all ranks map together."""
+    def __init__(
+        self, nbytes: int, rank: int, swap: Callable[[bytes], Sequence[bytes]], *, huge: bool = False
+    ) -> None:
+        """`swap` gives every rank's bytes for mine; all ranks map together. `huge`: on huge pages, where it can be."""
         size = max(PAGE, -(-nbytes // PAGE) * PAGE)
         fd = os.memfd_create("unisono", os.MFD_CLOEXEC)
         try:
@@ -49,7 +54,7 @@ class MappedMemory:
             for r, address in enumerate(addresses):
                 other = fd if r == rank else open_published(address)
                 try:
-                    self.ranks.append(_map(other, size)[:nbytes])
+                    self.ranks.append(_map(other, size, huge=huge)[:nbytes])
                 finally:
                     if other != fd:
                         os.close(other)
@@ -58,3 +63,8 @@ class MappedMemory:
             os.close(fd)
         self.mine = self.ranks[rank]
         self.address = self.mine.untyped_storage().data_ptr()
+
+    def prepare(self, rank: int) -> None:
+        """All of this rank's memory is about to be filled: have it on huge pages, where that is possible."""
+        memory = self.ranks[rank].untyped_storage()
+        fill_with_huge_pages(memory.data_ptr(), memory.nbytes())

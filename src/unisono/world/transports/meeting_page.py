@@ -186,6 +186,12 @@ class MeetingPage:
             pids = [int(struct.unpack_from("i", self.memory, r * ROW + _PID)[0]) for r in range(size)]
             self._watch = ProcessWatch(pids)
 
+    @property
+    def pids(self) -> list[int]:
+        """Every rank's process."""
+        assert self._watch is not None
+        return self._watch.pids
+
     def arrive(self, item: bytes = b"") -> None:
         """Put my item up and count me in; does not wait."""
         self._round += 1

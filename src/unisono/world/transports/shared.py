@@ -1,9 +1,10 @@
 """Shared memory between the workers of one host: each reduces its part where all can see it, no message is sent.
 
-Two ways, the same on every rank. Tensors from `World.empty` lie in memory that all ranks map: rank r reduces
-the r-th part in place for everyone. Any other tensor passes block by block through a stage small enough to
-stay in the processor's cache: while block i is copied out, block i + 1 is reduced and i + 2 copied in, with
-one meeting a block. Both read and write each byte of memory once.
+Three ways, the same on every rank. Tensors from `World.empty` lie in memory that all ranks map: rank r reduces
+the r-th part in place for everyone. Large private tensors are read where they are, if the kernel allows it
+(`peer_memory`). Any other tensor passes block by block through a stage small enough to stay in the processor's
+cache: while block i is copied out, block i + 1 is reduced and i + 2 copied in, with one meeting a block. Each reads and
+writes each byte of memory once.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from unisono.world.transports.meeting_page import (
     SmallAllReduce,
     count_outbox_bytes,
 )
+from unisono.world.transports.peer_memory import PeerMemory, list_pieces
 
+PRIVATE_BYTES = 256 << 10  # from here on private memory is read where it is, where that can be
 BLOCK = 4 << 20  # bytes a rank puts on the stage at a time
 _TILE = 1 << 20  # bytes reduced at a time in place: large enough for Python, small enough for the cache
 _SLACK = 512  # shares end on borders of cache lines
@@ -53,9 +56,11 @@ class SharedTransport(Transport):
         timeout_s: float,
         pids: Sequence[int] = (),
         check: Callable[[], None] | None = None,
+        reads_peers: bool | None = None,
     ) -> None:
         """`fd`: a memfd that every rank of the group has open, empty when the first comes; `pids`: every rank's
-        process, where that is known before; `check`: raises PeerLost where waiting is to end."""
+        process, where that is known before; `check`: raises PeerLost where waiting is to end; `reads_peers`: whether
+        each can read the private memory of all others, where that is known."""
         self.rank, self.size, self._timeout_s, self._check = rank, size, timeout_s, check
         spin = size <= len(os.sched_getaffinity(0))
         self._page = MeetingPage(fd, rank, size, timeout_s=timeout_s, spin=spin, pids=pids, check=check)
@@ -67,6 +72,7 @@ class SharedTransport(Transport):
         stage = -(-(2 * BLOCK + 2 * (BLOCK // size + _SLACK)) // 64) * 64
         self._stage = self._map(stage + count_outbox_bytes(size))
         self._direct = DirectMessages(self._page, [r[stage:] for r in self._stage.ranks])
+        self._peers = PeerMemory(self._page, works=reads_peers)
 
     @classmethod
     def from_inherited(
@@ -77,6 +83,10 @@ class SharedTransport(Transport):
             return cls(fd, rank, size, timeout_s=timeout_s, pids=pids)
         finally:
             os.close(fd)
+
+    @property
+    def reads_peers(self) -> bool:
+        return self._peers.works
 
     @property
     def sequence(self) -> int:
@@ -96,20 +106,28 @@ class SharedTransport(Transport):
         total = sum(p.numel() for p in parts)
         place = self._locate(parts[0]) if len(parts) == 1 else (-1, 0)
         dtype = parts[0].dtype
+        table = None
+        if place[0] < 0 and self._peers.works and total * dtype.itemsize >= PRIVATE_BYTES:
+            table = list_pieces(parts)
+            place = (-1 - len(parts), table.data_ptr())
         stage = _Stage(self, dtype)
         early = op == "mean" and dtype in (torch.float32, torch.float64)
         scale = 1.0 / self.size if early else None
         blocks = list(_cut_blocks(parts, stage.elements))
-        if place[0] < 0 and blocks:
+        if place[0] == -1 and blocks:
             stage.put(blocks[0], self._turn, scale)
         heads, last = self._begin("all_reduce", op, dtype, total, place)
+        if all(head[4] < -1 for head in heads):
+            peers = [self._peers.find(r, head[5], -1 - head[4]) for r, head in enumerate(heads)]
+            self._peers.all_reduce(parts, peers, op)
+            return last
         if all(head[4:] == heads[0][4:] for head in heads) and place[0] >= 0:
             self._reduce_in_place(parts[0], op)
             self._page.meet(what="all_reduce")
             return last
-        if place[0] >= 0 and blocks:  # mine is in place but a peer's is not: all go over the stage
+        if place[0] != -1 and blocks:  # mine need not be copied but a peer's must: all go over the stage
             stage.put(blocks[0], self._turn, scale)
-        if any(head[4] >= 0 for head in heads):
+        if any(head[4] != -1 for head in heads):
             self._page.meet(what="all_reduce")
         for i, block in enumerate(blocks):
             length = sum(p.numel() for p in block)
@@ -209,17 +227,28 @@ class SharedTransport(Transport):
             fd = open_published(addresses[mine[0]].decode())
         try:
             self._page.meet()  # all have opened before the maker may close
-            return SharedTransport(fd, mine.index(self.rank), len(mine), timeout_s=self._timeout_s, check=self._check)
+            return SharedTransport(
+                fd,
+                mine.index(self.rank),
+                len(mine),
+                timeout_s=self._timeout_s,
+                check=self._check,
+                reads_peers=self.reads_peers,
+            )
         finally:
             os.close(fd)
 
     def empty(self, n: int, dtype: torch.dtype) -> Tensor:
-        memory = self._map(n * dtype.itemsize)
+        memory = self._map(n * dtype.itemsize, huge=True)
+        memory.prepare(self.rank)
         self._mapped[memory.address] = (self._made, memory)
         return memory.mine.view(dtype)
 
     def shared(self, n: int, dtype: torch.dtype) -> Tensor:
-        return self._map(n * dtype.itemsize).ranks[0].view(dtype)
+        memory = self._map(n * dtype.itemsize, huge=True)
+        if self.rank == 0:
+            memory.prepare(0)
+        return memory.ranks[0].view(dtype)
 
     def release(self, x: Tensor) -> None:
         self._mapped.pop(x.untyped_storage().data_ptr(), None)
@@ -238,9 +267,9 @@ class SharedTransport(Transport):
 
     # Inside ----------------------------------------------------------------------------------------------
 
-    def _map(self, nbytes: int) -> MappedMemory:
+    def _map(self, nbytes: int, *, huge: bool = False) -> MappedMemory:
         self._made += 1
-        return MappedMemory(nbytes, self.rank, lambda mine: self._page.meet(mine, "sharing memory"))
+        return MappedMemory(nbytes, self.rank, lambda mine: self._page.meet(mine, "sharing memory"), huge=huge)
 
     def _locate(self, x: Tensor) -> tuple[int, int]:
         """The number of the mapped memory that `x` lies in, and where in it; (-1, 0) for private memory."""

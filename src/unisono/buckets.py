@@ -53,8 +53,8 @@ class Bucket:
     the end, learning rate over loss scale (NaN: not known), and `decayed` says that a learning rate fell in the
     last window, on some rank: every rank has the same answer. `scale` is the loss scale that the gradients carry.
 
-    `apart`: the places of tensors that have memory of their own, not in `flat`: who fills the bucket puts them into
-    `tensors`, in the parameters' strides, and `let_go` takes them out. `lines` is the memory of all.
+    `lines` is the memory of all: `flat`. `apart`: the places of tensors that have memory of their own instead: who
+    fills the bucket puts them into `tensors`, in the parameters' strides, and into `lines`.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class Bucket:
         self.flat = flat(numel, first.dtype) if numel or not self.apart else torch.empty(0, dtype=first.dtype)
         self.flat.zero_()
         self.tensors = self.views(self.flat)
+        self.lines = [self.flat]
         for k in self.apart:
             self.tensors.insert(k, self.flat[:0])
         self._parts: dict[tuple[int, ...], Bucket] = {}
@@ -93,16 +94,6 @@ class Bucket:
         """Bytes of the memory."""
         numel = self.flat.numel() + sum(self.params[k].numel() for k in self.apart)
         return numel * self.flat.element_size()
-
-    def lines(self) -> list[Tensor]:
-        """The memory of all tensors, in one order on every rank."""
-        apart = [self.tensors[k].as_strided((self.params[k].numel(),), (1,)) for k in self.apart]
-        return [self.flat, *apart] if self.flat.numel() or not apart else apart
-
-    def let_go(self) -> None:
-        """Hold no memory but the flat one."""
-        for k in self.apart:
-            self.tensors[k] = self.flat[:0]
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of a line in this bucket's layout, in the parameters' shapes and strides."""

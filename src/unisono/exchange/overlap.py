@@ -9,9 +9,11 @@ Three phases, in one backward:
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -142,7 +144,8 @@ class Exchange(Windows):
 
     def _reset(self) -> None:
         for bucket in self.buckets:
-            bucket.let_go()
+            if bucket.apart:
+                _let_go(bucket)
         self._missing = [len(b.params) for b in self.buckets]
         self._launched = 0
         self._handles: list[Handle[None]] = []
@@ -236,6 +239,8 @@ class Exchange(Windows):
     def _launch(self) -> None:
         bucket = self.buckets[self._launched]
         self._launched += 1
+        if bucket.apart:
+            bucket.lines = _list_lines(bucket)
         self._run(lambda: self._work.begin(bucket, self.channel))
 
     def _run(self, job: Callable[[], None]) -> None:
@@ -357,6 +362,19 @@ def split_sparse(model: nn.Module) -> tuple[list[tuple[str, Parameter]], list[tu
     return [(n, p) for n, p in named if p not in sparse], [(n, p) for n, p in named if p in sparse]
 
 
+def _list_lines(bucket: Bucket) -> list[Tensor]:
+    """The memory of all gradients of a bucket, those apart too."""
+    apart = [bucket.tensors[k].as_strided((bucket.params[k].numel(),), (1,)) for k in bucket.apart]
+    return [bucket.flat, *apart] if bucket.flat.numel() else apart
+
+
+def _let_go(bucket: Bucket) -> None:
+    """Hold no gradients apart any more: the program may clear them."""
+    bucket.lines = [bucket.flat]
+    for k in bucket.apart:
+        bucket.tensors[k] = bucket.flat[:0]
+
+
 def own_gradient(param: Tensor, grad: Tensor | None) -> Tensor:
     """A gradient as memory that is this parameter's alone, in its strides: itself, where it is that; zero for None.
 
@@ -374,7 +392,11 @@ def _is_alike(grad: Tensor, param: Tensor) -> bool:
     """Whether both are in one memory order, without gaps."""
     if grad.is_contiguous() and param.is_contiguous():
         return True
-    return grad.stride() == param.stride() and bool(torch._prims_common.is_non_overlapping_and_dense(grad))
+    if grad.stride() != param.stride():
+        return False
+    lengths = sorted((stride, size) for stride, size in zip(grad.stride(), grad.shape, strict=True) if size > 1)
+    steps = accumulate((size for _, size in lengths), operator.mul, initial=1)
+    return all(stride == step for (stride, _), step in zip(lengths, steps, strict=False))
 
 
 def _count_users(x: Tensor) -> int:

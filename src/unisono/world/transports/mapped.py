@@ -35,9 +35,7 @@ def _map(fd: int, size: int, *, huge: bool) -> Tensor:
 class MappedMemory:
     """`nbytes` of every rank's memory: `mine` to work in, `ranks[r]` to read and write rank r's."""
 
-    def __init__(
-        self, nbytes: int, rank: int, swap: Callable[[bytes], Sequence[bytes]], *, huge: bool = False
-    ) -> None:
+    def __init__(self, nbytes: int, rank: int, swap: Callable[[bytes], Sequence[bytes]], *, huge: bool = False) -> None:
         """`swap` gives every rank's bytes for mine; all ranks map together. `huge`: on huge pages, where it can be."""
         size = max(PAGE, -(-nbytes // PAGE) * PAGE)
         fd = os.memfd_create("unisono", os.MFD_CLOEXEC)

@@ -255,6 +255,16 @@ class MeetingPage:
                 PeerLost(f"{what}: waited {self._timeout_s:g} s for {who} of {self.size}, which did not come: {why}")
             )
 
+    def lose(self, rank: int, what: str, why: str) -> Exception:
+        """The error for `rank`, which could not be used as it should be: how it ended, where that is seen soon."""
+        who, until = f"{self.noun} {rank} (process {self.pids[rank]})", time.perf_counter() + 20 * _CHECK_S
+        assert self._watch is not None
+        while not (died := self._watch.has_died(rank)) and time.perf_counter() < until:
+            if reason := self._read(rank * ROW + _REASON, rank * ROW + _WAITS):
+                return self.give_up(PeerLost(f"{what}: {who} {reason}"))
+            time.sleep(_CHECK_S / 5)
+        return self.give_up(PeerLost(f"{who} has died: killed, or ended by os._exit" if died else f"{who}: {why}"))
+
     def _check_end(self) -> None:
         if self._check is not None:
             try:

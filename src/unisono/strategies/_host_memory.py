@@ -25,6 +25,8 @@ __all__ = ["HostMemory", "cut", "move_in", "move_out"]
 
 _CACHE_LINE = 64  # bytes: parts begin on such borders, as tensors in a line do (`unisono.buckets.FlatLayout`)
 
+_NUMBERS = 6  # that travel with a meeting: all meetings are alike, so that ranks in different ones can say so
+
 
 class HostMemory:
     """Lines of memory of my host.
@@ -72,21 +74,21 @@ class HostMemory:
         """Where my part of a line begins and ends."""
         return cut(line.numel(), self.rank, self.size, step=_elements(line.dtype))
 
-    def meet(self, what: str, *, everywhere: bool = False) -> None:
-        """Wait until all ranks of my host have come (`everywhere`: those of all hosts) to do the same."""
+    def meet(self, what: str, numbers: Sequence[int] = (), *, everywhere: bool = False) -> list[int]:
+        """Wait until all ranks of my host have come (`everywhere`: those of all hosts) to do the same; gives the
+        largest of every rank's `numbers` (at most six, of 32 bits)."""
         world = self.every if everywhere else self.home
-        if world.size == 1:
-            return
         code = crc32(what.encode()) & 0x7FFFFFFF
-        found = torch.tensor([code, -code], dtype=torch.int32)
+        found = torch.tensor([code, -code, *numbers, *[0] * (_NUMBERS - len(numbers))], dtype=torch.int32)
         world.all_reduce(found, "max", tag=what).wait()
-        most, least = found.tolist()
+        most, least, *largest = found.tolist()
         if most != -least:
             each = "; ".join(f"rank {r} came for: {text}" for r, text in enumerate(world.gather_objects(what)))
             raise Mismatch(
                 f"the workers of one model have come to different places of their program ({each}). Every rank makes "
                 "as many backward passes and optimizer steps as the others, in the same order"
             )
+        return largest[: len(numbers)]
 
     def close(self) -> None:
         """Meet no more. Memory stays as long as a tensor lies in it."""

@@ -1,7 +1,7 @@
 """One model for all workers of a host: parameters and optimizer state once, each worker steps an equal part of them.
 
-Synchronous, as `allreduce`: after backward every gradient is the mean over the workers. Here are the settings; `replica`
-is what follows from them.
+Synchronous, as `allreduce`: after backward every gradient is the mean over the workers. Here are the settings;
+`replica` is what follows from them.
 """
 
 from __future__ import annotations

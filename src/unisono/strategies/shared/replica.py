@@ -88,6 +88,7 @@ class SharedReplica(Replica):
             memory,
             self._find_pieces,
             keeps_tile=self.world.elastic is not None,
+            in_the_middle=None if self._faults is None else self.fault_in_update,
         )
         self._writes = Writes(self.model, self._lines, memory)
 
@@ -115,9 +116,8 @@ class SharedReplica(Replica):
             return
         self._backward.before_step()
         if not self._step.is_skipped:
-            self._writes.check()
             self._step.prepare(self._backward.places)
-            self._memory.meet(f"optimizer.step() of window {self.step}")
+            self._writes.check(self._memory.meet(f"optimizer.step() of window {self.step}", self._writes.describe()))
             self._is_stepping = True
             self._step.run()
         self._backward.hide()  # the optimizer's own code finds nothing to step
@@ -147,13 +147,13 @@ class SharedReplica(Replica):
         ranks = ", ".join(map(str, torn))
         what = (
             f"{error}. It was in the middle of a step of the model that all workers of the host share: the parts of "
-            f"local rank(s) {ranks} are torn, some of their parameters have had the step and some have not"
+            f"local rank(s) {ranks} are torn, some of these parameters have had the step and some have not"
         )
         if self.world.elastic is not None:
             return what + "; the step is ended by those left"
         return what + (
-            ". Do not save or use this model: start the run anew from its last checkpoint. Where workers are replaced "
-            "(`unisono run --elastic`) the others end such a step"
+            ". Do not save or use this model: start the run anew from its last checkpoint. Where lost workers are "
+            "replaced (unisono run -n MIN:MAX) the others end such a step"
         )
 
     def no_sync(self) -> AbstractContextManager[None]:

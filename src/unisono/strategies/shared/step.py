@@ -30,7 +30,8 @@ from unisono.strategies.shared.state import Age, HostState
 
 TILE_BYTES = 512 << 10  # of parameters, at a time: with gradient and state it stays in the cache
 _OWN_TILE_BYTES = 4 << 20  # where the optimizer's own code steps it: a call costs more
-_STEP, _DONE, _AT_WORK = 0, 1, 2  # what a rank notes: the step, the tiles that it has done, the one at work (from 1)
+# What a rank notes: the step it began, the tiles it has done, the one at work (from 1), the step it ended.
+_STEP, _DONE, _AT_WORK, _ENDED = range(4)
 
 
 @dataclass(eq=False)
@@ -78,15 +79,17 @@ class HostStep:
         find_pieces: Callable[[int], list[list[Piece]]],
         *,
         keeps_tile: bool,
+        in_the_middle: Callable[[], None] | None,
     ) -> None:
-        """`find_pieces(rank)`: the part of a rank of my host, by line; `keeps_tile`: as it was, while it is stepped."""
+        """`find_pieces(rank)`: the part of a rank of my host, by line; `keeps_tile`: as it was, while it is stepped;
+        `in_the_middle` is called when half of my part has been stepped, and half of a tile (a fault on purpose)."""
         self.optimizer, self.lines, self.state, self.memory = optimizer, list(lines), state, memory
         self._find_pieces = find_pieces
         self._marks = [line.numpy() for line in memory.lines(8, torch.int64)]
         self._buffers = [torch.empty(_OWN_TILE_BYTES // line.dtype.itemsize, dtype=line.dtype) for line in lines]
         self._kept: list[list[Tensor]] | None = None  # by line and rank: the tile at work
         self._most = 0
-        self._keeps_tile = keeps_tile
+        self._keeps_tile, self._in_the_middle = keeps_tile, in_the_middle
         self.number = 0
         self.plan: Plan | None = None
 
@@ -158,37 +161,44 @@ class HostStep:
         plan = self.plan
         assert plan is not None
         self.number = plan.number
-        self._step_part(plan, self.memory.rank, 0)
+        self._step_part(plan, self.memory.rank, 0, self._in_the_middle)
         for course in plan.courses:
             self._end_course(course)
 
-    def _step_part(self, plan: Plan, rank: int, begin: int) -> None:
+    def _step_part(self, plan: Plan, rank: int, begin: int, in_the_middle: Callable[[], None] | None = None) -> None:
         """The tiles of a rank's part, from the one with the number `begin` on."""
-        mark, done = self._marks[rank], 0
+        mark, tiles = self._marks[rank], self._tiles(plan, rank)
         mark[_DONE], mark[_AT_WORK] = begin, 0
         mark[_STEP] = plan.number
-        for i, tile in self._tiles(rank):
-            course = plan.by_slot[i].get(tile.slot)
-            if course is None:
-                continue
-            done += 1
-            if done <= begin:
-                continue
+        for number, (i, tile) in enumerate(tiles[begin:], begin):
+            course = plan.by_slot[i][tile.slot]
             if self._kept is not None:
-                self._keep(i, course, tile, rank)
-                mark[_AT_WORK] = done
+                for kept, x in self._kept_tiles(i, course, tile, rank):
+                    kept.copy_(x)
+                mark[_AT_WORK] = number + 1
+            if in_the_middle is not None and number == len(tiles) // 2:
+                tile = self._step_half(plan, i, course, tile)
+                in_the_middle()
             self._step_tile(plan, i, course, tile)
-            mark[_DONE] = done
-        mark[_DONE] = done + 1  # all of it
-        mark[_AT_WORK] = 0
+            mark[_DONE] = number + 1
+        mark[_DONE], mark[_AT_WORK] = len(tiles), 0
+        mark[_ENDED] = plan.number
 
-    def _tiles(self, rank: int) -> list[tuple[int, Piece]]:
-        assert self.plan is not None
+    def _step_half(self, plan: Plan, i: int, course: Course, tile: Piece) -> Piece:
+        """Step the first half of a tile; gives the rest."""
+        middle = tile.start + (tile.stop - tile.start) // 32 * 16
+        if middle > tile.start:
+            self._step_tile(plan, i, course, tile._replace(stop=middle))
+        return tile._replace(start=middle)
+
+    def _tiles(self, plan: Plan, rank: int) -> list[tuple[int, Piece]]:
+        """What a rank steps, with the numbers of the lines."""
         found = []
         for i, pieces in enumerate(self._find_pieces(rank)):
-            small = all(course.kernel is not None for course in self.plan.by_slot[i].values())
+            small = all(course.kernel is not None for course in plan.by_slot[i].values())
             nbytes = TILE_BYTES if small else _OWN_TILE_BYTES
-            found += [(i, tile) for tile in cut_tiles(pieces, nbytes // self.lines[i].dtype.itemsize)]
+            tiles = cut_tiles(pieces, nbytes // self.lines[i].dtype.itemsize)
+            found += [(i, tile) for tile in tiles if tile.slot in plan.by_slot[i]]
         return found
 
     def _step_tile(self, plan: Plan, i: int, course: Course, tile: Piece) -> None:
@@ -233,10 +243,6 @@ class HostStep:
 
     # A rank that is lost in its step ------------------------------------------------------------------------------
 
-    def _keep(self, i: int, course: Course, tile: Piece, rank: int) -> None:
-        for kept, x in self._kept_tiles(i, course, tile, rank):
-            kept.copy_(x)
-
     def _kept_tiles(self, i: int, course: Course, tile: Piece, rank: int) -> list[tuple[Tensor, Tensor]]:
         """Memory for a tile of values and state, and these."""
         assert self._kept is not None
@@ -251,12 +257,7 @@ class HostStep:
         last = max(int(mark[_STEP]) for mark in self._marks)
         if self.plan is None or self.plan.number != last:  # no step has begun since all ended one
             return []
-        return [r for r, mark in enumerate(self._marks) if int(mark[_STEP]) < last or not self._has_ended(r)]
-
-    def _has_ended(self, rank: int) -> bool:
-        assert self.plan is not None
-        mine = [1 for i, tile in self._tiles(rank) if tile.slot in self.plan.by_slot[i]]
-        return int(self._marks[rank][_DONE]) == len(mine) + 1
+        return [rank for rank, mark in enumerate(self._marks) if int(mark[_ENDED]) < last]
 
     @torch.no_grad()
     def finish(self, ranks: Sequence[int]) -> None:
@@ -268,8 +269,7 @@ class HostStep:
             begun = int(mark[_STEP]) == plan.number
             done, at_work = (int(mark[_DONE]), int(mark[_AT_WORK])) if begun else (0, 0)
             if at_work > done:
-                tiles = [(i, tile) for i, tile in self._tiles(rank) if tile.slot in plan.by_slot[i]]
-                i, tile = tiles[at_work - 1]
+                i, tile = self._tiles(plan, rank)[at_work - 1]
                 for kept, x in self._kept_tiles(i, plan.by_slot[i][tile.slot], tile, rank):
                     x.copy_(kept)
             self._step_part(plan, rank, done)

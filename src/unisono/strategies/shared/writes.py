@@ -52,13 +52,17 @@ class Writes:
         """Which parameters have other memory than the host's (`p.data = x`)."""
         return [name for name, param, view in self._places if param.data_ptr() != view.data_ptr()]
 
-    def check(self) -> None:
-        """Before a step: raise where ranks wrote different things, and bring back what was moved elsewhere."""
-        written, moved = self._find_written(), self._find_moved()
+    def describe(self) -> list[int]:
+        """What the ranks of a host compare as they meet for a step."""
+        written = self._find_written()
         code = crc32(repr(written).encode()) & 0x7FFFFFFF if written else 0
-        flags = torch.tensor([code, -code, bool(moved)], dtype=torch.int32)
-        self._memory.home.all_reduce(flags, "max", tag="writes").wait()
-        most, least, any_moved = flags.tolist()
+        return [code, -code, bool(self._find_moved())]
+
+    def check(self, largest: Sequence[int]) -> None:
+        """Raise where ranks wrote different things, and bring back what was moved elsewhere; `largest`: of all ranks'
+        `describe()`."""
+        most, least, any_moved = largest
+        written = self._find_written()
         if most != -least:
             raise ValueError(self._name_writers(self._memory.home.gather_objects(written)))
         if any_moved:

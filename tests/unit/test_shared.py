@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import unisono as un
-from unisono.world import Mismatch, World
+from unisono.world import Mismatch, PeerLost, World
 from unisono.world.virtual import run_threads
 
 MODELS = threading.Lock()
@@ -255,7 +255,7 @@ def test_a_gradient_that_was_stepped_with_is_not_read() -> None:
     def work(world: World) -> None:
         model, optimizer, _ = started(world, sgd)
         train(model, optimizer, world.rank, range(1))
-        with pytest.raises(RuntimeError, match="first.weight.*before optimizer.step"):
+        with pytest.raises(RuntimeError, match=r"first.weight.*before optimizer.step"):
             model.first.weight.grad.norm()
 
     run_threads(work, 2)
@@ -415,7 +415,7 @@ def test_values_that_differ_between_ranks_are_named() -> None:
         model.last.weight.data = torch.full_like(model.last.weight, float(world.rank))
         train(model, optimizer, world.rank, range(1, 2))
 
-    with pytest.raises(ValueError, match="'last.weight'.*differ between local ranks 0 and 1"):
+    with pytest.raises(ValueError, match=r"'last.weight'.*differ between local ranks 0 and 1"):
         run_threads(work, 2)
 
 
@@ -431,6 +431,36 @@ def test_a_rank_that_does_not_step_is_named() -> None:
 
     with pytest.raises(Mismatch, match="different places of their program"):
         run_threads(work, 2)
+
+
+class Killed(Exception):
+    """A rank that is no more."""
+
+
+def test_a_rank_lost_in_its_step_leaves_a_torn_model_and_the_others_say_so() -> None:
+    said: list[str] = []
+
+    def work(world: World) -> None:
+        model, optimizer, replica = started(world, adamw)
+        train(model, optimizer, world.rank, range(2))
+
+        def die() -> None:
+            raise Killed
+
+        if world.rank == 1:
+            replica._step._in_the_middle = die  # type: ignore[attr-defined]
+        try:
+            train(model, optimizer, world.rank, range(2, 3))
+        except PeerLost as error:
+            said.append(str(error))
+
+    with pytest.raises(Killed):
+        run_threads(work, 3)
+    assert len(said) == 2
+    for text in said:
+        assert "in the middle of a step of the model that all workers of the host share" in text
+        assert "the parts of local rank(s) 1 are torn" in text
+        assert "start the run anew from its last checkpoint" in text
 
 
 # What is refused, other strategies, and the end ------------------------------------------------------------------

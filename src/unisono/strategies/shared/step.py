@@ -29,7 +29,7 @@ from unisono.strategies.shared.lines import Line, Piece, cut_tiles
 from unisono.strategies.shared.state import Age, HostState
 
 TILE_BYTES = 512 << 10  # of parameters, at a time: with gradient and state it stays in the cache
-_OWN_TILE_BYTES = 4 << 20  # where the optimizer's own code steps it: a call costs more
+OWN_TILE_BYTES = 4 << 20  # where the optimizer's own code steps it: a call costs more
 # What a rank notes: the step it began, the tiles it has done, the one at work (from 1), the step it ended.
 _STEP, _DONE, _AT_WORK, _ENDED = range(4)
 
@@ -86,7 +86,7 @@ class HostStep:
         self.optimizer, self.lines, self.state, self.memory = optimizer, list(lines), state, memory
         self._find_pieces = find_pieces
         self._marks = [line.numpy() for line in memory.lines(8, torch.int64)]
-        self._buffers = [torch.empty(_OWN_TILE_BYTES // line.dtype.itemsize, dtype=line.dtype) for line in lines]
+        self._buffers = [torch.empty(OWN_TILE_BYTES // line.dtype.itemsize, dtype=line.dtype) for line in lines]
         self._kept: list[list[Tensor]] | None = None  # by line and rank: the tile at work
         self._most = 0
         self._keeps_tile, self._in_the_middle = keeps_tile, in_the_middle
@@ -149,7 +149,7 @@ class HostStep:
         if self._kept is None or lines > self._most:
             self._most = lines
             self._kept = [
-                self.memory.lines((1 + lines) * _OWN_TILE_BYTES // line.dtype.itemsize, line.dtype)
+                self.memory.lines((1 + lines) * OWN_TILE_BYTES // line.dtype.itemsize, line.dtype)
                 for line in self.lines
             ]
 
@@ -196,7 +196,7 @@ class HostStep:
         found = []
         for i, pieces in enumerate(self._find_pieces(rank)):
             small = all(course.kernel is not None for course in plan.by_slot[i].values())
-            nbytes = TILE_BYTES if small else _OWN_TILE_BYTES
+            nbytes = TILE_BYTES if small else OWN_TILE_BYTES
             tiles = cut_tiles(pieces, nbytes // self.lines[i].dtype.itemsize)
             found += [(i, tile) for tile in tiles if tile.slot in plan.by_slot[i]]
         return found
@@ -248,7 +248,7 @@ class HostStep:
         assert self._kept is not None
         _, start, stop = tile
         parts = [self.lines[i].values[start:stop], *self.state.tiles(self.lines[i], course.keys, start, stop)]
-        room = _OWN_TILE_BYTES // self.lines[i].dtype.itemsize
+        room = OWN_TILE_BYTES // self.lines[i].dtype.itemsize
         memory = self._kept[i][rank]
         return [(memory[k * room : k * room + stop - start], x) for k, x in enumerate(parts)]
 

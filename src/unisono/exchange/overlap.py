@@ -322,7 +322,7 @@ class Exchange(Windows):
         anywhere = flags[len(flags) - len(self.sparse) - 1 : -1].tolist()
         for (name, param), used in zip(self.sparse, anywhere, strict=True):
             if used and param.requires_grad:
-                _mean_of_sparse(param, self.channel, f"gradients/{name}")
+                mean_of_sparse(param, self.channel, f"gradients/{name}")
         self._work.after_last_bucket(self.channel)
 
     # Outside backward ------------------------------------------------------------------------------------
@@ -412,7 +412,7 @@ def scale_gradient(weight: float, grad: Tensor) -> Tensor:
     return torch.zeros_like(grad) if weight == 0.0 else grad * weight
 
 
-def _mean_of_sparse(param: Parameter, world: World, tag: str) -> None:
+def mean_of_sparse(param: Parameter, world: World, tag: str) -> None:
     """The mean of sparse gradients: every rank's rows, added up."""
     grad = param.grad
     if grad is None:

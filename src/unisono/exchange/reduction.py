@@ -109,10 +109,16 @@ class Reduction:
     """
 
     def __init__(
-        self, reducer: Reducer, optimizer: Optimizer, after_last_bucket: Callable[[World], None], unit: Unit
+        self,
+        reducer: Reducer,
+        optimizer: Optimizer,
+        after_last_bucket: Callable[[World], None],
+        unit: Unit,
+        rates: LearningRates | None = None,
     ) -> None:
+        """`rates`: where the tensors of buckets are not the optimizer's own parameters."""
         self.reducer, self.after_last_bucket, self.unit = reducer, after_last_bucket, unit
-        self._learning_rates = LearningRates(optimizer)
+        self._learning_rates = LearningRates(optimizer) if rates is None else rates
         self._buckets: Sequence[Bucket] = []
         self._states: dict[Bucket, State] = {}
         self._under_way: list[Iterator[None]] = []

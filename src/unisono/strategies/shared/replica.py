@@ -15,12 +15,12 @@ from unisono.exchange.reduction import check_real
 from unisono.exchange.windows import Counter
 from unisono.reducers.dense import dense
 from unisono.strategies._host_memory import HostMemory, move_in, move_out
+from unisono.strategies._writes import Placed, Writes
 from unisono.strategies.shared.backward import Backward
 from unisono.strategies.shared.crossing import Crossing
 from unisono.strategies.shared.lines import Line, Piece, group_lines
 from unisono.strategies.shared.state import HostState
 from unisono.strategies.shared.step import HostStep
-from unisono.strategies.shared.writes import Writes
 from unisono.strategy import Change, Replica, Unsent, share_buffers
 from unisono.strategy.mistakes import GradientProbe
 from unisono.world import PeerLost, World
@@ -90,7 +90,7 @@ class SharedReplica(Replica):
             keeps_tile=self.world.elastic is not None,
             in_the_middle=None if self._faults is None else self.fault_in_update,
         )
-        self._writes = Writes(self.model, self._lines, memory)
+        self._writes = Writes(self.model, [Placed(line.names, line.params, line.views) for line in self._lines], memory)
 
     def _find_pieces(self, rank: int) -> list[list[Piece]]:
         """The part of a rank of my host."""

@@ -2,7 +2,7 @@
 
 All ranks of a host write to one memory. What gives the same however often it is done (`clamp_`, `copy_`,
 `load_state_dict`) is right when every rank does it. What starts from the value that is there (`mul_`, `add_`) counts
-once for each rank: `SharedReplica.write` does it once.
+once for each rank: `replica.write` does it once.
 """
 
 from __future__ import annotations
@@ -11,27 +11,35 @@ import hashlib
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from unisono.runtime.frames import warn_user
 from unisono.strategies._host_memory import HostMemory
-from unisono.strategies.shared.lines import Line
 from unisono.world import World
+
+
+class Placed(NamedTuple):
+    """Parameters, their names, and the host's memory in which they lie."""
+
+    names: list[str]
+    params: list[Parameter]
+    views: list[Tensor]
 
 
 class Writes:
     """Follows the parameters of some lines, by their version counters and by where they lie."""
 
-    def __init__(self, model: nn.Module, lines: Sequence[Line], memory: HostMemory) -> None:
+    def __init__(self, model: nn.Module, placed: Sequence[Placed], memory: HostMemory) -> None:
         self._model, self._memory = model, memory
         self._places = [
             (name, param, view)
-            for line in lines
-            for name, param, view in zip(line.names, line.params, line.views, strict=True)
+            for one in placed
+            for name, param, view in zip(one.names, one.params, one.views, strict=True)
         ]
         self._has_warned = False
         self._versions: list[int] = []

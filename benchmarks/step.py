@@ -7,9 +7,10 @@ of our step on 2 workers). With --gpu: ddp_over_ours_gpu in a world of one.
 --only shared: the strategy `shared` on the MLP, with fused SGD and fused AdamW on all sides:
 ddp_over_shared_<optimizer>_<workers>, shared_over_bare_<optimizer>_<workers> (AdamW: also shared_over_bare_<workers>),
 ours_over_bare_<optimizer>_<workers> for --workers (2 and 4; 8 where there are as many cores);
-same_bits_<optimizer>_<workers>: whether the parameters are those of `allreduce`. --only hosts: 4 emulated hosts of 2 workers on one machine:
-shared_bytes_a_host, hierarchical_bytes_a_host (what a host sends of gradients in a step, by the ledger, in MB), and
-hierarchical_over_shared (their steps).
+same_bits_<optimizer>_<workers>: whether the parameters are those of `allreduce`.
+
+--only hosts: 4 emulated hosts of 2 workers on one machine: shared_bytes_a_host, hierarchical_bytes_a_host (what a host
+sends of gradients in a step, by the ledger, in MB), and hierarchical_over_shared (their steps).
 """
 
 from __future__ import annotations

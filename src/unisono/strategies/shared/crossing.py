@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.buckets import BUCKET_BYTES, Bucket, on_device
-from unisono.exchange.reduction import LearningRates, Reduction
+from unisono.exchange.reduction import Reduction
 from unisono.reducer import Reducer
 from unisono.strategies.shared.lines import Line, Piece
 from unisono.world import World
@@ -37,19 +37,20 @@ class Crossing:
         self._world = world.split(groups, inline=True)
         self.place = (world.local_rank, count)
         self._weight = world.local_size * len(hosts) / world.size  # hosts differ in size: theirs in the mean
-        self._rates = _PieceRates(optimizer)
-        self.reduction = Reduction(reducer, optimizer, lambda _: None, "gradients", self._rates)
+        self._owners: dict[Tensor, Tensor] = {}  # of each piece, the parameter
+        self.reduction = Reduction(reducer, optimizer, lambda _: None, "gradients", self._owners)
         self._buckets: list[tuple[Bucket, int, list[Piece]]] = []  # with the number of their line
 
     def set_pieces(self, lines: Sequence[Line], parts: Sequence[Sequence[Piece]]) -> None:
         """My part is another from now on."""
         self._buckets = []
+        self._owners.clear()
         for number, (line, pieces) in enumerate(zip(lines, parts, strict=True)):
             cut = [one for piece in pieces for one in _split_rows(line, piece)]
             for some in _group(cut, BUCKET_BYTES // line.dtype.itemsize):
                 named = [(_name(line, piece), _shape(line, piece)) for piece in some]
                 bucket = Bucket(len(self._buckets), named, partial(on_device, torch.device("cpu")))
-                self._rates.add(bucket.params, [line.params[piece.slot] for piece in some])
+                self._owners |= dict(zip(bucket.params, [line.params[piece.slot] for piece in some], strict=True))
                 self._buckets.append((bucket, number, some))
         self.reduction.set_buckets([bucket for bucket, _, _ in self._buckets])
 
@@ -77,21 +78,6 @@ class Crossing:
     def close(self) -> None:
         """Let go of the world between hosts."""
         self._world.close()
-
-
-class _PieceRates(LearningRates):
-    """The learning rates of the parameters that pieces belong to."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        super().__init__(optimizer)
-        self._owners: dict[Tensor, Tensor] = {}
-
-    def add(self, pieces: Sequence[Tensor], params: Sequence[Tensor]) -> None:
-        """Know the parameter of each piece."""
-        self._owners |= dict(zip(pieces, params, strict=True))
-
-    def of(self, param: Tensor) -> float:
-        return super().of(self._owners.get(param, param))
 
 
 def _group(pieces: Sequence[Piece], most: int) -> list[list[Piece]]:

@@ -19,7 +19,7 @@ from unisono.offload.optimizers import OwnRule, Rule, Scalars, make_rule, read_s
 from unisono.strategies._host_memory import HostMemory
 from unisono.strategies.shared.lines import Line
 
-__all__ = ["Age", "HostState", "check_optimizer"]
+__all__ = ["Age", "HostState", "check_optimizer", "choose_rule"]
 
 _WHOLE = {
     "LBFGS": "it looks at all parameters at once",

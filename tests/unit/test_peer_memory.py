@@ -67,7 +67,7 @@ def test_private_tensors_are_reduced_in_rank_order_to_the_bit(
     monkeypatch.setattr(
         shared, "_BLOCK", 160_000
     )  # several blocks and tiles, whose borders are in the middle of tensors
-    monkeypatch.setattr(shared, "_TILE", 48_000)
+    monkeypatch.setattr(shared, "_READ", 48_000)
 
     def work(world: World) -> list[Tensor]:
         assert world.reads_peers

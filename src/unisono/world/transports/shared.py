@@ -40,9 +40,9 @@ from unisono.world.transports.stage import Stage, count_stage_bytes, cut_blocks
 
 PRIVATE_BYTES = 256 << 10  # from here on private memory is read where it is, where that can be
 PEER_MEMORY = "UNISONO_PEER_MEMORY"  # "0": never
-_TILE = 1 << 20  # bytes reduced at a time: large enough for Python, small enough for the cache
-_TILES = 8 << 20  # of all ranks together, where they are read
-_BLOCK = 16 << 20  # bytes reduced before the ranks read each other's results: these are still in the cache then
+_TILE = 1 << 20  # bytes reduced at a time in place: large enough for Python, small enough for the cache
+_READ, _READ_BY_ALL = 2 << 20, 8 << 20  # bytes of a rank that are read at a time, and of all ranks together
+_BLOCK = 64 << 20  # bytes reduced before the ranks meet to read each other's results
 _MOST_PIECES, _MOST_BYTES = 1024, 1 << 30  # of memory, in one call of the kernel
 _PR_SET_PTRACER = 0x59616D61
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -527,7 +527,7 @@ class PeerMemory:
         """Memory for a tile of each rank."""
         if self._scratch is None:
             size = len(self._pids)
-            self._scratch = torch.empty(size, min(_TILE, _TILES // size // 16 * 16), dtype=torch.uint8)
+            self._scratch = torch.empty(size, min(_READ, _READ_BY_ALL // size // 16 * 16), dtype=torch.uint8)
         return self._scratch.view(dtype)
 
     def _reduce(self, tile: Tensor, at: int, peers: Sequence[Pieces], op: Op, scratch: Tensor) -> None:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # the same as below, for type checkers: a test compares them
     from unisono import boost as boost
     from unisono import estimators as estimators
+    from unisono import horovod as horovod
+    from unisono import lightning as lightning
     from unisono import on as on
     from unisono.batch_norm import sync_batch_norm as sync_batch_norm
     from unisono.checkpoint import CheckpointError as CheckpointError
@@ -18,6 +20,7 @@ if TYPE_CHECKING:  # the same as below, for type checkers: a test compares them
     from unisono.checkpoint import load as load
     from unisono.checkpoint import save as save
     from unisono.checkpoint.plain import read_checkpoint as read_checkpoint
+    from unisono.comm_hook import ddp_hook as ddp_hook
     from unisono.data import Shard as Shard
     from unisono.data import shard as shard
     from unisono.footprint import memory as memory
@@ -26,6 +29,7 @@ if TYPE_CHECKING:  # the same as below, for type checkers: a test compares them
     from unisono.launchers import launch as launch
     from unisono.map_reduce import mapreduce as mapreduce
     from unisono.progress import EarlyStopping as EarlyStopping
+    from unisono.runs.metrics import log as log
     from unisono.strategy import Replica as Replica
     from unisono.strategy import Strategy as Strategy
     from unisono.strategy import follow as follow
@@ -44,15 +48,17 @@ if TYPE_CHECKING:  # the same as below, for type checkers: a test compares them
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "unisono": "boost estimators on",  # modules; the first two need extras: `un.boost.XGBoost`
+    "unisono": "boost estimators horovod lightning on",  # modules; some need extras: `un.boost.XGBoost`
     "unisono.batch_norm": "sync_batch_norm",
     "unisono.checkpoint": "CheckpointError Loaded load save",
     "unisono.checkpoint.plain": "read_checkpoint",
     "unisono.data": "Shard shard",
+    "unisono.comm_hook": "ddp_hook",
     "unisono.footprint": "memory",
     "unisono.launchers": "EngineError WorkerError launch",
     "unisono.map_reduce": "mapreduce",
     "unisono.progress": "EarlyStopping",
+    "unisono.runs.metrics": "log",
     "unisono.strategy": "Replica Strategy follow parallel",
     "unisono.trainer": "Callback Trainer",
     "unisono.world": "Handle Mismatch PeerLost World join preempted",

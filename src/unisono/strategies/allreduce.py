@@ -45,7 +45,7 @@ class allreduce(Strategy):
     buffers: "broadcast" rank 0's after every exchange, "average" them, or leave them "local".
     overlap: exchange a bucket as soon as it is full, or all after backward. None: as soon as it is full, but
         where workers share memory and leave no core free, an exchange would only take compute's place: after.
-    bucket_bytes: how much travels together. None: 25 MiB, or 100 MiB where a GPU compresses.
+    bucket_bytes: how much travels together. None: 25 MiB, or 128 MiB where a GPU compresses.
     order: of the gradients in the buckets: against that in which parameters are "registered", or as they were "ready"
         in the first window on rank 0.
     """
@@ -66,6 +66,7 @@ class AllReduceReplica(Replica):
 
     strategy: allreduce
     slow_ranks = "deal"
+    same_parameters = True
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: allreduce) -> None:
         super().__init__(model, optimizer, world, strategy)

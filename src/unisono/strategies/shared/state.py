@@ -185,11 +185,10 @@ class HostState:
     def leave(self) -> None:
         """Give every rank a state of its own."""
         for held in self._held.values():
-            state = held.state
-            if state is not None and self.optimizer.state.get(held.param) is state:
-                for key, view in held.lines.items():
-                    if state.get(key) is view:
-                        state[key] = view.clone(memory_format=torch.preserve_format)
+            state = self.optimizer.state.get(held.param, {})
+            for key, view in held.lines.items():
+                if state.get(key) is view:
+                    state[key] = view.clone(memory_format=torch.preserve_format)
             held.state, held.lines, held.age = None, {}, self._fresh
 
 

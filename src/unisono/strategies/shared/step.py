@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from unisono.offload.fused import call_kernel
 from unisono.offload.optimizers import KernelCall, Rule, Scalars, Settings, read_settings
 from unisono.strategies._host_memory import HostMemory
-from unisono.strategies.shared.gradients import Place, do_changes
+from unisono.strategies.shared.gradients import Mean, Place, do_changes
 from unisono.strategies.shared.lines import Line, Piece, cut_tiles
 from unisono.strategies.shared.state import Age, Held, HostState
 
@@ -62,6 +62,7 @@ class Plan:
     number: int
     courses: list[Course]
     by_slot: list[dict[int, Course]]  # by line
+    means: list[dict[int, Mean]]
     scale: list[tuple[str, Any]]  # what a GradScaler leaves to the optimizer
 
 
@@ -89,7 +90,6 @@ class HostStep:
         self._most = 0
         self._keeps_tile, self._in_the_middle = keeps_tile, in_the_middle
         self._places: dict[int, Place] = {}  # by the parameter's id: a tensor's hash is slow
-        self._by_line: list[dict[int, Place]] = []
         self.number = 0
         self.plan: Plan | None = None
 
@@ -100,8 +100,8 @@ class HostStep:
         self.state.adopt()
         if not self._places:
             self._places = {id(place.param): place for place in places}
-            self._by_line = [{place.slot: place for place in places if place.line is line} for line in self.lines]
         by_slot: dict[Line, dict[int, Course]] = {line: {} for line in self.lines}
+        means: dict[Line, dict[int, Mean]] = {line: {} for line in self.lines}
         found: dict[Any, Course] = {}
         for i, (group, some) in enumerate(self.state.groups()):
             settings: Settings | None = None
@@ -116,11 +116,13 @@ class HostStep:
                     course = found[key] = self._start_course(settings, held.line, held.age)
                 course.held.append(held)
                 by_slot[held.line][held.slot] = course
+                means[held.line][held.slot] = place.describe()
         if any(not self.state.has_room(course.line, course.keys) for course in found.values()):
             self.state.allocate()
         if self._keeps_tile:
             self._make_room(max((len(course.keys) for course in found.values()), default=0))
-        self.plan = Plan(self.number + 1, list(found.values()), list(by_slot.values()), self._find_scale())
+        alike, scale = list(found.values()), self._find_scale()
+        self.plan = Plan(self.number + 1, alike, list(by_slot.values()), list(means.values()), scale)
 
     def _start_course(self, settings: Settings, line: Line, age: Age) -> Course:
         rule = self.state.rule(settings, line)
@@ -198,10 +200,10 @@ class HostStep:
         return found
 
     def _step_tile(self, plan: Plan, i: int, course: Course, tile: Piece) -> None:
-        line, (slot, start, stop) = self.lines[i], tile
-        values, place = line.values[start:stop], self._by_line[i][slot]
+        line, (_, start, stop) = self.lines[i], tile
+        values = line.values[start:stop]
         state = self.state.tiles(line, course.keys, start, stop)
-        gradient = self._take_mean(plan, i, place, start, stop)
+        gradient = self._take_mean(plan, i, tile)
         if course.kernel is None:
             lines = {key: [x] for key, x in zip(course.keys, state, strict=True)}
             scalars = course.age.scalars or {}
@@ -213,16 +215,17 @@ class HostStep:
                 x.fill_(first)
         call_kernel(*course.kernel, course.count, course.is_fresh, [values], gradient, state)
 
-    def _take_mean(self, plan: Plan, i: int, place: Place, start: int, stop: int) -> Tensor:
+    def _take_mean(self, plan: Plan, i: int, tile: Piece) -> Tensor:
         """The gradient that a tile is stepped with."""
-        line, buffer = self.lines[i], self._buffers[i][: stop - start]
-        if place.own is not None:
-            first = line.bounds(place.slot)[0]
-            buffer.copy_(place.own.as_strided((place.own.numel(),), (1,))[start - first : stop - first])
-        elif place.has_mean and not place.changes and not place.cleared and not plan.scale:
+        line, (slot, start, stop) = self.lines[i], tile
+        mean, buffer = plan.means[i][slot], self._buffers[i][: stop - start]
+        if mean.lies_ready and not plan.scale:
             return line.gradients[0][start:stop]
+        if mean.own is not None:
+            first = line.bounds(slot)[0]
+            buffer.copy_(mean.own[start - first : stop - first])
         else:
-            place.take(buffer, [ranks[start:stop] for ranks in line.gradients])
+            mean.take(buffer, [ranks[start:stop] for ranks in line.gradients])
         do_changes(buffer, plan.scale)
         return buffer
 

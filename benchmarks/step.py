@@ -11,6 +11,10 @@ same_bits_<optimizer>_<workers>: whether the parameters are those of `allreduce`
 
 --only hosts: 4 emulated hosts of 2 workers on one machine: shared_bytes_a_host, hierarchical_bytes_a_host (what a host
 sends of gradients in a step, by the ledger, in MB), and hierarchical_over_shared (their steps).
+
+--only parts: where a step of `shared` goes (AdamW, 2 workers or --workers N), in milliseconds of processor time of rank
+0's thread: backward_ms, with fill_ms (gradients copied into the host's memory) in it; optimizer_ms, with plan_ms,
+mean_ms, kernel_ms and meet_ms in it; bare_step_ms, bare_optimizer_ms.
 """
 
 from __future__ import annotations
@@ -176,6 +180,53 @@ def compare_hosts(per_host: int, repeats: int) -> dict[str, float]:
     return {**interleaved(sides, repeats=repeats, before=world.barrier), **sent}
 
 
+def time_parts(side: str, repeats: int) -> dict[str, float]:
+    """Processor time of the parts of a step, of this thread: it is about the same on a machine that others use."""
+    import time
+    from collections import defaultdict
+
+    import torch
+
+    import unisono as un
+    from unisono.strategies._host_memory import HostMemory
+    from unisono.strategies.shared import gradients
+    from unisono.strategies.shared import step as steps
+
+    world, taken = un.join(device="cpu"), defaultdict(float)
+
+    def timed(name: str, call: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.thread_time()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                taken[name] += time.thread_time() - start
+
+        return run
+
+    wrap = {"bare": bare, "shared": shared}[side]
+    step = timed("step", trainer(mlp, wrap, world.device, lambda params: held.append(adamw(params)) or held[0]))
+    for _ in range(5):
+        step()
+    for owner, name, key in (
+        (gradients.Place, "fill", "fill"),
+        (steps.HostStep, "prepare", "plan"),
+        (steps.HostStep, "_take_mean", "mean"),
+        (steps, "call_kernel", "kernel"),
+        (HostMemory, "meet", "meet"),
+        (torch.Tensor, "backward", "backward"),
+    ):
+        setattr(owner, name, timed(key, getattr(owner, name)))
+    held[0].step = timed("optimizer", held[0].step)
+    taken.clear()
+    for _ in range(repeats):
+        step()
+    return {f"{name}_ms": seconds / repeats * 1e3 for name, seconds in taken.items()}
+
+
+held: list[Any] = []
+
+
 def _crosses(record: Any) -> bool:
     """Whether a record is of ranks on different hosts: one of a host's own names two ranks that follow each other."""
     ranks = [int(r) for r in record.channel.rpartition("[")[2].rstrip("]").split(",") if r.isdigit()]
@@ -291,6 +342,15 @@ def on_emulated_hosts(repeats: int) -> dict[str, Any]:
     return {f"{name}_a_host": value for name, value in host.items()} | {"hierarchical_over_shared": ratio}
 
 
+def by_parts(repeats: int, workers: int) -> dict[str, Any]:
+    """Where a step goes."""
+    import unisono as un
+
+    alone = un.launch(time_parts, workers=workers, args=("bare", repeats), threads=1)[0]
+    found = un.launch(time_parts, workers=workers, args=("shared", repeats), threads=1)[0]
+    return {**found, "bare_step_ms": alone["step_ms"], "bare_optimizer_ms": alone["optimizer_ms"]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=40)
@@ -298,13 +358,18 @@ def main() -> None:
     parser.add_argument(
         "--busy", type=int, nargs="?", const=2, default=0, help="so many other processes compute meanwhile"
     )
-    parser.add_argument("--only", choices=["shared", "hosts"], help="one host and one model; emulated hosts")
+    parser.add_argument(
+        "--only", choices=["shared", "hosts", "parts"], help="one host and one model; emulated hosts; parts"
+    )
     parser.add_argument("--workers", type=int, nargs="+", help="of --only shared: 2 4, and 8 where there are 8 cores")
     asked = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
     with keep_busy(asked.busy):
         if asked.only == "shared":
             finish(on_one_host(asked.repeats, asked.workers or [2, 4, *([8] if cores >= 8 else [])]))
+            return
+        if asked.only == "parts":
+            finish(by_parts(asked.repeats, (asked.workers or [2])[0]))
             return
         if asked.only == "hosts":
             finish(on_emulated_hosts(max(5, asked.repeats // 4)))

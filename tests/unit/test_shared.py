@@ -160,6 +160,69 @@ def test_groups_schedules_and_a_group_that_comes_later_have_the_bits_of_allreduc
     run_both(2, work)
 
 
+class Mixed(nn.Module):
+    """Parameters of several dtypes, one of complex numbers, one without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.short = nn.Linear(12, 9, dtype=torch.float64), nn.Linear(12, 9, dtype=torch.bfloat16)
+        self.turn = nn.Parameter(torch.randn(9, dtype=torch.complex64))
+        self.none = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = self.wide(x.double()).float() * self.short(x.bfloat16()).float()
+        return (both * self.turn).abs() + self.none.sum()
+
+
+@pytest.mark.parametrize("name", ["momentum", "adamw", "rmsprop"])
+def test_every_dtype_has_the_bits_of_allreduce(name: str) -> None:
+    def work(world: World, spec: str) -> list[Tensor]:
+        model = make(world.rank, Mixed)
+        groups = [p for p in model.parameters() if name == "rmsprop" or not p.is_complex()]
+        optimizer = OPTIMIZERS[name](groups)  # torch's fused kernels take real numbers only
+        un.parallel(model, optimizer, spec, world=world)
+        train(model, optimizer, world.rank, range(4))
+        found = values(model)
+        world.barrier()
+        return found
+
+    run_both(3, work)
+
+
+def test_windows_of_several_passes_have_the_bits_of_allreduce() -> None:
+    def work(world: World, spec: str) -> list[Tensor]:
+        model, optimizer, replica = started(world, sgd, f"{spec}(accumulate=3)")
+        for t in range(8):
+            model(batch(t, world.rank)).square().mean().backward()
+            if t in (2, 5, 7):  # the last one is short
+                optimizer.step()
+                optimizer.zero_grad()
+        assert replica.step == 3
+        found = values(model)
+        world.barrier()
+        return found
+
+    run_both(2, work)
+
+
+def test_a_compiled_model_has_the_bits_of_allreduce() -> None:
+    def work(world: World, spec: str) -> list[Tensor]:
+        model, optimizer, _ = started(world, sgd, spec)
+        with MODELS:
+            compiled: Any = torch.compile(model, backend="eager")
+        for t in range(3):
+            optimizer.zero_grad()
+            with MODELS:  # the compiler is the process's
+                loss = compiled(batch(t, world.rank)).square().mean()
+            loss.backward()
+            optimizer.step()
+        found = values(model)
+        world.barrier()
+        return found
+
+    run_both(2, work)
+
+
 def test_frozen_in_mid_run_and_unused_on_some_ranks_have_the_bits_of_allreduce() -> None:
     def work(world: World, spec: str) -> list[Tensor]:
         model, optimizer, _ = started(world, adamw, spec)

@@ -44,7 +44,8 @@ class Writes:
         self._has_warned = False
         self._versions: list[int] = []
         note = partial(_note, weakref.ref(self))
-        self._hook = model.register_load_state_dict_post_hook(note)
+        inner = getattr(model, "_orig_mod", model)  # torch.compile puts another module around it
+        self._hook = inner.register_load_state_dict_post_hook(note)
         self.note()
 
     def note(self) -> None:

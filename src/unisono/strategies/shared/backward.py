@@ -54,7 +54,7 @@ class Backward(Windows):
         touch = weakref.WeakMethod(self._touch)
         note = partial(_call, touch)
         self.places = [Place(line, slot, memory.rank, note) for line in lines for slot in range(len(line.params))]
-        self._by_param = {place.param: place for place in self.places}
+        self._by_name = {place.name: place for place in self.places}
         named = [(place.name, place.param) for place in self.places]
         self._parameters = TrainableParameters(named)
         ready = weakref.WeakMethod(self._ready)
@@ -92,7 +92,7 @@ class Backward(Windows):
             self.world.survive(lambda: self._begin(task))
         if self.world.elastic is not None and self.world.elastic.is_idle:
             return
-        place = self._by_param.get(param)  # type: ignore[call-overload]
+        place = self._by_name.get(name)
         if self._syncing and place is not None and not place.fired:
             place.fired = True
             place.fill()

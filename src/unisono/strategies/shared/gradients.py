@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,31 @@ from unisono.strategies.shared.lines import Line
 from unisono.world.transports.arithmetic import combine
 
 Change = tuple[str, Any]  # "mul" or "div", and by what
+
+
+class Mean(NamedTuple):
+    """How the mean of a gradient is found, with what the program did to it."""
+
+    own: Tensor | None  # this rank's own copy, in the order of memory, with all changes done
+    is_taken: bool  # it lies in the line of the host's first rank
+    is_cleared: bool
+    changes: tuple[Change, ...]
+
+    @property
+    def lies_ready(self) -> bool:
+        """Whether it can be read as it is in the line of the host's first rank."""
+        return self.own is None and self.is_taken and not self.is_cleared and not self.changes
+
+    def take(self, out: Tensor, ranks: Sequence[Tensor]) -> None:
+        """Write it into `out`, with all changes done; `ranks`: the same elements of every rank's line."""
+        if self.is_cleared:
+            out.zero_()
+            return
+        if self.is_taken:
+            out.copy_(ranks[0])
+        else:
+            combine(ranks, "mean", out)
+        do_changes(out, self.changes)
 
 
 class Place:
@@ -126,23 +151,17 @@ class Place:
             return self._lines[0]
         if self.own is None:
             self.own = _empty_like(self.mine)
-            self.take(self.own, self._lines)
+            self.describe().take(self.own, self._lines)
             self.changes = []
         if self.local is not None:
             self.own.add_(self.local)
             self.local = None
         return self.own
 
-    def take(self, out: Tensor, ranks: Sequence[Tensor]) -> None:
-        """Write the mean into `out`, with all changes done; `ranks`: the same elements of every rank's line."""
-        if self.cleared:
-            out.zero_()
-            return
-        if self.has_mean:
-            out.copy_(ranks[0])
-        else:
-            combine(ranks, "mean", out)
-        do_changes(out, self.changes)
+    def describe(self) -> Mean:
+        """What a step is made with, as it is now: the program may clear it before others have ended theirs."""
+        own = None if self.own is None else self.own.as_strided((self.own.numel(),), (1,))
+        return Mean(own, self.has_mean, self.cleared, tuple(self.changes))
 
     # Changing -----------------------------------------------------------------------------------------------------
 

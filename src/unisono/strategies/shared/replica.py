@@ -14,6 +14,7 @@ from unisono.exchange.overlap import split_sparse
 from unisono.exchange.reduction import check_real
 from unisono.exchange.windows import Counter
 from unisono.reducers.dense import dense
+from unisono.runtime.frames import warn_user
 from unisono.strategies._host_memory import HostMemory, move_in, move_out
 from unisono.strategies._writes import Placed, Writes
 from unisono.strategies.shared.backward import Backward
@@ -27,6 +28,8 @@ from unisono.world import PeerLost, World
 
 if TYPE_CHECKING:
     from unisono.strategies.shared import shared
+
+_DROPPED = "what the reducer between hosts had still to send is dropped, as it belongs to parts of the former ranks"
 
 
 class SharedReplica(Replica):
@@ -208,7 +211,13 @@ class SharedReplica(Replica):
             self._crossing.reduction.load_state_dict(shared["reducer"], mine)
 
     def unsent(self) -> Unsent | None:
+        if self._crossing is not None and self._crossing.reduction.keeps_own and self.world.rank == 0:
+            warn_user(_DROPPED)
         return None
+
+    def carry(self, change: Change, shared: dict[str, Any]) -> str:
+        super().carry(change, shared)
+        return _DROPPED if "each" in shared.get("reducer", ()) and self.reducer.memory else ""
 
     # Another world, and the end -----------------------------------------------------------------------------------
 

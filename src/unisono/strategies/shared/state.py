@@ -7,7 +7,7 @@ is kept once a parameter (the count of steps). Each rank writes the part that it
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from unisono.offload.optimizers import OwnRule, Rule, Scalars, make_rule, read_s
 from unisono.strategies._host_memory import HostMemory
 from unisono.strategies.shared.lines import Line
 
-__all__ = ["Age", "HostState", "check_optimizer", "choose_rule"]
+__all__ = ["Age", "Held", "HostState", "check_optimizer", "choose_rule"]
 
 _WHOLE = {
     "LBFGS": "it looks at all parameters at once",
@@ -61,14 +61,18 @@ class Age:
 
 
 @dataclass(eq=False)
-class _Known:
-    """A parameter's state as it was left: the dict of the optimizer, and the lines in it."""
+class Held:
+    """A parameter that the optimizer holds, and its state as it was left: the optimizer's own dict, and the lines in
+    it. None: it has not been stepped."""
 
-    state: dict[str, Any]
-    lines: dict[str, Tensor]
+    param: Parameter
+    line: Line
+    slot: int
     age: Age
+    state: dict[str, Any] | None = None
+    lines: dict[str, Tensor] = field(default_factory=dict)
 
-    def is_in(self, state: dict[str, Any]) -> bool:
+    def is_as_left(self, state: dict[str, Any]) -> bool:
         """Whether that is still the optimizer's."""
         return state is self.state and all(state.get(key) is view for key, view in self.lines.items())
 
@@ -78,13 +82,22 @@ class HostState:
 
     def __init__(self, optimizer: Optimizer, lines: Sequence[Line], memory: HostMemory) -> None:
         self.optimizer, self._memory = optimizer, memory
-        self._lines = list(lines)
-        self._slots = {p: (line, slot) for line in lines for slot, p in enumerate(line.params)}
         self._state: dict[tuple[Line, str], tuple[Tensor, list[Tensor]]] = {}
-        self._known: dict[Parameter, _Known] = {}
         self._fresh = Age()
+        places = [(p, line, slot) for line in lines for slot, p in enumerate(line.params)]
+        self._held = {id(p): Held(p, line, slot, self._fresh) for p, line, slot in places}  # a tensor's hash is slow
+        self._order: list[list[int]] = []  # the parameters of each group, as they were found
+        self._groups: list[list[Held]] = []
         self._rules: dict[tuple[bool, bool], Rule] = {}
         self.allocate()
+
+    def groups(self) -> list[tuple[dict[str, Any], list[Held]]]:
+        """The optimizer's groups, and what of their parameters lies in the host's memory."""
+        order = [[id(p) for p in group["params"]] for group in self.optimizer.param_groups]
+        if order != self._order:
+            self._order = order
+            self._groups = [[self._held[i] for i in ids if i in self._held] for ids in order]
+        return list(zip(self.optimizer.param_groups, self._groups, strict=True))
 
     def rule(self, group: Mapping[str, Any], line: Line) -> Rule:
         """By which parameters of a group are stepped."""
@@ -97,9 +110,8 @@ class HostState:
     def allocate(self) -> None:
         """Have memory for all that the optimizer keeps, with its settings as they are; every rank of a host asks alike.
         What it holds already moves there, from the host's first rank."""
-        for group in self.optimizer.param_groups:
-            found = dict.fromkeys(self._slots[p][0] for p in group["params"] if p in self._slots)
-            for line in found:
+        for group, some in self.groups():
+            for line in dict.fromkeys(held.line for held in some):
                 for key in self.rule(group, line).find_state(read_settings(group)).lines:
                     if (line, key) not in self._state:
                         memory = self._memory.line(line.numel, line.dtype)
@@ -115,37 +127,33 @@ class HostState:
     def adopt(self, *, write: bool = True) -> None:
         """Take what the program has put into the optimizer since (`load_state_dict`, a state that was cleared)."""
         ages: dict[Any, Age] = {}
-        for group in self.optimizer.param_groups:
-            for param in group["params"]:
-                if param in self._slots:
-                    self._adopt(param, group, ages, write)
+        for group, some in self.groups():
+            for held in some:
+                state = self.optimizer.state.get(held.param)
+                if not state:
+                    held.state, held.lines, held.age = None, {}, self._fresh
+                elif not held.is_as_left(state):
+                    self._adopt(held, state, group, ages, write)
 
-    def _adopt(self, param: Parameter, group: dict[str, Any], ages: dict[Any, Age], write: bool) -> None:
-        state, known = self.optimizer.state.get(param), self._known.get(param)
-        if not state:
-            self._known.pop(param, None)
-            return
-        if known is not None and known.is_in(state):
-            return
-        line, slot = self._slots[param]
-        rule, settings = self.rule(group, line), read_settings(group)
+    def _adopt(
+        self, held: Held, state: dict[str, Any], group: dict[str, Any], ages: dict[Any, Age], write: bool
+    ) -> None:
+        rule, settings = self.rule(group, held.line), read_settings(group)
         keys = rule.find_state(settings).lines
         if any(state.get(key) is None for key in keys):  # as that of SGD without momentum, when it gets some
-            self._known.pop(param, None)
+            held.state, held.lines, held.age = None, {}, self._fresh
             return
-        lines = {key: self._state[line, key][1][slot] for key in keys}
+        lines = self._views(held, keys)
         for key, view in lines.items():
             if write and state[key] is not view:
                 view.copy_(state[key])
             state[key] = view
         scalars = rule.read_scalars({k: v for k, v in state.items() if k not in lines and v is not None})
-        age = ages.setdefault((id(group), *((k, str(_describe(v))) for k, v in sorted(scalars.items()))), Age(scalars))
-        self._known[param] = _Known(state, lines, age)
+        same = (id(group), *((k, str(_describe(v))) for k, v in sorted(scalars.items())))
+        held.state, held.lines, held.age = state, lines, ages.setdefault(same, Age(scalars))
 
-    def age(self, param: Parameter) -> Age:
-        """That of a parameter."""
-        known = self._known.get(param)
-        return self._fresh if known is None else known.age
+    def _views(self, held: Held, keys: Iterable[str]) -> dict[str, Tensor]:
+        return {key: self._state[held.line, key][1][held.slot] for key in keys}
 
     def tiles(self, line: Line, keys: Iterable[str], start: int, stop: int) -> list[Tensor]:
         """The state of some elements, by the names of its lines."""
@@ -155,18 +163,16 @@ class HostState:
         """Whether there is memory for such lines."""
         return all((line, key) in self._state for key in keys)
 
-    def grow_older(self, params: Sequence[Parameter], keys: Sequence[str], scalars: Scalars) -> None:
+    def grow_older(self, some: Sequence[Held], keys: Sequence[str], scalars: Scalars) -> None:
         """Parameters have been stepped: what is kept once a parameter is this now."""
-        age = Age(scalars)
-        for param in params:
-            line, slot = self._slots[param]
-            state = self.optimizer.state[param]
-            known = self._known.get(param)
-            if known is None or known.state is not state or known.lines.keys() != set(keys):
-                lines = {key: self._state[line, key][1][slot] for key in keys}
-                state.update(lines)
-                self._known[param] = known = _Known(state, lines, age)
-            known.age = age
+        age, mine = Age(scalars), set(keys)
+        for held in some:
+            state = held.state
+            if state is None or held.lines.keys() != mine:
+                state = held.state = self.optimizer.state[held.param]
+                held.lines = self._views(held, keys)
+                state.update(held.lines)
+            held.age = age
             for key, value in scalars.items():
                 there = state.get(key)
                 if isinstance(value, Tensor) and isinstance(there, Tensor) and there.shape == value.shape:
@@ -178,12 +184,12 @@ class HostState:
 
     def leave(self) -> None:
         """Give every rank a state of its own."""
-        for param, known in self._known.items():
-            if self.optimizer.state.get(param) is known.state:
-                for key, view in known.lines.items():
-                    if known.state.get(key) is view:
-                        known.state[key] = view.clone(memory_format=torch.preserve_format)
-        self._known = {}
+        for held in self._held.values():
+            state = self.optimizer.state.get(held.param, {})
+            for key, view in held.lines.items():
+                if state.get(key) is view:
+                    state[key] = view.clone(memory_format=torch.preserve_format)
+            held.state, held.lines, held.age = None, {}, self._fresh
 
 
 def _describe(value: Any) -> Any:

@@ -18,15 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unisono.offload.fused import call_kernel
 from unisono.offload.optimizers import KernelCall, Rule, Scalars, Settings, read_settings
 from unisono.strategies._host_memory import HostMemory
-from unisono.strategies.shared.gradients import Place, do_changes
+from unisono.strategies.shared.gradients import Mean, Place, do_changes
 from unisono.strategies.shared.lines import Line, Piece, cut_tiles
-from unisono.strategies.shared.state import Age, HostState
+from unisono.strategies.shared.state import Age, Held, HostState
 
 TILE_BYTES = 512 << 10  # of parameters, at a time: with gradient and state it stays in the cache
 OWN_TILE_BYTES = 4 << 20  # where the optimizer's own code steps it: a call costs more
@@ -44,7 +43,7 @@ class Course:
     age: Age
     keys: list[str]  # of the lines of state
     first: list[float]  # what these hold before the first step
-    params: list[Parameter] = field(default_factory=list)
+    held: list[Held] = field(default_factory=list)
     scalars: Scalars = field(default_factory=dict)  # for this step, and after it
     kernel: KernelCall | None = None
     count: Tensor = field(default_factory=lambda: torch.tensor(0.0))
@@ -63,7 +62,7 @@ class Plan:
     number: int
     courses: list[Course]
     by_slot: list[dict[int, Course]]  # by line
-    places: list[dict[int, Place]]  # by line
+    means: list[dict[int, Mean]]
     scale: list[tuple[str, Any]]  # what a GradScaler leaves to the optimizer
 
 
@@ -90,6 +89,7 @@ class HostStep:
         self._kept: list[list[Tensor]] | None = None  # by line and rank: the tile at work
         self._most = 0
         self._keeps_tile, self._in_the_middle = keeps_tile, in_the_middle
+        self._places: dict[int, Place] = {}  # by the parameter's id: a tensor's hash is slow
         self.number = 0
         self.plan: Plan | None = None
 
@@ -97,34 +97,32 @@ class HostStep:
 
     def prepare(self, places: Sequence[Place]) -> None:
         """Find out what this step does to which parameter."""
-        optimizer = self.optimizer
         self.state.adopt()
-        by_slot: list[dict[int, Course]] = [{} for _ in self.lines]
-        where: list[dict[int, Place]] = [{} for _ in self.lines]
-        used = {}
-        numbers = {line: i for i, line in enumerate(self.lines)}
-        for place in places:
-            where[numbers[place.line]][place.slot] = place
-            if place.used and place.param.grad is not None:
-                used[place.param] = place
+        if not self._places:
+            self._places = {id(place.param): place for place in places}
+        by_slot: dict[Line, dict[int, Course]] = {line: {} for line in self.lines}
+        means: dict[Line, dict[int, Mean]] = {line: {} for line in self.lines}
         found: dict[Any, Course] = {}
-        for i, group in enumerate(optimizer.param_groups):
+        for i, (group, some) in enumerate(self.state.groups()):
             settings: Settings | None = None
-            for param in group["params"]:
-                if param not in used:
+            for held in some:
+                place = self._places[id(held.param)]
+                if not place.used or held.param.grad is None:
                     continue
                 settings = read_settings(group) if settings is None else settings
-                line, age = used[param].line, self.state.age(param)
-                key = (i, line, age)
-                if key not in found:
-                    found[key] = self._start_course(settings, line, age)
-                found[key].params.append(param)
-                by_slot[numbers[line]][used[param].slot] = found[key]
+                key = (i, held.line, held.age)
+                course = found.get(key)
+                if course is None:
+                    course = found[key] = self._start_course(settings, held.line, held.age)
+                course.held.append(held)
+                by_slot[held.line][held.slot] = course
+                means[held.line][held.slot] = place.describe()
         if any(not self.state.has_room(course.line, course.keys) for course in found.values()):
             self.state.allocate()
         if self._keeps_tile:
             self._make_room(max((len(course.keys) for course in found.values()), default=0))
-        self.plan = Plan(self.number + 1, list(found.values()), by_slot, where, self._find_scale())
+        alike, scale = list(found.values()), self._find_scale()
+        self.plan = Plan(self.number + 1, alike, list(by_slot.values()), list(means.values()), scale)
 
     def _start_course(self, settings: Settings, line: Line, age: Age) -> Course:
         rule = self.state.rule(settings, line)
@@ -202,10 +200,10 @@ class HostStep:
         return found
 
     def _step_tile(self, plan: Plan, i: int, course: Course, tile: Piece) -> None:
-        line, (slot, start, stop) = self.lines[i], tile
-        values, place = line.values[start:stop], plan.places[i][slot]
+        line, (_, start, stop) = self.lines[i], tile
+        values = line.values[start:stop]
         state = self.state.tiles(line, course.keys, start, stop)
-        gradient = self._take_mean(plan, i, place, start, stop)
+        gradient = self._take_mean(plan, i, tile)
         if course.kernel is None:
             lines = {key: [x] for key, x in zip(course.keys, state, strict=True)}
             scalars = course.age.scalars or {}
@@ -217,16 +215,17 @@ class HostStep:
                 x.fill_(first)
         call_kernel(*course.kernel, course.count, course.is_fresh, [values], gradient, state)
 
-    def _take_mean(self, plan: Plan, i: int, place: Place, start: int, stop: int) -> Tensor:
+    def _take_mean(self, plan: Plan, i: int, tile: Piece) -> Tensor:
         """The gradient that a tile is stepped with."""
-        line, buffer = self.lines[i], self._buffers[i][: stop - start]
-        if place.own is not None:
-            first = line.bounds(place.slot)[0]
-            buffer.copy_(place.own.as_strided((place.own.numel(),), (1,))[start - first : stop - first])
-        elif place.has_mean and not place.changes and not place.cleared and not plan.scale:
+        line, (slot, start, stop) = self.lines[i], tile
+        mean, buffer = plan.means[i][slot], self._buffers[i][: stop - start]
+        if mean.lies_ready and not plan.scale:
             return line.gradients[0][start:stop]
+        if mean.own is not None:
+            first = line.bounds(slot)[0]
+            buffer.copy_(mean.own[start - first : stop - first])
         else:
-            place.take(buffer, [ranks[start:stop] for ranks in line.gradients])
+            mean.take(buffer, [ranks[start:stop] for ranks in line.gradients])
         do_changes(buffer, plan.scale)
         return buffer
 
@@ -239,7 +238,7 @@ class HostStep:
                 course.settings, scalars, course.is_fresh, [one], [torch.ones_like(one)], lines
             )
         if course.keys or course.scalars:
-            self.state.grow_older(course.params, course.keys, course.scalars)
+            self.state.grow_older(course.held, course.keys, course.scalars)
 
     # A rank that is lost in its step ------------------------------------------------------------------------------
 

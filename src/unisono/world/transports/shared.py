@@ -16,7 +16,6 @@ import struct
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from pathlib import Path
 from zlib import crc32
 
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from unisono.world.transports import SMALL_BYTES, Mark, Mismatch, Op, Transport, find_group
 from unisono.world.transports.arithmetic import combine, cut_share
-from unisono.world.transports.mapped import MappedMemory, open_published, publish
+from unisono.world.transports.mapped import MappedMemory, allow_reading, open_published, publish
 from unisono.world.transports.meeting_page import (
     DTYPE_CODES,
     DTYPES,
@@ -44,8 +43,6 @@ _TILE = 1 << 20  # bytes reduced at a time in place: large enough for Python, sm
 _READ, _READ_BY_ALL = 2 << 20, 8 << 20  # bytes of a rank that are read at a time, and of all ranks together
 _BLOCK = 64 << 20  # bytes reduced before the ranks meet to read each other's results
 _MOST_PIECES, _MOST_BYTES = 1024, 1 << 30  # of memory, in one call of the kernel
-_PR_SET_PTRACER = 0x59616D61
-_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 _WORD = struct.Struct("Q")
 _HEAD = struct.Struct("BBHqiq")
 _PLAN, _MARK = b"plan", b"exchange"  # how an item begins: what its rank came to do
@@ -463,7 +460,7 @@ class PeerMemory:
         """Let each rank read a word of all others."""
         tries = hasattr(_LIBC, "process_vm_readv") and os.environ.get(PEER_MEMORY, "1") != "0"
         if tries:
-            _allow_reading()
+            allow_reading()
         word = ctypes.create_string_buffer(os.urandom(_WORD.size), _WORD.size)
         told = self._page.meet(_WORD.pack(ctypes.addressof(word)) + word.raw, "reading a word")
         tries = tries and all(self._can_read(rank, item) for rank, item in enumerate(told))
@@ -597,10 +594,3 @@ def _cut_tiles(parts: Sequence[Tensor], start: int, stop: int, room: int) -> Ite
         at += part.numel()
         if at >= stop:
             return
-
-
-def _allow_reading() -> None:
-    """Let the processes of this run read my memory, where only parents may: those that the launcher has started."""
-    launcher = os.environ.get("UNISONO_LAUNCHER_PID", "")
-    if _YAMA.is_file() and _YAMA.read_text(encoding="ascii").strip() == "1" and launcher.isdecimal():
-        _LIBC.prctl(_PR_SET_PTRACER, ctypes.c_ulong(int(launcher)), 0, 0, 0)

@@ -169,17 +169,18 @@ class SerialQueue:
         self._running = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def submit(self, run: Callable[[], T]) -> Handle[T]:
-        """Queue `run`; its handle gives the result."""
+    def submit(self, run: Callable[[], T], *, wakes: bool = True) -> Handle[T]:
+        """Queue `run`; its handle gives the result. `wakes`: begin with it; else whoever waits for it does."""
         job = _Job(run, self._watch, self._moves)
         with self._signal:
             if self._closed:
                 raise RuntimeError(f"{self.name} is closed: nothing more can be sent through it")
             self._jobs.append(job)
-            if self._thread is None:
+            if wakes and self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name=self.name, daemon=True)
                 self._thread.start()
-            self._signal.notify()
+            if wakes:
+                self._signal.notify()
         return Handle(lambda: self._result(job), job.finished.is_set)
 
     def _result(self, job: _Job) -> Any:

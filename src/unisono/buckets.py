@@ -13,6 +13,7 @@ from torch.nn import Parameter
 BUCKET_BYTES = 25 << 20
 LARGE_BUCKET_BYTES = 128 << 20  # where launching kernels takes longer than what they do
 _ALIGN_BYTES = 64  # each tensor starts on a cache line
+APART_BYTES = 256 << 10  # from here on, copying a tensor into a line costs more than a call for it alone
 _PARTS = 8  # parts of a bucket kept: those of methods that choose anew come and go
 
 
@@ -34,7 +35,7 @@ class FlatLayout:
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of a line in this layout, in the tensors' shapes and strides."""
         lines = [flat[s : s + x.numel()] for s, x in zip(self.starts, self.tensors, strict=True)]
-        view = _view_shape if self._contiguous else _view_like
+        view = _view_shape if self._contiguous else view_like
         return [view(line, x) for line, x in zip(lines, self.tensors, strict=True)]
 
     def gaps(self, flat: Tensor) -> list[Tensor]:
@@ -51,9 +52,20 @@ class Bucket:
     at `starts`, and what lies between them is zero. `lr` is what each parameter's gradient is multiplied by in
     the end, learning rate over loss scale (NaN: not known), and `decayed` says that a learning rate fell in the
     last window, on some rank: every rank has the same answer. `scale` is the loss scale that the gradients carry.
+
+    `lines` is the memory of all: `flat`. `apart`: the places of tensors that have memory of their own instead: who
+    fills the bucket puts them into `tensors`, in the parameters' strides, and into `lines`.
     """
 
-    def __init__(self, index: int, named: Sequence[tuple[str, Tensor]], flat: Callable[[int, torch.dtype], Tensor]):
+    def __init__(
+        self,
+        index: int,
+        named: Sequence[tuple[str, Tensor]],
+        flat: Callable[[int, torch.dtype], Tensor],
+        *,
+        apart_bytes: int | None = None,
+    ) -> None:
+        """`apart_bytes`: tensors of so many bytes have memory of their own; None: none have."""
         self.index = index
         self.names = [name for name, _ in named]
         self.params = [param for _, param in named]
@@ -62,18 +74,26 @@ class Bucket:
         self.decayed, self.scale = False, 1.0
         first = self.params[0]
         self.dtype, self.device = first.dtype, first.device
-        self._layout = FlatLayout(self.params)
+        self.apart = [
+            k for k, p in enumerate(self.params) if apart_bytes is not None and p.numel() * p.itemsize >= apart_bytes
+        ]
+        self._layout = FlatLayout([p for k, p in enumerate(self.params) if k not in self.apart])
         self.starts = self._layout.starts
-        self.flat = flat(self._layout.numel, first.dtype)
+        numel = self._layout.numel
+        self.flat = flat(numel, first.dtype) if numel or not self.apart else torch.empty(0, dtype=first.dtype)
         self.flat.zero_()
         self.tensors = self.views(self.flat)
+        self.lines = [self.flat]
+        for k in self.apart:
+            self.tensors.insert(k, self.flat[:0])
         self._parts: dict[tuple[int, ...], Bucket] = {}
         self._gaps: list[Tensor] | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the flat memory."""
-        return self.flat.numel() * self.flat.element_size()
+        """Bytes of the memory."""
+        numel = self.flat.numel() + sum(self.params[k].numel() for k in self.apart)
+        return numel * self.flat.element_size()
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of a line in this bucket's layout, in the parameters' shapes and strides."""
@@ -109,7 +129,7 @@ def _view_shape(line: Tensor, param: Tensor) -> Tensor:
     return line.view(param.shape)
 
 
-def _view_like(line: Tensor, param: Tensor) -> Tensor:
+def view_like(line: Tensor, param: Tensor) -> Tensor:
     """`line` in the shape of `param`, and in its memory order where that is dense."""
     dense = torch.empty_strided(param.shape, param.stride(), device="meta") if param.numel() else param
     if param.numel() and dense.untyped_storage().nbytes() == param.numel() * dense.element_size():

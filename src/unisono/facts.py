@@ -79,6 +79,7 @@ class Example:
     varies: what meets what depends on time, so two runs differ.
     by_clock: it decides by times that it measured, so another machine may decide otherwise.
     splits_state: a rank that is lost takes its part of the state along.
+    one_model: the ranks of a host have one model in common: what one writes to it, all have.
     """
 
     spec: str
@@ -91,6 +92,7 @@ class Example:
     varies: bool = False
     by_clock: bool = False
     splits_state: bool = False
+    one_model: bool = False
 
 
 @dataclass(frozen=True)

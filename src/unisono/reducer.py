@@ -72,6 +72,7 @@ class Reducer(NamedTuple):
     check: refuses an optimizer or a world that it cannot work with.
     codec: how it writes numbers as bytes, where it does so alone (for pushes to a server).
     noise: an unbiased method's bound on E|sent - input|^2 / |input|^2; from 1 on, feedback around it may grow.
+    apart: it reduces `bucket.lines`, so that large tensors may have memory of their own.
     """
 
     init: Callable[[Bucket], State]
@@ -84,6 +85,7 @@ class Reducer(NamedTuple):
     check: Callable[[Optimizer, World], None] | None = None
     codec: Codec | None = None
     noise: float = 0.0
+    apart: bool = False
 
 
 def staged(

@@ -317,7 +317,7 @@ def test_a_world_that_shrinks_and_grows(case: Case, comes_back: str) -> None:
             train(model, optimizer, world.rank, range(2, 4))
         elif comes_back == "as a new process":
             model, optimizer, replica = started(case, World(), seed=9)
-        else:
+        elif not case.example.one_model:
             with torch.no_grad():
                 for x in model.parameters():
                     if x.is_contiguous():  # one that is split has no memory of its own

@@ -16,6 +16,7 @@ STRATEGIES = {
     "crossbow": "crossbow(learners=2, every=2)",
     "parameter_server": "parameter_server(staleness=1)",
     "hogwild": "hogwild",
+    "shared": "shared",
 }
 
 COMMON = """

@@ -181,6 +181,13 @@ def test_other_synchronous_methods_lose_no_sample(strategy: str, alone: dict[str
         check(results, alone)
 
 
+def test_a_step_of_a_model_that_all_share_is_ended_by_those_left(alone: dict[str, torch.Tensor]) -> None:
+    """Each is killed with half of a tile stepped: it is stepped anew from what was kept, and the rest of the part."""
+    script = "kill 1@4 in update; kill 0@9 in update; kill 2@14 in backward; kill 0@20"
+    results = un.launch(train, workers=3, args=("shared",), faults=script, least=3, threads=1, timeout_s=120)
+    check(results, alone)
+
+
 @pytest.mark.parametrize(
     "strategy",
     ["local_sgd(every=2)", "diloco(every=3)", "gossip", "async_average", "hogwild", "crossbow", "parameter_server"],

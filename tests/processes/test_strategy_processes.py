@@ -19,6 +19,7 @@ SPECS = {
     "crossbow": "crossbow(learners=2, every=2)",
     "parameter_server": "parameter_server(servers=2, staleness=1)",
     "hogwild": "hogwild",
+    "shared": "shared",
     "auto": "auto(among=[allreduce, topk(k=0.5)], check_every=2, trial_steps=2)",
     "zero": "zero(stage=3, optimizer_on=disk, params_on=disk)",
 }

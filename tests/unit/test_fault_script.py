@@ -56,7 +56,11 @@ def test_a_fault_as_text_is_read_back_as_the_same(text: str) -> None:
         ("kill 1 40", 7, "expected @ and a step, as in `kill RANK@STEP [in PHASE]`; got '40'"),
         ("kill 1@4e3", 7, "expected a step, as in `kill RANK@STEP [in PHASE]`; got '4e3'"),
         ("kill 1@0", 7, "steps count from 1 up"),
-        ("kill 1@4 in sleep", 12, "expected a phase of a step (forward, backward, exchange, step, save, healing)"),
+        (
+            "kill 1@4 in sleep",
+            12,
+            "expected a phase of a step (forward, backward, exchange, step, update, save, healin",
+        ),
         ("kill 1@4 for 5s", 9, "expected `;` or the end after `kill 1@4`; got 'for'"),
         ("kill 1@4 kill 2@5", 9, "expected `;` or the end after `kill 1@4`; got 'kill'"),
         ("stop 1@4", 8, "expected `for` and a time, as in `stop RANK@STEP [in PHASE] for SECONDSs`; got the end"),

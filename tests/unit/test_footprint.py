@@ -371,7 +371,7 @@ def test_predicted_and_measured_stand_side_by_side() -> None:
     found = report.compare("zero(2, accumulate=1)", device=predicted * 2, host=None)
     assert found.ratio() == pytest.approx(2)
     assert "(+100.0%)" in str(found)
-    with pytest.raises(ValueError, match="known for allreduce and zero, got 'powersgd'"):
+    with pytest.raises(ValueError, match="known for allreduce, shared and zero, got 'powersgd'"):
         report.need("powersgd")
     with pytest.raises(ValueError, match=r"takes one of 1, 2, 3; got 4"):
         report.need("zero(stage=4)")

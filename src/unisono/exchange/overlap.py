@@ -1,17 +1,19 @@
 """Gradients in flat buckets, exchanged while backward goes on.
 
 Three phases, in one backward:
-1. filling: each parameter's gradient is copied into its bucket as soon as it is there;
+1. filling: each parameter's gradient is copied into its bucket as soon as it is there, or taken over as it is;
 2. exchanging: a full bucket is handed to the exchange thread (a side stream on GPUs), in a fixed order;
 3. finishing: at the end of backward, what is missing counts as zero, the rest is exchanged, and `p.grad`
-   is the mean, a view into the bucket.
+   is the mean, a view into the bucket where it was copied.
 """
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +22,7 @@ from torch.autograd import Variable
 from torch.nn import Parameter
 
 from unisono.background import Handle, SerialQueue
-from unisono.buckets import Bucket, group_into_buckets, on_device
+from unisono.buckets import APART_BYTES, Bucket, group_into_buckets, on_device, view_like
 from unisono.exchange.windows import TrainableParameters, Windows, if_alive
 from unisono.world import World
 
@@ -56,7 +58,8 @@ class Exchange(Windows):
 
     `work` turns a bucket's tensors into their mean; `advance()` is called when all of a window's gradients are
     means. `inline`: the exchange thread moves the bytes itself, instead of a thread of its own behind it. `by_ready`:
-    after the first window the buckets are laid out in the order in which rank 0's gradients came.
+    after the first window the buckets are laid out in the order in which rank 0's gradients came. `apart`: large
+    gradients are exchanged where autograd put them, instead of in a bucket's flat memory.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Exchange(Windows):
         accumulate: int,
         advance: Callable[[], None],
         by_ready: bool = False,
+        apart: bool = False,
     ) -> None:
         super().__init__(accumulate, advance)
         self.named, self.sparse = list(named), list(sparse)
@@ -81,6 +85,7 @@ class Exchange(Windows):
         self._work = work
         self._lane = SerialQueue("unisono exchange")
         self._cuda = next((p.device for _, p in (*self.named, *self.sparse) if p.is_cuda), None)
+        self._apart_bytes = APART_BYTES if apart and self._cuda is None else None
         self._is_alone = self._cuda is not None and world.size == 1  # nothing travels: kernels in the program's order
         self._stream = torch.cuda.Stream() if self._on_stream() else None
         ready = weakref.WeakMethod(self._ready)
@@ -107,7 +112,12 @@ class Exchange(Windows):
             self.channel.release(bucket.flat)
         device = self.world.device
         self.buckets = [
-            Bucket(i, named, self.channel.empty if named[0][1].device.type == "cpu" else partial(on_device, device))
+            Bucket(
+                i,
+                named,
+                self.channel.empty if named[0][1].device.type == "cpu" else partial(on_device, device),
+                apart_bytes=self._apart_bytes,
+            )
             for i, named in enumerate(group_into_buckets(self._in_order(), self.bucket_bytes))
         ]
         for bucket in self.buckets:
@@ -136,6 +146,9 @@ class Exchange(Windows):
         self._came = None
 
     def _reset(self) -> None:
+        for bucket in self.buckets:
+            if bucket.apart:
+                _let_go(bucket)
         self._missing = [len(b.params) for b in self.buckets]
         self._launched = 0
         self._handles: list[Handle[None]] = []
@@ -198,20 +211,27 @@ class Exchange(Windows):
 
     def _fill(self, bucket: Bucket, which: Sequence[int]) -> list[bool]:
         """Bring gradients into their bucket; False where there is none."""
-        if len(which) == len(bucket.params) and self._fill_whole(bucket):
+        if not bucket.apart and len(which) == len(bucket.params) and self._fill_whole(bucket):
             return [True] * len(which)
         present, views, grads = [], [], []
         for k in which:
-            grad, view = bucket.params[k].grad, bucket.tensors[k]
+            grad = bucket.params[k].grad
             present.append(grad is not None)
+            if grad is not None and grad.is_sparse:
+                raise TypeError(
+                    f"the gradient of {bucket.names[k]!r} is sparse, but its module does not say so: "
+                    "use nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True), or dense gradients"
+                )
+            if k in bucket.apart:
+                if grad is None or bucket.tensors[k] is not grad:
+                    bucket.tensors[k] = own_gradient(bucket.params[k], grad)
+                if grad is not None:
+                    bucket.params[k].grad = bucket.tensors[k]
+                continue
+            view = bucket.tensors[k]
             if grad is None:
                 view.zero_()
             elif grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
-                if grad.is_sparse:
-                    raise TypeError(
-                        f"the gradient of {bucket.names[k]!r} is sparse, but its module does not say so: "
-                        "use nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True), or dense gradients"
-                    )
                 views.append(view)
                 grads.append(grad.detach())
                 bucket.params[k].grad = view
@@ -237,6 +257,8 @@ class Exchange(Windows):
     def _launch(self) -> None:
         bucket = self.buckets[self._launched]
         self._launched += 1
+        if bucket.apart:
+            bucket.lines = _list_lines(bucket)
         self._run(lambda: self._work.begin(bucket, self.channel))
 
     def _run(self, job: Callable[[], None]) -> None:
@@ -254,8 +276,8 @@ class Exchange(Windows):
     def _on_lane(self, run: Callable[[], None]) -> Handle[None]:
         """Run on the exchange thread, whose CUDA stream is its own: after what my stream has to do so far."""
         device = self._cuda
-        if device is None:
-            return self._lane.submit(run)
+        if device is None:  # after backward, this thread waits for it anyway
+            return self._lane.submit(run, wakes=self.overlap)
         here = torch.cuda.Event()
         here.record(torch.cuda.current_stream(device))
 
@@ -336,7 +358,7 @@ class Exchange(Windows):
         anywhere = anywhere[len(anywhere) - len(self.sparse) - 1 : -1]
         for (name, param), used in zip(self.sparse, anywhere, strict=True):
             if used and param.requires_grad:
-                _mean_of_sparse(param, self.channel, f"gradients/{name}")
+                mean_of_sparse(param, self.channel, f"gradients/{name}")
         self._work.after_last_bucket(self.channel)
 
     # Outside backward ------------------------------------------------------------------------------------
@@ -376,12 +398,57 @@ def split_sparse(model: nn.Module) -> tuple[list[tuple[str, Parameter]], list[tu
     return [(n, p) for n, p in named if p not in sparse], [(n, p) for n, p in named if p in sparse]
 
 
+def _list_lines(bucket: Bucket) -> list[Tensor]:
+    """The memory of all gradients of a bucket, those apart too."""
+    apart = [bucket.tensors[k].as_strided((bucket.params[k].numel(),), (1,)) for k in bucket.apart]
+    return [bucket.flat, *apart] if bucket.flat.numel() else apart
+
+
+def _let_go(bucket: Bucket) -> None:
+    """Hold no gradients apart any more: the program may clear them."""
+    bucket.lines = [bucket.flat]
+    for k in bucket.apart:
+        bucket.tensors[k] = bucket.flat[:0]
+
+
+def own_gradient(param: Tensor, grad: Tensor | None) -> Tensor:
+    """A gradient as memory that is this parameter's alone, in its strides: itself, where it is that; zero for None.
+
+    Autograd may give one memory to two parameters, or that of a tensor of the program: what is added to it, and what
+    is read of it meanwhile, must not be another's.
+    """
+    if grad is None:
+        return view_like(torch.zeros(param.numel(), dtype=param.dtype), param)
+    if _is_alike(grad, param) and not grad.requires_grad and _count_users(grad) == _ALONE:
+        return grad
+    return view_like(torch.empty(param.numel(), dtype=param.dtype), param).copy_(grad.detach())
+
+
+def _is_alike(grad: Tensor, param: Tensor) -> bool:
+    """Whether both are in one memory order, without gaps."""
+    if grad.is_contiguous() and param.is_contiguous():
+        return True
+    if grad.stride() != param.stride():
+        return False
+    lengths = sorted((stride, size) for stride, size in zip(grad.stride(), grad.shape, strict=True) if size > 1)
+    steps = accumulate((size for _, size in lengths), operator.mul, initial=1)
+    return all(stride == step for (stride, _), step in zip(lengths, steps, strict=False))
+
+
+def _count_users(x: Tensor) -> int:
+    """How many tensors lie in the memory of `x`, and some more."""
+    return int(torch._C._storage_Use_Count(x.untyped_storage()._cdata))
+
+
+_ALONE = _count_users(torch.empty(1))
+
+
 def scale_gradient(weight: float, grad: Tensor) -> Tensor:
     """A weight of zero is a batch that does not count: its gradient is zero, also where it is not finite."""
     return torch.zeros_like(grad) if weight == 0.0 else grad * weight
 
 
-def _mean_of_sparse(param: Parameter, world: World, tag: str) -> None:
+def mean_of_sparse(param: Parameter, world: World, tag: str) -> None:
     """The mean of sparse gradients: every rank's rows, added up."""
     grad = param.grad
     if grad is None:

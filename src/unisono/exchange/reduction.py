@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -73,8 +73,9 @@ def _is_unsent(path: str) -> bool:
 class LearningRates:
     """What an optimizer's groups are stepped with: by group, and by parameter (NaN where it is not known)."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, owners: Mapping[Tensor, Tensor] | None = None) -> None:
+        """`owners`: the parameters that other tensors belong to, whose rates may be asked for too."""
+        self._optimizer, self._owners = optimizer, {} if owners is None else owners
         self._groups: dict[Tensor, int] = {}
 
     def by_group(self) -> list[float]:
@@ -83,6 +84,7 @@ class LearningRates:
 
     def of(self, param: Tensor) -> float:
         """A parameter's rate, now."""
+        param = self._owners.get(param, param)
         if param not in self._groups:
             return math.nan
         return _rate(self._optimizer.param_groups[self._groups[param]])
@@ -113,10 +115,16 @@ class Reduction:
     """
 
     def __init__(
-        self, reducer: Reducer, optimizer: Optimizer, after_last_bucket: Callable[[World], None], unit: Unit
+        self,
+        reducer: Reducer,
+        optimizer: Optimizer,
+        after_last_bucket: Callable[[World], None],
+        unit: Unit,
+        owners: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
+        """`owners`: the parameters that the tensors of buckets belong to, where these are parts of them."""
         self.reducer, self.after_last_bucket, self.unit = reducer, after_last_bucket, unit
-        self._learning_rates = LearningRates(optimizer)
+        self._learning_rates = LearningRates(optimizer, owners)
         self._buckets: Sequence[Bucket] = []
         self._states: dict[Bucket, State] = {}
         self._under_way: list[Iterator[None]] = []

@@ -8,6 +8,7 @@ its reduced gradient (m = 0 where the master is the computing copy itself):
 
     allreduce, N = 1   c T + c T + o T                   gradients come while activations go: the joint peak counts
     allreduce          c T + c T + o T                   gradients lie in buckets from the beginning to the end
+    shared             c T + (c + o) T/H                 H workers a host; several passes: + c T while they add up
     stage 1, 2         c T + (m + o + g) T/N             + gradients on their way; stage 1 that accumulates: + c T
     stage 3            (c + m + o + g) T/N               + units gathered + gradients on their way
     optimizer_on=cpu   m + o, and c for gradients: host  half of it passes through a GPU, which keeps those gradients
@@ -29,6 +30,7 @@ from unisono.buckets import BUCKET_BYTES
 from unisono.offload.chunks import CHUNK_BUFFERS, CHUNK_ELEMENTS
 from unisono.offload.device import STAGING_BUFFERS
 from unisono.offload.plan import BLOCK_ELEMENTS, staged_share
+from unisono.strategies.shared.step import OWN_TILE_BYTES
 from unisono.strategies.zero import Place, zero
 from unisono.strategies.zero.gather import UNITS_GATHERED
 from unisono.strategies.zero.placement import MOMENTS
@@ -46,8 +48,8 @@ DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(zero)}
 class Setting:
     """One line of the table: a strategy and where it keeps what."""
 
-    strategy: Literal["allreduce", "zero"] = "allreduce"
-    stage: int = 0  # 0: allreduce
+    strategy: Literal["allreduce", "shared", "zero"] = "allreduce"
+    stage: int = 0  # of zero
     precision: str | None = DEFAULTS["precision"]
     optimizer_on: Place = DEFAULTS["optimizer_on"]
     params_on: Place = DEFAULTS["params_on"]
@@ -59,7 +61,7 @@ class Setting:
     @property
     def spec(self) -> str:
         """The text to give to `un.parallel`: the stage, and whatever differs from the defaults."""
-        words = [] if self.strategy == "allreduce" else [f"stage={self.stage}"]
+        words = [f"stage={self.stage}"] if self.strategy == "zero" else []
         for name in SETTINGS[1:]:
             value = getattr(self, name)
             if value != DEFAULTS[name]:
@@ -133,13 +135,24 @@ class Need:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
 
 
-def compute_need(facts: Facts, setting: Setting, workers: int, *, overlap: bool = True, apart: bool = True) -> Need:
-    """What one of `workers` workers needs.
+def compute_need(
+    facts: Facts,
+    setting: Setting,
+    workers: int,
+    *,
+    overlap: bool = True,
+    apart: bool = True,
+    per_host: int | None = None,
+) -> Need:
+    """What one of `workers` workers needs; of what a host keeps once for all its workers, an equal share.
 
-    overlap: they exchange while they compute. apart: the device has memory of its own.
+    overlap: they exchange while they compute. apart: the device has memory of its own. per_host: workers of a host;
+    None: all.
     """
-    if setting.strategy == "allreduce":
+    if setting.strategy == "allreduce" or (setting.strategy == "shared" and workers == 1):
         return _compute_allreduce(facts, setting, workers)
+    if setting.strategy == "shared":
+        return _compute_shared(facts, setting, per_host or workers)
     return _compute_zero(facts, setting, workers, overlap=overlap and workers > 1, apart=apart)
 
 
@@ -157,6 +170,18 @@ def _compute_allreduce(facts: Facts, setting: Setting, workers: int) -> Need:
         optimizer=facts.state_bytes + facts.state_other_bytes,
         activations=beside,
         buffers=facts.buffer_bytes + (min(BUCKET_BYTES, gradients) if workers > 1 and facts.device != "cpu" else 0),
+    )
+
+
+def _compute_shared(facts: Facts, setting: Setting, per_host: int) -> Need:
+    step_memory = facts.step_memory or StepMemory()
+    passes = max(setting.accumulate, facts.backwards)
+    return Need(
+        parameters=-(-(facts.trainable_bytes + facts.frozen_bytes) // per_host),
+        gradients=facts.trainable_bytes * (1 if passes == 1 else 2),
+        optimizer=-(-facts.state_bytes // per_host) + facts.state_other_bytes,
+        activations=max(step_memory.alone, OWN_TILE_BYTES + step_memory.rest),
+        buffers=facts.buffer_bytes,
     )
 
 
@@ -254,6 +279,8 @@ def list_settings(workers: int, *, device_is_host: bool, half: bool = True, accu
     memory is the host's own, moving things to the host gains nothing and is left out.
     """
     found = [Setting(accumulate=accumulate)]
+    if device_is_host and workers > 1:
+        found.insert(0, Setting("shared", accumulate=accumulate))
     places: list[tuple[Place, Place]] = [
         ("device", "device"), ("cpu", "device"), ("cpu", "cpu"), ("disk", "device"), ("disk", "cpu"), ("disk", "disk")
     ]  # fmt: skip

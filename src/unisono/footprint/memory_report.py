@@ -80,7 +80,8 @@ class MemoryReport:
         # On one host all cores compute: what is exchanged waits (see `overlap_pays`).
         apart = self.machine.device is not None
         overlap = apart or self.workers > self.machine.workers
-        return compute_need(self.facts, setting, self.workers, overlap=overlap, apart=apart)
+        near = self.machine.workers
+        return compute_need(self.facts, setting, self.workers, overlap=overlap, apart=apart, per_host=near)
 
     def compare(self, spec: str, **measured: int | None) -> Comparison:
         """Predicted against measured: `compare("zero(stage=2)", device=peak_bytes, host=..., disk=...)`."""
@@ -213,11 +214,12 @@ def _list_doublings(workers: int) -> list[int]:
 
 def _read_setting(spec: str) -> Setting:
     """The setting that a spec means here; what it leaves out is the strategy's own default."""
-    if parse(spec).name not in ("allreduce", "zero"):
-        raise ValueError(f"memory is known for allreduce and zero, got {spec!r}")
-    strategy = build(spec)
+    name = parse(spec).name
+    strategy = build(spec) if name in ("allreduce", "shared", "zero") else None
+    if strategy is None:
+        raise ValueError(f"memory is known for allreduce, shared and zero, got {spec!r}")
     if not isinstance(strategy, zero):
-        return Setting(accumulate=strategy.accumulate)
+        return Setting("shared" if name == "shared" else "allreduce", accumulate=strategy.accumulate)
     return Setting("zero", **{name: getattr(strategy, name) for name in SETTINGS})
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 
+from unisono.runtime.huge_pages import are_wanted
 from unisono.runtime.machine import usable_cores
 from unisono.runtime.run_folder import FOLDER, FOLDER_ID, RunFolder
 from unisono.runtime.secret import SECRET, STORE
 
-__all__ = ["ALLOCATOR", "threads_per_worker", "worker_environment"]
+__all__ = ["ALLOCATOR", "set_allocator", "threads_per_worker", "worker_environment"]
 
 # glibc gives freed memory back to the kernel and takes it anew, page by page, in every training step: keep up to 1 GiB.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+_TUNABLES, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"  # 1: ask the kernel for them, where it lets one ask
 
 
 def worker_environment(
@@ -54,9 +56,23 @@ def worker_environment(
         env["OMP_NUM_THREADS"] = share
         if threads is not None or "MKL_NUM_THREADS" not in env:
             env["MKL_NUM_THREADS"] = share
+    set_allocator(env)
+    return env
+
+
+def set_allocator(env: dict[str, str]) -> None:
+    """How the C library of a process with this environment keeps its memory, unless the user has said so.
+
+    >>> env = {"GLIBC_TUNABLES": "glibc.malloc.check=1"}
+    >>> set_allocator(env)
+    >>> env["GLIBC_TUNABLES"]
+    'glibc.malloc.check=1:glibc.malloc.hugetlb=1'
+    """
     if not ALLOCATOR.keys() & env.keys():
         env.update(ALLOCATOR)
-    return env
+    given = [one for one in env.get(_TUNABLES, "").split(":") if one]
+    if are_wanted() and not any(one.startswith(_HUGE_PAGES + "=") for one in given):
+        env[_TUNABLES] = ":".join([*given, f"{_HUGE_PAGES}=1"])
 
 
 def _is_of_another_run(name: str) -> bool:

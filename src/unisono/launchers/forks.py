@@ -128,11 +128,10 @@ def server_command(fd: int, *, owner: int = 0, idle_s: float = 0.0, path: str = 
 
 def server_environment(env: Mapping[str, str]) -> dict[str, str]:
     """The environment of a fork server: a worker's, and room for the name of a run."""
-    from unisono.launchers.environment import ALLOCATOR
+    from unisono.launchers.environment import set_allocator
 
     found = {name: value for name, value in env.items() if not (name.startswith("UNISONO_") and name.endswith("_FD"))}
-    if not ALLOCATOR.keys() & found.keys():
-        found.update(ALLOCATOR)
+    set_allocator(found)
     found["OPENBLAS_NUM_THREADS"] = "1"  # it starts its threads when it is loaded
     found["UNISONO_RUN"] = env.get("UNISONO_RUN", "").ljust(_PADDING, ":")
     return found

@@ -23,7 +23,7 @@ def dense() -> Reducer:
     """
 
     def reduce(bucket: Bucket, state: State, world: World) -> tuple[Reduced, State]:
-        world.all_reduce(bucket.flat, "mean", tag=bucket.tag).wait()
+        world.all_reduce(bucket.lines, "mean", tag=bucket.tag).wait()
         return Reduced(bucket.tensors), state
 
-    return Reducer(lambda bucket: {}, reduce, exact=True)
+    return Reducer(lambda bucket: {}, reduce, exact=True, apart=True)

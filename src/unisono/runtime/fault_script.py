@@ -10,13 +10,14 @@ from typing import Literal, NoReturn
 __all__ = ["PHASES", "Fault", "FaultError", "Kind", "Phase", "check_script", "parse_script"]
 
 Kind = Literal["kill", "stop", "slow", "full-disk"]
-Phase = Literal["forward", "backward", "exchange", "step", "save", "healing"]
+Phase = Literal["forward", "backward", "exchange", "step", "update", "save", "healing"]
 
 PHASES: dict[str, Phase] = {  # in the order in which they come in a step
     "forward": "forward",
     "backward": "backward",
     "exchange": "exchange",
     "step": "step",
+    "update": "update",
     "save": "save",
     "healing": "healing",
 }

@@ -92,25 +92,33 @@ class AllReduceReplica(Replica):
         if self.reducer.exact:
             self._probe = GradientProbe(self.model.parameters(), self.world)
         pays = overlap_pays(self.world)
+        overlap = pays if self.strategy.overlap is None else self.strategy.overlap
         self._exchange = Exchange(
             dense_ones,
             sparse_ones,
             self.world,
             self._reduction,
-            bucket_bytes=self._bucket_bytes(),
-            overlap=pays if self.strategy.overlap is None else self.strategy.overlap,
+            bucket_bytes=self._bucket_bytes(overlap),
+            overlap=overlap,
             inline=self.reducer.stages is None or not pays,
             accumulate=self.strategy.accumulate,
             advance=self.advance,
             by_ready=self.strategy.order == "ready",
+            apart=self._apart,
         )
         self._reduction.warn_if_more_than_dense(self.world)
 
-    def _bucket_bytes(self) -> int:
+    @property
+    def _apart(self) -> bool:
+        """Whether large gradients are exchanged where autograd put them."""
+        return self.reducer.apart and self.world.reads_peers
+
+    def _bucket_bytes(self, overlap: bool) -> int:
         if self.strategy.bucket_bytes is not None:
             return self.strategy.bucket_bytes
         on_gpu = any(p.is_cuda for p in self.model.parameters())
-        return LARGE_BUCKET_BYTES if on_gpu and not self.reducer.exact else BUCKET_BYTES
+        large = not self.reducer.exact if on_gpu else self._apart and not overlap  # nothing then waits to be filled
+        return LARGE_BUCKET_BYTES if large else BUCKET_BYTES
 
     def _share_buffers(self, world: World) -> None:
         share_buffers([b.detach() for b in self.model.buffers()], self.strategy.buffers, world)

@@ -67,6 +67,12 @@ class FaultWatch:
             if one.fault.kind in ("kill", "stop") and one.is_due(self._ledger.step_count):
                 one.fire(self._ledger.step_count)
 
+    def in_update(self) -> None:
+        """The optimizer steps."""
+        for one in self._in_phase("update"):
+            if one.is_due(self._ledger.step_count):
+                one.fire(self._ledger.step_count)
+
     # Inside a step -----------------------------------------------------------------------------------------------
 
     def _on_forward(self, _module: nn.Module, _args: Any) -> None:

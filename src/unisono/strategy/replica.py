@@ -153,9 +153,18 @@ class Replica:
         """With a closure (LBFGS), backward happens inside the step, as often as it is called."""
         closure = kwargs["closure"] if "closure" in kwargs else args[1] if len(args) > 1 else None
         if closure is None:
-            return self.before_step()
+            return self._end_window()
         rest = {name: value for name, value in kwargs.items() if name != "closure"}
-        return (args[0], _then(closure, self.before_step), *args[2:]), rest
+        return (args[0], _then(closure, self._end_window), *args[2:]), rest
+
+    def _end_window(self) -> None:
+        self.before_step()
+        self.fault_in_update()
+
+    def fault_in_update(self) -> None:
+        """A fault on purpose in the optimizer's step happens here, unless it has."""
+        if self._faults is not None:
+            self._faults.in_update()
 
     def before_step(self) -> None:
         """The optimizer is about to step."""

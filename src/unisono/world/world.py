@@ -147,6 +147,12 @@ class World:
         """Whether CUDA tensors travel from device to device."""
         return self._operations.accelerated is not None
 
+    @property
+    def reads_peers(self) -> bool:
+        """Whether an all-reduce of large tensors in the memory of the host reads them where they are: then copying them
+        into memory from `empty` gains nothing."""
+        return self.transport is not None and self.transport.reads_peers
+
     # The weight of my batch ------------------------------------------------------------------------------
 
     @property
@@ -200,6 +206,22 @@ class World:
             return last[0], x
 
         return self._operations.run(record, parts[0], run)
+
+    def reduce_joined(self, lines: Sequence[Tensor], op: Op = "mean", *, out: Tensor, tag: str = "") -> Handle[Tensor]:
+        """Reduce the concatenation of flat, contiguous tensors, and write my N-th of it to `out`; it need not be made
+        where ranks read each other's memory (`reads_peers`). Sends (N-1)/N of the bytes."""
+        lines, target = [line.detach() for line in list_tensors("reduce_joined", lines)], out.detach()
+        check_op(target.dtype, op)
+        if self.size == 1:
+            return Handle.of(target.copy_(torch.cat(lines)))
+        bytes_sent = math.ceil((self.size - 1) * count_bytes(lines) / self.size)
+        record = self._operations.record("reduce_scatter", tag, bytes_sent)
+        counts = [target.numel()] * self.size
+
+        def run(transport: Transport) -> tuple[float, Tensor]:
+            return transport.reduce_scatter_parts(lines, counts, op, target), target
+
+        return self._operations.run(record, target, run)
 
     def reduce_scatter(
         self, parts: Any, op: Op = "mean", *, out: Tensor | None = None, tag: str = ""

@@ -126,7 +126,7 @@ class WholeStateDict:
         self._hooks = [
             model.register_state_dict_pre_hook(lambda *_: self._gather()),
             model.register_state_dict_post_hook(lambda *given: self._copy(*given)),
-            model.register_load_state_dict_pre_hook(lambda *_: self._gather()),
+            model.register_load_state_dict_pre_hook(lambda *_: self._begin_loading()),
             model.register_load_state_dict_post_hook(lambda *_: self._update_shards()),
         ]
 
@@ -144,6 +144,12 @@ class WholeStateDict:
             self._values.gather_late()
         else:
             self._values.gather_all()
+
+    def _begin_loading(self) -> None:
+        if self._paused:
+            self._values.gather_late()
+        else:
+            self._values.begin_writing()
 
     def _copy(self, _module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
         """Copy what `state_dict()` gives out, so that it stays when the values are released."""

@@ -1,6 +1,7 @@
 """Values of units: where they come from before a module runs, and when they are let go.
 
-Stages 1 and 2 keep all of them on every rank (`WholeValues`). In stage 3 no rank does (`GatheredValues`):
+Stages 1 and 2 keep all of them on every rank (`WholeValues`), or once for all ranks of one host (`CommonValues`). In
+stage 3 no rank does (`GatheredValues`):
 
 1. forward: before a module runs, its units are gathered, and the next one's begin to; after it, they are let go;
 2. backward: when a gradient reaches the module's output, they are gathered again, in the reverse order; a trainable
@@ -26,6 +27,8 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from unisono.background import Handle, SerialQueue
+from unisono.strategies._host_memory import HostMemory
+from unisono.strategies._writes import Placed, Writes
 from unisono.strategies.zero.units import UNCALLED, WHOLE, Unit
 from unisono.world import PeerLost, World
 
@@ -49,6 +52,10 @@ class Values(ABC):
     def gather_late(self) -> None:
         """Have those values here that were to come later."""
         return
+
+    def begin_writing(self) -> None:
+        """The program is about to write all values anew."""
+        self.gather_all()
 
     @abstractmethod
     def gather_all(self) -> None:
@@ -133,6 +140,52 @@ class WholeValues(Values):
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+
+
+class CommonValues(Values):
+    """All ranks, on one host, have one memory for all values: after a step nothing has to be gathered. Nobody writes to
+    it before all have called `optimizer.step()`, and nobody reads it before all parts have been stepped.
+
+    What the program writes to parameters by itself is followed (see `_writes`).
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], memory: HostMemory, world: World) -> None:
+        self._units, self._memory, self._world = list(units), memory, world
+        self._writes = Writes(model, [Placed(u.names, u.params, u.views(u.full)) for u in units], memory)
+
+    def begin_step(self, window: int) -> None:
+        """The optimizer is about to step: wait until that is so on every rank."""
+        found = self._writes.describe()
+        self._world.survive(
+            lambda: self._writes.check(self._memory.meet(f"optimizer.step() of window {window}", found))
+        )
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        for unit in self._units:
+            unit.update_shard()
+        self._world.survive(lambda: self._memory.meet("the end of a step"))
+        self._writes.note()
+
+    def gather_all(self) -> None:
+        """They are here."""
+
+    def begin_writing(self) -> None:
+        """Wait until nobody needs the old ones."""
+        self._memory.meet("load_state_dict")
+
+    def write(self, change: Callable[[], Any]) -> None:
+        """Let one rank change parameters, while the others wait."""
+        self._memory.meet("replica.write")
+        if self._memory.rank == 0:
+            with torch.no_grad():
+                change()
+        self._writes.note()
+        self._memory.meet("the end of replica.write")
+
+    def close(self) -> None:
+        self._writes.close()
+        self._memory.close()
 
 
 class GatheredValues(Values):

@@ -227,8 +227,13 @@ class ShardedGradients:
     def has_nonfinite(self) -> bool:
         """Whether my shards hold a value that is not finite."""
         shards = [u.gradient for u in self.units if u.gradient is not None and u.shard_length]
-        found = [torch.linalg.vector_norm(x, math.inf) for x in shards]
-        return bool(found) and not math.isfinite(torch.stack([x.double() for x in found]).sum().item())
+        if not shards:
+            return False
+        shards = [torch.view_as_real(x) if x.is_complex() else x for x in shards]
+        sums = torch.stack([x.sum(dtype=_wide_dtype(x)).abs().double() for x in shards])
+        if math.isfinite(sums.sum().item()):  # then all are; else a sum may be too large, and all are looked at
+            return False
+        return not all(bool(torch.isfinite(x).all()) for x in shards)
 
     def mark_overflow(self) -> None:
         """Another rank has such a value: let AMP find one here too; one element will do."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from unisono.world import World
 @torch.no_grad()
 def adopt(
     unit: Unit,
-    world: World,
+    empty: Callable[[int, torch.dtype], Tensor],
     *,
     whole: bool,
     device: torch.device,
@@ -26,12 +26,14 @@ def adopt(
 ) -> None:
     """Move a unit's parameters into a line of its own. `whole`: all of it stays on the device; else only my shard.
 
+    empty: memory for what stays, if the device is the host. Ranks may all have the same memory, as they have the same
+        values.
     master_in: memory for values of higher precision, instead of new memory on `master_on`.
     """
 
     def line(n: int, dtype: torch.dtype, *, shared: bool) -> Tensor:
         if shared and device.type == "cpu":
-            return world.empty(n, dtype)
+            return empty(n, dtype)
         return torch.empty(n, dtype=dtype, device=device)
 
     unit.full = line(unit.numel, unit.dtype, shared=whole)

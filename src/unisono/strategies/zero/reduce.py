@@ -2,8 +2,8 @@
 
 Three phases, in one backward:
 1. waiting: a unit is complete when every parameter of it has its gradient;
-2. reducing: its gradients are copied into one line, which is reduced; each rank keeps its part, and the rest of the
-   gradients is let go. Units are reduced from the last to the first, on every rank alike;
+2. reducing: its gradients are copied into one line, or read where they are; each rank keeps the mean of its part, and
+   the gradients are let go. Units are reduced from the last to the first, on every rank alike;
 3. finishing: at the end of backward what is missing counts as zero. At the end of a window the ranks agree on which
    parameters had a gradient at all, and every `p.grad` is a `ShardedGradient`.
 """
@@ -71,6 +71,9 @@ class Backward(Windows):
         self._on_reduced, self._on_window, self._on_pass = on_reduced, on_window, on_pass
         on_cpu = units[0].params[0].device.type == "cpu"  # on a GPU, work is in the background anyway
         self._lane = SerialQueue("unisono reduce") if overlap and world.size > 1 and on_cpu else None
+        self._joins = (
+            on_cpu and world.reads_peers
+        )  # gradients are reduced where they are, without a line to copy them to
         self._lines = [self._make_line() for _ in range(LINES_IN_FLIGHT if self._lane else 1)]
         self._running: deque[tuple[Handle[None], Tensor]] = deque()
         self._position = {unit: i for i, unit in enumerate(self.units)}
@@ -89,6 +92,8 @@ class Backward(Windows):
         self.weight_changed(world.weight)
 
     def _make_line(self) -> Tensor:
+        if self._joins:
+            return torch.empty(0, dtype=torch.uint8)
         nbytes = max(unit.numel * unit.dtype.itemsize for unit in self.units)
         on = self.units[0].params[0].device
         return self.channel.empty(nbytes, torch.uint8) if on.type == "cpu" else torch.empty(
@@ -154,16 +159,16 @@ class Backward(Windows):
         unit, last = self.units[self._next], self._last
         self._next -= 1
         line = self._take_line()
-        flat = line[: unit.nbytes].view(unit.dtype)
         try:
-            fresh = self._fill(unit, flat)
+            lines, fresh = self._collect(unit) if self._joins else self._fill(unit, line[: unit.nbytes])
         except TypeError:
             self._lines.append(line)
             raise
         self._values.end_use(unit)
 
         def job() -> None:
-            self._reduce(unit, flat, fresh)
+            self._reduce(unit, lines, fresh)
+            lines.clear()
             if last:
                 self._end_unit(unit, all(fresh) or self._passes_reduced > 0)
 
@@ -189,36 +194,57 @@ class Backward(Windows):
         self._lines.append(line)
         handle.wait()
 
-    def _fill(self, unit: Unit, flat: Tensor) -> list[bool]:
-        """Copy the gradients of this pass into a line; returns which parameters had none from before (or cleared)."""
-        every_fresh, targets, grads = [], [], []
-        gradients, first = self.gradients, self.gradients.first[unit]
-        for number, view in enumerate(unit.views(flat), first):
+    def _take_gradients(self, unit: Unit) -> tuple[list[Tensor | None], list[bool]]:
+        """The gradients of this pass; and which parameters had none from before (or cleared)."""
+        every, every_fresh = [], []
+        gradients = self.gradients
+        for number in range(gradients.first[unit], gradients.first[unit] + len(unit.params)):
             local, fresh = gradients.take_local(number)
+            every.append(None if local is None else local.detach())
             every_fresh.append(fresh)
-            if local is None:
+            gradients.used[number] |= local is not None or (not fresh and not self._passes_reduced)
+            gradients.show(number)  # also within a backward in a backward, it is not cleared
+        return every, every_fresh
+
+    def _collect(self, unit: Unit) -> tuple[list[Tensor], list[bool]]:
+        """The gradients of this pass as lines that stand for one."""
+        every, fresh = self._take_gradients(unit)
+        shapes = unit.shapes
+        whole = [torch.zeros(shapes[i], dtype=unit.dtype) if g is None else g for i, g in enumerate(every)]
+        return unit.lines(whole), fresh
+
+    def _fill(self, unit: Unit, memory: Tensor) -> tuple[list[Tensor], list[bool]]:
+        """The gradients of this pass, copied into one line."""
+        flat = memory.view(unit.dtype)
+        every, fresh = self._take_gradients(unit)
+        targets, grads = [], []
+        for view, grad in zip(unit.views(flat), every, strict=True):
+            if grad is None:
                 view.zero_()
             else:
                 targets.append(view)
-                grads.append(local.detach())
-            gradients.used[number] |= local is not None or (not fresh and not self._passes_reduced)
-            gradients.show(number)  # also within a backward in a backward, it is not cleared
+                grads.append(grad)
         if targets:
             torch._foreach_copy_(targets, grads)
         unit.zero_gaps(flat)
-        return every_fresh
+        return [flat], fresh
 
     @torch.no_grad()
-    def _reduce(self, unit: Unit, flat: Tensor, fresh: list[bool]) -> None:
+    def _reduce(self, unit: Unit, lines: list[Tensor], fresh: list[bool]) -> None:
         old = unit.gradient
         first = old is None or all(fresh)
         direct = first and old is not None and old.dtype == unit.dtype
         mean = (
-            old if direct and old is not None else torch.empty(unit.shard_length, dtype=unit.dtype, device=flat.device)
+            old
+            if direct and old is not None
+            else torch.empty(unit.shard_length, dtype=unit.dtype, device=lines[0].device)
         )
         looks = self._same_data.is_looking and unit is self.units[-1]
-        mine = sample(flat.split(unit.shard_length)[self.world.rank]) if looks else None
-        self.channel.reduce_scatter(flat, "mean", out=mean, tag=unit.tag).wait()
+        mine = sample(torch.cat(lines).split(unit.shard_length)[self.world.rank]) if looks else None
+        if self._joins:
+            self.channel.reduce_joined(lines, "mean", out=mean, tag=unit.tag).wait()
+        else:
+            self.channel.reduce_scatter(lines[0], "mean", out=mean, tag=unit.tag).wait()
         if mine is not None:
             self._same_data.compare(mine, sample(mean))
         if first:

@@ -7,7 +7,7 @@ Its collaborators: `gather` brings values to the modules that compute, `reduce` 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 
 from unisono.exchange.reduction import overlap_pays
 from unisono.exchange.windows import Counter
+from unisono.strategies._host_memory import HostMemory, move_out
 from unisono.strategies.zero import checkpoint, reshard
-from unisono.strategies.zero.gather import GatheredValues, Values, WholeValues
+from unisono.strategies.zero.gather import CommonValues, GatheredValues, Values, WholeValues
 from unisono.strategies.zero.materialise import Replacements, adopt, materialise, swap
 from unisono.strategies.zero.offloading import Offloading
 from unisono.strategies.zero.optimizer_shards import OptimizerShards
@@ -64,6 +65,7 @@ class ZeroReplica(Replica):
         self._stepped = 0  # `step` when the shards took their last step
         self._turns = 0  # how often the shards were set: counts of steps compare where it is the same
         self._is_behind = False  # a step is taken that other ranks have taken
+        self._memory: HostMemory | None = None  # for values, where all ranks have one
         self._cast: Any = None  # a hook that casts what the model is given
         self._narrowed: list[tuple[Tensor, torch.dtype]] = []  # frozen parameters that were cast, and from what
         self._shards = OptimizerShards(optimizer)
@@ -99,6 +101,7 @@ class ZeroReplica(Replica):
         self._channel = self.world.channel(inline=True)
         self._narrow_frozen()
         device = self._find_device()
+        self._memory = self._find_memory(device)
         if self.strategy.optimizer_on != "device":
             self._offload = Offloading(self.optimizer, self._trainable, self._positions(), self.strategy, device)
         self._adopt_units(replacements, device)
@@ -140,6 +143,22 @@ class ZeroReplica(Replica):
                 buffer.data = buffer.data.to(on)
         return on
 
+    def _find_memory(self, device: torch.device) -> HostMemory | None:
+        """Memory in which values lie once for all ranks: in stages 1 and 2 on one host. Not if a step goes on behind
+        the program, and not if each rank also steps a copy of another's part."""
+        s = self.strategy
+        if s.stage == 3 or s.optimizer_on != "device" or s.spare or device.type != "cpu":
+            return None
+        if self.world.size == 1 or len(set(self.world.hosts)) > 1 or not self.units:
+            return None
+        memory = HostMemory(self.world, "zero")
+        try:
+            memory.line(1, torch.uint8)
+        except ValueError:  # ranks that talk by messages, on one host
+            memory.close()
+            return None
+        return memory
+
     def _positions(self) -> dict[str, Position]:
         names = {p: name for name, p in self.model.named_parameters()}
         every = [(names[p], g) for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]]
@@ -154,7 +173,7 @@ class ZeroReplica(Replica):
             unit.steps_here = offload is None
             adopt(
                 unit,
-                self._channel,
+                self._channel.empty if self._memory is None else self._memory.line,
                 whole=s.stage < 3,
                 device=device,
                 shard_on=device if s.params_on == "device" else host,
@@ -176,6 +195,8 @@ class ZeroReplica(Replica):
         overlap = overlap_pays(world) if s.overlap is None else s.overlap
         if s.stage == 3:
             self._values = GatheredValues(self.model, self.units, world, self._fetch, ahead=overlap)
+        elif self._memory is not None:
+            self._values = CommonValues(self.model, self._trainable, self._memory, world)
         else:
             wait = None if offload is None else offload.wait
             self._values = WholeValues(self.model, self._trainable, self._channel, wait)
@@ -236,7 +257,7 @@ class ZeroReplica(Replica):
         if self.units:
             self._channel.close()
         self._cast = self._state_dict = self._counter = self._backward = self._values = self._offload = None
-        self._spare = None
+        self._spare = self._memory = None
         self.units = []
 
     # The loop --------------------------------------------------------------------------------------------
@@ -252,6 +273,8 @@ class ZeroReplica(Replica):
             assert self._backward is not None
             self._backward.check_ended()
             self._spare.agree(self.step)
+        if isinstance(self._values, CommonValues):
+            self._values.begin_step(self.step)
         if self._offload is not None:  # the optimizer itself finds nothing to step
             for unit in self._trainable:
                 for leaf in unit.leaves:
@@ -274,6 +297,15 @@ class ZeroReplica(Replica):
         self._backward.after_step()
         if self._offload is not None:
             gradients.show_used()  # as if they were still there, until they are cleared
+
+    def write(self, change: Callable[[], Any]) -> None:
+        """Change parameters between steps: `change()` is called on every rank that has values of its own, or on one, if
+        all have the same memory. Every rank calls it: `replica.write(lambda: model.weight.data.mul_(0.9))`."""
+        if isinstance(self._values, CommonValues):
+            self._values.write(change)
+        else:
+            with torch.no_grad():
+                change()
 
     def watch(self, scaler: torch.amp.GradScaler) -> None:
         if self._offload is not None:
@@ -314,6 +346,8 @@ class ZeroReplica(Replica):
     def load_sharded_state(self, whole: dict[str, Any], *, same_world: bool) -> None:
         """Load my part of any checkpoint's model and optimizer (see `unisono.checkpoint.slices.Stored`)."""
         whole_units = self.strategy.stage < 3
+        if self._memory is not None:  # nobody reads what is about to be written
+            self._memory.meet("loading a checkpoint")
         with nullcontext() if self._spare is None else self._spare.changing():
             with self._pause_state_dict():
                 checkpoint.load_model(
@@ -383,7 +417,10 @@ class ZeroReplica(Replica):
         """For another world, model and optimizer become whole, from those who hold the shards of the source's world;
         without one, they keep what this rank has of them."""
         if change is None:
+            units, memory = self.units, self._memory
             self._close_units()
+            for unit in units if memory is not None else ():
+                move_out(unit.params, unit.views(unit.full))
             return
         if change.progress[change.source]["split"]:
             steps, holders = self._find_holders(change)

@@ -118,6 +118,16 @@ class Unit:
         if self.master is not self.shard:
             self.shard.copy_(self.master)
 
+    def lines(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors in the parameters' shapes as flat ones, whose concatenation is a line of this layout: with zeros in
+        its gaps, and behind them."""
+        found = []
+        for tensor, start, after in zip(tensors, self.starts, [*self.starts[1:], self.numel], strict=True):
+            found.append(tensor.contiguous().view(-1))
+            if gap := after - start - tensor.numel():
+                found.append(torch.zeros(gap, dtype=self.dtype))
+        return found
+
     def zero_gaps(self, line: Tensor) -> None:
         """Make what lies between the parameters, and behind them, zero."""
         ends = [s + math.prod(shape) for s, shape in zip(self.starts, self.shapes, strict=True)]

@@ -68,6 +68,7 @@ class Transport(ABC):
     name = "transport"
     rank: int
     size: int
+    reads_peers = False  # reductions of large private tensors read them where they are, not in memory of `empty`
     sequence = 0  # the number of the collective now running, from 1: the same on every rank, or orders differ
     mark: Mark | None = None  # and what it is
     timeout_s = float("inf")  # that a rank waits for another
@@ -79,6 +80,10 @@ class Transport(ABC):
     @abstractmethod
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], op: Op, out: Tensor) -> float:
         """Reduce `x`; rank r's `counts[r]` elements of the result go to its `out`."""
+
+    def reduce_scatter_parts(self, parts: Sequence[Tensor], counts: Sequence[int], op: Op, out: Tensor) -> float:
+        """The same of a list."""
+        return self.reduce_scatter(torch.cat(list(parts)), counts, op, out)
 
     @abstractmethod
     def all_gather(self, x: Tensor, outs: Sequence[Tensor]) -> float:

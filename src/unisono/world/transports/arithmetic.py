@@ -41,6 +41,13 @@ def count_bytes(parts: Sequence[Tensor]) -> int:
     return sum(p.numel() * p.element_size() for p in parts)
 
 
+def cut_share(length: int, rank: int, size: int) -> tuple[int, int]:
+    """The part of `length` elements that `rank` reduces, on borders of cache lines."""
+    each = -(-length // size)
+    each = -(-each // 16) * 16
+    return min(rank * each, length), min((rank + 1) * each, length)
+
+
 def widen(x: Tensor) -> Tensor:
     """`x` in a dtype that sums without loss or overflow: itself, or a copy where its own is narrow."""
     return x.to(_WIDE.get(x.dtype, x.dtype))

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from unisono.runtime.huge_pages import HUGE, fill_with_huge_pages, map_shared
 from unisono.world.transports import Mismatch
 
 PAGE = mmap.PAGESIZE
+_PR_SET_PTRACER = 0x59616D61
+_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
 def publish(fd: int) -> str:
@@ -24,16 +29,18 @@ def open_published(address: str) -> int:
     return os.open(address, os.O_RDWR | os.O_CLOEXEC)
 
 
-def _map(fd: int, size: int) -> Tensor:
+def _map(fd: int, size: int, *, huge: bool) -> Tensor:
     """The memory behind `fd`; holds no descriptor, as Python's own mmap would: a large model has many mappings."""
+    if huge and size >= HUGE:
+        return torch.frombuffer(map_shared(fd, size), dtype=torch.uint8)
     return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size, dtype=torch.uint8)
 
 
 class MappedMemory:
     """`nbytes` of every rank's memory: `mine` to work in, `ranks[r]` to read and write rank r's."""
 
-    def __init__(self, nbytes: int, rank: int, swap: Callable[[bytes], Sequence[bytes]]) -> None:
-        """`swap` gives every rank's bytes for mine; all ranks map together."""
+    def __init__(self, nbytes: int, rank: int, swap: Callable[[bytes], Sequence[bytes]], *, huge: bool = False) -> None:
+        """`swap` gives every rank's bytes for mine; all ranks map together. `huge`: on huge pages, where it can be."""
         size = max(PAGE, -(-nbytes // PAGE) * PAGE)
         fd = os.memfd_create("unisono", os.MFD_CLOEXEC)
         try:
@@ -49,7 +56,7 @@ class MappedMemory:
             for r, address in enumerate(addresses):
                 other = fd if r == rank else open_published(address)
                 try:
-                    self.ranks.append(_map(other, size)[:nbytes])
+                    self.ranks.append(_map(other, size, huge=huge)[:nbytes])
                 finally:
                     if other != fd:
                         os.close(other)
@@ -58,3 +65,15 @@ class MappedMemory:
             os.close(fd)
         self.mine = self.ranks[rank]
         self.address = self.mine.untyped_storage().data_ptr()
+
+    def prepare(self, rank: int) -> None:
+        """All of this rank's memory is about to be filled: have it on huge pages, where that is possible."""
+        memory = self.ranks[rank].untyped_storage()
+        fill_with_huge_pages(memory.data_ptr(), memory.nbytes())
+
+
+def allow_reading() -> None:
+    """Let the processes of this run read my memory, where only parents may: those that the launcher has started."""
+    launcher = os.environ.get("UNISONO_LAUNCHER_PID", "")
+    if _YAMA.is_file() and _YAMA.read_text(encoding="ascii").strip() == "1" and launcher.isdecimal():
+        ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(int(launcher)), 0, 0, 0)

@@ -199,6 +199,12 @@ class MeetingPage:
             pids = [int(struct.unpack_from("i", self.memory, r * ROW + _PID)[0]) for r in range(size)]
             self._watch = ProcessWatch(pids)
 
+    @property
+    def pids(self) -> list[int]:
+        """Every rank's process."""
+        assert self._watch is not None
+        return self._watch.pids
+
     def arrive(self, item: bytes = b"") -> None:
         """Put my item up and count me in; does not wait."""
         self._round += 1
@@ -268,6 +274,16 @@ class MeetingPage:
             raise self.give_up(
                 PeerLost(f"{what}: waited {self._timeout_s:g} s for {who} of {self.size}, which did not come: {why}")
             )
+
+    def lose(self, rank: int, what: str, why: str) -> Exception:
+        """The error for `rank`, which could not be used as it should be: how it ended, where that is seen soon."""
+        who, until = f"{self.noun} {rank} (process {self.pids[rank]})", time.perf_counter() + 20 * _CHECK_S
+        assert self._watch is not None
+        while not (died := self._watch.has_died(rank)) and time.perf_counter() < until:
+            if reason := self._read(rank * ROW + _REASON, rank * ROW + _WAITS):
+                return self.give_up(PeerLost(f"{what}: {who} {reason}"))
+            time.sleep(_CHECK_S / 5)
+        return self.give_up(PeerLost(f"{who} has died: killed, or ended by os._exit" if died else f"{who}: {why}"))
 
     def _check_end(self) -> None:
         if self._check is not None:

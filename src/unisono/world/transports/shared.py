@@ -1,24 +1,29 @@
 """Shared memory between the workers of one host: each reduces its part where all can see it, no message is sent.
 
-Two ways, the same on every rank. Tensors from `World.empty` lie in memory that all ranks map: rank r reduces
-the r-th part in place for everyone. Any other tensor passes block by block through a stage small enough to
-stay in the processor's cache: while block i is copied out, block i + 1 is reduced and i + 2 copied in, with
-one meeting a block. Both read and write each byte of memory once.
+Three ways, the same on every rank:
+
+- tensors from `World.empty` lie in memory that all ranks map: rank r reduces the r-th part in place for everyone;
+- large private tensors are read where they are (`PeerMemory`): rank r reduces the r-th part of its own, and the others
+  read that;
+- any other tensor passes over a stage (`stage`).
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import struct
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from unisono.world.transports import SMALL_BYTES, Mark, Mismatch, Op, Transport, find_group
-from unisono.world.transports.arithmetic import combine
-from unisono.world.transports.mapped import MappedMemory, open_published, publish
+from unisono.world.transports.arithmetic import combine, cut_share
+from unisono.world.transports.mapped import MappedMemory, allow_reading, open_published, publish
 from unisono.world.transports.meeting_page import (
     DTYPE_CODES,
     DTYPES,
@@ -30,13 +35,24 @@ from unisono.world.transports.meeting_page import (
     SmallAllReduce,
     count_outbox_bytes,
 )
+from unisono.world.transports.stage import Stage, count_stage_bytes, cut_blocks
 
-BLOCK = 4 << 20  # bytes a rank puts on the stage at a time
+PRIVATE_BYTES = 256 << 10  # from here on private memory is read where it is, where that can be
+PEER_MEMORY = "UNISONO_PEER_MEMORY"  # "0": never
 _TILE = 1 << 20  # bytes reduced at a time in place: large enough for Python, small enough for the cache
-_SLACK = 512  # shares end on borders of cache lines
+_READ, _READ_BY_ALL = 2 << 20, 8 << 20  # bytes of a rank that are read at a time, and of all ranks together
+_BLOCK = 64 << 20  # bytes reduced before the ranks meet to read each other's results
+_MOST_PIECES, _MOST_BYTES = 1024, 1 << 30  # of memory, in one call of the kernel
+_WORD = struct.Struct("Q")
 _HEAD = struct.Struct("BBHqiq")
 _PLAN, _MARK = b"plan", b"exchange"  # how an item begins: what its rank came to do
 _INLINE = ITEM_LIMIT - len(_MARK) - 8  # bytes of an object that fit on the page itself
+_LIBC = ctypes.CDLL(None, use_errno=True)
+if hasattr(_LIBC, "process_vm_readv"):
+    _LIBC.process_vm_readv.restype = ctypes.c_ssize_t
+
+_PRIVATE = (-1, 0)  # the place of memory that others do not see
+Piece = tuple[int, int]  # of memory: address and bytes
 
 
 class SharedTransport(Transport):
@@ -53,9 +69,11 @@ class SharedTransport(Transport):
         timeout_s: float,
         pids: Sequence[int] = (),
         check: Callable[[], None] | None = None,
+        reads_peers: bool | None = None,
     ) -> None:
         """`fd`: a memfd that every rank of the group has open, empty when the first comes; `pids`: every rank's
-        process, where that is known before; `check`: raises PeerLost where waiting is to end."""
+        process, where that is known before; `check`: raises PeerLost where waiting is to end; `reads_peers`: whether
+        each can read the private memory of all others, where that is known."""
         self.rank, self.size, self.timeout_s, self._check = rank, size, timeout_s, check
         spin = size <= len(os.sched_getaffinity(0))
         self._page = MeetingPage(fd, rank, size, timeout_s=timeout_s, spin=spin, pids=pids, check=check)
@@ -64,9 +82,11 @@ class SharedTransport(Transport):
         self._mapped: dict[int, tuple[int, MappedMemory]] = {}
         self._made = 0
         self._turn = 0
-        stage = -(-(2 * BLOCK + 2 * (BLOCK // size + _SLACK)) // 64) * 64
+        stage = count_stage_bytes(size)
         self._stage = self._map(stage + count_outbox_bytes(size))
         self._direct = DirectMessages(self._page, [r[stage:] for r in self._stage.ranks])
+        self._peers = PeerMemory(self._page, works=reads_peers)
+        self.reads_peers = self._peers.works
 
     @classmethod
     def from_inherited(
@@ -104,24 +124,39 @@ class SharedTransport(Transport):
         return self._small.post(x, op, sequence, mark) if x.numel() * x.element_size() <= SMALL_BYTES else None
 
     def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
-        total = sum(p.numel() for p in parts)
-        place = self._locate(parts[0]) if len(parts) == 1 else (-1, 0)
-        dtype = parts[0].dtype
-        stage = _Stage(self, dtype)
-        early = op == "mean" and dtype in (torch.float32, torch.float64)
-        scale = 1.0 / self.size if early else None
-        blocks = list(_cut_blocks(parts, stage.elements))
-        if place[0] < 0 and blocks:
-            stage.put(blocks[0], self._turn, scale)
+        total, dtype = sum(p.numel() for p in parts), parts[0].dtype
+        place, table = self._locate(parts[0]) if len(parts) == 1 else _PRIVATE, None
+        if place == _PRIVATE and self.reads_peers and total * dtype.itemsize >= PRIVATE_BYTES:
+            table = list_pieces(parts)  # others read it, as long as this runs
+            place = (-1 - len(parts), table.data_ptr())
+        if place == _PRIVATE:
+            return self._pass_over_stage(parts, op)
         heads, last = self._begin("all_reduce", op, dtype, total, place)
-        if all(head[4:] == heads[0][4:] for head in heads) and place[0] >= 0:
+        if table is not None and all(head[4] < -1 for head in heads):
+            self._peers.all_reduce(parts, self._peers.find_all(heads), op)
+        elif table is None and all(head[4:] == heads[0][4:] for head in heads):
             self._reduce_in_place(parts[0], op)
             self._page.meet(what="all_reduce")
-            return last
-        if place[0] >= 0 and blocks:  # mine is in place but a peer's is not: all go over the stage
+        else:  # a peer's has to be copied: all go over the stage
+            self._pass_over_stage(parts, op, last)
+        return last
+
+    def _pass_over_stage(self, parts: Sequence[Tensor], op: Op, last: float | None = None) -> float:
+        """An all-reduce in blocks that are copied; `last`: when the last rank came, where all have met and this rank
+        has not copied its first."""
+        total, dtype = sum(p.numel() for p in parts), parts[0].dtype
+        stage = self._open_stage(dtype)
+        early = op == "mean" and dtype in (torch.float32, torch.float64)
+        scale = 1.0 / self.size if early else None
+        blocks = list(cut_blocks(parts, stage.elements))
+        if blocks:
             stage.put(blocks[0], self._turn, scale)
-        if any(head[4] >= 0 for head in heads):
+        if last is not None:
             self._page.meet(what="all_reduce")
+        else:
+            heads, last = self._begin("all_reduce", op, dtype, total, _PRIVATE)
+            if any(tuple(head[4:]) != _PRIVATE for head in heads):
+                self._page.meet(what="all_reduce")
         for i, block in enumerate(blocks):
             length = sum(p.numel() for p in block)
             stage.reduce(length, self._turn, "sum" if early else op)
@@ -149,6 +184,16 @@ class SharedTransport(Transport):
         self._pass_pieces(parts, [out] * self.size, x.dtype, lambda tiles, target: combine(tiles, op, target))
         return last
 
+    def reduce_scatter_parts(self, parts: Sequence[Tensor], counts: Sequence[int], op: Op, out: Tensor) -> float:
+        total = sum(counts)
+        if not self.reads_peers:
+            return super().reduce_scatter_parts(parts, counts, op, out)
+        table = list_pieces(parts)
+        what = f"reduce_scatter of parts {list(counts)}"
+        heads, last = self._begin(what, op, out.dtype, total, (-1 - len(parts), table.data_ptr()))
+        self._peers.reduce_part(parts, self._peers.find_all(heads), sum(counts[: self.rank]), op, out)
+        return last
+
     def all_to_all(self, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> float:
         longest = max(p.numel() for p in parts)
         heads, last = self._begin("all_to_all", "sum", parts[0].dtype, longest, (-1, 0), same=False)
@@ -156,16 +201,22 @@ class SharedTransport(Transport):
         return last
 
     def all_gather(self, x: Tensor, outs: Sequence[Tensor]) -> float:
-        heads, last = self._begin("all_gather", "sum", x.dtype, x.numel(), self._locate(x), same=False)
+        place, table = self._locate(x), list_pieces([x])  # others read it, as long as this runs
+        if place == _PRIVATE and self.reads_peers:
+            place = (-2, table.data_ptr())
+        heads, last = self._begin("all_gather", "sum", x.dtype, x.numel(), place, same=False)
         if any(out.numel() != head[3] for out, head in zip(outs, heads, strict=True)):
             each = ", ".join(f"rank {r} has {head[3]}" for r, head in enumerate(heads))
             raise Mismatch(f"all_gather: the ranks have sizes that were not expected ({each}): are they even?")
-        if all(head[4] >= 0 for head in heads):
+        if all(head[4] != -1 for head in heads):
             for out, head, r in zip(outs, heads, range(self.size), strict=True):
-                out.copy_(_view_as(self._find_mapped(head[4]).ranks[r], head[5], out.numel(), x.dtype))
+                if head[4] >= 0:
+                    out.copy_(_view_as(self._find_mapped(head[4]).ranks[r], head[5], out.numel(), x.dtype))
+                else:
+                    self._peers.copy_all(r, head, out)
             self._page.meet(what="all_gather")
             return last
-        stage = _Stage(self, x.dtype)
+        stage = self._open_stage(x.dtype)
         longest = max(head[3] for head in heads)
         for start in range(0, longest, stage.elements):
             stage.put([x[start : start + stage.elements]], self._turn)
@@ -179,8 +230,8 @@ class SharedTransport(Transport):
     def broadcast(self, parts: Sequence[Tensor], src: int) -> float:
         total = sum(p.numel() for p in parts)
         _, last = self._begin(f"broadcast from {src}", "sum", parts[0].dtype, total, (-1, src))
-        stage = _Stage(self, parts[0].dtype)
-        for block in _cut_blocks(parts, stage.elements):
+        stage = self._open_stage(parts[0].dtype)
+        for block in cut_blocks(parts, stage.elements):
             if self.rank == src:
                 stage.put(block, self._turn)
             self._page.meet(what="broadcast")
@@ -222,17 +273,28 @@ class SharedTransport(Transport):
             fd = open_published(addresses[mine[0]].decode())
         try:
             self._page.meet()  # all have opened before the maker may close
-            return SharedTransport(fd, mine.index(self.rank), len(mine), timeout_s=self.timeout_s, check=self._check)
+            return SharedTransport(
+                fd,
+                mine.index(self.rank),
+                len(mine),
+                timeout_s=self.timeout_s,
+                check=self._check,
+                reads_peers=self.reads_peers,
+            )
         finally:
             os.close(fd)
 
     def empty(self, n: int, dtype: torch.dtype) -> Tensor:
-        memory = self._map(n * dtype.itemsize)
+        memory = self._map(n * dtype.itemsize, huge=True)
+        memory.prepare(self.rank)
         self._mapped[memory.address] = (self._made, memory)
         return memory.mine.view(dtype)
 
     def shared(self, n: int, dtype: torch.dtype) -> Tensor:
-        return self._map(n * dtype.itemsize).ranks[0].view(dtype)
+        memory = self._map(n * dtype.itemsize, huge=True)
+        if self.rank == 0:
+            memory.prepare(0)
+        return memory.ranks[0].view(dtype)
 
     def release(self, x: Tensor) -> None:
         self._mapped.pop(x.untyped_storage().data_ptr(), None)
@@ -251,15 +313,18 @@ class SharedTransport(Transport):
 
     # Inside ----------------------------------------------------------------------------------------------
 
-    def _map(self, nbytes: int) -> MappedMemory:
+    def _open_stage(self, dtype: torch.dtype) -> Stage:
+        return Stage(self._stage.ranks, self.rank, dtype)
+
+    def _map(self, nbytes: int, *, huge: bool = False) -> MappedMemory:
         self._made += 1
-        return MappedMemory(nbytes, self.rank, lambda mine: self._page.meet(mine, "sharing memory"))
+        return MappedMemory(nbytes, self.rank, lambda mine: self._page.meet(mine, "sharing memory"), huge=huge)
 
     def _locate(self, x: Tensor) -> tuple[int, int]:
-        """The number of the mapped memory that `x` lies in, and where in it; (-1, 0) for private memory."""
+        """The number of the mapped memory that `x` lies in, and where in it."""
         found = self._mapped.get(x.untyped_storage().data_ptr())
         if found is None or not x.numel():
-            return -1, 0
+            return _PRIVATE
         return found[0], x.data_ptr() - found[1].address
 
     def _find_mapped(self, number: int) -> MappedMemory:
@@ -313,7 +378,7 @@ class SharedTransport(Transport):
     def _reduce_in_place(self, x: Tensor, op: Op) -> None:
         number, offset = self._locate(x)
         lines = [_view_as(r, offset, x.numel(), x.dtype) for r in self._find_mapped(number).ranks]
-        start, stop = _cut_share(x.numel(), self.rank, self.size)
+        start, stop = cut_share(x.numel(), self.rank, self.size)
         step = _TILE // x.element_size()
         for tiles in zip(*(line[start:stop].split(step) for line in lines), strict=True):
             combine(tiles, op, tiles[0])
@@ -329,7 +394,7 @@ class SharedTransport(Transport):
         longest: int | None = None,
     ) -> None:
         """parts[r] of every rank goes over the stage to rank r: merged into one, or kept apart."""
-        stage = _Stage(self, dtype)
+        stage = self._open_stage(dtype)
         room = stage.elements // self.size
         for start in range(0, max(p.numel() for p in parts) if longest is None else longest, room):
             for r, part in enumerate(parts):
@@ -349,71 +414,183 @@ class SharedTransport(Transport):
             self._turn += 1
 
 
-class _Stage:
-    """Typed views of the stage: for each rank two blocks to put, two parts of results to take."""
-
-    def __init__(self, transport: SharedTransport, dtype: torch.dtype) -> None:
-        self.rank, self.size = transport.rank, transport.size
-        self.elements = BLOCK // dtype.itemsize
-        self._results = (BLOCK // self.size + _SLACK) // dtype.itemsize
-        lines = [r[: r.numel() // 16 * 16].view(dtype) for r in transport._stage.ranks]
-        self._puts = [[line[t * self.elements : (t + 1) * self.elements] for t in (0, 1)] for line in lines]
-        at = 2 * self.elements
-        n = self._results
-        self._takes = [[line[at + t * n : at + (t + 1) * n] for t in (0, 1)] for line in lines]
-
-    def block_of(self, rank: int, turn: int) -> Tensor:
-        return self._puts[rank][turn & 1]
-
-    def put(self, block: Sequence[Tensor], turn: int, scale: float | None = None) -> None:
-        mine, at = self._puts[self.rank][turn & 1], 0
-        for part in block:
-            target = mine[at : at + part.numel()]
-            if scale is None:
-                target.copy_(part)
-            else:
-                torch.mul(part, scale, out=target)
-            at += part.numel()
-
-    def reduce(self, length: int, turn: int, op: Op) -> None:
-        start, stop = _cut_share(length, self.rank, self.size)
-        combine([p[turn & 1][start:stop] for p in self._puts], op, self._takes[self.rank][turn & 1][: stop - start])
-
-    def take(self, block: Sequence[Tensor], length: int, turn: int) -> None:
-        bounds = [_cut_share(length, r, self.size) for r in range(self.size)]
-        at = 0
-        for part in block:
-            for r, (start, stop) in enumerate(bounds):
-                low, high = max(start, at), min(stop, at + part.numel())
-                if low < high:
-                    part[low - at : high - at].copy_(self._takes[r][turn & 1][low - start : high - start])
-            at += part.numel()
-
-
-def _cut_share(length: int, rank: int, size: int) -> tuple[int, int]:
-    """The part of `length` elements that `rank` reduces, on borders of cache lines."""
-    each = -(-length // size)
-    each = -(-each // 16) * 16
-    return min(rank * each, length), min((rank + 1) * each, length)
-
-
 def _view_as(line: Tensor, offset: int, count: int, dtype: torch.dtype) -> Tensor:
     return line[offset : offset + count * dtype.itemsize].view(dtype)
 
 
-def _cut_blocks(parts: Sequence[Tensor], room: int) -> Iterator[list[Tensor]]:
-    """The concatenation of `parts` cut into blocks of `room` elements, as lists of views."""
-    block: list[Tensor] = []
-    left = room
+class _Vector(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+class Pieces:
+    """Memory in several pieces that stand for one line."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._pieces = [piece for piece in pieces if piece[1]]
+        self._ends = list(accumulate(nbytes for _, nbytes in self._pieces))
+
+    def cut(self, start: int, stop: int) -> list[Piece]:
+        """The pieces of the bytes from `start` to `stop`."""
+        found = []
+        for i in range(bisect_right(self._ends, start), len(self._pieces)):
+            address, nbytes = self._pieces[i]
+            at = self._ends[i] - nbytes
+            if at >= stop:
+                break
+            low, high = max(start, at), min(stop, at + nbytes)
+            found.append((address + low - at, high - low))
+        return found
+
+
+class PeerMemory:
+    """The private memory of the other ranks, read through the kernel. `works`: every rank can read all others.
+
+    `process_vm_readv` copies from one process to another. The kernel allows it between processes of one user, unless it
+    was told to be stricter (Yama, containers), so the ranks try it once. Nobody writes to another's memory: a rank that
+    has given up may be using that for something else.
+    """
+
+    def __init__(self, page: MeetingPage, *, works: bool | None = None) -> None:
+        """All ranks make it together. `works`: what was found out before."""
+        self._page, self._pids = page, page.pids
+        self._scratch: Tensor | None = None  # a tile of each rank
+        self.works = self._find_out() if works is None else works
+
+    def _find_out(self) -> bool:
+        """Let each rank read a word of all others."""
+        tries = hasattr(_LIBC, "process_vm_readv") and os.environ.get(PEER_MEMORY, "1") != "0"
+        if tries:
+            allow_reading()
+        word = ctypes.create_string_buffer(os.urandom(_WORD.size), _WORD.size)
+        told = self._page.meet(_WORD.pack(ctypes.addressof(word)) + word.raw, "reading a word")
+        tries = tries and all(self._can_read(rank, item) for rank, item in enumerate(told))
+        return all(item == b"1" for item in self._page.meet(b"1" if tries else b"0", "reading a word"))
+
+    def _can_read(self, rank: int, told: bytes) -> bool:
+        found = ctypes.create_string_buffer(_WORD.size)
+        there = [(_WORD.unpack(told[: _WORD.size])[0], _WORD.size)]
+        here = [(ctypes.addressof(found), _WORD.size)]
+        return self._copy(rank, here, there) == _WORD.size and found.raw == told[_WORD.size :]
+
+    def _copy(self, rank: int, here: Sequence[Piece], there: Sequence[Piece]) -> int:
+        """One call; the bytes that were copied, -1 where none could be."""
+        mine = (_Vector * len(here))(*(_Vector(*piece) for piece in here))
+        theirs = (_Vector * len(there))(*(_Vector(*piece) for piece in there))
+        copied: int = _LIBC.process_vm_readv(
+            self._pids[rank], mine, ctypes.c_ulong(len(here)), theirs, ctypes.c_ulong(len(there)), ctypes.c_ulong(0)
+        )
+        return copied
+
+    def read(self, rank: int, here: list[Piece], there: list[Piece]) -> None:
+        """Fill pieces of my memory from those of `rank`, which are as long together."""
+        while here:
+            some, others, here, there = _take(here, there)
+            wanted = sum(nbytes for _, nbytes in some)
+            if self._copy(rank, some, others) != wanted:
+                why = f"its memory cannot be read ({os.strerror(ctypes.get_errno())})"
+                raise self._page.lose(rank, "reading memory", why)
+
+    def find_all(self, heads: Sequence[tuple[int, ...]]) -> list[Pieces]:
+        """Every rank's memory, by what it has announced: how many pieces, and where a table of them is."""
+        return [self._find(r, head[5], -1 - head[4]) for r, head in enumerate(heads)]
+
+    def copy_all(self, rank: int, head: tuple[int, ...], out: Tensor) -> None:
+        """Fill `out` with all that a rank has announced."""
+        nbytes = out.numel() * out.element_size()
+        self.read(rank, [(out.data_ptr(), nbytes)], self._find(rank, head[5], -1 - head[4]).cut(0, nbytes))
+
+    def _find(self, rank: int, address: int, count: int) -> Pieces:
+        table = torch.empty(2 * count, dtype=torch.int64)
+        self.read(rank, [(table.data_ptr(), 16 * count)], [(address, 16 * count)])
+        addresses, sizes = table.view(2, count).tolist()
+        return Pieces(list(zip(addresses, sizes, strict=True)))
+
+    def all_reduce(self, parts: Sequence[Tensor], peers: Sequence[Pieces], op: Op) -> None:
+        """Reduce the concatenation of `parts` over all ranks; `peers[r]`: where those of rank r are. All have met.
+
+        Block by block: rank r reduces the r-th share of it in its own memory, the ranks meet, and read each other's.
+        """
+        page, size = self._page, len(peers)
+        itemsize = parts[0].element_size()
+        mine = peers[page.rank]
+        total = sum(p.numel() for p in parts) * itemsize
+        scratch = self._find_scratch(parts[0].dtype)
+        room = scratch.shape[1]
+        for start in range(0, total, _BLOCK):
+            length = min(_BLOCK, total - start)
+            shares = [cut_share(length, r, size) for r in range(size)]
+            low, high = shares[page.rank]
+            for tile, at in _cut_tiles(parts, (start + low) // itemsize, (start + high) // itemsize, room):
+                self._reduce(tile, at * itemsize, peers, op, scratch)
+            page.meet(what="all_reduce")
+            for rank, (low, high) in enumerate(shares):
+                if rank != page.rank and high > low:
+                    self.read(rank, mine.cut(start + low, start + high), peers[rank].cut(start + low, start + high))
+        page.meet(what="all_reduce")
+
+    def reduce_part(self, parts: Sequence[Tensor], peers: Sequence[Pieces], start: int, op: Op, out: Tensor) -> None:
+        """Reduce those elements of the concatenation of `parts` into `out` that begin at `start`; all have met."""
+        scratch = self._find_scratch(out.dtype)
+        room, itemsize = scratch.shape[1], out.element_size()
+        ends = list(accumulate(p.numel() for p in parts))
+        for at in range(start, start + out.numel(), room):
+            n = min(room, start + out.numel() - at)
+            values = [line[:n] for line in scratch]
+            i = bisect_right(ends, at)
+            inside = at + n <= ends[i]  # all of it in one of my parts
+            if inside:
+                first = at - ends[i] + parts[i].numel()
+                values[self._page.rank] = parts[i][first : first + n]
+            for rank, pieces in enumerate(peers):
+                if rank != self._page.rank or not inside:
+                    there = pieces.cut(at * itemsize, (at + n) * itemsize)
+                    self.read(rank, [(values[rank].data_ptr(), n * itemsize)], there)
+            combine(values, op, out[at - start : at - start + n])
+        self._page.meet(what="reduce_scatter")
+
+    def _find_scratch(self, dtype: torch.dtype) -> Tensor:
+        """Memory for a tile of each rank."""
+        if self._scratch is None:
+            size = len(self._pids)
+            self._scratch = torch.empty(size, min(_READ, _READ_BY_ALL // size // 16 * 16), dtype=torch.uint8)
+        return self._scratch.view(dtype)
+
+    def _reduce(self, tile: Tensor, at: int, peers: Sequence[Pieces], op: Op, scratch: Tensor) -> None:
+        """Reduce a tile of mine, `at` bytes from the beginning, in rank order."""
+        nbytes = tile.numel() * tile.element_size()
+        values = [line[: tile.numel()] for line in scratch]
+        values[self._page.rank] = tile
+        for rank, pieces in enumerate(peers):
+            if rank != self._page.rank:
+                self.read(rank, [(values[rank].data_ptr(), nbytes)], pieces.cut(at, at + nbytes))
+        combine(values, op, values[0])
+        if values[0] is not tile:
+            tile.copy_(values[0])
+
+
+def list_pieces(parts: Sequence[Tensor]) -> Tensor:
+    """Where lines of memory are, for others: a row of addresses, and one of bytes."""
+    return torch.tensor([[p.data_ptr() for p in parts], [p.numel() * p.element_size() for p in parts]])
+
+
+def _take(here: list[Piece], there: list[Piece]) -> tuple[list[Piece], list[Piece], list[Piece], list[Piece]]:
+    """As much of both as one call takes, and the rest."""
+    end = sum(n for _, n in here)
+    if len(here) <= _MOST_PIECES and len(there) <= _MOST_PIECES and end <= _MOST_BYTES:
+        return here, there, [], []
+    some = min(_MOST_BYTES, *(sum(n for _, n in pieces[:_MOST_PIECES]) for pieces in (here, there)))
+    mine, theirs = Pieces(here), Pieces(there)
+    return mine.cut(0, some), theirs.cut(0, some), mine.cut(some, end), theirs.cut(some, end)
+
+
+def _cut_tiles(parts: Sequence[Tensor], start: int, stop: int, room: int) -> Iterator[tuple[Tensor, int]]:
+    """Views of the elements from `start` to `stop` of a concatenation, each inside one part and of at most `room`, with
+    their places."""
+    at = 0
     for part in parts:
-        at = 0
-        while at < part.numel():
-            piece = part[at : at + left]
-            block.append(piece)
-            at += piece.numel()
-            left -= piece.numel()
-            if not left:
-                yield block
-                block, left = [], room
-    if block:
-        yield block
+        low, high = max(start, at), min(stop, at + part.numel())
+        for place in range(low, high, room):
+            yield part[place - at : min(place + room, high) - at], place
+        at += part.numel()
+        if at >= stop:
+            return

@@ -1,0 +1,241 @@
+"""Backward passes of a model whose gradients lie in memory of the host.
+
+1. Filling: a gradient is copied into this rank's line as soon as it is there, while it is in the cache.
+2. At the end of a window the ranks meet, and learn which parameters any of them used. From here on all gradients can be
+   read by all, and `p.grad` is a `MeanGradient`.
+3. The means are taken by the optimizer's step, tile by tile. Where the program read gradients in the window before
+   (clipping, a GradScaler), or ranks are on several hosts, they are taken here: each rank takes those of its part.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.nn import Parameter
+
+from unisono.exchange.overlap import mean_of_sparse, scale_gradient
+from unisono.exchange.windows import TrainableParameters, Windows, if_alive
+from unisono.strategies._host_memory import HostMemory
+from unisono.strategies.shared.crossing import Crossing
+from unisono.strategies.shared.gradients import Place
+from unisono.strategies.shared.lines import Line, Piece, cut_tiles
+from unisono.world import World
+from unisono.world.transports.arithmetic import combine
+
+_TILE_BYTES = 1 << 20  # of a mean, at a time: large enough for Python, small enough for the cache
+Named = Sequence[tuple[str, Parameter]]
+
+
+class Backward(Windows):
+    """Watches backward passes, and ends their windows."""
+
+    def __init__(
+        self,
+        lines: Sequence[Line],
+        sparse: Named,
+        memory: HostMemory,
+        world: World,
+        *,
+        accumulate: int,
+        advance: Callable[[], None],
+        share_buffers: Callable[[World], None],
+        crossing: Crossing | None,
+    ) -> None:
+        super().__init__(accumulate, advance)
+        self.lines, self.sparse, self.memory, self.world = list(lines), list(sparse), memory, world
+        self._share_buffers, self.crossing = share_buffers, crossing
+        touch = weakref.WeakMethod(self._touch)
+        note = partial(_call, touch)
+        self.places = [Place(line, slot, memory.rank, note) for line in lines for slot in range(len(line.params))]
+        self._by_name = {place.name: place for place in self.places}
+        named = [(place.name, place.param) for place in self.places]
+        self._parameters = TrainableParameters(named)
+        ready = weakref.WeakMethod(self._ready)
+        self._hooks = [p.register_post_accumulate_grad_hook(partial(if_alive, ready, name)) for name, p in self._all()]
+        self._weighting: list[Any] = []
+        self._task = -1
+        self._syncing = False
+        self._is_open = False  # a window: nobody reads my line
+        self._is_read = False  # others may be reading my line, until the step has ended
+        self._was_touched = False  # the program looked at gradients of this window
+        self._hidden: list[Place] = []
+        self.takes_means = crossing is not None
+        self.parts: list[list[Piece]] = []  # of each line, what this rank reduces and steps
+        world.on_weight(self)
+        self.weight_changed(world.weight)
+
+    def _all(self) -> Iterator[tuple[str, Parameter]]:
+        for name, param in (*((p.name, p.param) for p in self.places), *self.sparse):
+            frozen = not param.requires_grad
+            if frozen:  # a hook can only be set while gradients are on; it stays for when they come on again
+                param.requires_grad_(True)
+            yield name, param
+            if frozen:
+                param.requires_grad_(False)
+
+    def _touch(self) -> None:
+        self._was_touched = True
+
+    # During backward ----------------------------------------------------------------------------------------------
+
+    def _ready(self, name: str, param: Tensor) -> None:
+        """A parameter's gradient has been accumulated."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self.world.survive(lambda: self._begin(task))
+        if self.world.elastic is not None and self.world.elastic.is_idle:
+            return
+        place = self._by_name.get(name)
+        if self._syncing and place is not None and not place.fired:
+            place.fired = True
+            place.fill()
+
+    def _begin(self, task: int) -> None:
+        self._task = task
+        self._syncing = not self._local and self._passes + 1 >= self.accumulate
+        if self._syncing:
+            self._open_window()
+        Variable._execution_engine.queue_callback(self._end)
+
+    def _open_window(self) -> None:
+        """From here on this rank writes to its line: nobody may read it any more."""
+        if self._parameters.have_changed() or not self.parts:
+            self._cut()
+        if not self._is_open:
+            kept = [place for place in self.places if place.is_kept]
+            for place in kept:
+                place.keep()
+            if kept or self._is_read:
+                self.memory.meet("another backward pass before optimizer.step()", everywhere=True)
+            self._is_read = False
+            self._is_open = True
+        for place in self.places:
+            place.fired = False
+
+    def _cut(self) -> None:
+        """Find the parts of the parameters that are trainable now."""
+        rank, count = (self.memory.rank, self.memory.size) if self.crossing is None else self.crossing.place
+        self.parts = [line.pieces(rank, count) for line in self.lines]
+        if self.crossing is not None:
+            self.crossing.set_pieces(self.lines, self.parts)
+
+    def _end(self) -> None:
+        self._task = -1
+        self.world.survive(self._end_pass)
+        if self.world.elastic is not None and self.world.elastic.is_idle:  # half of it may be anything
+            for place in self.places:
+                place.param.grad = None
+
+    def _end_pass(self) -> None:
+        if self._local:
+            self._ended = False
+        elif self._syncing:
+            self._end_window()
+        else:
+            self._passes += 1
+            self._ended = False
+
+    def _end_window(self) -> None:
+        """Phases 2 and 3."""
+        trainable = [place for place in self.places if place.param.requires_grad]
+        used = [(place.fired and not place.is_zero) or place.fill() for place in trainable]
+        used += [p.grad is not None for _, p in self.sparse]
+        fell = False if self.crossing is None else self.crossing.learning_rate_fell()
+        flags = torch.tensor([*used, self._was_touched, fell], dtype=torch.uint8)
+        every = self.memory.every
+        every.all_reduce(flags, "max", tag="used").wait()
+        *found, touched, decayed = map(bool, flags.tolist())
+        self._is_open, self._is_read, self._was_touched = False, True, False
+        self.takes_means = touched or self.crossing is not None
+        for place, anywhere in zip(trainable, found, strict=False):
+            place.used = anywhere
+        for (name, param), anywhere in zip(self.sparse, found[len(trainable) :], strict=True):
+            if anywhere and param.requires_grad:
+                mean_of_sparse(param, every, f"gradients/{name}")
+        if self.crossing is not None:
+            self.crossing.set_decayed(decayed)
+        if self.takes_means:
+            self._take_means()
+        for place in self.places:
+            is_used = place.used and place.param.requires_grad
+            place.used, place.has_mean, place.is_over = is_used, self.takes_means, False
+            place.begin()
+            if is_used:
+                place.param.grad = place.shown
+        self._share_buffers(every)
+        self._passes, self._ended = 0, True
+        self._advance()
+
+    @torch.no_grad()
+    def _take_means(self) -> None:
+        """Each rank takes the mean of its part, into the line of the host's first rank."""
+        for line, pieces in zip(self.lines, self.parts, strict=True):
+            for _, start, stop in cut_tiles(pieces, _TILE_BYTES // line.dtype.itemsize):
+                combine([ranks[start:stop] for ranks in line.gradients], "mean", line.gradients[0][start:stop])
+        if self.crossing is not None:
+            self.crossing.exchange(self.lines)
+        self.memory.meet("means are there", everywhere=True)
+
+    # Outside backward ---------------------------------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        """Close the window: a rank whose backward touched nothing, or a last short window, still takes part. So does
+        what was kept local: the ranks have one model, which none can step with gradients of its own."""
+        if not self._ended:
+            self._open_window()
+            self._end_window()
+
+    def hide(self) -> None:
+        """Leave nothing to step to the optimizer's own code, but what is each rank's own."""
+        self._hidden = [place for place in self.places if place.param.grad is not None]
+        for place in self._hidden:
+            place.param.grad = None
+
+    def show(self) -> None:
+        """Give back what was hidden."""
+        for place in self._hidden:
+            place.param.grad = place.shown
+        self._hidden = []
+
+    @contextmanager
+    def unnoticed(self) -> Iterator[None]:
+        """Inside the block gradients are read without a trace."""
+        before = self._was_touched
+        yield
+        self._was_touched = before
+
+    def end_step(self) -> None:
+        """All ranks have stepped: nobody reads gradients any more."""
+        self._is_read = False
+        for place in self.places:
+            place.is_over = True
+
+    def weight_changed(self, weight: float) -> None:
+        """Scale the gradients of the batch now at work (uneven ends; see `World.weight`)."""
+        for hook in self._weighting:
+            hook.remove()
+        self._weighting = []
+        if weight != 1.0:
+            self._weighting = [p.register_hook(partial(scale_gradient, weight)) for _, p in self._all()]
+
+    def close(self) -> None:
+        """Take the hooks off, and give out gradients that stay what they are."""
+        self.world.off_weight(self)
+        for hook in (*self._hooks, *self._weighting):
+            hook.remove()
+        for place in self.places:
+            if place.param.grad is place.shown or place.param.grad is place.mine:
+                place.param.grad = None
+
+
+def _call(method: weakref.WeakMethod[Any]) -> None:
+    call = method()
+    if call is not None:
+        call()

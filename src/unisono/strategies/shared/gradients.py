@@ -1,0 +1,354 @@
+"""`p.grad` of parameters whose gradients lie in memory of the host: it reads as the mean over all ranks.
+
+Every rank's gradient lies in a line of its own, and the mean is taken where it is needed: by the optimizer's step, of
+the part that a rank steps, or by a program that reads `p.grad`. What a program does to `p.grad` (clipping, scaling) it
+does on every rank alike; each rank keeps that for itself, so that it counts once.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from unisono.strategies.shared.lines import Line
+from unisono.world.transports.arithmetic import combine
+
+Change = tuple[str, Any]  # "mul" or "div", and by what
+
+
+class Mean(NamedTuple):
+    """How the mean of a gradient is found, with what the program did to it."""
+
+    own: Tensor | None  # this rank's own copy, in the order of memory, with all changes done
+    is_taken: bool  # it lies in the line of the host's first rank
+    is_cleared: bool
+    changes: tuple[Change, ...]
+
+    @property
+    def lies_ready(self) -> bool:
+        """Whether it can be read as it is in the line of the host's first rank."""
+        return self.own is None and self.is_taken and not self.is_cleared and not self.changes
+
+    def take(self, out: Tensor, ranks: Sequence[Tensor]) -> None:
+        """Write it into `out`, with all changes done; `ranks`: the same elements of every rank's line."""
+        if self.is_cleared:
+            out.zero_()
+            return
+        if self.is_taken:
+            out.copy_(ranks[0])
+        else:
+            combine(ranks, "mean", out)
+        do_changes(out, self.changes)
+
+
+class Place:
+    """The gradient of one parameter: where the ranks' gradients lie, and what the program did to their mean.
+
+    has_mean: the mean lies in the line of the host's first rank, for all of it to read.
+    changes: what it is to be multiplied or divided by, in order. own: this rank's own copy of the mean, where the
+    program changed it otherwise; then `changes` have been done to it.
+    """
+
+    def __init__(self, line: Line, slot: int, rank: int, note: Callable[[], None]) -> None:
+        self.line, self.slot, self._note = line, slot, note
+        self.name, self.param = line.names[slot], line.params[slot]
+        self.mine = line.gradient_views[rank][slot]
+        self._lines = [views[slot] for views in line.gradient_views]
+        self.shown = MeanGradient(self.param, self)
+        self.is_zero = True  # my line holds zeros here
+        self.open_window()
+
+    def open_window(self) -> None:
+        """Begin with a gradient that nobody has."""
+        self.fired = self.used = self.has_mean = self.is_over = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Nothing has been done to the mean."""
+        self.cleared = False  # by zero_()
+        self.local: Tensor | None = None  # what backward passes have added since, on this rank alone
+        self.own: Tensor | None = None
+        self.changes: list[Change] = []
+
+    # Filling ------------------------------------------------------------------------------------------------------
+
+    def fill(self) -> bool:
+        """Bring the gradient of this rank into its line; False where there is none."""
+        grad, mine = self.param.grad, self.mine
+        if grad is None:
+            if not self.is_zero:
+                mine.zero_()
+                self.is_zero = True
+            return False
+        self.is_zero = False
+        if grad is self.shown:
+            self._fill_again()
+        elif grad.data_ptr() != mine.data_ptr() or grad.stride() != mine.stride():
+            if grad.is_sparse:
+                raise TypeError(
+                    f"the gradient of {self.name!r} is sparse, but its module does not say so: use "
+                    "nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True), or dense gradients"
+                )
+            mine.copy_(grad.detach())
+        self.param.grad = mine
+        return True
+
+    def _fill_again(self) -> None:
+        """The gradient of the window before was not taken away, and passes may have added to it."""
+        local = self.local
+        if self.cleared:
+            self.mine.zero_()
+        else:
+            assert self.own is not None  # kept before the others wrote anew
+            self.mine.copy_(self.own)
+        if local is not None:
+            self.mine.add_(local)
+        self.begin()
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the mean of the window before is still to count in the next."""
+        return self.param.grad is self.shown and not self.cleared
+
+    def keep(self) -> None:
+        """Take the mean of the window before, before the ranks write anew."""
+        local, self.local = self.local, None
+        self.is_over = False
+        self._read(to_change=True)
+        self.local = local
+
+    # Reading ------------------------------------------------------------------------------------------------------
+
+    def read(self, *, to_change: bool) -> Tensor:
+        """The gradient as the program sees it; `to_change`: memory of this rank's own."""
+        self._check()
+        return self._read(to_change=to_change)
+
+    def read_unchanged(self) -> tuple[Tensor, list[Change]]:
+        """The gradient to read alone, and what it is still to be multiplied or divided by."""
+        self._check()
+        if self.own is None and self.has_mean and self.local is None and not self.cleared:
+            return self._lines[0], self.changes
+        return self._read(to_change=False), []
+
+    def _check(self) -> None:
+        self._note()
+        if self.is_over:
+            raise RuntimeError(
+                f"the gradient of {self.name!r} has been stepped with, and the other workers may be writing the next: "
+                "read and log gradients before optimizer.step()"
+            )
+
+    def _read(self, *, to_change: bool) -> Tensor:
+        as_it_is = self.local is None and not (self.changes or self.cleared)
+        if self.own is None and self.has_mean and as_it_is and not to_change:
+            return self._lines[0]
+        if self.own is None:
+            self.own = _empty_like(self.mine)
+            self.describe().take(self.own, self._lines)
+            self.changes = []
+        if self.local is not None:
+            self.own.add_(self.local)
+            self.local = None
+        return self.own
+
+    def describe(self) -> Mean:
+        """What a step is made with, as it is now: the program may clear it before others have ended theirs."""
+        own = None if self.own is None else self.own.as_strided((self.own.numel(),), (1,))
+        return Mean(own, self.has_mean, self.cleared, tuple(self.changes))
+
+    # Changing -----------------------------------------------------------------------------------------------------
+
+    def change(self, how: str, factor: Any) -> None:
+        """Multiply or divide."""
+        self._note()
+        if isinstance(factor, Tensor):
+            factor = factor.detach().clone()
+        if self.own is not None:
+            do_changes(self.own, [(how, factor)])
+        elif not self.cleared:
+            self.changes.append((how, factor))
+
+    def clear(self) -> None:
+        """Forget it."""
+        self.begin()
+        self.cleared = True
+
+
+def do_changes(x: Tensor, changes: Sequence[Change]) -> None:
+    """Multiply and divide in place, one after the other, as the program did."""
+    for how, factor in changes:
+        if how == "mul":
+            x.mul_(factor)
+        else:
+            x.div_(factor)
+
+
+def _empty_like(view: Tensor) -> Tensor:
+    """Memory in the same order, so that a place in a line is the same place here."""
+    line = torch.empty(view.numel(), dtype=view.dtype)
+    return line.as_strided(view.shape, view.stride())
+
+
+class MeanGradient(Tensor):
+    """`p.grad`: reads as the mean over all ranks, and may be changed in place, on every rank alike.
+
+    Norms, `mul_`, `div_`, `zero_` and a GradScaler's unscaling need no memory; anything else that changes it makes a
+    copy of this rank's own.
+    """
+
+    place: weakref.ref[Place]
+
+    @staticmethod
+    def __new__(cls, param: Parameter, place: Place) -> MeanGradient:
+        made: MeanGradient = torch.Tensor._make_wrapper_subclass(
+            cls, param.shape, strides=place.mine.stride(), dtype=param.dtype, device=param.device
+        )
+        return made
+
+    def __init__(self, param: Parameter, place: Place) -> None:
+        self.place = weakref.ref(place)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"MeanGradient({find_place(self).read(to_change=False)!r})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        handler = _HANDLERS.get(func.overloadpacket)
+        if handler is not None:
+            done = handler(*args, **(kwargs or {}))
+            if done is not NotImplemented:
+                return done
+        return _on_values(func, args, kwargs or {})
+
+
+def find_place(gradient: MeanGradient) -> Place:
+    """Whose gradient it is."""
+    place = gradient.place()
+    if place is None:
+        raise RuntimeError("the replica that this gradient belongs to is closed")
+    return place
+
+
+def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
+    """Any operation, on the gradient as a plain tensor. What shares memory with it may be written to later."""
+    schema = func._schema
+    makes_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    written: list[tuple[Tensor, Tensor]] = []  # my copies, and what stands for them
+
+    def unwrap(x: Any, to_change: bool) -> Any:
+        if isinstance(x, MeanGradient):
+            plain = find_place(x).read(to_change=to_change)
+            written.append((plain, x))
+            return plain
+        if isinstance(x, (list, tuple)):
+            return type(x)(unwrap(one, to_change) for one in x)
+        return x
+
+    writes = {a.name: a.alias_info is not None and a.alias_info.is_write for a in schema.arguments}
+    names = [a.name for a in schema.arguments]
+    plain_args = [unwrap(x, writes[name] or makes_view) for name, x in zip(names, args, strict=False)]
+    plain_kwargs = {name: unwrap(x, writes.get(name, False) or makes_view) for name, x in kwargs.items()}
+    with torch._C._AutoDispatchBelowAutograd():
+        result = func(*plain_args, **plain_kwargs)
+    return next((shown for plain, shown in written if plain is result), result)
+
+
+def _detach(x: MeanGradient) -> MeanGradient:
+    return x
+
+
+def _add_(x: Any, other: Tensor, alpha: float = 1) -> Any:
+    """Autograd adds another pass's gradient: kept apart, since the others may not read or write yet."""
+    if torch._C._current_graph_task_id() == -1 or not isinstance(x, MeanGradient) or alpha != 1:
+        return NotImplemented
+    place = find_place(x)
+    place.local = other.detach() if place.local is None else place.local + other
+    return x
+
+
+def _norm(x: MeanGradient, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    if dim is not None or keepdim or not isinstance(x, MeanGradient):
+        return NotImplemented
+    raw, changes = find_place(x).read_unchanged()
+    found = torch.linalg.vector_norm(raw, order, dtype=dtype)
+    do_changes(found, [(how, abs(factor)) for how, factor in changes])
+    return found
+
+
+def _plain_norm(x: MeanGradient, p: Any = 2, *rest: Any, **kwargs: Any) -> Any:
+    return NotImplemented if rest or kwargs else _norm(x, 2 if p is None else p)
+
+
+def _foreach_norm(xs: Sequence[MeanGradient], order: Any = 2, dtype: Any = None) -> Any:
+    return [torch.linalg.vector_norm(x, order, dtype=dtype) for x in xs]
+
+
+def _change(how: str) -> Callable[..., Any]:
+    def change(x: Any, factor: Any, **kwargs: Any) -> Any:
+        if kwargs or not isinstance(x, MeanGradient) or (isinstance(factor, Tensor) and factor.numel() != 1):
+            return NotImplemented
+        find_place(x).change(how, factor)
+        return x
+
+    return change
+
+
+def _change_each(how: str) -> Callable[..., Any]:
+    def change(xs: Sequence[Any], factor: Any) -> Any:
+        factors = factor if isinstance(factor, (list, tuple)) else [factor] * len(xs)
+        for x, each in zip(xs, factors, strict=True):
+            if how == "mul":
+                x.mul_(each)
+            else:
+                x.div_(each)
+        return None
+
+    return change
+
+
+def _zero_(x: MeanGradient) -> MeanGradient:
+    find_place(x).clear()
+    return x
+
+
+def _foreach_zero_(xs: Sequence[Tensor]) -> None:
+    for x in xs:
+        x.zero_()
+
+
+def _unscale(xs: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """A GradScaler looks for values that are not finite, and divides by its scale."""
+    for x in xs:
+        if not isinstance(x, MeanGradient):
+            torch._amp_foreach_non_finite_check_and_unscale_([x], found_inf, inv_scale)
+            continue
+        raw, _ = find_place(x).read_unchanged()
+        if raw.numel() and not math.isfinite(torch.linalg.vector_norm(raw, math.inf).item()):
+            found_inf.fill_(1.0)
+        find_place(x).change("mul", inv_scale)
+
+
+_aten = torch.ops.aten
+_HANDLERS: dict[Any, Any] = {
+    _aten.detach: _detach,
+    _aten.add_: _add_,
+    _aten.linalg_vector_norm: _norm,
+    _aten.norm: _plain_norm,
+    _aten._foreach_norm: _foreach_norm,
+    _aten.mul_: _change("mul"),
+    _aten.div_: _change("div"),
+    _aten._foreach_mul_: _change_each("mul"),
+    _aten._foreach_div_: _change_each("div"),
+    _aten.zero_: _zero_,
+    _aten._foreach_zero_: _foreach_zero_,
+    _aten._amp_foreach_non_finite_check_and_unscale_: _unscale,
+}

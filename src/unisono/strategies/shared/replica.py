@@ -1,0 +1,262 @@
+"""This rank's part of a model that all ranks of its host share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from unisono.exchange.overlap import split_sparse
+from unisono.exchange.reduction import check_real
+from unisono.exchange.windows import Counter
+from unisono.reducers.dense import dense
+from unisono.runtime.frames import warn_user
+from unisono.strategies._host_memory import HostMemory, move_in, move_out
+from unisono.strategies._writes import Placed, Writes
+from unisono.strategies.shared.backward import Backward
+from unisono.strategies.shared.crossing import Crossing
+from unisono.strategies.shared.lines import Line, Piece, group_lines
+from unisono.strategies.shared.state import HostState
+from unisono.strategies.shared.step import HostStep
+from unisono.strategy import Change, Replica, Unsent, share_buffers
+from unisono.strategy.mistakes import GradientProbe
+from unisono.world import PeerLost, World
+
+if TYPE_CHECKING:
+    from unisono.strategies.shared import shared
+
+_DROPPED = "what the reducer between hosts had still to send is dropped, as it belongs to parts of the former ranks"
+
+
+class SharedReplica(Replica):
+    """A worker that steps its part of the host's model. In a world of one there is only counting to do."""
+
+    strategy: shared
+    slow_ranks = "deal"
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: shared) -> None:
+        super().__init__(model, optimizer, world, strategy)
+        self.reducer = strategy.reducer if strategy.reducer is not None else dense()
+        if self.reducer.check is not None:
+            self.reducer.check(optimizer, world)
+        self._memory: HostMemory | None = None
+        self._lines: list[Line] = []
+        self._state: HostState | None = None
+        self._backward: Backward | None = None
+        self._step: HostStep | None = None
+        self._crossing: Crossing | None = None
+        self._counter: Counter | None = None
+        self._writes: Writes | None = None
+        self._probe: GradientProbe | None = None
+        self._is_stepping = False
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self) -> None:
+        """Move parameters and optimizer state into memory of the host; the values are those of its first rank."""
+        if self.world.size == 1:
+            last = [p for p in self.model.parameters() if p.requires_grad][-1]  # the first that backward reaches
+            self._counter = Counter(last, accumulate=self.strategy.accumulate, advance=self.advance)
+            return
+        named, sparse = split_sparse(self.model)
+        check_real(self.reducer, named)
+        memory = self._memory = HostMemory(self.world, "shared")
+        self._lines = group_lines(named, memory)
+        for line in self._lines:
+            move_in(line.params, line.views, memory)
+        self._state = HostState(self.optimizer, self._lines, memory)
+        self._crossing = Crossing(self.world, self.reducer, self.optimizer) if memory.hosts > 1 else None
+        self._probe = GradientProbe(self.model.parameters(), self.world) if self.reducer.exact else None
+        self._backward = Backward(
+            self._lines,
+            sparse,
+            memory,
+            self.world,
+            accumulate=self.strategy.accumulate,
+            advance=self.advance,
+            share_buffers=self._share_buffers,
+            crossing=self._crossing,
+        )
+        self._step = HostStep(
+            self.optimizer,
+            self._lines,
+            self._state,
+            memory,
+            self._find_pieces,
+            keeps_tile=self.world.elastic is not None,
+            in_the_middle=None if self._faults is None else self.fault_in_update,
+        )
+        self._writes = Writes(self.model, [Placed(line.names, line.params, line.views) for line in self._lines], memory)
+
+    def _find_pieces(self, rank: int) -> list[list[Piece]]:
+        """The part of a rank of my host."""
+        assert self._memory is not None
+        count = self._memory.size if self._crossing is None else self._crossing.place[1]
+        return [line.pieces(rank, count) for line in self._lines]
+
+    def _share_buffers(self, world: World) -> None:
+        share_buffers([b.detach() for b in self.model.buffers()], self.strategy.buffers, world)
+
+    # The loop -----------------------------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        if self._probe is not None and self._backward is not None:
+            with self._backward.unnoticed():
+                self._probe.compare()
+        super().advance()
+
+    def before_step(self) -> None:
+        if self._counter is not None:
+            self._counter.before_step()
+        if self._backward is None or self._step is None or self._memory is None or self._writes is None:
+            return
+        self._backward.before_step()
+        if not self._step.is_skipped:
+            self._step.prepare(self._backward.places)
+            self._writes.check(self._memory.meet(f"optimizer.step() of window {self.step}", self._writes.describe()))
+            self._is_stepping = True
+            self._step.run()
+        self._backward.hide()  # the optimizer's own code finds nothing to step
+
+    def after_step(self) -> None:
+        if self._counter is not None:
+            self._counter.after_step()
+        if self._backward is None or self._memory is None or self._step is None or self._writes is None:
+            return
+        self._backward.show()
+        self._backward.after_step()
+        if not self._is_stepping:
+            return
+        self._is_stepping = False
+        try:
+            self._memory.meet("the end of a step")
+        except PeerLost as error:
+            raise PeerLost(self._describe_loss(error)) from error
+        self._backward.end_step()
+        self._writes.note()
+
+    def _describe_loss(self, error: PeerLost) -> str:
+        assert self._step is not None
+        torn = self._step.find_torn()
+        if not torn:
+            return str(error)
+        ranks = ", ".join(map(str, torn))
+        what = (
+            f"{error}. It was in the middle of a step of the model that all workers of the host share: the parts of "
+            f"local rank(s) {ranks} are torn, some of these parameters have had the step and some have not"
+        )
+        if self.world.elastic is not None:
+            return what + "; the step is ended by those left"
+        return what + (
+            ". Do not save or use this model: start the run anew from its last checkpoint. Where lost workers are "
+            "replaced (unisono run -n MIN:MAX) the others end such a step"
+        )
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        windows = self._backward or self._counter
+        return windows.no_sync() if windows is not None else super().no_sync()
+
+    def watch(self, scaler: torch.amp.GradScaler) -> None:
+        super().watch(scaler)
+        if self._crossing is not None:
+            self._crossing.reduction.scale = scaler.get_scale
+
+    def write(self, change: Callable[[], Any]) -> None:
+        """Change parameters between steps: `change()` is called on one rank of each host, while the others wait.
+
+        Every rank calls it: `replica.write(lambda: model.weight.data.mul_(0.9))`. What gives the same however often it
+        is done (`clamp_`, `copy_`, `load_state_dict`) needs no such care.
+        """
+        if self._memory is None or self._writes is None:
+            with torch.no_grad():
+                change()
+            return
+        self._memory.meet("replica.write", everywhere=True)
+        if self._memory.rank == 0:
+            with torch.no_grad():
+                change()
+        self._writes.note()
+        self._memory.meet("the end of replica.write", everywhere=True)
+
+    # State --------------------------------------------------------------------------------------------------------
+
+    def find_differences(self) -> list[str]:
+        """What the ranks do not have alike, in words; every rank calls it. [] where all is well."""
+        return [] if self._writes is None else self._writes.find_differences(self.world)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every rank calls it: a checkpoint is of a model that all have alike."""
+        if self._writes is not None:
+            self._writes.warn_of_differences(self.world)
+        return super().state_dict()
+
+    def shared_state(self) -> dict[str, Any]:
+        kept = {} if self._crossing is None else {"reducer": self._crossing.reduction.state_dict()["shared"]}
+        return {**super().shared_state(), **kept}
+
+    def local_state(self) -> dict[str, Any]:
+        return {} if self._crossing is None else {"reducer": self._crossing.reduction.state_dict()["local"]}
+
+    def load_local(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]], *, same_world: bool) -> None:
+        """What a rank had still to send belongs to its part: in another world the parts are others."""
+        mine = [part["reducer"] for part in locals_ if "reducer" in part]
+        if self._crossing is not None and same_world and mine and "each" in shared.get("reducer", ()):
+            self._crossing.reduction.load_state_dict(shared["reducer"], mine)
+
+    def unsent(self) -> Unsent | None:
+        if self._crossing is not None and self._crossing.reduction.keeps_own and self.world.rank == 0:
+            warn_user(_DROPPED)
+        return None
+
+    def carry(self, change: Change, shared: dict[str, Any]) -> str:
+        super().carry(change, shared)
+        return _DROPPED if "each" in shared.get("reducer", ()) and self.reducer.memory else ""
+
+    # Another world, and the end -----------------------------------------------------------------------------------
+
+    def restore(self) -> None:
+        """Give every rank a model and an optimizer state of its own."""
+        self._leave(keep_memory=False)
+
+    def split_again(self) -> None:
+        """Share one model again."""
+        self.start()
+
+    def check_change(self, change: Change) -> None:
+        """What is in the memory of the host outlives the ranks that are lost: see `stop`."""
+
+    def stop(self, change: Change | None = None) -> None:
+        """A step that lost ranks have begun is ended, by the rank that all go on from. Till the new world has memory
+        of its own, the model stays where it is."""
+        if change is not None and self._step is not None and change.world.rank == change.source:
+            self._step.finish(self._step.find_torn())
+        self._leave(keep_memory=change is not None and change.world.size > 1)
+
+    def _leave(self, *, keep_memory: bool) -> None:
+        for part in (self._backward, self._probe, self._counter, self._crossing, self._writes):
+            if part is not None:
+                part.close()
+        if not keep_memory:
+            if self._state is not None:
+                self._state.leave()
+            for line in self._lines:
+                move_out(line.params, line.views)
+        if self._memory is not None:
+            self._memory.close()
+        self._backward = self._probe = self._counter = self._crossing = self._writes = None
+        self._memory = self._state = self._step = None
+        self._lines, self._is_stepping = [], False
+
+    def take_model(self, change: Change) -> str:
+        return super().take_model(change) + ", one for all ranks of a host"
+
+    def close(self) -> None:
+        super().close()
+        self.stop()

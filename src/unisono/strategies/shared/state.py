@@ -1,0 +1,196 @@
+"""The optimizer's state in memory of the host: one for all its ranks, whole for every program that looks at it.
+
+`optimizer.state[p]` holds views of lines that all ranks map, in the parameters' shapes, and values of its own for what
+is kept once a parameter (the count of steps). Each rank writes the part that it steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from unisono.offload.optimizers import OwnRule, Rule, Scalars, make_rule, read_settings
+from unisono.strategies._host_memory import HostMemory
+from unisono.strategies.shared.lines import Line
+
+__all__ = ["Age", "Held", "HostState", "check_optimizer", "choose_rule"]
+
+_WHOLE = {
+    "LBFGS": "it looks at all parameters at once",
+    "Adafactor": "it factors whole matrices",
+    "Muon": "it orthogonalises whole matrices",
+    "SparseAdam": "it needs sparse gradients",
+}
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that needs whole parameters; one that torch does not bring is tried on a small matrix."""
+    name = type(optimizer).__name__
+    for base in type(optimizer).__mro__:
+        if base.__name__ in _WHOLE and base.__module__.startswith("torch."):
+            raise ValueError(
+                f"shared lets every worker step a part of each parameter, and {name} cannot step a part of one: "
+                f"{_WHOLE[base.__name__]}. Use an optimizer that steps every element by itself (SGD, AdamW, ...), or "
+                "the allreduce strategy"
+            )
+    for group in optimizer.param_groups:
+        choose_rule(optimizer, group).find_state(read_settings(group))
+
+
+def choose_rule(optimizer: Optimizer, group: Mapping[str, Any], *, is_real: bool = True) -> Rule:
+    """torch's fused kernel where it has one and the program does not ask for another form; else the optimizer's own
+    step."""
+    rule = make_rule(optimizer)
+    if rule.has_kernel and (group.get("fused") is False or group.get("foreach") or not is_real):
+        return OwnRule(optimizer)
+    return rule
+
+
+@dataclass(eq=False)
+class Age:
+    """What parameters with the same history of steps have in common: the values kept once a parameter. None: they have
+    not been stepped."""
+
+    scalars: Scalars | None = None
+
+
+@dataclass(eq=False)
+class Held:
+    """A parameter that the optimizer holds, and its state as it was left: the optimizer's own dict, and the lines in
+    it. None: it has not been stepped."""
+
+    param: Parameter
+    line: Line
+    slot: int
+    age: Age
+    state: dict[str, Any] | None = None
+    lines: dict[str, Tensor] = field(default_factory=dict)
+
+    def is_as_left(self, state: dict[str, Any]) -> bool:
+        """Whether that is still the optimizer's."""
+        return state is self.state and all(state.get(key) is view for key, view in self.lines.items())
+
+
+class HostState:
+    """Lines of state, and which parameters share an age."""
+
+    def __init__(self, optimizer: Optimizer, lines: Sequence[Line], memory: HostMemory) -> None:
+        self.optimizer, self._memory = optimizer, memory
+        self._state: dict[tuple[Line, str], tuple[Tensor, list[Tensor]]] = {}
+        self._fresh = Age()
+        places = [(p, line, slot) for line in lines for slot, p in enumerate(line.params)]
+        self._held = {id(p): Held(p, line, slot, self._fresh) for p, line, slot in places}  # a tensor's hash is slow
+        self._order: list[list[int]] = []  # the parameters of each group, as they were found
+        self._groups: list[list[Held]] = []
+        self._rules: dict[tuple[bool, bool], Rule] = {}
+        self.allocate()
+
+    def groups(self) -> list[tuple[dict[str, Any], list[Held]]]:
+        """The optimizer's groups, and what of their parameters lies in the host's memory."""
+        order = [[id(p) for p in group["params"]] for group in self.optimizer.param_groups]
+        if order != self._order:
+            self._order = order
+            self._groups = [[self._held[i] for i in ids if i in self._held] for ids in order]
+        return list(zip(self.optimizer.param_groups, self._groups, strict=True))
+
+    def rule(self, group: Mapping[str, Any], line: Line) -> Rule:
+        """By which parameters of a group are stepped."""
+        own = group.get("fused") is False or bool(group.get("foreach"))
+        key = (own, line.dtype.is_floating_point)
+        if key not in self._rules:
+            self._rules[key] = choose_rule(self.optimizer, group, is_real=line.dtype.is_floating_point)
+        return self._rules[key]
+
+    def allocate(self) -> None:
+        """Have memory for all that the optimizer keeps, with its settings as they are; every rank of a host asks alike.
+        What it holds already moves there, from the host's first rank."""
+        for group, some in self.groups():
+            for line in dict.fromkeys(held.line for held in some):
+                for key in self.rule(group, line).find_state(read_settings(group)).lines:
+                    if (line, key) not in self._state:
+                        memory = self._memory.line(line.numel, line.dtype)
+                        self._state[line, key] = memory, line.view(memory)
+        if self._memory.rank == 0:
+            self.adopt(write=True)
+        self._memory.meet("the optimizer's state")
+        self.adopt(write=False)
+
+    # Ages ---------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def adopt(self, *, write: bool = True) -> None:
+        """Take what the program has put into the optimizer since (`load_state_dict`, a state that was cleared)."""
+        ages: dict[Any, Age] = {}
+        for group, some in self.groups():
+            for held in some:
+                state = self.optimizer.state.get(held.param)
+                if not state:
+                    held.state, held.lines, held.age = None, {}, self._fresh
+                elif not held.is_as_left(state):
+                    self._adopt(held, state, group, ages, write)
+
+    def _adopt(
+        self, held: Held, state: dict[str, Any], group: dict[str, Any], ages: dict[Any, Age], write: bool
+    ) -> None:
+        rule, settings = self.rule(group, held.line), read_settings(group)
+        keys = rule.find_state(settings).lines
+        if any(state.get(key) is None for key in keys):  # as that of SGD without momentum, when it gets some
+            held.state, held.lines, held.age = None, {}, self._fresh
+            return
+        lines = self._views(held, keys)
+        for key, view in lines.items():
+            if write and state[key] is not view:
+                view.copy_(state[key])
+            state[key] = view
+        scalars = rule.read_scalars({k: v for k, v in state.items() if k not in lines and v is not None})
+        same = (id(group), *((k, str(_describe(v))) for k, v in sorted(scalars.items())))
+        held.state, held.lines, held.age = state, lines, ages.setdefault(same, Age(scalars))
+
+    def _views(self, held: Held, keys: Iterable[str]) -> dict[str, Tensor]:
+        return {key: self._state[held.line, key][1][held.slot] for key in keys}
+
+    def tiles(self, line: Line, keys: Iterable[str], start: int, stop: int) -> list[Tensor]:
+        """The state of some elements, by the names of its lines."""
+        return [self._state[line, key][0][start:stop] for key in keys]
+
+    def has_room(self, line: Line, keys: Iterable[str]) -> bool:
+        """Whether there is memory for such lines."""
+        return all((line, key) in self._state for key in keys)
+
+    def grow_older(self, some: Sequence[Held], keys: Sequence[str], scalars: Scalars) -> None:
+        """Parameters have been stepped: what is kept once a parameter is this now."""
+        age, mine = Age(scalars), set(keys)
+        for held in some:
+            state = held.state
+            if state is None or held.lines.keys() != mine:
+                state = held.state = self.optimizer.state[held.param]
+                held.lines = self._views(held, keys)
+                state.update(held.lines)
+            held.age = age
+            for key, value in scalars.items():
+                there = state.get(key)
+                if isinstance(value, Tensor) and isinstance(there, Tensor) and there.shape == value.shape:
+                    there.copy_(value)
+                else:
+                    state[key] = value.clone() if isinstance(value, Tensor) else value
+
+    # The end ------------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Give every rank a state of its own."""
+        for held in self._held.values():
+            state = self.optimizer.state.get(held.param, {})
+            for key, view in held.lines.items():
+                if state.get(key) is view:
+                    state[key] = view.clone(memory_format=torch.preserve_format)
+            held.state, held.lines, held.age = None, {}, self._fresh
+
+
+def _describe(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value

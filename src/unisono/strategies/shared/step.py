@@ -1,0 +1,274 @@
+"""The step of a model that all ranks of a host share: every rank steps its part, tile by tile in the cache.
+
+1. Plan: parameters of one group with the same history are stepped alike; what the program has put into the optimizer
+   since goes into the host's memory.
+2. Meet: all ranks have called `optimizer.step()`. Nobody reads parameters any more, and all gradients are there.
+3. Step: of each tile of its part, a rank takes the mean into a small buffer and steps it.
+4. Meet: all parts have been stepped. Nothing has to be gathered.
+
+In the host's memory each rank notes how far it is in 3. Where workers come and go it also keeps the tile at work as it
+was: if a rank is lost in its step, another goes on from there, since all gradients are still in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from unisono.offload.fused import call_kernel
+from unisono.offload.optimizers import KernelCall, Rule, Scalars, Settings, read_settings
+from unisono.strategies._host_memory import HostMemory
+from unisono.strategies.shared.gradients import Mean, Place, do_changes
+from unisono.strategies.shared.lines import Line, Piece, cut_tiles
+from unisono.strategies.shared.state import Age, Held, HostState
+
+TILE_BYTES = 512 << 10  # of parameters, at a time: with gradient and state it stays in the cache
+OWN_TILE_BYTES = 4 << 20  # where the optimizer's own code steps it: a call costs more
+# What a rank notes: the step it began, the tiles it has done, the one at work (from 1), the step it ended.
+_STEP, _DONE, _AT_WORK, _ENDED = range(4)
+
+
+@dataclass(eq=False)
+class Course:
+    """Parameters that are stepped alike."""
+
+    settings: Settings
+    rule: Rule
+    line: Line
+    age: Age
+    keys: list[str]  # of the lines of state
+    first: list[float]  # what these hold before the first step
+    held: list[Held] = field(default_factory=list)
+    scalars: Scalars = field(default_factory=dict)  # for this step, and after it
+    kernel: KernelCall | None = None
+    count: Tensor = field(default_factory=lambda: torch.tensor(0.0))
+    is_stepped: bool = False
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether they have no state yet."""
+        return self.age.scalars is None
+
+
+@dataclass
+class Plan:
+    """A step: for every line the course of each parameter, and every rank's tiles."""
+
+    number: int
+    courses: list[Course]
+    by_slot: list[dict[int, Course]]  # by line
+    means: list[dict[int, Mean]]
+    scale: list[tuple[str, Any]]  # what a GradScaler leaves to the optimizer
+
+
+class HostStep:
+    """Steps this rank's part."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        lines: Sequence[Line],
+        state: HostState,
+        memory: HostMemory,
+        find_pieces: Callable[[int], list[list[Piece]]],
+        *,
+        keeps_tile: bool,
+        in_the_middle: Callable[[], None] | None,
+    ) -> None:
+        """`find_pieces(rank)`: the part of a rank of my host, by line; `keeps_tile`: as it was, while it is stepped;
+        `in_the_middle` is called when half of my part has been stepped, and half of a tile (a fault on purpose)."""
+        self.optimizer, self.lines, self.state, self.memory = optimizer, list(lines), state, memory
+        self._find_pieces = find_pieces
+        self._marks = [line.numpy() for line in memory.lines(8, torch.int64)]
+        self._buffers = [torch.empty(OWN_TILE_BYTES // line.dtype.itemsize, dtype=line.dtype) for line in lines]
+        self._kept: list[list[Tensor]] | None = None  # by line and rank: the tile at work
+        self._most = 0
+        self._keeps_tile, self._in_the_middle = keeps_tile, in_the_middle
+        self._places: dict[int, Place] = {}  # by the parameter's id: a tensor's hash is slow
+        self.number = 0
+        self.plan: Plan | None = None
+
+    # 1 ------------------------------------------------------------------------------------------------------------
+
+    def prepare(self, places: Sequence[Place]) -> None:
+        """Find out what this step does to which parameter."""
+        self.state.adopt()
+        if not self._places:
+            self._places = {id(place.param): place for place in places}
+        by_slot: dict[Line, dict[int, Course]] = {line: {} for line in self.lines}
+        means: dict[Line, dict[int, Mean]] = {line: {} for line in self.lines}
+        found: dict[Any, Course] = {}
+        for i, (group, some) in enumerate(self.state.groups()):
+            settings: Settings | None = None
+            for held in some:
+                place = self._places[id(held.param)]
+                if not place.used or held.param.grad is None:
+                    continue
+                settings = read_settings(group) if settings is None else settings
+                key = (i, held.line, held.age)
+                course = found.get(key)
+                if course is None:
+                    course = found[key] = self._start_course(settings, held.line, held.age)
+                course.held.append(held)
+                by_slot[held.line][held.slot] = course
+                means[held.line][held.slot] = place.describe()
+        if any(not self.state.has_room(course.line, course.keys) for course in found.values()):
+            self.state.allocate()
+        if self._keeps_tile:
+            self._make_room(max((len(course.keys) for course in found.values()), default=0))
+        alike, scale = list(found.values()), self._find_scale()
+        self.plan = Plan(self.number + 1, alike, list(by_slot.values()), list(means.values()), scale)
+
+    def _start_course(self, settings: Settings, line: Line, age: Age) -> Course:
+        rule = self.state.rule(settings, line)
+        spec = rule.find_state(settings)
+        course = Course(settings, rule, line, age, list(spec.lines), list(spec.lines.values()))
+        if rule.has_kernel:
+            course.kernel, course.scalars = rule.find_kernel(settings), rule.advance(age.scalars)
+            course.count = course.scalars.get("step", course.count)
+        return course
+
+    def _find_scale(self) -> list[tuple[str, Any]]:
+        scale = getattr(self.optimizer, "grad_scale", None)  # a GradScaler's, where the optimizer says fused=True
+        return [] if scale is None else [("div", scale.detach().clone())]
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether a GradScaler found a value that is not finite, and left it to the optimizer to do nothing."""
+        found = getattr(self.optimizer, "found_inf", None)
+        return found is not None and bool(found)
+
+    def _make_room(self, lines: int) -> None:
+        if self._kept is None or lines > self._most:
+            self._most = lines
+            self._kept = [
+                self.memory.lines((1 + lines) * OWN_TILE_BYTES // line.dtype.itemsize, line.dtype)
+                for line in self.lines
+            ]
+
+    # 3 ------------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Step my part."""
+        plan = self.plan
+        assert plan is not None
+        self.number = plan.number
+        self._step_part(plan, self.memory.rank, 0, self._in_the_middle)
+        for course in plan.courses:
+            self._end_course(course)
+
+    def _step_part(self, plan: Plan, rank: int, begin: int, in_the_middle: Callable[[], None] | None = None) -> None:
+        """The tiles of a rank's part, from the one with the number `begin` on."""
+        mark, tiles = self._marks[rank], self._tiles(plan, rank)
+        mark[_DONE], mark[_AT_WORK] = begin, 0
+        mark[_STEP] = plan.number
+        for number, (i, tile) in enumerate(tiles[begin:], begin):
+            course = plan.by_slot[i][tile.slot]
+            if self._kept is not None:
+                for kept, x in self._kept_tiles(i, course, tile, rank):
+                    kept.copy_(x)
+                mark[_AT_WORK] = number + 1
+            if in_the_middle is not None and number == len(tiles) // 2:
+                tile = self._step_half(plan, i, course, tile)
+                in_the_middle()
+            self._step_tile(plan, i, course, tile)
+            mark[_DONE] = number + 1
+        mark[_DONE], mark[_AT_WORK] = len(tiles), 0
+        mark[_ENDED] = plan.number
+
+    def _step_half(self, plan: Plan, i: int, course: Course, tile: Piece) -> Piece:
+        """Step the first half of a tile; gives the rest."""
+        middle = tile.start + (tile.stop - tile.start) // 32 * 16
+        if middle > tile.start:
+            self._step_tile(plan, i, course, tile._replace(stop=middle))
+        return tile._replace(start=middle)
+
+    def _tiles(self, plan: Plan, rank: int) -> list[tuple[int, Piece]]:
+        """What a rank steps, with the numbers of the lines."""
+        found = []
+        for i, pieces in enumerate(self._find_pieces(rank)):
+            small = all(course.kernel is not None for course in plan.by_slot[i].values())
+            nbytes = TILE_BYTES if small else OWN_TILE_BYTES
+            tiles = cut_tiles(pieces, nbytes // self.lines[i].dtype.itemsize)
+            found += [(i, tile) for tile in tiles if tile.slot in plan.by_slot[i]]
+        return found
+
+    def _step_tile(self, plan: Plan, i: int, course: Course, tile: Piece) -> None:
+        line, (_, start, stop) = self.lines[i], tile
+        values = line.values[start:stop]
+        state = self.state.tiles(line, course.keys, start, stop)
+        gradient = self._take_mean(plan, i, tile)
+        if course.kernel is None:
+            lines = {key: [x] for key, x in zip(course.keys, state, strict=True)}
+            scalars = course.age.scalars or {}
+            course.scalars = course.rule.apply(course.settings, scalars, course.is_fresh, [values], [gradient], lines)
+            course.is_stepped = True
+            return
+        if course.is_fresh:
+            for x, first in zip(state, course.first, strict=True):
+                x.fill_(first)
+        call_kernel(*course.kernel, course.count, course.is_fresh, [values], gradient, state)
+
+    def _take_mean(self, plan: Plan, i: int, tile: Piece) -> Tensor:
+        """The gradient that a tile is stepped with."""
+        line, (slot, start, stop) = self.lines[i], tile
+        mean, buffer = plan.means[i][slot], self._buffers[i][: stop - start]
+        if mean.lies_ready and not plan.scale:
+            return line.gradients[0][start:stop]
+        if mean.own is not None:
+            first = line.bounds(slot)[0]
+            buffer.copy_(mean.own[start - first : stop - first])
+        else:
+            mean.take(buffer, [ranks[start:stop] for ranks in line.gradients])
+        do_changes(buffer, plan.scale)
+        return buffer
+
+    def _end_course(self, course: Course) -> None:
+        if course.kernel is None and not course.is_stepped:  # no tile of it is mine: what it keeps once changes alike
+            one = torch.zeros(1, dtype=course.line.dtype)
+            lines = {key: [torch.zeros_like(one)] for key in course.keys}
+            scalars = course.age.scalars or {}
+            course.scalars = course.rule.apply(
+                course.settings, scalars, course.is_fresh, [one], [torch.ones_like(one)], lines
+            )
+        if course.keys or course.scalars:
+            self.state.grow_older(course.held, course.keys, course.scalars)
+
+    # A rank that is lost in its step ------------------------------------------------------------------------------
+
+    def _kept_tiles(self, i: int, course: Course, tile: Piece, rank: int) -> list[tuple[Tensor, Tensor]]:
+        """Memory for a tile of values and state, and these."""
+        assert self._kept is not None
+        _, start, stop = tile
+        parts = [self.lines[i].values[start:stop], *self.state.tiles(self.lines[i], course.keys, start, stop)]
+        room = OWN_TILE_BYTES // self.lines[i].dtype.itemsize
+        memory = self._kept[i][rank]
+        return [(memory[k * room : k * room + stop - start], x) for k, x in enumerate(parts)]
+
+    def find_torn(self) -> list[int]:
+        """The ranks of my host that have not ended the last step that any of them began."""
+        last = max(int(mark[_STEP]) for mark in self._marks)
+        if self.plan is None or self.plan.number != last:  # no step has begun since all ended one
+            return []
+        return [rank for rank, mark in enumerate(self._marks) if int(mark[_ENDED]) < last]
+
+    @torch.no_grad()
+    def finish(self, ranks: Sequence[int]) -> None:
+        """End the step of ranks that are lost: all gradients are in place, and so is the tile that was at work."""
+        plan = self.plan
+        for rank in ranks:
+            assert plan is not None
+            mark = self._marks[rank]
+            begun = int(mark[_STEP]) == plan.number
+            done, at_work = (int(mark[_DONE]), int(mark[_AT_WORK])) if begun else (0, 0)
+            if at_work > done:
+                i, tile = self._tiles(plan, rank)[at_work - 1]
+                for kept, x in self._kept_tiles(i, plan.by_slot[i][tile.slot], tile, rank):
+                    x.copy_(kept)
+            self._step_part(plan, rank, done)

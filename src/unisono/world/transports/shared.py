@@ -187,6 +187,13 @@ class SharedTransport(Transport):
     def recv(self, x: Tensor, src: int) -> None:
         self._direct.recv(x, src)
 
+    def has_message(self, src: int) -> bool:
+        return self._direct.has_message(src)
+
+    def set_timeout(self, seconds: float) -> None:
+        self._timeout_s = seconds
+        self._page.set_timeout(seconds)
+
     def exchange(self, data: bytes) -> list[bytes]:
         found = self._page.meet(_MARK + struct.pack("q", len(data)) + data[:_INLINE], "an exchange of objects")
         if strays := [r for r, item in enumerate(found) if not item.startswith(_MARK)]:

@@ -303,6 +303,14 @@ class MeetingPage:
         slot = _SLOTS + (self._round & 1) * _SLOT
         return [int(_TOP.unpack_from(self.memory, r * ROW + slot)[1]) for r in range(self.size)]
 
+    def all_agree(self) -> bool:
+        """Whether every rank has come to the meeting that just ended with the same number and item as I."""
+        first = _SLOTS + (self._round & 1) * _SLOT + 8  # after the time
+        at = self.rank * ROW + first
+        last = at - 8 + _TOP.size + _TOP.unpack_from(self.memory, at - 8)[2]
+        mine, length = self.memory[at:last], last - at
+        return all(self.memory[r * ROW + first : r * ROW + first + length] == mine for r in self._peers)
+
     def read_items(self) -> list[bytes]:
         """Every rank's item of the meeting that just ended."""
         slot = _SLOTS + (self._round & 1) * _SLOT

@@ -90,7 +90,15 @@ def meet(device: str | torch.device | None = None) -> World:
 
         transport, hosts = connect(_open_store(place, timeout_s), rank, size, timeout_s=timeout_s)
     accelerated = _connect_nccl(transport, chosen, timeout_s) if _wants_nccl(transport, chosen) else None
-    return World(transport, device=chosen, hosts=hosts, accelerated=accelerated)
+    return World(transport, device=chosen, hosts=hosts, accelerated=accelerated, ledger=_find_ledger())
+
+
+def _find_ledger() -> Ledger | None:
+    """That of the default process group, where it is of our backend: then all is in one."""
+    import torch.distributed as dist
+
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return getattr(group, "ledger", None)
 
 
 def _meet_elastic(membership: Membership, place: Place, device: str | torch.device | None) -> World:

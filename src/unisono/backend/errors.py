@@ -27,13 +27,15 @@ class GroupTimeout(DistBackendError, TimeoutError):
     __module__ = "unisono"
 
 
-def translate(error: BaseException, group: str) -> BaseException:
-    """The same error as one of torch's kinds; its text says of which group it is."""
+def translate(error: BaseException, what: str, group: str) -> BaseException:
+    """The same error as one of torch's kinds; its text says in what, and of which group."""
     if isinstance(error, DistBackendError):
         return error
     for kind, ours in ((PeerLost, GroupPeerLost), (Mismatch, GroupMismatch)):
         if isinstance(error, kind):
-            found = ours(f"{error.args[0] if error.args else error} (process group {group!r})")
+            text = str(error.args[0] if error.args else error)
+            how = "hit its timeout in" if "which did not come" in text else "in"
+            found = ours(f"{text} (process group {group!r}, {how} {what})")
             found.__cause__ = error
             return found.with_traceback(error.__traceback__)
     return error

@@ -63,6 +63,7 @@ class Messages:
                 self._kept.remove(kept)
         if kept is not None:
             work.execute(lambda: self._deliver(wanted, kept[0], kept[2]))
+            return work
         where = "recv-any" if src is None else f"recv-{src}"
         run = self._read_from_any if src is None else self._read_for
         return work.begin(self._lane(where), lambda: run(wanted), at_once=False)
@@ -70,10 +71,13 @@ class Messages:
     def _read_for(self, wanted: _Receive) -> None:
         """Read messages of its rank until the one of `wanted` has come."""
         assert wanted.source is not None
-        with self._reading[wanted.source]:
-            while not wanted.work.is_completed():
-                if self._read(wanted.source, wanted):
-                    return
+        try:
+            with self._reading[wanted.source]:
+                while not wanted.work.is_completed():
+                    if self._read(wanted.source, wanted):
+                        return
+        finally:
+            self._forget(wanted)  # where its rank was lost
 
     def _read_from_any(self, wanted: _Receive) -> None:
         """The same from whichever rank has sent something."""
@@ -91,8 +95,7 @@ class Messages:
                 finally:
                     self._reading[r].release()
             if time.monotonic() > deadline:
-                with self._lock:
-                    self._waiting.remove(wanted)
+                self._forget(wanted)
                 raise PeerLost(f"recv from any source: no rank has sent anything within {self.timeout_s:g} s")
             time.sleep(_POLL_S)
 
@@ -120,6 +123,11 @@ class Messages:
             self._world.recv(line, src).wait()
             self._hand_over(match, own, lambda: self._deliver(match, src, line))
         return match is own
+
+    def _forget(self, wanted: _Receive) -> None:
+        with self._lock:
+            if wanted in self._waiting:
+                self._waiting.remove(wanted)
 
     def _hand_over(self, match: _Receive, own: _Receive, deliver: Callable[[], None]) -> None:
         if match is own:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -53,7 +54,7 @@ class Work(dist.Work):  # type: ignore[misc]
         try:
             run()
         except BaseException as error:
-            self._error = translate(error, self._group)
+            self._error = translate(error, self.what, self._group)
             if not isinstance(error, Exception):  # Ctrl-C is for this thread
                 raise
         finally:
@@ -152,11 +153,24 @@ class _Future(torch.futures.Future[Any]):
     work: Work | None = None
 
     def wait(self) -> Any:
+        self._finish()
+        return super().wait()
+
+    def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> torch.futures.Future[Any]:
+        """In a hook of DDP, what follows is called here, as with NCCL: collectives that it begins (PowerSGD's does)
+        would else come before or after those of the next bucket as the threads happen to run, on each rank in another
+        order. torch's default hooks begin none: theirs go on behind the backward pass."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward and getattr(callback, "__module__", "") != _BEGINS_NONE:
+            self._finish()
+        return super().then(callback)
+
+    def _finish(self) -> None:
         work = self.work
         if work is not None and not work.is_completed():
-            try:
+            with suppress(Exception):  # the future has it, too
                 work.wait()
-            except Exception:  # noqa: S110 (the future has it, too)
-                pass
             work.settle()
-        return super().wait()
+
+
+_BEGINS_NONE = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"

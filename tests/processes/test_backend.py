@@ -296,3 +296,33 @@ def test_errors_are_those_that_torch_users_expect() -> None:
     assert first["later"]
     assert "30000" in first["mismatch"][1]
     assert "30001" in first["mismatch"][1]
+
+
+# PyTorch's own tests -----------------------------------------------------------------------------------------
+
+TORCHS = """
+    all_gather all_gather_coalesced_complex all_gather_coalesced_full_group all_gather_coalesced_simple
+    all_gather_coalesced_with_empty all_gather_complex all_gather_full_group all_gather_object_default_pg
+    all_gather_object_subgroup all_reduce_coalesced_full_group_sum all_reduce_coalesced_max
+    all_reduce_coalesced_max_complex_unsupported all_reduce_coalesced_min all_reduce_coalesced_product
+    all_reduce_coalesced_sum all_reduce_complex_unsupported_ops all_reduce_full_group_max all_reduce_max
+    all_reduce_min all_reduce_product all_reduce_sum all_reduce_sum_async all_reduce_sum_complex all_to_all
+    all_to_all_complex all_to_all_full_group all_to_all_single_equal_split all_to_all_single_unequal_split
+    all_to_all_single_unequal_split_complex batch_isend_irecv_gloo batch_isend_irecv_gloo_tags
+    batch_isend_irecv_op_list_err broadcast broadcast_full_group gather gather_checks gather_full_group gather_object
+    gather_object_subgroup get_future get_rank get_rank_size_full_group get_rank_size_group irecv isend reduce_max
+    reduce_min reduce_product reduce_sum reduce_sum_twice scatter scatter_checks scatter_complex scatter_full_group
+    scatter_object_list send_recv send_recv_any_source send_recv_with_tag sparse_all_reduce_sum static_graph_api_cpu
+"""
+
+
+def test_pytorchs_own_assertions_hold() -> None:
+    """Its tests of collectives, in three processes; docs/backend.md has the counts of all of them."""
+    names = [f"test_{name}" for name in TORCHS.split()]
+    script = Path(__file__).with_name("torch_suite.py")
+    run = [sys.executable, str(script), "unisono", "3", *names, "--together"]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["failed"] == [], found["why"]
+    assert found["passed"] == names

@@ -171,9 +171,7 @@ class SerialQueue:
         self._running = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def submit(
-        self, run: Callable[[], T], *, after: Callable[[], None] | None = None, wake: bool = True
-    ) -> Handle[T]:
+    def submit(self, run: Callable[[], T], *, after: Callable[[], None] | None = None, wake: bool = True) -> Handle[T]:
         """Queue `run`; its handle gives the result.
 
         `after` is called once it has run, where the next job may run already. `wake=False`: the caller waits for it

@@ -206,9 +206,7 @@ def all_to_all_rows(group: Any) -> Any:
     n, rank = size(group), dist.get_rank()
     even, uneven = torch.empty(n * 3, 2), torch.empty(sum(1 + r for r in range(n)), 2)
     dist.all_to_all_single(even, mine(n * 3, 2), group=group)
-    dist.all_to_all_single(
-        uneven, mine(n * (1 + rank), 2), [1 + r for r in range(n)], [1 + rank] * n, group=group
-    )
+    dist.all_to_all_single(uneven, mine(n * (1 + rank), 2), [1 + r for r in range(n)], [1 + rank] * n, group=group)
     return [even, uneven]
 
 
@@ -350,7 +348,9 @@ def subgroups(group: Any) -> Any:
     dist.all_reduce(x, group=both)
     if dist.get_rank() == 1:
         dist.all_reduce(y, group=alone)
-    mesh = init_device_mesh("cpu", (1, size(group)), mesh_dim_names=("a", "b"), backend_override={"a": backend, "b": backend})
+    mesh = init_device_mesh(
+        "cpu", (1, size(group)), mesh_dim_names=("a", "b"), backend_override={"a": backend, "b": backend}
+    )
     z, w = mine(7), mine(7)
     dist.all_reduce(z, group=mesh["b"].get_group())
     dist.all_reduce(w, group=mesh["a"].get_group())

@@ -58,9 +58,7 @@ def ddp(group: Any) -> list[Tensor]:
 
 @program
 def ddp_in_many_buckets(group: Any) -> list[Tensor]:
-    return train(
-        DistributedDataParallel(make(), process_group=group, bucket_cap_mb=1e-4, gradient_as_bucket_view=True)
-    )
+    return train(DistributedDataParallel(make(), process_group=group, bucket_cap_mb=1e-4, gradient_as_bucket_view=True))
 
 
 @program
@@ -178,7 +176,10 @@ def distributed_tensors(group: Any) -> list[Tensor]:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh = DeviceMesh.from_group(group, "cpu")
-    x, y = distribute_tensor(batch(0, 6, rank=0), mesh, [Shard(0)]), distribute_tensor(batch(1, 6, rank=0), mesh, [Shard(1)])
+    x, y = (
+        distribute_tensor(batch(0, 6, rank=0), mesh, [Shard(0)]),
+        distribute_tensor(batch(1, 6, rank=0), mesh, [Shard(1)]),
+    )
     return [
         (x.redistribute(mesh, [Shard(1)]) + y).full_tensor(),
         (x.t() @ x).redistribute(mesh, [Replicate()]).to_local(),

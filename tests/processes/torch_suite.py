@@ -105,7 +105,7 @@ def work(case: Any, names: Sequence[str], rank: int, size: int, file: str, pipe:
 
 def run(case: Any, names: Sequence[str], size: int) -> dict[str, tuple[str, str]]:
     """The tests in `size` forked processes; the worst of the ranks' ends counts."""
-    file, children = tempfile.mktemp(), []  # noqa: S306 (torch makes it)
+    file, children = tempfile.mktemp(), []
     for rank in range(size):
         ours, theirs = os.pipe()
         pid = os.fork()
@@ -129,7 +129,9 @@ def run(case: Any, names: Sequence[str], size: int) -> dict[str, tuple[str, str]
         every.append({k: tuple(v) for k, v in json.loads(data or b"{}").items()})
     order = ("failed", "skipped", "passed")
     missing = ("failed", "it hung, or its process died")
-    return {name: min((each.get(name, missing) for each in every), key=lambda end: order.index(end[0])) for name in names}
+    return {
+        name: min((each.get(name, missing) for each in every), key=lambda end: order.index(end[0])) for name in names
+    }
 
 
 def main() -> None:

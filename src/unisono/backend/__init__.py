@@ -25,7 +25,7 @@ def ledger() -> Ledger:
 
 
 def report() -> Report:
-    """Every rank's ledger on one clock: `print(un.backend.report().table())`. All ranks of the default group call it."""
+    """Every rank's ledger on one clock: `print(un.backend.report().table())`. All ranks call it."""
     from unisono.backend.accounts import gather_report
 
     return gather_report()

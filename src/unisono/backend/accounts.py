@@ -1,5 +1,5 @@
-"""The one ledger of all groups of a process. Each optimizer step ends a step of it, so that a program that knows nothing
-of this package still has its table and trace: UNISONO_LEDGER=trace.json writes them at the end.
+"""The one ledger of all groups of a process. Each optimizer step ends a step of it, so that a program that knows
+nothing of this package still has its table and trace: UNISONO_LEDGER=trace.json writes them at the end.
 """
 
 from __future__ import annotations

@@ -15,12 +15,26 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
 
-from unisono.background import SerialQueue
 from unisono.backend import accounts
+from unisono.backend.arguments import (
+    as_list,
+    check_count,
+    check_dtypes,
+    check_multiple,
+    check_shapes,
+    find_splits,
+    flatten,
+    provide,
+    put_back,
+    reduce_options,
+    root_options,
+)
 from unisono.backend.messages import Messages
 from unisono.backend.operators import Reduction, reduce_sparse
 from unisono.backend.works import Work
+from unisono.background import SerialQueue
 from unisono.world.rendezvous import accelerate, meet_in_store
 from unisono.world.world import World
 
@@ -31,7 +45,10 @@ EVERY_RANK = {"*": "every rank of the process group calls the same collectives, 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 
 
-class Group(dist.ProcessGroup):  # type: ignore[misc]
+_ProcessGroup: Any = dist.ProcessGroup  # whose methods are overloaded in ways that types cannot follow
+
+
+class Group(_ProcessGroup):  # type: ignore[misc]
     """One process group. `world` is what it talks through, `ledger` the one of all groups."""
 
     @classmethod
@@ -159,7 +176,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
         """Every tensor becomes its reduction over the ranks."""
-        parts, opts = _as_list(tensors), _reduce_options(dist.AllreduceOptions, opts, timeout)
+        parts, opts = as_list(tensors), reduce_options(dist.AllreduceOptions, opts, timeout)
         reduction = Reduction(opts.reduceOp, parts[0].dtype, self.size())
 
         def run() -> None:
@@ -175,7 +192,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """The same of several tensors in one."""
-        parts, opts = list(tensors), _reduce_options(dist.AllreduceCoalescedOptions, opts, None)
+        parts, opts = list(tensors), reduce_options(dist.AllreduceCoalescedOptions, opts, None)
         if not parts:
             return self._begin("all_reduce", [], opts, lambda: None)
         reduction = Reduction(opts.reduceOp, parts[0].dtype, self.size())
@@ -188,7 +205,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def reduce(self, tensors: Any, opts: Any = None, *more: Any) -> Work:
         """The root's tensor becomes the reduction; the others keep theirs."""
-        parts, opts = _as_list(tensors), _root_options(dist.ReduceOptions, opts, more)
+        parts, opts = as_list(tensors), root_options(dist.ReduceOptions, opts, more)
         reduction = Reduction(opts.reduceOp, parts[0].dtype, self.size())
 
         def run() -> None:
@@ -201,11 +218,11 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         """Each rank's tensor of the lists is reduced and goes to that rank."""
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        opts = _reduce_options(dist.ReduceScatterOptions, opts, timeout)
+        opts = reduce_options(dist.ReduceScatterOptions, opts, timeout)
         pairs = [(out, list(parts)) for out, parts in zip(outputs, inputs, strict=True)]
         for out, parts in pairs:
-            _check_count("reduce_scatter", parts, self.size())
-            _check_shapes("reduce_scatter", parts[self.rank()], [out])
+            check_count("reduce_scatter", parts, self.size())
+            check_shapes("reduce_scatter", parts[self.rank()], [out])
 
         def run() -> None:
             for out, parts in pairs:
@@ -222,15 +239,15 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
         """A tensor is reduced, and each rank gets its part of it."""
-        opts = _reduce_options(dist.ReduceScatterOptions, opts, None)
+        opts = reduce_options(dist.ReduceScatterOptions, opts, None)
         pairs = list(zip(outputs, inputs, strict=True))
         for out, given in pairs:
-            _check_multiple("reduce_scatter", given, out, self.size())
+            check_multiple("reduce_scatter", given, out, self.size())
 
         def run() -> None:
             for out, given in pairs:
-                parts = list(_line(given).chunk(self.size())) if given.numel() else [_line(given)] * self.size()
-                self._reduce_scatter(out, parts, Reduction(opts.reduceOp, out.dtype, self.size()), whole=_line(given))
+                parts = list(flatten(given).chunk(self.size())) if given.numel() else [flatten(given)] * self.size()
+                self._reduce_scatter(out, parts, Reduction(opts.reduceOp, out.dtype, self.size()), whole=flatten(given))
 
         return self._begin("reduce_scatter", list(outputs), opts, run)
 
@@ -241,17 +258,17 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             parts = [part.detach().clone() for part in parts]
             reduction.before(parts)
             whole = None
-        target, target_line = _provide(out)
-        given = whole if whole is not None else [_line(part) for part in parts]
+        target, target_line = provide(out)
+        given = whole if whole is not None else [flatten(part) for part in parts]
         self.world.reduce_scatter(given, reduction.op, out=target_line).wait()
         reduction.after([target])
-        _put_back(out, target)
+        put_back(out, target)
 
     # Copies --------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
         """Every rank gets the root's tensors."""
-        parts, opts = _as_list(tensors), _root_options(dist.BroadcastOptions, opts, (timeout,))
+        parts, opts = as_list(tensors), root_options(dist.BroadcastOptions, opts, (timeout,))
         return self._begin("broadcast", parts, opts, lambda: self._broadcast(parts, opts.rootRank))
 
     def _broadcast(self, parts: list[Tensor], root: int) -> None:
@@ -263,19 +280,19 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         """Every rank gets every rank's tensor, in a list."""
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        opts = opts if opts is not None else dist.AllgatherOptions()
+        opts = opts if opts is not None else AllgatherOptions()
         return self._gather_lists(outputs, inputs, opts)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         """The same of several tensors: `outputs[rank][i]`, as gloo has them."""
-        opts = opts if opts is not None else dist.AllgatherOptions()
+        opts = opts if opts is not None else AllgatherOptions()
         return self._gather_lists([list(each) for each in zip(*outputs, strict=True)], inputs, opts)
 
     def _gather_lists(self, outputs: Any, inputs: Any, opts: Any) -> Work:
         pairs = [(x, list(outs)) for x, outs in zip(inputs, outputs, strict=True)]
         for x, outs in pairs:
-            _check_count("all_gather", outs, self.size())
-            _check_dtypes("all_gather", x, outs)
+            check_count("all_gather", outs, self.size())
+            check_dtypes("all_gather", x, outs)
 
         def run() -> None:
             for x, outs in pairs:
@@ -286,10 +303,10 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def _all_gather(self, x: Tensor, outs: Sequence[Tensor], *, even: bool) -> None:
         x = x.to_dense() if x.layout != torch.strided else x.detach()
-        targets = [_provide(out)[0] for out in outs]
+        targets = [provide(out)[0] for out in outs]
         self.world.all_gather(x, even=even, out=targets).wait()
         for out, target in zip(outs, targets, strict=True):
-            _put_back(out, target)
+            put_back(out, target)
 
     def _allgather_base(self, output: Tensor, given: Tensor, opts: Any = None) -> Work:
         return self.allgather_into_tensor_coalesced([output], [given], opts)
@@ -300,16 +317,16 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
         """Every rank gets every rank's tensor, one behind the other in one tensor."""
-        opts = opts if opts is not None else dist.AllgatherOptions()
+        opts = opts if opts is not None else AllgatherOptions()
         pairs = list(zip(outputs, inputs, strict=True))
         for out, given in pairs:
-            _check_multiple("all_gather", out, given, self.size())
+            check_multiple("all_gather", out, given, self.size())
 
         def run() -> None:
             for out, given in pairs:
-                target, line = _provide(out)
-                self._all_gather(_line(given), list(line.view(self.size(), -1)), even=True)
-                _put_back(out, target)
+                target, line = provide(out)
+                self._all_gather(flatten(given), list(line.view(self.size(), -1)), even=True)
+                put_back(out, target)
 
         return self._begin("all_gather", list(outputs), opts, run)
 
@@ -319,12 +336,12 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         """The root gets every rank's tensor."""
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs] if outputs else [], [inputs]
-        opts = _root_options(dist.GatherOptions, opts, more)
+        opts = root_options(dist.GatherOptions, opts, more)
         x, is_root = inputs[0], self.rank() == opts.rootRank
         outs = list(outputs[0]) if is_root and outputs else []
         if is_root:
-            _check_count("gather", outs, self.size())
-            _check_shapes("gather", x, outs)
+            check_count("gather", outs, self.size())
+            check_shapes("gather", x, outs)
         elif outputs:
             raise ValueError("gather: only the root rank gives a list of outputs")
 
@@ -339,12 +356,12 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         """Each rank gets its tensor of the root's list."""
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs] if inputs else []
-        opts = _root_options(dist.ScatterOptions, opts, more)
+        opts = root_options(dist.ScatterOptions, opts, more)
         out, is_root = outputs[0], self.rank() == opts.rootRank
         given = list(inputs[0]) if is_root and inputs else []
         if is_root:
-            _check_count("scatter", given, self.size())
-            _check_shapes("scatter", out, given)
+            check_count("scatter", given, self.size())
+            check_shapes("scatter", out, given)
         elif inputs:
             raise ValueError("scatter: only the root rank gives a list of inputs")
 
@@ -355,12 +372,14 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
         return self._begin("scatter", [out], opts, run)
 
-    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None, timeout: Any = None) -> Work:
+    def alltoall(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None, timeout: Any = None
+    ) -> Work:
         """The i-th tensor goes to rank i."""
         opts = opts if opts is not None else dist.AllToAllOptions()
         outs, parts = list(outputs), list(inputs)
-        _check_count("all_to_all", outs, self.size())
-        _check_count("all_to_all", parts, self.size())
+        check_count("all_to_all", outs, self.size())
+        check_count("all_to_all", parts, self.size())
         return self._begin("all_to_all", outs, opts, lambda: self._swap(parts, outs))
 
     def alltoall_base(
@@ -368,23 +387,23 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     ) -> Work:
         """The same with parts of one tensor."""
         opts = opts if opts is not None else dist.AllToAllOptions()
-        sizes_out = _find_splits(output, output_splits, self.size())
-        sizes_in = _find_splits(given, input_splits, self.size())
+        sizes_out = find_splits(output, output_splits, self.size())
+        sizes_in = find_splits(given, input_splits, self.size())
 
         def run() -> None:
-            target, _ = _provide(output)
+            target, _ = provide(output)
             self._swap(list(given.split(sizes_in)), list(target.split(sizes_out)))
-            _put_back(output, target)
+            put_back(output, target)
 
         return self._begin("all_to_all", [output], opts, run)
 
     all_to_all_single = alltoall_base
 
     def _swap(self, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        targets = [_provide(out)[0] for out in outs]
+        targets = [provide(out)[0] for out in outs]
         self.world.all_to_all([part.detach() for part in parts], out=targets).wait()
         for out, target in zip(outs, targets, strict=True):
-            _put_back(out, target)
+            put_back(out, target)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
         """All ranks have come here."""
@@ -432,7 +451,13 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     # Groups of it, and its end -------------------------------------------------------------------------------
 
     def split_group(
-        self, new_ranks: Sequence[int], timeout: Any = None, opts: Any = None, group_name: Any = None, *_: Any, **__: Any
+        self,
+        new_ranks: Sequence[int],
+        timeout: Any = None,
+        opts: Any = None,
+        group_name: Any = None,
+        *_: Any,
+        **__: Any,
     ) -> Group | None:
         """A group of some of its ranks, which all call this alike; None on ranks that are not in it."""
         self._splits += 1
@@ -518,93 +543,3 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
                 here.synchronize()
 
         return run_there
-
-
-# Tensors as torch gives them ---------------------------------------------------------------------------------
-
-
-def _as_list(tensors: Any) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
-
-
-def _line(x: Tensor) -> Tensor:
-    return x.detach().contiguous().view(-1)
-
-
-def _provide(out: Tensor) -> tuple[Tensor, Tensor]:
-    """Contiguous memory for a result, and the same as a line: the tensor's own where it can be."""
-    out = out.detach()
-    plain = out.is_contiguous() and not out.is_conj() and not out.is_neg()
-    target = out if plain else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-    return target, target.view(-1)
-
-
-def _put_back(out: Tensor, target: Tensor) -> None:
-    if out.numel() and out.data_ptr() != target.data_ptr():
-        out.detach().copy_(target.view(out.shape))
-
-
-def _reduce_options(kind: Any, given: Any, timeout: Any) -> Any:
-    """The options: as given, or made of an operator and a timeout."""
-    if given is not None and hasattr(given, "reduceOp"):
-        return given
-    options = kind()
-    if given is not None:
-        options.reduceOp = given if isinstance(given, dist.ReduceOp) else dist.ReduceOp(given)
-    if timeout is not None:
-        options.timeout = timeout
-    return options
-
-
-def _root_options(kind: Any, given: Any, more: Sequence[Any]) -> Any:
-    """The same for what has a root: `pg.broadcast(x, root)`, `pg.reduce(x, root, op)`."""
-    if given is not None and hasattr(given, "rootRank"):
-        return given
-    options = kind()
-    if given is not None:
-        options.rootRank = int(given)
-    for value in more:
-        if isinstance(value, timedelta):
-            options.timeout = value
-        elif value is not None:
-            options.reduceOp = value if isinstance(value, dist.ReduceOp) else dist.ReduceOp(value)
-    return options
-
-
-def _check_count(what: str, tensors: Sequence[Tensor], size: int) -> None:
-    if len(tensors) != size:
-        raise ValueError(f"{what}: one tensor for each of the {size} ranks of the group, got {len(tensors)}")
-
-
-def _check_dtypes(what: str, x: Tensor, others: Sequence[Tensor]) -> None:
-    for other in others:
-        if other.dtype != x.dtype:
-            raise ValueError(f"{what}: invalid tensor type, all are of one: {other.dtype} and {x.dtype}")
-
-
-def _check_shapes(what: str, x: Tensor, others: Sequence[Tensor]) -> None:
-    _check_dtypes(what, x, others)
-    for other in others:
-        if other.numel() != x.numel():
-            raise ValueError(f"{what}: invalid tensor size, all are of one: {tuple(other.shape)} and {tuple(x.shape)}")
-
-
-def _check_multiple(what: str, whole: Tensor, part: Tensor, size: int) -> None:
-    _check_dtypes(what, whole, [part])
-    if whole.numel() != part.numel() * size:
-        raise ValueError(
-            f"{what}: the whole tensor is {size} times (the ranks of the group) as large as a rank's, "
-            f"got {whole.numel()} elements and {part.numel()}"
-        )
-
-
-def _find_splits(x: Tensor, splits: Sequence[int], size: int) -> list[int]:
-    """How many rows go to each rank."""
-    rows = x.shape[0] if x.dim() else 0
-    if splits:
-        if len(splits) != size or sum(splits) != rows:
-            raise ValueError(f"all_to_all: {size} split sizes that add up to the {rows} rows, got {list(splits)}")
-        return list(splits)
-    if rows % size:
-        raise ValueError(f"all_to_all: {rows} rows do not divide by the {size} ranks of the group; give split sizes")
-    return [rows // size] * size

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from unisono.background import SerialQueue
 from unisono.backend.works import Work
+from unisono.background import SerialQueue
 from unisono.world.transports import Mismatch, PeerLost
 from unisono.world.transports.meeting_page import DTYPE_CODES, DTYPES
 from unisono.world.world import World

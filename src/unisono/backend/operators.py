@@ -1,4 +1,4 @@
-"""torch's reduce operators as this package's: the nearest that is defined for a dtype, and what has to be done around."""
+"""torch's reduce operators as this package's: the one that is defined for a dtype, and what is done around it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from unisono.world.transports import Op
 from unisono.world.world import World
 
-__all__ = ["Reduction"]
+__all__ = ["Reduction", "reduce_sparse"]
 
 _NAMES: dict[str, Op] = {
     "SUM": "sum",
@@ -32,7 +31,7 @@ class Reduction:
     """One of torch's operators, at work on tensors of one dtype."""
 
     def __init__(self, operator: Any, dtype: torch.dtype, size: int) -> None:
-        kind = operator.op if isinstance(operator, dist.ReduceOp) else operator
+        kind: Any = getattr(operator, "op", operator)
         name = kind.name
         if name not in _NAMES:
             raise ValueError(f"ReduceOp.{name} is not known to the backend unisono: it has {', '.join(_NAMES)}")

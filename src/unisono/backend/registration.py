@@ -39,9 +39,7 @@ def _make_group(options: Any, own: Any) -> Any:
 class _Finder(MetaPathFinder):
     """Waits for the import of torch.distributed, and registers the backend after it."""
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != _HOME:
             return None
         sys.meta_path.remove(self)

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono.background import Handle, SerialQueue, in_background
 from unisono.backend.errors import GroupTimeout, translate
+from unisono.background import Handle, SerialQueue, in_background
 from unisono.world.ledger import Ledger
 
 __all__ = ["Work"]
 
 
-class Work(dist.Work):  # type: ignore[misc]
+class Work(dist.Work):
     """One operation of a group, on one of its lanes.
 
     Callbacks of its future run where the operation ended, but outside the lane's order: they may begin and wait for
@@ -101,8 +101,8 @@ class Work(dist.Work):  # type: ignore[misc]
         self._lane.wake()
         if not self._done.wait(timeout_s if timeout_s > 0 else None):
             raise GroupTimeout(
-                f"{self.what} of process group {self._group!r} has not ended within the {timeout_s:g} s that wait() was "
-                "given: it is still under way, and not all ranks may have called it"
+                f"{self.what} of process group {self._group!r} has not ended within the {timeout_s:g} s that wait() "
+                "was given: it is still under way, and not all ranks may have called it"
             )
 
     def is_completed(self) -> bool:
@@ -140,7 +140,7 @@ class Work(dist.Work):  # type: ignore[misc]
         with self._lock:
             self.by_future = True
             if self._future is None:
-                devices = sorted({t.device for t in self._tensors if t.is_cuda}, key=str)
+                devices: Any = sorted({t.device for t in self._tensors if t.is_cuda}, key=str)
                 self._future = _Future(devices=devices)
                 self._future.work = self
         self.settle()

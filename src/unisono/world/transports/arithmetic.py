@@ -106,7 +106,9 @@ def _is_among(out: Tensor, parts: Sequence[Tensor]) -> bool:
 
 def _combine_uint64(parts: Sequence[Tensor], op: Op, out: Tensor) -> None:
     signed = [p.view(torch.int64) for p in parts]
-    flip = _SIGN if op in ("max", "min") else 0  # order of unsigned numbers = order of signed ones with the top bit flipped
+    flip = (
+        _SIGN if op in ("max", "min") else 0
+    )  # order of unsigned numbers = order of signed ones with the top bit flipped
     kept = torch.empty_like(signed[0])
     _fold([p ^ flip for p in signed], op, kept)
     out.view(torch.int64).copy_(kept ^ flip)

@@ -30,6 +30,11 @@ class _Receive:
     def __init__(self, x: Tensor, source: int | None, tag: int, work: Work) -> None:
         self.x, self.source, self.tag, self.work = x, source, tag, work
 
+    def takes_directly(self, numel: int, dtype: torch.dtype) -> bool:
+        """Whether such a message can be received where it belongs."""
+        x = self.x
+        return x.is_contiguous() and not x.is_cuda and (x.numel(), x.dtype) == (numel, dtype)
+
 
 class Messages:
     """All messages of one rank in a group."""
@@ -43,10 +48,12 @@ class Messages:
         self.timeout_s = 0.0
 
     def send(self, x: Tensor, dst: int, tag: int, work: Work) -> Work:
-        """Begin to send."""
+        """Begin to send; CUDA tensors go through host memory, as either end may not know yet of a faster way."""
+        if x.is_cuda:
+            torch.cuda.current_stream(x.device).synchronize()
 
         def run() -> None:
-            line = x.detach().contiguous().view(-1)
+            line = x.detach().cpu().contiguous().view(-1)
             self._world.send(torch.tensor([tag, line.numel(), DTYPE_CODES[x.dtype]]), dst, tag="head").wait()
             self._world.send(line, dst).wait()
 
@@ -54,6 +61,8 @@ class Messages:
 
     def receive(self, x: Tensor, src: int | None, tag: int, work: Work) -> Work:
         """Begin to receive from `src`; None: from whoever sends first."""
+        if x.is_cuda:
+            torch.cuda.current_stream(x.device).synchronize()
         wanted = _Receive(x, src, tag, work)
         work.is_receive = True
         with self._lock:
@@ -108,11 +117,11 @@ class Messages:
         dtype = DTYPES[code]
         with self._lock:
             match = self._take_match(src, tag)
-        if match is not None and match.x.is_contiguous() and (match.x.numel(), match.x.dtype) == (numel, dtype):
+        if match is not None and match.takes_directly(numel, dtype):
             found = match
             self._hand_over(found, own, lambda: self._receive_into(found, src))
             return found is own
-        line = torch.empty(numel, dtype=dtype, device=own.x.device)
+        line = torch.empty(numel, dtype=dtype)
         self._world.recv(line, src).wait()
         with self._lock:
             match = match or self._take_match(src, tag)  # its receive may have begun in between

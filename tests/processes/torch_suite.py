@@ -53,8 +53,6 @@ def load(backend: str, size: int) -> Any:
     class Case(distributed_test.DistributedTest._DistTestBase, distributed_test.TestDistBackend):  # type: ignore[misc]
         pass
 
-    distributed_test.initialize_temp_directories()
-    distributed_test.Barrier.init()
     return Case
 
 
@@ -105,6 +103,10 @@ def work(case: Any, names: Sequence[str], rank: int, size: int, file: str, pipe:
 
 def run(case: Any, names: Sequence[str], size: int) -> dict[str, tuple[str, str]]:
     """The tests in `size` forked processes; the worst of the ranks' ends counts."""
+    from torch.testing._internal.distributed import distributed_test
+
+    distributed_test.initialize_temp_directories()
+    distributed_test.Barrier.init()
     file, children = tempfile.mktemp(), []
     for rank in range(size):
         ours, theirs = os.pipe()

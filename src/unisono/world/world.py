@@ -125,6 +125,7 @@ class World:
         self.speeds: tuple[float, ...] | None = None  # to deal samples by (`un.shard(balance=True)`); None: evenly
         self.on_close: Callable[[], None] | None = None
         self.elastic: Elastic | None = None  # where ranks come and go
+        self.is_device_known = False  # whether it was decided how CUDA tensors travel, where that is done late
         self._followers: list[weakref.ref[WorldFollower]] = []
         self._operations = Operations(name, transport, accelerated, self.ledger, inline=inline)
         self._splits = 0
@@ -152,6 +153,14 @@ class World:
         """Whether an all-reduce of large tensors in the memory of the host reads them where they are: then copying them
         into memory from `empty` gains nothing."""
         return self.transport is not None and self.transport.reads_peers
+
+    def use_nccl(self, transport: Transport) -> None:
+        """Have CUDA tensors travel over `transport` from now on."""
+        self._operations.accelerated = transport
+
+    def rename(self, name: str) -> None:
+        """Another name in the ledger, for operations to come."""
+        self.name = self._operations.name = name
 
     # The weight of my batch ------------------------------------------------------------------------------
 

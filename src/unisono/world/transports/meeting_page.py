@@ -59,7 +59,7 @@ _CHUNK = 1 << 20  # bytes of a direct message that travel at a time
 _VIEWS = 4096  # kept for shapes that come again
 _SIDE_TOP = struct.Struct("IiII")  # how often the ranks have disagreed; rank in the world, what, where
 _TO_TELL_S = 1.0  # that ranks wait for what each other called, where they disagree
-OP_CODES: dict[str, int] = {"sum": 0, "mean": 1, "max": 2, "min": 3}
+OP_CODES: dict[str, int] = {"sum": 0, "mean": 1, "max": 2, "min": 3, "product": 4, "and": 5, "or": 6, "xor": 7}
 DTYPES: list[torch.dtype] = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
 DTYPE_CODES = {dtype: i for i, dtype in enumerate(DTYPES)}
 
@@ -387,6 +387,10 @@ class MeetingPage:
         self.await_all(what)
         return self.read_items()
 
+    def set_timeout(self, seconds: float) -> None:
+        """How long to wait for another rank from now on."""
+        self._timeout_s = seconds
+
     def close(self) -> None:
         if self._watch is not None:
             self._watch.close()
@@ -566,6 +570,11 @@ class DirectMessages:
             box[at : at + 16].view(torch.int64).copy_(torch.tensor([data.numel(), DTYPE_CODES[x.dtype]]))
             box[at + 16 : at + 16 + chunk.numel()].copy_(chunk)
             counters.publish(row, posted + 1)
+
+    def has_message(self, src: int) -> bool:
+        """Whether a chunk from `src` waits to be taken."""
+        row = self._row(src, self.page.rank)
+        return is_behind(self.page.counters[row + 4], self.page.counters[row])
 
     def recv(self, x: Tensor, src: int) -> None:
         """Receive into `x`."""

@@ -14,7 +14,7 @@ import ctypes
 import os
 import struct
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from zlib import crc32
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from unisono.world.transports import SMALL_BYTES, Mark, Mismatch, Op, Transport, find_group
-from unisono.world.transports.arithmetic import combine, cut_share
+from unisono.world.transports.arithmetic import combine, cut_share, cut_tiles
 from unisono.world.transports.mapped import MappedMemory, allow_reading, open_published, publish
 from unisono.world.transports.meeting_page import (
     DTYPE_CODES,
@@ -311,6 +311,13 @@ class SharedTransport(Transport):
         self._page.on_missing = None
         self._page.close()
 
+    def has_message(self, src: int) -> bool:
+        return self._direct.has_message(src)
+
+    def set_timeout(self, seconds: float) -> None:
+        self.timeout_s = seconds
+        self._page.set_timeout(seconds)
+
     # Inside ----------------------------------------------------------------------------------------------
 
     def _open_stage(self, dtype: torch.dtype) -> Stage:
@@ -520,7 +527,7 @@ class PeerMemory:
             length = min(_BLOCK, total - start)
             shares = [cut_share(length, r, size) for r in range(size)]
             low, high = shares[page.rank]
-            for tile, at in _cut_tiles(parts, (start + low) // itemsize, (start + high) // itemsize, room):
+            for tile, at in cut_tiles(parts, (start + low) // itemsize, (start + high) // itemsize, room):
                 self._reduce(tile, at * itemsize, peers, op, scratch)
             page.meet(what="all_reduce")
             for rank, (low, high) in enumerate(shares):
@@ -581,16 +588,3 @@ def _take(here: list[Piece], there: list[Piece]) -> tuple[list[Piece], list[Piec
     some = min(_MOST_BYTES, *(sum(n for _, n in pieces[:_MOST_PIECES]) for pieces in (here, there)))
     mine, theirs = Pieces(here), Pieces(there)
     return mine.cut(0, some), theirs.cut(0, some), mine.cut(some, end), theirs.cut(some, end)
-
-
-def _cut_tiles(parts: Sequence[Tensor], start: int, stop: int, room: int) -> Iterator[tuple[Tensor, int]]:
-    """Views of the elements from `start` to `stop` of a concatenation, each inside one part and of at most `room`, with
-    their places."""
-    at = 0
-    for part in parts:
-        low, high = max(start, at), min(stop, at + part.numel())
-        for place in range(low, high, room):
-            yield part[place - at : min(place + room, high) - at], place
-        at += part.numel()
-        if at >= stop:
-            return

@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 
+os.environ["UNISONO_RUNS"] = "off"  # those that are about records say where they go
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two-core machines run several workers at once
 for signum in (signal.SIGINT, signal.SIGHUP):  # ignored in the background and under nohup: a handler is not inherited
     if signal.getsignal(signum) is signal.SIG_IGN:
@@ -35,6 +36,7 @@ TOGETHER = {
     **{f"engines/test_{name}.py": name for name in ("ray", "slurm", "spark", "ssh")},
     "processes/test_ddp_parity.py": "ddp_parity",
     "processes/test_examples.py": "examples",
+    "processes/test_browser_page.py": "browser",
     "network/test_hosts.py": "network",
     "unit/test_architecture.py": "architecture",
 }

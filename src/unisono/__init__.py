@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # the same as below, for type checkers: a test compares them
     from unisono import boost as boost
     from unisono import estimators as estimators
     from unisono import horovod as horovod
+    from unisono import lightning as lightning
     from unisono import on as on
     from unisono.batch_norm import sync_batch_norm as sync_batch_norm
     from unisono.checkpoint import CheckpointError as CheckpointError
@@ -28,6 +29,7 @@ if TYPE_CHECKING:  # the same as below, for type checkers: a test compares them
     from unisono.launchers import launch as launch
     from unisono.map_reduce import mapreduce as mapreduce
     from unisono.progress import EarlyStopping as EarlyStopping
+    from unisono.runs.metrics import log as log
     from unisono.strategy import Replica as Replica
     from unisono.strategy import Strategy as Strategy
     from unisono.strategy import follow as follow
@@ -46,7 +48,7 @@ if TYPE_CHECKING:  # the same as below, for type checkers: a test compares them
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "unisono": "boost estimators horovod on",  # modules; the first two need extras: `un.boost.XGBoost`
+    "unisono": "boost estimators horovod lightning on",  # modules; some need extras: `un.boost.XGBoost`
     "unisono.batch_norm": "sync_batch_norm",
     "unisono.checkpoint": "CheckpointError Loaded load save",
     "unisono.checkpoint.plain": "read_checkpoint",
@@ -56,6 +58,7 @@ _EXPORTS = {
     "unisono.launchers": "EngineError WorkerError launch",
     "unisono.map_reduce": "mapreduce",
     "unisono.progress": "EarlyStopping",
+    "unisono.runs.metrics": "log",
     "unisono.strategy": "Replica Strategy follow parallel",
     "unisono.trainer": "Callback Trainer",
     "unisono.world": "Handle Mismatch PeerLost World join preempted",

@@ -18,6 +18,8 @@ from unisono.checkpoint import load, save
 from unisono.data import Shard, shard
 from unisono.data.settings import ShardSettings
 from unisono.progress import SPLIT, Display, EarlyStopping, History, Logs
+from unisono.runs.recording import find_recorder
+from unisono.runs.values import Logged, start_copies
 from unisono.runtime import sigterm
 from unisono.strategy import Strategy, parallel
 from unisono.world import World, join
@@ -208,6 +210,8 @@ class Trainer:
             if ends:
                 self._step_optimizer()
                 steps += 1
+                if self.world.weight:
+                    self._record({"loss": loss})
                 for callback in self.callbacks:
                     callback.on_step_end(self, {"step": self.replica.step, "loss": loss.item()})
                 preempted = self._is_preempted(now=batches.batch == total)  # then comes validation, which may be long
@@ -262,6 +266,9 @@ class Trainer:
     def _end_epoch(self, logs: Logs) -> None:
         """Record the epoch, step the schedule, and agree with all ranks on whether to go on."""
         self.history.rows.append(logs)
+        if self.world.rank == 0:  # they are the world's
+            known = {"epoch_loss" if name == "loss" else name: logs[name] for name in logs if name not in SPLIT}
+            self._record({"epoch": len(self.history), **known})
         if self.scheduler is not None and self.schedule == "epoch":
             plateau = isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
             self.scheduler.step(*([logs.get("val_loss", logs["loss"])] if plateau else []))
@@ -272,6 +279,11 @@ class Trainer:
         asked = torch.tensor([float(self._stop)], device=self.world.device)
         self.history.stopped_early = bool(self.world.all_reduce(asked, "max", tag="stop").wait())
         self._stop = False
+
+    def _record(self, values: Mapping[str, Any]) -> None:
+        """Into the record of the run, where there is one."""
+        if (recorder := find_recorder(self.world)) is not None:
+            recorder.log(Logged(start_copies(values)))
 
     def _make_sums(self) -> Tensor:
         return torch.zeros(len(self._sum_names), dtype=torch.float64, device=self.world.device)

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -18,6 +19,10 @@ from torch import nn
 import unisono as un
 from engine_agents import Agents
 from unisono.launchers.engines.engine import Engine, Work
+from unisono.launchers.job import Job
+from unisono.launchers.remote import open_remote_run
+from unisono.runs.reading import RunReader
+from unisono.runtime.run_folder import RunFolder
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -189,3 +194,26 @@ def test_a_fault_fires_once_in_a_run_whose_workers_are_started_again(capfd: pyte
 def test_a_fault_that_does_not_fire_on_an_engine_fails_the_run() -> None:
     with pytest.raises(un.WorkerError, match=r"(?s)the fault did not fire\n  kill 1@4: rank 1 came to step 3 only"):
         un.launch(count_steps, workers=2, on=Here(), faults="kill 1@4")
+
+
+def test_workers_on_hosts_without_the_runs_folder_are_recorded_by_the_launcher(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import torch, unisono as un\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "un.parallel(model, optimizer)\n"
+        "for i in range(30):\n"
+        "    model(torch.ones(1, 4)).sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    record = RunFolder.create(["train.py"], folder=tmp_path / "run", workers=2, command=["unisono", "run"])
+    assert record is not None
+    record.update(id="another")  # so that workers take it for the folder of another machine
+    run = open_remote_run(Job([str(tmp_path / "train.py")], 2, record=record), Here())
+    assert run.supervise().failure is None
+    reader = RunReader(record.path)
+    reader.poll()
+    assert reader.unreadable == 0
+    assert [rank.rows.steps for rank in reader.ranks.values()] == [30, 30]
+    assert all(rank.end is not None and rank.end["outcome"] == "ok" for rank in reader.ranks.values())
+    assert sorted(event["kind"] for event in reader.events) == ["worker ended"] * 2 + ["worker started"] * 2

@@ -203,7 +203,7 @@ def test_a_killed_launcher_is_named_and_its_socket_removed_by_the_next(run_scrip
     status, _, err = scale("--run", pid)
     assert (status, err) == (
         1,
-        f"unisono scale: process {pid} is no launcher of an elastic run (-n MIN:MAX) of this user\n",
+        f"unisono scale: process {pid} is no launcher of a run of this user that is under way\n",
     )
     check_result(tmp_path)
 

@@ -15,6 +15,7 @@ from torch import nn
 import unisono as un
 from unisono.compare import recorder
 from unisono.compare.steps import FOLDER, STEPS
+from unisono.runs import backward
 from unisono.world.virtual import run_threads
 
 
@@ -27,7 +28,7 @@ def observed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
     for left in list(recorder._recorders.values()):
         left.close()
-    assert torch.autograd.backward is recorder._torch_backward
+    assert torch.autograd.backward is backward._torch_backward
 
 
 def make(world: un.World, strategy: str = "allreduce") -> tuple[nn.Module, torch.optim.Optimizer, un.Replica]:

@@ -38,6 +38,7 @@ class Run:
         monkeypatch.setattr(Control, "open", lambda _: None)
         self.output: Any = self
         self.lines: list[str] = []
+        self.notes: list[tuple[str, dict[str, object]]] = []
         self.page = StatusPage.create(3)
         self.selector = selectors.DefaultSelector()
         self.workers: list[Child] = []  # in the order of their start
@@ -54,6 +55,9 @@ class Run:
         fd = self.members.open_line()[membership.VARIABLE]
         self.workers.append(Child(place, Process(1000 + len(self.workers), fd), -1, 0.0))
         self.members.opened(self.workers[-1])
+
+    def note(self, kind: str, **values: object) -> None:
+        self.notes.append((kind, values))
 
     def preempt(self) -> bool:
         return False

@@ -35,6 +35,7 @@ SIZES = range(1, 6)
 class FakeLedger:
     def __init__(self) -> None:
         self.spans: list[str] = []
+        self.listener = None
 
     @contextlib.contextmanager
     def span(self, kind: str) -> Iterator[None]:
@@ -678,3 +679,25 @@ def test_a_world_that_grew_beyond_the_batch_is_refused() -> None:
     s = shard(torch.arange(9), 4, world=FakeWorld())
     with pytest.raises(ValueError, match="batch_size=4 for 5 workers"):
         s.rebind(FakeWorld(0, 5))
+
+
+def test_each_rank_counts_what_it_was_given_and_stand_ins_are_other_ranks() -> None:
+    """21 samples in batches of 5: the last has one, so that three of four ranks get a stand-in."""
+
+    def work(world: un.World) -> tuple[int, dict[str, int]]:
+        world.ledger.listener = listener
+        mine = shard((torch.zeros(21, 1), torch.arange(21) % 3), batch_size=5, world=world, shuffle=False)
+        for _ in range(2):
+            list(mine)
+        return mine.dealt.samples, mine.dealt.by_class()
+
+    class Listener:
+        def on_row(self, row: object) -> None: ...
+
+        def on_event(self, event: object) -> None: ...
+
+    listener = Listener()
+    every = un.run_threads(work, 4)
+    assert sum(samples for samples, _ in every) == 2 * 21
+    assert [sum(classes.values()) for _, classes in every] == [samples for samples, _ in every]
+    assert {name: sum(classes.get(name, 0) for _, classes in every) for name in "012"} == {"0": 14, "1": 14, "2": 14}

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from unisono.checkpoint import save
 from unisono.progress import EarlyStopping, History, format_logs
+from unisono.runs.lines import FileLines
+from unisono.runs.reading import RunReader
+from unisono.runs.recorder import Recorder as RunRecorder
 from unisono.trainer import Callback, Trainer
 from unisono.world import World
 from unisono.world.virtual import run_threads
@@ -498,3 +501,36 @@ def test_where_ranks_differ_the_model_they_agree_on_is_evaluated() -> None:
     assert not torch.equal(first[0], second[0])
     assert loss == pytest.approx(expected)
     assert loss == other
+
+
+def test_what_a_trainer_computes_is_recorded(tmp_path: Path) -> None:
+    """Its losses by step, as a plain loop has them, and each epoch's numbers."""
+
+    def work(world: World) -> History:
+        recorder = RunRecorder(world, FileLines(tmp_path, world.rank))
+        found = trainer(world, metrics={"accuracy": accuracy}).fit(
+            (X[:40], Y[:40]), epochs=2, batch_size=BATCH, shuffle=False, validation=(X[40:], Y[40:])
+        )
+        recorder.close("ok")
+        return found
+
+    (tmp_path / "ranks").mkdir()
+    history = run_threads(work, 2)[0]
+    reader = RunReader(tmp_path)
+    reader.poll()
+    losses = reader.join_metric("loss")
+    net = copy.deepcopy(MODEL)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    expected = []
+    for x, y in list(zip(X[:40].split(BATCH), Y[:40].split(BATCH), strict=True)) * 2:
+        optimizer.zero_grad()
+        loss = LOSS(net(x), y)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert losses is not None
+    assert losses.values.tolist() == pytest.approx(expected)
+    for name in ("epoch_loss", "accuracy", "val_loss", "val_accuracy"):
+        joined = reader.join_metric(name)
+        assert joined is not None
+        assert joined.values.tolist() == pytest.approx(history[name.removeprefix("epoch_")])

@@ -11,8 +11,13 @@ __all__ = ["main"]
 
 COMMANDS = (
     "run",
+    "watch",
+    "top",
     "plan",
+    "runs",
+    "report",
     "scale",
+    "stacks",
     "export",
     "compare",
     "memory",
@@ -27,9 +32,12 @@ _EPILOG = """\
 examples:
   unisono run -n 4 train.py --epochs 3     the same program in four workers on this machine
   unisono run -n 2 -m project.train        a module instead of a file
+  unisono watch, unisono top               what every worker of the last run does: in a browser, in the terminal
   unisono plan -n 4 train.py               which method is fastest on these workers and this network, and why
   unisono compare train.py --strategies allreduce,powersgd    the program under several methods, in one table
+  unisono report last                      what the last run was, and where its time went; unisono runs lists them
   unisono scale 3                          another number of workers, for a run with -n MIN:MAX
+  unisono stacks last                      what every worker of a run is doing now, and who keeps the others waiting
   unisono export run/save m.safetensors    a checkpoint's model as one file
   unisono memory train.py --workers 4      what each worker will need, and the settings that fit
   unisono simulate --plan plan.json        how methods scale to thousands of workers, and what to buy next

@@ -6,18 +6,22 @@ An option such as `--hosts` is the engine's field of the same name: an engine wi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import re
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from unisono import on
 from unisono.cli.arguments import Commands, check_program, parse_count
+from unisono.cli.watch import add_page_options, show_page
 from unisono.launchers.engines.engine import Engine, EngineError
 from unisono.launchers.job import Adapt, ComeAndGo, Job
+from unisono.runtime.run_folder import RunFolder, find_runs_folder
 
 __all__ = ["add_command"]
 
@@ -118,6 +122,7 @@ def add_command(commands: Commands) -> None:
         help="fork the workers from a process that has imported torch, kept for 10 minutes for the next such run",
     )
     parser.add_argument("--output-dir", metavar="DIR", help="where --output files writes; default: unisono-output")
+    _add_record_options(parser)
     _add_course_options(parser)
     _add_elastic_options(parser)
     _add_engine_options(parser)
@@ -132,6 +137,9 @@ def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
         parser.error("no program given; as in: unisono run -n 2 train.py")
     if options.output_dir is not None and options.output != "files":
         parser.error("--output-dir goes with --output files")
+    if options.run_dir is not None and not options.record:
+        parser.error("--run-dir does not go with --no-record")
+    _check_log(options, parser)
     check_program(options.program, parser, module=options.module)
 
     from unisono.launchers.terminal import run_in_terminal
@@ -154,8 +162,76 @@ def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
         faults=options.faults,
         grace_s=options.grace,
     )
-    status = _run_on_engine(options, parser, job)
-    return run_in_terminal(job) if status is None else status
+    with _recorded(options, job) as job:
+        status = _run_on_engine(options, parser, job)
+        return run_in_terminal(job) if status is None else status
+
+
+@contextlib.contextmanager
+def _recorded(options: argparse.Namespace, job: Job) -> Iterator[Job]:
+    """The job with the folder that it is recorded in; at the end a line says where that is.
+
+    Runs that measure something (`unisono plan`, `compare`) have an observer, and are not recorded.
+    """
+    wanted = options.record and not options.script and not options.submit and "UNISONO_OBSERVER" not in os.environ
+    if not wanted or (options.run_dir is None and find_runs_folder() is None):
+        with show_page(options, None):
+            yield job
+        return
+    record = RunFolder.create(
+        job.program,
+        folder=options.run_dir,
+        workers=job.workers,
+        command=["unisono", *sys.argv[1:]],
+        engine=options.on,
+        **({} if job.elastic is None else {"least": job.elastic.least, "most": job.elastic.most}),
+    )
+    if record is None:
+        with show_page(options, None):
+            yield job
+        return
+    with show_page(options, record):
+        try:
+            with _fed(record, options.log):
+                yield dataclasses.replace(job, record=record)
+        finally:
+            record.close(keep=options.run_dir is not None)
+
+
+@contextlib.contextmanager
+def _fed(record: RunFolder, asked: str) -> Iterator[None]:
+    """Metrics are handed on to what was asked for, until the run has ended and its record says so."""
+    if not asked:
+        try:
+            yield
+        finally:
+            record.end()
+        return
+    from unisono.runs.feeding import start_feeding, stop_feeding
+
+    feeding = start_feeding(record.path, asked)
+    try:
+        yield
+    finally:
+        record.end()
+        if feeding is not None:
+            stop_feeding(feeding)
+
+
+def _check_log(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """End with an error where metrics cannot be handed on as asked; the environment's word goes with records only."""
+    recorded = options.record and (options.run_dir is not None or find_runs_folder() is not None)
+    if options.log and not recorded:
+        parser.error("--log reads the run's record: it does not go with --no-record or UNISONO_RUNS=off")
+    name = "--log" if options.log is not None else "UNISONO_LOG"
+    options.log = (os.environ.get(name, "") if options.log is None else options.log) if recorded else ""
+    if options.log:
+        from unisono.runs.sinks import read_asked
+
+        try:
+            read_asked(options.log)
+        except ValueError as error:
+            parser.error(f"{name}: {error}")
 
 
 def _read_lab(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -270,6 +346,27 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "wait_s": {"type": _parse_whole, "metavar": "S", "help": "how long to wait for room (slurm, ray, spark)"},
     "options": {"type": shlex.split, "metavar": "TEXT", "help": "more options for mpirun, srun, torchrun or ssh"},
 }
+
+
+def _add_record_options(parser: argparse.ArgumentParser) -> None:
+    """Where the run is recorded."""
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        metavar="DIR",
+        help="record the run in this folder; default: a new one in $UNISONO_RUNS, or in ~/.local/state/unisono/runs. "
+        "`unisono report last` shows it",
+    )
+    parser.add_argument(
+        "--no-record", dest="record", action="store_false", help="record nothing; the same as UNISONO_RUNS=off"
+    )
+    parser.add_argument(
+        "--log",
+        metavar="WHERE",
+        help="hand metrics on while the workers train: tensorboard, prometheus:9400, wandb, mlflow, or several with "
+        "commas; default: UNISONO_LOG",
+    )
+    add_page_options(parser)
 
 
 def _add_course_options(parser: argparse.ArgumentParser) -> None:
@@ -387,6 +484,7 @@ def _write_script(engine: Engine, options: argparse.Namespace, job: Job) -> int:
     more["--grace"] = None if job.grace_s == Job.grace_s else f"{job.grace_s:g}"
     more["--output-dir"] = None if job.output_dir is None else str(job.output_dir)
     more["--faults"], more["--strategy"] = job.faults, options.strategy
+    more["--run-dir"], more["--log"] = options.run_dir, options.log or None
     least = None
     if job.elastic is not None:
         least = job.elastic.least
@@ -396,6 +494,7 @@ def _write_script(engine: Engine, options: argparse.Namespace, job: Job) -> int:
             more["--target"], more["--window"] = job.elastic.adapt.target, job.elastic.adapt.window_s
     run_options = [word for name, value in more.items() if value is not None for word in (name, str(value))]
     run_options += [f"--{name}" for name in ("balance", "adapt") if getattr(options, name)]
+    run_options += [] if options.record else ["--no-record"]
     text = job_script(engine, job.program, job.places, least=least, run_options=run_options)
     if options.script:
         path = Path(options.script)

@@ -72,7 +72,8 @@ def _find_run() -> int:
     """The launcher of the one run that there is."""
     from unisono.launchers.control import Gone, list_runs
 
-    runs, wrong = list_runs()
+    found, wrong = list_runs()
+    runs = [run for run in found if run.elastic]
     if len(runs) == 1:
         return runs[0].pid
     if runs:

@@ -16,11 +16,11 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.compare.steps import FOLDER, STEP_FIELDS, STEPS, Arrival
+from unisono.runs.backward import Losses, follow_backward, leave_backward
 from unisono.spec import describe
 from unisono.strategy import Replica, Strategy, binding
 from unisono.world import World
@@ -28,7 +28,6 @@ from unisono.world.ledger import Ledger, Row, Span
 
 _WRITE_EVERY_S = 0.5
 _recorders: dict[int, Recorder] = {}  # by thread: each rank's program is one
-_lock = threading.Lock()
 
 
 class Enough(SystemExit):
@@ -52,8 +51,7 @@ class Recorder:
         self.replica, self.ledger, self.steps = replica, replica.world.ledger, steps
         self._taken = self.ledger.step_count  # rows that are taken; a loaded checkpoint may have had some
         self._first = self._taken
-        self._losses: list[Tensor] = []  # of this window
-        self._unscaled: dict[int, Tensor] = {}  # by the scaled loss that a GradScaler gave out
+        self._losses = Losses()  # of this window
         self._samples: int | None = 0
         self._positions: dict[str, int | None] = {}  # by shard: samples that it has given out
         self._waiting: deque[tuple[Row, list[Tensor], int | None]] = deque()  # to be written
@@ -77,10 +75,8 @@ class Recorder:
             }
         )
         self._file.flush()
-        with _lock:
-            _recorders[self._thread] = self
-            torch.autograd.backward = _backward
-            torch.amp.GradScaler.scale = _scale  # type: ignore[method-assign]
+        _recorders[self._thread] = self
+        follow_backward(self)
 
     # Around backward --------------------------------------------------------------------------------------------
 
@@ -90,16 +86,16 @@ class Recorder:
         if self.steps is not None and self._taken - self._first >= self.steps:
             self.close()
             raise Enough(0)
-        loss = tensors if isinstance(tensors, Tensor) else tensors[0] if len(tensors) == 1 else None
-        if loss is not None and loss.numel() == 1:
-            self._losses.append(self._unscaled.get(id(loss), loss).detach())
-        self._unscaled.clear()
+        self._losses.note(tensors)
         self._count_samples()
 
+    def after_backward(self) -> None:
+        """See BackwardListener."""
+        self.take_rows()
+
     def note_scaled(self, scaled: Any, loss: Any) -> None:
-        """A GradScaler has multiplied a loss: the loss itself counts."""
-        if isinstance(scaled, Tensor) and isinstance(loss, Tensor):
-            self._unscaled[id(scaled)] = loss
+        """See BackwardListener."""
+        self._losses.note_scaled(scaled, loss)
 
     def take_rows(self) -> None:
         """Take what the ledger has got since: one row for each window that has ended."""
@@ -116,8 +112,7 @@ class Recorder:
             )
         self._taken += fresh
         for row in rows:
-            self._waiting.append((row, self._losses, self._samples))
-            self._losses = []
+            self._waiting.append((row, self._losses.take(), self._samples))
         if self.ledger.clock() - self._written_at >= _WRITE_EVERY_S:
             self.write()
 
@@ -165,11 +160,8 @@ class Recorder:
         self.take_rows()
         self.write()
         self._file.close()
-        with _lock:
-            _recorders.pop(self._thread, None)
-            if not _recorders:
-                torch.autograd.backward = _torch_backward
-                torch.amp.GradScaler.scale = _torch_scale  # type: ignore[method-assign]
+        _recorders.pop(self._thread, None)
+        leave_backward(self)
 
 
 def _find_arrivals(ledger: Ledger, first: int) -> dict[int, list[Arrival]]:
@@ -210,28 +202,3 @@ def _samples_given(shard: Any) -> int | None:
         return int(shard.batch * shard.batch_size)
     each = len(shard) * shard.batch_size if shard.drop_last else shard.samples
     return int(shard.epoch * each + min(shard.batch * shard.batch_size, each))
-
-
-# Calls of backward -------------------------------------------------------------------------------------------------
-
-_torch_backward = torch.autograd.backward
-_torch_scale = torch.amp.GradScaler.scale
-
-
-def _backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-    """In the place of torch's, which `loss.backward()` calls too."""
-    recorder = _recorders.get(threading.get_ident())
-    if recorder is None:
-        _torch_backward(tensors, *args, **kwargs)
-        return
-    recorder.before_backward(tensors)
-    _torch_backward(tensors, *args, **kwargs)
-    recorder.take_rows()
-
-
-def _scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
-    scaled = _torch_scale(self, outputs)
-    recorder = _recorders.get(threading.get_ident())
-    if recorder is not None:
-        recorder.note_scaled(scaled, outputs)
-    return scaled

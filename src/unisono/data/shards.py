@@ -10,6 +10,7 @@ from itertools import count, islice
 from typing import Any, Literal
 
 from unisono.data.agreement import agree_on_files
+from unisono.data.dealt import Dealt
 from unisono.data.order import Indices, Partition, balance_parts, cut_by_speed, order_epoch, slice_part
 from unisono.data.settings import (
     ShardSettings,
@@ -119,6 +120,7 @@ class Shard:
         batch_size: Samples in a global batch; None where a batch sampler decides.
         epoch: The epoch that is being read, or comes next.
         batch: Global batches of this epoch that were given out.
+        dealt: What this rank was given so far.
         balances: Whether samples are dealt by the ranks' speeds (`world.speeds`).
     """
 
@@ -146,6 +148,7 @@ class Shard:
         self._partition: Partition = "strided" if has_classes else settings.partition or "contiguous"
         self.batch = self._first_batch = 0
         self.epoch = check_whole_number(epoch, "epoch")
+        self.dealt = Dealt(source.dataset)
         self._out: float | None = None  # the weight of the batch that is out
         self._reader = 0  # number of the newest iterator
         self._moves = 0  # how often position or world were changed
@@ -237,16 +240,19 @@ class Shard:
         return ((move_to_device(batch, world.device), weight) for batch, weight in feed)
 
     def _read_indexed(self, world: World) -> Iterator[tuple[Any, float]]:
-        weights: deque[float] = deque()  # of the batches that are being read ahead
+        ahead: deque[tuple[Indices, float]] = deque()  # the batches that are being read ahead, and their weights
         first = self.batch
 
         def parts() -> Iterator[tuple[Indices, int]]:
             for number, (mine, weight) in enumerate(self._select_samples(world, first), first):
-                weights.append(weight)
+                ahead.append((mine, weight))
                 yield mine, self._derive_seed(number, world)
 
         for batch in self.source.read(parts(), seed=self._derive_seed(first, world)):
-            yield batch, weights.popleft()
+            mine, weight = ahead.popleft()
+            if weight:  # else they are other ranks'
+                self.dealt.count(mine, with_classes=world.ledger.listener is not None)
+            yield batch, weight
 
     def _select_samples(self, world: World, first: int) -> Iterator[tuple[Indices, float]]:
         """My samples of each global batch from `first` on, and their weight."""
@@ -283,6 +289,7 @@ class Shard:
                 return
             mine, weight = self._assign(len(samples), world)
             kept = samples[mine] if isinstance(mine, slice) else [samples[i] for i in mine]
+            self.dealt.samples += len(kept) if weight else 0
             yield self.source.collate(kept), weight
             if len(samples) < self.batch_size:
                 return

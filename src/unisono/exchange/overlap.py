@@ -110,6 +110,8 @@ class Exchange(Windows):
             Bucket(i, named, self.channel.empty if named[0][1].device.type == "cpu" else partial(on_device, device))
             for i, named in enumerate(group_into_buckets(self._in_order(), self.bucket_bytes))
         ]
+        for bucket in self.buckets:
+            self.world.ledger.name_tag(bucket.tag, bucket.names)
         self._slots = {name: (b, k) for b in self.buckets for k, name in enumerate(b.names)}
         self._work.set_buckets(self.buckets)
         self._reset()

@@ -1,19 +1,18 @@
-"""The socket at which a run that is under way can be asked something, and the asking: `unisono scale`.
+"""The socket at which a run that is under way can be asked something, and the asking: `unisono scale`, `stacks`.
 
 A launcher listens in the user's private folder (private_folder.py) under its process id. A connection carries one
-request and one answer, each a JSON object on a line of at most 4 KiB. Whatever else comes is answered with an error,
-and the run goes on.
+request and one answer, each a JSON object on a line; a request has at most 4 KiB. Whatever else comes is answered with
+an error, and the run goes on.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
 import selectors
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,9 +20,10 @@ from typing import Any
 
 from unisono.launchers.private_folder import connect_to, find_private_folder, is_of_this_user
 
-__all__ = ["Control", "Gone", "RunStatus", "ask", "list_runs"]
+__all__ = ["Control", "Gone", "RunStatus", "ask", "ask_anything", "describe_fixed", "list_runs"]
 
 LINE_BYTES = 4096
+ANSWER_BYTES = 64 << 20
 MOST_CONNECTIONS = 16
 ANSWER_S = 10.0  # what a launcher has for its answer
 _SUFFIX = ".run"
@@ -94,10 +94,25 @@ class Control:
         line, end, _ = self._connections[sock].partition(b"\n")
         if data and not end and len(line) <= LINE_BYTES:
             return  # the rest is still to come
-        if line:
-            with contextlib.suppress(OSError):  # who asked has left
-                sock.send(json.dumps(self._answer_line(line)).encode() + b"\n")
-        self._drop(sock)
+        if not line:
+            self._drop(sock)
+            return
+        answer = json.dumps(self._answer_line(line)).encode() + b"\n"
+        if sock in self._connections:  # an answer may take others in, which may be too many
+            self._send(sock, answer)
+
+    def _send(self, sock: socket.socket, data: bytes) -> None:
+        """Send what can be sent now, and the rest when it can."""
+        try:
+            data = data[sock.send(data) :]
+        except BlockingIOError:
+            pass
+        except OSError:  # who asked has left
+            data = b""
+        if data:
+            self._selector.modify(sock, selectors.EVENT_WRITE, partial(self._send, sock, data))
+        else:
+            self._drop(sock)
 
     def _answer_line(self, line: bytes) -> dict[str, Any]:
         try:
@@ -151,6 +166,7 @@ class RunStatus:
     most: int
     step: int | None
     adapts: bool  # whether the run finds the number by itself
+    elastic: bool = True  # whether it can be changed
 
     def describe(self) -> str:
         """In one line."""
@@ -160,16 +176,28 @@ class RunStatus:
         return f"workers: {self.workers}{to} (MIN {self.least}, MAX {self.most}{adapts}), {step}"
 
 
+def describe_fixed(program: Sequence[str], workers: int, step: int | None) -> dict[str, Any]:
+    """What a run says of itself whose workers stay."""
+    same = {"workers": workers, "wanted": workers, "least": workers, "most": workers}
+    text = " ".join(program)[:200]
+    return {"pid": os.getpid(), "program": text, **same, "step": step, "adapts": False, "elastic": False}
+
+
 def ask(pid: int, request: dict[str, Any]) -> RunStatus:
+    """How many workers the run of launcher `pid` has, and is to have. Raises Gone, or ValueError where it refuses."""
+    return RunStatus(**ask_anything(pid, request))
+
+
+def ask_anything(pid: int, request: dict[str, Any]) -> dict[str, Any]:
     """What the run of launcher `pid` answers. Raises Gone, or ValueError where it refuses."""
     path = find_private_folder() / f"{pid}{_SUFFIX}"
     try:
         with connect_to(path, socket.SOCK_STREAM, timeout_s=ANSWER_S) as sock:
             sock.sendall(json.dumps(request).encode() + b"\n")
             with sock.makefile("rb") as file:
-                answer = json.loads(file.readline(16 * LINE_BYTES) or b"null")
+                answer: dict[str, Any] | None = json.loads(file.readline(ANSWER_BYTES) or b"null")
     except FileNotFoundError:
-        raise Gone(f"process {pid} is no launcher of an elastic run (-n MIN:MAX) of this user") from None
+        raise Gone(f"process {pid} is no launcher of a run of this user that is under way") from None
     except ConnectionRefusedError:
         raise Gone(f"the launcher {pid} was killed and its socket was left behind; the next run removes it") from None
     except (TimeoutError, BlockingIOError):  # the latter: its queue is full
@@ -180,11 +208,11 @@ def ask(pid: int, request: dict[str, Any]) -> RunStatus:
         raise Gone(f"the run of launcher {pid} has ended")
     if "error" in answer:
         raise ValueError(answer["error"])
-    return RunStatus(**answer)
+    return answer
 
 
 def list_runs() -> tuple[list[RunStatus], list[str]]:
-    """The elastic runs of this user on this host, and what is wrong with those that do not answer."""
+    """The runs of this user on this host, and what is wrong with those that do not answer."""
     found, wrong = [], []
     for path in sorted(find_private_folder().glob(f"*{_SUFFIX}")):
         if path.stem.isdigit():

@@ -13,7 +13,7 @@ import socket
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from unisono.launchers.child import Child
 from unisono.launchers.control import Control
@@ -52,6 +52,15 @@ class Starter(Protocol):
     def describe_activity(self, place: int, now: float) -> str:
         """What a worker last noted, in words."""
 
+    def tell_stacks(self) -> dict[str, Any]:
+        """What all workers are doing, for who asks."""
+
+    def describe_stack(self, worker: Child) -> str:
+        """What a worker is doing, by its stacks."""
+
+    def note(self, kind: str, **values: object) -> None:
+        """Something happened: an event of the run's record, where there is one."""
+
 
 @dataclass
 class Line:
@@ -72,7 +81,7 @@ class Members:
         self.elastic, self._starter = elastic, starter
         self.coordinator = Coordinator(workers, elastic.least, patience_s=elastic.patience_s)
         self._scaling = Scaling(self.coordinator, elastic, program, starter.output.say)
-        self._control = Control(starter.selector, self._scaling.answer)
+        self._control = Control(starter.selector, self._answer)
         self.lines: dict[int, Line] = {}
         self.step = -1  # the furthest that any has come
         self.given_up: GiveUp | None = None
@@ -95,7 +104,10 @@ class Members:
         try:
             self._control.open()
         except (OSError, NotPrivate) as error:
-            self._starter.output.say(f"unisono: `unisono scale` cannot reach this run: {error}")
+            self._starter.output.say(f"unisono: `unisono scale` and `unisono stacks` cannot reach this run: {error}")
+
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        return self._starter.tell_stacks() if request.get("do") == "stacks" else self._scaling.answer(request)
 
     @property
     def is_under_way(self) -> bool:
@@ -186,6 +198,7 @@ class Members:
             os.close(page)
         who = "1 worker goes" if len(workers) == 1 else f"{len(workers)} workers go"
         self._starter.output.say(f"unisono: {who} on{self._describe_losses()}")
+        self._starter.note("world", generation=generation, size=len(workers))
 
     def _tell(self, line: Line, message: dict[str, object], *fds: int) -> None:
         """Answer a worker that waits."""
@@ -237,8 +250,9 @@ class Members:
         if line.is_hung:
             return
         line.is_hung = True
+        doing = self._starter.describe_stack(line.child)
         self._starter.output.say(
-            f"unisono: worker {line.child.rank} (process {line.child.process.pid}) {why}: it is replaced"
+            f"unisono: worker {line.child.rank} (process {line.child.process.pid}) {why}: {doing}; it is replaced"
         )
         line.child.send(signal.SIGKILL)
 

@@ -21,16 +21,15 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.launchers.control import Control
 from unisono.launchers.coordinator import Action, Coordinator, Dismiss, End, Form, GiveUp, Start, Summon, TooFew
 from unisono.launchers.engine_run import EngineRun
 from unisono.launchers.engines.engine import Engine
 from unisono.launchers.failures import SETTLE_S, Failure, Outcome, fail_run
 from unisono.launchers.job import Job, TimedOut
 from unisono.launchers.member import Member
-from unisono.launchers.private_folder import NotPrivate
 from unisono.launchers.scaling import Scaling
 from unisono.runtime.channel import Channel, Frame
+from unisono.runtime.stack_text import judge
 
 __all__ = ["ElasticHostsRun"]
 
@@ -62,7 +61,6 @@ class ElasticHostsRun(EngineRun):
         self.elastic = job.elastic
         self.coordinator = Coordinator(job.workers, job.elastic.least, patience_s=job.elastic.patience_s)
         self._scaling = Scaling(self.coordinator, self.elastic, " ".join(job.program)[:200], self.output.say)
-        self._control = Control(self._selector, self._scaling.answer)
         self._heartbeat_s = float(os.environ.get("UNISONO_HEARTBEAT_S", job.elastic.heartbeat_s))
         self._lines: dict[int, _Line] = {}
         self._number = 0  # of workers that were started
@@ -115,10 +113,6 @@ class ElasticHostsRun(EngineRun):
         for _ in range(self.job.workers):
             self._start_in(min(self._waiting))
         self.coordinator.begin(list(self._lines))
-        try:
-            self._control.open()
-        except (OSError, NotPrivate) as error:
-            self.output.say(f"unisono: `unisono scale` cannot reach this run: {error}")
 
     def _start_in(self, place: int) -> int:
         """Start a worker in a place whose agent has none; its number."""
@@ -146,6 +140,10 @@ class ElasticHostsRun(EngineRun):
         self._number += 1
         self._lines[number] = _Line(number, member)
         return number
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """See EngineRun."""
+        return super().answer(request) if request.get("do") == "stacks" else self._scaling.answer(request)
 
     # -- watch ---------------------------------------------------------------------------------------------------------
 
@@ -220,6 +218,7 @@ class ElasticHostsRun(EngineRun):
         self._lost_at = None
         who = "1 worker goes" if len(workers) == 1 else f"{len(workers)} workers go"
         self.output.say(f"unisono: {who} on{after}")
+        self.job.note("world", generation=generation, size=len(workers))
 
     def _tell(self, line: _Line, **message: Any) -> None:
         """Say something to a worker."""
@@ -263,6 +262,7 @@ class ElasticHostsRun(EngineRun):
         elif message.get("kind") == "ended":
             member.take_status(message, time.monotonic())
             member.take_end(int(message["status"]), time.monotonic(), stopping=self._stop_time is not None)
+            self._note_end(member)
             self.output.flush(member.rank)
             self._note_step(member)
             self._on_end(member)
@@ -349,7 +349,10 @@ class ElasticHostsRun(EngineRun):
     def _end_hung(self, line: _Line, why: str) -> None:
         if not line.is_hung:
             line.is_hung = True
-            self.output.say(f"unisono: worker {line.member.rank} (process {line.member.pid}) {why}: it is replaced")
+            member = line.member
+            stack = next((found for found in self._gather_stacks()[0] if found.rank == member.rank), None)
+            doing = f"{judge([stack])[0]}; " if stack is not None else ""
+            self.output.say(f"unisono: worker {member.rank} (process {member.pid}) {why}: {doing}it is replaced")
             self._kill(line)
 
     def _kill(self, line: _Line) -> None:
@@ -428,7 +431,6 @@ class ElasticHostsRun(EngineRun):
         if self._is_under_way and not self._running():
             for member in self._waiting.values():  # agents without a worker
                 self._say(member.channel, kind="exit", status=0)
-        self._control.close()
         super()._clean_up()
 
     def _take_results(self) -> list[bytes]:

@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any
 
 from unisono.launchers import guard
+from unisono.launchers.control import Control, describe_fixed
 from unisono.launchers.engines.engine import Engine, EngineError, Started, Work, agent_command
 from unisono.launchers.environment import worker_environment
 from unisono.launchers.failures import Failure, Outcome, WorkerDescription, find_outcome
@@ -33,13 +34,18 @@ from unisono.launchers.job import Job
 from unisono.launchers.meeting_page import OfferedPage
 from unisono.launchers.member import Member
 from unisono.launchers.output import Output, OutputClosed
+from unisono.launchers.private_folder import NotPrivate
+from unisono.launchers.stacks import HangReports, answer_stacks
 from unisono.launchers.store import HostedStore
 from unisono.runtime.channel import GREETING_S, MOST_UNPROVEN, Channel, Frame, keep_alive
 from unisono.runtime.machine import address_towards
+from unisono.runtime.run_folder import name_rank_file
 from unisono.runtime.secret import derive_secret
+from unisono.runtime.stack_text import WorkerStack, judge
 
 __all__ = ["EngineRun", "stop_after_failure"]
 
+_STACKS_S = 1.5  # that agents have to read their workers' stacks
 _ENDED_S = 1.5  # after the engine has ended, what its workers said may still be on its way
 Schedule = Sequence[tuple[float, signal.Signals]]
 _AFTER_FAILURE: Schedule = ((0.0, signal.SIGTERM), (1.0, signal.SIGKILL))
@@ -51,6 +57,8 @@ _FORWARDED = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
     "UNISONO_TIMEOUT_S",
+    "UNISONO_CHECKS",
+    "UNISONO_CHECK_EVERY",
     "UNISONO_SHARED_MEMORY",
     "UNISONO_BALANCE",
     "UNISONO_OBSERVER",
@@ -87,6 +95,9 @@ class EngineRun(ABC):
         self._listener = engine.listen(self._backlog)
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
+        self._control = Control(self._selector, self.answer)
+        self._hangs = HangReports(job, self._gather_stacks, self.output.say)
+        self._told_stacks: dict[int, WorkerStack] | None = None  # while they are being gathered
         self._channels: dict[Channel, Member | None] = {}
         self._hosts: list[Channel] = []  # of hosts whose agents are started by host.py
         self._waiting: dict[int, Member] = {}  # agents of the attempt that is to begin
@@ -165,6 +176,11 @@ class EngineRun(ABC):
             )
         )
         self._guard = guard.Guard(self.run_id, self._started.sessions())
+        try:
+            self._control.open()
+        except (OSError, NotPrivate) as error:  # the run does not depend on being asked
+            if self.job.elastic is not None:
+                self.output.say(f"unisono: `unisono scale` and `unisono stacks` cannot reach this run: {error}")
 
     def _agent_variables(self) -> dict[str, str]:
         """Further variables of the agents."""
@@ -257,6 +273,7 @@ class EngineRun(ABC):
     def _start_member(self, member: Member, **fields: Any) -> None:
         """Have a worker started."""
         member.started = time.monotonic()
+        self.job.note("worker started", rank=member.rank, host=member.host)
         if self._payload is not None:
             member.channel.send("P", self._payload)
         self._say(
@@ -279,7 +296,7 @@ class EngineRun(ABC):
             env.setdefault("OMP_NUM_THREADS", None)  # torchrun sets it to 1
         if self.engine.python_there() is None and "PYTHONPATH" in os.environ:
             env["PYTHONPATH"] = os.environ["PYTHONPATH"]
-        return env
+        return env | (self.job.record.variables if self.job.record is not None else {})
 
     # -- 3. watch ------------------------------------------------------------------------------------------------------
 
@@ -333,6 +350,11 @@ class EngineRun(ABC):
         elif frame.kind == "r":
             for message in member.take_report(frame.body, now):
                 self._faults.take(message)
+                if self._stop_time is None and member.failure is None:
+                    self._hangs.take(message)
+                self._take_lines(member, message)
+        elif frame.kind == "S":
+            self._take_stacks(member, frame.json())
         elif frame.kind == "R":
             member.result.append(frame.body)
         else:
@@ -340,6 +362,7 @@ class EngineRun(ABC):
             member.take_status(message, now)
             if message.get("kind") == "ended":
                 member.take_end(int(message["status"]), now, stopping=self._stop_time is not None)
+                self._note_end(member)
                 self.output.flush(member.rank)
                 if member.failure is None:
                     self._say(member.channel, kind="exit", status=0)
@@ -358,6 +381,18 @@ class EngineRun(ABC):
                 message=f"Nothing more is heard of it: host {member.host} is gone or cut off, or {self.engine.name} "
                 f"ended the worker.{more}",
             )
+            self._note_end(member)
+
+    def _take_lines(self, member: Member, message: dict[str, Any]) -> None:
+        """A worker on a host that does not have the run's folder sends what it would write there."""
+        if message.get("kind") == "lines" and isinstance(message.get("text"), str) and self.job.record is not None:
+            self.job.record.append(name_rank_file(member.rank), message["text"])
+
+    def _note_end(self, member: Member) -> None:
+        failed = member.failure is not None
+        kind = "worker ended" if not failed else "worker lost" if self._stop_time is None else "worker stopped"
+        text = "" if member.failure is None else member.failure.headline
+        self.job.note(kind, rank=member.rank, pid=member.pid, host=member.host, text=text)
 
     def _pump(self, wait_s: float) -> None:
         for key, _ in self._selector.select(max(0.0, wait_s)):
@@ -420,6 +455,7 @@ class EngineRun(ABC):
                 self._pump(0.05)
 
     def _clean_up(self) -> None:
+        self._control.close()
         self._listener.close()
         if self._started is not None:
             self._end_engine(self._started)
@@ -457,6 +493,7 @@ class EngineRun(ABC):
             return Outcome(step=max(steps, default=None), preempted=True)
         failures, stopped = self._failures(), self._stop_time
         outcome = find_outcome(failures, stopped, workers=workers, describe=self._describe, colour=colour)
+        outcome = self._hangs.add_to(outcome)
         return self._faults.judge(outcome, lambda rank: self._members[rank].step)
 
     def _describe(self, failure: Failure) -> WorkerDescription:
@@ -471,6 +508,41 @@ class EngineRun(ABC):
             self._faults.find_kill(rank),
         )
 
+    # -- stacks --------------------------------------------------------------------------------------------------------
+
+    def _gather_stacks(self) -> tuple[list[WorkerStack], list[int]]:
+        """Asked of the agents; one that does not answer within a moment is said not to."""
+        running = self._running()
+        gone = [member.rank for member in self._members if member.ended is not None]
+        if self._told_stacks is not None:  # asked for while they are being gathered
+            return [], gone
+        told: dict[int, WorkerStack] = {}
+        self._told_stacks = told
+        for member in running:
+            self._say(member.channel, kind="stacks")
+        deadline = time.monotonic() + _STACKS_S
+        try:
+            while len(told) < len(running) and time.monotonic() < deadline:
+                self._pump(0.02)
+        finally:
+            self._told_stacks = None
+        return [told.get(m.rank, WorkerStack(m.rank, m.pid, m.host)) for m in running], gone
+
+    def _take_stacks(self, member: Member, found: dict[str, Any]) -> None:
+        if self._told_stacks is not None:
+            self._told_stacks[member.rank] = WorkerStack(**{**found, "rank": member.rank, "host": member.host})
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What is answered who asks this run something; ValueError refuses it."""
+        match request:
+            case {"do": "stacks"}:
+                return answer_stacks(*self._gather_stacks())
+            case {"do": "status"}:
+                step = max((member.step for member in self._members if member.step is not None), default=None)
+                return describe_fixed(self.job.program, self.job.workers, step)
+            case _:
+                raise ValueError("this run has as many workers as it was started with: use `unisono run -n MIN:MAX`")
+
     def _activities(self) -> str:
         """What every worker is doing, asked now."""
         running = self._running()
@@ -481,4 +553,5 @@ class EngineRun(ABC):
             self._pump(0.05)
         if not running:
             return f"  {len(self._waiting)} of {self.job.workers} workers had reported to the launcher"
-        return "\n".join(f"  rank {member.rank}: {member.activity() or 'running'}" for member in running)
+        lines = [f"  rank {member.rank}: {member.activity() or 'running'}" for member in running]
+        return "\n".join([*lines, f"  {judge(*self._gather_stacks())[0]}"])

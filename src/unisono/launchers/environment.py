@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from unisono.runtime.machine import usable_cores
+from unisono.runtime.run_folder import FOLDER, FOLDER_ID, RunFolder
 from unisono.runtime.secret import SECRET, STORE
 
 __all__ = ["ALLOCATOR", "threads_per_worker", "worker_environment"]
@@ -22,6 +23,7 @@ def worker_environment(
     threads: int | None = None,
     most: int | None = None,
     faults: str = "",
+    record: RunFolder | None = None,
 ) -> dict[str, str]:
     """This process's environment with what `rank` needs to know about itself; `faults`: see fault_report.py.
 
@@ -45,6 +47,8 @@ def worker_environment(
     )
     if faults:
         env["UNISONO_WORKER_FAULTS"] = faults
+    if record is not None:
+        env.update(record.variables)
     share = str(threads or threads_per_worker(most or workers))
     if threads is not None or "OMP_NUM_THREADS" not in env:
         env["OMP_NUM_THREADS"] = share
@@ -56,7 +60,7 @@ def worker_environment(
 
 
 def _is_of_another_run(name: str) -> bool:
-    of_a_worker = ("UNISONO_PLACE", "UNISONO_JOINING", "UNISONO_OVER_HOSTS", "UNISONO_ELASTIC")
+    of_a_worker = ("UNISONO_PLACE", "UNISONO_JOINING", "UNISONO_OVER_HOSTS", "UNISONO_ELASTIC", FOLDER, FOLDER_ID)
     if name.startswith("TORCHELASTIC_") or name in (SECRET, STORE, *of_a_worker):
         return True
     return name.startswith("UNISONO_") and name.endswith(("_FD", "_FAULTS"))

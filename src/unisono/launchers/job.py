@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from unisono.launchers.output import Mode
+from unisono.runtime.run_folder import RunFolder
 
 __all__ = ["Adapt", "ComeAndGo", "Job", "StartMethod", "TimedOut"]
 
@@ -59,12 +60,18 @@ class Job:
     start: StartMethod = "fresh"
     faults: str | None = None  # a fault script; None: that of the environment, if any
     elastic: ComeAndGo | None = None  # None: a worker that is lost ends the run
+    record: RunFolder | None = None  # where the run is recorded
     grace_s: float = 25.0  # for workers that save and leave after SIGTERM; Slurm and Kubernetes give 30 s in all
 
     @property
     def places(self) -> int:
         """How many workers there may be at once."""
         return self.workers if self.elastic is None else self.elastic.most
+
+    def note(self, kind: str, **values: Any) -> None:
+        """Something happened in the run: an event of its record, where there is one."""
+        if self.record is not None:
+            self.record.event(kind, **values)
 
     @property
     def restarts(self) -> int:

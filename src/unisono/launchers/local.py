@@ -20,9 +20,11 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from unisono.launchers import guard
 from unisono.launchers.child import Child
+from unisono.launchers.control import Control, describe_fixed
 from unisono.launchers.elastic import Members
 from unisono.launchers.environment import worker_environment
 from unisono.launchers.failures import (
@@ -38,9 +40,13 @@ from unisono.launchers.fault_report import FaultReport, read_faults
 from unisono.launchers.forks import open_starter
 from unisono.launchers.job import Job, TimedOut
 from unisono.launchers.output import Output, OutputClosed
+from unisono.launchers.private_folder import NotPrivate
 from unisono.launchers.processes import Command
+from unisono.launchers.stacks import HangReports, StackFiles, answer_stacks
 from unisono.launchers.store import HostedStore
 from unisono.runtime.memfd import anonymous_file
+from unisono.runtime.stack_dump import VARIABLE as STACKS
+from unisono.runtime.stack_text import WorkerStack, judge
 from unisono.runtime.status import StatusPage
 
 __all__ = ["LocalRun"]
@@ -72,6 +78,9 @@ class LocalRun:
         self.members = (
             None if job.elastic is None else Members(job.elastic, job.workers, self, " ".join(job.program)[:200])
         )
+        self._control = Control(self.selector, self._answer)
+        self._stacks = StackFiles()
+        self._hangs = HangReports(job, self._gather_stacks, self.output.say)
         self._guard: guard.Guard | None = None
         self._stop_time: float | None = None
         self._interrupted_members: dict[int, str] | None = None  # the run's processes when it was interrupted
@@ -106,6 +115,10 @@ class LocalRun:
         finally:
             self._clean_up(patience_s)
 
+    def note(self, kind: str, **values: object) -> None:
+        """Something happened: an event of the run's record, where there is one."""
+        self.job.note(kind, **values)
+
     def preempt(self) -> bool:
         """Tell the workers that asked for it to save and leave (SIGTERM); False where none did."""
         asked = [worker for worker in self._workers if self._is_preemptible(worker)]
@@ -136,6 +149,9 @@ class LocalRun:
         self._start_guard()
         if self.members is not None:
             self.members.begin()
+        else:
+            with contextlib.suppress(OSError, NotPrivate):  # the run does not depend on being asked
+                self._control.open()
 
     def _start_guard(self) -> None:
         self._guard = guard.Guard(self.run_id, self._sessions())
@@ -164,6 +180,7 @@ class LocalRun:
                 streams["stdout"].close()  # type: ignore[union-attr]
         worker = Child(rank, process, report_fd, begin)
         self._workers.append(worker)
+        self.note("worker started", rank=rank, pid=process.pid)
         if self.members is not None:
             self.members.opened(worker)
         if self._guard is not None:
@@ -178,7 +195,7 @@ class LocalRun:
 
     def _descriptors(self, rank: int) -> dict[str, int]:
         """The open files that `rank` inherits, by the variable that names them."""
-        found = {"UNISONO_STATUS_FD": self.page.fd}
+        found = {"UNISONO_STATUS_FD": self.page.fd, STACKS: self._stacks.open(rank)}
         if self.members is None or not self.members.is_under_way:
             found["UNISONO_SHM_FD"] = self._meeting_page
         if self.job.payload_fd is not None:
@@ -194,6 +211,7 @@ class LocalRun:
             threads=self.job.threads,
             most=self.job.places,
             faults=self._faults.write_for(rank),
+            record=self.job.record,
         )
         return env if self.members is None else {**env, **self.members.environment(rank)}
 
@@ -264,6 +282,8 @@ class LocalRun:
                 continue
             worker.ready = True
             self._faults.take(message)
+            if self._stop_time is None and worker.failure is None:
+                self._hangs.take(message)
             worker.done = worker.done or message.get("kind") == "done"
             worker.preempted = worker.preempted or message.get("kind") == "preempted"
             if message.get("kind") == "preemptible" and self._preempting and self._is_preemptible(worker):
@@ -284,8 +304,15 @@ class LocalRun:
         if status != 0 and worker.failure is None and not worker.preempted and not stopped:
             text = worker.text.decode("utf-8", "replace")
             worker.failure = failure_of_exit(worker.rank, status, worker.exited, text)
+        self._note_exit(worker, status)
         if self.members is not None and self._stop_time is None and not self._is_over:
             self.members.on_exit(worker)
+
+    def _note_exit(self, worker: Child, status: int) -> None:
+        failed = worker.failure is not None
+        kind = "worker ended" if not failed else "worker lost" if self._stop_time is None else "worker stopped"
+        text = "" if worker.failure is None else worker.failure.headline
+        self.note(kind, rank=worker.rank, pid=worker.process.pid, status=status, text=text)
 
     def let_go(self, worker: Child) -> None:
         """Let go of a worker that has ended, before the run has; others of its group end too."""
@@ -354,6 +381,8 @@ class LocalRun:
             self._guard.done()
         self.selector.close()
         os.close(self._meeting_page)
+        self._control.close()
+        self._stacks.close()
         if self.members is not None:
             self.members.close()
 
@@ -381,6 +410,7 @@ class LocalRun:
             steps = [self.page.read(worker.rank).step for worker in self._workers if worker.preempted]
             return Outcome(step=max((step for step in steps if step is not None), default=None), preempted=True)
         outcome = find_outcome(failures, self._stop_time, workers=workers, describe=self._describe, colour=colour)
+        outcome = self._hangs.add_to(outcome)
         return self._faults.judge(outcome, lambda rank: self.page.read(rank).step)
 
     def _describe(self, failure: Failure) -> WorkerDescription:
@@ -397,7 +427,35 @@ class LocalRun:
 
     def _activities(self, now: float) -> str:
         running = [worker.rank for worker in self._workers if worker.exited is None]
-        return "\n".join(f"  rank {rank}: {self.describe_activity(rank, now) or 'running'}" for rank in running)
+        lines = [f"  rank {rank}: {self.describe_activity(rank, now) or 'running'}" for rank in running]
+        return "\n".join([*lines, f"  {judge(*self._gather_stacks())[0]}"])
+
+    # -- stacks --------------------------------------------------------------------------------------------------------
+
+    def _gather_stacks(self) -> tuple[list[WorkerStack], list[int]]:
+        pids = {worker.rank: worker.process.pid for worker in self._workers if worker.exited is None}
+        gone = [worker.rank for worker in self._workers if worker.exited is not None]
+        return self._stacks.gather(pids, self.page), gone
+
+    def tell_stacks(self) -> dict[str, Any]:
+        """What all workers are doing, for who asks."""
+        return answer_stacks(*self._gather_stacks())
+
+    def describe_stack(self, worker: Child) -> str:
+        """What a worker is doing, by its stacks."""
+        return judge(self._stacks.gather({worker.rank: worker.process.pid}, self.page))[0]
+
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Of a run whose workers stay."""
+        match request:
+            case {"do": "stacks"}:
+                return self.tell_stacks()
+            case {"do": "status"}:
+                steps = [self.page.read(worker.rank).step for worker in self._workers]
+                step = max((step for step in steps if step is not None), default=None)
+                return describe_fixed(self.job.program, self.job.workers, step)
+            case _:
+                raise ValueError("this run has as many workers as it was started with: use `unisono run -n MIN:MAX`")
 
     def describe_activity(self, rank: int, now: float) -> str:
         """What `rank` last noted, in words; "" when it noted nothing."""

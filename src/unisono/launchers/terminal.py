@@ -71,17 +71,29 @@ def run_in_terminal(job: Job, run: Run | None = None) -> int:
     except _Interrupted as interrupted:
         took_s = time.monotonic() - interrupted.time
         count = f"{job.workers} worker{'s' if job.workers > 1 else ''}"
-        run.output.say(f"unisono: {interrupted.text}; {count} stopped in {took_s:.1f} s")
-        return 128 + received[0]
+        text = f"unisono: {interrupted.text}; {count} stopped in {took_s:.1f} s"
+        run.output.say(text)
+        return _finish(job, "interrupted", 128 + received[0], text)
     except OutputClosed:
-        return 128 + signal.SIGPIPE
+        return _finish(job, "interrupted", 128 + signal.SIGPIPE, "whoever read the output has gone")
+    except BaseException as error:  # the workers could not be started
+        _finish(job, "failed", 1, str(error))
+        raise
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     if outcome.preempted:
         run.output.say(format_preemption(job.workers, outcome.step))
     if outcome.failure is not None:
         run.output.say(outcome.report)
-    return outcome.exit_status
+    how = "preempted" if outcome.preempted else "failed" if outcome.failure is not None else "ok"
+    return _finish(job, how, outcome.exit_status, outcome.report)
+
+
+def _finish(job: Job, outcome: str, status: int, report: str) -> int:
+    """Note the end in the record of the run, where there is one; gives the exit status back."""
+    if job.record is not None:
+        job.record.finish(outcome, exit_status=status, report=report)
+    return status
 
 
 def _follow_job_control(run: Run) -> None:

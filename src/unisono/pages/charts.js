@@ -19,9 +19,11 @@
       stroke: colour("--quiet"), grid: { stroke: colour("--rule"), width: 1 },
       ticks: { stroke: colour("--rule"), width: 1, size: 5 }, ...more,
     });
-    const whole = spec.whole ? { incrs: [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024] } : {};
     const xs = data[0];
     const from = xs[0], to = xs[xs.length - 1];
+    const doubled = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024];
+    const tens = [1, 10, 100, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8].flatMap((n) => [n, 2 * n, 5 * n]);
+    const whole = spec.whole ? { incrs: to - from < 100 ? doubled : tens } : {};
     const room = spec.whole ? Math.max(0.2, (to - from) * 0.05) : 0;
     const options = {
       width: place.clientWidth, height: 300,

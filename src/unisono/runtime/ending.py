@@ -7,8 +7,9 @@ import time
 
 from unisono.runtime import status
 
-__all__ = ["describe_ending", "describe_failure", "note_ending", "note_failure"]
+__all__ = ["ENDED", "describe_ending", "describe_failure", "note_ending", "note_failure"]
 
+ENDED = "has ended its program"
 _noted = ""
 
 
@@ -30,7 +31,7 @@ def describe_ending() -> str:
     True
     """
     error = getattr(sys, "last_value", None)  # set for an error that nobody caught
-    how = _noted or ("has ended its program" if error is None else describe_failure(error))
+    how = _noted or (ENDED if error is None else describe_failure(error))
     step = status.read_step()
     return f"{how} at {time.strftime('%H:%M:%S')}" + (f", after step {step}" if step is not None else "")
 

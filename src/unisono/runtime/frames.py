@@ -10,10 +10,21 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator, Sequence
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple
+from zlib import crc32
 
-__all__ = ["Call", "CalledByAll", "find_call", "find_current_call", "hide_frames_of_uncaught", "warn_user"]
+__all__ = [
+    "Call",
+    "CalledByAll",
+    "Site",
+    "find_call",
+    "find_current_call",
+    "find_site",
+    "hide_frames_of_uncaught",
+    "is_of_program",
+    "warn_user",
+]
 
 VARIABLE = "UNISONO_TRACEBACK"  # "full": our frames are shown too
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -82,6 +93,78 @@ def find_current_call() -> Call | None:
         frames.insert(0, frame)
         frame = frame.f_back
     return _name_call(frames, [frame.f_lineno for frame in frames])
+
+
+# The place of a call, for what all ranks do alike: found at every collective, so it has to cost little ---------------
+
+
+class Site(NamedTuple):
+    """A line of the program. `number` is the same in every process that runs the same files."""
+
+    number: int
+    text: str  # "train.py:88"
+
+
+_WORLD = os.path.join(_HERE, "world") + os.sep
+_JOB = os.path.join(_HERE, "background.py")
+_SKIPPED, _BETWEEN, _PROGRAM, _QUEUE = range(4)  # our operations; other library code; the program; a job of a queue
+_MOST_SITES = 4096
+_kinds: dict[int, tuple[int, CodeType]] = {}  # by the code's address; the code is kept, so that no other has it
+_sites: dict[tuple[int, int], Site] = {}
+
+
+def find_site() -> tuple[Site | None, bool]:
+    """The line of the program that this thread is in, and whether it calls the world itself (not un.save, say).
+
+    None in a job of a queue: whoever waits for it may run it, so its line may be another one on each rank.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    direct = True
+    while frame is not None:
+        code = frame.f_code
+        known = _kinds.get(id(code))
+        kind = known[0] if known is not None else _note_kind(frame)
+        if kind == _PROGRAM:
+            key = (id(code), frame.f_lasti)
+            site = _sites.get(key)
+            return (site if site is not None else _note_site(key, frame)), direct
+        if kind == _QUEUE:
+            return None, False
+        if kind == _BETWEEN:
+            direct = False
+        frame = frame.f_back
+    return None, False
+
+
+def _note_kind(frame: FrameType) -> int:
+    code = frame.f_code
+    file = code.co_filename
+    if file == _JOB and code.co_name in ("__call__", "_loop"):
+        kind = _QUEUE
+    elif file.startswith(_WORLD):
+        kind = _SKIPPED
+    else:
+        kind = _PROGRAM if _is_of_user(frame) else _BETWEEN
+    if len(_kinds) >= _MOST_SITES:
+        _kinds.clear()
+        _sites.clear()
+    _kinds[id(code)] = kind, code
+    return kind
+
+
+def _note_site(key: tuple[int, int], frame: FrameType) -> Site:
+    text = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    if len(_sites) >= _MOST_SITES:
+        _sites.clear()
+    site = _sites[key] = Site(crc32(text.encode()), text)
+    return site
+
+
+def is_of_program(file: str) -> bool:
+    """Whether a file is the program's own, by its name: not ours, torch's or Python's."""
+    if file.startswith((_HERE + os.sep, "<frozen ")) or f"{os.sep}torch{os.sep}" in file:
+        return False
+    return not file.startswith(_LIBRARY + os.sep) or "site-packages" in file
 
 
 def warn_user(text: str) -> None:

@@ -66,6 +66,7 @@ class AllReduceReplica(Replica):
 
     strategy: allreduce
     slow_ranks = "deal"
+    same_parameters = True
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: allreduce) -> None:
         super().__init__(model, optimizer, world, strategy)

@@ -94,6 +94,7 @@ class QAdamReplica(Replica):
 
     strategy: qadam
     slow_ranks = "deal"
+    same_parameters = True
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: qadam) -> None:
         super().__init__(model, optimizer, world, strategy)

@@ -15,6 +15,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from unisono.runs import recording
+from unisono.runs.recorder import Facts
 from unisono.spec import build, describe
 from unisono.strategy.healing import Healing
 from unisono.strategy.mistakes import refuse_wrapped
@@ -23,6 +25,7 @@ from unisono.world import World, join
 
 OVERRIDE = "UNISONO_STRATEGY"  # the environment's word counts, whatever the program says
 OBSERVER = "UNISONO_OBSERVER"  # the module whose `bind` is the observer, in workers that were started for one
+_RECORDED = " record"  # after a rank's mark: it would have the run recorded
 
 Observer = Callable[[nn.Module, Optimizer, Strategy, World], Replica]
 observer: Observer | None = None  # binds instead (`unisono memory`)
@@ -58,7 +61,9 @@ def parallel(
     built = _override(built, world)
     if (watching := _find_observer()) is not None:
         return watching(model, optimizer, built, world)
-    return bind_for(model, optimizer, built, world)
+    replica = bind_for(model, optimizer, built, world)
+    _record(replica, built, world)
+    return replica
 
 
 def bind_for(model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: World) -> Replica:
@@ -71,6 +76,21 @@ def bind_for(model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: 
         replica = _bind(model, optimizer, strategy, healing.elastic.solo if healing.elastic.is_joining else world)
     healing.add(replica, description)
     return replica
+
+
+def _record(replica: Replica, strategy: Strategy, world: World) -> None:
+    """Have the run recorded from here on, where somebody asked for it."""
+    if world.size == 1 and recording.needs_folder(world):
+        recording.share_folder(world)
+    recording.begin(
+        world,
+        Facts(
+            describe(strategy),
+            sum(p.numel() for p in replica.model.parameters()),
+            replica.not_measured,
+            replica.bytes_by_formula,
+        ),
+    )
 
 
 def _override(strategy: Strategy, world: World) -> Strategy:
@@ -159,7 +179,10 @@ def agree(model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: Wor
     """Raise, on every rank, where ranks hold different models or settings, naming parameter and rank."""
     lines = _describe_all(model, optimizer, strategy)
     mark = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
-    if len(set(world.gather_objects(mark))) == 1:
+    marks = world.gather_objects(mark + _RECORDED if recording.needs_folder(world) else mark)
+    if any(other.endswith(_RECORDED) for other in marks):
+        recording.share_folder(world)
+    if len({other.removesuffix(_RECORDED) for other in marks}) == 1:
         return
     every = world.gather_objects(lines)
     for i in range(max(len(other) for other in every)):

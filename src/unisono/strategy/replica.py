@@ -21,6 +21,7 @@ from unisono.exchange.reduction import Unsent as Unsent
 from unisono.runtime import status
 from unisono.strategy.fault_watch import FaultWatch
 from unisono.strategy.mistakes import follow_optimizer, leave_optimizer
+from unisono.strategy.parameter_watch import ParameterWatch
 from unisono.world import World
 from unisono.world.elastic import Elastic
 from unisono.world.straggler_watch import Treatment, after_step
@@ -110,6 +111,7 @@ class Replica:
     # once (`World.weight`), whatever the optimizer; "name": only say so; "ignore": no rank waits for them.
     slow_ranks: ClassVar[Treatment] = "name"
     not_measured: tuple[str, ...] = ()  # the parts of a step that the ledger's rows cannot tell from others
+    same_parameters: ClassVar[bool] = False  # after every step, bit by bit: ranks compare them now and then
     bytes_by_formula: ClassVar[bool] = False  # the ledger's bytes are not counted where they are sent
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: Strategy) -> None:
@@ -117,6 +119,7 @@ class Replica:
         self.scaler: torch.amp.GradScaler | None = None  # the one that it was told to watch
         self.step = 0  # windows of backward passes so far (not optimizer steps: AMP may skip those)
         self._faults = FaultWatch.find(model, world)  # None: no fault script asks for any
+        self._parameter_watch = ParameterWatch.find() if self.same_parameters else None
         self.healing: Healing | None = None  # where ranks come and go
         self.is_closed = False
         self._hooks: list[Any] = [
@@ -176,9 +179,15 @@ class Replica:
             self._faults.before_count(self)
         self.world.ledger.step(self)
         status.note(step=self.world.ledger.step_count)
-        self.world.survive(lambda: after_step(self.world, self.slow_ranks))
+        self.world.survive(self._compare_ranks)
         if self._faults is not None:
             self._faults.after_count()
+
+    def _compare_ranks(self) -> None:
+        """Who is slow, and whether the ranks still have the same parameters."""
+        after_step(self.world, self.slow_ranks)
+        if self._parameter_watch is not None:
+            self._parameter_watch.count_step(self)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Exchange nothing inside the block: gradients stay local and add up."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from unisono.world.timeline import Report
@@ -37,6 +37,7 @@ class Record:
     start: float = float("nan")
     last: float = float("nan")
     end: float = float("nan")
+    mark: Any = None  # while it is under way: what ranks compare (call_marks.py)
 
 
 @dataclass(slots=True)
@@ -135,6 +136,14 @@ class Sent:
     by_tag: dict[str, int]
 
 
+class LedgerListener(Protocol):
+    """Is told of each step and event as it is entered, in the thread that enters it (see unisono.runs)."""
+
+    def on_row(self, row: Row) -> None: ...
+
+    def on_event(self, event: Event) -> None: ...
+
+
 E = TypeVar("E", Record, Span)
 _SUMMED = [f.name for f in fields(Totals) if f.name not in ("rank", "steps")]
 
@@ -162,13 +171,16 @@ class Ledger:
         self._fresh_spans: deque[Span] = deque(maxlen=KEPT)
         self._open_since = self.clock()
         self._owner: Callable[[], object | None] = lambda: None
+        self.tag_names: dict[str, str] = {}  # what travels under a tag: " (layer4.weight and 3 more)"
         self.on_record: weakref.WeakMethod[Callable[[Record], None]] | None = None  # called as a collective ends
+        self.listener: LedgerListener | None = None
 
     # Writing ---------------------------------------------------------------------------------------------
 
     def close_record(self, record: Record) -> None:
         """Enter a finished collective."""
         record.step = self.step_count
+        record.mark = None
         self.records.append(record)
         self._fresh.append(record)
         with self._counting:
@@ -180,6 +192,12 @@ class Ledger:
         if self.on_record is not None and (call := self.on_record()) is not None:
             call(record)
 
+    def name_tag(self, tag: str, names: Sequence[str]) -> None:
+        """Say which parameters travel under a tag, for reports."""
+        if len(self.tag_names) < KEPT_TAGS:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            self.tag_names[tag] = f" ({names[0]}{more})" if names else ""
+
     def close_span(self, kind: str, start: float, end: float) -> None:
         """Enter a finished span."""
         span = Span(kind, start, end, self.step_count)
@@ -189,7 +207,10 @@ class Ledger:
     def event(self, kind: str, /, **values: Any) -> None:
         """Enter a moment: `ledger.event("accordion", levels={"head": "low"})`. Values are what JSON can hold."""
         _check_plain(kind, values)
-        self.events.append(Event(kind, self.clock(), self.step_count, values))
+        event = Event(kind, self.clock(), self.step_count, values)
+        self.events.append(event)
+        if self.listener is not None:
+            self.listener.on_event(event)
 
     @contextmanager
     def span(self, kind: str) -> Iterator[None]:
@@ -220,6 +241,8 @@ class Ledger:
         self._totals.add(row)
         self.step_count += 1
         self._open_since = now
+        if self.listener is not None:
+            self.listener.on_row(row)
 
     def measure(self, owner: object) -> Row | None:
         """The step as it would be, were it to end now; None where `owner` is not the one that ends it."""
@@ -281,6 +304,7 @@ class Ledger:
             for kind, rows in (*kinds, ("span", self.spans), ("event", self.events)):
                 for row in list(rows):
                     values: dict[str, Any] = {"type": kind, "rank": self.rank, **asdict(row)}
+                    values.pop("mark", None)
                     file.write(json.dumps(as_json(values)) + "\n")
 
     def gather(self, world: World) -> Report:

@@ -15,8 +15,10 @@ from torch import Tensor
 from unisono import packing
 from unisono.background import Handle, SerialQueue, in_background
 from unisono.runtime import status
+from unisono.runtime.watchdog import find_watchdog
+from unisono.world.call_marks import CallHistory, CallMark, are_checks_on, note_trouble
 from unisono.world.ledger import Ledger, Record
-from unisono.world.transports import Mismatch, Op, Transport
+from unisono.world.transports import Mismatch, Op, PeerLost, Transport
 from unisono.world.transports.cuda_route import Route, choose_route
 
 T = TypeVar("T")
@@ -38,6 +40,8 @@ class Operations:
         self.inline = inline
         self._queues: dict[str, SerialQueue] = {}
         self._sequences: dict[str, int] = {}
+        self._history = CallHistory(ledger) if base is not None and are_checks_on() else None
+        self._watchdog = find_watchdog() if base is not None and base.timeout_s < math.inf else None
         self._owner: int | None = None  # in a forked child: the process that the world belongs to
         _living.add(self)
 
@@ -47,8 +51,21 @@ class Operations:
         assert self._transport is not None, "a world of one moves nothing"
         return self._transport
 
-    def record(self, op: str, tag: str, bytes_sent: int, *, queue: str = "main") -> Record:
-        """The record of an operation that begins now; its number is the same on every rank."""
+    def record(
+        self,
+        op: str,
+        tag: str,
+        bytes_sent: int,
+        *,
+        queue: str = "main",
+        how: str = "",
+        dtype: torch.dtype | None = None,
+        shapes: tuple[Any, int] = ((), 0),
+    ) -> Record:
+        """The record of an operation that begins now; its number is the same on every rank.
+
+        `how`, `dtype`, `shapes`: what has to be the same on every rank as well.
+        """
         if self._owner is not None:
             raise RuntimeError(
                 f"this process was forked from process {self._owner}, which is rank {self.base.rank} of the world: "
@@ -60,15 +77,23 @@ class Operations:
         channel = self.name if queue == "main" else f"{self.name}:{queue}"
         sequence = self._sequences.get(channel, 0)
         self._sequences[channel] = sequence + 1
-        return Record(op, tag, bytes_sent, channel, sequence)
+        record = Record(op, tag, bytes_sent, channel, sequence)
+        if self._history is not None and queue == "main":
+            key = (how, dtype, *shapes)
+            record.mark = CallMark(self._history, op, tag, key, sequence + 1, self.base.rank, self.ledger.step_count)
+        return record
 
     def call(self, run: Callable[[], T]) -> T:
         """Run in the order of the collectives, and wait; numbered, but not kept in the ledger."""
-        sequence = self.record("call", "", 0).sequence
+        record = self.record("call", "", 0)
 
         def job() -> T:
-            self.base.sequence = sequence + 1
-            return run()
+            self.base.sequence, self.base.mark = record.sequence + 1, record.mark
+            try:
+                return run()
+            except (Mismatch, PeerLost) as error:
+                note_trouble(error, record.mark, self.ledger)
+                raise
 
         return job() if self.inline else self._queue("main").submit(job).wait()
 
@@ -82,14 +107,23 @@ class Operations:
         plain = x.layout == torch.strided and x.is_contiguous() and not x.is_conj() and not x.is_neg()
         line = x if plain else flatten(x)
         record.start = self.ledger.clock()
-        posted = self.base.post(line, op, record.sequence + 1)
+        posted = self.base.post(line, op, record.sequence + 1, record.mark)
         if posted is None:
             return None
         finish, ready = posted
 
         def wait() -> T:
             began = self.ledger.clock()
-            record.last = finish()
+            if self._watchdog is not None:
+                self._watchdog.enter(self._describe(record), self.base.timeout_s)
+            try:
+                record.last = finish()
+            except (Mismatch, PeerLost) as error:
+                note_trouble(error, record.mark, self.ledger)
+                raise
+            finally:
+                if self._watchdog is not None:
+                    self._watchdog.leave()
             if not plain:
                 put_back(x, line)
             record.end = self.ledger.clock()
@@ -109,13 +143,26 @@ class Operations:
         base = self.base
         route = Route(base) if like is None or not like.is_cuda else choose_route(base, self.accelerated, like)
 
+        if self._history is not None and self.accelerated is not None and route.transport is self.accelerated:
+            self._history.roll(record.mark)  # on GPUs ranks do not meet on the host
+
         def job() -> T:
-            status.note(doing=f"{record.op} {record.tag}".rstrip())
+            doing = self._describe(record)
+            status.note(doing=doing)
+            if self._watchdog is not None:
+                self._watchdog.enter(doing, base.timeout_s)
             if queue == "main":
-                base.sequence = record.sequence + 1
+                base.sequence, base.mark = record.sequence + 1, record.mark
             record.start = self.ledger.clock()
-            with route.around():
-                record.last, value = run(route.transport)
+            try:
+                with route.around():
+                    record.last, value = run(route.transport)
+            except (Mismatch, PeerLost) as error:
+                note_trouble(error, record.mark, self.ledger)
+                raise
+            finally:
+                if self._watchdog is not None:
+                    self._watchdog.leave()
             record.end = self.ledger.clock()
             self.ledger.close_record(record)
             status.note(doing="")
@@ -151,6 +198,11 @@ class Operations:
         for transport in (self._transport, self.accelerated):
             if transport is not None:
                 transport.close()
+
+    def _describe(self, record: Record) -> str:
+        """The operation, and what it carries: "all_reduce gradients/0 (layer4.weight)"."""
+        held = self.ledger.tag_names.get(record.tag)
+        return f"{record.op} {record.tag}{held or ''}".rstrip()
 
     def _queue(self, name: str) -> SerialQueue:
         if name not in self._queues:

@@ -25,7 +25,7 @@ from unisono.world.world import World
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["enter", "join", "meet"]
+__all__ = ["enter", "find_joined", "join", "meet"]
 
 TIMEOUT_S = 1800.0
 _meetings = itertools.count()
@@ -57,6 +57,13 @@ def join(device: str | torch.device | None = None) -> World:
             "give the device at the first un.join()"
         )
     return _process[0]
+
+
+def find_joined(*, of_process: bool = False) -> World | None:
+    """What `join()` has returned in this thread (`of_process`: in any other than those of `un.run_threads`)."""
+    if _thread.world is not None and not of_process:
+        return _thread.world
+    return _process[0] if _process else None
 
 
 def enter(world: World | None) -> None:

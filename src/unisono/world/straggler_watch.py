@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 import weakref
 from collections.abc import Sequence
 from itertools import islice
@@ -19,7 +20,9 @@ import torch
 from torch import Tensor
 
 from unisono.background import Handle
+from unisono.runtime.place_sampler import PlaceSampler
 from unisono.runtime.processor_wait import ProcessorWait
+from unisono.world.call_marks import are_checks_on
 from unisono.world.ledger import KEPT
 from unisono.world.links import LinkProbe
 from unisono.world.speeds import Balance, deal_by_speed
@@ -31,6 +34,7 @@ __all__ = ["StragglerWatch", "Treatment", "after_step"]
 Treatment = Literal["deal", "name", "ignore"]
 EVERY_STEPS, EVERY_S = 20, 2.0  # from one check to the next: the later of the two
 _MOST_STEPS = KEPT // 2
+_LEAST_LOOK_S, _MOST_LOOK_S = 0.002, 0.05  # between two looks at a program that may be slow
 _BATCH = 64  # samples a rank to reckon with, where a batch sampler decides
 
 
@@ -40,7 +44,7 @@ def after_step(world: World, treatment: Treatment) -> None:
     `treatment`: what a method allows. "deal": its results stay the same where samples are dealt by speed; "name": they
     do not, so stragglers are only named; "ignore": its ranks do not wait for each other.
     """
-    if world.size == 1 or treatment == "ignore":
+    if world.size == 1 or treatment == "ignore" or not are_checks_on():
         return
     watch = _watches.get(world)
     if watch is None or watch.name != world.name:  # `narrow` leaves other ranks in the same object
@@ -63,6 +67,7 @@ class StragglerWatch:
         self._steps = self._opened = self._begun = 0  # all so far; at the first of this check; at the last check
         self._due, self._answer_due = EVERY_STEPS, 0
         self._is_told = False
+        self._sampler: PlaceSampler | None = None  # while this rank is suspected
 
     def count_step(self, world: World, treatment: Treatment) -> None:
         """A step has been counted: begin a check or take its result, where that is due."""
@@ -116,7 +121,41 @@ class StragglerWatch:
         work = self._balance.count_work(shares) if shares is not None else None
         found, over = self._judge.judge(numbers, since=self._since, work=work)
         world.stragglers = self._judge.stragglers
+        places = self._find_places(world, found)
+        self._sample(world, numbers)
         self._say(world, found, over, changed, can_deal=treatment == "deal")
+        for one in found:
+            self._enter_verdict(world, one, places[one.rank])
+
+    # Where a slow rank spends its time ---------------------------------------------------------------------------
+
+    def _sample(self, world: World, numbers: Sequence[Numbers]) -> None:
+        """Look at this rank's program until the next check, where that may find it slow."""
+        if self._sampler is not None:
+            self._sampler.stop("code")
+            self._sampler = None
+        if world.rank in self._judge.suspects:
+            interval_s = min(_MOST_LOOK_S, max(_LEAST_LOOK_S, numbers[world.rank].wall_s / 5))
+            self._sampler = PlaceSampler(threading.get_ident(), interval_s)
+
+    def _find_places(self, world: World, found: Sequence[Straggler]) -> list[str]:
+        """Of every rank, where it spends its time, if it has been found to be slow; asked where one has."""
+        if not found:
+            return []
+        assert self._channel is not None
+        mine = next((one for one in found if one.rank == world.rank), None)
+        place = ""
+        if mine is not None and mine.cause == "network":
+            place = f"host {mine.host}"
+        elif mine is not None and self._sampler is not None:
+            place = self._sampler.stop("loader" if mine.cause == "input" else "code")
+        return [str(theirs) for theirs in self._channel.gather_objects(place)]
+
+    def _enter_verdict(self, world: World, one: Straggler, place: str) -> None:
+        cause = "slow compute" if one.cause == "host" else f"slow {one.cause}"
+        at = f", most often at {place}" if place and one.cause != "network" else ""
+        text = one.describe(with_host=len(set(world.hosts)) > 1) + at
+        world.ledger.event("verdict", rank=one.rank, cause=cause, place=place, text=text)
 
     # Treatment -------------------------------------------------------------------------------------------------------
 

@@ -83,6 +83,11 @@ class Judge:
         """Those of now, by rank."""
         return tuple(self._known[rank] for rank in sorted(self._known))
 
+    @property
+    def suspects(self) -> tuple[int, ...]:
+        """Ranks that become stragglers if the next check finds them slow as well."""
+        return tuple(sorted(self._suspected))
+
     def judge(
         self, numbers: Sequence[Numbers], *, since: int, work: Sequence[float] | None = None
     ) -> tuple[list[Straggler], list[Straggler]]:

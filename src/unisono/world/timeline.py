@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from unisono.runtime.trace_file import TraceFile
 from unisono.world.ledger import Event, Ledger, Record, Row, Span, Totals, as_json
 from unisono.world.world import World
 
@@ -56,47 +55,18 @@ class Report:
             for kept in (self.rows[rank], self.records[rank], self.spans[rank], self.events[rank]):
                 starts += [entry.start + offset for entry in kept]
         zero = min(starts, default=0.0)
-        events: list[dict[str, Any]] = []
+        trace = TraceFile()
         for rank in range(len(self.ranks)):
-            track = _Track(rank, self.offsets[rank] - zero, events)
+            track = trace.rank(rank, self.offsets[rank] - zero)
             for row in self.rows[rank]:
                 track.event("steps", f"step {row.step}", row.start, row.start + row.wall, asdict(row))
             for span in self.spans[rank]:
                 track.event("program", span.kind, span.start, span.end)
             for r in self.records[rank]:
-                last = r.last if r.last == r.last else r.start
-                if last > r.start:
-                    track.event(r.channel, "waiting for the last rank", r.start, last)
-                track.event(r.channel, f"{r.op} {r.tag}".strip(), max(r.start, last), r.end, {"bytes": r.bytes_sent})
+                track.collective(r.channel, r.op, r.tag, r.start, r.last, r.end, r.bytes_sent)
             for event in self.events[rank]:
                 track.moment("events", event.kind, event.start, as_json({"step": event.step, **event.values}))
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
-
-
-class _Track:
-    """One rank's lines in a trace, by name; the format numbers them."""
-
-    def __init__(self, rank: int, offset: float, events: list[dict[str, Any]]) -> None:
-        self._rank, self._offset, self._events = rank, offset, events
-        self._numbers: dict[str, int] = {}
-        self._name("process_name", f"rank {rank}", 0)
-
-    def _name(self, kind: str, name: str, line: int) -> None:
-        self._events.append({"ph": "M", "pid": self._rank, "tid": line, "name": kind, "args": {"name": name}})
-
-    def event(self, line: str, name: str, start: float, end: float, args: dict[str, Any] | None = None) -> None:
-        lasted = (end - start) * 1e6
-        self._events.append({"ph": "X", **self._at(line, start), "name": name, "dur": lasted, "args": args or {}})
-
-    def moment(self, line: str, name: str, at: float, args: dict[str, Any]) -> None:
-        self._events.append({"ph": "i", "s": "t", **self._at(line, at), "name": name, "args": args})
-
-    def _at(self, line: str, start: float) -> dict[str, Any]:
-        if line not in self._numbers:
-            self._numbers[line] = len(self._numbers) + 1
-            self._name("thread_name", line, self._numbers[line])
-        return {"pid": self._rank, "tid": self._numbers[line], "ts": (start + self._offset) * 1e6}
+        trace.write(path)
 
 
 def gather(ledger: Ledger, world: World) -> Report:

@@ -13,7 +13,7 @@ from unisono.world.ledger import Ledger
 from unisono.world.rendezvous import enter
 from unisono.world.transports import PeerLost
 from unisono.world.transports.simulated import SimulatedTransport
-from unisono.world.transports.threads import Hub, ThreadTransport, be
+from unisono.world.transports.threads import RETURNED, Hub, ThreadTransport, be
 from unisono.world.world import World
 
 __all__ = ["run_threads", "simulate"]
@@ -48,7 +48,7 @@ def run_threads(
         try:
             results[rank] = fn(world)
             if transport is not None:
-                transport.member.why = "has returned from its function"
+                transport.member.why = RETURNED
         except BaseException as error:
             errors[rank] = error
             hub.lose(f"rank {rank} failed: {error!r}")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from unisono import packing
 from unisono.background import Handle
+from unisono.world.call_marks import shapes_of
 from unisono.world.ledger import Ledger
 from unisono.world.operations import (
     Operations,
@@ -183,7 +184,9 @@ class World:
         if self.size == 1 or not parts:
             return Handle.of(x)
         nbytes = count_bytes(parts)
-        record = self._operations.record("all_reduce", tag, math.ceil(2 * (self.size - 1) * nbytes / self.size))
+        sent = math.ceil(2 * (self.size - 1) * nbytes / self.size)
+        same: dict[str, Any] = {"how": op, "dtype": parts[0].dtype, "shapes": shapes_of(parts)}
+        record = self._operations.record("all_reduce", tag, sent, **same)
         if len(parts) == 1 and nbytes <= SMALL_BYTES:
             posted = self._operations.post(parts[0], op, record, x)
             if posted is not None:
@@ -215,7 +218,8 @@ class World:
         counts = [p.numel() for p in pieces]
         target = provide_line("reduce_scatter", out, mine.shape, mine)
         bytes_sent = math.ceil((self.size - 1) * count_bytes([x]) / self.size)
-        record = self._operations.record("reduce_scatter", tag, bytes_sent)
+        same: dict[str, Any] = {"how": op, "dtype": mine.dtype, "shapes": shapes_of(pieces)}
+        record = self._operations.record("reduce_scatter", tag, bytes_sent, **same)
 
         def run(transport: Transport) -> tuple[float, Tensor]:
             return transport.reduce_scatter(x, counts, op, target), target.view(mine.shape)
@@ -233,7 +237,9 @@ class World:
         into = [None] * self.size if out is None else check_one_each("all_gather(out=...)", out, self.size)
         if self.size == 1:
             return Handle.of([pass_through("all_gather", into[0], x) if into[0] is not None else x.clone()])
-        record = self._operations.record("all_gather", tag, (self.size - 1) * count_bytes([x]))
+        shapes = shapes_of([x]) if even else ((), 0)
+        sent = (self.size - 1) * count_bytes([x])
+        record = self._operations.record("all_gather", tag, sent, dtype=x.dtype, shapes=shapes)
         line = flatten(x)
 
         def run(transport: Transport) -> tuple[float, list[Tensor]]:
@@ -255,7 +261,8 @@ class World:
         if self.size == 1 or not parts:
             return Handle.of(x)
         end_of_chain = (self.rank - src) % self.size == self.size - 1
-        record = self._operations.record("broadcast", tag, 0 if end_of_chain else count_bytes(parts))
+        same: dict[str, Any] = {"how": f"from rank {src}", "dtype": parts[0].dtype, "shapes": shapes_of(parts)}
+        record = self._operations.record("broadcast", tag, 0 if end_of_chain else count_bytes(parts), **same)
         lines = [flatten(p) for p in parts]
 
         def run(transport: Transport) -> tuple[float, Any]:
@@ -278,7 +285,7 @@ class World:
         if self.size == 1:
             return Handle.of([pieces[0].clone() if into[0] is None else pass_through("all_to_all", into[0], pieces[0])])
         bytes_sent = count_bytes([p for r, p in enumerate(pieces) if r != self.rank])
-        record = self._operations.record("all_to_all", tag, bytes_sent)
+        record = self._operations.record("all_to_all", tag, bytes_sent, dtype=pieces[0].dtype)
         lines = [flatten(p) for p in pieces]
 
         def run(transport: Transport) -> tuple[float, list[Tensor]]:

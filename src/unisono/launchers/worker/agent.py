@@ -12,6 +12,7 @@ in the environment.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import selectors
@@ -22,6 +23,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -30,12 +32,15 @@ from unisono.launchers.environment import threads_per_worker, worker_environment
 from unisono.launchers.forks import open_starter
 from unisono.launchers.meeting_page import open_page
 from unisono.launchers.processes import Command, Process
+from unisono.launchers.stacks import StackFiles
 from unisono.launchers.store import store_variables
 from unisono.launchers.worker.program import die_with
 from unisono.runtime.channel import Channel, Frame, Unreachable, connect
 from unisono.runtime.machine import interface_of_address, read_boot_id, read_namespaces
 from unisono.runtime.memfd import anonymous_file
 from unisono.runtime.place import Place, read_place
+from unisono.runtime.run_folder import FOLDER, FOLDER_ID
+from unisono.runtime.stack_dump import VARIABLE as STACKS
 from unisono.runtime.status import StatusPage
 
 __all__ = ["UNREACHED", "Agent", "OneWorkerAgent", "identity", "launcher_addresses", "serve_worker"]
@@ -59,6 +64,7 @@ class Agent(ABC):
         self._page: StatusPage | None = None
         self._payload, self._result = -1, -1
         self._meeting_page = open_page(os.environ.pop("UNISONO_MEETING_PAGE", ""))
+        self._stacks = StackFiles()
         self._pieces: list[bytes] = []
         self._start: dict[str, Any] | None = None
         self._status: int | None = None  # of the worker, as subprocess counts it
@@ -118,6 +124,8 @@ class Agent(ABC):
             self._process.send(signal.SIGTERM)
         elif kind == "status":
             self._send_status("doing")
+        elif kind == "stacks":
+            self._send_stacks()
         elif kind == "exit":
             self._leave = message["status"]
 
@@ -128,6 +136,7 @@ class Agent(ABC):
         self._page = self._page or StatusPage.create(self.place.size)
         report_fd, report_end = os.pipe()
         descriptors = {"UNISONO_STATUS_FD": self._page.fd, "UNISONO_REPORT_FD": report_end, **_engine_descriptors()}
+        descriptors[STACKS] = self._stacks.open(self.place.rank)
         descriptors |= self._more_descriptors()
         if start["page"]:
             descriptors["UNISONO_SHM_FD"] = self._meeting_page
@@ -194,6 +203,7 @@ class Agent(ABC):
         )
         for name in ("UNISONO_TOKEN", "UNISONO_LAUNCHER", "UNISONO_ENGINE"):  # the worker has no use for them
             env.pop(name, None)
+        env |= {name: start["env"][name] for name in (FOLDER, FOLDER_ID) if start["env"].get(name)}
         env |= store_variables(address, self.channel.derive_secret("run").hex())
         env.update(
             LOCAL_RANK=str(start["local_rank"]),
@@ -285,6 +295,13 @@ class Agent(ABC):
         pid = self._process.pid if self._process is not None else 0
         self._send_json(kind=kind, pid=pid, step=status.step, doing=status.doing, since_s=since_s, **fields)
 
+    def _send_stacks(self) -> None:
+        """What the worker is doing, by its stacks."""
+        if self._process is None or self._page is None or self._status is not None:
+            return
+        (found,) = self._stacks.gather({self.place.rank: self._process.pid}, self._page)
+        self._send("S", json.dumps(asdict(found)).encode())
+
     def _send(self, kind: str, body: bytes) -> None:
         if not self._lost:
             try:
@@ -312,6 +329,7 @@ class Agent(ABC):
             self._process.send(signal.SIGKILL)
         guard.sweep(self.run_id, [self._process.pid], patience_s=0.15, manager_patience_s=0.0 if self._lost else 3.0)
         self._process.close()
+        self._stacks.close()
         self._starter.close()
         self.channel.close()
 

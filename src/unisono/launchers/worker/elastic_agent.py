@@ -163,6 +163,7 @@ class ElasticAgent(Agent):
     def _clean_up(self) -> None:
         if self._process is None:  # the last worker was let go: what it left in sessions of their own
             guard.sweep(self.run_id, (), patience_s=0.15, manager_patience_s=0.0 if self._lost else 3.0)
+            self._stacks.close()
             self._starter.close()
             self.channel.close()
             return

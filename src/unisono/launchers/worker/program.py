@@ -32,6 +32,7 @@ __all__ = ["die_with", "main"]
 _HERE = os.path.abspath(__file__)
 _PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(_HERE))))
 _MESSAGE_CHARACTERS = 100_000
+_STACKS_SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else 0  # as runtime/stack_dump.py has it
 
 
 class _Reports:
@@ -60,6 +61,10 @@ def main(arguments: Sequence[str]) -> int:
     # Ignored where the launcher was started in the background of a script; only the launcher can send it here.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.enable(file=reports.fd, all_threads=False)
+    if (
+        _STACKS_SIGNAL and "UNISONO_STACKS_FD" in os.environ
+    ):  # the handler is C: it answers while native code holds Python's lock
+        faulthandler.register(_STACKS_SIGNAL, file=int(os.environ["UNISONO_STACKS_FD"]), all_threads=True)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # so that lines show as they are printed, also in a pipe or a file
             stream.reconfigure(line_buffering=True)

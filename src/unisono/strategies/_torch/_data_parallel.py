@@ -37,6 +37,8 @@ class _Forward(nn.Module):
 class DataParallelReplica(TorchReplica):
     """The model's `forward` goes through DistributedDataParallel, which exchanges the gradients in backward."""
 
+    same_parameters = True
+
     def __init__(
         self,
         model: nn.Module,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,12 +20,42 @@ class PeerLost(CalledByAll, RuntimeError):
     """Another rank of this world ended or died, or its connection broke, during a collective."""
 
     __module__ = "unisono"  # as programs know it
+    ended: int | None = None  # the rank whose program has ended well, so that it will never make this call
+
+
+class Side(NamedTuple):
+    """What one rank called, for a report: `what` and `where` are those of its mark."""
+
+    rank: int
+    what: int
+    where: int
+    text: str
+    place: str  # "train.py:88"
+
+
+class Mark(Protocol):
+    """What a rank is about to do, in two numbers (see world/call_marks.py); a transport compares them."""
+
+    what: int
+    where: int
+
+    @property
+    def side(self) -> Side:
+        """In words."""
+
+    def check_places(self, wheres: Sequence[int], hear: Callable[[], Sequence[Side]]) -> None:
+        """Every rank's `where`: raises Mismatch where they are out of turn."""
 
 
 class Mismatch(CalledByAll, ValueError):
     """Ranks called one collective with different arguments."""
 
     __module__ = "unisono"
+
+    def __init__(self, *args: object, sides: Sequence[Side] = ()) -> None:
+        super().__init__(*args)
+        self.sides = tuple(sides)  # of the ranks that said so
+        self.is_noted = False  # in the ledger
 
 
 class Transport(ABC):
@@ -39,6 +69,8 @@ class Transport(ABC):
     rank: int
     size: int
     sequence = 0  # the number of the collective now running, from 1: the same on every rank, or orders differ
+    mark: Mark | None = None  # and what it is
+    timeout_s = float("inf")  # that a rank waits for another
 
     @abstractmethod
     def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
@@ -76,10 +108,12 @@ class Transport(ABC):
     def split(self, groups: Sequence[Sequence[int]]) -> Transport:
         """The transport of my group; every rank of this one calls it with the same groups."""
 
-    def post(self, x: Tensor, op: Op, sequence: int) -> tuple[Callable[[], float], Callable[[], bool]] | None:
+    def post(
+        self, x: Tensor, op: Op, sequence: int, mark: Mark | None = None
+    ) -> tuple[Callable[[], float], Callable[[], bool]] | None:
         """Begin a small all-reduce without blocking: what ends it, and whether that would be at once.
 
-        None where it is not offered. `sequence` is the collective's number in its world.
+        None where it is not offered. `sequence` and `mark` are the collective's.
         """
         return None
 
@@ -93,6 +127,11 @@ class Transport(ABC):
 
     def release(self, x: Tensor) -> None:  # noqa: B027 (only shared memory has something to do)
         """Give memory of `empty` back."""
+
+    def hear_sides(self) -> list[Side]:
+        """Tell what I have called and hear it from the others, where ranks are known to disagree; [] if that cannot be
+        done."""
+        return []
 
     def abandon(self, why: Exception) -> None:  # noqa: B027 (threads share their fate anyway)
         """Tell the other ranks that I give up, so that they do not wait for me."""

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono.world.transports import UNKNOWN, Mismatch, Op, PeerLost, Transport, find_group
+from unisono.world.transports import UNKNOWN, Mark, Mismatch, Op, PeerLost, Side, Transport, find_group
 from unisono.world.transports.arithmetic import combine
 from unisono.world.transports.liveness import Liveness
 
@@ -43,6 +43,7 @@ TINY = 512  # bytes that go to all ranks at once, as flags and barriers do
 _FEW = 8  # ranks up to which they do
 _TINY_TAG = _DIRECT_TAG + 1  # and the number of the round: apart from all other tags
 _SIGN = 128  # bytes that a rank tells its neighbour before an operation
+_PLACE = "\x1f"  # in it, before where the call stands
 _ATTEMPTS = 3  # to connect
 _PATIENCE_S = 30.0  # for the others to fail as well
 _TO_BE_TOLD_S = 1.0  # who is lost, where the launcher says so
@@ -106,9 +107,11 @@ def _translate_errors(method: F) -> F:
         except (PeerLost, NotImplementedError):
             raise
         except (Mismatch, RuntimeError) as error:
-            problem, is_mismatch = str(error), isinstance(error, Mismatch)
+            problem, mismatch = str(error), error if isinstance(error, Mismatch) else None
+            sides = mismatch.sides if mismatch is not None else None
             traceback.clear_frames(error.__traceback__)
-        raise self._explain_failure(method.__name__, problem, is_mismatch)
+            del mismatch
+        raise self._explain_failure(method.__name__, problem, sides)
 
     return run  # type: ignore[return-value]
 
@@ -126,7 +129,7 @@ class GlooTransport(Transport):
     ) -> None:
         """`interruption`: by which another thread ends what this rank waits for."""
         self.rank, self.size = rank, size
-        self._store, self._timeout_s, self._interruption = store, timeout_s, interruption
+        self._store, self.timeout_s, self._interruption = store, timeout_s, interruption
         self._liveness = Liveness(store, rank, size)
         self._gloo: Any = _connect(store, rank, size, timeout_s, interruption)
         self._splits = 0
@@ -344,8 +347,11 @@ class GlooTransport(Transport):
         name = f"{self._splits}/{'-'.join(map(str, mine))}"
         store = dist.PrefixStore(name, self._store)
         return GlooTransport(
-            store, mine.index(self.rank), len(mine), timeout_s=self._timeout_s, interruption=self._interruption
+            store, mine.index(self.rank), len(mine), timeout_s=self.timeout_s, interruption=self._interruption
         )
+
+    def hear_sides(self) -> list[Side]:
+        return self._liveness.hear_sides(self.mark.side) if self.mark is not None else []
 
     def abandon(self, why: Exception) -> None:
         self._liveness.report(why)
@@ -374,7 +380,7 @@ class GlooTransport(Transport):
 
     def _begin_to_agree(self, what: str, sign: str) -> tuple[Tensor, Tensor, list[Any]]:
         """My sign, the place for that of the previous rank, and what has to end before it is there."""
-        mine = _encode(f"{what} {sign}" + (f" as collective {self.sequence}" if self.sequence else ""))
+        mine = _encode(f"{what} {sign}" + (f" as collective {self.sequence}" if self.sequence else ""), self.mark)
         theirs = torch.empty(_SIGN, dtype=torch.uint8)
         tag = self.next_round()
         receiving = self.group.recv([theirs], (self.rank - 1) % self.size, tag)
@@ -386,20 +392,33 @@ class GlooTransport(Transport):
         self._compare(what, mine, theirs, (self.rank - 1) % self.size)
 
     def _compare(self, what: str, mine: Tensor, theirs: Tensor, rank: int) -> None:
-        if not theirs.equal(mine):
-            raise Mismatch(
-                f"{what}: the ranks disagree; rank {rank} has {_decode(theirs)}, rank {self.rank} has {_decode(mine)}"
-            )
+        if theirs.equal(mine):
+            if self.mark is not None:
+                self.mark.check_places([self.mark.where], list)
+            return
+        (here, my_side), (there, their_side) = _split_sign(mine, self.rank), _split_sign(theirs, rank)
+        sides = [side for side in (my_side, their_side) if side.what]
+        if here != there or (len(sides) == 2 and my_side.what != their_side.what):
+            both = " and ".join(f"rank {side.rank} has {side.text}" for side in (their_side, my_side))
+            raise Mismatch(f"{what}: the ranks disagree; {both}", sides=sides)
+        if self.mark is not None:
+            self.mark.check_places([side.where for side in (my_side, their_side)], lambda: sides)
 
-    def _explain_failure(self, what: str, problem: str, is_mismatch: bool) -> Exception:
-        """What to raise: my own finding, another rank's, or who is missing. The others learn it, or see me leave."""
-        if is_mismatch:
-            self.abandon(found := Mismatch(problem))
+    def _explain_failure(self, what: str, problem: str, sides: Sequence[Side] | None) -> Exception:
+        """What to raise: my own finding, another rank's, or who is missing. The others learn it, or see me leave.
+
+        `sides`: of ranks that disagree; None where they do not.
+        """
+        if sides is not None:
+            self.abandon(found := Mismatch(problem, sides=sides))
+            found.sides = tuple(self.hear_sides()) or found.sides
             return found
         self._gloo = None
         if self._interruption is not None and self._interruption.has_ended(_TO_BE_TOLD_S):
             return PeerLost(f"{self._interruption.why}; waited for it in {what}")
         if (report := self._liveness.read_report()) is not None:
+            if isinstance(report, Mismatch):
+                report.sides = tuple(self.hear_sides()) or report.sides
             return report
         missing, is_certain = self._liveness.describe_missing()
         if is_certain:
@@ -467,8 +486,23 @@ def _copy_parts(x: Tensor, parts: Sequence[Tensor]) -> None:
         part.copy_(done)
 
 
-def _encode(text: str) -> Tensor:
+def _encode(text: str, mark: Mark | None = None) -> Tensor:
+    """As many bytes for all: a mark's numbers, the text, and as much as fits of where the call stands."""
+    if mark is not None:
+        side = mark.side
+        numbers = f"{side.what:08x}{side.where:08x}{side.rank:06x}"
+        text = f"{numbers}{text}{_PLACE}{side.place} {side.text.rpartition(', ')[2]}"
     return torch.frombuffer(bytearray(text.encode()[:_SIGN].ljust(_SIGN)), dtype=torch.uint8)
+
+
+def _split_sign(sign: Tensor, rank: int) -> tuple[str, Side]:
+    """What it says of the operation, and its rank's side."""
+    text, _, place = _decode(sign).partition(_PLACE)
+    if not place:  # without a mark
+        return text, Side(rank, 0, 0, text, "")
+    what, where, rank = (int(text[i:j], 16) for i, j in ((0, 8), (8, 16), (16, 22)))
+    text, line = text[22:], place.partition(" ")[0]
+    return text, Side(rank, what, where, f"{text} at {place}" if line else f"{text},{place}", line)
 
 
 def _decode(sign: Tensor) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from unisono.background import close_queues
 from unisono.runtime.ending import describe_ending
 from unisono.runtime.machine import read_boot_id, read_namespaces
-from unisono.world.transports import Mismatch, PeerLost
+from unisono.world.transports import Mismatch, PeerLost, Side
 from unisono.world.transports.silence import find_address, has_ended, limit_silence, probe
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 DYING_S = 0.5  # a process that was killed may outlive its connections by a moment
 PATIENCE_S = 2.0  # for ranks to answer; the processes of this machine are looked up
+_TO_TELL_S = 1.0  # that ranks wait for what each other called, where they disagree
 _SILENCE_S = 2.0  # of the store's host, when who is missing is asked for
 
 
@@ -51,7 +52,8 @@ class Liveness:
     def report(self, why: Exception) -> None:
         """Tell the others why I leave."""
         try:
-            self._store.set("wrong", json.dumps([isinstance(why, Mismatch), str(why)]))
+            sides = why.sides if isinstance(why, Mismatch) else ()
+            self._store.set("wrong", json.dumps([isinstance(why, Mismatch), str(why), sides]))
         except RuntimeError:
             return  # the store went with a rank
 
@@ -61,11 +63,27 @@ class Liveness:
         try:
             if not self._store.check(["wrong"]):
                 return None
-            is_mismatch, text = json.loads(self._store.get("wrong"))
+            is_mismatch, text, sides = json.loads(self._store.get("wrong"))
         except RuntimeError:
             _silent.add(self._address)
             return None
-        return Mismatch(text) if is_mismatch else PeerLost(text)
+        return Mismatch(text, sides=[Side(*side) for side in sides]) if is_mismatch else PeerLost(text)
+
+    def hear_sides(self, mine: Side) -> list[Side]:
+        """Tell the others what I have called, and hear it from those that tell it within a moment."""
+        found: dict[int, Side] = {}
+        deadline = time.monotonic() + _TO_TELL_S
+        try:
+            self._store.set(f"side/{self._rank}", json.dumps(mine))
+            while len(found) < self._size:
+                told = [r for r in range(self._size) if r not in found and self._store.check([f"side/{r}"])]
+                found |= {r: Side(*json.loads(self._store.get(f"side/{r}"))) for r in told}
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.01)
+        except RuntimeError:
+            _silent.add(self._address)
+        return list(found.values())
 
     def describe_missing(self) -> tuple[str, bool]:
         """The ranks that ended, died or do not answer, in words; and whether they said so themselves."""

@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from unisono.background import LongWait, close_queues, watch_long_waits
-from unisono.runtime.ending import describe_ending
+from unisono.runtime.ending import ENDED, describe_ending
 from unisono.runtime.frames import find_current_call
-from unisono.world.transports import SMALL_BYTES, Mismatch, Op, PeerLost, warn_of_each_other
+from unisono.world.transports import SMALL_BYTES, Mark, Mismatch, Op, PeerLost, Side, warn_of_each_other
 from unisono.world.transports.arithmetic import combine
+from unisono.world.transports.lateness import BYTES, Neighbours
 
 PAGE_NAME = "unisono-meeting-page"  # launchers that make the page give it this name
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -37,25 +38,32 @@ _CHECK_S = 0.05
 SPINS = 1000  # looks before sleeping, some 50 us: a wake-up costs as much
 
 # The page: a row of meetings for each rank, a row of small all-reduces for each, a row for each pair of ranks.
-# counter, process id, two slots of (arrival time, number of the collective, item), why the rank left, where it waits
-ROW = 1280
-_COUNT, _PID, _SLOTS, _REASON, _WAITS = 0, 4, 32, 512, 1024
+# counter, process id, what lateness.py has there, two slots of (arrival time, number and mark of the collective, item),
+# why the rank left, where it waits, and what it called where the ranks disagree
+ROW = 1664
+_COUNT, _PID, _LATE, _SLOTS, _REASON, _WAITS, _SIDE = 0, 4, 8, 32, 512, 1024, 1280
 _GAVE_UP = "gave up: "
+_DISAGREES = "gave up, as the ranks disagree: "
 _SLOT = 240
-_TOP = struct.Struct("dqH")
+_TOP = struct.Struct("=dqIIH")
 ITEM_LIMIT = _SLOT - _TOP.size
 _DEPTH = 16  # small all-reduces under way at once
-_SMALL_HEAD = 64  # time, operation, dtype, elements, number of the collective
-_SMALL_TOP = struct.Struct("dIIqq")
+_SMALL_HEAD = 64  # time, operation, dtype, elements, number of the collective, its mark
+_SMALL_TOP = struct.Struct("dIIqqII")
 _SMALL_SLOT = _SMALL_HEAD + SMALL_BYTES
 _SMALL_ROW = 64 + _DEPTH * _SMALL_SLOT
 _PAIR = 64  # chunks posted, chunks taken
 
 _CHUNK = 1 << 20  # bytes of a direct message that travel at a time
 _VIEWS = 4096  # kept for shapes that come again
+_SIDE_TOP = struct.Struct("IiII")  # how often the ranks have disagreed; rank in the world, what, where
+_TO_TELL_S = 1.0  # that ranks wait for what each other called, where they disagree
 OP_CODES: dict[str, int] = {"sum": 0, "mean": 1, "max": 2, "min": 3}
 DTYPES: list[torch.dtype] = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
 DTYPE_CODES = {dtype: i for i, dtype in enumerate(DTYPES)}
+
+
+assert _LATE + BYTES <= _SLOTS
 
 
 class _Time(ctypes.Structure):
@@ -172,6 +180,8 @@ class MeetingPage:
         self.memory = mmap.mmap(fd, nbytes)
         self.counters = Counters(self.memory)
         self.sequence = 0  # the number of the collective that meets here
+        self.mark: Mark | None = None
+        self._disagreed = 0  # times
         self._check = check
         self.on_missing: Callable[[int], None] | None = None  # asked about a rank that does not come to a meeting
         self._round = 0
@@ -179,6 +189,8 @@ class MeetingPage:
         self._pid = os.getpid()  # a forked child is not the one that others wait for
         struct.pack_into("i", self.memory, rank * ROW + _PID, self._pid)
         _pages.add(self)
+        rows = [r * ROW for r in range(size)]
+        self._neighbours = Neighbours(self.memory, rank, [row + _PID for row in rows], [row + _LATE for row in rows])
         self._watch: ProcessWatch | None = ProcessWatch(pids) if pids else None
         self._timeout_s = timeout_s
         self.meet(b"")
@@ -190,7 +202,9 @@ class MeetingPage:
         """Put my item up and count me in; does not wait."""
         self._round += 1
         at = self.rank * ROW + _SLOTS + (self._round & 1) * _SLOT
-        _TOP.pack_into(self.memory, at, time.perf_counter(), self.sequence, len(item))
+        mark = self.mark
+        what, where = (mark.what, mark.where) if mark is not None else (0, 0)
+        _TOP.pack_into(self.memory, at, time.perf_counter(), self.sequence, what, where, len(item))
         if item:
             self.memory[at + _TOP.size : at + _TOP.size + len(item)] = item
         self.counters.publish(self.rank * ROW + _COUNT, self._round)
@@ -236,10 +250,14 @@ class MeetingPage:
         fence()
         if not is_behind(self.counters[at], target):  # it came before it left
             return
+        if reason.startswith(_DISAGREES):
+            raise Mismatch(reason.removeprefix(_DISAGREES))
         if reason.startswith(_GAVE_UP):
             raise PeerLost(f"{what}: {who} {reason}")
         if reason:
-            raise self.give_up(PeerLost(f"{who} {reason}; {waited}"))
+            error = PeerLost(f"{who} {reason}; {waited}")
+            error.ended = rank if self.noun == "rank" and reason.startswith(ENDED) else None
+            raise self.give_up(error)
         if has_died:
             raise self.give_up(PeerLost(f"{who} has died: killed, or ended by os._exit; {waited}"))
         if time.perf_counter() - began > self._timeout_s:
@@ -259,7 +277,7 @@ class MeetingPage:
 
     def give_up(self, error: Exception) -> Exception:
         """Tell those who wait for me that I shall not come to another meeting."""
-        self._leave(_GAVE_UP + str(error))
+        self._leave((_DISAGREES if isinstance(error, Mismatch) else _GAVE_UP) + str(error))
         return error
 
     def end(self, how: str) -> None:
@@ -303,12 +321,44 @@ class MeetingPage:
         slot = _SLOTS + (self._round & 1) * _SLOT
         return [int(_TOP.unpack_from(self.memory, r * ROW + slot)[1]) for r in range(self.size)]
 
+    def read_marks(self) -> tuple[list[int], list[int]]:
+        """The same of their marks: what, and where."""
+        slot = _SLOTS + (self._round & 1) * _SLOT
+        tops = [_TOP.unpack_from(self.memory, r * ROW + slot) for r in range(self.size)]
+        return [top[2] for top in tops], [top[3] for top in tops]
+
+    def hear_sides(self, mark: Mark | None) -> list[Side]:
+        """Tell the others what I have called, and hear it from those that tell it within a moment: where all find that
+        they disagree."""
+        self._disagreed += 1
+        if mark is not None:
+            side = mark.side
+            texts = [part.encode()[:limit] for part, limit in ((side.place, 80), (side.text, 240))]
+            start = self.rank * ROW + _SIDE
+            data = b"\0".join(texts).ljust(ROW - _SIDE - _SIDE_TOP.size, b"\0")
+            self.memory[start + _SIDE_TOP.size : self.rank * ROW + ROW] = data
+            _SIDE_TOP.pack_into(self.memory, start, 0, side.rank, side.what, side.where)
+            fence()
+            struct.pack_into("I", self.memory, start, self._disagreed)
+        deadline = time.perf_counter() + _TO_TELL_S
+        while True:
+            tops = [_SIDE_TOP.unpack_from(self.memory, r * ROW + _SIDE) for r in range(self.size)]
+            if all(top[0] >= self._disagreed for top in tops) or time.perf_counter() > deadline:
+                break
+            time.sleep(0.002)
+        return [self._read_side(r, top) for r, top in enumerate(tops) if top[0] >= self._disagreed]
+
+    def _read_side(self, rank: int, top: tuple[int, ...]) -> Side:
+        _, number, what, where = top
+        place, _, text = self._read(rank * ROW + _SIDE + _SIDE_TOP.size, rank * ROW + ROW).partition("\0")
+        return Side(number, what, where, text, place)
+
     def read_items(self) -> list[bytes]:
         """Every rank's item of the meeting that just ended."""
         slot = _SLOTS + (self._round & 1) * _SLOT
         found = []
         for r in range(self.size):
-            length = _TOP.unpack_from(self.memory, r * ROW + slot)[2]
+            length = _TOP.unpack_from(self.memory, r * ROW + slot)[4]
             start = r * ROW + slot + _TOP.size
             found.append(self.memory[start : start + length])
         return found
@@ -369,10 +419,12 @@ class SmallAllReduce:
         self._announced = 0  # all before this one are ended, and the others know
         self._lock = threading.RLock()
 
-    def post(self, x: Tensor, op: Op, sequence: int) -> tuple[Callable[[], float], Callable[[], bool]]:
+    def post(
+        self, x: Tensor, op: Op, sequence: int, mark: Mark | None
+    ) -> tuple[Callable[[], float], Callable[[], bool]]:
         """Begin an all-reduce of contiguous `x`: what ends it and tells when the last rank came, and whether all have.
 
-        `sequence` is the collective's number in its world.
+        `sequence` and `mark` are the collective's in its world.
         """
         with self._lock:
             k = self._next
@@ -383,8 +435,9 @@ class SmallAllReduce:
             views = self._slot_views(x, slot)
             views[self.page.rank].copy_(x.detach().view(-1))
             head = self._rows[self.page.rank] + 64 + slot * _SMALL_SLOT
-            code = DTYPE_CODES[x.dtype]
-            _SMALL_TOP.pack_into(self.page.memory, head, time.perf_counter(), OP_CODES[op], code, x.numel(), sequence)
+            what, where = (mark.what, mark.where) if mark is not None else (0, 0)
+            top = (OP_CODES[op], DTYPE_CODES[x.dtype], x.numel(), sequence, what, where)
+            _SMALL_TOP.pack_into(self.page.memory, head, time.perf_counter(), *top)
             self.page.counters.publish(self._rows[self.page.rank], k + 1)
             result: list[float] = []
             wrong: list[Mismatch] = []
@@ -393,7 +446,7 @@ class SmallAllReduce:
                 with self._lock:
                     if k in self._open:
                         try:
-                            result.append(self._finish(k, x, op, views, sequence))
+                            result.append(self._finish(k, x, op, views, sequence, mark))
                         except Mismatch as error:  # it is the error of who waits for this one, at any time
                             wrong.append(error)
                         del self._open[k]
@@ -421,14 +474,15 @@ class SmallAllReduce:
         self._announced = next(iter(self._open), self._next - 1)  # the newest may be on its way
         self.page.counters.publish(self._rows[self.page.rank] + 4, self._announced)
 
-    def _finish(self, k: int, x: Tensor, op: Op, views: list[Tensor], sequence: int) -> float:
+    def _finish(self, k: int, x: Tensor, op: Op, views: list[Tensor], sequence: int, mark: Mark | None) -> float:
         page, slot = self.page, k % _DEPTH
 
         def check_large(rank: int) -> None:
             if sequence and page.read_sequence(rank) == sequence:
                 raise Mismatch(
                     f"all_reduce: the ranks disagree; rank {page.rank} has a small one, of {x.numel()} x {x.dtype}, "
-                    f"where rank {rank} has a large one or another collective"
+                    f"where rank {rank} has a large one or another collective",
+                    sides=page.hear_sides(mark),
                 )
 
         for r in range(page.size):
@@ -436,14 +490,17 @@ class SmallAllReduce:
                 page.await_counter(self._rows[r], k + 1, r, "all_reduce", check_large)
         offset = 64 + slot * _SMALL_SLOT
         heads = [_SMALL_TOP.unpack_from(page.memory, row + offset) for row in self._rows]
-        mine = heads[page.rank][1:]
-        if any(head[1:] != mine for head in heads):
+        mine = heads[page.rank][1:5]
+        whats = {head[5] for head in heads}
+        if any(head[1:5] != mine for head in heads) or (len(whats) > 1 and 0 not in whats):
             names = list(OP_CODES)
             each = ", ".join(
                 f"rank {r} has {names[o]} of {n} x {DTYPES[d]} as collective {i}"
-                for r, (_, o, d, n, i) in enumerate(heads)
+                for r, (_, o, d, n, i, _, _) in enumerate(heads)
             )
-            raise Mismatch(f"all_reduce: the ranks disagree; {each}")
+            raise Mismatch(f"all_reduce: the ranks disagree; {each}", sides=page.hear_sides(mark))
+        if mark is not None:
+            mark.check_places([head[6] for head in heads], lambda: page.hear_sides(mark))
         combine(views, op, x.detach().view(-1))
         return float(max(head[0] for head in heads))
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from unisono.runtime.link_text import Link, parse_link
 from unisono.runtime.machine import read_boot_id
 from unisono.runtime.wire import Wire
-from unisono.world.transports import Op, Transport, find_group
+from unisono.world.transports import Op, Side, Transport, find_group
 from unisono.world.transports.arithmetic import count_bytes
 from unisono.world.transports.gloo import NATIVE, SEGMENT, SMALL, TINY, goes_at_once
 from unisono.world.transports.mapped import open_published, publish
@@ -92,7 +92,7 @@ class ShapedTransport(Transport):
     def __init__(self, inner: Transport, wire: Wire, links: Sequence[Link], hosts: Sequence[int]) -> None:
         """`links` and `hosts`: of every rank; hosts are numbered as in the wire."""
         self._inner, self._wire, self._links, self._hosts = inner, wire, list(links), list(hosts)
-        self.rank, self.size, self.name = inner.rank, inner.size, inner.name
+        self.rank, self.size, self.name, self.timeout_s = inner.rank, inner.size, inner.name, inner.timeout_s
         self._host, self._link = self._hosts[self.rank], self._links[self.rank]
         around = [self._latency(r, (r + 1) % self.size) for r in range(self.size)]
         self._latency_s = max(around, default=0.0)
@@ -194,6 +194,9 @@ class ShapedTransport(Transport):
     def release(self, x: Tensor) -> None:
         self._inner.release(x)
 
+    def hear_sides(self) -> list[Side]:
+        return self._inner.hear_sides()
+
     def abandon(self, why: Exception) -> None:
         self._inner.abandon(why)
 
@@ -204,7 +207,7 @@ class ShapedTransport(Transport):
 
     def _run(self, cost: _Cost, run: Callable[[], float]) -> float:
         """Do it, agree on when the last link has passed its bytes, and wait until then and for the latency."""
-        self._inner.sequence = self.sequence
+        self._inner.sequence, self._inner.mark = self.sequence, self.mark
         cost = self._ring(_SIGN_BYTES, _SIGN_BYTES, 1) + cost
         end = self._wire.take(self._host, self._link, up=cost.up, down=cost.down)
         last = run()

@@ -16,7 +16,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from unisono.world.transports import SMALL_BYTES, Mismatch, Op, Transport, find_group
+from unisono.world.transports import SMALL_BYTES, Mark, Mismatch, Op, Transport, find_group
 from unisono.world.transports.arithmetic import combine
 from unisono.world.transports.mapped import MappedMemory, open_published, publish
 from unisono.world.transports.meeting_page import (
@@ -56,7 +56,7 @@ class SharedTransport(Transport):
     ) -> None:
         """`fd`: a memfd that every rank of the group has open, empty when the first comes; `pids`: every rank's
         process, where that is known before; `check`: raises PeerLost where waiting is to end."""
-        self.rank, self.size, self._timeout_s, self._check = rank, size, timeout_s, check
+        self.rank, self.size, self.timeout_s, self._check = rank, size, timeout_s, check
         spin = size <= len(os.sched_getaffinity(0))
         self._page = MeetingPage(fd, rank, size, timeout_s=timeout_s, spin=spin, pids=pids, check=check)
         self._small = SmallAllReduce(self._page)
@@ -87,10 +87,21 @@ class SharedTransport(Transport):
     def sequence(self, value: int) -> None:
         self._page.sequence = value
 
+    @property
+    def mark(self) -> Mark | None:
+        """What it is: shown likewise."""
+        return self._page.mark
+
+    @mark.setter
+    def mark(self, value: Mark | None) -> None:
+        self._page.mark = value
+
     # Collectives -----------------------------------------------------------------------------------------
 
-    def post(self, x: Tensor, op: Op, sequence: int) -> tuple[Callable[[], float], Callable[[], bool]] | None:
-        return self._small.post(x, op, sequence) if x.numel() * x.element_size() <= SMALL_BYTES else None
+    def post(
+        self, x: Tensor, op: Op, sequence: int, mark: Mark | None = None
+    ) -> tuple[Callable[[], float], Callable[[], bool]] | None:
+        return self._small.post(x, op, sequence, mark) if x.numel() * x.element_size() <= SMALL_BYTES else None
 
     def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
         total = sum(p.numel() for p in parts)
@@ -190,7 +201,9 @@ class SharedTransport(Transport):
     def exchange(self, data: bytes) -> list[bytes]:
         found = self._page.meet(_MARK + struct.pack("q", len(data)) + data[:_INLINE], "an exchange of objects")
         if strays := [r for r, item in enumerate(found) if not item.startswith(_MARK)]:
-            raise Mismatch(f"an exchange of objects or shapes: rank {strays[0]} is in another collective")
+            sides = self._page.hear_sides(self.mark)
+            raise Mismatch(f"an exchange of objects or shapes: rank {strays[0]} is in another collective", sides=sides)
+        self._check_marks("an exchange of objects or shapes")
         sizes = [struct.unpack_from("q", item, len(_MARK))[0] for item in found]
         if max(sizes) <= _INLINE:
             return [item[len(_MARK) + 8 :] for item in found]
@@ -209,7 +222,7 @@ class SharedTransport(Transport):
             fd = open_published(addresses[mine[0]].decode())
         try:
             self._page.meet()  # all have opened before the maker may close
-            return SharedTransport(fd, mine.index(self.rank), len(mine), timeout_s=self._timeout_s, check=self._check)
+            return SharedTransport(fd, mine.index(self.rank), len(mine), timeout_s=self.timeout_s, check=self._check)
         finally:
             os.close(fd)
 
@@ -271,15 +284,30 @@ class SharedTransport(Transport):
                 + ("" if len(set(numbers)) == 1 else f" as collective {numbers[r]}")
                 for r, h in enumerate(heads)
             ]
-            raise Mismatch(f"{what}: the ranks disagree; " + "; ".join(each))
+            sides = self._page.hear_sides(self.mark)
+            raise Mismatch(f"{what}: the ranks disagree; " + "; ".join(each), sides=sides)
+        self._check_marks(what)
         return heads, last
+
+    def _check_marks(self, what: str) -> None:
+        """Compare what the ranks called, beyond its size, and where."""
+        mark = self._page.mark
+        if mark is None:
+            return
+        whats, wheres = self._page.read_marks()
+        if whats.count(mark.what) != self.size and 0 not in whats:
+            sides = self._page.hear_sides(mark)
+            each = "; ".join(f"rank {side.rank} has {side.text}" for side in sides)
+            raise Mismatch(f"{what}: the ranks disagree; {each}", sides=sides)
+        mark.check_places(wheres, lambda: self._page.hear_sides(mark))
 
     def _check_small(self, rank: int) -> None:
         """A rank that does not come may have posted this very collective as a small one."""
         if self.sequence and self._small.holds(rank, self.sequence):
             raise Mismatch(
                 f"collective {self.sequence}: the ranks disagree; rank {rank} has a small all_reduce, "
-                f"rank {self.rank} a large one or another collective"
+                f"rank {self.rank} a large one or another collective",
+                sides=self._page.hear_sides(self.mark),
             )
 
     def _reduce_in_place(self, x: Tensor, op: Op) -> None:

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from unisono.world.transports import UNKNOWN, Op, Transport, find_group
+from unisono.world.transports import UNKNOWN, Mark, Op, Transport, find_group
 from unisono.world.transports.arithmetic import count_bytes, widen
 
 Among = Literal["all", "inside", "across"]
@@ -61,7 +61,9 @@ class SilentTransport(Transport):
                     _multiply(part, self.size)
         return UNKNOWN
 
-    def post(self, x: Tensor, op: Op, sequence: int) -> tuple[Callable[[], float], Callable[[], bool]] | None:
+    def post(
+        self, x: Tensor, op: Op, sequence: int, mark: Mark | None = None
+    ) -> tuple[Callable[[], float], Callable[[], bool]] | None:
         return (lambda: self.all_reduce([x], op), lambda: True) if self._posts else None
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], op: Op, out: Tensor) -> float:

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from unisono.background import LongWait, watch_long_waits
 from unisono.runtime.frames import find_current_call
-from unisono.world.transports import Mismatch, Op, PeerLost, Transport, find_group, warn_of_each_other
+from unisono.world.transports import Mark, Mismatch, Op, PeerLost, Transport, find_group, warn_of_each_other
 from unisono.world.transports.arithmetic import combine
 
+RETURNED = "has returned from its function"
 _LOOK_S = 0.25  # how often one that waits looks where the others are
 
 
@@ -62,7 +63,10 @@ class Hub:
         wait.end()
         if not ready():
             gone = " and ".join(f"rank {r} {why}" for r, why in sorted(self.left.items()) if r in ranks)
-            raise PeerLost(f"{self.lost or gone}; waited {time.perf_counter() - began:.1f} s in {what}")
+            error = PeerLost(f"{self.lost or gone}; waited {time.perf_counter() - began:.1f} s in {what}")
+            done = [r for r, why in self.left.items() if r in ranks and why == RETURNED]
+            error.ended = done[0] if done and self.lost is None else None
+            raise error
 
     def _find_waits(self, me: int, ranks: Sequence[int]) -> dict[int, str]:
         """Which of those that have not come wait in another call of the program than I."""
@@ -124,7 +128,7 @@ class ThreadTransport(Transport):
         hub = self.hub
         with hub.changed:
             now = hub.round
-            hub.items[self.rank], hub.times[self.rank] = (what, sign, item), time.perf_counter()
+            hub.items[self.rank], hub.times[self.rank] = (what, sign, item, self.mark), time.perf_counter()
             hub.here.add(self.rank)
             if len(hub.here) == hub.size:
                 hub.found = (list(hub.items), max(hub.times))
@@ -133,10 +137,14 @@ class ThreadTransport(Transport):
                 hub.changed.notify_all()
             hub.wait_for(lambda: hub.round > now, what, range(hub.size), self.rank)
             found, last = hub.found
-        if any(other[:2] != found[0][:2] for other in found):
-            each = ", ".join(f"rank {r} has {other} {sign}" for r, (other, sign, _) in enumerate(found))
-            raise Mismatch(f"{what}: the ranks disagree; {each}")
-        return [item for _, _, item in found], last
+        marks: list[Mark] = [mark for _, _, _, mark in found if mark is not None]
+        whats = {mark.what for mark in marks} if len(marks) == self.size else set()
+        if any(other[:2] != found[0][:2] for other in found) or len(whats) > 1:
+            each = ", ".join(f"rank {r} has {other} {sign}" for r, (other, sign, _, _) in enumerate(found))
+            raise Mismatch(f"{what}: the ranks disagree; {each}", sides=[mark.side for mark in marks])
+        if self.mark is not None and whats and sign != "end":
+            self.mark.check_places([mark.where for mark in marks], lambda: [mark.side for mark in marks])
+        return [item for _, _, item, _ in found], last
 
     def _end(self, what: str) -> None:
         """All have read what the others brought."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from unisono.runtime.machine import read_boot_id, read_namespaces
-from unisono.world.transports import UNKNOWN, Mismatch, Op, PeerLost, Transport, find_group
+from unisono.world.transports import UNKNOWN, Mark, Mismatch, Op, PeerLost, Transport, find_group
 from unisono.world.transports.arithmetic import widen
 from unisono.world.transports.gloo import GlooTransport
 from unisono.world.transports.mapped import open_published, publish
@@ -141,7 +141,10 @@ def _fail_together(method: F) -> F:
         except (Mismatch, PeerLost) as error:
             text = str(error)
             why = type(error)(text if text.startswith("on host ") else f"on host {self._hosts[self.rank]}: {text}")
+            sides = error.sides if isinstance(error, Mismatch) else ()
         self.abandon(why)
+        if isinstance(why, Mismatch):
+            why.sides = tuple(self._flat.hear_sides()) or sides
         raise why
 
     return run  # type: ignore[return-value]
@@ -154,7 +157,7 @@ class TwoLevelTransport(Transport):
 
     def __init__(self, flat: Transport, inside: Transport | None, across: Transport | None, hosts: Sequence[str]):
         """`flat` joins all ranks, `inside` those of my host, `across` the leaders (None if I am not one)."""
-        self.rank, self.size = flat.rank, flat.size
+        self.rank, self.size, self.timeout_s = flat.rank, flat.size, flat.timeout_s
         self._flat, self._inside, self._across = flat, inside, across
         self._hosts = list(hosts)
         self._is_lost = False
@@ -163,6 +166,17 @@ class TwoLevelTransport(Transport):
         self._mine = self._groups[self._home]
         if isinstance(inside, SharedTransport):
             inside.call_others("local rank")
+
+    @property
+    def mark(self) -> Mark | None:
+        """What the collective now running is: all that it is made of carry it."""
+        return self._flat.mark
+
+    @mark.setter
+    def mark(self, value: Mark | None) -> None:
+        for transport in (self._inside, self._across, self._flat):
+            if transport is not None:
+                transport.mark = value
 
     @classmethod
     def build(cls, flat: Transport, inside: Transport | None, hosts: Sequence[str]) -> TwoLevelTransport:

@@ -1,0 +1,128 @@
+"""`unisono report`: what a recorded run was, where its time went, and what to make of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from unisono.cli.arguments import Commands
+from unisono.runtime.run_folder import NoSuchRun, find_run
+
+if TYPE_CHECKING:
+    from unisono.reports.summary import Summary
+    from unisono.runs.reading import RunReader
+
+__all__ = ["add_command"]
+
+_DESCRIPTION = """\
+What a run was, the cost of a step in compute, communication, waiting and data, bytes by kind, speed-up and efficiency,
+the slowest rank and why, how evenly data and work were split, losses and metrics, verdicts and changes of the world.
+
+Runs are recorded by `unisono run`; `unisono runs` lists them. A run that was killed, or whose record is damaged, gives
+a report of what is there, which says what is missing.
+"""
+_EPILOG = """\
+examples:
+  unisono report last                          the newest run, in short
+  unisono report last --html report.html       a page with charts that opens without a network
+  unisono report last --png report.png --trace trace.json    a picture; a trace for ui.perfetto.dev
+  unisono report 2026-11-16_15-40-12_train     by its name, or the beginning of it
+  unisono report runs/a runs/b                 two runs side by side
+  unisono report last --baseline 2026-11-16_15-38    speed-up as measured against a run with one worker
+"""
+
+
+def add_command(commands: Commands) -> None:
+    """Add `report` to the command line."""
+    parser = commands.add_parser(
+        "report",
+        help="what a recorded run was and where its time went; two runs side by side",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run, its name, or last")
+    parser.add_argument(
+        "--baseline", metavar="RUN", help="measure the speed-up against this run, such as one with -n 1"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that opens without a network")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="write a picture (.png, .svg or .pdf)")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace of all ranks, for ui.perfetto.dev")
+    parser.add_argument("--json", action="store_true", help="print all numbers as JSON instead")
+    parser.set_defaults(run=_run, parser=parser)
+
+
+def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
+    parser: argparse.ArgumentParser = options.parser
+    if len(options.runs) > 1 and (options.trace or options.png):
+        parser.error("--png and --trace are of one run; give one")
+    from unisono.reports.summary import compare_with, summarise
+
+    try:
+        readers = [_read(name) for name in options.runs]
+        base = summarise(_read(options.baseline)) if options.baseline else None
+    except NoSuchRun as error:
+        print(f"unisono report: {error}", file=sys.stderr)
+        return 1
+    found = [summarise(reader) for reader in readers]
+    if base is not None:
+        for one in found:
+            one.speed_up = compare_with(one, base)
+    if not _write_files(options, readers, found):
+        return 1
+    if options.json:
+        numbers = [one.as_json() for one in found]
+        print(json.dumps(numbers[0] if len(numbers) == 1 else numbers, indent=1))
+    else:
+        _print(found)
+    return 0
+
+
+def _read(name: str) -> RunReader:
+    from unisono.runs.reading import RunReader
+
+    reader = RunReader(find_run(name))
+    reader.poll()
+    return reader
+
+
+def _print(found: list[Summary]) -> None:
+    from rich.console import Console
+
+    from unisono.reports.side_by_side import list_differences
+    from unisono.reports.text import print_report, print_side_by_side
+
+    console = Console(highlight=False, soft_wrap=False, width=None if sys.stdout.isatty() else 140)
+    if len(found) == 1:
+        print_report(found[0], console)
+    else:
+        print_side_by_side(list_differences(found), [one.name for one in found], console)
+
+
+def _write_files(options: argparse.Namespace, readers: list[RunReader], found: list[Summary]) -> bool:
+    """Write what was asked for; False, and a word, where that cannot be done."""
+    from unisono.reports.page import make_page
+    from unisono.reports.picture import draw
+    from unisono.reports.trace import write_trace
+
+    jobs: list[tuple[Path | None, Callable[[Path], object]]] = [
+        (options.html, lambda path: path.write_text(make_page(found), encoding="utf-8")),
+        (options.png, lambda path: draw(found[0], path)),
+        (options.trace, lambda path: write_trace(readers[0], path)),
+    ]
+    for path, write in jobs:
+        if path is None:
+            continue
+        try:
+            write(path)
+        except (OSError, ValueError, ImportError) as error:
+            why = f"{path}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
+            print(f"unisono report: {why}", file=sys.stderr)
+            return False
+        print(f"unisono: wrote {path}", file=sys.stderr)
+    return True

@@ -1,0 +1,53 @@
+"""`unisono runs`: the runs that are recorded, the newest first."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from unisono.cli.arguments import Commands, parse_count
+from unisono.runtime.run_folder import find_runs_folder, list_runs
+
+__all__ = ["add_command"]
+
+
+def add_command(commands: Commands) -> None:
+    """Add `runs` to the command line."""
+    parser = commands.add_parser(
+        "runs",
+        help="the runs that are recorded",
+        description="The recorded runs, the newest first: name, when, workers, method, steps, loss, outcome. "
+        "`unisono report NAME` shows one.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="print them as JSON")
+    parser.add_argument("--last", type=parse_count, metavar="N", help="only the newest N")
+    parser.set_defaults(run=_run, parser=parser)
+
+
+def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
+    from rich.console import Console
+
+    from unisono.reports.summary import show_time, summarise
+    from unisono.reports.text import list_run, print_runs
+    from unisono.runs.reading import RunReader
+
+    found = []
+    for folder in list_runs()[: options.last]:
+        reader = RunReader(folder, ends=True)
+        reader.poll()
+        found.append(summarise(reader))
+    if options.json:
+        names = ("name", "folder", "started", "seconds", "workers", "strategy", "steps", "outcome", "exit_status")
+        whole = [one.as_json() for one in found]
+        print(json.dumps([{**{name: one[name] for name in names}, "loss": one["loss"]} for one in whole], indent=1))
+        return 0
+    if not found:
+        print(
+            f"unisono: no run is recorded in {find_runs_folder() or 'any folder (UNISONO_RUNS=off)'}", file=sys.stderr
+        )
+        return 0
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    print_runs([list_run(one, show_time(one.started)) for one in found], console)
+    return 0

@@ -1,0 +1,40 @@
+"""`unisono top`: what every rank of a run does, in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+
+from unisono.cli.arguments import Commands
+
+__all__ = ["add_command"]
+
+_DESCRIPTION = """\
+Show what every rank of a run does: its step, how fast it is, where its time goes, who is slow, lost or silent; the
+loss, and verdicts. It follows the run until that is over. Where there are more ranks than lines, the worst come first.
+"""
+
+
+def add_command(commands: Commands) -> None:
+    """Add `top` to the command line."""
+    parser = commands.add_parser(
+        "top",
+        help="what every rank of a run does, in the terminal",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("run_name", nargs="?", default="last", metavar="RUN", help="a name or a folder; default: last")
+    parser.add_argument("--once", action="store_true", help="print one picture and end; so it is without a terminal")
+    parser.set_defaults(run=_run, parser=parser)
+
+
+def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
+    from unisono.live.terminal import show_top
+    from unisono.runtime.run_folder import NoSuchRun, find_run
+
+    try:
+        folder = find_run(options.run_name)
+    except NoSuchRun as error:
+        options.parser.error(str(error))
+    show_top(folder, once=options.once)
+    return 0

@@ -1,0 +1,287 @@
+"""A run folder followed while it grows: where time went, who does what, metrics, marks; memory stays bounded."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unisono.live.bins import BYTES, COLUMNS, PARTS, STEPS, Bins
+from unisono.live.marks import Marks
+from unisono.live.series import StepSeries
+from unisono.runs.reading import RankLog, RunReader
+
+__all__ = ["LiveRun", "Place", "Speed"]
+
+RECENT_WIDTH_S, RECENT_BINS = 0.5, 240
+WHOLE_BINS = 256
+_METRICS = 40  # further names are not kept
+_SILENT_S = 10.0  # a rank that says nothing for so long, for several steps, and for several of its writes
+_WRITES_S, _WRITES_A_RUN, _MANY_WRITERS = 0.5, 40_000, 64  # as workers write (runs/recorder.py)
+_SPEED_S = 5.0  # speeds are those of so many seconds
+_ENDS = {"worker lost": "lost", "worker stopped": "stopped", "worker ended": "ended"}  # events of the launcher
+_AHEAD_S = 60.0  # a time further in the future is a broken line
+
+
+@dataclass
+class Place:
+    """One worker, as its file shows it. Its rank may be another after a change of the world."""
+
+    place: int
+    header: dict[str, Any] = field(default_factory=dict)
+    offset: float = 0.0  # from the file's clock to unix time
+    step: int = -1
+    step_s: float = 0.0  # the newest step's wall time
+    last: float = 0.0  # unix time of what was said last
+    since: float = 0.0  # unix time of the first header
+    began: float = 0.0  # of the newest
+    outcome: str = ""  # how it ended, by its last line or by the launcher: "" while it goes on
+
+    @property
+    def rank(self) -> int:
+        """The rank that it has now."""
+        return int(self.header.get("rank", self.place))
+
+    @property
+    def generation(self) -> int:
+        """The newest generation of the world that it was in."""
+        return int(self.header.get("generation") or 0)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How a place did in its last seconds: steps a second, seconds of a step by part, bytes a second, and its own time
+    (compute and data) against the median of all."""
+
+    steps_s: float
+    parts: tuple[float, ...]
+    bytes_s: float
+    factor: float
+
+
+class LiveRun:
+    """What the page and the terminal show of a run. `read` is called now and then."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run: dict[str, Any] = {}
+        self.places: dict[int, Place] = {}
+        self.recent = Bins(RECENT_WIDTH_S, RECENT_BINS, slides=True)
+        self.whole = Bins(RECENT_WIDTH_S, WHOLE_BINS, slides=False)
+        self.metrics: dict[str, StepSeries] = {}
+        self.marks = Marks()
+        self._reader = RunReader(folder, listener=self)
+        self._is_new = False
+        self._ends: list[tuple[int, float, str]] = []  # of workers whose place is not known yet
+
+    def read(self) -> bool:
+        """Take what was appended to the folder; whether there was something."""
+        before, self._is_new = self._reader.run, False
+        self._reader.poll()
+        if self._reader.run is not before:
+            self.take_run(self._reader.run)
+        self._enter_ends()
+        return self._is_new
+
+    def _enter_ends(self) -> None:
+        """What the launcher saw of the end of workers; it may have been read before the worker's own file."""
+        waiting = []
+        for number, when, how in self._ends:
+            place = self.places.get(number)
+            if place is None:
+                waiting.append((number, when, how))
+            elif when >= place.began and (not place.outcome or how == "lost"):
+                place.outcome = how
+        self._ends = waiting[-1000:]
+
+    @property
+    def unreadable(self) -> int:
+        """How many lines could not be read."""
+        return self._reader.unreadable
+
+    @property
+    def missing(self) -> list[str]:
+        """What is not in the folder, in words; while the run goes on, what is not there yet is not listed."""
+        return [] if self.describe_state() in ("running", "starting") else self._reader.missing
+
+    # Taking ----------------------------------------------------------------------------------------------------------
+
+    def take_run(self, run: Mapping[str, Any]) -> None:
+        """What run.json says now."""
+        self._is_new = True
+        self.run = dict(run)
+        started = self.run.get("started")
+        if self.recent.begin is None and isinstance(started, int | float):
+            self.recent.begin = self.whole.begin = math.floor(started)
+
+    def take_event(self, event: Mapping[str, Any]) -> None:
+        """A line of the launcher."""
+        self._is_new = True
+        values = {name: value for name, value in event.items() if name not in ("time", "kind", "step")}
+        kind, when = str(event.get("kind", "event")), float(event.get("time") or 0.0)
+        self.marks.add(kind, when, event.get("step"), values)
+        number = values.get("place", values.get("rank"))  # the launcher counts places
+        if kind in _ENDS and isinstance(number, int):
+            self._ends.append((number, when, _ENDS[kind]))
+
+    def take_lines(self, log: RankLog, lines: Sequence[Any]) -> None:
+        """New lines of a place's file, each a list that begins with its kind."""
+        self._is_new = True
+        place = self.places.setdefault(log.place, Place(log.place))
+        place.offset = log.offset  # all of a file are on one clock
+        rows: list[list[float]] = []
+        for line in lines:
+            with contextlib.suppress(TypeError, ValueError, IndexError, KeyError, AttributeError, OverflowError):
+                self._take_line(place, line, rows)  # the reader has counted those that cannot be read
+        self._take_rows(place, rows)
+
+    def _take_line(self, place: Place, line: Sequence[Any], rows: list[list[float]]) -> None:
+        kind = line[0]
+        if kind == "step":
+            rows.append([float(place.offset + line[2]), 1.0, int(line[1]), *map(float, line[3:12])])
+        elif kind == "steps":
+            count = int(line[2]) - int(line[1]) + 1
+            rows.append([float(place.offset + line[3]), count, int(line[2]), *map(float, line[4:13])])
+        elif kind == "header":
+            self._take_header(place, dict(line[1]))
+        elif kind == "metrics":
+            self._take_metrics(place, int(line[1]), place.offset + float(line[2]), line[3], str(line[4]))
+        elif kind == "event":
+            step, values = line[2], dict(line[4])
+            self.marks.add(str(line[1]), place.offset + float(line[3]), step, values)
+        elif kind == "end":
+            place.outcome = str(line[2].get("outcome") or "ended")
+            place.last = max(place.last, place.offset + float(line[1]))
+
+    def _take_header(self, place: Place, header: dict[str, Any]) -> None:
+        place.header = header
+        place.began = place.offset + float(header.get("time") or 0.0)
+        place.since = place.since or place.began
+        place.last = max(place.last, place.began)
+        place.outcome = ""
+
+    def _take_metrics(self, place: Place, step: int, when: float, values: Mapping[str, Any], how: str) -> None:
+        for name, value in values.items():
+            if name not in self.metrics and len(self.metrics) < _METRICS:
+                self.metrics[name] = StepSeries(how)
+            if name in self.metrics and isinstance(value, int | float):
+                self.metrics[name].add(step, when, float(value))
+
+    def _take_rows(self, place: Place, rows: Sequence[Sequence[float]]) -> None:
+        if not rows:
+            return
+        table = np.array([(*row, *[0.0] * (12 - len(row)))[:12] for row in rows])
+        # start, count, step, then wall, compute, communication, waiting, data, hidden, bytes, collectives, compression
+        ahead = table[:, 0] + table[:, 3] > time.time() + _AHEAD_S
+        sound = np.isfinite(table).all(1) & (table[:, 3] >= 0) & (table[:, 0] > 0) & ~ahead
+        self._reader.unreadable += int((~sound).sum())
+        table = table[sound]
+        if not len(table):
+            return
+        compression = np.minimum(table[:, 11], table[:, 5])
+        columns = (
+            *(table[:, 0], table[:, 3], table[:, 4], compression, table[:, 5] - compression),
+            *(table[:, 6], table[:, 7], table[:, 9], table[:, 1]),
+        )
+        entered = np.stack(columns, axis=1)
+        self.recent.add(place.place, entered)
+        self.whole.add(place.place, entered)
+        place.step = int(table[-1, 2])
+        place.step_s = float(table[-1, 3] / max(1.0, table[-1, 1]))
+        place.last = max(place.last, float(table[-1, 0] + table[-1, 3]))
+
+    def mark_told(self) -> None:
+        """All that there is has been passed on."""
+        for bins in (self.recent, self.whole):
+            bins.mark_told()
+        for series in self.metrics.values():
+            series.mark_told()
+        self.marks.mark_told()
+
+    # Looking ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """The furthest step of a rank."""
+        return max((place.step for place in self.places.values()), default=-1)
+
+    def describe_state(self) -> str:
+        """What the whole run does: "running", "ok", "failed", "launcher gone", ..."""
+        if self.run.get("ended") is not None:
+            return str(self.run.get("outcome") or "ended")
+        if not self.run:
+            return "no run.json"
+        if self._reader.is_running is False:
+            return "launcher gone"
+        return "starting" if self.step < 0 else "running"
+
+    def is_over(self) -> bool:
+        """Whether nothing more is to come."""
+        return self.describe_state() not in ("running", "starting", "no run.json")
+
+    def describe_places(self, now: float) -> dict[int, str]:
+        """What each worker does: "training", "slow", "silent", "starting", "lost", "left", "failed", "ended", ..."""
+        over, write_s = self.is_over(), self._find_write_s(now)
+        newest = max((place.generation for place in self.places.values()), default=0)
+
+        def describe(place: Place) -> str:
+            if place.outcome:
+                return "ended" if place.outcome in ("ok", "ended") else place.outcome
+            if place.generation < newest:
+                return "left"
+            if over:
+                return "gone"
+            if place.step < 0:
+                return "starting"
+            if now - place.last > max(_SILENT_S, 6 * place.step_s, 3 * write_s):
+                return "silent"
+            return "slow" if place.rank in self.marks.slow else "training"
+
+        return {number: describe(place) for number, place in self.places.items()}
+
+    def _find_write_s(self, now: float) -> float:
+        """How often a worker writes: more rarely where there are many, and in a long run."""
+        began = min((place.since for place in self.places.values()), default=now)
+        return max(_WRITES_S, (now - began) / _WRITES_A_RUN) * max(1.0, len(self.places) / _MANY_WRITERS)
+
+    def measure_speeds(self) -> dict[int, Speed]:
+        """How each place did in the seconds before its last line."""
+        found: dict[int, tuple[float, Any]] = {}
+        bins = self.recent
+        count = max(1, round(_SPEED_S / bins.width_s))
+        for number, place in self.places.items():
+            if place.step < 0 or bins.begin is None or number >= bins.places:
+                continue
+            end = bins.bin_of(place.last) + 1
+            width = max(count, math.ceil(2 * place.step_s / bins.width_s))
+            sums = bins.sums(end - width, end)[:, number].sum(0)
+            if sums[STEPS] > 0:
+                found[number] = float(sums[: len(PARTS)].sum()), sums
+        own = {n: (s[0] + s[PARTS.index("data")]) / s[STEPS] for n, (_, s) in found.items()}
+        median = float(np.median(list(own.values()))) if own else 0.0
+        return {
+            number: Speed(
+                steps_s=float(sums[STEPS] / wall) if wall else 0.0,
+                parts=tuple(float(part) for part in sums[: len(PARTS)] / sums[STEPS]),
+                bytes_s=float(sums[BYTES] / wall) if wall else 0.0,
+                factor=own[number] / median if median else 1.0,
+            )
+            for number, (wall, sums) in found.items()
+        }
+
+    def order_places(self, speeds: Mapping[int, Speed], states: Mapping[int, str]) -> list[int]:
+        """Places, the worst first: lost ones, silent ones, then by how slow they are."""
+        rank = {"failed": 0, "lost": 0, "silent": 1, "gone": 2, "slow": 3}
+        return sorted(
+            self.places,
+            key=lambda n: (rank.get(states.get(n, ""), 4), -(speeds[n].factor if n in speeds else 0.0), n),
+        )
+
+
+assert COLUMNS[: len(PARTS)] == PARTS

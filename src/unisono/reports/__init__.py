@@ -1,0 +1,1 @@
+"""`unisono report`: what a recorded run was, where its time went, and what to make of it. No torch."""

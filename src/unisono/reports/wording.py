@@ -1,0 +1,143 @@
+"""Numbers and outcomes of a run in words, the same on a terminal, on a page and in a picture."""
+
+from __future__ import annotations
+
+import math
+
+from unisono.reports.summary import PARTS, Summary, show_time
+
+__all__ = [
+    "describe_balance",
+    "describe_outcome",
+    "list_facts",
+    "list_parts",
+    "show_bytes",
+    "show_duration",
+    "show_ms",
+    "show_number",
+]
+
+_OUTCOMES = {
+    "ok": "ended well",
+    "failed": "failed",
+    "interrupted": "interrupted",
+    "preempted": "saved and left after SIGTERM",
+    "killed": "killed: its launcher wrote no end",
+    "running": "still running",
+    "unknown": "how it ended is not known",
+}
+
+
+def show_bytes(count: float) -> str:
+    """With three digits or so.
+
+    >>> show_bytes(0), show_bytes(999), show_bytes(69_700), show_bytes(27_878_400)
+    ('0 B', '999 B', '69.7 kB', '27.9 MB')
+    """
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(count) < 999.5 or unit == "TB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    raise AssertionError
+
+
+def show_ms(seconds: float | None) -> str:
+    """Milliseconds, with three digits or so.
+
+    >>> show_ms(0.0123456), show_ms(1.5), show_ms(None), show_ms(0.0)
+    ('12.3', '1500', '-', '0')
+    """
+    if seconds is None or math.isnan(seconds):
+        return "-"
+    return f"{1e3 * seconds:.3g}" if seconds < 0.9995 else f"{1e3 * seconds:.0f}"
+
+
+def show_number(value: float | None) -> str:
+    """With four digits.
+
+    >>> show_number(0.123456), show_number(None), show_number(float("nan")), show_number(12345678.0)
+    ('0.1235', '-', 'nan', '1.235e+07')
+    """
+    return "-" if value is None else f"{value:.4g}"
+
+
+def show_duration(seconds: float | None) -> str:
+    """In words.
+
+    >>> show_duration(3.25), show_duration(75), show_duration(7300), show_duration(None)
+    ('3.2 s', '1 min 15 s', '2 h 1 min', 'not known')
+    """
+    if seconds is None:
+        return "not known"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def describe_outcome(found: Summary) -> str:
+    """How it ended."""
+    text = _OUTCOMES.get(found.outcome, found.outcome)
+    return text if not found.exit_status else f"{text} (exit status {found.exit_status})"
+
+
+def list_facts(found: Summary) -> list[tuple[str, str]]:
+    """What the run was, by name."""
+    hosts = found.hosts if len(found.hosts) <= 4 else [*found.hosts[:3], f"{len(found.hosts) - 3} more"]
+    where = f" on {', '.join(hosts)}" if hosts else ""
+    samples = f" of {found.samples_a_step:.4g} samples" if found.samples_a_step else ""
+    facts = [
+        ("run", found.name),
+        ("outcome", describe_outcome(found)),
+        ("started", f"{show_time(found.started) or 'not known'}, lasted {show_duration(found.seconds)}"),
+        ("command", found.command or "not known"),
+        ("method", found.strategy or "not known"),
+        ("workers", f"{found.workers}{where}" + (f", {', '.join(found.devices[:3])}" if found.devices else "")),
+        (
+            "steps",
+            f"{found.steps:,}{samples}",
+        ),
+        ("model", "not known" if found.parameters is None else f"{found.parameters:,} parameters"),
+        ("versions", ", ".join(f"{name} {text}" for name, text in found.versions.items()) or "not known"),
+        ("folder", found.folder),
+    ]
+    return [(name, text) for name, text in facts if text]
+
+
+def describe_balance(found: Summary) -> list[str]:
+    """How evenly data and work were split."""
+    trained = [rank for rank in found.ranks if rank.steps]
+    lines = []
+    samples = [rank.samples for rank in trained if rank.samples is not None]
+    if len(samples) > 1 and len(samples) == len(trained):
+        lines.append(f"samples a worker: {min(samples):,} to {max(samples):,}, {sum(samples):,} in all")
+    own = [rank.own_s for rank in trained]
+    if len(own) > 1 and max(own) > 0:
+        lines.append(f"own work a step: {show_ms(min(own))} to {show_ms(max(own))} ms (compute and data)")
+    if (mix := _describe_classes(found)) is not None:
+        lines.append(mix)
+    return lines
+
+
+def _describe_classes(found: Summary) -> str | None:
+    """How far a worker's mix of classes is from that of all: half the sum of the differences between the shares."""
+    known = [rank for rank in found.ranks if rank.classes]
+    if len(known) < 2:
+        return None
+    total: dict[str, int] = {}
+    for rank in known:
+        for name, count in rank.classes.items():
+            total[name] = total.get(name, 0) + count
+    every = sum(total.values())
+    distances = []
+    for rank in known:
+        own = sum(rank.classes.values())
+        distances.append(sum(abs(rank.classes.get(n, 0) / own - c / every) for n, c in total.items()) / 2)
+    worst = max(range(len(known)), key=lambda i: distances[i])
+    text = f"class mix: {len(total)} classes; the worker furthest from the whole is rank {known[worst].rank}"
+    return f"{text}, with {100 * distances[worst]:.1f} % of its samples in other classes"
+
+
+def list_parts(found: Summary) -> list[str]:
+    """The parts of a step, those that cannot be told apart marked."""
+    return [f"{part} (not told apart)" if part in found.not_measured else part for part in PARTS]

@@ -1,0 +1,95 @@
+"""Calls of backward, seen by whoever asks in the thread that makes them: the loss of a program that logs none.
+
+`loss.backward()` and `torch.autograd.backward` are the same call. A GradScaler's loss is a multiple: the one before
+counts.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["BackwardListener", "Losses", "follow_backward", "leave_backward"]
+
+
+class BackwardListener(Protocol):
+    """Is told of each call in its thread."""
+
+    def before_backward(self, tensors: Any) -> None: ...
+
+    def after_backward(self) -> None: ...
+
+    def note_scaled(self, scaled: Any, loss: Any) -> None: ...
+
+
+_torch_backward = torch.autograd.backward
+_torch_scale = torch.amp.GradScaler.scale
+_listeners: dict[int, BackwardListener] = {}  # by thread: each rank's program is one
+_lock = threading.Lock()
+
+
+def follow_backward(listener: BackwardListener) -> bool:
+    """Tell `listener` of the calls in this thread; False where another one is told of them."""
+    with _lock:
+        if _listeners.setdefault(threading.get_ident(), listener) is not listener:
+            return False
+        torch.autograd.backward = _backward
+        torch.amp.GradScaler.scale = _scale  # type: ignore[method-assign]
+    return True
+
+
+def leave_backward(listener: BackwardListener) -> None:
+    """Tell it no more."""
+    with _lock:
+        for thread in [thread for thread, other in _listeners.items() if other is listener]:
+            del _listeners[thread]
+        if not _listeners:
+            torch.autograd.backward = _torch_backward
+            torch.amp.GradScaler.scale = _torch_scale  # type: ignore[method-assign]
+
+
+def _backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+    """In the place of torch's."""
+    listener = _listeners.get(threading.get_ident())
+    if listener is None:
+        _torch_backward(tensors, *args, **kwargs)
+        return
+    listener.before_backward(tensors)
+    _torch_backward(tensors, *args, **kwargs)
+    listener.after_backward()
+
+
+def _scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
+    scaled = _torch_scale(self, outputs)
+    listener = _listeners.get(threading.get_ident())
+    if listener is not None:
+        listener.note_scaled(scaled, outputs)
+    return scaled
+
+
+class Losses:
+    """The losses of the window under way."""
+
+    def __init__(self) -> None:
+        self._losses: list[Tensor] = []
+        self._unscaled: dict[int, Tensor] = {}  # by the scaled loss that a GradScaler gave out
+
+    def note(self, tensors: Any) -> None:
+        """Backward is about to begin from these."""
+        loss = tensors if isinstance(tensors, Tensor) else tensors[0] if len(tensors) == 1 else None
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            self._losses.append(self._unscaled.get(id(loss), loss).detach())
+        self._unscaled.clear()
+
+    def note_scaled(self, scaled: Any, loss: Any) -> None:
+        """A GradScaler has multiplied a loss: the loss itself counts."""
+        if isinstance(scaled, Tensor) and isinstance(loss, Tensor):
+            self._unscaled[id(scaled)] = loss
+
+    def take(self) -> list[Tensor]:
+        """Those since the last time."""
+        taken, self._losses = self._losses, []
+        return taken

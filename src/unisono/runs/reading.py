@@ -1,0 +1,456 @@
+"""Reads the folder of a run: what has been appended since the last time, whatever state it is in.
+
+`RunReader(folder).poll()` is called once for a report and again and again for a live view. It never raises for a folder
+that is incomplete or damaged: `missing` says in words what is not there. Memory stays bounded however long the run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from unisono.runs.table import COLUMNS, Array, Series, StepTable
+from unisono.runtime.run_folder import FORMAT, is_running, read_run
+
+__all__ = ["Joined", "Listener", "RankLog", "RunReader"]
+
+_MOST_ROWS = 1 << 18  # over all ranks
+_LEAST_ROWS, _MOST_A_RANK = 256, 8192
+_MOST_NAMES = 200  # metrics; further ones are counted as unreadable
+_MOST_EVENTS = 2_000
+_MOST_HEADERS = 200
+_PIECE = 1 << 20  # bytes read at once
+_LONGEST_LINE = 4 << 20
+_TAIL = 128 << 10
+_WRONG = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
+
+
+class _Grows:
+    """A file that is read as it grows; only whole lines are given out."""
+
+    def __init__(self, path: Path, *, ends: bool = False) -> None:
+        self.path = path
+        self.offset = 0
+        self._rest = b""
+        self._ends = ends  # only the first line and the last ones are read
+
+    def skip(self) -> list[bytes]:
+        """The first line; what follows is read from near the end."""
+        self._ends = False
+        try:
+            with self.path.open("rb") as file:
+                first = file.readline(_TAIL)
+                self.offset = max(len(first), os.stat(self.path).st_size - _TAIL)
+                file.seek(self.offset - 1)
+                self.offset += len(file.readline()) - 1 if first else 0
+        except OSError:
+            return []
+        return [first] if first.endswith(b"\n") else []
+
+    def read(self) -> tuple[list[bytes], bool]:
+        """The next whole lines, and whether there may be more at once."""
+        if self._ends:
+            return self.skip(), True
+        try:
+            if os.stat(self.path).st_size <= self.offset:
+                return [], False
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                piece = file.read(_PIECE)
+        except OSError:
+            return [], False
+        self.offset += len(piece)
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        if len(self._rest) > _LONGEST_LINE:
+            lines, self._rest = [*lines, b"?"], b""  # not ours: counted as unreadable
+        return [line for line in lines if line.strip()], len(piece) == _PIECE
+
+
+@dataclass
+class RankLog:
+    """What one worker wrote. Times are those of its own clock; `offset` added to one gives unix time."""
+
+    place: int
+    rows: StepTable = field(default_factory=StepTable)
+    header: dict[str, Any] = field(default_factory=dict)  # the last
+    headers: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_HEADERS))
+    metrics: dict[str, Series] = field(default_factory=dict)
+    events: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_EVENTS))
+    tags: dict[str, int] = field(default_factory=dict)  # bytes sent so far, by tag
+    data: dict[str, Any] = field(default_factory=dict)  # samples, classes, seconds
+    spans: deque[tuple[str, int, float, float]] = field(default_factory=lambda: deque(maxlen=20_000))
+    records: deque[tuple[Any, ...]] = field(default_factory=lambda: deque(maxlen=20_000))
+    end: dict[str, Any] | None = None  # None: it has not written its end
+    last_time: float = math.nan  # of the last line
+    last_step: int = -1
+    offset: float = math.nan
+    tag_sums: dict[int, dict[str, int]] = field(default_factory=dict)  # by process: each counts from 0
+
+    @property
+    def rank(self) -> int:
+        """Its rank in the last world that it was in."""
+        return int(self.header.get("rank", self.place))
+
+    @property
+    def last_unix(self) -> float:
+        """When its last line was written."""
+        return self.last_time + self.offset
+
+
+@dataclass
+class _Fresh:
+    """What some lines had, to be added together."""
+
+    rows: list[list[float]] = field(default_factory=list)
+    values: dict[str, tuple[str, list[tuple[float, float, float]]]] = field(default_factory=dict)  # how, and which
+
+
+@dataclass(frozen=True)
+class Joined:
+    """One metric over all ranks: unix times, and how ranks were joined."""
+
+    name: str
+    how: str
+    steps: Array
+    times: Array
+    values: Array
+    ranks: int  # that logged it
+
+
+class Listener(Protocol):
+    """Who wants every line, not only what is kept of them."""
+
+    def take_event(self, event: dict[str, Any]) -> None:
+        """A line of events.jsonl."""
+
+    def take_lines(self, log: RankLog, lines: Sequence[Any]) -> None:
+        """Lines of a worker."""
+
+
+class RunReader:
+    """The folder of a run, as far as it has been read.
+
+    Attributes:
+        run: What run.json says.
+        ranks: By place, what each worker wrote.
+        events: What the launcher saw: dicts with "time" (unix), "kind", and more.
+        unreadable: Lines that could not be read.
+        on_values: Is told of a rank's new values of a metric: its name, how ranks are joined; steps, times, values.
+    """
+
+    def __init__(self, folder: str | Path, *, ends: bool = False, listener: Listener | None = None) -> None:
+        """`ends`: read only the beginning and the end of what workers wrote, for a list of many runs. `listener`: is
+        told of every event and line, after they were taken here."""
+        self.folder, self._ends, self._listener = Path(folder), ends, listener
+        self.run: dict[str, Any] = {}
+        self.ranks: dict[int, RankLog] = {}
+        self.events: deque[dict[str, Any]] = deque(maxlen=_MOST_EVENTS * 5)
+        self.unreadable = 0
+        self.on_values: Callable[[RankLog, str, str, Sequence[tuple[float, float, float]]], None] | None = None
+        self._files: dict[int, _Grows] = {}
+        self._event_file = _Grows(self.folder / "events.jsonl")
+        self._run_seen: tuple[int, int] | None = None
+        self._boots: dict[str, float] = {}  # one clock a boot: its offset to unix time
+
+    # Reading --------------------------------------------------------------------------------------------------------
+
+    def poll(self, budget_s: float | None = None) -> bool:
+        """Read what was appended; with `budget_s` for about so long at most. True where there is more to read."""
+        until = None if budget_s is None else time.monotonic() + budget_s
+        self._read_run()
+        self._find_ranks()
+        more = self._drain(self._event_file, self._take_events, until)
+        for place in sorted(self._files):
+            rank = self.ranks[place]
+            more |= self._drain(self._files[place], lambda lines, rank=rank: self._take_lines(rank, lines), until)
+            if until is not None and time.monotonic() >= until:
+                return True
+        return more
+
+    def _drain(self, file: _Grows, take: Any, until: float | None) -> bool:
+        while True:
+            lines, more = file.read()
+            if lines:
+                take(lines)
+            if not more:
+                return False
+            if until is not None and time.monotonic() >= until:
+                return True
+
+    def _read_run(self) -> None:
+        path = self.folder / "run.json"
+        try:
+            found = path.stat()
+        except OSError:
+            return
+        seen = (found.st_mtime_ns, found.st_ino)
+        if seen != self._run_seen and (run := read_run(self.folder)) is not None:
+            self._run_seen, self.run = seen, run
+            self._note_torch()
+
+    def _find_ranks(self) -> None:
+        try:
+            names = [entry.name for entry in os.scandir(self.folder / "ranks")]
+        except OSError:
+            return
+        known = len(self.ranks)
+        for name in names:
+            stem, _, ext = name.partition(".")
+            if ext == "jsonl" and stem.isdecimal() and int(stem) not in self._files:
+                self._files[int(stem)] = _Grows(self.folder / "ranks" / name, ends=self._ends)
+                self.ranks[int(stem)] = RankLog(int(stem))
+        if len(self.ranks) > known:
+            self._limit()
+            self.ranks = dict(sorted(self.ranks.items()))
+
+    def _limit(self) -> None:
+        most = min(_MOST_A_RANK, max(_LEAST_ROWS, _MOST_ROWS // max(1, len(self.ranks))))
+        for rank in self.ranks.values():
+            rank.rows.limit(most)
+            for series in rank.metrics.values():
+                series.limit(most)
+
+    # Lines ----------------------------------------------------------------------------------------------------------
+
+    def _parse(self, lines: Sequence[bytes]) -> list[Any]:
+        try:
+            found: list[Any] = json.loads(b"[" + b",".join(lines) + b"]")
+        except _WRONG:  # one of them: then each by itself
+            found = [value for line in lines if (value := self._parse_one(line)) is not None]
+        return found
+
+    def _parse_one(self, line: bytes) -> Any:
+        try:
+            return json.loads(line)
+        except _WRONG:
+            self.unreadable += 1
+            return None
+
+    def _take_events(self, lines: Sequence[bytes]) -> None:
+        for event in self._parse(lines):
+            if isinstance(event, dict) and isinstance(event.get("kind"), str) and _is_number(event.get("time")):
+                self.events.append(event)
+                if self._listener is not None:
+                    self._listener.take_event(event)
+            else:
+                self.unreadable += 1
+
+    def _take_lines(self, rank: RankLog, lines: Sequence[bytes]) -> None:
+        fresh = _Fresh()
+        parsed = self._parse(lines)
+        for line in parsed:
+            self._take_line(rank, fresh, line)
+        if self._listener is not None:
+            self._listener.take_lines(rank, parsed)
+        if fresh.rows:
+            rank.rows.add(fresh.rows)
+            rank.last_step = int(fresh.rows[-1][1])
+            ended = fresh.rows[-1][2] + fresh.rows[-1][3]
+            rank.last_time = rank.last_time if rank.last_time > ended else ended
+        for name, (how, values) in fresh.values.items():
+            if name not in rank.metrics:
+                if len(rank.metrics) >= _MOST_NAMES:
+                    self.unreadable += len(values)
+                    continue
+                rank.metrics[name] = Series(how, rank.rows.most)
+            rank.metrics[name].add(values)
+            if self.on_values is not None:
+                self.on_values(rank, name, how, values)
+
+    def _take_line(self, rank: RankLog, fresh: _Fresh, line: Any) -> None:
+        try:
+            kind = line[0]
+            if kind == "step":
+                fresh.rows.append(_read_step(line))
+            elif kind == "steps":
+                fresh.rows.append(_read_steps(line))
+            elif kind == "metrics":
+                _, step, at, found, how = line
+                for name, value in found.items():
+                    number = math.nan if value is None else float(value)
+                    fresh.values.setdefault(name, (str(how), []))[1].append((float(step), float(at), number))
+                rank.last_time = float(at)
+            else:
+                self._take_other(rank, line)
+        except _WRONG:
+            self.unreadable += 1
+
+    def _take_other(self, rank: RankLog, line: Sequence[Any]) -> None:
+        kind = line[0]
+        if kind == "header":
+            self._take_header(rank, dict(line[1]))
+        elif kind == "event":
+            _, name, step, at, found = line
+            rank.events.append({**found, "kind": str(name), "step": int(step), "time": float(at)})
+            rank.last_time = float(at)
+        elif kind == "tags":
+            rank.tag_sums[int(rank.header.get("pid", 0))] = {str(k): int(v) for k, v in line[1].items()}
+            rank.tags = _sum_dicts(rank.tag_sums.values())
+        elif kind == "data":
+            rank.data = dict(line[1])
+        elif kind == "span":
+            _, name, step, start, end = line
+            rank.spans.append((str(name), int(step), float(start), float(end)))
+        elif kind == "record":
+            _, op, tag, sent, channel, sequence, step, *times = line
+            start, last, end = (math.nan if t is None else float(t) for t in times)
+            rank.records.append(
+                (str(op), str(tag), int(sent), str(channel), int(sequence), int(step), start, last, end)
+            )
+        elif kind == "end":
+            rank.end = {**line[2], "time": float(line[1])}
+            rank.last_time = float(line[1])
+        else:
+            raise ValueError(kind)
+
+    def _take_header(self, rank: RankLog, header: dict[str, Any]) -> None:
+        _check_header(header)
+        rank.header, rank.end = header, None
+        rank.headers.append(header)
+        unix, boot = float(header.get("unix", math.nan)), str(header.get("boot", ""))
+        rank.offset = self._boots.setdefault(boot, unix) if boot else unix
+        if _is_number(header.get("time")):
+            rank.last_time = float(header["time"])
+        self._note_torch()
+
+    def _note_torch(self) -> None:
+        """The launcher does not know which torch its workers have."""
+        if isinstance(versions := self.run.get("versions"), dict) and "torch" in versions:
+            return
+        for rank in self.ranks.values():
+            if isinstance(found := rank.header.get("versions"), dict) and isinstance(self.run.get("versions"), dict):
+                self.run["versions"].setdefault("torch", found.get("torch"))
+                return
+
+    # What was read --------------------------------------------------------------------------------------------------
+
+    @property
+    def is_running(self) -> bool | None:
+        """Whether the run goes on; None: it was started on another machine, and has not written its end."""
+        return is_running(self.run) if self.run else None
+
+    @property
+    def missing(self) -> list[str]:
+        """What is not there, in words; empty for a run that is recorded from its beginning to its end."""
+        return list(self._find_missing())
+
+    def _find_missing(self) -> Iterator[str]:
+        if not self.run:
+            there = (self.folder / "run.json").exists()
+            yield f"what the run was: run.json {'cannot be read' if there else 'is not there'}"
+        elif self.run.get("format") != FORMAT:
+            yield f"some of it, perhaps: it is of format {self.run.get('format')}, and this version reads {FORMAT}"
+        over = self.is_running is not True
+        if self.run and over and self.run.get("ended") is None:
+            yield "its end: the launcher was killed, or its machine went down"
+        if not self.ranks:
+            yield "all steps: no worker wrote anything (a program that does not call un.parallel has none)"
+            return
+        workers = self.run.get("workers")
+        absent = [p for p in range(workers) if p not in self.ranks] if isinstance(workers, int) else []
+        if absent:
+            yield f"{_list_places(absent)}: nothing was written there"
+        headless = [p for p, rank in self.ranks.items() if not rank.header]
+        if headless:
+            yield f"the beginning of {_list_places(headless)}: no header"
+        if over and (cut := [p for p, rank in self.ranks.items() if rank.header and rank.end is None]):
+            yield f"the end of {_list_places(cut)}: killed, or cut off; up to the last half second is not there"
+        if self.unreadable:
+            yield f"{self.unreadable} line{'s' if self.unreadable > 1 else ''} that could not be read"
+
+    @property
+    def metric_names(self) -> list[str]:
+        """All metrics that some rank has logged, in the order of their first sight."""
+        return list(dict.fromkeys(name for rank in self.ranks.values() for name in rank.metrics))
+
+    def join_metric(self, name: str) -> Joined | None:
+        """A metric over the ranks that logged it: at each step of the one with most values, each rank's newest value
+        up to that step. None where it is each rank's own, or nobody logged it."""
+        found = [(rank, rank.metrics[name]) for rank in self.ranks.values() if name in rank.metrics]
+        found = [(rank, series) for rank, series in found if len(series)]
+        if not found or found[0][1].how == "rank":
+            return None
+        rank, longest = max(found, key=lambda pair: len(pair[1]))
+        how, steps = longest.how, longest.steps
+        columns = np.zeros((len(found), len(steps)))
+        known = np.zeros(columns.shape, dtype=bool)
+        for i, (_, series) in enumerate(found):
+            at = np.searchsorted(series.steps, steps, side="right") - 1
+            known[i] = at >= 0
+            columns[i, known[i]] = series.values[at[known[i]]]
+        return Joined(name, how, steps, longest.times + rank.offset, _join(columns, known, how), len(found))
+
+
+def _join(columns: Array, known: npt.NDArray[np.bool_], how: str) -> Array:
+    """Rows of values to one. What is not known does not count; a value that is not finite makes the result so."""
+    found: Array
+    if how == "min":
+        found = np.where(known, columns, np.inf).min(axis=0)
+    elif how == "max":
+        found = np.where(known, columns, -np.inf).max(axis=0)
+    else:
+        found = columns.sum(axis=0) / (1.0 if how == "sum" else known.sum(axis=0))
+    return found
+
+
+def _check_header(header: dict[str, Any]) -> None:
+    """Refuse one that others could not rely on."""
+    for name in ("rank", "size", "generation", "place", "hosts", "pid", "parameters"):
+        if not isinstance(header.get(name, 0), int):
+            raise TypeError(name)
+    if not isinstance(header.get("not_measured", []), list) or not isinstance(header.get("versions", {}), dict):
+        raise TypeError("not_measured and versions")
+
+
+def _read_step(line: Sequence[Any]) -> list[float]:
+    _, step, start, *sums = line
+    numbers = [float(n) for n in (step, step, start, *sums)]
+    return _checked([*numbers, numbers[3]])
+
+
+def _read_steps(line: Sequence[Any]) -> list[float]:
+    return _checked([float(n) for n in line[1:]])
+
+
+def _checked(numbers: list[float]) -> list[float]:
+    if len(numbers) != len(COLUMNS) or not all(map(math.isfinite, numbers)) or numbers[1] < numbers[0]:
+        raise ValueError(numbers)
+    return numbers
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _sum_dicts(many: Iterable[dict[str, int]]) -> dict[str, int]:
+    sums: dict[str, int] = {}
+    for one in many:
+        for name, value in one.items():
+            sums[name] = sums.get(name, 0) + value
+    return sums
+
+
+def _list_places(places: Sequence[int]) -> str:
+    """In words.
+
+    >>> _list_places([2]), _list_places([0, 1, 2, 5])
+    ('worker 2', 'workers 0-2, 5')
+    """
+    runs: list[list[int]] = []
+    for place in sorted(places):
+        if runs and place == runs[-1][1] + 1:
+            runs[-1][1] = place
+        else:
+            runs.append([place, place])
+    text = ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in runs[:12]) + (", ..." if len(runs) > 12 else "")
+    return f"worker{'s' if len(places) > 1 else ''} {text}"

@@ -1,0 +1,121 @@
+"""Who records this process's run: begun by `un.parallel` where the launcher, or the environment, asked for it.
+
+A worker of `unisono run` is told the folder. A program that was started in another way is recorded where UNISONO_RUNS
+says where: rank 0 makes the folder, and tells the others while they check that they train the same.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from unisono.runs.lines import find_lines
+from unisono.runs.recorder import Facts, Recorder
+from unisono.runtime import status
+from unisono.runtime.place import read_place
+from unisono.runtime.run_folder import FOLDER, FOLDER_ID, PLACE, RunFolder, find_runs_folder
+from unisono.world import World
+from unisono.world.rendezvous import find_joined, join
+
+__all__ = ["begin", "find_recorder", "needs_folder", "share_folder"]
+
+_feeding: subprocess.Popen[bytes] | None = None
+_made: RunFolder | None = None  # in rank 0 of a program that no launcher of ours started
+
+
+def needs_folder(world: World) -> bool:
+    """Whether the run is to be recorded, and nobody has made a folder for it: it is asked of all ranks together."""
+    if not _is_recordable(world) or FOLDER in os.environ or not os.environ.get(PLACE, "").strip():
+        return False
+    return find_runs_folder() is not None and not status.is_attached()
+
+
+def share_folder(world: World) -> None:
+    """Make the folder, and tell all ranks: every rank calls it."""
+    global _made
+    text = ""
+    if world.rank == 0:
+        program = [sys.argv[0] or "python", *sys.argv[1:]]
+        engine = (place := read_place()) and place.engine
+        _made = RunFolder.create(program, workers=world.size, command=["python", *program], engine=engine or "python")
+        text = "" if _made is None else str(_made.path)
+        hosts = list(dict.fromkeys(world.hosts))
+        if _made is not None:
+            _made.update(hosts=hosts)
+            _start_feeding(_made)
+    text = world.broadcast_object(text, 0) if world.size > 1 else text
+    if text and Path(text).is_dir():  # on a host that does not have it, ranks write nothing
+        os.environ[FOLDER] = text
+    elif not text:
+        os.environ[PLACE] = "off"
+
+
+def begin(world: World, facts: Facts) -> Recorder | None:
+    """Record what follows in this process, where somebody asked for it; the first model's training counts."""
+    recorder = find_recorder(world, facts)
+    if recorder is not None and not recorder.facts.strategy:
+        recorder.update(facts)
+    return recorder
+
+
+def find_recorder(world: World | None = None, facts: Facts | None = None) -> Recorder | None:
+    """This rank's recorder; made at the first call, None where nobody asked for one."""
+    world = world if world is not None else find_joined()
+    if world is None:
+        if FOLDER not in os.environ or ((place := read_place()) is not None and place.size > 1):
+            return None
+        world = join()
+    listener = world.ledger.listener
+    if isinstance(listener, Recorder):
+        return listener
+    if FOLDER not in os.environ or listener is not None or not _is_recordable(world):
+        return None
+    return _make(world, facts)
+
+
+def _make(world: World, facts: Facts | None) -> Recorder | None:
+    if FOLDER_ID in os.environ and not status.is_attached():  # a program that a worker started
+        return None
+    place = int(os.environ.get("UNISONO_PLACE") or os.environ.get("RANK") or world.rank)
+    lines = find_lines(place)
+    if lines is None:
+        return None
+    finish = _finish if _made is not None else None
+    recorder = Recorder(world, lines, facts, place=place, on_close=finish)
+    atexit.register(recorder.close)
+    return recorder
+
+
+def _start_feeding(made: RunFolder) -> None:
+    """Hand metrics on to what UNISONO_LOG names, as the launcher does."""
+    global _feeding
+    asked = os.environ.get("UNISONO_LOG", "").strip()
+    if not asked:
+        return
+    from unisono.runs.feeding import start_feeding
+    from unisono.runs.sinks import read_asked
+
+    try:
+        read_asked(asked)
+    except ValueError as error:
+        print(f"unisono: UNISONO_LOG: {error}; training goes on", file=sys.stderr)
+        return
+    _feeding = start_feeding(made.path, asked)
+
+
+def _finish(outcome: str) -> None:
+    assert _made is not None
+    _made.finish(outcome, exit_status=0 if outcome == "ok" else 1)
+    if _feeding is not None:
+        from unisono.runs.feeding import stop_feeding
+
+        stop_feeding(_feeding)
+
+
+def _is_recordable(world: World) -> bool:
+    """Whether it is the world of this process: not one of threads, nor a simulated one."""
+    joined = find_joined(of_process=True)
+    return joined is not None and joined.ledger is world.ledger

@@ -268,6 +268,17 @@ def test_parameters_on_disk_leave_only_units_on_the_device() -> None:
     assert found.disk == 12 * T // 4  # what computes is made from the master
 
 
+def test_a_shared_model_is_there_once_a_host() -> None:
+    """Eight workers on two hosts: each has a gradient, and a quarter of parameters and state."""
+    found, whole = (compute_need(FACTS, Setting(name), 8, per_host=4) for name in ("shared", "allreduce"))
+    assert found.gradients == whole.gradients == FACTS.trainable_bytes
+    assert found.parameters == pytest.approx(whole.parameters / 4, abs=1)
+    assert found.optimizer - FACTS.state_other_bytes == pytest.approx(FACTS.state_bytes / 4, abs=1)
+    assert compute_need(FACTS, Setting("shared", accumulate=2), 8).gradients == 2 * found.gradients
+    assert [s.spec for s in list_settings(4, device_is_host=True)][:2] == ["shared", "allreduce"]
+    assert "shared" not in [s.spec for s in list_settings(4, device_is_host=False)]
+
+
 def test_16_bit_moments_halve_the_moments() -> None:
     full, half = (compute_need(FACTS, Setting("zero", 2, "bf16", "disk", moments=m), 4).disk for m in MOMENTS)
     assert full - half == 2 * 2 * T // 4

@@ -72,6 +72,7 @@ def test_parameters_move_in_with_the_first_ranks_values_and_out_again() -> None:
     run_threads(work, 2)
 
 
+@pytest.mark.filterwarnings("ignore:ranks make one collective at different places")  # said beside it
 def test_ranks_that_come_for_different_things_are_named() -> None:
     def work(world: World) -> None:
         HostMemory(world, "some").meet("a step" if world.rank else "a backward pass")

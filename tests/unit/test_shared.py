@@ -482,6 +482,7 @@ def test_values_that_differ_between_ranks_are_named() -> None:
         run_threads(work, 2)
 
 
+@pytest.mark.filterwarnings("ignore:ranks make one collective at different places")  # said beside it
 def test_a_rank_that_does_not_step_is_named() -> None:
     def work(world: World) -> None:
         model, optimizer, _ = started(world, sgd)

@@ -35,6 +35,11 @@ class Mean(NamedTuple):
         """Whether it can be read as it is in the line of the host's first rank."""
         return self.own is None and self.is_taken and not self.is_cleared and not self.changes
 
+    @property
+    def is_untouched(self) -> bool:
+        """Whether it is still to be taken, and nothing was done to it."""
+        return self.own is None and not self.is_taken and not self.is_cleared and not self.changes
+
     def take(self, out: Tensor, ranks: Sequence[Tensor]) -> None:
         """Write it into `out`, with all changes done; `ranks`: the same elements of every rank's line."""
         if self.is_cleared:

@@ -12,7 +12,7 @@ was: if a rank is lost in its step, another goes on from there, since all gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from unisono.offload.fused import call_kernel
+from unisono.offload.fused import ADAGRAD, call_kernel
 from unisono.offload.optimizers import KernelCall, Rule, Scalars, Settings, read_settings
 from unisono.strategies._host_memory import HostMemory
 from unisono.strategies.shared.gradients import Mean, Place, do_changes
 from unisono.strategies.shared.lines import Line, Piece, cut_tiles
 from unisono.strategies.shared.state import Age, Held, HostState
+from unisono.world.transports.arithmetic import combine
 
 TILE_BYTES = 512 << 10  # of parameters, at a time: with gradient and state it stays in the cache
 OWN_TILE_BYTES = 4 << 20  # where the optimizer's own code steps it: a call costs more
@@ -168,6 +169,10 @@ class HostStep:
         mark, tiles = self._marks[rank], self._tiles(plan, rank)
         mark[_DONE], mark[_AT_WORK] = begin, 0
         mark[_STEP] = plan.number
+        if self._kept is None and in_the_middle is None:
+            for i, course, some in self._batches(plan, tiles):
+                self._step_batch(plan, i, course, some)
+            begin = len(tiles)
         for number, (i, tile) in enumerate(tiles[begin:], begin):
             course = plan.by_slot[i][tile.slot]
             if self._kept is not None:
@@ -181,6 +186,47 @@ class HostStep:
             mark[_DONE] = number + 1
         mark[_DONE], mark[_AT_WORK] = len(tiles), 0
         mark[_ENDED] = plan.number
+
+    def _batches(self, plan: Plan, tiles: Sequence[tuple[int, Piece]]) -> Iterator[tuple[int, Course, list[Piece]]]:
+        """Tiles that one call steps: of parameters that are stepped alike and lie close to each other. Where tensors
+        are small, calls take longer than what they do."""
+        some: list[Piece] = []
+        for number, (i, tile) in enumerate(tiles):
+            course = plan.by_slot[i][tile.slot]
+            some.append(tile)
+            after = tiles[number + 1] if number + 1 < len(tiles) else None
+            room = TILE_BYTES // self.lines[i].dtype.itemsize
+            if (
+                after is None
+                or course.kernel is None
+                or course.kernel.kind == ADAGRAD  # its kernel takes one tensor here
+                or plan.by_slot[after[0]].get(after[1].slot) is not course
+                or after[1].stop - some[0].start > room
+            ):
+                yield i, course, some
+                some = []
+
+    def _step_batch(self, plan: Plan, i: int, course: Course, tiles: Sequence[Piece]) -> None:
+        line, means = self.lines[i], [plan.means[i][tile.slot] for tile in tiles]
+        first, last = tiles[0].start, tiles[-1].stop
+        if len(tiles) > 1 and not plan.scale and all(mean.lies_ready for mean in means):
+            gradient = line.gradients[0][first:last]
+        elif len(tiles) > 1 and not plan.scale and all(mean.is_untouched for mean in means):
+            gradient = self._buffers[i][: last - first]
+            combine([ranks[first:last] for ranks in line.gradients], "mean", gradient)
+        else:
+            for tile in tiles:
+                self._step_tile(plan, i, course, tile)
+            return
+        values = [line.values[start:stop] for _, start, stop in tiles]
+        gradients = [gradient[start - first : stop - first] for _, start, stop in tiles]
+        states = [self.state.tiles(line, course.keys, start, stop) for _, start, stop in tiles]
+        if course.is_fresh:
+            for state in states:
+                for x, value in zip(state, course.first, strict=True):
+                    x.fill_(value)
+        lines = dict(zip(course.keys, map(list, zip(*states, strict=True)), strict=True))
+        course.rule.apply(course.settings, course.scalars, course.is_fresh, values, gradients, lines)
 
     def _step_half(self, plan: Plan, i: int, course: Course, tile: Piece) -> Piece:
         """Step the first half of a tile; gives the rest."""

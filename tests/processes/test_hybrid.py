@@ -1,0 +1,136 @@
+"""Meshes of real workers against one process in fp64: every axis, several methods on the data axis, checkpoints."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import hybrid_models as small
+import pytest
+import torch
+from torch import nn
+
+import unisono as un
+
+SPECS = {
+    "allreduce": "allreduce",
+    "powersgd": "powersgd(rank=1, min_saving=1.0)",
+    "local_sgd": "local_sgd(every=3, start=0)",
+    "zero": "zero",
+}
+
+
+@cache
+def expected(spec: str, tensor: int) -> dict[str, torch.Tensor]:
+    makers = {
+        "allreduce": lambda: small.train_alone(small.CLIP),
+        "powersgd": lambda: small.train_compressed(tensor),
+        "local_sgd": lambda: small.train_local(3),
+        "zero": lambda: small.train_alone(small.CLIP),
+    }
+    return dict(makers[spec]().state_dict())
+
+
+def train(
+    mesh: un.Mesh, spec: str, steps: range, *, clip: bool = True, load: str = "", save: str = "", **pipe_settings: Any
+) -> list[float]:
+    """Train on a mesh, every rank with another model at first; returns the losses."""
+    model = small.make(seed=mesh.world.rank)
+    x, _ = small.batch(0, mesh.place[0])
+    pipe = mesh.pipe(model, x[:2], small.loss, microbatches=2, **pipe_settings)
+    optimizer = small.optimizer(pipe.module)
+    replica = un.parallel(pipe.module, optimizer, spec, world=mesh.data)
+    if load:
+        un.load(load, replica)
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        losses.append(float(pipe.step(*small.batch(step, mesh.place[0]))))
+        if clip:
+            mesh.clip_grad_norm_(pipe.module.parameters(), small.CLIP)
+        optimizer.step()
+    if save:
+        un.save(save, replica)
+    replica.close()
+    return losses
+
+
+def run_methods(sizes: tuple[int, int, int], folder: str) -> dict[str, list[float]]:
+    """Every method on the data axis of one mesh; each ends in a checkpoint."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    mesh = un.mesh(data=sizes[0], tensor=sizes[1], pipeline=sizes[2])
+    return {
+        name: train(mesh, spec, range(small.STEPS), clip=name in ("allreduce", "zero"), save=f"{folder}/{name}")
+        for name, spec in SPECS.items()
+    }
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 1), (2, 2, 2)], ids=["2x2", "2x2x2"])
+def test_meshes_train_as_one_process_does(sizes: tuple[int, int, int], tmp_path: Path) -> None:
+    results = un.launch(run_methods, sizes[0] * sizes[1] * sizes[2], args=(sizes, str(tmp_path)), timeout_s=120)
+    for name in SPECS:
+        state = un.read_checkpoint(tmp_path / name)
+        assert state["step"] == small.STEPS
+        for key, value in expected(name, sizes[1]).items():
+            torch.testing.assert_close(state["model"][key], value, rtol=0, atol=1e-9, msg=lambda m, k=key: f"{k}: {m}")
+        assert len({tuple(one[name]) for one in results}) == 2, "one loss for each place on the data axis"
+
+
+def go_on(meshes: list[tuple[int, int, int]], spec: str, folder: str) -> int:
+    """A run that goes on from each mesh's checkpoint on the next mesh, a step each; every schedule in turn."""
+    torch.set_num_threads(1)
+    schedules = ["GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "1F1B"]
+    for step, sizes in enumerate(meshes):
+        mesh = un.mesh(data=sizes[0], tensor=sizes[1], pipeline=sizes[2])
+        train(mesh, spec, range(step, step + 1), load=folder if step else "", save=folder, schedule=schedules[step])
+    return step + 1
+
+
+@pytest.mark.parametrize("spec", ["allreduce", "zero(stage=3)"])
+def test_any_mesh_goes_on_from_any_other(spec: str, tmp_path: Path) -> None:
+    meshes = [(2, 2, 1), (2, 1, 2), (2, 1, 2), (2, 2, 1)] if spec == "allreduce" else [(2, 2, 1), (2, 2, 1), (2, 2, 1)]
+    [steps, *_] = un.launch(go_on, 4, args=(meshes, spec, str(tmp_path)), timeout_s=120)
+    state = un.read_checkpoint(tmp_path)
+    model = small.make()
+    model.load_state_dict(state["model"])
+    for ours, reference in zip(model.parameters(), small.train_alone(small.CLIP, steps).parameters(), strict=True):
+        torch.testing.assert_close(ours, reference, rtol=0, atol=1e-9)
+    optimizer = small.optimizer(model)
+    optimizer.load_state_dict(state["optimizer"])  # numbered as plain PyTorch does
+    for param in model.parameters():
+        assert optimizer.state[param]["exp_avg"].shape == param.shape
+        assert float(optimizer.state[param]["step"]) == steps
+
+
+def refuse_and_agree() -> list[str]:
+    """What a rank alone must not decide: norms, and AMP's overflow."""
+    torch.set_num_threads(1)
+    mesh = un.mesh(tensor=2)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    mesh.parallelize(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    un.parallel(model, optimizer, "allreduce", world=mesh.data)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+    said = []
+    try:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    except RuntimeError as error:
+        said.append(str(error))
+    before = [p.detach().clone() for p in model.parameters()]
+    if mesh.place[1] == 1:  # one rank alone overflows
+        model[0].weight.to_local()  # what the module computes with is torch's
+        next(model.parameters()).grad[0, 0] = float("inf")
+    scaler.step(optimizer)
+    scaler.update()
+    same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    return [*said, str(same), str(scaler.get_scale())]
+
+
+def test_a_norm_of_a_part_is_refused_and_an_overflow_is_everyones() -> None:
+    for said in un.launch(refuse_and_agree, 2, timeout_s=60):
+        assert "mesh.clip_grad_norm_" in said[0]
+        assert said[1:] == ["True", "2.0"]

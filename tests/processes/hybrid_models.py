@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from unisono.reducers.powersgd import _draw_first_q
 
-RANKS, STEPS, WORDS, LENGTH, WIDTH = 2, 4, 12, 5, 8
+RANKS, STEPS, WORDS, LENGTH, WIDTH = 2, 3, 12, 5, 8
 RATE, CLIP = 0.02, 0.2
 
 
@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, blocks: int = 4) -> None:
+    def __init__(self, blocks: int = 2) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
         self.places = nn.Parameter(torch.randn(LENGTH, WIDTH) / 10)

@@ -17,7 +17,7 @@ import unisono as un
 SPECS = {
     "allreduce": "allreduce",
     "powersgd": "powersgd(rank=1, min_saving=1.0)",
-    "local_sgd": "local_sgd(every=3, start=0)",
+    "local_sgd": "local_sgd(every=2, start=0)",
     "zero": "zero",
 }
 
@@ -27,7 +27,7 @@ def expected(spec: str, tensor: int) -> dict[str, torch.Tensor]:
     makers = {
         "allreduce": lambda: small.train_alone(small.CLIP),
         "powersgd": lambda: small.train_compressed(tensor),
-        "local_sgd": lambda: small.train_local(3),
+        "local_sgd": lambda: small.train_local(2),
         "zero": lambda: small.train_alone(small.CLIP),
     }
     return dict(makers[spec]().state_dict())
@@ -75,7 +75,7 @@ def test_meshes_train_as_one_process_does(sizes: tuple[int, int, int], tmp_path:
         state = un.read_checkpoint(tmp_path / name)
         assert state["step"] == small.STEPS
         for key, value in expected(name, sizes[1]).items():
-            torch.testing.assert_close(state["model"][key], value, rtol=0, atol=1e-9, msg=lambda m, k=key: f"{k}: {m}")
+            torch.testing.assert_close(state["model"][key], value, rtol=0, atol=1e-9)
         assert len({tuple(one[name]) for one in results}) == 2, "one loss for each place on the data axis"
 
 
@@ -91,7 +91,7 @@ def go_on(meshes: list[tuple[int, int, int]], spec: str, folder: str) -> int:
 
 @pytest.mark.parametrize("spec", ["allreduce", "zero(stage=3)"])
 def test_any_mesh_goes_on_from_any_other(spec: str, tmp_path: Path) -> None:
-    meshes = [(2, 2, 1), (2, 1, 2), (2, 1, 2), (2, 2, 1)] if spec == "allreduce" else [(2, 2, 1), (2, 2, 1), (2, 2, 1)]
+    meshes = [(2, 1, 2), (2, 2, 1)] if spec == "zero(stage=3)" else [(2, 2, 1), (2, 1, 2), (2, 1, 2), (2, 2, 1)]
     [steps, *_] = un.launch(go_on, 4, args=(meshes, spec, str(tmp_path)), timeout_s=120)
     state = un.read_checkpoint(tmp_path)
     model = small.make()

@@ -35,7 +35,7 @@ LAYERS = [
     "reducer",
     "reducers exchange offload checkpoint data spec batch_norm",
     "strategy",
-    "strategies",
+    "strategies hybrid",
     "launchers progress footprint",
     "lab",
     "planner",

@@ -134,6 +134,9 @@ class Mesh:
             assert self.tensor is not None
             parallelize_module(model, self.tensor, here)
         localise(model)
+        for layer in model.modules():
+            if isinstance(layer, nn.TransformerEncoderLayer):
+                layer.activation_relu_or_gelu = 0  # torch's shortcut for inference takes no split weights
         return model
 
     def _stage_world(self) -> World:

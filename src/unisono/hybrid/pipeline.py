@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,10 +101,9 @@ class Pipeline:
         if replica is None or replica.is_closed:
             losses = self._run(args, targets)
         else:
-            for hook in list(self.module._forward_pre_hooks.values()) if len(self._stages) > 1 else []:
-                hook(self.module, ())
+            run = partial(self._run, args, targets)
             with replica.one_pass():
-                losses = self._run(args, targets)
+                losses = self.module(run) if isinstance(self.module, _Held) else run()
         mean = torch.stack([x.detach() for x in losses]).sum() / scale if losses else torch.zeros(())
         return self._share_loss(mean)
 
@@ -214,9 +214,17 @@ def _list_stages(kind: str, place: int, ranks: int, per_rank: int) -> list[int]:
     return [place + ranks * turn for turn in range(per_rank)]
 
 
+class _Held(nn.Module):
+    """Several stages' parts; its forward is a step of the schedule, for those that watch the model's forward."""
+
+    def forward(self, run: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Run the step."""
+        return run()
+
+
 def _hold(parts: list[Any]) -> nn.Module:
     """A module that has all that several stages have, under the model's names."""
-    held = nn.Module()
+    held = _Held()
     for part in parts:
         for node in part.graph.nodes:
             if node.op in ("call_module", "get_attr"):

@@ -55,7 +55,21 @@ def split_stages(
         )
     cuts = cut_evenly(seconds, stages, allowed)
     bounds = [0, *cuts, len(steps)]
-    return [_make_stage(model, graph, steps, a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    made = [_make_stage(model, graph, steps, a, b, measured) for a, b in zip(bounds, bounds[1:], strict=False)]
+    _refuse_shared(made)
+    return made
+
+
+def _refuse_shared(stages: Sequence[nn.Module]) -> None:
+    """Refuse a parameter that two stages use: each would have a gradient of its own."""
+    seen: dict[nn.Parameter, int] = {}
+    for number, stage in enumerate(stages):
+        for name, param in stage.named_parameters():
+            if seen.setdefault(param, number) != number:
+                raise ValueError(
+                    f"{name!r} would be in stages {seen[param]} and {number}, each with a gradient of its own: do not "
+                    "share it between layers that far apart, or take fewer stages"
+                )
 
 
 class _Tracer(fx.Tracer):
@@ -98,8 +112,9 @@ class _Measuring(fx.Interpreter):
         super().__init__(module)
         self.seconds: dict[fx.Node, float] = {}
         self.values: dict[fx.Node, Any] = {}
+        self.fixed: set[fx.Node] = set()  # whose value depends on the shapes of the inputs alone
         states = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):  # dropout, say
             for _ in range(_RUNS):
                 self.run(*args)
         with torch.no_grad():
@@ -107,9 +122,20 @@ class _Measuring(fx.Interpreter):
                 buffer.copy_(states[name])
 
     def run_node(self, n: fx.Node) -> Any:
+        value, before = self._run_node(n), self.values.get(n)
+        asked = n.target is getattr or (n.op == "call_method" and n.target in ("size", "dim", "numel"))
+        inputs = n.all_input_nodes
+        if n.op in ("call_function", "call_method") and (asked or all(x in self.fixed for x in inputs)):
+            if before is None or _is_same(before, value):
+                self.fixed.add(n)
+            else:  # drawn anew each time
+                self.fixed.discard(n)
+        self.values[n] = value
+        return value
+
+    def _run_node(self, n: fx.Node) -> Any:
         if n.op in ("placeholder", "output", "get_attr"):
-            self.values[n] = value = super().run_node(n)
-            return value
+            return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         args = fx.node.map_aggregate(args, _detach)  # type: ignore[assignment]
         start = time.perf_counter()
@@ -121,8 +147,11 @@ class _Measuring(fx.Interpreter):
             torch.autograd.grad(value.sum(), wanted, retain_graph=True, allow_unused=True)
         seconds = time.perf_counter() - start
         self.seconds[n] = min(seconds, self.seconds.get(n, seconds))
-        self.values[n] = value
         return value
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return bool(torch.equal(a, b)) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
 
 
 def _detach(x: Any) -> Any:
@@ -134,17 +163,19 @@ def _detach(x: Any) -> Any:
 def _can_cut(graph: fx.Graph, steps: Sequence[fx.Node], at: int, measured: _Measuring) -> bool:
     """Whether what steps from `at` on need of earlier ones are tensors with gradients (inputs of the model go to the
     first stage alone)."""
-    live = _find_live(graph, steps, at)
+    live = _find_live(graph, steps, at, measured)
     values = [measured.values[node] for node in live]
     inputs = any(node.op == "placeholder" for node in live)
     return not inputs and all(isinstance(x, Tensor) and x.requires_grad for x in values)
 
 
-def _find_live(graph: fx.Graph, steps: Sequence[fx.Node], at: int) -> list[fx.Node]:
-    """What was made before step `at` and is needed from it on; parameters are not handed over."""
+def _find_live(graph: fx.Graph, steps: Sequence[fx.Node], at: int, measured: _Measuring) -> list[fx.Node]:
+    """What was made before step `at` and is needed from it on; parameters, and what depends on shapes alone (a mask,
+    say), are not handed over."""
     later = set(steps[at:]) | {node for node in graph.nodes if node.op == "output"}
     made = [node for node in graph.nodes if node.op == "placeholder"] + list(steps[:at])
-    return [node for node in made if any(user in later for user in node.users)]
+    later -= measured.fixed
+    return [node for node in made if node not in measured.fixed and any(user in later for user in node.users)]
 
 
 def cut_evenly(costs: Sequence[float], parts: int, allowed: Sequence[int] | None = None) -> list[int]:
@@ -177,22 +208,45 @@ def cut_evenly(costs: Sequence[float], parts: int, allowed: Sequence[int] | None
     return cuts[::-1]
 
 
-def _make_stage(model: nn.Module, graph: fx.Graph, steps: Sequence[fx.Node], start: int, stop: int) -> fx.GraphModule:
+def _make_stage(
+    model: nn.Module, graph: fx.Graph, steps: Sequence[fx.Node], start: int, stop: int, measured: _Measuring
+) -> fx.GraphModule:
     """The steps from `start` to `stop` as a module with the model's names."""
     made, copies = fx.Graph(), {}  # type: tuple[fx.Graph, dict[fx.Node, fx.Node]]
-    given = _find_live(graph, steps, start) if start else [n for n in graph.nodes if n.op == "placeholder"]
+    constants: dict[str, Tensor] = {}
+    given = _find_live(graph, steps, start, measured) if start else [n for n in graph.nodes if n.op == "placeholder"]
     for node in given:
         copies[node] = made.placeholder(node.name)
+
+    def find(node: fx.Node) -> Any:
+        if node in copies:
+            return copies[node]
+        if node.op == "get_attr":
+            copies[node] = made.node_copy(node)
+        elif isinstance(value := measured.values[node], Tensor):
+            constants[f"constant_{node.name}"] = value.detach()
+            copies[node] = made.get_attr(f"constant_{node.name}")
+        else:
+            return value
+        return copies[node]
+
     for node in steps[start:stop]:
+        if start and node in measured.fixed:
+            continue  # it may need what only the first stage has
         for needed in node.all_input_nodes:
-            if needed not in copies and needed.op == "get_attr":
-                copies[needed] = made.node_copy(needed)
-        copies[node] = made.node_copy(node, lambda n: copies[n])
+            find(needed)  # before it, in the order of the graph
+        copies[node] = made.node_copy(node, find)
     if stop < len(steps):
-        out: Any = tuple(copies[node] for node in _find_live(graph, steps, stop))
+        out: Any = tuple(copies[node] for node in _find_live(graph, steps, stop, measured))
         made.output(out[0] if len(out) == 1 else out)
     else:
         end = next(node for node in graph.nodes if node.op == "output")
-        made.output(fx.node.map_arg(end.args[0], lambda n: copies[n]))
+        made.output(fx.node.map_arg(end.args[0], find))
+    for name, value in constants.items():
+        model.register_buffer(name, value, persistent=False)
+    stage = fx.GraphModule(model, made)
+    for name, value in constants.items():
+        delattr(model, name)
+        stage.register_buffer(name, value, persistent=False)
     made.lint()
-    return fx.GraphModule(model, made)
+    return stage

@@ -36,7 +36,7 @@ def choose_sizes(ranks: int, *, data: int | None, tensor: int | None, pipeline: 
         given[rest[0]] = ranks // product
     elif rest or product != ranks:
         shown = " × ".join(f"{name}={size}" for name, size in given.items() if size != 1) or "data=1"
-        wrong = f"do not divide {ranks} ranks" if rest else f"{'is' if product == 1 else 'are'} {product}, not {ranks}"
+        wrong = f"does not divide {ranks} ranks" if rest else f"makes {product} rank(s), not {ranks}"
         raise ValueError(f"{shown} {wrong}. What would fit: {_suggest(ranks, given)}")
     return given["data"], given["tensor"], given["pipeline"]
 

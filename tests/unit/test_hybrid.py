@@ -11,9 +11,12 @@ from torch import Tensor, nn
 
 import unisono as un
 from unisono.checkpoint.slices import Piece, Stored
+from unisono.costs import Link, Network, Operation
 from unisono.hybrid.factors import choose_sizes, list_fitting
 from unisono.hybrid.saving import cut_stored, spread_piece
 from unisono.hybrid.stages import cut_evenly
+from unisono.planner.measured import Measured
+from unisono.planner.meshes import advise_mesh, estimate_meshes
 from unisono.world.ledger import Ledger
 
 # Sizes ----------------------------------------------------------------------------------------------------------
@@ -280,3 +283,37 @@ def test_a_bubble_is_part_of_compute() -> None:
     [row] = ledger.rows
     assert (row.bubble, row.compute) == (1.5, 8.5)
     assert ledger.totals().bubble == 1.5
+
+
+# Memory, and when a mesh is worth trying -------------------------------------------------------------------------
+
+
+def test_memory_of_a_mesh_is_that_of_a_ranks_part() -> None:
+    with torch.device("meta"):
+        layers = [nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)) for _ in range(4)]
+        model = nn.Sequential(*layers)
+    there = {"device_memory": "1GiB", "host_memory": "1GiB", "disk": "1GiB"}
+    whole = un.memory(model, workers=8, **there).need("allreduce")
+    part = un.memory(model, workers=8, tensor=2, pipeline=2, **there)
+    weights = sum(p.numel() for p in model.parameters()) * 4
+    biases = 4 * 64 * 4  # of the second layers: added once
+    assert whole.parameters == weights
+    assert part.need("allreduce").parameters == pytest.approx(((weights - biases) / 2 + biases) / 2, rel=1e-6)
+    assert part.replicas == 2
+    assert "data=2, tensor=2, pipeline=2" in str(part)
+    with pytest.raises(ValueError, match="tensor=3 does not divide 8"):
+        un.memory(model, workers=8, tensor=3, **there)
+
+
+def test_a_mesh_is_proposed_where_exchange_takes_most_of_a_step_and_not_elsewhere() -> None:
+    slow = Network(8, 1, Link(1e-4, 1e8))
+    measured = Measured(8, ["a"] * 8, "allreduce", 10**7, 4 * 10**7, compute_s=0.1, network=slow)
+    step = 0.1 + slow.seconds(Operation("all_reduce", 4 * 10**7))
+    said = advise_mesh(measured, step, step - 0.1)
+    fastest = min(estimate_meshes(8, 0.1, 4 * 10**7, slow), key=lambda mesh: mesh.seconds)
+    assert f"un.mesh(pipeline={fastest.pipeline})" in said[0]
+    assert "Not known" in said[-1]
+    assert fastest.bubble == pytest.approx((fastest.pipeline - 1) / (8 + fastest.pipeline - 1))
+    assert advise_mesh(measured, 0.11, 0.01) == []
+    measured.settings = ["zero(stage=3)"]
+    assert "un.mesh(pipeline=2) holds 50%" in advise_mesh(measured, 0.11, 0.01)[0]

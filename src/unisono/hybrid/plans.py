@@ -49,13 +49,14 @@ def tensor_plan(model: nn.Module, *, ranks: int = 2) -> TensorPlan:
     """
     plan = TensorPlan()
     tied = _find_tied(model)
+    tried: dict[Any, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, _ENCODERS):
             _plan_encoder(plan, name, module, ranks, tied)
         elif isinstance(module, nn.MultiheadAttention):
             plan.reasons[name] = "torch keeps query, key and value in one parameter: it stays whole"
         else:
-            _plan_pairs(plan, name, module, ranks, tied)
+            _plan_pairs(plan, name, module, ranks, tied, tried)
     for name, module in model.named_modules():
         if name not in plan.reasons and isinstance(module, nn.Embedding):
             _plan_embedding(plan, name, module, ranks, tied)
@@ -83,7 +84,9 @@ def _plan_encoder(plan: TensorPlan, name: str, layer: Any, ranks: int, tied: set
     _add_pair(plan, [first], last, f"its parts go into {last}: torch's own transformer layer")
 
 
-def _plan_pairs(plan: TensorPlan, name: str, module: nn.Module, ranks: int, tied: set[Tensor]) -> None:
+def _plan_pairs(
+    plan: TensorPlan, name: str, module: nn.Module, ranks: int, tied: set[Tensor], tried: dict[Any, str]
+) -> None:
     for firsts, last in _find_pairs(module):
         names, end = [_join(name, n) for n in firsts], _join(name, last)
         layers = [module.get_submodule(n) for n in (*firsts, last)]
@@ -94,7 +97,7 @@ def _plan_pairs(plan: TensorPlan, name: str, module: nn.Module, ranks: int, tied
             plan.reasons[end] = f"its {width} inputs do not divide by {ranks} ranks"
         elif _is_tied(layers, tied):
             plan.reasons[end] = "its parameters are shared with another module: torch would split each by itself"
-        elif problem := _try_pair(module, firsts, last, ranks):
+        elif problem := _try_once(tried, module, firsts, last, ranks):
             plan.reasons[end] = problem
         else:
             _add_pair(plan, names, end, f"its parts go into {end}, tried on {ranks} ranks")
@@ -118,6 +121,17 @@ def _find_pairs(module: nn.Module) -> Iterator[tuple[list[str], str]]:
         yield firsts, last
 
 
+def _try_once(
+    tried: dict[Any, str], module: nn.Module, firsts: Sequence[str], last: str, ranks: int
+) -> str:
+    """What `_try_pair` says; of modules of one class with the same settings, the first is tried."""
+    plain = {k: v for k, v in vars(module).items() if isinstance(v, bool | int | float | str | tuple)}
+    key = (type(module), repr(module), repr(plain), tuple(firsts), last)
+    if key not in tried:
+        tried[key] = _try_pair(module, firsts, last, ranks)
+    return tried[key]
+
+
 @torch.no_grad()
 def _try_pair(module: nn.Module, firsts: Sequence[str], last: str, ranks: int) -> str:
     """Run the module's forward on each part; says what is wrong, or nothing."""
@@ -127,7 +141,7 @@ def _try_pair(module: nn.Module, firsts: Sequence[str], last: str, ranks: int) -
         module = nn.Sequential()
         for name, child in children[places[0] : places[-1] + 1]:
             module.add_module(name, child)
-    whole = copy.deepcopy(module).to("cpu", torch.float64).eval()
+    whole = _make_trial(module)
     width: int = whole.get_submodule(firsts[0]).in_features  # type: ignore[assignment]
     x = torch.randn(2, 3, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     parts = []
@@ -149,6 +163,16 @@ def _try_pair(module: nn.Module, firsts: Sequence[str], last: str, ranks: int) -
     if total.shape != wanted.shape or not torch.allclose(total, wanted, atol=1e-9):
         return f"stays whole: on parts of {', '.join(firsts)}, forward does not add up to the whole (heads as -1?)"
     return ""
+
+
+def _make_trial(module: nn.Module) -> nn.Module:
+    """A copy in fp64; one on the meta device with values of its own, as any will do."""
+    made = copy.deepcopy(module).eval()
+    if any(x.is_meta for x in (*made.parameters(), *made.buffers())):
+        made = made.to_empty(device="cpu")
+        for x in made.state_dict().values():
+            x.normal_(0.0, 0.1) if x.is_floating_point() else x.zero_()
+    return made.to("cpu", torch.float64)
 
 
 def _first(output: Any) -> Tensor:

@@ -1,9 +1,9 @@
 """How long the stages of a pipeline stand still, against the formula: (p - 1) / (m + p - 1) of a step.
 
-Keys: bubble_S_P for schedule S (gpipe, 1f1b) on P stages of equal cost and M microbatches: the part of a step in which a
-stage computes nothing, the mean over the stages, the median over the steps. bubble_error_P: how far that of 1f1b is from
-the formula, as a part of it. bubble_1f1b_slept_P: stages that sleep instead of computing, so that a busy machine says
-little. Each stage has one thread: run it on a machine with a core for each, and nothing else.
+Keys: bubble_S_P for schedule S (gpipe, 1f1b) on P stages of equal cost and M microbatches: the part of a step in which
+a stage computes nothing, the mean over the stages, the median over the steps. bubble_error_P: how far that of 1f1b is
+from the formula, as a part of it. bubble_1f1b_slept_P: stages that sleep instead of computing, so that a busy machine
+says little. Each stage has one thread: run it on a machine with a core for each, and nothing else.
 """
 
 from __future__ import annotations

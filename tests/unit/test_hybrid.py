@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,7 @@ from unisono.world.ledger import Ledger
 
 
 @pytest.mark.parametrize(
-    "asked, sizes",
+    ("asked", "sizes"),
     [
         ({"data": 2, "tensor": 2, "pipeline": 2}, (2, 2, 2)),
         ({"tensor": 2}, (4, 2, 1)),
@@ -37,10 +38,13 @@ def test_an_axis_may_have_what_remains(asked: dict[str, int], sizes: tuple[int, 
 
 
 @pytest.mark.parametrize(
-    "asked, said",
+    ("asked", "said"),
     [
         ({"tensor": 3}, "tensor=3 does not divide 8 ranks. What would fit: data=2, tensor=4, pipeline=1; "),
-        ({"data": 3, "tensor": 2}, "data=3 × tensor=2 makes 6 rank(s), not 8. What would fit: data=4, tensor=2, pipeline=1; "),
+        (
+            {"data": 3, "tensor": 2},
+            "data=3 × tensor=2 makes 6 rank(s), not 8. What would fit: data=4, tensor=2, pipeline=1; ",
+        ),
         ({"data": 2, "tensor": 2}, "data=2 × tensor=2 makes 4 rank(s), not 8"),
         ({"data": -1, "tensor": -1}, "only one axis"),
         ({"tensor": 0}, "tensor=0: expected a number of ranks from 1 on"),
@@ -48,9 +52,8 @@ def test_an_axis_may_have_what_remains(asked: dict[str, int], sizes: tuple[int, 
     ],
 )
 def test_a_bad_mesh_is_refused_with_what_would_fit(asked: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match="(?s).*") as caught:
+    with pytest.raises(ValueError, match=re.escape(said)):
         choose_sizes(8, **{"data": None, "tensor": None, "pipeline": None, **asked})
-    assert said in str(caught.value)
 
 
 def test_all_fitting_meshes_are_found() -> None:
@@ -70,7 +73,9 @@ def test_one_process_is_a_mesh_of_ones() -> None:
 # A data axis of threads: microbatches and accumulation ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", ["allreduce", "zero(stage=1)", "zero(stage=2)", "zero(stage=3)", "local_sgd(start=99)"])
+@pytest.mark.parametrize(
+    "spec", ["allreduce", "zero(stage=1)", "zero(stage=2)", "zero(stage=3)", "local_sgd(start=99)"]
+)
 def test_microbatches_are_one_pass_of_the_window(spec: str) -> None:
     clips = not spec.startswith("local")  # there gradients are each rank's own; the mean of models is that of steps
     data = torch.randn(4, 8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -171,9 +176,7 @@ def test_what_does_not_add_up_stays_whole() -> None:
     tied = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     tied[2].weight = tied[0].weight
     uneven = nn.Sequential(nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 8))
-    plan = un.tensor_plan(
-        nn.ModuleDict({"a": _Attention(False), "between": between, "tied": tied, "uneven": uneven})
-    )
+    plan = un.tensor_plan(nn.ModuleDict({"a": _Attention(False), "between": between, "tied": tied, "uneven": uneven}))
     assert dict(plan) == {}
     assert "does not add up" in plan.reasons["a.out"]
     assert "shared" in plan.reasons["tied.2"]

@@ -47,8 +47,8 @@ def memory(
         loss: `loss(output, target)`; of a dict, `loss(output, batch)`. Without it, the output's own `loss` or the sum.
         workers: how many in all.
         workers_per_host: how many share a host's memory and disk; by default all.
-        tensor, pipeline: of a mesh (`un.mesh`); the data axis has the workers that remain. `batch` is that of a place on
-            the data axis, which the pipeline takes in `microbatches`.
+        tensor, pipeline: of a mesh (`un.mesh`); the data axis has the workers that remain. `batch` is that of a place
+            on the data axis, which the pipeline takes in `microbatches`.
         device_memory, host_memory, disk: what there is, as "24GiB" or a number of bytes; `disk` may also be a folder,
             whose free space counts. By default this machine's; without a GPU and `device_memory`, the workers compute
             in the host's memory.

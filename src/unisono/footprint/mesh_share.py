@@ -32,7 +32,9 @@ def share_facts(
             f"divided by {tensor})"
         )
     if pipeline > 1:
-        notes.append(f"stages that differ: each counts a {_ordinal(pipeline)} of the model, of {microbatches} microbatches")
+        notes.append(
+            f"stages that differ: each counts a {_ordinal(pipeline)} of the model, of {microbatches} microbatches"
+        )
     scaled = {
         name: round(getattr(facts, name) * part)
         for name in (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unisono.hybrid.mesh import Mesh, mesh
+from unisono.hybrid.axes import Mesh, mesh
 from unisono.hybrid.pipeline import Pipeline
 from unisono.hybrid.plans import TensorPlan, tensor_plan
 from unisono.hybrid.stages import split_stages

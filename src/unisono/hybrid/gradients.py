@@ -13,7 +13,7 @@ from torch import Tensor
 from unisono.hybrid.local_tensors import find_split
 
 if TYPE_CHECKING:
-    from unisono.hybrid.mesh import Mesh
+    from unisono.hybrid.axes import Mesh
     from unisono.strategy import Replica
 
 __all__ = ["MeshGradient", "clip_gradients", "mark_gradients"]
@@ -78,4 +78,3 @@ def clip_gradients(mesh: Mesh, params: Sequence[Tensor], max_norm: float, order:
         assert param.grad is not None
         param.grad.mul_(factor.to(param.grad.dtype))
     return total
-

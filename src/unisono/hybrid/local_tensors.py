@@ -71,9 +71,11 @@ def localise(model: nn.Module, optimizer: Optimizer | None = None) -> None:
                     parts[whole] = _make_part(whole)
                 module._parameters[name] = parts[whole]
                 module.__class__ = _expose(type(module), name)
-    for group in optimizer.param_groups if optimizer is not None and parts else ():
+    if optimizer is None:
+        return
+    for group in optimizer.param_groups:
         group["params"] = [parts.get(p, p) for p in group["params"]]
-    for whole, part in parts.items() if optimizer is not None else ():
+    for whole, part in parts.items():
         if whole in optimizer.state:
             state = optimizer.state.pop(whole)
             optimizer.state[part] = {k: x.to_local() if isinstance(x, DTensor) else x for k, x in state.items()}

@@ -15,7 +15,7 @@ from unisono.hybrid.stages import split_stages
 from unisono.strategy import Replica, share
 
 if TYPE_CHECKING:
-    from unisono.hybrid.mesh import Mesh
+    from unisono.hybrid.axes import Mesh
 
 __all__ = ["Bubble", "Pipeline"]
 
@@ -110,8 +110,8 @@ class Pipeline:
     def _check_batch(self, first: Tensor) -> None:
         if len(first) % self.microbatches:
             raise ValueError(
-                f"a batch of {len(first)} samples in {self.microbatches} microbatches: they have to be of one size; give "
-                "a batch size that divides"
+                f"a batch of {len(first)} samples in {self.microbatches} microbatches: they have to be of one size; "
+                "give a batch size that divides"
             )
 
     def _run(self, args: tuple[Any, ...], targets: Tensor) -> list[Tensor]:
@@ -131,7 +131,7 @@ class Pipeline:
         losses = []
         for i, target in enumerate(targets.chunk(self.microbatches)):
             loss = self._mean_loss(self.module(*[x.chunk(self.microbatches)[i] for x in args]), target)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             losses.append(loss)
         return losses
 

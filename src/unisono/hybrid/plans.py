@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -89,8 +90,8 @@ def _plan_pairs(
 ) -> None:
     for firsts, last in _find_pairs(module):
         names, end = [_join(name, n) for n in firsts], _join(name, last)
-        layers = [module.get_submodule(n) for n in (*firsts, last)]
-        width = layers[-1].in_features
+        layers: list[Any] = [module.get_submodule(n) for n in (*firsts, last)]
+        width: int = layers[-1].in_features
         if any(n in plan for n in (*names, end)):
             continue
         if width % ranks:
@@ -108,7 +109,7 @@ def _find_pairs(module: nn.Module) -> Iterator[tuple[list[str], str]]:
     linears = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
     if isinstance(module, nn.Sequential):
         names = list(linears)
-        for one, two in zip(names, names[1:], strict=False):
+        for one, two in pairwise(names):
             if linears[one].out_features == linears[two].in_features:
                 yield [one], two
         return
@@ -121,9 +122,7 @@ def _find_pairs(module: nn.Module) -> Iterator[tuple[list[str], str]]:
         yield firsts, last
 
 
-def _try_once(
-    tried: dict[Any, str], module: nn.Module, firsts: Sequence[str], last: str, ranks: int
-) -> str:
+def _try_once(tried: dict[Any, str], module: nn.Module, firsts: Sequence[str], last: str, ranks: int) -> str:
     """What `_try_pair` says; of modules of one class with the same settings, the first is tried."""
     plain = {k: v for k, v in vars(module).items() if isinstance(v, bool | int | float | str | tuple)}
     key = (type(module), repr(module), repr(plain), tuple(firsts), last)
@@ -158,8 +157,8 @@ def _try_pair(module: nn.Module, firsts: Sequence[str], last: str, ranks: int) -
             f"stays whole: forward on a part of {', '.join(firsts)} failed ({type(error).__name__}: "
             f"{str(error).splitlines()[0][:80] if str(error) else ''})"
         )
-    bias = whole.get_submodule(last).bias
-    total = sum(parts) - (0 if bias is None else (ranks - 1) * bias)
+    bias: Any = whole.get_submodule(last).bias
+    total = torch.stack(parts).sum(0) - (0 if bias is None else (ranks - 1) * bias)
     if total.shape != wanted.shape or not torch.allclose(total, wanted, atol=1e-9):
         return f"stays whole: on parts of {', '.join(firsts)}, forward does not add up to the whole (heads as -1?)"
     return ""
@@ -203,7 +202,9 @@ def _plan_embedding(plan: TensorPlan, name: str, module: nn.Embedding, ranks: in
 
     if _is_tied([module], tied):
         plan.reasons[name] = "its parameter is shared with another module: torch would split each by itself"
-    elif module.num_embeddings % ranks or module.sparse or module.max_norm is not None or module.padding_idx is not None:
+    elif (
+        module.num_embeddings % ranks or module.sparse or module.max_norm is not None or module.padding_idx is not None
+    ):
         plan.reasons[name] = f"{module.num_embeddings} rows do not divide by {ranks} ranks, or rows are special"
     else:
         plan[name] = RowwiseParallel(input_layouts=Replicate())

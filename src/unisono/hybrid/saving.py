@@ -25,7 +25,7 @@ from unisono.strategy import Replica
 from unisono.world import World
 
 if TYPE_CHECKING:
-    from unisono.hybrid.mesh import Mesh
+    from unisono.hybrid.axes import Mesh
 
 __all__ = ["MeshState", "cut_stored", "spread_piece"]
 
@@ -202,7 +202,9 @@ class MeshState:
         mine = p == stage and (split is not None or t == 0)
         if isinstance(value, Tensor):
             mine &= d == 0
-            value = Piece.of(value.detach().reshape(-1), 0, shape=value.shape) if mine else Piece(value.shape, value.dtype)
+            value = (
+                Piece.of(value.detach().reshape(-1), 0, shape=value.shape) if mine else Piece(value.shape, value.dtype)
+            )
         held = value if mine else Piece(value.shape, value.dtype)
         return held if split is None else spread_piece(held, split)
 
@@ -215,7 +217,11 @@ class MeshState:
                 value = self._spread(value, self._find_split(name), self.mesh.place[2])
             elif isinstance(value, Tensor):
                 mine = self.mesh.place[1] == 0 and (name, key) in self._counted
-                value = Piece.of(value.detach().reshape(-1), 0, shape=value.shape) if mine else Piece(value.shape, value.dtype)
+                value = (
+                    Piece.of(value.detach().reshape(-1), 0, shape=value.shape)
+                    if mine
+                    else Piece(value.shape, value.dtype)
+                )
             state.setdefault(numbers[name], {})[key] = value
         groups = []
         for group, names in zip(self._parts["optimizer"]["param_groups"], self._groups, strict=True):
@@ -227,7 +233,9 @@ class MeshState:
     def load_sharded_state(self, whole: dict[str, Any], *, same_world: bool) -> None:
         """Take this rank's part of a whole model and optimizer."""
         values = self._model_values()
-        model = {name: self._cut(value, self._find_split(name)) for name, value in whole["model"].items() if name in values}
+        model = {
+            name: self._cut(value, self._find_split(name)) for name, value in whole["model"].items() if name in values
+        }
         optimizer = None if whole["optimizer"] is None else self._cut_optimizer(whole["optimizer"])
         if self.replica.sharded_state() is not None:
             self.replica.load_sharded_state({"model": model, "optimizer": optimizer}, same_world=same_world)

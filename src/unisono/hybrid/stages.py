@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -50,12 +51,12 @@ def split_stages(
     allowed = [i for i in range(1, len(steps)) if _can_cut(graph, steps, i, measured)]
     if len(allowed) < stages - 1:
         raise ValueError(
-            f"{stages} stages need {stages - 1} places to cut, and forward has {len(allowed)} where all that goes on are "
-            "tensors with gradients"
+            f"{stages} stages need {stages - 1} places to cut, and forward has {len(allowed)} where all that goes on "
+            "are tensors with gradients"
         )
     cuts = cut_evenly(seconds, stages, allowed)
     bounds = [0, *cuts, len(steps)]
-    made = [_make_stage(model, graph, steps, a, b, measured) for a, b in zip(bounds, bounds[1:], strict=False)]
+    made = [_make_stage(model, graph, steps, a, b, measured) for a, b in pairwise(bounds)]
     _refuse_shared(made)
     return made
 
@@ -137,12 +138,12 @@ class _Measuring(fx.Interpreter):
         if n.op in ("placeholder", "output", "get_attr"):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        args = fx.node.map_aggregate(args, _detach)  # type: ignore[assignment]
+        args = fx.node.map_aggregate(args, _detach)
         start = time.perf_counter()
         value = getattr(self, n.op)(n.target, args, kwargs)
         if isinstance(value, Tensor) and value.requires_grad:
             inputs = [x for x in [*args, *kwargs.values()] if isinstance(x, Tensor) and x.requires_grad]
-            params = list(self.fetch_attr(n.target).parameters()) if n.op == "call_module" else []  # type: ignore[arg-type]
+            params = list(self.fetch_attr(str(n.target)).parameters()) if n.op == "call_module" else []
             wanted = [x for x in (*inputs, *params) if x.requires_grad]
             torch.autograd.grad(value.sum(), wanted, retain_graph=True, allow_unused=True)
         seconds = time.perf_counter() - start

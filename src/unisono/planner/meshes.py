@@ -61,8 +61,8 @@ def advise_mesh(measured: Measured, best_s: float, exposed_s: float) -> list[str
     best = min(meshes, key=lambda mesh: mesh.seconds)
     if exposed_s > _DOMINATES * best_s and best.seconds < _FASTER * best_s:
         said.append(
-            f"Mesh: {exposed_s / best_s:.0%} of a step is exchange. un.mesh(pipeline={best.pipeline}) with {MICROBATCHES} "
-            f"microbatches would take about {best.seconds / best_s:.0%} of this step, {best.bubble:.0%} of it bubble: a "
-            f"worker exchanges the gradients of its stage alone, between {best.data}."
+            f"Mesh: {exposed_s / best_s:.0%} of a step is exchange. un.mesh(pipeline={best.pipeline}) with "
+            f"{MICROBATCHES} microbatches would take about {best.seconds / best_s:.0%} of this step, {best.bubble:.0%} "
+            f"of it bubble: a worker exchanges the gradients of its stage alone, between {best.data}."
         )
     return [*said, _UNKNOWN] if said else []

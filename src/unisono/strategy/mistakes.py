@@ -27,7 +27,15 @@ from unisono.exchange.windows import if_alive
 from unisono.runtime.frames import warn_user
 from unisono.world import World
 
-__all__ = ["GradientProbe", "SameData", "follow_optimizer", "leave_optimizer", "refuse_split", "refuse_wrapped", "sample"]
+__all__ = [
+    "GradientProbe",
+    "SameData",
+    "follow_optimizer",
+    "leave_optimizer",
+    "refuse_split",
+    "refuse_wrapped",
+    "sample",
+]
 
 _WINDOWS = 3  # in so many, one after the other, every rank has to have the same
 _SAMPLE = 4096  # numbers that are compared

@@ -36,8 +36,8 @@ class Report:
         }
 
     def table(self) -> str:
-        """Totals by rank, a line each: milliseconds a step, and bytes in all. With a pipeline, also the bubble: the part
-        of compute in which a stage waited for others."""
+        """Totals by rank, a line each: milliseconds a step, and bytes in all. With a pipeline, also the bubble: the
+        part of compute in which a stage waited for others."""
         piped = any(t.bubble for t in self.ranks)
         bubble = ["bubble"] if piped else []
         head = ("rank", "steps", "step ms", "compute", *bubble, "comm", "waiting", "data", "hidden", "MB sent")

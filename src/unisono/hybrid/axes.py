@@ -186,7 +186,9 @@ class Mesh:
         with self._reading_norms():
             total = clip_gradients(self, list(parameters), float(max_norm), float(norm_type))
         if error_if_nonfinite and not bool(torch.isfinite(total)):
-            raise RuntimeError(f"the norm of order {norm_type} of the gradients is {float(total)}, it cannot be clipped")
+            raise RuntimeError(
+                f"the norm of order {norm_type} of the gradients is {float(total)}, it cannot be clipped"
+            )
         return total
 
     def clip(self, parameters: Any, max_norm: float) -> Tensor:

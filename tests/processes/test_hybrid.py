@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import runpy
+import sys
 import warnings
 from functools import cache
 from pathlib import Path
@@ -14,6 +18,7 @@ from torch import nn
 
 import unisono as un
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "hybrid.py"
 SPECS = {
     "allreduce": "allreduce",
     "powersgd": "powersgd(rank=1, min_saving=1.0)",
@@ -105,13 +110,45 @@ def test_any_mesh_goes_on_from_any_other(spec: str, tmp_path: Path) -> None:
         assert float(optimizer.state[param]["step"]) == steps
 
 
+def keep_copies_alike() -> list[list[float]]:
+    """What a reducer makes of a parameter depends on those beside it, which differ on the tensor axis."""
+    torch.set_num_threads(1)
+    mesh = un.mesh(data=2, tensor=2)
+    model = small.make()
+    mesh.parallelize(model)
+    optimizer = small.optimizer(model)
+    replica = un.parallel(model, optimizer, "local_sgd(every=1, start=0, reducer=qsgd(bits=4))", world=mesh.data)
+    for step in range(4):
+        if step == 2:
+            replica = replica.switch("qsgd(bits=4)")
+        optimizer.zero_grad()
+        x, y = small.batch(step, mesh.place[0])
+        small.loss(model(x), y).backward()
+        optimizer.step()
+    return [p.flatten().tolist() for name, p in model.named_parameters() if small.split_dimension(name) is None]
+
+
+def test_what_is_not_split_stays_alike_on_the_tensor_axis() -> None:
+    every = un.launch(keep_copies_alike, 4, timeout_s=60)
+    first = small.make()
+    start = [p.flatten().tolist() for n, p in first.named_parameters() if small.split_dimension(n) is None]
+    assert every[0] != start
+    assert every[0] == every[1]
+    assert every[2] == every[3]
+
+
 def refuse_and_agree() -> list[str]:
-    """What a rank alone must not decide: norms, and AMP's overflow."""
+    """What a rank alone must not decide: norms, and AMP's overflow. The model was split by torch's own function."""
+    from torch.distributed.tensor.parallel import parallelize_module
+
     torch.set_num_threads(1)
     mesh = un.mesh(tensor=2)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
-    mesh.parallelize(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parallelize_module(model, mesh.tensor, un.tensor_plan(model))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()  # a state of DTensors
+    optimizer.zero_grad()
     un.parallel(model, optimizer, "allreduce", world=mesh.data)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(model(torch.ones(2, 4)).sum()).backward()
@@ -122,15 +159,35 @@ def refuse_and_agree() -> list[str]:
         said.append(str(error))
     before = [p.detach().clone() for p in model.parameters()]
     if mesh.place[1] == 1:  # one rank alone overflows
-        model[0].weight.to_local()  # what the module computes with is torch's
         next(model.parameters()).grad[0, 0] = float("inf")
     scaler.step(optimizer)
     scaler.update()
     same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    return [*said, str(same), str(scaler.get_scale())]
+    plain = all(type(x) is torch.Tensor for state in optimizer.state.values() for x in state.values())
+    return [*said, str(same), str(scaler.get_scale()), str(plain), str(len(optimizer.state))]
 
 
 def test_a_norm_of_a_part_is_refused_and_an_overflow_is_everyones() -> None:
     for said in un.launch(refuse_and_agree, 2, timeout_s=60):
         assert "mesh.clip_grad_norm_" in said[0]
-        assert said[1:] == ["True", "2.0"]
+        assert said[1:] == ["True", "2.0", "True", "4"]
+
+
+def run_example(arguments: list[str]) -> str:
+    torch.set_num_threads(1)
+    said = io.StringIO()
+    sys.argv = ["hybrid.py", "--steps", "3", "--width", "16", "--length", "8", *arguments]
+    with contextlib.redirect_stdout(said):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    return said.getvalue()
+
+
+def test_the_example_is_the_same_on_a_mesh_and_on_one_process() -> None:
+    [alone] = un.launch(run_example, 1, args=([],), timeout_s=60)
+    [together, *_] = un.launch(run_example, 4, args=(["--tensor", "2", "--pipeline", "2"],), timeout_s=60)
+    assert alone.startswith("Mesh(data=1, tensor=1, pipeline=1): final loss")
+    assert together.startswith("Mesh(data=1, tensor=2, pipeline=2): final loss")
+    a, b = (float(text.rpartition(" ")[2]) for text in (alone, together))
+    assert a == pytest.approx(b, abs=1e-5)
+    code = [line for line in EXAMPLE.read_text(encoding="utf-8").splitlines() if line.strip()]
+    assert len(code) < 80

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -80,9 +81,10 @@ def test_microbatches_are_one_pass_of_the_window(spec: str) -> None:
     clips = not spec.startswith("local")  # there gradients are each rank's own; the mean of models is that of steps
     data = torch.randn(4, 8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
+    first = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+        model = copy.deepcopy(first)
         return model, torch.optim.SGD(model.parameters(), lr=0.5)
 
     def train(world: un.World) -> tuple[list[Tensor], int]:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.hybrid.factors import choose_sizes
-from unisono.hybrid.gradients import clip_gradients, mark_gradients
+from unisono.hybrid.gradients import Copies, clip_gradients, mark_gradients
 from unisono.hybrid.local_tensors import localise
-from unisono.strategy import Replica, share
+from unisono.strategy import ChangingReplica, Replica, share
 from unisono.world import World, join
 
 if TYPE_CHECKING:
@@ -82,14 +82,14 @@ class Mesh:
         self.data.shards, self.data.pending_shards = world.shards, world.pending_shards  # a checkpoint is of all ranks
         self.device_mesh: DeviceMesh | None = None
         if ts * ps > 1:
-            form_group(world, backend)
+            _form_group(world, backend)
             self.device_mesh = dist.init_device_mesh(
                 world.device.type, (ps, ds, ts), mesh_dim_names=("pipeline", "data", "tensor")
             )
-        self._names: weakref.WeakKeyDictionary[Replica, list[list[str]]] = weakref.WeakKeyDictionary()
-        self._prepared: list[list[str]] = []
+        self._names: weakref.WeakKeyDictionary[nn.Module, list[list[str]]] = weakref.WeakKeyDictionary()
         self._pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
         self._reads_norms = False
+        self._copies: weakref.WeakKeyDictionary[nn.Module, Copies] = weakref.WeakKeyDictionary()
 
     def __repr__(self) -> str:
         return "Mesh(data={}, tensor={}, pipeline={})".format(*self.sizes)
@@ -138,6 +138,11 @@ class Mesh:
             if isinstance(layer, nn.TransformerEncoderLayer):
                 layer.activation_relu_or_gelu = 0  # torch's shortcut for inference takes no split weights
         return model
+
+    def _tensor_world(self) -> World:
+        """The ranks that have parts of the same layers."""
+        ds, ts, ps = self.sizes
+        return self.world.split([[self._rank(d, t, p) for t in range(ts)] for p in range(ps) for d in range(ds)])
 
     def _stage_world(self) -> World:
         """The ranks that hold the same stage."""
@@ -217,17 +222,28 @@ class Mesh:
         """Let model and optimizer hold this rank's parts of split parameters, and note which names it steps."""
         localise(model, optimizer)
         names = {param: name for name, param in model.named_parameters()}
-        self._prepared = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+        self._names[model] = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
 
     def attach(self, replica: Replica) -> None:
-        """The replica is bound."""
-        self._names[replica] = self._prepared
+        """The replica is bound: let the copies of what the tensor axis does not split stay alike."""
+        if self.model.size > 1 and isinstance(replica, ChangingReplica):
+            replica.close()
+            raise ValueError(
+                f"{type(replica.strategy).__name__} decides on each data axis by itself, and {self} has {self.model.size}"
+                ": they could choose differently. Name the method that all are to use"
+            )
+        if self.sizes[1] > 1:
+            if (former := self._copies.get(replica.model)) is not None:
+                former.close()
+            self._copies[replica.model] = Copies(replica, self._tensor_world())
         for pipe in self._pipelines:
             if pipe.module is replica.model:
                 pipe.replica = weakref.ref(replica)
 
     def end_window(self, replica: Replica) -> None:
         """Gradients are there: from here on their norms are a matter of all ranks, and so is an overflow."""
+        if (copies := self._copies.get(replica.model)) is not None:
+            copies.agree_on_gradients()
         if self.model.size > 1:
             mark_gradients(self, replica)
 
@@ -235,10 +251,10 @@ class Mesh:
         """Model and optimizer of the whole mesh, for `un.save` and `un.load`."""
         from unisono.hybrid.saving import MeshState
 
-        return MeshState(self, replica, self._names[replica])
+        return MeshState(self, replica, self._names[replica.model])
 
 
-def form_group(world: World, backend: str | None) -> None:
+def _form_group(world: World, backend: str | None) -> None:
     """Make torch's default process group of the world's ranks, unless the program has made one."""
     if dist.is_initialized():
         return

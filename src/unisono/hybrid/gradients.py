@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from unisono.hybrid.local_tensors import find_split
+from unisono.strategy import Replica
+from unisono.strategy.replica import StepHooks
+from unisono.world import World
 
 if TYPE_CHECKING:
     from unisono.hybrid.axes import Mesh
-    from unisono.strategy import Replica
 
-__all__ = ["MeshGradient", "clip_gradients", "mark_gradients"]
+__all__ = ["Copies", "MeshGradient", "clip_gradients", "mark_gradients"]
 
 _NORMS = {torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm, torch._foreach_norm}
 _UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
@@ -78,3 +80,39 @@ def clip_gradients(mesh: Mesh, params: Sequence[Tensor], max_norm: float, order:
         assert param.grad is not None
         param.grad.mul_(factor.to(param.grad.dtype))
     return total
+
+
+class Copies:
+    """Parameters that every rank of the tensor axis has whole: they have to stay the same there.
+
+    Their gradients are the same, and so is an exact mean over the data axis. What a reducer makes of them depends on the
+    parts beside them, which differ: then the ranks of the tensor axis take the mean of what they got. Of methods that
+    exchange models, it is the mean of the parameters after each step.
+    """
+
+    def __init__(self, replica: Replica, world: World) -> None:
+        self._world = world
+        self._params = [p for p in replica.model.parameters() if find_split(p) is None and p.requires_grad]
+        unsent, reducer = replica.unsent(), getattr(replica, "reducer", None)
+        by_gradients = unsent is not None and unsent.unit == "gradients"
+        is_exact = replica.sharded_state() is not None or (by_gradients and reducer is not None and reducer.exact)
+        self._takes_gradients = by_gradients and not is_exact
+        self._watcher: Any = None
+        if not by_gradients and not is_exact:
+            self._watcher = StepHooks.of(replica.optimizer).watch(None, self.agree_on_values)
+
+    def close(self) -> None:
+        """Another replica follows."""
+        if self._watcher is not None:
+            self._watcher.remove()
+
+    def agree_on_gradients(self) -> None:
+        """A window has ended."""
+        grads = [p.grad for p in self._params if p.grad is not None]
+        if self._takes_gradients and grads:
+            self._world.all_reduce([g.detach() for g in grads], "mean", tag="copies").wait()
+
+    def agree_on_values(self) -> None:
+        """The optimizer has stepped."""
+        if self._params:
+            self._world.all_reduce([p.detach() for p in self._params], "mean", tag="copies").wait()

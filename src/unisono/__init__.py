@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # the same as below, for type checkers: a test compares them
     from unisono import boost as boost
     from unisono import estimators as estimators
+    from unisono import horovod as horovod
     from unisono import on as on
     from unisono.batch_norm import sync_batch_norm as sync_batch_norm
     from unisono.checkpoint import CheckpointError as CheckpointError
@@ -18,6 +19,7 @@ if TYPE_CHECKING:  # the same as below, for type checkers: a test compares them
     from unisono.checkpoint import load as load
     from unisono.checkpoint import save as save
     from unisono.checkpoint.plain import read_checkpoint as read_checkpoint
+    from unisono.comm_hook import ddp_hook as ddp_hook
     from unisono.data import Shard as Shard
     from unisono.data import shard as shard
     from unisono.footprint import memory as memory
@@ -48,11 +50,12 @@ if TYPE_CHECKING:  # the same as below, for type checkers: a test compares them
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "unisono": "boost estimators on",  # modules; the first two need extras: `un.boost.XGBoost`
+    "unisono": "boost estimators horovod on",  # modules; the first two need extras: `un.boost.XGBoost`
     "unisono.batch_norm": "sync_batch_norm",
     "unisono.checkpoint": "CheckpointError Loaded load save",
     "unisono.checkpoint.plain": "read_checkpoint",
     "unisono.data": "Shard shard",
+    "unisono.comm_hook": "ddp_hook",
     "unisono.footprint": "memory",
     "unisono.hybrid": "Mesh mesh split_stages tensor_plan",
     "unisono.launchers": "EngineError WorkerError launch",

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 BUCKET_BYTES = 25 << 20
-LARGE_BUCKET_BYTES = 100 << 20  # where launching kernels takes longer than what they do
+LARGE_BUCKET_BYTES = 128 << 20  # where launching kernels takes longer than what they do
 _ALIGN_BYTES = 64  # each tensor starts on a cache line
 _PARTS = 8  # parts of a bucket kept: those of methods that choose anew come and go
 
@@ -120,7 +120,7 @@ def _view_like(line: Tensor, param: Tensor) -> Tensor:
 def group_into_buckets(named: Sequence[tuple[str, Parameter]], bucket_bytes: int) -> list[list[tuple[str, Parameter]]]:
     """Which parameters share a bucket: in the order backward reaches them, by dtype and device.
 
-    The first bucket is small, so that the exchange starts early.
+    The first bucket is small, so that the exchange starts early; not among large ones, each of which costs some time.
     """
     groups: dict[tuple[torch.dtype, torch.device], list[list[tuple[str, Parameter]]]] = {}
     filled: dict[tuple[torch.dtype, torch.device], int] = {}
@@ -129,7 +129,7 @@ def group_into_buckets(named: Sequence[tuple[str, Parameter]], bucket_bytes: int
         key = (param.dtype, param.device)
         nbytes = param.numel() * param.element_size()
         lists = groups.setdefault(key, [])
-        limit = bucket_bytes if len(lists) > 1 else min(bucket_bytes, 1 << 20)
+        limit = bucket_bytes if len(lists) > 1 or bucket_bytes >= LARGE_BUCKET_BYTES else min(bucket_bytes, 1 << 20)
         if not lists or (filled[key] + nbytes > limit and lists[-1]):
             lists.append([])
             order.append(lists[-1])

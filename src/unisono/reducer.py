@@ -146,6 +146,8 @@ def rescale(bucket: Bucket, state: State, which: Sequence[int] | None = None) ->
     """Scale residuals when learning rates changed, so that what was kept counts at the rate it was met with:
     e <- e * lr_old / lr_new. `state["lr"]` remembers the rates. `which`: of these tensors only."""
     rates: list[float | None] = state["lr"]
+    if rates == bucket.lr:
+        return
     factors = {}
     for i in range(len(rates)) if which is None else which:
         old, new = rates[i], bucket.lr[i]

@@ -81,6 +81,7 @@ class Exchange(Windows):
         self._work = work
         self._lane = SerialQueue("unisono exchange")
         self._cuda = next((p.device for _, p in (*self.named, *self.sparse) if p.is_cuda), None)
+        self._is_alone = self._cuda is not None and world.size == 1  # nothing travels: kernels in the program's order
         self._stream = torch.cuda.Stream() if self._on_stream() else None
         ready = weakref.WeakMethod(self._ready)
         self._hooks = [p.register_post_accumulate_grad_hook(partial(if_alive, ready, name)) for name, p in self._all()]
@@ -195,6 +196,8 @@ class Exchange(Windows):
 
     def _fill(self, bucket: Bucket, which: Sequence[int]) -> list[bool]:
         """Bring gradients into their bucket; False where there is none."""
+        if len(which) == len(bucket.params) and self._fill_whole(bucket):
+            return [True] * len(which)
         present, views, grads = [], [], []
         for k in which:
             grad, view = bucket.params[k].grad, bucket.tensors[k]
@@ -216,13 +219,29 @@ class Exchange(Windows):
             torch._foreach_copy_(views, grads)
         return present
 
+    def _fill_whole(self, bucket: Bucket) -> bool:
+        """The same for all of a bucket at once, where every gradient is new and dense; else False, and nothing done."""
+        grads = []
+        for param, view in zip(bucket.params, bucket.tensors, strict=True):
+            grad = param.grad
+            if grad is None or grad is view or grad.is_sparse or grad.requires_grad:
+                return False
+            grads.append(grad)
+        torch._foreach_copy_(bucket.tensors, grads)
+        for param, view in zip(bucket.params, bucket.tensors, strict=True):
+            param.grad = view
+        return True
+
     def _launch(self) -> None:
         bucket = self.buckets[self._launched]
         self._launched += 1
         self._run(lambda: self._work.begin(bucket, self.channel))
 
     def _run(self, job: Callable[[], None]) -> None:
-        """On the exchange thread; on the side stream where the device's transport returns at once."""
+        """On the exchange thread; on the side stream where the device's transport returns at once; alone, here."""
+        if self._is_alone:
+            job()
+            return
         if self._stream is None:
             self._handles.append(self._on_lane(job))
             return
@@ -272,21 +291,18 @@ class Exchange(Windows):
         self._run(self._work.drain)
         used += [p.grad is not None for _, p in self.sparse]
         start = self.world.ledger.clock()
-        flags = torch.tensor([*used, self._work.learning_rate_fell()], dtype=torch.uint8)
-        agreed = self._on_lane(lambda: self._tail(flags))
-        for handle in (*self._handles, agreed):
-            handle.wait()
+        used.append(self._work.learning_rate_fell())
+        found = self._settle(used)
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
-        if self._cuda is not None:  # the exchange thread works on the default stream
+        if self._cuda is not None and not self._is_alone:  # the exchange thread works on the default stream
             torch.cuda.current_stream(self._cuda).wait_stream(torch.cuda.default_stream(self._cuda))
         self.world.ledger.close_span("blocked", start, self.world.ledger.clock())
-        *found, decayed = flags.tolist()
-        self._work.set_decayed(bool(decayed))
+        self._work.set_decayed(found[-1])
         anywhere = iter(found)
         for bucket in self.buckets:
             for param, view in zip(bucket.params, bucket.tensors, strict=True):
-                if next(anywhere) or (self._work.keeps and bool(view.any())):
+                if (next(anywhere) or (self._work.keeps and bool(view.any()))) and param.grad is not view:
                     param.grad = view
         self._reset()
         if self._came is not None:
@@ -294,10 +310,28 @@ class Exchange(Windows):
         self._passes, self._kept_local, self._ended = 0, False, True
         self._advance()
 
-    def _tail(self, flags: Tensor) -> None:
-        """After the buckets: who used what, sparse gradients, and what the strategy still has to say."""
-        self.channel.all_reduce(flags, "max", tag="used").wait()
-        anywhere = flags[len(flags) - len(self.sparse) - 1 : -1].tolist()
+    def _settle(self, used: list[bool]) -> list[bool]:
+        """Wait for all that is under way; what some rank used, and whether a learning rate fell on one."""
+        if self._is_alone:
+            self._tail(used)
+            return used
+        flags = torch.tensor(used, dtype=torch.uint8)
+
+        def agree() -> list[bool]:
+            self.channel.all_reduce(flags, "max", tag="used").wait()
+            anywhere: list[bool] = flags.bool().tolist()
+            self._tail(anywhere)
+            return anywhere
+
+        found: list[bool] = []
+        self._handles.append(self._on_lane(lambda: found.extend(agree())))
+        for handle in self._handles:
+            handle.wait()
+        return found
+
+    def _tail(self, anywhere: list[bool]) -> None:
+        """After the buckets: sparse gradients, and what the strategy still has to say."""
+        anywhere = anywhere[len(anywhere) - len(self.sparse) - 1 : -1]
         for (name, param), used in zip(self.sparse, anywhere, strict=True):
             if used and param.requires_grad:
                 _mean_of_sparse(param, self.channel, f"gradients/{name}")

@@ -92,6 +92,10 @@ class LearningRates:
         groups = enumerate(self._optimizer.param_groups)
         self._groups = {param: i for i, group in groups for param in group["params"]}
 
+    def place(self, params: Sequence[Tensor]) -> list[int]:
+        """Each parameter's group; -1 where it is in none."""
+        return [self._groups.get(param, -1) for param in params]
+
 
 def _rate(group: dict[str, Any]) -> float:
     lr = group.get("lr", math.nan)
@@ -119,6 +123,8 @@ class Reduction:
         self._parked: Entries = {}  # values of parameters that are in no bucket, or whose bucket has no state yet
         self._decayed = False
         self._rates: dict[str, float] = {}
+        self._groups: dict[Bucket, list[int]] = {}  # of each parameter of a bucket
+        self._compared: list[float] = []  # the groups' rates when `_rates` was filled
         self.scale: Callable[[], float] = lambda: 1.0  # AMP's loss scale: gradients come multiplied by it
         self._scale: float | None = None
 
@@ -134,7 +140,8 @@ class Reduction:
         if self._scale is None:  # once a window: on a GPU, asking for it holds the program up
             self._scale = self.scale()
         scale = self._scale
-        bucket.lr = [self._learning_rates.of(param) / scale for param in bucket.params]
+        rates = [*self._learning_rates.by_group(), math.nan]  # the last: of no group
+        bucket.lr = [rates[group] / scale for group in self._groups[bucket]]
         bucket.decayed, bucket.scale = self._decayed, scale
         if not self.reducer.exact:
             bucket.zero_gaps()
@@ -177,6 +184,8 @@ class Reduction:
         self._park()
         self._buckets = buckets
         self._learning_rates.find_groups()
+        self._groups = {bucket: self._learning_rates.place(bucket.params) for bucket in buckets}
+        self._compared = []
 
     def warn_if_more_than_dense(self, world: World) -> None:
         """Say so where the reducer would send more than the exact mean does."""
@@ -195,9 +204,12 @@ class Reduction:
 
     def learning_rate_fell(self) -> bool:
         """Whether a learning rate fell since the last window; ranks agree on it after every window."""
-        now = {
-            name: self._learning_rates.of(p) for b in self._buckets for name, p in zip(b.names, b.params, strict=True)
-        }
+        by_group = self._learning_rates.by_group()
+        if by_group == self._compared:
+            return False
+        rates = [*by_group, math.nan]
+        now = {name: rates[i] for b in self._buckets for name, i in zip(b.names, self._groups[b], strict=True)}
+        self._compared = by_group
         fell = any(lr < self._rates.get(name, lr) for name, lr in now.items())
         self._rates = now
         return fell
@@ -261,7 +273,7 @@ class Reduction:
         """Take a saved state. With the parts of several ranks, every rank gets their mean: what was still to be
         sent, in the mean over the ranks, then stays the same."""
         self._states = {}
-        self._decayed, self._rates = shared["decayed"], dict(shared["rates"])
+        self._decayed, self._rates, self._compared = shared["decayed"], dict(shared["rates"]), []
         own = locals_[0] if len(locals_) == 1 else _mean(locals_)
         names = dict.fromkeys([*shared["each"], *own])
         self._parked = {name: _copy_entries({**shared["each"].get(name, {}), **own.get(name, {})}) for name in names}

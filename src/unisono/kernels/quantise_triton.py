@@ -13,6 +13,7 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
+from unisono.kernels.launch_triton import launch
 from unisono.kernels.noise import Noise
 from unisono.kernels.noise_triton import kernel_arguments, words
 from unisono.kernels.quantise import FAR, ROUND, Levels
@@ -23,43 +24,40 @@ _TILE = 4096  # numbers that a program decodes, of a block
 
 def encode(x: Tensor, levels: Levels, noise: Noise, norms: Tensor, codes: Tensor) -> None:
     """See `quantise.encode`."""
-    arguments = (x, norms, codes, x.numel(), *kernel_arguments(noise))
-    settings = {**_settings(levels), "LOWEST": 2.0 ** (1 - levels.top)}
-    _by_blocks(_encode, x, levels.block, arguments, settings)
+    settings = (levels.bits, levels.top, 2.0 ** (1 - levels.top), levels.exponential)
+    _by_blocks(_encode, levels.block, (x, norms, codes), (x.numel(), *kernel_arguments(noise)), settings)
 
 
 def decode(norms: Tensor, codes: Tensor, levels: Levels, out: Tensor, ranks: int, add: bool) -> None:
     """See `quantise.decode`."""
     over = ranks * (1 if levels.exponential else levels.top)
     tile = min(levels.block, _TILE)
-    settings = {**_settings(levels), "ADD": add, "PER": levels.block // tile}
-    _by_blocks(_decode, out, tile, (out, norms, codes, out.numel(), over), settings)
+    settings = (levels.bits, levels.top, levels.exponential, add, levels.block // tile)
+    _by_blocks(_decode, tile, (out, norms, codes), (out.numel(), over), settings)
 
 
 def encode_bytes(x: Tensor, block: int, ends: Tensor, codes: Tensor) -> None:
     """See `quantise.encode_bytes`."""
-    _by_blocks(_encode_bytes, x, block, (x, ends, codes, x.numel()), {})
+    _by_blocks(_encode_bytes, block, (x, ends, codes), (x.numel(),), ())
 
 
 def decode_bytes(ends: Tensor, codes: Tensor, block: int, out: Tensor, ranks: int, add: bool) -> None:
     """See `quantise.decode_bytes`."""
-    _by_blocks(_decode_bytes, out, block, (out, ends, codes, out.numel(), ranks), {"ADD": add})
+    _by_blocks(_decode_bytes, block, (out, ends, codes), (out.numel(), ranks), (add,))
 
 
-def _settings(levels: Levels) -> dict[str, Any]:
-    return {"BITS": levels.bits, "TOP": levels.top, "EXPONENTIAL": levels.exponential}
-
-
-def _by_blocks(kernel: Any, line: Tensor, block: int, arguments: tuple[Any, ...], settings: dict[str, Any]) -> None:
-    """A program for each whole block, without masks; then one for a last short block. 1024 numbers a warp: measured."""
-    whole, n = line.numel() // block, line.numel()
-    warps = max(1, min(32, block // 1024))
-    with torch.cuda.device_of(line):
+def _by_blocks(
+    kernel: Any, block: int, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], settings: tuple[Any, ...]
+) -> None:
+    """A program for each whole block of the first tensor, without masks; then one for a last short block.
+    1024 numbers a warp: measured."""
+    n = tensors[0].numel()
+    whole, warps = n // block, max(1, min(32, block // 1024))
+    with torch.cuda.device_of(tensors[0]):
         for first, count, is_whole in ((0, whole, True), (whole, int(n > whole * block), False)):
             if count:
-                kernel[(count,)](
-                    *arguments, first, BLOCK=block, WHOLE=is_whole, num_warps=warps, enable_fp_fusion=False, **settings
-                )
+                constants, every = (block, is_whole, *settings), (*numbers, first)
+                launch(kernel, count, tensors, *constants, numbers=every, warps=warps, enable_fp_fusion=False)
 
 
 # fmt: off

@@ -221,7 +221,10 @@ def narrow(
             if tl.load(counts + again) > limit:
                 q, _spot, inside = _tile(out, segments, tiles, again, 0, s, TILE)
                 spots, close, distant = _bin(_key(q, KEY_BITS), inside, low, width, shift, BINS)
-                _tally(row, spots, close, BINS)
+                if LEVEL == 0:
+                    _tally(row, spots, close, BINS)
+                else:  # few of them are left in the range
+                    _add(row, spots, close)
                 beyond += tl.sum(distant.to(tl.int32), 0)
         if beyond > 0:
             tl.atomic_add(row + MANY, beyond, sem="relaxed")

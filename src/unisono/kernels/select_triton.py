@@ -158,7 +158,8 @@ def _tables(plan: Plan, device: torch.device) -> _Tables:
         return plan.tables[device]  # type: ignore[no-any-return]
     share = max((s.kept / s.length for s in plan.segments if s.length >= _TILE), default=0.0)
     slots = 64
-    while slots < min(_TILE // 2, 2.2 * share * _TILE + 16):  # the guess lets about 1.3 times the share through
+    # The guess lets about 1.3 times the share through; in gradients large numbers lie together.
+    while slots < min(_TILE // 2, 4.4 * share * _TILE + 16):
         slots *= 2
     per_group = _GROUP // slots
     segments: list[tuple[int, ...]] = []

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from unisono.buckets import Bucket
 from unisono.kernels import bits
+from unisono.kernels.graphs import Graphs
 from unisono.kernels.noise import CHUNK
+from unisono.kernels.select import has_triton
 
 
 class Signs:
@@ -106,6 +108,40 @@ class Signs:
 
     def _chunk_length(self) -> int:
         return CHUNK if self.device.type == "cpu" else max(self.n, 1)
+
+
+class SignsOnCuda:
+    """The messages of a bucket on CUDA, in memory that stays where it is; a few launches for all of its tensors."""
+
+    def __init__(self, bucket: Bucket, signs: Signs) -> None:
+        from unisono.kernels import signs_triton
+
+        self.kernels = signs_triton
+        self.tables = signs_triton.Tables(signs.starts, signs.counts, signs.n, signs.device)
+        self.mine = torch.empty(signs.nbytes(signs.n), dtype=torch.uint8, device=signs.device)
+        self.graphs = Graphs()
+        wide = torch.float64 if bucket.dtype == torch.float64 else torch.float32
+        self.line = bucket.flat if bucket.dtype == wide else torch.empty_like(bucket.flat, dtype=wide)
+        self._messages = self.mine[None]
+
+    def find_messages(self, size: int) -> Tensor:
+        """Memory for every rank's message, a row each, on boundaries of 16 bytes."""
+        if len(self._messages) != size or size == 1:
+            n = len(self.mine)
+            self._messages = self.mine[None] if size == 1 else self.mine.new_empty(size, -(-n // 16) * 16)[:, :n]
+        return self._messages
+
+
+def on_cuda(bucket: Bucket) -> SignsOnCuda | None:
+    """A bucket's messages where Triton can make them; made once."""
+    if not bucket.flat.is_cuda or not has_triton():
+        return None
+    if bucket not in _on_cuda:
+        _on_cuda[bucket] = SignsOnCuda(bucket, messages_of(bucket))
+    return _on_cuda[bucket]
+
+
+_on_cuda: weakref.WeakKeyDictionary[Bucket, SignsOnCuda] = weakref.WeakKeyDictionary()
 
 
 def _sum_magnitudes(line: Tensor) -> Tensor:

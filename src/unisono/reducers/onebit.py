@@ -4,6 +4,9 @@ Seide et al. 2014; the size as in Karimireddy et al. 2019, arXiv:1901.09847."""
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -12,7 +15,7 @@ from unisono.checks import validate
 from unisono.facts import Convergence, Example, Facts, Sizes
 from unisono.reducer import Reduced, Reducer, Stages, State, rescale, residual_like, staged
 from unisono.reducers._quantised import choose_line, put, working_dtype
-from unisono.reducers._signs import Signs, messages_of
+from unisono.reducers._signs import Signs, SignsOnCuda, messages_of, on_cuda
 from unisono.world import World
 
 
@@ -54,11 +57,15 @@ def onebit(*, feedback: bool = True) -> Reducer:
     def stages(bucket: Bucket, state: State, world: World) -> Stages:
         if not bucket.flat.numel():
             return Reduced(bucket.tensors), state
-        given = bucket.flat if bucket.dtype == working_dtype(bucket) else bucket.flat.float()
         if feedback:
             rescale(bucket, state)
+        signs, fast = messages_of(bucket), on_cuda(bucket)
+        if fast is not None:
+            yield from _reduce_on_cuda(fast, bucket, state.get("residual"), world)
+            return Reduced(bucket.tensors, partial(_read_sent, signs, fast.mine, bucket)), state
+        given = bucket.flat if bucket.dtype == working_dtype(bucket) else bucket.flat.float()
+        if feedback:
             given.add_(state["residual"])
-        signs = messages_of(bucket)
         code = signs.encode(given, signs.average_magnitudes(given))
         handle = world.all_gather(code, even=True, tag=bucket.tag)
         yield
@@ -71,19 +78,49 @@ def onebit(*, feedback: bool = True) -> Reducer:
         for i, message in enumerate(codes):
             signs.decode(message, line, over=world.size, add=i > 0)
         put(line, bucket)
-
-        def sent(_: list[Tensor]) -> list[Tensor]:
-            mine = torch.zeros_like(line)
-            signs.decode(code, mine)
-            return bucket.views(mine)
-
-        return Reduced(bucket.tensors, sent), state
+        return Reduced(bucket.tensors, partial(_read_sent, signs, code, bucket)), state
 
     def sends(bucket: Bucket, size: int) -> int:
         n = bucket.flat.numel()
         return (size - 1) * messages_of(bucket).nbytes(n) if n else 0
 
     return staged(init, stages, memory=feedback, sends=sends)
+
+
+def _reduce_on_cuda(
+    fast: SignsOnCuda, bucket: Bucket, residual: Tensor | None, world: World
+) -> Generator[None, None, None]:
+    """The same as in `stages`, a launch a phase for all tensors."""
+    every, tables, line = fast.find_messages(world.size), fast.tables, fast.line
+    lasting = [bucket.flat, residual, every]
+
+    def encode() -> None:
+        if line is not bucket.flat:
+            line.copy_(bucket.flat)
+        fast.kernels.measure(tables, line, residual, fast.mine, vote=False)
+        fast.kernels.encode(tables, line, fast.mine)
+
+    fast.graphs.run("encode", lasting, encode)
+    handle = world.all_gather(fast.mine, even=True, out=list(every), tag=bucket.tag) if world.size > 1 else None
+    yield
+    if handle is not None:
+        handle.wait()
+
+    def decode() -> None:
+        if residual is None:
+            fast.kernels.add_up(tables, every, line, vote=False)
+        else:
+            fast.kernels.add_up_and_keep(tables, every, fast.mine, line, residual)
+        put(line, bucket)
+
+    fast.graphs.run("decode", lasting, decode)
+
+
+def _read_sent(signs: Signs, code: Tensor, bucket: Bucket, _: list[Tensor]) -> list[Tensor]:
+    """My part of the mean, as tensors."""
+    mine = torch.zeros_like(bucket.flat, dtype=working_dtype(bucket))
+    signs.decode(code, mine)
+    return bucket.views(mine)
 
 
 def _all_finite(signs: Signs, codes: list[Tensor]) -> Tensor:

@@ -16,6 +16,7 @@ from unisono.buckets import Bucket
 from unisono.checks import AtLeast, Range, validate
 from unisono.facts import Convergence, Example, Facts, Sizes
 from unisono.kernels import lowrank
+from unisono.kernels.graphs import Graphs
 from unisono.reducer import Reduced, Reducer, Stages, State, all_reduce_bytes, rescale, residual_like, staged
 from unisono.world import World
 
@@ -118,24 +119,36 @@ def _phases(plan: _Plan, bucket: Bucket, state: State, world: World) -> Stages:
     layout, flat, residual = plan.layout, bucket.flat, state.get("residual")
     memory, q = plan.memory, plan.read_q(state["q"])
 
+    lasting = [flat, residual, q]  # with the plan's own memory, all that kernels touch
+
     # 1. P = M Q, and what is not compressed
-    lowrank.make_basis(layout, q, plan.noise, memory.basis)
-    lowrank.multiply_left(layout, flat, residual, memory.basis, memory.p, memory.rest)
-    given = memory.rest.clone() if world.size > 1 else memory.rest
+    def multiply_left() -> None:
+        lowrank.make_basis(layout, q, plan.noise, memory.basis)
+        lowrank.multiply_left(layout, flat, residual, memory.basis, memory.p, memory.rest)
+
+    plan.graphs.run("left", lasting, multiply_left)
+    given = memory.keep_rest() if world.size > 1 else memory.rest
     handle = world.all_reduce(memory.first, "mean", tag=bucket.tag)
     yield
     handle.wait()
 
     # 2. Q = M^T P
-    lowrank.orthonormalise(layout, memory.p, memory.unit)
-    lowrank.multiply_right(layout, flat, residual, memory.unit, memory.q)
-    mine = memory.q.clone() if world.size > 1 else memory.q
+    def multiply_right() -> None:
+        lowrank.orthonormalise(layout, memory.p, memory.unit)
+        lowrank.multiply_right(layout, flat, residual, memory.unit, memory.q)
+
+    if layout.matrices:
+        plan.graphs.run("right", lasting, multiply_right)
+    mine = memory.keep_q() if world.size > 1 else memory.q
     handle = world.all_reduce(memory.second, "mean", tag=bucket.tag)
     yield
     handle.wait()
 
     # 3. The mean P Q^T and the residual; where a number is not finite, on whatever rank, all ranks see it here
-    lowrank.finish(layout, flat, residual, memory.unit, mine, memory.q, memory.rest, q, memory.find_largest())
+    def finish() -> None:
+        lowrank.finish(layout, flat, residual, memory.unit, mine, memory.q, memory.rest, q, memory.find_largest())
+
+    plan.graphs.run("finish", [*lasting, mine], finish)
     return Reduced(bucket.tensors, partial(plan.sent, bucket, mine, given)), {**state, "q": plan.kept}
 
 
@@ -186,6 +199,21 @@ class _Memory:
             [x for x in lines if x.numel()] for lines in (first, [self.q], self._shared)
         )
 
+        self._kept: dict[str, Tensor] = {}
+
+    def keep_rest(self) -> Tensor:
+        """A copy of what I send as it is, until the next step."""
+        return self._keep("rest", self.rest)
+
+    def keep_q(self) -> Tensor:
+        """A copy of my own Q, until the next step."""
+        return self._keep("q", self.q)
+
+    def _keep(self, name: str, line: Tensor) -> Tensor:
+        if name not in self._kept:
+            self._kept[name] = torch.empty_like(line)
+        return self._kept[name].copy_(line)
+
     def find_largest(self) -> Tensor:
         """The largest magnitude of all that ranks have in common, as a tensor: no waiting for a device."""
         found = [torch.linalg.vector_norm(x, math.inf) for x in self._shared]
@@ -207,6 +235,7 @@ class _Plan:
         self.noise = torch.empty(self.layout.q_size, dtype=_factor_dtype(bucket), device=bucket.device)
         for i, view in zip(matrices, self.layout.view_q(self.noise), strict=True):
             view.copy_(_draw_first_q(seed, bucket.names[i], view.shape))
+        self.graphs = Graphs()
         self.kept: list[Tensor | None] = []
         self._line = self.noise
 

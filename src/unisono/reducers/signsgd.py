@@ -4,6 +4,8 @@ Bernstein et al. 2018, arXiv:1802.04434."""
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,7 @@ from unisono.kernels.bits import pack, unpack
 from unisono.kernels.noise import Noise, bits, noise
 from unisono.reducer import Reduced, Reducer, Stages, State, staged
 from unisono.reducers._quantised import choose_line, put, share_length, split_shares
-from unisono.reducers._signs import Signs, messages_of
+from unisono.reducers._signs import Signs, SignsOnCuda, messages_of, on_cuda
 from unisono.world import World
 
 
@@ -61,6 +63,10 @@ def signsgd(*, seed: int = 0) -> Reducer:
             return Reduced(bucket.tensors), after
         signs, size, source = messages_of(bucket), world.size, noise(seed, 0, 0, bucket.index)
         flipped = (world.rank + state["step"]) % 2 == 1
+        fast = on_cuda(bucket) if not _shares_pay(signs, line.numel(), size) else None
+        if fast is not None:
+            yield from _vote_on_cuda(fast, bucket, source, flipped, world)
+            return Reduced(bucket.tensors), after
         means = signs.average_magnitudes(line)
         weights = torch.where(torch.isfinite(means), (means != 0).float(), torch.nan)
         tally = choose_line(bucket)
@@ -93,6 +99,30 @@ def signsgd(*, seed: int = 0) -> Reducer:
         return (size - 1) * (signs.nbytes(each) + each // 4 if _shares_pay(signs, n, size) else signs.nbytes(n))
 
     return staged(lambda bucket: {"step": 0}, stages, sends=sends)
+
+
+def _vote_on_cuda(
+    fast: SignsOnCuda, bucket: Bucket, source: Noise, flipped: bool, world: World
+) -> Generator[None, None, None]:
+    """The same as in `stages`, a launch a phase for all tensors."""
+    every, tables = fast.find_messages(world.size), fast.tables
+    lasting = [bucket.flat, every]
+
+    def encode() -> None:
+        fast.kernels.measure(tables, bucket.flat, None, fast.mine, vote=True)
+        fast.kernels.encode(tables, bucket.flat, fast.mine, source, flipped=flipped)
+
+    fast.graphs.run(("encode", flipped), lasting, encode)
+    handle = world.all_gather(fast.mine, even=True, out=list(every), tag=bucket.tag) if world.size > 1 else None
+    yield
+    if handle is not None:
+        handle.wait()
+
+    def decode() -> None:
+        fast.kernels.add_up(tables, every, fast.line, vote=True)
+        put(fast.line, bucket)
+
+    fast.graphs.run("decode", lasting, decode)
 
 
 def _shares_pay(signs: Signs, n: int, size: int) -> bool:

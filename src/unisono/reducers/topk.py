@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from unisono.buckets import Bucket
 from unisono.checks import AtLeast, Range, validate
 from unisono.facts import Convergence, Example, Facts, Sizes
+from unisono.kernels.graphs import Graphs
 from unisono.kernels.select import Plan, Segment, count_kept, narrow_to, restore, select_top, spread
 from unisono.reducer import Reduced, Reducer, Stages, State, all_reduce_bytes, rescale, residual_like, staged
 from unisono.world import World
@@ -120,23 +122,7 @@ def topk(
             rescale(bucket, state)
         if options.clip is not None:
             _clip(bucket.tensors, options.clip * bucket.scale / math.sqrt(world.size))
-        plan = work.find_plan(_find_fraction(state["step"], options))
-        dense = work.take_vectors(bucket, state)
-        given = dense.clone()
-        line = work.select(bucket, state, plan, options)
-        reducing = world.all_reduce(dense, "mean", tag=bucket.tag) if dense.numel() else None
-        gathering = world.all_gather(line, even=True, tag=bucket.tag) if plan.total else None
-        bucket.flat.zero_()
-        yield
-        if reducing is not None:
-            reducing.wait()
-        lines = gathering.wait() if gathering is not None else []
-        flag = work.spread(bucket, lines)
-        if options.feedback:
-            work.keep(bucket, state, dense, flag, options)
-        work.put(bucket.flat, dense)
-        state["step"] += 1
-        return Reduced(bucket.tensors, lambda _: work.sent(bucket, line, given)), state
+        return (yield from _phases(work, bucket, state, options, world))
 
     def sends(bucket: Bucket, size: int) -> int:
         work = _Workspace(bucket)
@@ -145,6 +131,39 @@ def topk(
         return (size - 1) * work.find_plan(options.k).total * each + all_reduce_bytes(full, size)
 
     return staged(init, stages, memory=options.feedback, sends=sends, check=_check_momentum if momentum else None)
+
+
+def _phases(work: _Workspace, bucket: Bucket, state: State, options: _Options, world: World) -> Stages:
+    """Select and send; spread what all ranks sent."""
+    plan = work.find_plan(_find_fraction(state["step"], options))
+    line, lines = work.find_messages(plan, bucket, world.size)
+    dense, given = work.vectors, work.given
+    lasting = [bucket.flat, *work.find_lines(state), line, *lines]  # where these lie, all that is done is the same
+
+    def select() -> None:
+        work.take_vectors(bucket, state)
+        work.select(bucket, state, plan, options, line)
+        bucket.flat.zero_()
+
+    work.graphs.run(("select", plan, bucket.scale), lasting, select)
+    reducing = world.all_reduce(dense, "mean", tag=bucket.tag) if dense.numel() else None
+    gathering = world.all_gather(line, even=True, out=lines, tag=bucket.tag) if plan.total else None
+    yield
+    if reducing is not None:
+        reducing.wait()
+    if gathering is not None:
+        gathering.wait()
+
+    def spread() -> None:
+        flag = work.spread(bucket, lines if plan.total else [])
+        if options.feedback:
+            work.keep(bucket, state, flag, options)
+        work.put(bucket.flat, dense)
+
+    work.graphs.run(("spread", plan, bucket.scale), lasting, spread)
+    work.swap(state)
+    state["step"] += 1
+    return Reduced(bucket.tensors, lambda _: work.sent(bucket, line, given)), state
 
 
 class _Workspace:
@@ -160,32 +179,49 @@ class _Workspace:
         self._sparse = [(at, n) for at, n, dim in some if dim >= 2]
         self._plans: dict[float, Plan] = {}
         self._spare: dict[str, Tensor] = {}
+        self._messages: dict[tuple[Plan, int], tuple[Tensor, list[Tensor]]] = {}
         self._sum: Tensor | None = None
+        count = sum(n for _, n in self.dense)
+        self.vectors, self.given = bucket.flat.new_empty(count), bucket.flat.new_empty(count)
+        self.graphs = Graphs()
 
     def find_plan(self, k: float) -> Plan:
         if k not in self._plans:
             self._plans[k] = Plan([Segment(start, n, count_kept(k, n)) for start, n in self._sparse])
         return self._plans[k]
 
-    def take_vectors(self, bucket: Bucket, state: State) -> Tensor:
+    def find_messages(self, plan: Plan, bucket: Bucket, size: int) -> tuple[Tensor, list[Tensor]]:
+        """Memory for my message, and for everyone's."""
+        key = plan, size
+        if key not in self._messages:
+            new = partial(torch.empty, dtype=torch.uint8, device=bucket.device)
+            nbytes = plan.total * (bucket.dtype.itemsize + 4)
+            self._messages = {key: (new(nbytes), [new(nbytes) for _ in range(size)])}
+        return self._messages[key]
+
+    def find_lines(self, state: State) -> list[Tensor]:
+        """The lines of the state, and the spare ones."""
+        names = [name for name in ("residual", "velocity") if name in state]
+        return [line for name in names for line in (state[name], self._find_spare(name, state))]
+
+    def take_vectors(self, bucket: Bucket, state: State) -> None:
         """What is sent of the tensors that go in full, one after the other, with what another method kept of them."""
         if not self.dense:
-            return bucket.flat.new_empty(0)
-        line = torch.cat(self._view_vectors(bucket.flat))
+            return
         if "residual" not in state:
-            return line
-        p = torch.cat(self._view_vectors(state["residual"])).add_(line)
-        line = narrow_to(p, bucket.dtype)
-        self.put(self._find_spare("residual", state), p - line)
-        return line
+            torch.cat(self._view_vectors(bucket.flat), out=self.vectors)
+        else:
+            p = torch.cat(self._view_vectors(state["residual"])).add_(torch.cat(self._view_vectors(bucket.flat)))
+            self.vectors.copy_(narrow_to(p, bucket.dtype))
+            self.put(self._find_spare("residual", state), p - self.vectors)
+        self.given.copy_(self.vectors)
 
-    def select(self, bucket: Bucket, state: State, plan: Plan, options: _Options) -> Tensor:
+    def select(self, bucket: Bucket, state: State, plan: Plan, options: _Options, line: Tensor) -> None:
         """What is sent of the others, as bytes; the new residual and velocity are in spare memory."""
-        line = torch.empty(plan.total * (bucket.dtype.itemsize + 4), dtype=torch.uint8, device=bucket.device)
         values, indices = _split_message(line, bucket.dtype)
         if not options.feedback:
             select_top(plan, bucket.flat, None, bucket.flat, values, indices)
-            return line
+            return
         grad = bucket.flat
         if options.momentum:  # in two roundings, so that every device has the same; without AMP's loss scale
             velocity = torch.mul(state["velocity"], options.momentum, out=self._find_spare("velocity", state))
@@ -194,7 +230,6 @@ class _Workspace:
         select_top(plan, grad, state["residual"], self._find_spare("residual", state), values, indices)
         if options.momentum and options.masking:
             velocity.index_fill_(0, indices.long(), 0)
-        return line
 
     def _find_spare(self, name: str, state: State) -> Tensor:
         spare, used = self._spare.get(name), state[name]
@@ -202,15 +237,21 @@ class _Workspace:
             spare = self._spare[name] = torch.zeros_like(used)
         return spare
 
-    def keep(self, bucket: Bucket, state: State, dense: Tensor, flag: Tensor, options: _Options) -> None:
-        """Make what is in spare memory the state, unless a rank overflowed: then the flag or a full tensor shows it."""
+    def keep(self, bucket: Bucket, state: State, flag: Tensor, options: _Options) -> None:
+        """What is in spare memory is to be the state; if a rank overflowed, the old one is written there: then the flag
+        or a full tensor shows it."""
         if self.dense:
-            flag = flag + dense.mul(0).sum()
+            flag = flag + self.vectors.mul(0).sum()
             if options.momentum:
-                self._add_momentum(state, dense, options.momentum, bucket.scale)
+                self._add_momentum(state, self.vectors, options.momentum, bucket.scale)
         for name in ("residual", "velocity"):
             if name in state:
                 restore(flag, state[name], self._spare[name])
+
+    def swap(self, state: State) -> None:
+        """The spare lines become the state, and the other way round."""
+        for name in ("residual", "velocity"):
+            if name in state:
                 state[name], self._spare[name] = self._spare[name], state[name]
 
     def _add_momentum(self, state: State, dense: Tensor, momentum: float, scale: float) -> None:

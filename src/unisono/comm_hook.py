@@ -1,0 +1,116 @@
+"""`un.ddp_hook`: our reducers below torch's own DistributedDataParallel, as its communication hook."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+from torch.optim import Optimizer
+
+from unisono.background import SerialQueue
+from unisono.buckets import Bucket, on_device
+from unisono.exchange.reduction import Reduction
+from unisono.reducer import Reducer
+from unisono.spec import build
+from unisono.world import World, join
+
+__all__ = ["ddp_hook"]
+
+Hook = Callable[[Any, Any], Future[Tensor]]
+
+
+def ddp_hook(
+    reducer: str | Reducer = "dense", *, optimizer: Optimizer | None = None, world: World | None = None
+) -> Hook:
+    """A hook that takes the mean of gradients by one of our reducers; the rest stays DistributedDataParallel's:
+
+        model = DistributedDataParallel(model)
+        model.register_comm_hook(None, un.ddp_hook("nuqsgd(bits=4)"))
+
+    The bytes go over our transports, and are in the ledger of `un.join()`. Every rank calls it, and gives each model a
+    hook of its own. What a reducer keeps back is not in the program's checkpoints.
+
+    optimizer: whose learning rates reducers with a memory go by; without it, what is kept is not rescaled when they
+    change.
+    world: the ranks of the model's process group; by default those of `un.join()`.
+
+    >>> ddp_hook("powersgd(rank=4)", world=World()).__name__
+    'hook'
+    """
+    worker = _Worker(build(reducer, kind="reducer"), optimizer, world if world is not None else join())
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations, and takes no strings
+        return worker.reduce(bucket)
+
+    return cast(Hook, hook)
+
+
+class _Worker:
+    """Reduces the buckets of one model, one after the other, behind its backward pass."""
+
+    def __init__(self, reducer: Reducer, optimizer: Optimizer | None, world: World) -> None:
+        if reducer.check is not None and optimizer is not None:
+            reducer.check(optimizer, world)
+        rates = cast(Optimizer, optimizer if optimizer is not None else SimpleNamespace(param_groups=[]))
+        self._world, self._channel = world, world.channel()
+        self._reduction = Reduction(reducer, rates, lambda _: None, "gradients")
+        self._lane = SerialQueue("unisono ddp hook")
+        self._names: dict[Tensor, str] = {}  # in the order in which DDP first shows them: the same on every rank
+        self._buckets: dict[tuple[Tensor, ...], Bucket] = {}
+        self._made = 0
+
+    def reduce(self, given: Any) -> Future[Tensor]:
+        """DDP's bucket; its buffer is the mean when the future is done."""
+        line: Tensor = given.buffer()
+        if line.is_sparse:
+            raise TypeError(
+                "un.ddp_hook takes dense gradients, got sparse ones: use nn.Embedding(sparse=False), or un.parallel "
+                "instead of DistributedDataParallel"
+            )
+        params, views, is_last = tuple(given.parameters()), given.gradients(), given.is_last()
+        future: Future[Tensor] = Future(devices=[line.device] if line.is_cuda else None)
+
+        def job() -> None:
+            try:
+                self._average(params, views, is_last)
+            except Exception as error:  # DDP raises it from backward
+                future.set_exception(error)  # type: ignore[arg-type]  # annotated as a result
+                return
+            future.set_result(line)
+
+        if line.is_cuda:  # on the stream of backward
+            job()
+        else:
+            self._lane.submit(job)
+        return future
+
+    @torch.no_grad()
+    def _average(self, params: tuple[Tensor, ...], views: Sequence[Tensor], is_last: bool) -> None:
+        bucket = self._find_bucket(params)
+        torch._foreach_copy_(bucket.tensors, list(views))
+        self._reduction.begin(bucket, self._channel)
+        self._reduction.drain()
+        torch._foreach_copy_(list(views), bucket.tensors)
+        if is_last:
+            fell = torch.tensor([self._reduction.learning_rate_fell()], dtype=torch.uint8)
+            self._channel.all_reduce(fell, "max", tag="used").wait()
+            self._reduction.set_decayed(bool(fell))
+
+    def _find_bucket(self, params: tuple[Tensor, ...]) -> Bucket:
+        """Ours for DDP's, which are laid out anew after the first backward pass: states follow by parameter."""
+        if params not in self._buckets:
+            named = [(self._names.setdefault(p, f"{len(self._names)}"), p) for p in params]
+            mine = set(params)
+            for old in [key for key in self._buckets if not mine.isdisjoint(key)]:
+                self._reduction.set_buckets([])  # takes the states out
+                self._channel.release(self._buckets.pop(old).flat)
+            device = params[0].device
+            empty = self._channel.empty if device.type == "cpu" else lambda n, dtype: on_device(device, n, dtype)
+            self._buckets[params] = Bucket(self._made, named, empty)
+            self._made += 1
+            self._reduction.set_buckets(list(self._buckets.values()))
+        return self._buckets[params]

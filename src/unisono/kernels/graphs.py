@@ -1,0 +1,59 @@
+"""A fixed sequence of kernels as one CUDA graph: one launch, where each kernel's own takes longer than its work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.background import in_background
+
+_MOST = 16  # graphs of one owner; where addresses keep changing, recording does not pay
+
+
+class Graphs:
+    """The sequences of one owner, by name and by the addresses of the tensors that they work on.
+
+    The first time a sequence runs as it is (Triton compiles), the second time it is recorded, then it is replayed.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[Any, torch.cuda.CUDAGraph | None] = {}
+        self._pool: Any = None
+
+    def run(self, name: Any, tensors: Sequence[Tensor | None], kernels: Callable[[], object]) -> None:
+        """Do what `kernels` does.
+
+        It must do the same whenever `name` and the addresses of `tensors` are the same: kernels on these tensors and
+        on others that stay where they are; nothing that waits for the device, and no tensor made in it lives on.
+        """
+        like = next((x for x in tensors if x is not None), None)
+        if like is None or not like.is_cuda or in_background():  # a graph is recorded where nobody else draws numbers
+            kernels()
+            return
+        key = (name, *[0 if x is None else x.data_ptr() for x in tensors])
+        if key not in self._seen:
+            kernels()
+            if len(self._seen) < _MOST:
+                self._seen[key] = None
+            return
+        graph = self._seen[key]
+        if graph is None:
+            graph = self._seen[key] = self._record(kernels, like.device)
+        graph.replay()
+
+    def _record(self, kernels: Callable[[], object], device: torch.device) -> torch.cuda.CUDAGraph:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                kernels()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        return graph

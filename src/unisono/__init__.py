@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same as below, for type checkers: a test compares them
+    from unisono import backend as backend
     from unisono import boost as boost
     from unisono import estimators as estimators
     from unisono import horovod as horovod
@@ -50,7 +51,7 @@ if TYPE_CHECKING:  # the same as below, for type checkers: a test compares them
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "unisono": "boost estimators horovod on",  # modules; the first two need extras: `un.boost.XGBoost`
+    "unisono": "backend boost estimators horovod on",  # modules; two need extras: `un.boost.XGBoost`
     "unisono.batch_norm": "sync_batch_norm",
     "unisono.checkpoint": "CheckpointError Loaded load save",
     "unisono.checkpoint.plain": "read_checkpoint",
@@ -87,3 +88,13 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def _register_backend() -> None:
+    """`unisono` among torch's backends, once torch is there: without importing it."""
+    from unisono.backend.registration import register
+
+    register()
+
+
+_register_backend()

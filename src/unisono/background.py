@@ -123,10 +123,12 @@ class Handle(Generic[T]):
 class _Job:
     """One piece of work in a queue."""
 
-    __slots__ = ("_run", "_watch", "error", "finished", "number", "value")
+    __slots__ = ("_run", "_watch", "after", "error", "finished", "number", "value")
 
-    def __init__(self, run: Callable[[], Any], watch: JobWatch | None, moves: bool) -> None:
-        self._run, self._watch = run, watch
+    def __init__(
+        self, run: Callable[[], Any], watch: JobWatch | None, moves: bool, after: Callable[[], None] | None
+    ) -> None:
+        self._run, self._watch, self.after = run, watch, after
         self.number = watch.submit(moves=moves) if watch is not None else 0
         self.value: Any = None
         self.error: BaseException | None = None
@@ -169,18 +171,28 @@ class SerialQueue:
         self._running = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def submit(self, run: Callable[[], T]) -> Handle[T]:
-        """Queue `run`; its handle gives the result."""
-        job = _Job(run, self._watch, self._moves)
+    def submit(self, run: Callable[[], T], *, after: Callable[[], None] | None = None, wake: bool = True) -> Handle[T]:
+        """Queue `run`; its handle gives the result.
+
+        `after` is called once it has run, where the next job may run already. `wake=False`: the caller waits for it
+        right away, and so runs it.
+        """
+        job = _Job(run, self._watch, self._moves, after)
         with self._signal:
             if self._closed:
                 raise RuntimeError(f"{self.name} is closed: nothing more can be sent through it")
             self._jobs.append(job)
-            if self._thread is None:
+        if wake:
+            self.wake()
+        return Handle(lambda: self._result(job), job.finished.is_set)
+
+    def wake(self) -> None:
+        """Have the thread run what is queued."""
+        with self._signal:
+            if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._loop, name=self.name, daemon=True)
                 self._thread.start()
             self._signal.notify()
-        return Handle(lambda: self._result(job), job.finished.is_set)
 
     def _result(self, job: _Job) -> Any:
         if self._watch is None:
@@ -193,10 +205,9 @@ class SerialQueue:
         try:
             while not job.finished.is_set():
                 if self._running.acquire(blocking=False):
-                    try:
-                        self._run_next()
-                    finally:
-                        self._running.release()
+                    self._run_next()
+                    if self._jobs and job.finished.is_set():  # of others, who may have counted on me
+                        self.wake()
                 else:
                     job.finished.wait(0.05)
                     wait.check()
@@ -207,11 +218,16 @@ class SerialQueue:
         return job.value
 
     def _run_next(self) -> None:
+        """The next job, by who holds `_running`, which is free after it."""
         try:
             job = self._jobs.popleft()
+            job()
         except IndexError:
             return
-        job()
+        finally:
+            self._running.release()
+        if job.after is not None:
+            job.after()
 
     def _loop(self) -> None:
         _thread.is_queue = True
@@ -222,8 +238,8 @@ class SerialQueue:
                     self._signal.wait()
                 if self._closed and not self._jobs:
                     return
-            with self._running:
-                self._run_next()
+            self._running.acquire()
+            self._run_next()
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Run what is queued, then end the thread."""

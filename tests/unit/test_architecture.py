@@ -32,7 +32,7 @@ MODULES = {name: module.path for name, module in UNISONO.modules.items()}
 LAYERS = [
     "runtime packing background rng sizes checks facts costs pages",
     "world buckets kernels",
-    "reducer",
+    "reducer backend",
     "reducers exchange offload checkpoint data spec batch_norm",
     "strategy comm_hook",
     "strategies hybrid",

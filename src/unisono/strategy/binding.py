@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -20,6 +20,11 @@ from unisono.strategy.healing import Healing
 from unisono.strategy.mistakes import refuse_split, refuse_wrapped
 from unisono.strategy.replica import Replica, Strategy, bound_parameters, share
 from unisono.world import World, join
+from unisono.world.process_groups import as_world
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 OVERRIDE = "UNISONO_STRATEGY"  # the environment's word counts, whatever the program says
 OBSERVER = "UNISONO_OBSERVER"  # the module whose `bind` is the observer, in workers that were started for one
@@ -33,10 +38,12 @@ def parallel(
     optimizer: Optimizer,
     strategy: str | Strategy = "allreduce",
     *,
-    world: World | None = None,
+    world: World | ProcessGroup | DeviceMesh | None = None,
     **settings: Any,
 ) -> Replica:
     """Train `model` together with the other ranks of `world`; the loop stays as it is.
+
+    `world` may be a process group of torch.distributed, or one dimension of a DeviceMesh: `mesh["data"]`.
 
     `strategy` is a spec such as "allreduce(accumulate=4)" or an object; `settings` override its fields.
     The model stays the same module. Rank 0's parameters and buffers become everyone's. With UNISONO_STRATEGY in the
@@ -52,9 +59,7 @@ def parallel(
     if settings:
         built = _with_settings(built, settings)
     check(model, optimizer)
-    world = world if world is not None else join()
-    if not isinstance(world, World):
-        raise TypeError(f"world must be a World such as un.join() gives, got {world!r}")
+    world = as_world(world) if world is not None else join()
     built = _override(built, world)
     if (watching := _find_observer()) is not None:
         return watching(model, optimizer, built, world)

@@ -17,6 +17,7 @@ from unisono.runtime.machine import read_boot_id
 from unisono.runtime.membership import HostsMembership, Membership, Seat, find_membership
 from unisono.runtime.place import Place, number, read_place
 from unisono.world.elastic import Elastic
+from unisono.world.ledger import Ledger
 from unisono.world.stores import MEETING_S, agree_on_attempt, open_engine_store, open_store, open_torch_store
 from unisono.world.transports import Transport
 from unisono.world.transports.meeting_page import PAGE_NAME
@@ -25,7 +26,7 @@ from unisono.world.world import World
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["enter", "join", "meet"]
+__all__ = ["accelerate", "enter", "join", "meet", "meet_in_store"]
 
 TIMEOUT_S = 1800.0
 _meetings = itertools.count()
@@ -89,7 +90,15 @@ def meet(device: str | torch.device | None = None) -> World:
 
         transport, hosts = connect(_open_store(place, timeout_s), rank, size, timeout_s=timeout_s)
     accelerated = _connect_nccl(transport, chosen, timeout_s) if _wants_nccl(transport, chosen) else None
-    return World(transport, device=chosen, hosts=hosts, accelerated=accelerated)
+    return World(transport, device=chosen, hosts=hosts, accelerated=accelerated, ledger=_find_ledger())
+
+
+def _find_ledger() -> Ledger | None:
+    """That of the default process group, where it is of our backend: then all is in one."""
+    import torch.distributed as dist
+
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return getattr(group, "ledger", None)
 
 
 def _meet_elastic(membership: Membership, place: Place, device: str | torch.device | None) -> World:
@@ -242,6 +251,32 @@ def _open_store(place: Place, timeout_s: float) -> Store:
         meeting_place = dist.PrefixStore(f"unisono/{meeting}", store)
         attempt = agree_on_attempt(meeting_place, place.rank, place.size, timeout_s=patience_s)
     return dist.PrefixStore(f"unisono/{attempt}/{meeting}", store)
+
+
+def meet_in_store(
+    store: Store, rank: int, size: int, *, timeout_s: float, ledger: Ledger, name: str, inline: bool = True
+) -> World:
+    """The world of the ranks that meet in `store`: a process group of torch's, or a part of one."""
+    if size == 1:
+        return World(None, hosts=[socket.gethostname()], ledger=ledger, name=name, inline=inline)
+    from torch.distributed import PrefixStore
+
+    from unisono.world.transports.two_level import connect
+
+    transport, hosts = connect(PrefixStore("unisono", store), rank, size, timeout_s=timeout_s)
+    return World(transport, hosts=hosts, ledger=ledger, name=name, inline=inline)
+
+
+def accelerate(world: World, device: torch.device) -> None:
+    """Have CUDA tensors of `world` travel from device to device, where each rank has one of its own.
+
+    Decided once: with the first CUDA tensor, when every rank has chosen its device. Every rank calls it alike.
+    """
+    if world.transport is not None and not world.is_device_known:
+        world.is_device_known = True
+        if _wants_nccl(world.transport, device):
+            timeout_s = float(os.environ.get("UNISONO_TIMEOUT_S", TIMEOUT_S))
+            world.use_nccl(_connect_nccl(world.transport, device, timeout_s))
 
 
 def _wants_nccl(transport: Transport, device: torch.device) -> bool:

@@ -147,6 +147,7 @@ class World:
         self.on_close: Callable[[], None] | None = None
         self.elastic: Elastic | None = None  # where ranks come and go
         self.axes: Axes | None = None  # where this is the data axis of a mesh
+        self.is_device_known = False  # whether it was decided how CUDA tensors travel, where that is done late
         self._followers: list[weakref.ref[WorldFollower]] = []
         self._operations = Operations(name, transport, accelerated, self.ledger, inline=inline)
         self._splits = 0
@@ -168,6 +169,14 @@ class World:
     def has_nccl(self) -> bool:
         """Whether CUDA tensors travel from device to device."""
         return self._operations.accelerated is not None
+
+    def use_nccl(self, transport: Transport) -> None:
+        """Have CUDA tensors travel over `transport` from now on."""
+        self._operations.accelerated = transport
+
+    def rename(self, name: str) -> None:
+        """Another name in the ledger, for operations to come."""
+        self.name = self._operations.name = name
 
     # The weight of my batch ------------------------------------------------------------------------------
 

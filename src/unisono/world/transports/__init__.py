@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unisono.runtime.frames import CalledByAll, warn_user
 
-Op = Literal["sum", "mean", "max", "min"]
+Op = Literal["sum", "mean", "max", "min", "product", "and", "or", "xor"]
 UNKNOWN = float("nan")
 SMALL_BYTES = 4096  # an all-reduce of one tensor up to this size is offered to `Transport.post`
 
@@ -42,7 +42,7 @@ class Transport(ABC):
 
     @abstractmethod
     def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
-        """Replace `parts` by their sum, mean, maximum or minimum over the ranks."""
+        """Replace `parts` by their reduction over the ranks."""
 
     @abstractmethod
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], op: Op, out: Tensor) -> float:
@@ -93,6 +93,15 @@ class Transport(ABC):
 
     def release(self, x: Tensor) -> None:  # noqa: B027 (only shared memory has something to do)
         """Give memory of `empty` back."""
+
+    def set_timeout(self, seconds: float) -> None:  # noqa: B027 (not every transport waits by itself)
+        """How long to wait for another rank from now on."""
+
+    def has_message(self, src: int) -> bool:
+        """Whether `recv` from rank `src` would begin at once."""
+        raise NotImplementedError(
+            f"ranks that talk by {self.name} cannot look who has sent something: receive from a rank that you name"
+        )
 
     def abandon(self, why: Exception) -> None:  # noqa: B027 (threads share their fate anyway)
         """Tell the other ranks that I give up, so that they do not wait for me."""

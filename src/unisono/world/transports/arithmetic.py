@@ -22,16 +22,29 @@ _WIDE = {
     if hasattr(torch, name)
 }
 _SIGN = -(2**63)
+_STEPS: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+    "and": torch.bitwise_and,
+    "or": torch.bitwise_or,
+    "xor": torch.bitwise_xor,
+}
+BITWISE = ("and", "or", "xor")
 
 
 def check_op(dtype: torch.dtype, op: Op) -> None:
     """Refuse what has no meaning, such as the mean of integers."""
-    if op not in ("sum", "mean", "max", "min"):
-        raise ValueError(f"op must be 'sum', 'mean', 'max' or 'min', got {op!r}")
+    if op not in _STEPS:
+        raise ValueError(f"op must be 'sum', 'mean', 'max' or 'min' ('product', 'and', 'or', 'xor'), got {op!r}")
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
         raise TypeError(f"the mean of {dtype} is not defined: use op='sum', or convert to a float dtype")
-    if op == "sum" and dtype == torch.bool:
-        raise TypeError("the sum of torch.bool is not defined: use 'max' (any) or 'min' (all), or convert")
+    if op in ("sum", "product") and dtype == torch.bool:
+        raise TypeError(f"the {op} of torch.bool is not defined: use 'max' (any) or 'min' (all), or convert")
+    if op in BITWISE and (dtype.is_floating_point or dtype.is_complex):
+        raise TypeError(f"'{op}' works on the bits of integers and bools, got {dtype}")
     if op in ("max", "min") and dtype.is_complex:
         raise TypeError(f"{dtype} has no order: '{op}' is not defined")
 
@@ -76,7 +89,7 @@ def combine(parts: Sequence[Tensor], op: Op, out: Tensor) -> None:
 
 def _fold(parts: Sequence[Tensor], op: Op, out: Tensor) -> None:
     """`out` must be none of parts[1:]."""
-    step: Callable[..., Tensor] = {"max": torch.maximum, "min": torch.minimum}.get(op, torch.add)
+    step = _STEPS[op]
     if len(parts) == 1:
         out.copy_(parts[0])
         return
@@ -93,7 +106,9 @@ def _is_among(out: Tensor, parts: Sequence[Tensor]) -> bool:
 
 def _combine_uint64(parts: Sequence[Tensor], op: Op, out: Tensor) -> None:
     signed = [p.view(torch.int64) for p in parts]
-    flip = 0 if op == "sum" else _SIGN  # order of unsigned numbers = order of signed ones with the top bit flipped
+    flip = (
+        _SIGN if op in ("max", "min") else 0
+    )  # order of unsigned numbers = order of signed ones with the top bit flipped
     kept = torch.empty_like(signed[0])
     _fold([p ^ flip for p in signed], op, kept)
     out.view(torch.int64).copy_(kept ^ flip)

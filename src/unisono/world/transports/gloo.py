@@ -37,7 +37,13 @@ SMALL = 64 << 10
 _LARGE = 4 << 20  # bytes from which on a mean goes in two parts
 _HEAD = 8  # the first is an eighth: on 10 Gbit/s the rest is divided in less time than that takes
 NATIVE = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
-_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
 _DIRECT_TAG = 1 << 30  # the tag of `send` and `recv`, apart from those of the rings
 TINY = 512  # bytes that go to all ranks at once, as flags and barriers do
 _FEW = 8  # ranks up to which they do
@@ -149,7 +155,9 @@ class GlooTransport(Transport):
 
     def _reduce(self, x: Tensor, op: Op) -> None:
         if x.numel():
-            if x.dtype in NATIVE:
+            if op not in _OPS or (op == "product" and x.dtype.is_complex):
+                self._narrow(x, op)
+            elif x.dtype in NATIVE:
                 self._native(x, op)
             elif x.dtype.is_complex:
                 self._native(torch.view_as_real(x).view(-1), op)
@@ -346,6 +354,10 @@ class GlooTransport(Transport):
         return GlooTransport(
             store, mine.index(self.rank), len(mine), timeout_s=self._timeout_s, interruption=self._interruption
         )
+
+    def set_timeout(self, seconds: float) -> None:
+        self._timeout_s = seconds
+        self.group._set_default_timeout(timedelta(seconds=seconds))
 
     def abandon(self, why: Exception) -> None:
         self._liveness.report(why)

@@ -53,7 +53,7 @@ _PAIR = 64  # chunks posted, chunks taken
 
 _CHUNK = 1 << 20  # bytes of a direct message that travel at a time
 _VIEWS = 4096  # kept for shapes that come again
-OP_CODES: dict[str, int] = {"sum": 0, "mean": 1, "max": 2, "min": 3}
+OP_CODES: dict[str, int] = {"sum": 0, "mean": 1, "max": 2, "min": 3, "product": 4, "and": 5, "or": 6, "xor": 7}
 DTYPES: list[torch.dtype] = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
 DTYPE_CODES = {dtype: i for i, dtype in enumerate(DTYPES)}
 
@@ -303,6 +303,14 @@ class MeetingPage:
         slot = _SLOTS + (self._round & 1) * _SLOT
         return [int(_TOP.unpack_from(self.memory, r * ROW + slot)[1]) for r in range(self.size)]
 
+    def all_agree(self) -> bool:
+        """Whether every rank has come to the meeting that just ended with the same number and item as I."""
+        first = _SLOTS + (self._round & 1) * _SLOT + 8  # after the time
+        at = self.rank * ROW + first
+        last = at - 8 + _TOP.size + _TOP.unpack_from(self.memory, at - 8)[2]
+        mine, length = self.memory[at:last], last - at
+        return all(self.memory[r * ROW + first : r * ROW + first + length] == mine for r in self._peers)
+
     def read_items(self) -> list[bytes]:
         """Every rank's item of the meeting that just ended."""
         slot = _SLOTS + (self._round & 1) * _SLOT
@@ -318,6 +326,10 @@ class MeetingPage:
         self.arrive(item)
         self.await_all(what)
         return self.read_items()
+
+    def set_timeout(self, seconds: float) -> None:
+        """How long to wait for another rank from now on."""
+        self._timeout_s = seconds
 
     def close(self) -> None:
         if self._watch is not None:
@@ -491,6 +503,11 @@ class DirectMessages:
             box[at : at + 16].view(torch.int64).copy_(torch.tensor([data.numel(), DTYPE_CODES[x.dtype]]))
             box[at + 16 : at + 16 + chunk.numel()].copy_(chunk)
             counters.publish(row, posted + 1)
+
+    def has_message(self, src: int) -> bool:
+        """Whether a chunk from `src` waits to be taken."""
+        row = self._row(src, self.page.rank)
+        return is_behind(self.page.counters[row + 4], self.page.counters[row])
 
     def recv(self, x: Tensor, src: int) -> None:
         """Receive into `x`."""

@@ -20,6 +20,7 @@ _OPS: dict[str, Any] = {
     "mean": dist.ReduceOp.AVG,
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
 }
 
 

@@ -3,7 +3,8 @@
 Two ways, the same on every rank. Tensors from `World.empty` lie in memory that all ranks map: rank r reduces
 the r-th part in place for everyone. Any other tensor passes block by block through a stage small enough to
 stay in the processor's cache: while block i is copied out, block i + 1 is reduced and i + 2 copied in, with
-one meeting a block. Both read and write each byte of memory once.
+one meeting a block. Only what other ranks need goes there: each reduces its part of a block where it lies, with what
+the others have put of theirs. Both ways read and write each byte of memory once.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class SharedTransport(Transport):
         self._small = SmallAllReduce(self._page)
         self._page.on_missing = self._check_small
         self._mapped: dict[int, tuple[int, MappedMemory]] = {}
+        self._stages: dict[torch.dtype, _Stage] = {}
         self._made = 0
         self._turn = 0
         stage = -(-(2 * BLOCK + 2 * (BLOCK // size + _SLACK)) // 64) * 64
@@ -96,7 +98,7 @@ class SharedTransport(Transport):
         total = sum(p.numel() for p in parts)
         place = self._locate(parts[0]) if len(parts) == 1 else (-1, 0)
         dtype = parts[0].dtype
-        stage = _Stage(self, dtype)
+        stage = self._stage_of(dtype)
         early = op == "mean" and dtype in (torch.float32, torch.float64)
         scale = 1.0 / self.size if early else None
         blocks = list(_cut_blocks(parts, stage.elements))
@@ -113,7 +115,7 @@ class SharedTransport(Transport):
             self._page.meet(what="all_reduce")
         for i, block in enumerate(blocks):
             length = sum(p.numel() for p in block)
-            stage.reduce(length, self._turn, "sum" if early else op)
+            stage.reduce(block, length, self._turn, "sum" if early else op, scale)
             if i + 1 < len(blocks):
                 stage.put(blocks[i + 1], self._turn + 1, scale)
             self._page.arrive()
@@ -135,13 +137,13 @@ class SharedTransport(Transport):
                 combine(tiles[1:], op, tiles[0])
             self._page.meet(what="reduce_scatter")
             return last
-        self._pass_pieces(parts, [out] * self.size, x.dtype, lambda tiles, target: combine(tiles, op, target))
+        self._pass_pieces(parts, [out] * self.size, x.dtype, op)
         return last
 
     def all_to_all(self, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> float:
         longest = max(p.numel() for p in parts)
         heads, last = self._begin("all_to_all", "sum", parts[0].dtype, longest, (-1, 0), same=False)
-        self._pass_pieces(parts, outs, parts[0].dtype, None, longest=max(head[3] for head in heads))
+        self._pass_pieces(parts, outs, parts[0].dtype, None, max(head[3] for head in heads))
         return last
 
     def all_gather(self, x: Tensor, outs: Sequence[Tensor]) -> float:
@@ -154,24 +156,30 @@ class SharedTransport(Transport):
                 out.copy_(_view_as(self._find_mapped(head[4]).ranks[r], head[5], out.numel(), x.dtype))
             self._page.meet(what="all_gather")
             return last
-        stage = _Stage(self, x.dtype)
+        stage = self._stage_of(x.dtype)
         longest = max(head[3] for head in heads)
         for start in range(0, longest, stage.elements):
-            stage.put([x[start : start + stage.elements]], self._turn)
+            stage.put_whole(x[start : start + stage.elements], self._turn)
             self._page.meet(what="all_gather")
             for r, out in enumerate(outs):
                 target = out[start : start + stage.elements]
-                target.copy_(stage.block_of(r, self._turn)[: target.numel()])
+                if r != self.rank:
+                    target.copy_(stage.block_of(r, self._turn)[: target.numel()])
             self._turn += 1
+        if outs[self.rank].data_ptr() != x.data_ptr():
+            outs[self.rank].copy_(x)
         return last
 
     def broadcast(self, parts: Sequence[Tensor], src: int) -> float:
         total = sum(p.numel() for p in parts)
         _, last = self._begin(f"broadcast from {src}", "sum", parts[0].dtype, total, (-1, src))
-        stage = _Stage(self, parts[0].dtype)
+        stage = self._stage_of(parts[0].dtype)
         for block in _cut_blocks(parts, stage.elements):
             if self.rank == src:
-                stage.put(block, self._turn)
+                at = 0
+                for part in block:
+                    stage.block_of(src, self._turn)[at : at + part.numel()].copy_(part)
+                    at += part.numel()
             self._page.meet(what="broadcast")
             if self.rank != src:
                 source, at = stage.block_of(src, self._turn), 0
@@ -186,6 +194,13 @@ class SharedTransport(Transport):
 
     def recv(self, x: Tensor, src: int) -> None:
         self._direct.recv(x, src)
+
+    def has_message(self, src: int) -> bool:
+        return self._direct.has_message(src)
+
+    def set_timeout(self, seconds: float) -> None:
+        self._timeout_s = seconds
+        self._page.set_timeout(seconds)
 
     def exchange(self, data: bytes) -> list[bytes]:
         found = self._page.meet(_MARK + struct.pack("q", len(data)) + data[:_INLINE], "an exchange of objects")
@@ -257,8 +272,11 @@ class SharedTransport(Transport):
     ) -> tuple[list[tuple[int, ...]], float]:
         """Meet, and compare what each rank is about to do."""
         kind = crc32(what.encode()) & 0xFFFF
-        self._page.arrive(_PLAN + _HEAD.pack(OP_CODES[op], DTYPE_CODES[dtype], kind, count, *place))
+        mine = (OP_CODES[op], DTYPE_CODES[dtype], kind, count, *place)
+        self._page.arrive(_PLAN + _HEAD.pack(*mine))
         last = self._page.await_all(what)
+        if self._page.all_agree():
+            return [mine] * self.size, last
         items = self._page.read_items()
         heads = [_HEAD.unpack(i[4:]) if i.startswith(_PLAN) else (255, 0, 0, 0, -1, 0) for i in items]
         keep = 4 if same else 3
@@ -292,33 +310,42 @@ class SharedTransport(Transport):
             for other in tiles[1:]:
                 other.copy_(tiles[0])
 
+    def _stage_of(self, dtype: torch.dtype) -> _Stage:
+        found = self._stages.get(dtype)
+        if found is None:
+            found = self._stages[dtype] = _Stage(self, dtype)
+        return found
+
     def _pass_pieces(
         self,
         parts: Sequence[Tensor],
         outs: Sequence[Tensor],
         dtype: torch.dtype,
-        merge: Callable[[list[Tensor], Tensor], None] | None,
+        op: Op | None,
         longest: int | None = None,
     ) -> None:
-        """parts[r] of every rank goes over the stage to rank r: merged into one, or kept apart."""
-        stage = _Stage(self, dtype)
+        """parts[r] of every rank goes over the stage to rank r: reduced by `op`, or kept apart."""
+        stage, mine = self._stage_of(dtype), self.rank
         room = stage.elements // self.size
         for start in range(0, max(p.numel() for p in parts) if longest is None else longest, room):
             for r, part in enumerate(parts):
                 piece = part[start : start + room]
-                stage.block_of(self.rank, self._turn)[r * room : r * room + piece.numel()].copy_(piece)
+                if r != mine and piece.numel():
+                    stage.block_of(mine, self._turn)[r * room : r * room + piece.numel()].copy_(piece)
             self._page.meet()
-            sources = [
-                stage.block_of(r, self._turn)[self.rank * room : (self.rank + 1) * room] for r in range(self.size)
-            ]
-            if merge is not None:
+            sources = [stage.block_of(r, self._turn)[mine * room : (mine + 1) * room] for r in range(self.size)]
+            if op is not None:
                 target = outs[0][start : start + room]
-                merge([s[: target.numel()] for s in sources], target)
+                sources[mine] = parts[mine][start : start + room]
+                combine([s[: target.numel()] for s in sources], op, target)
             else:
-                for source, out in zip(sources, outs, strict=True):
+                for r, (source, out) in enumerate(zip(sources, outs, strict=True)):
                     target = out[start : start + room]
-                    target.copy_(source[: target.numel()])
+                    if r != mine and target.numel():
+                        target.copy_(source[: target.numel()])
             self._turn += 1
+        if op is None and outs[mine].data_ptr() != parts[mine].data_ptr():
+            outs[mine].copy_(parts[mine])
 
 
 class _Stage:
@@ -337,29 +364,51 @@ class _Stage:
     def block_of(self, rank: int, turn: int) -> Tensor:
         return self._puts[rank][turn & 1]
 
-    def put(self, block: Sequence[Tensor], turn: int, scale: float | None = None) -> None:
-        mine, at = self._puts[self.rank][turn & 1], 0
-        for part in block:
-            target = mine[at : at + part.numel()]
-            if scale is None:
-                target.copy_(part)
-            else:
-                torch.mul(part, scale, out=target)
-            at += part.numel()
+    def put_whole(self, x: Tensor, turn: int) -> None:
+        """All of it: others read it as it is."""
+        self._puts[self.rank][turn & 1][: x.numel()].copy_(x)
 
-    def reduce(self, length: int, turn: int, op: Op) -> None:
+    def put(self, block: Sequence[Tensor], turn: int, scale: float | None = None) -> None:
+        """What other ranks reduce, times `scale`."""
+        length = sum(p.numel() for p in block)
         start, stop = _cut_share(length, self.rank, self.size)
-        combine([p[turn & 1][start:stop] for p in self._puts], op, self._takes[self.rank][turn & 1][: stop - start])
+        mine = self._puts[self.rank][turn & 1]
+        for low, high, piece in (*_cut_range(block, 0, start), *_cut_range(block, stop, length)):
+            if scale is None:
+                mine[low:high].copy_(piece)
+            else:
+                torch.mul(piece, scale, out=mine[low:high])
+
+    def reduce(self, block: Sequence[Tensor], length: int, turn: int, op: Op, scale: float | None) -> None:
+        """My share: from my own memory and what the others have put, into it and to where they take it."""
+        start, stop = _cut_share(length, self.rank, self.size)
+        result = self._takes[self.rank][turn & 1]
+        for low, high, piece in _cut_range(block, start, stop):
+            target = result[low - start : high - start]
+            parts = [p[turn & 1][low:high] for p in self._puts]
+            parts[self.rank] = piece
+            if scale is not None:  # the others' are scaled already
+                parts[self.rank] = torch.mul(piece, scale, out=self._puts[self.rank][turn & 1][low:high])
+            combine(parts, op, target)
+            piece.copy_(target)
 
     def take(self, block: Sequence[Tensor], length: int, turn: int) -> None:
-        bounds = [_cut_share(length, r, self.size) for r in range(self.size)]
-        at = 0
-        for part in block:
-            for r, (start, stop) in enumerate(bounds):
-                low, high = max(start, at), min(stop, at + part.numel())
-                if low < high:
-                    part[low - at : high - at].copy_(self._takes[r][turn & 1][low - start : high - start])
-            at += part.numel()
+        """What the others have reduced."""
+        for r in range(self.size):
+            start, stop = _cut_share(length, r, self.size)
+            if r != self.rank:
+                for low, high, piece in _cut_range(block, start, stop):
+                    piece.copy_(self._takes[r][turn & 1][low - start : high - start])
+
+
+def _cut_range(block: Sequence[Tensor], start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
+    """The parts of `block`'s concatenation from `start` to `stop`: from where to where, and the memory there."""
+    at = 0
+    for part in block:
+        low, high = max(start, at), min(stop, at + part.numel())
+        if low < high:
+            yield low, high, part[low - at : high - at]
+        at += part.numel()
 
 
 def _cut_share(length: int, rank: int, size: int) -> tuple[int, int]:

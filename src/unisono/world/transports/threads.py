@@ -200,6 +200,9 @@ class ThreadTransport(Transport):
             )
         x.copy_(message)
 
+    def has_message(self, src: int) -> bool:
+        return bool(self.hub.messages.get((src, self.rank)))
+
     def shared(self, n: int, dtype: torch.dtype) -> Tensor:
         first: Tensor = self._meet("shared", f"{n} x {dtype}", torch.zeros(n, dtype=dtype))[0][0]
         return first

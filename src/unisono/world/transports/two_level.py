@@ -261,6 +261,11 @@ class TwoLevelTransport(Transport):
     def exchange(self, data: bytes) -> list[bytes]:
         return self._flat.exchange(data)
 
+    def set_timeout(self, seconds: float) -> None:
+        for transport in (self._inside, self._across, self._flat):
+            if transport is not None:
+                transport.set_timeout(seconds)
+
     def split(self, groups: Sequence[Sequence[int]]) -> Transport:
         members = find_group(groups, self.rank, self.size)
         hosts = [self._hosts[r] for r in members]

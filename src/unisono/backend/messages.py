@@ -1,0 +1,150 @@
+"""Messages from one rank to another, matched by their tags as torch's users expect, also from any source.
+
+A message is a head (tag, elements, dtype) and the tensor. Who reads from a rank holds that direction's order, and gives
+each message to the first receive with its tag; one that nobody asked for yet is kept.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from unisono.backend.works import Work
+from unisono.background import SerialQueue
+from unisono.world.transports import Mismatch, PeerLost
+from unisono.world.transports.meeting_page import DTYPE_CODES, DTYPES
+from unisono.world.world import World
+
+__all__ = ["Messages"]
+
+_POLL_S = 0.0002
+
+
+class _Receive:
+    """A receive that waits for its message; `source` None: from any rank."""
+
+    def __init__(self, x: Tensor, source: int | None, tag: int, work: Work) -> None:
+        self.x, self.source, self.tag, self.work = x, source, tag, work
+
+
+class Messages:
+    """All messages of one rank in a group."""
+
+    def __init__(self, world: World, lane: Callable[[str], SerialQueue]) -> None:
+        self._world, self._lane = world, lane
+        self._lock = threading.Lock()
+        self._waiting: list[_Receive] = []  # in the order of their calls
+        self._kept: list[tuple[int, int, Tensor]] = []  # source, tag, message
+        self._reading = {r: threading.Lock() for r in range(world.size)}
+        self.timeout_s = 0.0
+
+    def send(self, x: Tensor, dst: int, tag: int, work: Work) -> Work:
+        """Begin to send."""
+
+        def run() -> None:
+            line = x.detach().contiguous().view(-1)
+            self._world.send(torch.tensor([tag, line.numel(), DTYPE_CODES[x.dtype]]), dst, tag="head").wait()
+            self._world.send(line, dst).wait()
+
+        return work.begin(self._lane(f"send-{dst}"), run, at_once=False)
+
+    def receive(self, x: Tensor, src: int | None, tag: int, work: Work) -> Work:
+        """Begin to receive from `src`; None: from whoever sends first."""
+        wanted = _Receive(x, src, tag, work)
+        with self._lock:
+            kept = next((k for k in self._kept if src in (None, k[0]) and k[1] == tag), None)
+            if kept is None:
+                self._waiting.append(wanted)
+            else:
+                self._kept.remove(kept)
+        if kept is not None:
+            work.execute(lambda: self._deliver(wanted, kept[0], kept[2]))
+            return work
+        where = "recv-any" if src is None else f"recv-{src}"
+        run = self._read_from_any if src is None else self._read_for
+        return work.begin(self._lane(where), lambda: run(wanted), at_once=False)
+
+    def _read_for(self, wanted: _Receive) -> None:
+        """Read messages of its rank until the one of `wanted` has come."""
+        assert wanted.source is not None
+        try:
+            with self._reading[wanted.source]:
+                while not wanted.work.is_completed():
+                    if self._read(wanted.source, wanted):
+                        return
+        finally:
+            self._forget(wanted)  # where its rank was lost
+
+    def _read_from_any(self, wanted: _Receive) -> None:
+        """The same from whichever rank has sent something."""
+        others = [r for r in range(self._world.size) if r != self._world.rank]
+        transport = self._world.transport
+        assert transport is not None
+        deadline = time.monotonic() + self.timeout_s
+        while not wanted.work.is_completed():
+            for r in others:
+                if not self._reading[r].acquire(blocking=False):  # another receive reads from it, and finds mine, too
+                    continue
+                try:
+                    if not wanted.work.is_completed() and transport.has_message(r) and self._read(r, wanted):
+                        return
+                finally:
+                    self._reading[r].release()
+            if time.monotonic() > deadline:
+                self._forget(wanted)
+                raise PeerLost(f"recv from any source: no rank has sent anything within {self.timeout_s:g} s")
+            time.sleep(_POLL_S)
+
+    def _read(self, src: int, own: _Receive) -> bool:
+        """Read one message of `src` and give it to who waits for it; whether that is `own`."""
+        head = torch.empty(3, dtype=torch.int64)
+        self._world.recv(head, src, tag="head").wait()
+        tag, numel, code = head.tolist()
+        with self._lock:
+            match = next((w for w in self._waiting if w.source in (None, src) and w.tag == tag), None)
+            if match is not None:
+                self._waiting.remove(match)
+        if match is None or match.x.numel() != numel or match.x.dtype != DTYPES[code]:
+            line = torch.empty(numel, dtype=DTYPES[code], device=own.x.device)
+            self._world.recv(line, src).wait()
+            if match is None:
+                with self._lock:
+                    self._kept.append((src, tag, line))
+                return False
+            self._hand_over(match, own, lambda: self._deliver(match, src, line))
+        elif match.x.is_contiguous():
+            self._hand_over(match, own, lambda: self._receive_into(match, src))
+        else:
+            line = torch.empty(numel, dtype=DTYPES[code], device=match.x.device)
+            self._world.recv(line, src).wait()
+            self._hand_over(match, own, lambda: self._deliver(match, src, line))
+        return match is own
+
+    def _forget(self, wanted: _Receive) -> None:
+        with self._lock:
+            if wanted in self._waiting:
+                self._waiting.remove(wanted)
+
+    def _hand_over(self, match: _Receive, own: _Receive, deliver: Callable[[], None]) -> None:
+        if match is own:
+            deliver()  # inside its own work, which ends with this
+        else:
+            match.work.execute(deliver)
+            match.work.settle()
+
+    def _receive_into(self, wanted: _Receive, src: int) -> None:
+        wanted.work.source = src
+        self._world.recv(wanted.x.detach().view(-1), src).wait()
+
+    def _deliver(self, wanted: _Receive, src: int, line: Tensor) -> None:
+        wanted.work.source = src
+        if line.numel() != wanted.x.numel() or line.dtype != wanted.x.dtype:
+            raise Mismatch(
+                f"recv from rank {src}: it sent {line.numel()} x {line.dtype}, "
+                f"I receive into {wanted.x.numel()} x {wanted.x.dtype}"
+            )
+        wanted.x.detach().copy_(line.view(wanted.x.shape))

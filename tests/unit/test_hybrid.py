@@ -278,7 +278,7 @@ def test_parts_of_every_rank_make_up_the_whole(dim: int) -> None:
 # Bubbles --------------------------------------------------------------------------------------------------------
 
 
-def test_a_bubble_is_part_of_compute() -> None:
+def test_bubbles_are_summed_by_step() -> None:
     now = [0.0]
     ledger = Ledger(clock=lambda: now[0])
     ledger.close_span("bubble", 1.0, 3.0)
@@ -286,8 +286,8 @@ def test_a_bubble_is_part_of_compute() -> None:
     now[0] = 10.0
     ledger.step()
     [row] = ledger.rows
-    assert (row.bubble, row.compute) == (1.5, 8.5)
-    assert ledger.totals().bubble == 1.5
+    assert (row.bubble, row.compute) == (2.0, 8.5)
+    assert ledger.totals().bubble == 2.0
 
 
 # Memory, and when a mesh is worth trying -------------------------------------------------------------------------

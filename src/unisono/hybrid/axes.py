@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unisono.backend.accounts import share_ledger
 from unisono.hybrid.factors import choose_sizes
 from unisono.hybrid.gradients import Copies, clip_gradients, mark_gradients
 from unisono.hybrid.local_tensors import localise
@@ -261,6 +262,8 @@ def _form_group(world: World, backend: str | None) -> None:
     if backend is None:
         cuda = world.device.type == "cuda"
         backend = "unisono" if "unisono" in dist.Backend.backend_list else "nccl" if cuda else "gloo"
+    if backend == "unisono":
+        share_ledger(world.ledger)
     dist.init_process_group(backend, timeout=_TIMEOUT)
 
 

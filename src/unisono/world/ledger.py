@@ -77,7 +77,7 @@ class Row:
 
     `communication` and `waiting` are what the program stood still for; `hidden` is communication that ran
     behind compute and cost nothing. `compression` is the part of `communication` in which no byte moved, as a reducer
-    was at work. `bubble` is the part of `compute` in which a stage of a pipeline waited for others.
+    was at work. `bubble` is the part of the step in which a stage of a pipeline had nothing to compute.
     """
 
     step: int
@@ -373,7 +373,7 @@ def _divide(step: int, start: float, end: float, records: Sequence[Record], span
         bytes_sent=sum(r.bytes_sent for r in records),
         collectives=len(records),
         compression=_measure_compression(blocked, [*late, *moving], spans),
-        bubble=_sum_lengths(idle) - _sum_overlap(idle, blocked),
+        bubble=_sum_lengths(idle),
     )
 
 

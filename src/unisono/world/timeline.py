@@ -37,7 +37,7 @@ class Report:
 
     def table(self) -> str:
         """Totals by rank, a line each: milliseconds a step, and bytes in all. With a pipeline, also the bubble: the
-        part of compute in which a stage waited for others."""
+        part of it in which a stage had nothing to compute."""
         piped = any(t.bubble for t in self.ranks)
         bubble = ["bubble"] if piped else []
         head = ("rank", "steps", "step ms", "compute", *bubble, "comm", "waiting", "data", "hidden", "MB sent")

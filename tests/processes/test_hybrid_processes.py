@@ -62,20 +62,28 @@ def train(
     return losses
 
 
-def run_methods(sizes: tuple[int, int, int], folder: str) -> dict[str, list[float]]:
+def run_methods(sizes: tuple[int, int, int], folder: str, backend: str) -> dict[str, list[float]]:
     """Every method on the data axis of one mesh; each ends in a checkpoint."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    mesh = un.mesh(data=sizes[0], tensor=sizes[1], pipeline=sizes[2])
-    return {
+    mesh = un.mesh(data=sizes[0], tensor=sizes[1], pipeline=sizes[2], backend=backend)
+    losses = {
         name: train(mesh, spec, range(small.STEPS), clip=name in ("allreduce", "zero"), save=f"{folder}/{name}")
         for name, spec in SPECS.items()
     }
+    channels = {record.channel.split()[0] for record in mesh.world.ledger.records if record.bytes_sent}
+    if backend == "unisono":  # what torch's axes send is in the same ledger
+        assert channels >= {"mesh_tensor", "mesh_pipeline"}, channels
+    assert (mesh.world.ledger.totals().bubble > 0) == (sizes[2] > 1)
+    return losses
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 1), (2, 2, 2)], ids=["2x2", "2x2x2"])
-def test_meshes_train_as_one_process_does(sizes: tuple[int, int, int], tmp_path: Path) -> None:
-    results = un.launch(run_methods, sizes[0] * sizes[1] * sizes[2], args=(sizes, str(tmp_path)), timeout_s=120)
+@pytest.mark.parametrize(
+    ("sizes", "backend"), [((2, 2, 1), "gloo"), ((2, 2, 2), "unisono")], ids=["2x2 gloo", "2x2x2 unisono"]
+)
+def test_meshes_train_as_one_process_does(sizes: tuple[int, int, int], backend: str, tmp_path: Path) -> None:
+    workers = sizes[0] * sizes[1] * sizes[2]
+    results = un.launch(run_methods, workers, args=(sizes, str(tmp_path), backend), timeout_s=120)
     for name in SPECS:
         state = un.read_checkpoint(tmp_path / name)
         assert state["step"] == small.STEPS

@@ -39,9 +39,19 @@ def expected(spec: str, tensor: int) -> dict[str, torch.Tensor]:
 
 
 def train(
-    mesh: un.Mesh, spec: str, steps: range, *, clip: bool = True, load: str = "", save: str = "", **pipe_settings: Any
+    mesh: un.Mesh,
+    spec: str,
+    steps: range,
+    *,
+    clip: bool = True,
+    load: str = "",
+    save: str = "",
+    evaluate: bool = False,
+    bits: list[Any] | None = None,
+    **pipe_settings: Any,
 ) -> list[float]:
-    """Train on a mesh, every rank with another model at first; returns the losses."""
+    """Train on a mesh, every rank with another model at first; returns the losses, or that of another batch at the end
+    (`evaluate`). `bits` gets the parameters."""
     model = small.make(seed=mesh.world.rank)
     x, _ = small.batch(0, mesh.place[0])
     pipe = mesh.pipe(model, x[:2], small.loss, microbatches=2, **pipe_settings)
@@ -58,6 +68,10 @@ def train(
         optimizer.step()
     if save:
         un.save(save, replica)
+    if evaluate:
+        losses = [float(pipe.evaluate(*small.batch(99, mesh.place[0])))]
+    if bits is not None:
+        bits.append([p.detach().flatten().tolist() for p in replica.consolidate().parameters()])
     replica.close()
     return losses
 
@@ -83,7 +97,7 @@ def run_methods(sizes: tuple[int, int, int], folder: str, backend: str) -> dict[
 )
 def test_meshes_train_as_one_process_does(sizes: tuple[int, int, int], backend: str, tmp_path: Path) -> None:
     workers = sizes[0] * sizes[1] * sizes[2]
-    results = un.launch(run_methods, workers, args=(sizes, str(tmp_path), backend), timeout_s=120)
+    results = un.launch(run_methods, workers, args=(sizes, str(tmp_path), backend), timeout_s=300)
     for name in SPECS:
         state = un.read_checkpoint(tmp_path / name)
         assert state["step"] == small.STEPS
@@ -92,30 +106,56 @@ def test_meshes_train_as_one_process_does(sizes: tuple[int, int, int], backend: 
         assert len({tuple(one[name]) for one in results}) == 2, "one loss for each place on the data axis"
 
 
-def go_on(meshes: list[tuple[int, int, int]], spec: str, folder: str) -> int:
+def go_on(meshes: list[tuple[int, int, int]], spec: str, folder: str) -> tuple[int, list[float]]:
     """A run that goes on from each mesh's checkpoint on the next mesh, a step each; every schedule in turn."""
     torch.set_num_threads(1)
     schedules = ["GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "1F1B"]
     for step, sizes in enumerate(meshes):
         mesh = un.mesh(data=sizes[0], tensor=sizes[1], pipeline=sizes[2])
-        train(mesh, spec, range(step, step + 1), load=folder if step else "", save=folder, schedule=schedules[step])
-    return step + 1
+        go_on_from = folder if step else ""
+        settings: dict[str, Any] = {"schedule": schedules[step], "evaluate": True}
+        losses = train(mesh, spec, range(step, step + 1), load=go_on_from, save=folder, **settings)
+    return step + 1, losses
 
 
 @pytest.mark.parametrize("spec", ["allreduce", "zero(stage=3)"])
 def test_any_mesh_goes_on_from_any_other(spec: str, tmp_path: Path) -> None:
     meshes = [(2, 1, 2), (2, 2, 1)] if spec == "zero(stage=3)" else [(2, 2, 1), (2, 1, 2), (2, 1, 2), (2, 2, 1)]
-    [steps, *_] = un.launch(go_on, 4, args=(meshes, spec, str(tmp_path)), timeout_s=120)
+    every = un.launch(go_on, 4, args=(meshes, spec, str(tmp_path)), timeout_s=300)
+    steps = every[0][0]
     state = un.read_checkpoint(tmp_path)
     model = small.make()
     model.load_state_dict(state["model"])
     for ours, reference in zip(model.parameters(), small.train_alone(small.CLIP, steps).parameters(), strict=True):
         torch.testing.assert_close(ours, reference, rtol=0, atol=1e-9)
+    for rank in (0, 1):
+        x, y = small.batch(99, rank)
+        there = [losses for _, [losses] in every]
+        assert any(loss == pytest.approx(small.loss(model(x), y).item(), abs=1e-9) for loss in there)
     optimizer = small.optimizer(model)
     optimizer.load_state_dict(state["optimizer"])  # numbered as plain PyTorch does
     for param in model.parameters():
         assert optimizer.state[param]["exp_avg"].shape == param.shape
         assert float(optimizer.state[param]["step"]) == steps
+
+
+def resume(specs: list[str], folder: str) -> list[bool]:
+    """Whether a run that was saved and loaded in the middle has the bits of one that was not."""
+    torch.set_num_threads(1)
+    mesh = un.mesh(data=2, tensor=2)
+    same = []
+    for i, spec in enumerate(specs):
+        bits: list[Any] = []
+        train(mesh, spec, range(4), clip=False, bits=bits)
+        train(mesh, spec, range(2), clip=False, save=f"{folder}/{i}")
+        train(mesh, spec, range(2, 4), clip=False, load=f"{folder}/{i}", bits=bits)
+        same.append(bits[0] == bits[1])
+    return same
+
+
+def test_the_same_mesh_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    specs = [SPECS["powersgd"], "local_sgd(every=3, start=0)"]
+    assert un.launch(resume, 4, args=(specs, str(tmp_path)), timeout_s=300) == [[True, True]] * 4
 
 
 def keep_copies_alike() -> list[list[float]]:
@@ -137,7 +177,7 @@ def keep_copies_alike() -> list[list[float]]:
 
 
 def test_what_is_not_split_stays_alike_on_the_tensor_axis() -> None:
-    every = un.launch(keep_copies_alike, 4, timeout_s=60)
+    every = un.launch(keep_copies_alike, 4, timeout_s=300)
     first = small.make()
     start = [p.flatten().tolist() for n, p in first.named_parameters() if small.split_dimension(n) is None]
     assert every[0] != start
@@ -176,7 +216,7 @@ def refuse_and_agree() -> list[str]:
 
 
 def test_a_norm_of_a_part_is_refused_and_an_overflow_is_everyones() -> None:
-    for said in un.launch(refuse_and_agree, 2, timeout_s=60):
+    for said in un.launch(refuse_and_agree, 2, timeout_s=300):
         assert "mesh.clip_grad_norm_" in said[0]
         assert said[1:] == ["True", "2.0", "True", "4"]
 
@@ -191,8 +231,8 @@ def run_example(arguments: list[str]) -> str:
 
 
 def test_the_example_is_the_same_on_a_mesh_and_on_one_process() -> None:
-    [alone] = un.launch(run_example, 1, args=([],), timeout_s=60)
-    [together, *_] = un.launch(run_example, 4, args=(["--tensor", "2", "--pipeline", "2"],), timeout_s=60)
+    [alone] = un.launch(run_example, 1, args=([],), timeout_s=300)
+    [together, *_] = un.launch(run_example, 4, args=(["--tensor", "2", "--pipeline", "2"],), timeout_s=300)
     assert alone.startswith("Mesh(data=1, tensor=1, pipeline=1): final loss")
     assert together.startswith("Mesh(data=1, tensor=2, pipeline=2): final loss")
     a, b = (float(text.rpartition(" ")[2]) for text in (alone, together))

@@ -230,8 +230,8 @@ class Mesh:
         if self.model.size > 1 and isinstance(replica, ChangingReplica):
             replica.close()
             raise ValueError(
-                f"{type(replica.strategy).__name__} decides on each data axis by itself, and {self} has {self.model.size}"
-                ": they could choose differently. Name the method that all are to use"
+                f"{type(replica.strategy).__name__} decides on each data axis by itself, and {self} has "
+                f"{self.model.size}: they could choose differently. Name the method that all are to use"
             )
         if self.sizes[1] > 1:
             if (former := self._copies.get(replica.model)) is not None:

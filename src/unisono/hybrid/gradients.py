@@ -85,9 +85,9 @@ def clip_gradients(mesh: Mesh, params: Sequence[Tensor], max_norm: float, order:
 class Copies:
     """Parameters that every rank of the tensor axis has whole: they have to stay the same there.
 
-    Their gradients are the same, and so is an exact mean over the data axis. What a reducer makes of them depends on the
-    parts beside them, which differ: then the ranks of the tensor axis take the mean of what they got. Of methods that
-    exchange models, it is the mean of the parameters after each step.
+    Their gradients are the same, and so is an exact mean over the data axis. What a reducer makes of them depends on
+    the parts beside them, which differ: then the ranks of the tensor axis take the mean of what they got. Of methods
+    that exchange models, it is the mean of the parameters after each step.
     """
 
     def __init__(self, replica: Replica, world: World) -> None:

@@ -107,6 +107,25 @@ class Pipeline:
         mean = torch.stack([x.detach() for x in losses]).sum() / scale if losses else torch.zeros(())
         return self._share_loss(mean)
 
+    @torch.no_grad()
+    def evaluate(self, inputs: Any, targets: Tensor) -> Tensor:
+        """The loss of a batch, the mean over its microbatches, without gradients; on every rank of the model."""
+        args = inputs if isinstance(inputs, tuple) else (inputs,)
+        self._check_batch(args[0])
+        self._scale = lambda x: x
+        if self._schedule is None:
+            losses = self._run_alone(args, targets, backward=False)
+        else:
+            losses = []
+            first = any(stage.is_first for stage in self._stages)
+            ends: dict[str, Any] = {"target": targets, "losses": losses} if self._has_last else {}
+            self._schedule.eval(*(args if first else ()), **ends)
+        return self._share_loss(torch.stack(losses).sum() if losses else torch.zeros(()))
+
+    @property
+    def _has_last(self) -> bool:
+        return any(stage.is_last for stage in self._stages)
+
     def _check_batch(self, first: Tensor) -> None:
         if len(first) % self.microbatches:
             raise ValueError(
@@ -119,19 +138,19 @@ class Pipeline:
             return self._run_alone(args, targets)
         losses: list[Tensor] = []
         first = any(stage.is_first for stage in self._stages)
-        last = any(stage.is_last for stage in self._stages)
-        ends: dict[str, Any] = {"target": targets, "losses": losses} if last else {}
+        ends: dict[str, Any] = {"target": targets, "losses": losses} if self._has_last else {}
         clock = self.mesh.world.ledger.clock
         start = clock()
         self._schedule.step(*(args if first else ()), **ends)
         self.bubble.end_step(start, clock(), self.mesh.world.ledger)
         return losses
 
-    def _run_alone(self, args: tuple[Any, ...], targets: Tensor) -> list[Tensor]:
+    def _run_alone(self, args: tuple[Any, ...], targets: Tensor, *, backward: bool = True) -> list[Tensor]:
         losses = []
         for i, target in enumerate(targets.chunk(self.microbatches)):
             loss = self._mean_loss(self.module(*[x.chunk(self.microbatches)[i] for x in args]), target)
-            loss.backward()
+            if backward:
+                loss.backward()
             losses.append(loss)
         return losses
 
@@ -139,8 +158,7 @@ class Pipeline:
         """The last stage's, on every rank of the model."""
         if self._schedule is None:
             return loss
-        last = any(stage.is_last for stage in self._stages)
-        shared = loss.double() if last and self.mesh.place[1] == 0 else torch.zeros((), dtype=torch.float64)
+        shared = loss.double() if self._has_last and self.mesh.place[1] == 0 else torch.zeros((), dtype=torch.float64)
         self.mesh.model.all_reduce(shared, "sum", tag="loss").wait()
         return shared.to(loss.device)
 

@@ -109,7 +109,7 @@ def test_meshes_train_as_one_process_does(sizes: tuple[int, int, int], backend: 
 def go_on(meshes: list[tuple[int, int, int]], spec: str, folder: str) -> tuple[int, list[float]]:
     """A run that goes on from each mesh's checkpoint on the next mesh, a step each; every schedule in turn."""
     torch.set_num_threads(1)
-    schedules = ["GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "1F1B"]
+    schedules = ["GPipe", "Interleaved1F1B", "InterleavedZeroBubble"]
     for step, sizes in enumerate(meshes):
         mesh = un.mesh(data=sizes[0], tensor=sizes[1], pipeline=sizes[2])
         go_on_from = folder if step else ""
@@ -120,7 +120,7 @@ def go_on(meshes: list[tuple[int, int, int]], spec: str, folder: str) -> tuple[i
 
 @pytest.mark.parametrize("spec", ["allreduce", "zero(stage=3)"])
 def test_any_mesh_goes_on_from_any_other(spec: str, tmp_path: Path) -> None:
-    meshes = [(2, 1, 2), (2, 2, 1)] if spec == "zero(stage=3)" else [(2, 2, 1), (2, 1, 2), (2, 1, 2), (2, 2, 1)]
+    meshes = [(2, 1, 2), (2, 2, 1)] if spec == "zero(stage=3)" else [(2, 2, 1), (2, 1, 2), (2, 1, 2)]
     every = un.launch(go_on, 4, args=(meshes, spec, str(tmp_path)), timeout_s=300)
     steps = every[0][0]
     state = un.read_checkpoint(tmp_path)
@@ -232,9 +232,9 @@ def run_example(arguments: list[str]) -> str:
 
 def test_the_example_is_the_same_on_a_mesh_and_on_one_process() -> None:
     [alone] = un.launch(run_example, 1, args=([],), timeout_s=300)
-    [together, *_] = un.launch(run_example, 4, args=(["--tensor", "2", "--pipeline", "2"],), timeout_s=300)
+    [together, *_] = un.launch(run_example, 2, args=(["--pipeline", "2"],), timeout_s=300)
     assert alone.startswith("Mesh(data=1, tensor=1, pipeline=1): final loss")
-    assert together.startswith("Mesh(data=1, tensor=2, pipeline=2): final loss")
+    assert together.startswith("Mesh(data=1, tensor=1, pipeline=2): final loss")
     a, b = (float(text.rpartition(" ")[2]) for text in (alone, together))
     assert a == pytest.approx(b, abs=1e-5)
     code = [line for line in EXAMPLE.read_text(encoding="utf-8").splitlines() if line.strip()]

@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # the same as below, for type checkers: a test compares them
     from unisono import boost as boost
     from unisono import estimators as estimators
     from unisono import horovod as horovod
+    from unisono import lightning as lightning
     from unisono import on as on
     from unisono.batch_norm import sync_batch_norm as sync_batch_norm
     from unisono.checkpoint import CheckpointError as CheckpointError
@@ -51,7 +52,7 @@ if TYPE_CHECKING:  # the same as below, for type checkers: a test compares them
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "unisono": "backend boost estimators horovod on",  # modules; two need extras: `un.boost.XGBoost`
+    "unisono": "backend boost estimators horovod lightning on",  # modules; some need extras: `un.boost.XGBoost`
     "unisono.batch_norm": "sync_batch_norm",
     "unisono.checkpoint": "CheckpointError Loaded load save",
     "unisono.checkpoint.plain": "read_checkpoint",

@@ -194,6 +194,10 @@ class SerialQueue:
                 self._thread.start()
             self._signal.notify()
 
+    def holds_one(self) -> bool:
+        """Whether one job is queued, and none runs."""
+        return len(self._jobs) == 1 and not self._running.locked()
+
     def _result(self, job: _Job) -> Any:
         if self._watch is None:
             return self._wait_for(job)

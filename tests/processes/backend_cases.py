@@ -257,6 +257,24 @@ def messages_in_another_order(group: Any) -> Any:
 
 
 @case
+def messages_that_wait_for_others(group: Any) -> Any:
+    """A receive ends though one that was begun before it still waits: its message is sent only then."""
+    rank, early, late = dist.get_rank(), torch.empty(5), torch.empty(5)
+    if rank == 0:
+        dist.send(mine(5, salt=2), 1, group=group, tag=2)
+        dist.recv(early, 1, group=group, tag=3)
+        dist.send(mine(5, salt=1), 1, group=group, tag=1)
+        return [early]
+    if rank > 1:
+        return []
+    work = dist.irecv(late, 0, group=group, tag=1)
+    dist.recv(early, 0, group=group, tag=2)
+    dist.send(mine(5, salt=3), 0, group=group, tag=3)
+    work.wait()
+    return [early, late]
+
+
+@case
 def messages_from_anyone(group: Any) -> Any:
     n, rank = size(group), dist.get_rank()
     if rank:

@@ -62,6 +62,16 @@ def ddp_in_many_buckets(group: Any) -> list[Tensor]:
 
 
 @program
+def ddp_large_buckets(group: Any) -> list[Tensor]:
+    """Whose memory is moved to where all ranks see it, also with gradients that are views of it."""
+    found = []
+    for is_view in (False, True):
+        model = DistributedDataParallel(make(400), process_group=group, gradient_as_bucket_view=is_view)
+        found += train(model, 6)
+    return found
+
+
+@program
 def ddp_static_graph(group: Any) -> list[Tensor]:
     return train(DistributedDataParallel(make(), process_group=group, static_graph=True))
 

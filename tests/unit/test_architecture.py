@@ -36,7 +36,7 @@ LAYERS = [
     "reducers exchange offload checkpoint data spec batch_norm",
     "strategy comm_hook",
     "strategies hybrid",
-    "launchers progress footprint horovod",
+    "launchers progress footprint horovod lightning",
     "lab",
     "planner",
     "simulation",

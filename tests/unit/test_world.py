@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import threading
 import time
 from collections.abc import Callable
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -407,7 +409,7 @@ def test_what_makes_no_sense_is_refused_before_anything_is_sent() -> None:
     in_two(lambda w: w.all_reduce(torch.ones(1).long()), TypeError, "mean of torch.int64", "op='sum'")
     in_two(lambda w: w.all_reduce(torch.ones(1).bool(), "sum"), TypeError, "sum of torch.bool")
     in_two(lambda w: w.all_reduce(torch.ones(1) + 0j, "max"), TypeError, "no order")
-    in_two(lambda w: w.all_reduce(torch.ones(1), "product"), ValueError, "'product'")
+    in_two(lambda w: w.all_reduce(torch.ones(1), "median"), ValueError, "'median'")
     in_two(lambda w: w.all_reduce([torch.ones(1), 3]), TypeError, "list of tensors, got int")
     in_two(lambda w: w.all_reduce(torch.eye(2).to_sparse(), "sum"), TypeError, "dense")
     in_two(lambda w: w.all_gather(torch.ones(1), out=[torch.ones(1)]), ValueError, "got 1")
@@ -727,3 +729,18 @@ def test_ranks_try_again_together_when_one_could_not_connect(failures: int, monk
         with pytest.raises(PeerLost, match=r"could not connect in 3 attempts: .*(closed by peer|could, 1 other)"):
             run_messages(lambda world: None, 3)
     assert len(tried) == min(failures + 1, 3)
+
+
+def test_products_and_bits_equal_those_of_one_process() -> None:
+    def work(world: World) -> None:
+        for dtype in (torch.int32, torch.uint8, torch.float32, torch.uint64, torch.bfloat16):
+            every = [torch.tensor([3, 5, 6 + r, 12], dtype=torch.int64).to(dtype) for r in range(world.size)]
+            ops = ("product",) if dtype.is_floating_point else ("product", "and", "or", "xor")
+            for op in ops:
+                step = {"product": operator.mul, "and": operator.and_, "or": operator.or_, "xor": operator.xor}[op]
+                wanted = reduce(step, [x.to(torch.int64) for x in every]).to(dtype)
+                assert torch.equal(world.all_reduce(every[world.rank].clone(), op).wait(), wanted), (dtype, op)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="bits of integers"):
+            world.all_reduce(torch.ones(2), "xor")
+
+    un.run_threads(work, 3)

@@ -8,6 +8,7 @@ attributes, its C++ (DDP's reducer, functional collectives) through the virtual 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -178,8 +179,11 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         """Every tensor becomes its reduction over the ranks."""
         parts, opts = as_list(tensors), reduce_options(dist.AllreduceOptions, opts, timeout)
         reduction = Reduction(opts.reduceOp, parts[0].dtype, self.size())
+        is_bucket = len(parts) == 1 and _is_called_by_reducer()
 
         def run() -> None:
+            if is_bucket:
+                self.world.offer(parts[0])
             for part in parts:
                 if part.layout != torch.strided:
                     reduce_sparse(self.world, part, reduction.op)
@@ -543,3 +547,9 @@ class Group(_ProcessGroup):  # type: ignore[misc]
                 here.synchronize()
 
         return run_there
+
+
+def _is_called_by_reducer() -> bool:
+    """Whether DDP's reducer calls, in C++: what it gives are its own buckets, whose memory nobody else knows."""
+    caller = sys._getframe(2) if sys._getframe(1).f_back is not None else None
+    return caller is None or caller.f_code.co_name == "_engine_run_backward"

@@ -55,6 +55,7 @@ class Messages:
     def receive(self, x: Tensor, src: int | None, tag: int, work: Work) -> Work:
         """Begin to receive from `src`; None: from whoever sends first."""
         wanted = _Receive(x, src, tag, work)
+        work.is_receive = True
         with self._lock:
             kept = next((k for k in self._kept if src in (None, k[0]) and k[1] == tag), None)
             if kept is None:
@@ -104,25 +105,30 @@ class Messages:
         head = torch.empty(3, dtype=torch.int64)
         self._world.recv(head, src, tag="head").wait()
         tag, numel, code = head.tolist()
+        dtype = DTYPES[code]
         with self._lock:
-            match = next((w for w in self._waiting if w.source in (None, src) and w.tag == tag), None)
-            if match is not None:
-                self._waiting.remove(match)
-        if match is None or match.x.numel() != numel or match.x.dtype != DTYPES[code]:
-            line = torch.empty(numel, dtype=DTYPES[code], device=own.x.device)
-            self._world.recv(line, src).wait()
+            match = self._take_match(src, tag)
+        if match is not None and match.x.is_contiguous() and (match.x.numel(), match.x.dtype) == (numel, dtype):
+            found = match
+            self._hand_over(found, own, lambda: self._receive_into(found, src))
+            return found is own
+        line = torch.empty(numel, dtype=dtype, device=own.x.device)
+        self._world.recv(line, src).wait()
+        with self._lock:
+            match = match or self._take_match(src, tag)  # its receive may have begun in between
             if match is None:
-                with self._lock:
-                    self._kept.append((src, tag, line))
+                self._kept.append((src, tag, line))
                 return False
-            self._hand_over(match, own, lambda: self._deliver(match, src, line))
-        elif match.x.is_contiguous():
-            self._hand_over(match, own, lambda: self._receive_into(match, src))
-        else:
-            line = torch.empty(numel, dtype=DTYPES[code], device=match.x.device)
-            self._world.recv(line, src).wait()
-            self._hand_over(match, own, lambda: self._deliver(match, src, line))
-        return match is own
+        found = match
+        self._hand_over(found, own, lambda: self._deliver(found, src, line))
+        return found is own
+
+    def _take_match(self, src: int, tag: int) -> _Receive | None:
+        """The first receive that waits for such a message, which waits no more."""
+        match = next((w for w in self._waiting if w.source in (None, src) and w.tag == tag), None)
+        if match is not None:
+            self._waiting.remove(match)
+        return match
 
     def _forget(self, wanted: _Receive) -> None:
         with self._lock:

@@ -31,6 +31,7 @@ class Work(dist.Work):
         self.what, self.source = what, -1
         self.submitted = ledger.clock()
         self.ended = float("nan")
+        self.is_receive = False  # which another receive of its lane may end
         self.by_future = False  # waited for through a future, where no wait of the program is seen
         self._group, self._ledger, self._tensors = group, ledger, list(tensors)
         self._done = threading.Event()
@@ -94,6 +95,9 @@ class Work(dist.Work):
 
     def _await(self, timeout_s: float) -> None:
         assert self._lane is not None
+        if self.is_receive and timeout_s <= 0 and not self._lane.holds_one():
+            self._done.wait()  # in the work of another receive I would stay until that one has ended
+            return
         if timeout_s <= 0 and self._handle is not None:
             self._handle.wait()
             self._done.wait()

@@ -480,6 +480,14 @@ class World:
             return torch.empty(n, dtype=dtype, device=self.device)
         return self._operations.call(lambda: self._operations.base.empty(n, dtype))
 
+    def offer(self, x: Tensor) -> None:
+        """Say that `x`'s memory comes again and again in all-reduces, and may be moved to where that is fastest.
+
+        Only whoever made the memory can say so: an address of it that others hold (numpy's, C's) would be lost.
+        """
+        if self.transport is not None and x.device.type == "cpu":
+            self.transport.offer(x)
+
     def release(self, x: Tensor) -> None:
         """Give memory of `empty` back."""
         if self.transport is not None:

@@ -103,6 +103,9 @@ class Transport(ABC):
             f"ranks that talk by {self.name} cannot look who has sent something: receive from a rank that you name"
         )
 
+    def offer(self, x: Tensor) -> None:  # noqa: B027 (only shared memory can move memory)
+        """`x` comes again and again, and nobody holds the address of its memory, which may be moved."""
+
     def abandon(self, why: Exception) -> None:  # noqa: B027 (threads share their fate anyway)
         """Tell the other ranks that I give up, so that they do not wait for me."""
 

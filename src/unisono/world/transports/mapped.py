@@ -24,7 +24,7 @@ def open_published(address: str) -> int:
     return os.open(address, os.O_RDWR | os.O_CLOEXEC)
 
 
-def _map(fd: int, size: int) -> Tensor:
+def map_shared(fd: int, size: int) -> Tensor:
     """The memory behind `fd`; holds no descriptor, as Python's own mmap would: a large model has many mappings."""
     return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size, dtype=torch.uint8)
 
@@ -49,7 +49,7 @@ class MappedMemory:
             for r, address in enumerate(addresses):
                 other = fd if r == rank else open_published(address)
                 try:
-                    self.ranks.append(_map(other, size)[:nbytes])
+                    self.ranks.append(map_shared(other, size)[:nbytes])
                 finally:
                     if other != fd:
                         os.close(other)

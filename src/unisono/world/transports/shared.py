@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from unisono.world.transports import SMALL_BYTES, Mismatch, Op, Transport, find_group
+from unisono.world.transports.adopted import AdoptedMemory, Offers
 from unisono.world.transports.arithmetic import combine
 from unisono.world.transports.mapped import MappedMemory, open_published, publish
 from unisono.world.transports.meeting_page import (
@@ -36,6 +37,7 @@ BLOCK = 4 << 20  # bytes a rank puts on the stage at a time
 _TILE = 1 << 20  # bytes reduced at a time in place: large enough for Python, small enough for the cache
 _SLACK = 512  # shares end on borders of cache lines
 _HEAD = struct.Struct("BBHqiq")
+_MOVES = (-2, 0)  # instead of a place: the memory may be moved to where all see it
 _PLAN, _MARK = b"plan", b"exchange"  # how an item begins: what its rank came to do
 _INLINE = ITEM_LIMIT - len(_MARK) - 8  # bytes of an object that fit on the page itself
 
@@ -62,7 +64,8 @@ class SharedTransport(Transport):
         self._page = MeetingPage(fd, rank, size, timeout_s=timeout_s, spin=spin, pids=pids, check=check)
         self._small = SmallAllReduce(self._page)
         self._page.on_missing = self._check_small
-        self._mapped: dict[int, tuple[int, MappedMemory]] = {}
+        self._mapped: dict[int, tuple[int, MappedMemory | AdoptedMemory]] = {}
+        self._offers = Offers()
         self._stages: dict[torch.dtype, _Stage] = {}
         self._made = 0
         self._turn = 0
@@ -97,6 +100,8 @@ class SharedTransport(Transport):
     def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
         total = sum(p.numel() for p in parts)
         place = self._locate(parts[0]) if len(parts) == 1 else (-1, 0)
+        if place == (-1, 0) and len(parts) == 1 and self._offers.is_due(parts[0]):
+            place = _MOVES
         dtype = parts[0].dtype
         stage = self._stage_of(dtype)
         early = op == "mean" and dtype in (torch.float32, torch.float64)
@@ -105,6 +110,9 @@ class SharedTransport(Transport):
         if place[0] < 0 and blocks:
             stage.put(blocks[0], self._turn, scale)
         heads, last = self._begin("all_reduce", op, dtype, total, place)
+        if place == _MOVES and all(head[4:] == _MOVES for head in heads):
+            heads = self._adopt(parts[0], heads)
+            place = heads[0][4], heads[0][5]
         if all(head[4:] == heads[0][4:] for head in heads) and place[0] >= 0:
             self._reduce_in_place(parts[0], op)
             self._page.meet(what="all_reduce")
@@ -239,6 +247,12 @@ class SharedTransport(Transport):
     def release(self, x: Tensor) -> None:
         self._mapped.pop(x.untyped_storage().data_ptr(), None)
 
+    def offer(self, x: Tensor) -> None:
+        self._offers.add(x)
+        gone = [a for a, (_, memory) in self._mapped.items() if isinstance(memory, AdoptedMemory) and memory.is_gone()]
+        for address in gone:
+            del self._mapped[address]
+
     def call_others(self, noun: str) -> None:
         """What to call the others in errors: their numbers here may not be those of the world."""
         self._page.noun = noun
@@ -262,9 +276,21 @@ class SharedTransport(Transport):
         found = self._mapped.get(x.untyped_storage().data_ptr())
         if found is None or not x.numel():
             return -1, 0
+        if isinstance(found[1], AdoptedMemory) and not found[1].holds(x):
+            del self._mapped[found[1].address]
+            return -1, 0
         return found[0], x.data_ptr() - found[1].address
 
-    def _find_mapped(self, number: int) -> MappedMemory:
+    def _adopt(self, x: Tensor, heads: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Move `x`'s memory to where all ranks see it; where it lies now, for every rank alike."""
+        self._made += 1
+        memory = self._offers.move(x, self.rank, lambda mine: self._page.meet(mine, "sharing memory"))
+        if memory is None:
+            return [(*head[:4], -1, 0) for head in heads]
+        self._mapped[memory.address] = (self._made, memory)
+        return [(*head[:4], self._made, 0) for head in heads]
+
+    def _find_mapped(self, number: int) -> MappedMemory | AdoptedMemory:
         return next(memory for n, memory in self._mapped.values() if n == number)
 
     def _begin(

@@ -261,6 +261,10 @@ class TwoLevelTransport(Transport):
     def exchange(self, data: bytes) -> list[bytes]:
         return self._flat.exchange(data)
 
+    def offer(self, x: Tensor) -> None:
+        if self._inside is not None:
+            self._inside.offer(x)
+
     def set_timeout(self, seconds: float) -> None:
         for transport in (self._inside, self._across, self._flat):
             if transport is not None:

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from measure import finish
 
 LAYERS, WIDTH, ROWS = 6, 512, 256
-SLEEP_S = 0.01
+SLEEP_S = 0.03
 
 
 def measure(schedule: str, microbatches: int, steps: int, sleeps: bool) -> list[float]:

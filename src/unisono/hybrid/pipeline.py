@@ -99,13 +99,12 @@ class Pipeline:
         self._scale = (lambda x: x) if scaler is None else scaler.scale
         scale = 1.0 if scaler is None else scaler.get_scale()
         if replica is None or replica.is_closed:
-            losses = self._run(args, targets)
+            loss = self._run(args, targets)
         else:
             run = partial(self._run, args, targets)
             with replica.one_pass():
-                losses = self.module(run) if isinstance(self.module, _Held) else run()
-        mean = torch.stack([x.detach() for x in losses]).sum() / scale if losses else torch.zeros(())
-        return self._share_loss(mean)
+                loss = self.module(run) if isinstance(self.module, _Held) else run()
+        return loss / scale
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Tensor) -> Tensor:
@@ -120,7 +119,7 @@ class Pipeline:
             first = any(stage.is_first for stage in self._stages)
             ends: dict[str, Any] = {"target": targets, "losses": losses} if self._has_last else {}
             self._schedule.eval(*(args if first else ()), **ends)
-        return self._share_loss(torch.stack(losses).sum() if losses else torch.zeros(()))
+        return self._share_loss(_add_up(losses))
 
     @property
     def _has_last(self) -> bool:
@@ -133,17 +132,19 @@ class Pipeline:
                 "give a batch size that divides"
             )
 
-    def _run(self, args: tuple[Any, ...], targets: Tensor) -> list[Tensor]:
+    def _run(self, args: tuple[Any, ...], targets: Tensor) -> Tensor:
+        """The step; its end is that of the slowest stage, which tells the others the loss."""
         if self._schedule is None:
-            return self._run_alone(args, targets)
+            return _add_up(self._run_alone(args, targets))
         losses: list[Tensor] = []
         first = any(stage.is_first for stage in self._stages)
         ends: dict[str, Any] = {"target": targets, "losses": losses} if self._has_last else {}
         clock = self.mesh.world.ledger.clock
         start = clock()
         self._schedule.step(*(args if first else ()), **ends)
+        loss = self._share_loss(_add_up(losses))
         self.bubble.end_step(start, clock(), self.mesh.world.ledger)
-        return losses
+        return loss
 
     def _run_alone(self, args: tuple[Any, ...], targets: Tensor, *, backward: bool = True) -> list[Tensor]:
         losses = []
@@ -207,6 +208,10 @@ class Bubble:
         self.steps, self.seconds, self.idle_s = 0, 0.0, 0.0
 
 
+def _add_up(losses: list[Tensor]) -> Tensor:
+    return torch.stack([x.detach() for x in losses]).sum() if losses else torch.zeros(())
+
+
 def _check_schedule(schedule: str, chunks: int | None, microbatches: int, ranks: int) -> tuple[str, int]:
     """The schedule's name in small letters, and how many stages a rank has."""
     kind = schedule.lower()
@@ -235,7 +240,7 @@ def _list_stages(kind: str, place: int, ranks: int, per_rank: int) -> list[int]:
 class _Held(nn.Module):
     """Several stages' parts; its forward is a step of the schedule, for those that watch the model's forward."""
 
-    def forward(self, run: Callable[[], list[Tensor]]) -> list[Tensor]:
+    def forward(self, run: Callable[[], Tensor]) -> Tensor:
         """Run the step."""
         return run()
 

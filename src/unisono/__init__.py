@@ -25,6 +25,10 @@ if TYPE_CHECKING:  # the same as below, for type checkers: a test compares them
     from unisono.data import Shard as Shard
     from unisono.data import shard as shard
     from unisono.footprint import memory as memory
+    from unisono.hybrid import Mesh as Mesh
+    from unisono.hybrid import mesh as mesh
+    from unisono.hybrid import split_stages as split_stages
+    from unisono.hybrid import tensor_plan as tensor_plan
     from unisono.launchers import EngineError as EngineError
     from unisono.launchers import WorkerError as WorkerError
     from unisono.launchers import launch as launch
@@ -57,6 +61,7 @@ _EXPORTS = {
     "unisono.data": "Shard shard",
     "unisono.comm_hook": "ddp_hook",
     "unisono.footprint": "memory",
+    "unisono.hybrid": "Mesh mesh split_stages tensor_plan",
     "unisono.launchers": "EngineError WorkerError launch",
     "unisono.map_reduce": "mapreduce",
     "unisono.progress": "EarlyStopping",

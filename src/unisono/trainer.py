@@ -245,7 +245,9 @@ class Trainer:
         self.replica.sync()  # a strategy that accumulates may still hold gradients back: clip and unscale the means
         if self.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+            axes = self.world.axes
+            clip = nn.utils.clip_grad_norm_ if axes is None else axes.clip
+            clip(self.model.parameters(), self.clip_norm)
         scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()

@@ -35,7 +35,7 @@ LAYERS = [
     "reducer runs backend",
     "reducers exchange offload checkpoint data spec batch_norm",
     "strategy comm_hook",
-    "strategies",
+    "strategies hybrid",
     "launchers progress footprint horovod lightning",
     "lab live",
     "planner",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from unisono.backend.group import Group
     from unisono.backend.works import Work
 
-__all__ = ["close_default", "find_ledger", "gather_report", "note_work", "open_ledger"]
+__all__ = ["close_default", "find_ledger", "gather_report", "note_work", "open_ledger", "share_ledger"]
 
 VARIABLE = "UNISONO_LEDGER"
 
@@ -33,6 +33,7 @@ class _Accounts:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.ledger: Ledger | None = None
+        self.shared: Ledger | None = None  # that of a world which the program has beside its groups
         self.default: Group | None = None
         self.last: Work | None = None  # the newest that is waited for through a future
         self.hook: Any = None
@@ -46,13 +47,20 @@ def open_ledger(group: Group, *, is_default: bool, rank: int) -> Ledger:
     """The ledger for a group: one for all of this process, begun anew with each default group."""
     with _accounts.lock:
         if is_default or _accounts.ledger is None:
-            _accounts.ledger, _accounts.last, _accounts.is_written = Ledger(rank), None, False
+            mine = _accounts.shared if _accounts.shared is not None else Ledger(rank)
+            _accounts.ledger, _accounts.last, _accounts.is_written = mine, None, False
             if _accounts.hook is None:
                 _accounts.hook = register_optimizer_step_post_hook(_end_step)
                 atexit.register(_write_mine)
         if is_default:
             _accounts.default = group
         return _accounts.ledger
+
+
+def share_ledger(ledger: Ledger) -> None:
+    """Let the groups that are made from now on write into a world's ledger; whoever trains in it ends its steps."""
+    with _accounts.lock:
+        _accounts.shared = ledger
 
 
 def find_ledger() -> Ledger:
@@ -100,6 +108,8 @@ def _end_step(optimizer: Optimizer, *_: Any) -> None:
     if last is not None and last.by_future and last.is_completed():  # DDP waits for its last bucket in C++
         ledger.close_span("blocked", last.submitted, last.ended)
     _accounts.last = None
+    if ledger is _accounts.shared:
+        return
     ledger.step(optimizer)
     status.note(step=ledger.step_count)
 

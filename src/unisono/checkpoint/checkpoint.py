@@ -142,7 +142,7 @@ def save(path: str | os.PathLike[str], replica: Savable, *, keep: int | None = 3
         return str(path)
     elastic = getattr(replica, "elastic", None)
     if elastic is None:
-        return _save(path, replica, keep, extra)
+        return _save(path, _find_whole(replica), keep, extra)
     # Once more, where a rank is lost in it; not in a step that is repeated, with this.
     return str(elastic.call(lambda: _save(path, replica, keep, extra), alone=lambda: path))
 
@@ -168,6 +168,13 @@ def _save(path: str | os.PathLike[str], replica: Savable, keep: int | None, extr
 def _check_replica(what: str, replica: object) -> None:
     if not isinstance(replica, Savable):
         raise TypeError(f"un.{what} takes the replica that un.parallel returned, got {type(replica).__name__}")
+
+
+def _find_whole(replica: Savable) -> Savable:
+    """What is saved: the replica; in the data axis of a mesh, the model that its ranks hold together."""
+    axes = replica.world.axes
+    whole: Savable = replica if axes is None else axes.make_savable(replica)
+    return whole
 
 
 class _Saving:
@@ -327,6 +334,7 @@ def load(path: str | os.PathLike[str], replica: Savable, *, strict: bool = True)
         ValueError: the checkpoint does not fit the model or the optimizer.
     """
     _check_replica("load", replica)
+    replica = _find_whole(replica)
     world, root = replica.world, Path(path)
     strategy, what = type(replica.strategy).__name__, f"{root} could not be loaded"
     gather = world.gather_objects

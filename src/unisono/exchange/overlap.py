@@ -363,6 +363,10 @@ class Exchange(Windows):
 
     # Outside backward ------------------------------------------------------------------------------------
 
+    def count_pass(self) -> None:
+        self._kept_local = False
+        self.world.survive(super().count_pass)
+
     def before_step(self) -> None:
         """Close the window: a rank whose backward touched nothing, or a last short window, still takes part."""
         if not self._ended and not self._kept_local and not self._local:

@@ -61,6 +61,25 @@ class Windows:
         finally:
             self._local = before
 
+    @contextmanager
+    def one_pass(self) -> Iterator[None]:
+        """All passes inside the block are one of the window, which ends with the block."""
+        with self.no_sync():
+            yield
+        if not self._local:
+            self.count_pass()
+
+    def count_pass(self) -> None:
+        """A pass has ended whose gradients are all there, on this rank alone."""
+        self._passes += 1
+        self._ended = False
+        if self._passes >= self.accumulate:
+            self.before_step()
+
+    def before_step(self) -> None:
+        """End the window, where none has ended for the step that follows."""
+        raise NotImplementedError
+
 
 class Counter(Windows):
     """Counts the windows of a model that exchanges nothing, by a hook on one parameter.
@@ -102,6 +121,10 @@ class Counter(Windows):
     def catch_up(self) -> None:
         if self._noted:
             self._end()
+
+    def count_pass(self) -> None:
+        self._noted = False
+        super().count_pass()
 
     def _end_window(self) -> None:
         self._passes, self._ended, self._noted = 0, True, False

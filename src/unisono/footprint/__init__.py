@@ -13,7 +13,9 @@ from unisono.footprint.capacity import find_capacity
 from unisono.footprint.facts import find_facts, format_error, trace_step
 from unisono.footprint.formula import StepMemory
 from unisono.footprint.memory_report import Comparison, MemoryReport
+from unisono.footprint.mesh_share import share_facts
 from unisono.footprint.trace import Loss
+from unisono.hybrid.factors import choose_sizes
 
 __all__ = ["Comparison", "MemoryReport", "memory"]
 
@@ -26,6 +28,9 @@ def memory(
     loss: Loss | None = None,
     workers: int = 1,
     workers_per_host: int | None = None,
+    tensor: int = 1,
+    pipeline: int = 1,
+    microbatches: int = 4,
     device_memory: str | int | None = None,
     host_memory: str | int | None = None,
     disk: str | int | Path | None = None,
@@ -42,6 +47,8 @@ def memory(
         loss: `loss(output, target)`; of a dict, `loss(output, batch)`. Without it, the output's own `loss` or the sum.
         workers: how many in all.
         workers_per_host: how many share a host's memory and disk; by default all.
+        tensor, pipeline: of a mesh (`un.mesh`); the data axis has the workers that remain. `batch` is that of a place
+            on the data axis, which the pipeline takes in `microbatches`.
         device_memory, host_memory, disk: what there is, as "24GiB" or a number of bytes; `disk` may also be a folder,
             whose free space counts. By default this machine's; without a GPU and `device_memory`, the workers compute
             in the host's memory.
@@ -54,6 +61,8 @@ def memory(
     'zero(stage=1)'
     """
     _check(model, optimizer, workers, workers_per_host)
+    if workers % (tensor * pipeline):
+        choose_sizes(workers, data=None, tensor=tensor, pipeline=pipeline)
     there = find_capacity(device_memory, host_memory, disk, workers=min(workers, workers_per_host or workers))
     left_out: list[str] = []
     step_memory: StepMemory | None = None
@@ -70,7 +79,11 @@ def memory(
         optimizer = torch.optim.AdamW(model.parameters())
         left_out.append("your optimizer: AdamW was assumed; give optimizer= for another")
     facts, more = find_facts(model, optimizer, step_memory=step_memory)
-    return MemoryReport(facts, there, workers, (*left_out, *more), title=type(model).__name__)
+    if (tensor, pipeline) != (1, 1):
+        facts, notes = share_facts(facts, model, tensor=tensor, pipeline=pipeline, microbatches=microbatches)
+        more = [*more, *notes]
+    title = type(model).__name__
+    return MemoryReport(facts, there, workers, (*left_out, *more), title=title, mesh=(tensor, pipeline))
 
 
 def _check(model: nn.Module, optimizer: Optimizer | None, workers: int, workers_per_host: int | None) -> None:

@@ -58,6 +58,12 @@ class MemoryReport:
     workers: int
     left_out: tuple[str, ...] = ()
     title: str = ""
+    mesh: tuple[int, int] = (1, 1)  # tensor, pipeline
+
+    @property
+    def replicas(self) -> int:
+        """How many workers have the same part of the model: those of the data axis."""
+        return self.workers // (self.mesh[0] * self.mesh[1])
 
     @property
     def rows(self) -> list[SettingRow]:
@@ -66,7 +72,7 @@ class MemoryReport:
 
     def _list_settings(self) -> list[Setting]:
         half = self.facts.trainable_bytes > HALF_BYTES * self.facts.trainable
-        return list_settings(self.workers, device_is_host=self.machine.device is None, half=half)
+        return list_settings(self.replicas, device_is_host=self.machine.device is None, half=half)
 
     def fits(self) -> list[str]:
         """The settings that fit, the fastest first: texts to give to `un.parallel`."""
@@ -81,7 +87,7 @@ class MemoryReport:
         apart = self.machine.device is not None
         overlap = apart or self.workers > self.machine.workers
         near = self.machine.workers
-        return compute_need(self.facts, setting, self.workers, overlap=overlap, apart=apart, per_host=near)
+        return compute_need(self.facts, setting, self.replicas, overlap=overlap, apart=apart, per_host=near)
 
     def compare(self, spec: str, **measured: int | None) -> Comparison:
         """Predicted against measured: `compare("zero(stage=2)", device=peak_bytes, host=..., disk=...)`."""
@@ -125,6 +131,9 @@ class MemoryReport:
         f = self.facts
         frozen = f", {f.frozen:,} frozen" if f.frozen else ""
         many = f"{self.workers} workers" if self.workers > 1 else "1 worker"
+        if self.mesh != (1, 1):
+            many += f" (data={self.replicas}, tensor={self.mesh[0]}, pipeline={self.mesh[1]})"
+            many = f"a worker's part, {many}"
         return (
             f"{self.title or 'model'}: {f.trainable:,} trainable parameters{frozen}, {many}; bytes of one worker\n"
             f"there is: {self.machine.describe()}"

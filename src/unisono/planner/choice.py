@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from unisono.costs import Anatomy, Network, Prediction, predict, replay
 from unisono.facts import Grade
 from unisono.planner.measured import Measured, Method
+from unisono.planner.meshes import advise_mesh
 
 __all__ = ["Choice", "Ranked", "choose", "find_crossing", "rank", "show_bits", "show_s"]
 
@@ -57,6 +58,9 @@ def choose(measured: Measured, allow: Sequence[str]) -> Choice:
     others = sorted((row for row in rows if row.method.convergence.grade not in allow), key=lambda row: row.seconds)
     reasons = _explain(measured, measured.network, allowed) if allowed else []
     advice = [*_advise_batch(measured, allowed[0]), *_advise_memory(measured)] if allowed else []
+    if allowed:
+        timing = allowed[0].prediction.timing
+        advice += advise_mesh(measured, timing.total, timing.exposed + timing.compression)
     return Choice(allowed, others, left_out, reasons, advice)
 
 

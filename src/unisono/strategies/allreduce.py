@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -15,7 +14,7 @@ from unisono.buckets import BUCKET_BYTES, LARGE_BUCKET_BYTES
 from unisono.checks import Note
 from unisono.exchange.overlap import Exchange, split_sparse
 from unisono.exchange.reduction import Reduction, check_real, overlap_pays
-from unisono.exchange.windows import Counter
+from unisono.exchange.windows import Counter, Windows
 from unisono.facts import Convergence, Example, Facts
 from unisono.reducer import Reducer
 from unisono.reducers.dense import dense
@@ -136,8 +135,8 @@ class AllReduceReplica(Replica):
         if self._exchange is not None:
             self._exchange.after_step()
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self._exchange.no_sync() if self._exchange is not None else super().no_sync()
+    def find_windows(self) -> Windows | None:
+        return self._exchange
 
     def watch(self, scaler: torch.amp.GradScaler) -> None:
         super().watch(scaler)

@@ -6,7 +6,6 @@ BAGUA (Gan et al. 2021, arXiv:2107.01499), after 1-bit Adam (Tang et al. 2021, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -18,7 +17,7 @@ from unisono.buckets import BUCKET_BYTES, Bucket
 from unisono.checks import AtLeast, Note
 from unisono.exchange.overlap import Exchange
 from unisono.exchange.reduction import Reduction, overlap_pays
-from unisono.exchange.windows import Counter
+from unisono.exchange.windows import Counter, Windows
 from unisono.facts import Convergence, Example, Facts
 from unisono.reducer import Reduced, Reducer, Stages, State, staged, stages_of
 from unisono.spec import build
@@ -239,8 +238,8 @@ class QAdamReplica(Replica):
 
     # Around it ---------------------------------------------------------------------------------------------------
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self._exchange.no_sync() if self._exchange is not None else super().no_sync()
+    def find_windows(self) -> Windows | None:
+        return self._exchange
 
     def watch(self, scaler: torch.amp.GradScaler) -> None:
         super().watch(scaler)

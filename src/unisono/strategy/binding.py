@@ -19,7 +19,7 @@ from unisono.runs import recording
 from unisono.runs.recorder import Facts
 from unisono.spec import build, describe
 from unisono.strategy.healing import Healing
-from unisono.strategy.mistakes import refuse_wrapped
+from unisono.strategy.mistakes import refuse_split, refuse_wrapped
 from unisono.strategy.replica import Replica, Strategy, bound_parameters, share
 from unisono.world import World, join
 from unisono.world.process_groups import as_world
@@ -118,10 +118,16 @@ def _find_observer() -> Observer | None:
 
 
 def _bind(model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: World) -> Replica:
+    if world.axes is not None:
+        world.axes.prepare(model, optimizer)
+    else:
+        refuse_split(model)
     if world.size > 1:
         agree(model, optimizer, strategy, world)
         share(model, world)
     replica: Replica = strategy.bind(model, optimizer, world)
+    if world.axes is not None:
+        world.axes.attach(replica)
     world.ledger.restart()
     return replica
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from unisono.checkpoint import ModelPart
+from unisono.exchange.windows import Windows
 from unisono.strategy.replica import Replica, StepHooks, Strategy, Unsent
 from unisono.strategy.switching import switch
 from unisono.world import World
@@ -112,6 +113,9 @@ class ChangingReplica(Replica):
 
     def after_step(self) -> None:
         self.inner.after_step()
+
+    def find_windows(self) -> Windows | None:
+        return self.inner.find_windows()
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.inner.no_sync()

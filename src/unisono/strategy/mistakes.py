@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -26,7 +27,15 @@ from unisono.exchange.windows import if_alive
 from unisono.runtime.frames import warn_user
 from unisono.world import World
 
-__all__ = ["GradientProbe", "SameData", "follow_optimizer", "leave_optimizer", "refuse_wrapped", "sample"]
+__all__ = [
+    "GradientProbe",
+    "SameData",
+    "follow_optimizer",
+    "leave_optimizer",
+    "refuse_split",
+    "refuse_wrapped",
+    "sample",
+]
 
 _WINDOWS = 3  # in so many, one after the other, every rank has to have the same
 _SAMPLE = 4096  # numbers that are compared
@@ -47,6 +56,17 @@ def refuse_wrapped(model: nn.Module) -> None:
         raise ValueError(
             f"{type(model).__name__} is wrapped in torch's DistributedDataParallel, which exchanges its gradients too: "
             "all would be sent twice. Give un.parallel the model itself, without the wrapper"
+        )
+
+
+def refuse_split(model: nn.Module) -> None:
+    """Refuse parameters that torch has split over ranks, where it is not known over which."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # else there can be none
+    split = [name for name, p in model.named_parameters() if tensors is not None and isinstance(p, tensors.DTensor)]
+    if split:
+        raise ValueError(
+            f"{len(split)} parameter(s) of the model, the first {split[0]!r}, are split over ranks (DTensor): train it "
+            "in the data axis of a mesh, un.parallel(..., world=un.mesh(tensor=...).data)"
         )
 
 

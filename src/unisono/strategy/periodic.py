@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from unisono.batch_norm import unwatch_batch_norms
 from unisono.exchange.overlap import Exchange, scale_gradient
-from unisono.exchange.windows import Counter
+from unisono.exchange.windows import Counter, Windows
 from unisono.strategy.replica import Change, Replica, Strategy, share
 from unisono.world import World
 
@@ -138,8 +138,8 @@ class PeriodicReplica(Replica):
 
         scaler.update = update_and_meet  # type: ignore[method-assign]
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self.windows.no_sync()
+    def find_windows(self) -> Windows:
+        return self.windows
 
     def _follow_weight(self) -> None:
         self.world.on_weight(self)

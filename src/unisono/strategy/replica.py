@@ -18,6 +18,7 @@ from unisono.batch_norm import move_batch_norm, watch_batch_norms
 from unisono.checkpoint import ModelPart
 from unisono.checks import AtLeast, check_settings
 from unisono.exchange.reduction import Unsent as Unsent
+from unisono.exchange.windows import Windows
 from unisono.runtime import status, stops
 from unisono.strategy.fault_watch import FaultWatch
 from unisono.strategy.mistakes import follow_optimizer, leave_optimizer
@@ -175,6 +176,8 @@ class Replica:
     def advance(self) -> None:
         """Count a window, and end the ledger's step."""
         self.step += 1
+        if self.world.axes is not None:
+            self.world.axes.end_window(self)
         if self._faults is not None:
             self._faults.before_count(self)
         self.world.ledger.step(self)
@@ -191,9 +194,22 @@ class Replica:
         if self._parameter_watch is not None:
             self._parameter_watch.count_step(self)
 
+    def find_windows(self) -> Windows | None:
+        """What counts the windows now; None where a method has none of ours."""
+        return None
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Exchange nothing inside the block: gradients stay local and add up."""
-        return nullcontext()
+        windows = self.find_windows()
+        return nullcontext() if windows is None else windows.no_sync()
+
+    def one_pass(self) -> AbstractContextManager[None]:
+        """Count all backward passes inside the block as one, which ends with the block: those of microbatches, say.
+        The gradients are exchanged after it, where that pass is the window's last."""
+        windows = self.find_windows()
+        if windows is None:
+            raise ValueError(f"{type(self.strategy).__name__} cannot take several backward passes as one")
+        return windows.one_pass()
 
     def sync(self) -> None:
         """End the window now, on every rank: what has added up so far is exchanged. `optimizer.step()` does it

@@ -49,6 +49,8 @@ def switch(replica: Replica, strategy: str | Strategy) -> Replica:
     if replica.scaler is not None:
         new.watch(replica.scaler)
     replica.close()
+    if world.axes is not None:
+        world.axes.attach(new)
     return new
 
 

@@ -43,7 +43,7 @@ class Record:
 @dataclass(slots=True)
 class Span:
     """A stretch of this rank's own time: "data", "blocked" (waiting on an exchange), "reducer" (one that
-    compresses works, or waits for its collectives), or a user's kind."""
+    compresses works, or waits for its collectives), "bubble" (a pipeline's stage waits), or a user's kind."""
 
     kind: str
     start: float
@@ -78,7 +78,7 @@ class Row:
 
     `communication` and `waiting` are what the program stood still for; `hidden` is communication that ran
     behind compute and cost nothing. `compression` is the part of `communication` in which no byte moved, as a reducer
-    was at work.
+    was at work. `bubble` is the part of the step in which a stage of a pipeline had nothing to compute.
     """
 
     step: int
@@ -92,6 +92,7 @@ class Row:
     bytes_sent: int
     collectives: int
     compression: float = 0.0
+    bubble: float = 0.0
 
 
 @dataclass(slots=True)
@@ -109,6 +110,7 @@ class Totals:
     bytes_sent: int = 0
     collectives: int = 0
     compression: float = 0.0
+    bubble: float = 0.0
 
     def add(self, row: Row) -> None:
         """Count one more step."""
@@ -378,6 +380,7 @@ def _divide(step: int, start: float, end: float, records: Sequence[Record], span
         return Row(step, start, end - start, end - start, 0.0, 0.0, 0.0, 0.0, 0, 0)
     blocked = _merge((max(s.start, start), min(s.end, end)) for s in spans if s.kind == "blocked")
     loading = _merge((max(s.start, start), min(s.end, end)) for s in spans if s.kind == "data")
+    idle = _merge((max(s.start, start), min(s.end, end)) for s in spans if s.kind == "bubble")
     late = _merge((r.start, r.last) for r in records)
     moving = _merge((r.start if r.last != r.last else max(r.start, r.last), r.end) for r in records)
     still, waiting = _sum_lengths(blocked), _sum_overlap(blocked, late)
@@ -394,6 +397,7 @@ def _divide(step: int, start: float, end: float, records: Sequence[Record], span
         bytes_sent=sum(r.bytes_sent for r in records),
         collectives=len(records),
         compression=_measure_compression(blocked, [*late, *moving], spans),
+        bubble=_sum_lengths(idle),
     )
 
 

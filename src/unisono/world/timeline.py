@@ -35,12 +35,16 @@ class Report:
         }
 
     def table(self) -> str:
-        """Totals by rank, a line each: milliseconds a step, and bytes in all."""
-        head = ("rank", "steps", "step ms", "compute", "comm", "waiting", "data", "hidden", "MB sent")
+        """Totals by rank, a line each: milliseconds a step, and bytes in all. With a pipeline, also the bubble: the
+        part of it in which a stage had nothing to compute."""
+        piped = any(t.bubble for t in self.ranks)
+        bubble = ["bubble"] if piped else []
+        head = ("rank", "steps", "step ms", "compute", *bubble, "comm", "waiting", "data", "hidden", "MB sent")
         lines = ["".join(f"{name:>10}" for name in head)]
         for t in self.ranks:
             each = 1e3 / max(1, t.steps)
-            times = (t.wall, t.compute, t.communication, t.waiting, t.data, t.hidden)
+            idle = [t.bubble] if piped else []
+            times = (t.wall, t.compute, *idle, t.communication, t.waiting, t.data, t.hidden)
             lines.append(
                 f"{t.rank:>10}{t.steps:>10}"
                 + "".join(f"{x * each:>10.2f}" for x in times)

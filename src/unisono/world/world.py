@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from unisono.world.elastic import Elastic
     from unisono.world.stragglers import Straggler
 
-__all__ = ["WeightListener", "World", "WorldFollower"]
+__all__ = ["Axes", "WeightListener", "World", "WorldFollower"]
 F = TypeVar("F", bound=Callable[..., Any])
 _NARROWED = ("rank", "size", "hosts", "host", "local_rank", "local_size", "name", "transport", "_operations")
 _PLACE = (*_NARROWED, "_children", "_splits")
@@ -87,6 +87,28 @@ class WeightListener(Protocol):
         """The weight is another from now on."""
 
 
+class Axes(Protocol):
+    """The other axes of the mesh whose data axis a world is: what a replica in that world asks of them."""
+
+    def prepare(self, model: Any, optimizer: Any, /) -> None:
+        """A strategy is about to be bound: parameters that are split over ranks become this rank's parts of them."""
+
+    def attach(self, replica: Any, /) -> None:
+        """It is bound."""
+
+    def end_window(self, replica: Any, /) -> None:
+        """A window has ended, and its gradients are there."""
+
+    def check_norm(self) -> None:
+        """Refuse the norm of a gradient of which other ranks have parts, unless all ranks are asked together."""
+
+    def clip(self, parameters: Any, max_norm: float, /) -> Any:
+        """Clip gradients by their norm over all axes."""
+
+    def make_savable(self, replica: Any, /) -> Any:
+        """What is saved and loaded in the replica's place: the model of the whole mesh."""
+
+
 class World:
     """A group of ranks that run the same program.
 
@@ -125,6 +147,7 @@ class World:
         self.speeds: tuple[float, ...] | None = None  # to deal samples by (`un.shard(balance=True)`); None: evenly
         self.on_close: Callable[[], None] | None = None
         self.elastic: Elastic | None = None  # where ranks come and go
+        self.axes: Axes | None = None  # where this is the data axis of a mesh
         self.is_device_known = False  # whether it was decided how CUDA tensors travel, where that is done late
         self._followers: list[weakref.ref[WorldFollower]] = []
         self._operations = Operations(name, transport, accelerated, self.ledger, inline=inline)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from unisono.background import Handle, SerialQueue
@@ -398,8 +399,10 @@ class GatheredValues(Values):
 
 
 def _is_inside(x: Tensor, unit: Unit) -> bool:
-    """Whether a tensor lies in a unit's memory."""
-    storage = x.untyped_storage() if x.layout == torch.strided else None
+    """Whether a tensor lies in a unit's memory. One that wraps others (a DTensor over a part) keeps what it has: the
+    unit's memory is filled again before its module's backward."""
+    plain = x.layout == torch.strided and not is_traceable_wrapper_subclass(x)
+    storage = x.untyped_storage() if plain else None
     return storage is not None and storage.nbytes() > 0 and storage.data_ptr() == unit.full.untyped_storage().data_ptr()
 
 

@@ -59,6 +59,8 @@ class ShardedGradients:
         Those of all parameters are found with one collective, and serve for one sweep over them: a GradScaler changes
         gradients behind our back. Every rank asks in the same order.
         """
+        if self._world.axes is not None:
+            self._world.axes.check_norm()
         if order not in self._norms or number <= self._served:
             sums = self._power_sums(order)
             inf = math.isinf(order)

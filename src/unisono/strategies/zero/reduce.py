@@ -306,6 +306,9 @@ class Backward(Windows):
 
     # Outside backward ------------------------------------------------------------------------------------
 
+    def count_pass(self) -> None:
+        self.world.survive(super().count_pass)
+
     def before_step(self) -> None:
         """Close the window: a rank whose backward touched nothing, or a last short window, still takes part."""
         if self._ended or self._local:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.exchange.reduction import overlap_pays
-from unisono.exchange.windows import Counter
+from unisono.exchange.windows import Counter, Windows
 from unisono.strategies._host_memory import HostMemory, move_out
 from unisono.strategies.zero import checkpoint, reshard
 from unisono.strategies.zero.gather import CommonValues, GatheredValues, Values, WholeValues
@@ -318,8 +318,10 @@ class ZeroReplica(Replica):
     def no_sync(self) -> AbstractContextManager[None]:
         """Do not end the window with passes inside the block. Stage 1 keeps their gradients whole; stages 2 and 3,
         which exist to avoid that, reduce them at once and add up shards: the sum is the same."""
-        windows = self._backward or self._counter
-        return windows.no_sync() if windows is not None else super().no_sync()
+        return super().no_sync()
+
+    def find_windows(self) -> Windows | None:
+        return self._backward or self._counter
 
     # State -----------------------------------------------------------------------------------------------
 

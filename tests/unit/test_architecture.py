@@ -57,6 +57,7 @@ PUBLIC_BASES = {
     "unisono.reducer.Reducer",
     "unisono.callbacks.Callback",
     "unisono.world.transports.Transport",
+    "unisono.world.transports.Mismatch",  # and torch's error of a backend
 }
 
 

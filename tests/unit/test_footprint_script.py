@@ -17,7 +17,8 @@ from unisono.footprint.memory_report import MemoryReport
 from unisono.footprint.script import ScriptError, predict_for_script
 from unisono.strategy import binding
 
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+OTHERS = ("gpt_ddp.py", "hybrid.py")  # programs of process groups: one of torch's own, one of a mesh
+EXAMPLES = sorted(p for p in (Path(__file__).parents[2] / "examples").glob("*.py") if p.name not in OTHERS)
 ROOMY: dict[str, Any] = {"device_memory": "1TiB", "host_memory": "10TiB", "disk": "100TiB"}
 SIZES = ["--device-memory", "1GiB", "--host-memory", "1GiB", "--disk", "1GiB"]
 HEAD = """

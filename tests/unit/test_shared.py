@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -523,7 +524,7 @@ def test_a_rank_lost_in_its_step_leaves_a_torn_model_and_the_others_say_so() -> 
     assert len(said) == 2
     for text in said:
         assert "in the middle of a step of the model that all workers of the host share" in text
-        assert "the parts of local rank(s) 1 are torn" in text
+        assert re.search(r"the parts of local rank\(s\) [02, ]*1[2, ]* are torn", text)  # others may still be at theirs
         assert "start the run anew from its last checkpoint" in text
 
 

@@ -9,6 +9,7 @@ import os
 import selectors
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -119,22 +120,30 @@ def test_a_hang_is_said_once_at_each_time_and_recorded(tmp_path: Path) -> None:
     assert "data.py" in (tmp_path / "run" / "hangs" / "2.txt").read_text()
 
 
-def test_this_process_writes_its_stacks_when_it_gets_the_signal() -> None:
+def test_a_process_writes_its_stacks_when_it_gets_the_signal() -> None:
     """And another one that has no handler is left alone: see the test of processes."""
     files, page = StackFiles(), StatusPage.create(1)
-    before = signal.getsignal(stack_dump.SIGNAL)
-    faulthandler.register(stack_dump.SIGNAL, file=files.open(0), all_threads=True)
+    file, (ready, told) = files.open(0), os.pipe()
+    child = os.fork()  # without the threads that other tests have left: faulthandler shows a hundred
+    if child == 0:
+        faulthandler.register(stack_dump.SIGNAL, file=file, all_threads=True)
+        os.write(told, b"x")
+        while True:
+            time.sleep(60)
     try:
-        (worker,) = files.gather({0: os.getpid()}, page)
-        assert "test_this_process_writes_its_stacks_when_it_gets_the_signal" in worker.text
+        os.read(ready, 1)
+        (worker,) = files.gather({0: child}, page)
+        assert "test_a_process_writes_its_stacks_when_it_gets_the_signal" in worker.text
         assert Path(__file__).name in find_standing(worker).place
-        (again,) = files.gather({0: os.getpid()}, page)
+        (again,) = files.gather({0: child}, page)
         assert len(again.text) < 2 * len(worker.text), "what was written before is forgotten"
     finally:
-        faulthandler.unregister(stack_dump.SIGNAL)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ready)
+        os.close(told)
         files.close()
         page.close()
-    assert signal.getsignal(stack_dump.SIGNAL) == before
 
 
 def test_an_answer_may_be_longer_than_a_socket_takes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ class Lab(Engine):
     def _lay_out(self, links: Sequence[Link]) -> EmulatedHosts | None:
         try:
             return EmulatedHosts(
-                len(links), links=links, measure=True, listeners=2 + self.max_restarts, backlog=2 * _MOST_HOSTS
+                len(links), links=links, measure=True, listeners=3 + self.max_restarts, backlog=2 * _MOST_HOSTS
             )
         except NoNamespaces as error:
             if self.shaper == "kernel":

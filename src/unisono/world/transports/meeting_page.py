@@ -193,7 +193,7 @@ class MeetingPage:
         rows = [r * ROW for r in range(size)]
         self._neighbours = Neighbours(self.memory, rank, [row + _PID for row in rows], [row + _LATE for row in rows])
         self._watch: ProcessWatch | None = ProcessWatch(pids) if pids else None
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self.meet(b"")
         if self._watch is None:
             pids = [int(struct.unpack_from("i", self.memory, r * ROW + _PID)[0]) for r in range(size)]
@@ -268,11 +268,11 @@ class MeetingPage:
             raise self.give_up(error)
         if has_died:
             raise self.give_up(PeerLost(f"{who} has died: killed, or ended by os._exit; {waited}"))
-        if waited_s > self._timeout_s and stops.clock() - began > self._timeout_s:  # not while people debug
+        if waited_s > self.timeout_s and stops.clock() - began > self.timeout_s:  # not while people debug
             theirs = self.read_wait(rank)
             why = f"it waits in {theirs}" if theirs else "is it alive, and do all ranks call the same collectives?"
             raise self.give_up(
-                PeerLost(f"{what}: waited {self._timeout_s:g} s for {who} of {self.size}, which did not come: {why}")
+                PeerLost(f"{what}: waited {self.timeout_s:g} s for {who} of {self.size}, which did not come: {why}")
             )
 
     def lose(self, rank: int, what: str, why: str) -> Exception:
@@ -386,10 +386,6 @@ class MeetingPage:
         self.arrive(item)
         self.await_all(what)
         return self.read_items()
-
-    def set_timeout(self, seconds: float) -> None:
-        """How long to wait for another rank from now on."""
-        self._timeout_s = seconds
 
     def close(self) -> None:
         if self._watch is not None:

@@ -316,7 +316,7 @@ class SharedTransport(Transport):
 
     def set_timeout(self, seconds: float) -> None:
         self.timeout_s = seconds
-        self._page.set_timeout(seconds)
+        self._page.timeout_s = seconds
 
     # Inside ----------------------------------------------------------------------------------------------
 

@@ -49,14 +49,26 @@ def refuse_wrapped(model: nn.Module) -> None:
     """Refuse a model whose gradients torch's DistributedDataParallel exchanges: all would be sent twice."""
     inside = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
     if not inside and torch.distributed.is_available() and torch.distributed.is_initialized():  # else there can be none
-        mine = {id(p) for p in model.parameters()}
-        wrappers = [x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel)]
-        inside = [w for w in wrappers if not mine.isdisjoint(map(id, w.parameters()))]
+        inside = _find_wrappers(model)
     if inside:
         raise ValueError(
             f"{type(model).__name__} is wrapped in torch's DistributedDataParallel, which exchanges its gradients too: "
             "all would be sent twice. Give un.parallel the model itself, without the wrapper"
         )
+
+
+def _find_wrappers(model: nn.Module) -> list[DistributedDataParallel]:
+    """Those that hold a parameter of the model, in a list of theirs. Not all objects are looked at: to hold a tuple
+    that another thread is about to make breaks it."""
+    held: list[Any] = list(model.parameters())
+    found: list[DistributedDataParallel] = []
+    for _ in range(3):  # the list, the wrapper's dict, the wrapper
+        holders = [x for x in gc.get_referrers(*held) if x is not held]
+        found += [x for x in holders if issubclass(type(x), DistributedDataParallel)]
+        held = [x for x in holders if type(x) in (list, dict)]
+        if not held:
+            break
+    return found
 
 
 def refuse_split(model: nn.Module) -> None:

@@ -31,7 +31,7 @@ class Launched:
             [sys.executable, "-m", "unisono", *command], cwd=folder, env=env, start_new_session=True, **pipes
         )
 
-    def finish(self, timeout_s: float = 60) -> tuple[int, str, str]:
+    def finish(self, timeout_s: float = 150) -> tuple[int, str, str]:
         """Exit status, standard output and standard error."""
         out, err = self.process.communicate(timeout=timeout_s)
         decoded = ((text or b"").decode("utf-8", "replace") for text in (out, err))

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any, Protocol
 
-__all__ = ["Commands", "check_program", "parse_count"]
+__all__ = ["Commands", "check_program", "parse_count", "parse_mesh"]
 
 
 class Commands(Protocol):
@@ -33,6 +33,21 @@ def parse_count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}; expected a whole number from 1 up")
     return number
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Axes of a mesh from text.
+
+    >>> parse_mesh("data=2,pipeline=4")
+    {'data': 2, 'pipeline': 4}
+    """
+    axes: dict[str, int] = {}
+    for word in text.split(","):
+        name, _, size = word.strip().partition("=")
+        if name not in ("data", "tensor", "pipeline") or name in axes or not size.lstrip("-").isdecimal():
+            raise argparse.ArgumentTypeError(f"expected axes as in data=2,tensor=2,pipeline=2; got {text!r}")
+        axes[name] = int(size)
+    return axes
 
 
 def check_program(name: str, parser: argparse.ArgumentParser, *, module: bool) -> None:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import select
 import sys
 from collections.abc import Sequence
 
-__all__ = ["main"]
+from unisono.cli.help_text import HelpFormatter
+from unisono.cli.parser import Parser
+
+__all__ = ["COMMANDS", "main", "make_parser"]
 
 COMMANDS = (
     "run",
@@ -27,6 +32,8 @@ COMMANDS = (
     "lab",
     "warm",
     "demo",
+    "doctor",
+    "completion",
 )  # in the order of the help; each is a file of this folder
 _DESCRIPTION = "Data-parallel training under one unchanged PyTorch loop."
 _EPILOG = """\
@@ -45,27 +52,45 @@ examples:
   unisono simulate --plan plan.json        how methods scale to thousands of workers, and what to buy next
   unisono strategies                       the methods that un.parallel knows
   unisono lab                              emulated hosts and slow networks on this machine
+  unisono doctor                           what is installed and works here, with advice
   unisono demo                             train a small network with 1 and 2 workers, and see where the time goes
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's) and return the exit status."""
-    parser = _make_parser()
-    options = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    parser = make_parser()
+    options = parser.read(sys.argv[1:] if argv is None else argv)
     if options.command is None:
         parser.print_help()
         return 2
-    status: int = options.run(options, parser)
+    try:
+        status: int = options.run(options, parser)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _has_lost_reader():
+            raise
+        return 141  # as a program that SIGPIPE ends: `unisono strategies | head -3`
     return status
 
 
-def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _has_lost_reader() -> bool:
+    """Whether nobody reads what this process prints; what is left of it is dropped then."""
+    poll = select.poll()
+    poll.register(1, 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return True
+
+
+def make_parser() -> Parser:
+    """The parser of the whole command line, with all commands."""
+    parser = Parser(
         prog="unisono",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unisono.cli.arguments import Commands, check_program, parse_count
+from unisono.cli.help_text import HelpFormatter
 
 if TYPE_CHECKING:
     from unisono.compare.runs import Progress, Request
@@ -55,7 +56,7 @@ def add_command(commands: Commands) -> None:
         help="run a script under several methods, and compare",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("-m", dest="module", action="store_true", help="the script is a module, as in `python -m`")

@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from unisono.cli.arguments import Commands
+from unisono.cli.help_text import HelpFormatter
 
 __all__ = ["add_command"]
 
@@ -13,6 +14,11 @@ _DESCRIPTION = """\
 The debugger's prompt for a run of yours on this host: of workers that are stopped at un.breakpoint(), or have raised
 under --pdb. Where none is stopped, all are, at their next collective or step. `h` at the prompt lists its commands;
 leaving it lets all workers go on. See docs/debugger.md.
+"""
+_EPILOG = """\
+examples:
+  unisono debug              the one run that is under way
+  unisono debug 2026-11-16_15-40-12_train
 """
 
 
@@ -22,7 +28,8 @@ def add_command(commands: Commands) -> None:
         "debug",
         help="stop the workers of a run, and ask them",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_EPILOG,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("debugged", nargs="?", metavar="RUN", help="its name, where there are several runs")

@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from unisono.cli.arguments import Commands
+from unisono.cli.help_text import HelpFormatter
 
 __all__ = ["add_command"]
 
@@ -15,6 +16,13 @@ Write the model of the newest whole checkpoint as one safetensors file, names as
 It may be of any strategy, placement and number of workers. The tensors stream, in some ten MiB of memory. Model and
 optimizer in Python: un.read_checkpoint.
 """
+_EPILOG = """\
+exit status: 0; 1 where there is no whole checkpoint; 2 where the file exists.
+
+examples:
+  unisono export run/checkpoint model.safetensors
+  unisono export run/checkpoint/step-1200 model.safetensors --overwrite
+"""
 
 
 def add_command(commands: Commands) -> None:
@@ -23,7 +31,8 @@ def add_command(commands: Commands) -> None:
         "export",
         help="write a checkpoint's model as one safetensors file",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_EPILOG,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("checkpoint", help="a folder that un.save wrote to, or one checkpoint in it")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 
 from unisono.cli.arguments import Commands
+from unisono.cli.help_text import HelpFormatter
 
 __all__ = ["add_command"]
 
-_EPILOG = """\
+_ABOUT = """\
 Emulated hosts are asked for by `unisono run`:
 
   unisono run -n 4 --hosts 4 --net 100mbit train.py
@@ -17,19 +18,27 @@ Each has an address and a link of its own on this machine. They end with the run
 (SIGKILL). `unisono lab clean` is for processes of runs whose launcher and guard were both killed, and for the named
 network namespaces of earlier versions. See docs/lab.md.
 """
+_EPILOG = f"""\
+{_ABOUT}
+examples:
+  unisono lab
+  unisono lab clean
+"""
 
 
 def add_command(commands: Commands) -> None:
     """Add `lab` to the command line."""
     parser = commands.add_parser(
         "lab",
-        help="emulated hosts on this machine: what is possible here, and `lab clean`",
+        help="emulated hosts: what is possible on this machine; cleaning up",
         description="Say whether this machine can make hosts of network namespaces, or remove what killed runs left.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("action", choices=("status", "clean"), nargs="?", default="status")
+    parser.add_argument(
+        "action", choices=("status", "clean"), nargs="?", default="status", help="what to do; default: status"
+    )
     parser.set_defaults(run=_lab)
 
 
@@ -49,5 +58,5 @@ def _lab(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
     left = find_processes()
     if left:
         print(f"{len(left)} process(es) of runs whose launcher is gone: `unisono lab clean` ends them.")
-    print(_EPILOG, end="")
+    print(_ABOUT, end="")
     return 0

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from typing import Any
 
-from unisono.cli.arguments import Commands, check_program, parse_count
+from unisono.cli.arguments import Commands, check_program, parse_count, parse_mesh
+from unisono.cli.help_text import HelpFormatter
 
 __all__ = ["add_command"]
 
@@ -24,6 +26,7 @@ and --device-memory, the workers compute in the host's memory. The exit status i
 examples:
   unisono memory train.py --workers 4
   unisono memory train.py --workers 8 --device-memory 24GiB --host-memory 256GiB --disk /scratch --epochs 3
+  unisono memory train.py --mesh data=2,tensor=2,pipeline=2 --microbatches 8
 """
 
 
@@ -34,7 +37,7 @@ def add_command(commands: Commands) -> None:
         help="what each worker will need, and the settings that fit",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in `python -m`")
@@ -50,6 +53,9 @@ def _add_sizes(parser: argparse.ArgumentParser, *short: str) -> None:
     add = parser.add_argument
     add(*short, "--workers", type=parse_count, metavar="N", help="how many workers in all; default: 1")
     add("--workers-per-host", type=parse_count, metavar="K", help="how many share a host; default: all")
+    add("--mesh", type=parse_mesh, metavar="AXES", help="as in data=2,pipeline=2: a worker's part of the model")
+    add("--microbatches", type=parse_count, metavar="M", help="of a pipeline; default: the program's own, or 4")
+    add("--schedule", metavar="NAME", help="of a pipeline, as mesh.pipe has it; default: 1F1B")
     add("--device-memory", metavar="SIZE", help="what each worker's device has")
     add("--host-memory", metavar="SIZE", help="what a host has, for all of its workers")
     add("--disk", metavar="SIZE|DIR", help="room on a host's disk, or a folder on that disk")
@@ -83,5 +89,7 @@ def _split_sizes(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]
     _add_sizes(parser)
     found, rest = parser.parse_known_args(behind[:cut])
     sizes = {k: v if v is not None else getattr(options, k) for k, v in vars(found).items()}
-    sizes["workers"] = sizes["workers"] or 1
+    mesh: dict[str, int] = sizes["mesh"] or {}
+    sizes["workers"] = sizes["workers"] or (math.prod(mesh.values()) if all(n > 0 for n in mesh.values()) else 1)
+    sizes["schedule"] = sizes["schedule"] or "1F1B"
     return sizes, [*rest, *behind[cut + 1 :]]

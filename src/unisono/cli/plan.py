@@ -21,10 +21,10 @@ __all__ = ["add_command"]
 _DESCRIPTION = """\
 Find the method that trains a program fastest on these workers and this network, without trying all of them.
 
-The program is started in N workers as by `unisono run`, whose options are taken here too, and is ended when all is
-measured: its own steps show compute and memory, pauses between them the network, and a few steps under each method with
-messages that take no time show what compression costs and when gradients are ready. From these the step of every method
-is predicted. Nothing is saved, and the program's model is of no use afterwards.
+The program is started in N workers as by `unisono run`, with its options for that, and is ended when all is measured:
+its own steps show compute and memory, pauses between them the network, and a few steps under each method with messages
+that take no time show what compression costs and when gradients are ready. From these the step of every method is
+predicted. Nothing is saved, and the program's model is of no use afterwards.
 
 Ranked are methods that train like all-reduce: exactly, rounded, or compressed so that what is left out is made up for.
 Others (local steps, gossip, ...) are listed below them. See docs/planning.md.
@@ -32,10 +32,15 @@ Others (local steps, gossip, ...) are listed below them. See docs/planning.md.
 _EPILOG = """\
 examples:
   unisono plan -n 4 train.py --epochs 3
-  unisono plan -n 4 --verify train.py
+  unisono plan --verify -n 4 train.py
   unisono plan -n 4 --methods "allreduce; topk(k=0.01); powersgd(rank=2)" train.py
   unisono plan --on ssh -n 8 --hosts a:4,b:4 train.py
 """
+_TAKEN = (  # of the options of `run`
+    *("workers", "module", "threads", "output", "warm", "output_dir", "on", "program", "arguments", "help"),
+    *("address", "master", "cpus", "gpus", "hosts", "net", "shaper", "python", "wait_s", "options"),
+)
+_HARMLESS = ("record", "grace", "balance")  # which nobody needs here
 _GRADES = ("exact", "rounded", "compressed", "other")
 _TIMES_VERIFIED = 3
 
@@ -67,6 +72,7 @@ def add_command(commands: Commands) -> None:
 
     run.add_command(Added(commands))
     (parser,) = parsers
+    _hide_options(parser)
     group = parser.add_argument_group("the plan")
     group.add_argument(
         "--methods", type=_parse_methods, default=[], metavar="A; B", help="predict these only, separated by ;"
@@ -98,6 +104,26 @@ def add_command(commands: Commands) -> None:
     parser.set_defaults(start=parser.get_default("run"), run=_plan, output="rank0")
 
 
+def _hide_options(parser: argparse.ArgumentParser) -> None:
+    """Show those of `run` that say how workers are started; what is said of them below its help is not below this."""
+    for action in parser._actions:
+        if action.dest not in _TAKEN:
+            action.help = argparse.SUPPRESS
+        elif action.help:
+            action.help = action.help.replace(", see below", "")
+    told = {action.dest: action for action in parser._actions}
+    told["workers"].help = "how many workers, from 2 up; with emulated hosts one a host by default"
+    told["output"].help = "what becomes of the workers' output, as in `unisono run`; default: rank0"
+
+
+def _refuse_options(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """End with an error where an option of `run` was given that a plan has no use for."""
+    for action in parser._actions:
+        hidden = action.help == argparse.SUPPRESS and action.dest not in _HARMLESS
+        if hidden and getattr(options, action.dest) != parser.get_default(action.dest):
+            parser.error(f"{action.option_strings[-1]} goes with `unisono run`, not with a plan")
+
+
 def _parse_methods(text: str) -> list[str]:
     return [spec.strip() for spec in text.split(";") if spec.strip()]
 
@@ -113,6 +139,7 @@ def _plan(options: argparse.Namespace, whole: argparse.ArgumentParser) -> int:
     parser: argparse.ArgumentParser = options.parser
     if options.program is None:
         parser.error("no program given; as in: unisono plan -n 2 train.py")
+    _refuse_options(options, parser)
     if options.workers is not None and (options.workers[0] is not None or options.workers[1] < 2):
         parser.error("a plan is for a fixed number of workers, from 2 up: give one with -n")
     if options.methods:
@@ -130,9 +157,13 @@ def _plan(options: argparse.Namespace, whole: argparse.ArgumentParser) -> int:
             "file": str(file),
             "started": time.time(),
         }
-        os.environ["UNISONO_PLAN"] = json.dumps(asked)
-        os.environ["UNISONO_OBSERVER"] = "unisono.planner.worker"
-        status: int = options.start(options, whole)
+        before = dict(os.environ)
+        os.environ.update(UNISONO_PLAN=json.dumps(asked), UNISONO_OBSERVER="unisono.planner.worker")
+        try:
+            status: int = options.start(options, whole)
+        finally:  # also where `main` was called by a program
+            os.environ.clear()
+            os.environ.update(before)
         found = json.loads(file.read_text()) if file.exists() else {}
     if status:
         print("unisono plan: the program failed, so there is no plan", file=sys.stderr)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unisono.cli.arguments import Commands
+from unisono.cli.help_text import HelpFormatter
 from unisono.runtime.run_folder import NoSuchRun, find_run
 
 if TYPE_CHECKING:
@@ -40,10 +41,10 @@ def add_command(commands: Commands) -> None:
     """Add `report` to the command line."""
     parser = commands.add_parser(
         "report",
-        help="what a recorded run was and where its time went; two runs side by side",
+        help="what a run was and where its time went; two of them compared",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run, its name, or last")

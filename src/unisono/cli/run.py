@@ -19,6 +19,7 @@ from typing import Any
 from unisono import on
 from unisono.cli import rehearsal
 from unisono.cli.arguments import Commands, check_program, parse_count
+from unisono.cli.help_text import HelpFormatter
 from unisono.cli.watch import add_page_options, show_page
 from unisono.launchers.engines.engine import Engine, EngineError
 from unisono.launchers.job import Adapt, ComeAndGo, Job
@@ -74,6 +75,9 @@ before the run
                          what would not work; the exit status is 0 where it would, 3 where memory is short, else 1
   --small -n 2           a few real steps with one worker and with two: do they agree, and if not, what differs
 
+exit status: that of the worker that failed first, 128 + the number of a signal; 0 where all ended well; 2 for a mistake
+on the command line; 130 after Ctrl-C; 143 after SIGTERM.
+
 examples:
   unisono run -n 4 train.py --epochs 3
   unisono run --dry -n 64 --workers-per-host 8 train.py
@@ -101,7 +105,7 @@ def add_command(commands: Commands) -> None:
         help="run a program in N workers, on this machine or on an engine",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -259,7 +263,7 @@ def _read_lab(options: argparse.Namespace, parser: argparse.ArgumentParser) -> N
         options.hosts = int(options.hosts[0])
         options.workers = options.workers or (None, options.hosts)
     if options.workers is None:
-        parser.error("the following arguments are required: -n/--workers")
+        parser.error(f"no number of workers given; as in: {parser.prog} -n 2 train.py")
 
 
 class _NotWritten(Exception):
@@ -364,17 +368,18 @@ _FIELDS: dict[str, dict[str, Any]] = {
 
 def _add_record_options(parser: argparse.ArgumentParser) -> None:
     """Where the run is recorded."""
-    parser.add_argument(
+    group = parser.add_argument_group("the record of the run (docs/reports.md)")
+    group.add_argument(
         "--run-dir",
         type=Path,
         metavar="DIR",
         help="record the run in this folder; default: a new one in $UNISONO_RUNS, or in ~/.local/state/unisono/runs. "
         "`unisono report last` shows it",
     )
-    parser.add_argument(
+    group.add_argument(
         "--no-record", dest="record", action="store_false", help="record nothing; the same as UNISONO_RUNS=off"
     )
-    parser.add_argument(
+    group.add_argument(
         "--log",
         metavar="WHERE",
         help="hand metrics on while the workers train: tensorboard, prometheus:9400, wandb, mlflow, or several with "
@@ -385,29 +390,30 @@ def _add_record_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_course_options(parser: argparse.ArgumentParser) -> None:
     """What happens while the workers run."""
-    parser.add_argument(
+    group = parser.add_argument_group("how it trains, and how it ends")
+    group.add_argument(
         "--strategy",
         metavar="SPEC",
         help="train by this method, whatever the program gives to un.parallel: allreduce, 'powersgd(rank=4)', ...; "
         "the same as UNISONO_STRATEGY=SPEC",
     )
-    parser.add_argument(
+    group.add_argument(
         "--pdb",
         action="store_true",
         help="where a worker raises, stop all and open the debugger's prompt there (docs/debugger.md)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--faults",
         metavar="TEXT",
         help="let workers fail at given steps, see below; one that did not fire is an error; default: UNISONO_FAULTS",
     )
-    parser.add_argument(
+    group.add_argument(
         "--balance",
         action="store_true",
         help="un.shard deals every batch by the workers' measured speeds, so that a slow one gets fewer samples; the "
         "same as UNISONO_BALANCE=1",
     )
-    parser.add_argument(
+    group.add_argument(
         "--grace",
         type=_parse_seconds,
         default=Job.grace_s,

@@ -7,9 +7,18 @@ import json
 import sys
 
 from unisono.cli.arguments import Commands, parse_count
+from unisono.cli.help_text import HelpFormatter
 from unisono.runtime.run_folder import find_runs_folder, list_runs
 
 __all__ = ["add_command"]
+
+_EPILOG = """\
+They lie in $UNISONO_RUNS, or in ~/.local/state/unisono/runs. The oldest are removed beyond 50 runs or 1 GiB.
+
+examples:
+  unisono runs --last 5
+  unisono runs --json
+"""
 
 
 def add_command(commands: Commands) -> None:
@@ -19,10 +28,12 @@ def add_command(commands: Commands) -> None:
         help="the runs that are recorded",
         description="The recorded runs, the newest first: name, when, workers, method, steps, loss, outcome. "
         "`unisono report NAME` shows one.",
+        epilog=_EPILOG,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="print them as JSON")
-    parser.add_argument("--last", type=parse_count, metavar="N", help="only the newest N")
+    parser.add_argument("--last", type=parse_count, metavar="N", help="only the newest N; default: all")
     parser.set_defaults(run=_run, parser=parser)
 
 

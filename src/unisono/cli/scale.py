@@ -7,6 +7,7 @@ import sys
 import time
 
 from unisono.cli.arguments import Commands, parse_count
+from unisono.cli.help_text import HelpFormatter
 
 __all__ = ["add_command"]
 
@@ -14,6 +15,14 @@ _DESCRIPTION = """\
 Change the number of workers of a run that was started with `unisono run -n MIN:MAX` by you on this host; without N,
 show it. New workers take part as soon as they have come to where the others are; workers that are too many leave after
 a step. The answer comes when the run has accepted the number (with --wait: when it has so many workers).
+"""
+_EPILOG = """\
+exit status: 0 where the run has accepted the number, 1 where there is no such run or it refuses.
+
+examples:
+  unisono scale                    how many workers the run has
+  unisono scale 3 --wait           three, and come back when they are there
+  unisono scale 3 --run 4711       of the run whose `unisono run` has this process id
 """
 _POLL_S = 0.1
 
@@ -24,7 +33,8 @@ def add_command(commands: Commands) -> None:
         "scale",
         help="show or change the number of workers of a run with -n MIN:MAX",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_EPILOG,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("workers", type=parse_count, nargs="?", metavar="N", help="how many workers, from MIN to MAX")

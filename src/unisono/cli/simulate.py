@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unisono.cli.arguments import Commands, parse_count
+from unisono.cli.help_text import HelpFormatter
 
 if TYPE_CHECKING:
     from unisono.simulation.cluster import Cluster
@@ -43,7 +44,7 @@ def add_command(commands: Commands) -> None:
         help="how methods scale to thousands of workers on a described cluster",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     _add_step(parser)

@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from unisono.cli.arguments import Commands
+from unisono.cli.help_text import HelpFormatter
 
 __all__ = ["add_command"]
 
@@ -16,6 +17,13 @@ others waiting are named. It needs no root, and works while native code holds Py
 RUN is the folder in which the run is recorded or its name, `last`, or the process id of `unisono run`; it may be left
 out where one run of yours is under way on this host.
 """
+_EPILOG = """\
+exit status: 0, or 1 where there is no such run.
+
+examples:
+  unisono stacks                   of the one run that is under way
+  unisono stacks last --full
+"""
 
 
 def add_command(commands: Commands) -> None:
@@ -24,7 +32,8 @@ def add_command(commands: Commands) -> None:
         "stacks",
         help="show what every worker of a run is doing now",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_EPILOG,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("name", nargs="?", metavar="RUN", help="a run: its folder, its name, last, or a process id")

@@ -6,13 +6,31 @@ import argparse
 from pathlib import Path
 
 from unisono.cli.arguments import Commands
+from unisono.cli.help_text import HelpFormatter
 
 __all__ = ["add_command"]
+
+_EPILOG = """\
+Settings stand in parentheses, and reducers may stand for the strategy that uses them: 'powersgd(rank=4)' is
+'allreduce(reducer=powersgd(rank=4))'.
+
+examples:
+  unisono strategies
+  unisono run -n 4 --strategy 'local_sgd(every=8)' train.py
+"""
 
 
 def add_command(commands: Commands) -> None:
     """Add `strategies` to the command line."""
-    commands.add_parser("strategies", help="list the strategies and reducers").set_defaults(run=_list)
+    parser = commands.add_parser(
+        "strategies",
+        help="list the strategies and reducers",
+        description="List the methods that un.parallel and --strategy know, a line each. docs/methods has a page each.",
+        epilog=_EPILOG,
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=_list)
 
 
 def _list(_: argparse.Namespace, __: argparse.ArgumentParser) -> int:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import argparse
 
 from unisono.cli.arguments import Commands
+from unisono.cli.help_text import HelpFormatter
 
 __all__ = ["add_command"]
 
 _DESCRIPTION = """\
 Show what every rank of a run does: its step, how fast it is, where its time goes, who is slow, lost or silent; the
 loss, and verdicts. It follows the run until that is over. Where there are more ranks than lines, the worst come first.
+"""
+_EPILOG = """\
+examples:
+  unisono top                      the newest run, until it is over
+  unisono top last --once          one picture, for a log
 """
 
 
@@ -20,7 +26,8 @@ def add_command(commands: Commands) -> None:
         "top",
         help="what every rank of a run does, in the terminal",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_EPILOG,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("run_name", nargs="?", default="last", metavar="RUN", help="a name or a folder; default: last")

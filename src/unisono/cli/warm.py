@@ -5,14 +5,32 @@ from __future__ import annotations
 import argparse
 
 from unisono.cli.arguments import Commands
+from unisono.cli.help_text import HelpFormatter
 
 __all__ = ["add_command"]
+
+_EPILOG = """\
+examples:
+  unisono run --warm -n 2 train.py    the first starts it; later ones begin at once
+  unisono warm                        is there one, and how many runs has it served
+  unisono warm stop
+"""
 
 
 def add_command(commands: Commands) -> None:
     """Add `warm` to the command line."""
-    parser = commands.add_parser("warm", help="show or stop the process that `unisono run --warm` keeps")
-    parser.add_argument("action", choices=("status", "stop"), nargs="?", default="status")
+    parser = commands.add_parser(
+        "warm",
+        help="show or stop the process that `unisono run --warm` keeps",
+        description="Show or stop the process that `unisono run --warm` keeps for ten minutes: it has imported torch, "
+        "and the workers of the next run are forked from it.",
+        epilog=_EPILOG,
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "action", choices=("status", "stop"), nargs="?", default="status", help="what to do; default: status"
+    )
     parser.set_defaults(run=_warm)
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 
 from unisono.cli.arguments import Commands
+from unisono.cli.help_text import HelpFormatter
 from unisono.runtime.run_folder import RunFolder
 
 __all__ = ["add_command", "add_page_options", "show_page"]
@@ -19,6 +20,11 @@ what every rank does, verdicts, and the stack of any rank on a click. Ctrl-C end
 The page is at the printed address, on this machine alone (--bind changes that). The address holds a token: whoever does
 not know it sees nothing. From another machine: ssh -L 8080:127.0.0.1:8080 HOST, and --port 8080 here.
 """
+_EPILOG = """\
+examples:
+  unisono watch                    the newest run, at a free port of this machine
+  unisono watch last --port 8080 --open
+"""
 
 
 def add_command(commands: Commands) -> None:
@@ -27,7 +33,8 @@ def add_command(commands: Commands) -> None:
         "watch",
         help="the live page of a run, in a browser",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_EPILOG,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("run_name", nargs="?", default="last", metavar="RUN", help="a name or a folder; default: last")

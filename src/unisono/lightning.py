@@ -6,15 +6,23 @@ The workers are started by `unisono run -n 4 train.py`, or any other engine; Lig
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import shutil
+import time
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from unisono import autograd
+from unisono.batch_norm import sync_batch_norm
+from unisono.checkpoint import load
+from unisono.runtime.frames import warn_user
 from unisono.strategy import Replica, parallel
 from unisono.strategy import Strategy as Method
+from unisono.strategy.agreed import Agreed, save_own
 from unisono.world import World, join
 
 if TYPE_CHECKING:
@@ -22,6 +30,7 @@ if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment
     from lightning.fabric.utilities.rank_zero import rank_zero_only
     from lightning.pytorch.strategies import ParallelStrategy
+    from torchmetrics import Metric
 else:
     try:
         import lightning.pytorch as pl
@@ -36,10 +45,12 @@ else:
             from pytorch_lightning.strategies import ParallelStrategy
         except ImportError as error:
             raise ImportError("unisono.lightning needs PyTorch Lightning: pip install 'unisono[lightning]'") from error
+    from torchmetrics import Metric  # comes with either
 
 __all__ = ["Strategy"]
 
 T = TypeVar("T")
+_MARK = "unisono"  # in a checkpoint, and a file in the folder beside it
 _OPS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
 
 
@@ -48,8 +59,9 @@ class Strategy(ParallelStrategy):
 
     spec: as for `un.parallel`: "allreduce", "powersgd(rank=4)", "local_sgd(every=8)"; `settings` override its fields.
 
-    Lightning counts accumulation, clips, scales and writes checkpoints. They hold the model that the ranks agree on and
-    the optimizer's state, not what a reducer has kept back. One optimizer a module.
+    Lightning counts accumulation, clips, scales and writes checkpoints, which hold the model that the ranks agree on
+    and the optimizer's state. That model is the one that is validated, too, and after `fit` every rank has it. What
+    ranks keep for themselves lies in a folder beside a checkpoint, `last.ckpt.unisono`. One optimizer a module.
     """
 
     strategy_name = "unisono"
@@ -57,7 +69,14 @@ class Strategy(ParallelStrategy):
     def __init__(self, spec: str | Method = "allreduce", **settings: Any) -> None:
         super().__init__(cluster_environment=_Place())
         self._spec, self._settings = spec, settings
-        self.replica: Replica | None = None
+        self._agreed: Agreed | None = None  # while it trains
+        self._resumed_from: Path | None = None
+        self._failed = False
+
+    @property
+    def replica(self) -> Replica | None:
+        """The replica, while it trains."""
+        return None if self._agreed is None else self._agreed.replica
 
     @property
     def world(self) -> World:
@@ -80,7 +99,14 @@ class Strategy(ParallelStrategy):
     # Before and after training ---------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        rank_zero_only.rank = self.world.rank  # type: ignore[attr-defined]
+        world, devices = self.world, self.parallel_devices or []
+        if self.root_device.type == "cpu" and len(devices) > 1 and len(devices) != world.local_size:
+            raise ValueError(
+                f"Trainer(devices={len(devices)}), and this machine has {world.local_size} worker(s): Lightning starts "
+                f"none below this strategy. Leave devices out, and start them by `unisono run -n {len(devices)}`"
+            )
+        rank_zero_only.rank = world.rank  # type: ignore[attr-defined]
+        self._failed = False
         super().setup_environment()
 
     def model_to_device(self) -> None:
@@ -89,29 +115,121 @@ class Strategy(ParallelStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
-        if not self.optimizers:
+        assert isinstance(self.model, nn.Module)
+        _join_metrics(self.model)
+        if trainer.state.fn != "fit":
             return
-        if len(self.optimizers) > 1:
+        if len(self.optimizers) != 1:
             raise ValueError(
                 f"unisono.lightning.Strategy takes one optimizer, got {len(self.optimizers)}: give one optimizer with "
                 "several parameter groups, or write the loop with un.parallel for each part of the model"
             )
-        assert isinstance(self.model, nn.Module)
-        self.replica = parallel(self.model, self.optimizers[0], self._spec, world=self.world, **self._settings)
+        if self._layer_sync is not None:  # Trainer(sync_batchnorm=True)
+            sync_batch_norm(self.model, self.world)
+        replica = parallel(self.model, self.optimizers[0], self._spec, world=self.world, **self._settings)
+        if (scaler := getattr(self.precision_plugin, "scaler", None)) is not None:
+            replica.watch(scaler)
+        self._agreed = Agreed(replica)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Others may be anywhere: nothing is exchanged any more."""
+        self._failed = True
+
+    def teardown(self) -> None:
+        """The model is an ordinary one again, the same on every rank."""
+        if self._agreed is not None:
+            if self._failed:
+                self._agreed.replica.close()
+            else:
+                self._agreed.finish()
+            self._agreed = None
+        super().teardown()
+
+    # Checkpoints -----------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model that the ranks agree on. Lightning calls it on every rank."""
-        if self.replica is None:
-            return dict(super().lightning_module_state_dict())
-        return dict(self.replica.consolidate().state_dict())
+        if self._agreed is not None:
+            self._agreed.put()  # till the next batch
+        return dict(super().lightning_module_state_dict())
 
-    def teardown(self) -> None:
-        if self.replica is not None:
-            self.replica.close()
-            self.replica = None
-        super().teardown()
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        if self._agreed is not None:
+            self._agreed.put()
+        return dict(super().optimizer_state(optimizer))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Lightning's own file, and beside it what only the ranks themselves know."""
+        checkpoint[_MARK] = self.broadcast(time.time_ns())  # the two belong together
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        if self._agreed is None or "optimizer_states" not in checkpoint:
+            return
+        if "://" in str(filepath):
+            if self.is_global_zero:
+                warn_user(f"what ranks keep for themselves is not saved with {filepath}: only on a disk that all see")
+            return
+        self._agreed.take_back()
+        if save_own(_beside(filepath), self._agreed.replica) and self.is_global_zero:
+            (_beside(filepath) / _MARK).write_text(str(checkpoint[_MARK]))
+        self._agreed.put(whole=False)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero and "://" not in str(filepath):
+            shutil.rmtree(_beside(filepath), ignore_errors=True)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self._resumed_from = None if "://" in str(checkpoint_path) else _beside(checkpoint_path)
+        return dict(super().load_checkpoint(checkpoint_path, *args, **kwargs))
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Its state, and what each rank kept for itself."""
+        if self._agreed is None:
+            return
+        replica = self._agreed.replica
+        replica.restore()
+        super().load_optimizer_state_dict(checkpoint)
+        replica.split_again()
+        if self.broadcast(self._resumed_from is not None and _belongs(self._resumed_from, checkpoint)):
+            assert self._resumed_from is not None
+            load(self._resumed_from, replica)
 
     # While it trains -------------------------------------------------------------------------------------------------
+
+    def on_validation_start(self) -> None:
+        """The model that the ranks agree on is validated."""
+        if self._agreed is not None:
+            self._agreed.put(whole=False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """This rank's own model again."""
+        if self._agreed is not None:
+            self._agreed.take_back()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context():
+            return self._call("training_step", args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._call("validation_step", args, kwargs)
+
+    def _call(self, name: str, args: Any, kwargs: Any) -> Any:
+        """Within a call of the module itself: the hooks of a method are on that (`zero(stage=3)` gathers values)."""
+        module = self.lightning_module
+        assert module is not None
+        if self._agreed is None:
+            return getattr(module, name)(*args, **kwargs)
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            del module.forward  # its own again, which the step may call
+            return getattr(module, name)(*args, **kwargs)
+
+        module.forward = step  # type: ignore[method-assign]
+        try:
+            return module(*args, **kwargs)
+        finally:
+            module.__dict__.pop("forward", None)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -132,10 +250,10 @@ class Strategy(ParallelStrategy):
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Every worker's tensor, in a new first dimension; of one worker as it is."""
-        if sync_grads:
-            raise NotImplementedError("all_gather(sync_grads=True) is not offered below unisono.lightning.Strategy")
         if self.world.size == 1:
             return tensor
+        if sync_grads:
+            return autograd.all_gather(tensor[None], self.world, "sum", tag="lightning")
         return torch.stack(self.world.all_gather(tensor.detach(), tag="lightning").wait())
 
     def barrier(self, name: str | None = None) -> None:
@@ -146,6 +264,33 @@ class Strategy(ParallelStrategy):
         """The object of worker `src`: plain values and tensors."""
         found: T = self.world.broadcast_object(obj, src)
         return found
+
+
+def _beside(checkpoint: Any) -> Path:
+    """Where what belongs to a checkpoint of Lightning's lies."""
+    path = Path(checkpoint).resolve()  # `last.ckpt` may be a link
+    return path.with_name(f"{path.name}.unisono")
+
+
+def _belongs(folder: Path, checkpoint: Mapping[str, Any]) -> bool:
+    """Whether it was written with this checkpoint, and not with one that was there before."""
+    mark = folder / _MARK
+    return mark.is_file() and mark.read_text() == str(checkpoint.get(_MARK))
+
+
+def _join_metrics(model: nn.Module) -> None:
+    """Let metrics of torchmetrics count what all workers have seen: by themselves they ask for a process group."""
+    for module in model.modules():
+        if isinstance(module, Metric) and module.dist_sync_fn is None:
+            module.dist_sync_fn, module.distributed_available_fn = _gather_for_metric, _has_others
+
+
+def _gather_for_metric(x: Tensor, group: Any = None) -> list[Tensor]:
+    return join().all_gather(x, tag="metrics").wait()
+
+
+def _has_others() -> bool:
+    return join().size > 1
 
 
 class _Place(ClusterEnvironment):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import unisono as un
 
-pl = pytest.importorskip("lightning.pytorch", reason="needs PyTorch Lightning")
+pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="needs PyTorch Lightning")
 BATCH, EPOCHS = 4, 2
 
 
@@ -28,29 +29,52 @@ def make_net(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
 
 
-class Module(pl.LightningModule):  # type: ignore[name-defined,misc]
-    """As in Lightning's tutorial."""
+def make_module(seed: int) -> Any:
+    """As in Lightning's tutorial. Lightning is imported in the workers alone: it takes seconds."""
+    import lightning.pytorch as pl
+    from torchmetrics import MeanSquaredError
 
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.net = make_net(seed)
+    class Module(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = make_net(seed)
+            self.error = MeanSquaredError().set_dtype(torch.float64)
 
-    def training_step(self, batch: Any, _: int) -> torch.Tensor:
-        x, y = batch
-        return nn.functional.mse_loss(self.net(x), y)
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.net(x)
 
-    def validation_step(self, batch: Any, _: int) -> None:
-        x, y = batch
-        self.log("loss", nn.functional.mse_loss(self.net(x), y), sync_dist=True)
+        def training_step(self, batch: Any, _: int) -> torch.Tensor:
+            x, y = batch
+            return nn.functional.mse_loss(self(x), y)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
+        def validation_step(self, batch: Any, _: int) -> None:
+            x, y = batch
+            found = self.net(x)
+            self.error(found, y)
+            self.log("metric", self.error)
+            self.log("loss", nn.functional.mse_loss(found, y), sync_dist=True)
+
+        def predict_step(self, batch: Any, _: int) -> Any:
+            return self(batch[0])
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+    return Module()
 
 
-def fit(folder: Path, rank: int, spec: str, **settings: Any) -> tuple[list[torch.Tensor], float]:
+def fit(folder: Path, rank: int, spec: str, resume: str | None = None, **settings: Any) -> dict[str, Any]:
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
     from unisono.lightning import Strategy
 
-    module = Module(seed=rank)  # every worker begins elsewhere, and gets rank 0's
+    every = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, every_n_epochs=1)
+    if settings.get("enable_checkpointing", True):
+        settings["callbacks"] = [every]
+
+    module = make_module(seed=rank)  # every worker begins elsewhere, and gets rank 0's
     trainer = pl.Trainer(
         strategy=Strategy(spec),
         accelerator="cpu",
@@ -64,9 +88,18 @@ def fit(folder: Path, rank: int, spec: str, **settings: Any) -> tuple[list[torch
     samples = data()
     parts = DistributedSampler(samples, un.join().size, rank, shuffle=False)  # Lightning's own would shuffle
     loader = DataLoader(samples, batch_size=BATCH, sampler=parts)
-    trainer.fit(module, loader, DataLoader(samples, batch_size=BATCH))
+    trainer.fit(module, loader, DataLoader(samples, batch_size=BATCH), ckpt_path=resume)
     assert trainer.num_val_batches == [len(samples) // BATCH // un.join().size]  # that one Lightning has divided
-    return [p.detach().clone() for p in module.net.parameters()], float(trainer.callback_metrics["loss"])
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert metrics["metric"] == pytest.approx(metrics["loss"], abs=1e-12)
+    found = {
+        "values": [p.detach().clone() for p in module.net.parameters()],
+        "loss": metrics["loss"],
+        "predicted": trainer.predict(module, DataLoader(samples, batch_size=BATCH)),
+        "kept": sorted(path.name for path in folder.glob("*")),
+    }
+    assert "forward" not in vars(module)
+    return found
 
 
 def work(folder: Path) -> dict[str, Any]:
@@ -76,16 +109,63 @@ def work(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {
         "allreduce": fit(folder, rank, "allreduce", enable_checkpointing=False, gradient_clip_val=0.5),
         "accumulated": fit(folder, rank, "allreduce", enable_checkpointing=False, accumulate_grad_batches=2),
-        "local_sgd": fit(folder, rank, "local_sgd(every=3)"),
     }
+    for name, spec in METHODS.items():
+        if name == "zero":  # a folder that another method has left there
+            (folder / name / "epoch=0.ckpt.unisono").mkdir(parents=True, exist_ok=True)
+        found[name] = fit(folder / name, rank, spec)
+        found[f"{name} again"] = fit(folder / f"{name} 2", rank, spec, resume=str(folder / name / "epoch=0.ckpt"))
     found["bytes"] = sum(un.join().ledger.by_tag().values())
+    found |= gather_with_gradients(rank)
     return found
 
 
-def alone(accumulate: int = 1, clip: float | None = None) -> tuple[list[torch.Tensor], float]:
-    net, loader = make_net(0), DataLoader(data(), batch_size=2 * BATCH)
+METHODS = {
+    "compressed": "error_feedback(topk(k=0.3))",
+    "local": "local_sgd(every=5, start=0)",  # no multiple of which is the six steps of an epoch
+    "zero": "zero(stage=3)",
+}
+
+
+def gather_with_gradients(rank: int) -> dict[str, Any]:
+    from unisono.lightning import Strategy
+
+    x = torch.tensor([1.0 + rank], requires_grad=True)
+    gathered = Strategy().all_gather(x, sync_grads=True)
+    (gathered.prod() * (rank + 1)).backward()
+    assert x.grad is not None
+    return {"gathered": gathered.tolist(), "gradient": x.grad.item()}
+
+
+def go_on(folder: Path) -> dict[str, Any]:
+    """From checkpoints of two workers, on one; and what is refused."""
+    import lightning.pytorch as pl
+
+    from unisono.lightning import Strategy
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    with pytest.raises(ValueError, match=r"unisono run -n 2"):
+        fit(folder, 0, "allreduce", devices=2)
+    module = make_module(0)
+    module.automatic_optimization = False
+    module.configure_optimizers = lambda: [torch.optim.SGD(module.parameters(), lr=0.1) for _ in range(2)]
+    with pytest.raises(ValueError, match="one optimizer, got 2"):
+        pl.Trainer(strategy=Strategy(), accelerator="cpu", logger=False, enable_checkpointing=False).fit(
+            module, DataLoader(data())
+        )
+    return {
+        name: fit(folder / f"{name} 1", 0, spec, resume=str(folder / name / "epoch=0.ckpt"))
+        for name, spec in METHODS.items()
+    }
+
+
+def alone(accumulate: int = 1, clip: float | None = None, last: int = 2 * BATCH) -> tuple[list[torch.Tensor], float]:
+    """On the whole batch; in the last epoch on batches of `last` samples."""
+    net = make_net(0)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    for _ in range(EPOCHS):
+    for size in (2 * BATCH, last):
+        loader = DataLoader(data(), batch_size=size)
         for i, (x, y) in enumerate(loader):
             (nn.functional.mse_loss(net(x), y) / accumulate).backward()
             if (i + 1) % accumulate == 0:
@@ -93,21 +173,48 @@ def alone(accumulate: int = 1, clip: float | None = None) -> tuple[list[torch.Te
                     nn.utils.clip_grad_norm_(net.parameters(), clip)
                 optimizer.step()
                 optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] *= 0.5
+    return [p.detach() for p in net.parameters()], measure(net)
+
+
+def measure(net: nn.Module) -> float:
     x, y = data().tensors
-    return [p.detach() for p in net.parameters()], nn.functional.mse_loss(net(x), y).item()
+    return nn.functional.mse_loss(net(x), y).item()
+
+
+def assert_same(found: list[torch.Tensor], expected: Any, atol: float = 0.0) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=atol)
 
 
 def test_lightning_trains_as_one_process(tmp_path: Path) -> None:
-    every = un.launch(work, workers=2, args=(tmp_path,))
-    for name, expected in (("allreduce", alone(clip=0.5)), ("accumulated", alone(accumulate=2))):
-        for found in every:
-            for mine, theirs in zip(found[name][0], expected[0], strict=True):
-                torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
-            assert found[name][1] == pytest.approx(expected[1], abs=1e-12)
-    saved = torch.load(next((tmp_path / "checkpoints").glob("*.ckpt")), weights_only=True)
-    assert every[0]["bytes"] > 0
-    for mine, other, kept in zip(
-        every[0]["local_sgd"][0], every[1]["local_sgd"][0], saved["state_dict"].values(), strict=True
-    ):
-        torch.testing.assert_close(mine, other)  # twelve steps end a window of three
-        torch.testing.assert_close(kept, mine)
+    every = un.launch(work, workers=2, args=(tmp_path,), timeout_s=110)
+    plain = alone()
+    for found in every:
+        for name, expected in (
+            ("allreduce", alone(clip=0.5)),
+            ("accumulated", alone(accumulate=2)),
+            ("zero", plain),
+            ("zero again", plain),
+        ):
+            assert_same(found[name]["values"], expected[0], atol=1e-12)
+            assert found[name]["loss"] == pytest.approx(expected[1], abs=1e-12)
+        assert found["bytes"] > 0
+        assert found["gathered"] == [[1.0], [2.0]]
+    assert [found["gradient"] for found in every] == [6.0, 3.0]  # (1 + 2) times the other's
+    for name in METHODS:
+        first, second = (found[name] for found in every)
+        assert_same(first["values"], second["values"])  # what ranks agree on
+        net = make_net(0)
+        with torch.no_grad():
+            for p, value in zip(net.parameters(), first["values"], strict=True):
+                p.copy_(value)
+        assert first["loss"] == second["loss"] == pytest.approx(measure(net), abs=1e-12), "of the agreed model"
+        assert sum(len(found[name]["predicted"]) for found in every) == 48 // BATCH
+        saved = torch.load(tmp_path / name / "epoch=1.ckpt", weights_only=True)["state_dict"]
+        assert_same(first["values"], [saved[f"net.{key}"] for key, _ in net.named_parameters()])
+        assert_same(every[0][f"{name} again"]["values"], first["values"])  # bit by bit
+        beside = [] if name == "zero" else ["epoch=0.ckpt.unisono", "epoch=1.ckpt.unisono"]
+        assert [kept for kept in first["kept"] if kept.endswith("unisono")] == beside
+    [others] = un.launch(go_on, workers=1, args=(tmp_path,), timeout_s=110)
+    assert_same(others["zero"]["values"], alone(last=BATCH)[0], atol=1e-12)

@@ -9,29 +9,44 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
 
 from unisono.strategy import follow
+from unisono.strategy.healing import Refused
 from unisono.world import join
 
 __all__ = ["TorchState", "run"]
 
 T = TypeVar("T")
+_NOT_OFFERED = {
+    "ElasticSampler": "un.shard(dataset, batch_size=...): it deals the rest of an epoch anew when workers come and go",
+    "ObjectState": "TorchState(epoch=0): it takes plain values alone, too",
+    "State": "TorchState, or un.follow for an object with state_dict() and load_state_dict()",
+}
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name in _NOT_OFFERED:
+        raise AttributeError(f"elastic.{name} of Horovod is not offered here; use {_NOT_OFFERED[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class TorchState:
-    """A model, its optimizer, and values of the program's own: `state.epoch`, `state.batch`.
+    """A model, its optimizer, others that have a `state_dict()`, and plain values of the program's own: `state.epoch`.
 
     `commit` notes them, `restore` brings back what was noted last, `sync` makes them those of rank 0.
     """
 
     def __init__(self, model: nn.Module | None = None, optimizer: Optimizer | None = None, **values: Any) -> None:
-        self.__dict__.update(model=model, optimizer=optimizer, _values=dict(values), _noted=None, _followers=[])
+        parts = {"model": model, "optimizer": optimizer}
+        parts |= {name: x for name, x in values.items() if hasattr(x, "state_dict") and hasattr(x, "load_state_dict")}
+        plain = {name: x for name, x in values.items() if name not in parts}
+        self.__dict__.update(parts, _parts=tuple(parts), _values=plain, _noted=None, _followers=[])
         follow(self)
-        self.commit()
+        self.save()
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -57,30 +72,37 @@ class TorchState:
 
     def commit(self) -> None:
         """Note where the program is."""
-        parts = {name: self.__dict__[name] for name in ("model", "optimizer") if self.__dict__[name] is not None}
-        self.__dict__["_noted"] = copy.deepcopy([{n: part.state_dict() for n, part in parts.items()}, self._values])
+        self.save()
+
+    def save(self) -> None:
+        """The same."""
+        self.__dict__["_noted"] = copy.deepcopy(self._collect())
+
+    def _collect(self) -> list[Any]:
+        return [{name: part.state_dict() for name, part in self._list_parts().items()}, self._values]
+
+    def _list_parts(self) -> dict[str, Any]:
+        return {name: part for name in self._parts if (part := self.__dict__[name]) is not None}
 
     def check_host_updates(self) -> None:
         """Nothing to do: workers that come are taken in between steps."""
 
     def restore(self) -> None:
         """Go back to what was noted last."""
-        parts, values = copy.deepcopy(self._noted)
-        for name, part in parts.items():
-            self.__dict__[name].load_state_dict(part)
+        states, values = copy.deepcopy(self._noted)
+        for name, part in self._list_parts().items():
+            part.load_state_dict(states[name])
         self.__dict__["_values"] = values
 
     def sync(self) -> None:
         """Make all of it rank 0's."""
         world = join()
-        parts = {name: self.__dict__[name] for name in ("model", "optimizer") if self.__dict__[name] is not None}
-        mine = [{name: part.state_dict() for name, part in parts.items()}, self._values]
-        states, values = world.broadcast_object(mine)
+        states, values = world.broadcast_object(self._collect())
         if world.rank != 0:
-            for name, part in states.items():
-                parts[name].load_state_dict(part)
+            for name, part in self._list_parts().items():
+                part.load_state_dict(states[name])
             self.__dict__["_values"] = values
-        self.commit()
+        self.save()
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
         """Call these when the world has changed: to set a learning rate by the number of workers, say."""
@@ -99,11 +121,22 @@ class _Resets:
 
 
 def run(function: Callable[..., T]) -> Callable[..., T]:
-    """Around a training function whose first argument is the state: all workers begin with rank 0's."""
+    """Around a training function whose first argument is the state: all workers begin with rank 0's.
+
+    A worker that comes later begins the function, too, and its passes over data go on where the others are: those of
+    `un.shard` do. Where the data is divided by other means, which go by the number of workers at the start, it is
+    refused, and the others go on without it.
+    """
 
     @functools.wraps(function)
     def begin(state: TorchState, *args: Any, **kwargs: Any) -> T:
         state.sync()
+        world = join()
+        if world.elastic is not None and world.elastic.is_joining and not world.shards:
+            raise Refused(
+                "this worker cannot join the training: the program has divided its data by the number of workers at "
+                "its start. Let un.shard do it, before this function is called: it deals the rest of an epoch anew"
+            )
         return function(state, *args, **kwargs)
 
     return begin

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from unisono.spec import build, describe
 from unisono.strategy import Strategy, parallel
 
 __all__ = ["Compression", "DistributedOptimizer", "refuse"]
@@ -39,22 +40,30 @@ def DistributedOptimizer(
 ) -> AnyOptimizer:
     """The same optimizer, whose steps take the mean of all workers' gradients from now on.
 
-    Gradients are means when `backward()` returns, so that clipping needs no `synchronize()`, which does nothing.
-    `num_groups`, `groups` and `sparse_as_dense` say how Horovod packs tensors, and say nothing here.
+    Gradients are means when `backward()` returns (with `op=Sum` sums), so that clipping needs no `synchronize()`, which
+    does nothing. `num_groups`, `groups`, `sparse_as_dense` and `gradient_predivide_factor` say how Horovod packs and
+    scales on the way to the same mean, and say nothing here.
 
     strategy: any of ours, such as "powersgd(rank=4)" or "local_sgd(every=8)", instead of `compression`.
     """
     if op == "adasum":
-        refuse("Adasum", "hvd.Average, or strategy='local_sgd'")
-    if op != "mean":
-        refuse(f"op={op!r} in DistributedOptimizer", "hvd.Average with the learning rate times hvd.size()")
-    if gradient_predivide_factor != 1.0:
-        refuse("gradient_predivide_factor", "the default: means are taken without overflow of sums in float32")
+        refuse("Adasum of Horovod", "hvd.Average, or strategy='local_sgd'")
+    if op not in ("mean", "sum"):
+        raise ValueError(f"op is {op!r}; DistributedOptimizer takes hvd.Average and hvd.Sum")
     if strategy is not None and compression != Compression.none:
         raise ValueError("give either compression or strategy: a strategy says itself how gradients travel")
+    if strategy is not None and op == "sum":
+        raise ValueError("give either op=hvd.Sum or strategy: a strategy says itself what becomes of gradients")
+    built: Strategy = build(strategy if strategy is not None else compression, kind="strategy")
+    if getattr(built, "stage", 0) == 3:
+        refuse(f"{describe(built)} below DistributedOptimizer", "zero(stage=2), or un.parallel, which knows the model")
     model = _Parameters(named_parameters, optimizer)
     settings: dict[str, Any] = {"accumulate": backward_passes_per_step} if backward_passes_per_step != 1 else {}
-    replica = parallel(model, optimizer, strategy if strategy is not None else compression, **settings)
+    replica = parallel(model, optimizer, built, **settings)
+
+    if op == "sum":  # the mean of size times as much
+        for p in model.parameters():
+            p.register_hook(lambda gradient: gradient * replica.world.size)
 
     def synchronize() -> None:
         """Gradients are means already."""
@@ -94,4 +103,4 @@ class _Parameters(nn.Module):
 
 def refuse(what: str, instead: str) -> NoReturn:
     """Say what Horovod has and this has not."""
-    raise NotImplementedError(f"{what} of Horovod is not offered here; use {instead}")
+    raise NotImplementedError(f"{what} is not offered here; use {instead}")

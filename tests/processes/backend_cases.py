@@ -17,7 +17,7 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
 # What gloo has not, or gets wrong.
 OURS_ALONE = {"all_gather_uneven", "all_to_all_lists", "average_of_integers", "strided_tensors"}
-OURS_ALONE |= {"gathers_of_other_shapes", "messages_of_strided_tensors"}
+OURS_ALONE |= {"gathers_of_other_shapes", "messages_of_strided_tensors", "splits"}
 
 
 def case(function: Case) -> Case:
@@ -31,6 +31,10 @@ def mine(*shape: int, dtype: torch.dtype = torch.float32, of: int | None = None,
     generator = torch.Generator().manual_seed(100 * salt + rank)
     low, high = (0, 2) if dtype == torch.bool else (1, 4)
     return torch.randint(low, high, shape, generator=generator).to(dtype)
+
+
+def default_store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
 
 
 def size(group: Any) -> int:
@@ -192,6 +196,28 @@ def reduce_scatters(group: Any) -> Any:
 
 
 @case
+def results_in_memory_of_inputs(group: Any) -> Any:
+    """A rank's part of a whole tensor as the input of one operation and the output of another, as in ZeRO."""
+    n, rank, found = size(group), dist.get_rank(), []
+    for rows in (3, 40_000):
+        whole = torch.zeros(n * rows)
+        part = whole[rank * rows : (rank + 1) * rows]
+        part.copy_(mine(rows))
+        dist.all_gather_into_tensor(whole, part, group=group)
+        found.append(whole.clone())
+        dist.reduce_scatter_tensor(part, whole.mul_(rank + 1), group=group)
+        found.append(part.clone())
+        rest = list(whole.copy_(mine(n * rows)).split(rows))
+        dist.scatter(rest[rank], rest if rank == 0 else None, 0, group=group)
+        found.append(part.clone())
+        dist.gather(rest[rank], rest if rank == 1 else None, 1, group=group)
+        found += [whole.clone()] if rank == 1 else []
+        dist.all_gather(rest, rest[rank], group=group)
+        found.append(whole.clone())
+    return found
+
+
+@case
 def all_to_all_lists(group: Any) -> Any:
     n, rank = size(group), dist.get_rank()
     outs = [torch.empty(1 + r + rank) for r in range(n)]
@@ -272,6 +298,29 @@ def messages_that_wait_for_others(group: Any) -> Any:
     dist.send(mine(5, salt=3), 0, group=group, tag=3)
     work.wait()
     return [early, late]
+
+
+@case
+def messages_that_nobody_waits_for_yet(group: Any) -> Any:
+    """More of them than an outbox holds: the sender ends, though the receiver waits for something else first. What was
+    sent may be overwritten then."""
+    rank, lengths = dist.get_rank(), [5, 200_000, 0, 262_144] * 4
+    if rank == 0:
+        parts = [mine(n, salt=i) for i, n in enumerate(lengths)]
+        works = [dist.isend(part, 1, group=group) for part in parts]
+        for work, part in zip(works, parts, strict=True):
+            work.wait()
+            part.zero_()
+        default_store().set(f"all sent {group.group_name}", "yes")
+        return []
+    if rank > 1:
+        return []
+    outs = [torch.empty(n) for n in lengths]
+    works = [dist.irecv(out, 0, group=group) for out in outs]
+    default_store().wait([f"all sent {group.group_name}"])
+    for work in works:
+        work.wait()
+    return outs
 
 
 @case
@@ -373,3 +422,20 @@ def subgroups(group: Any) -> Any:
     dist.all_reduce(z, group=mesh["b"].get_group())
     dist.all_reduce(w, group=mesh["a"].get_group())
     return [x, y, z, w]
+
+
+@case
+def splits(group: Any) -> Any:
+    """Groups that a group is split into, twice of the same ranks, which keep their rank; other ranks get none. (gloo
+    mixes up two of the same ranks.)"""
+    rank = dist.get_rank()
+    for salt in range(2):
+        made = group.split_group([0, 1], group_desc="half")
+        assert (made is None) == (rank > 1)
+        if made is not None:
+            x = mine(9, salt=salt)
+            made.allreduce([x]).wait()
+            assert torch.equal(x, mine(9, of=0, salt=salt) + mine(9, of=1, salt=salt))
+            assert (made.rank(), made.size(), made.group_desc) == (rank, 2, "half")
+            made.shutdown()
+    return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from unisono.hybrid.factors import choose_sizes, list_fitting
 from unisono.hybrid.saving import cut_stored, spread_piece
 from unisono.hybrid.stages import cut_evenly
 from unisono.planner.measured import Measured
-from unisono.planner.meshes import advise_mesh, estimate_meshes
+from unisono.planner.meshes import advise_mesh, estimate_meshes, estimate_tensor, measure_stages, measure_tensor
 from unisono.world.ledger import Ledger
 
 # Sizes ----------------------------------------------------------------------------------------------------------
@@ -234,6 +235,29 @@ def test_values_that_later_layers_need_go_along() -> None:
     torch.testing.assert_close(last(*middle(first(x))), model(x))
 
 
+def test_ranks_whose_times_do_not_count_leave_the_machine_to_the_one_that_measures() -> None:
+    def count(world: un.World) -> int:
+        calls = []
+
+        class Counted(nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                calls.append(1)
+                return super().forward(x)
+
+        model = nn.Sequential(Counted(2, 2), nn.Tanh(), nn.Linear(2, 2))
+        un.split_stages(model, torch.ones(1, 2), 2, world=world)
+        return len(calls)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads in which torch.fx follows a model do not get into each other's way
+    try:
+        first, second = un.run_threads(count, 2)
+    finally:
+        sys.setswitchinterval(interval)
+    assert first >= 5
+    assert second == 2
+
+
 def test_cuts_make_the_slowest_stage_fastest() -> None:
     costs = [3.0, 1.0, 1.0, 5.0, 1.0, 1.0]
     best = min(max(sum(costs[:i]), sum(costs[i:j]), sum(costs[j:])) for i in range(1, 6) for j in range(i + 1, 6))
@@ -305,6 +329,7 @@ def test_memory_of_a_mesh_is_that_of_a_ranks_part() -> None:
     assert whole.parameters == weights
     assert part.need("allreduce").parameters == pytest.approx(((weights - biases) / 2 + biases) / 2, rel=1e-6)
     assert part.replicas == 2
+    assert un.memory(model, workers=8, pipeline=8, **there).replicas == 1
     assert "data=2, tensor=2, pipeline=2" in str(part)
     with pytest.raises(ValueError, match="tensor=3 does not divide 8"):
         un.memory(model, workers=8, tensor=3, **there)
@@ -319,6 +344,43 @@ def test_a_mesh_is_proposed_where_exchange_takes_most_of_a_step_and_not_elsewher
     assert f"un.mesh(pipeline={fastest.pipeline})" in said[0]
     assert "Not known" in said[-1]
     assert fastest.bubble == pytest.approx((fastest.pipeline - 1) / (8 + fastest.pipeline - 1))
-    assert advise_mesh(measured, 0.11, 0.01) == []
+    (none,) = advise_mesh(measured, 0.11, 0.01)
+    assert none.startswith("No mesh is proposed: 9% of a step is exchange, and the best mesh, un.mesh(pipeline=")
     measured.settings = ["zero(stage=3)"]
     assert "un.mesh(pipeline=2) holds 50%" in advise_mesh(measured, 0.11, 0.01)[0]
+
+
+def test_a_proposal_is_made_of_measured_stages_and_layers() -> None:
+    """Stages of 30 and 70 %, so that the larger one sets the pace; and what they send takes time."""
+    link = Link(1e-3, 8e6)  # a megabyte a second
+    network = Network(2, 1, link)
+    uneven = {"2": {"shares": [0.3, 0.7], "bytes": [4000]}}
+    (found,) = estimate_meshes(2, 1.0, 0, network, uneven)
+    hop = 1e-3 + 2 * 4000 / 8 / 1e6
+    slow, fast = 1.4 / 8, 0.6 / 8  # of a microbatch, on each stage
+    assert found.seconds == pytest.approx(8 * slow + fast + 2 * hop)
+    assert found.bubble == pytest.approx(1 - 1 / found.seconds)
+    (even,) = estimate_meshes(2, 1.0, 0, network)
+    assert even.seconds == pytest.approx(9 / 8)
+
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+    x = torch.randn(16, 8)
+    tensor = measure_tensor(model, (x,), 2)
+    assert tensor["bytes"] == [16 * 8 * 4]
+    (split,) = estimate_tensor(2, 1.0, 0, network, {"split": 1.0, "bytes": [1000]})
+    assert split.seconds == pytest.approx(1.0 + 2 * network.seconds(Operation("all_reduce", 2000)))
+    stages = measure_stages(model, (x,), 2)
+    assert sum(stages["2"]["shares"]) == pytest.approx(1.0)
+    assert stages["2"]["bytes"] in ([16 * 32 * 4], [16 * 8 * 4])
+
+    class Branch(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if x.sum() > 0 else -x
+
+    why = measure_stages(Branch(), (x,), 2)
+    assert "cannot be followed" in why["why"]
+    measured = Measured(2, ["a"] * 2, "allreduce", 1, 4, compute_s=0.1, network=network, stages=why)
+    measured.tensor = {"why": "un.tensor_plan splits no pair of its layers"}
+    (said,) = advise_mesh(measured, 0.2, 0.1)
+    assert "cannot be followed" in said
+    assert "splits no pair" in said

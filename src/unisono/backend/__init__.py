@@ -6,15 +6,16 @@ Nothing here imports torch before a group is made: this is loaded with every `im
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from unisono.backend.registration import register
 
 if TYPE_CHECKING:
+    from unisono.backend.errors import GroupMismatch, GroupPeerLost, GroupTimeout
     from unisono.world.ledger import Ledger
     from unisono.world.timeline import Report
 
-__all__ = ["ledger", "register", "report"]
+__all__ = ["GroupMismatch", "GroupPeerLost", "GroupTimeout", "ledger", "register", "report"]
 
 
 def ledger() -> Ledger:
@@ -29,3 +30,12 @@ def report() -> Report:
     from unisono.backend.accounts import gather_report
 
     return gather_report()
+
+
+def __getattr__(name: str) -> Any:
+    """The errors, which need torch."""
+    if not name.startswith("Group"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from unisono.backend import errors
+
+    return getattr(errors, name)

@@ -35,12 +35,28 @@ def flatten(x: Tensor) -> Tensor:
     return x.detach().contiguous().view(-1)
 
 
-def provide(out: Tensor) -> tuple[Tensor, Tensor]:
-    """Contiguous memory for a result, and the same as a line: the tensor's own where it can be."""
+def provide(out: Tensor, given: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
+    """Contiguous memory for a result, and the same as a line: the tensor's own where it can be.
+
+    `given`: what the ranks still read while results come; on the host's memory, results do not go there.
+    """
     out = out.detach()
     plain = out.is_contiguous() and not out.is_conj() and not out.is_neg()
+    plain = plain and (out.is_cuda or not any(_overlap(out, x) for x in given))
     target = out if plain else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     return target, target.view(-1)
+
+
+def _overlap(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors may have memory in common."""
+    (a, b), (c, d) = _find_span(x), _find_span(y)
+    return a < d and c < b
+
+
+def _find_span(x: Tensor) -> tuple[int, int]:
+    """Where its memory begins and ends."""
+    elements = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    return x.data_ptr(), x.data_ptr() + elements * x.element_size()
 
 
 def put_back(out: Tensor, target: Tensor) -> None:

@@ -12,19 +12,19 @@ __all__ = ["GroupMismatch", "GroupPeerLost", "GroupTimeout", "translate"]
 class GroupPeerLost(PeerLost, DistBackendError):
     """Another rank of the group ended, died, or did not come in time."""
 
-    __module__ = "unisono"
+    __module__ = "unisono.backend"  # where it is found: torch's futures pickle what they hold
 
 
 class GroupMismatch(Mismatch, DistBackendError):
     """Ranks of the group called one collective with different arguments."""
 
-    __module__ = "unisono"
+    __module__ = "unisono.backend"
 
 
 class GroupTimeout(DistBackendError, TimeoutError):
     """`wait(timeout)` ended before the operation did."""
 
-    __module__ = "unisono"
+    __module__ = "unisono.backend"
 
 
 def translate(error: BaseException, what: str, group: str) -> BaseException:

@@ -8,8 +8,10 @@ attributes, its C++ (DDP's reducer, functional collectives) through the virtual 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -31,11 +33,13 @@ from unisono.backend.arguments import (
     reduce_options,
     root_options,
 )
+from unisono.backend.errors import translate
 from unisono.backend.messages import Messages
 from unisono.backend.operators import Reduction, reduce_sparse
 from unisono.backend.works import Work
-from unisono.background import SerialQueue
+from unisono.background import SerialQueue, Wakes
 from unisono.world.rendezvous import accelerate, meet_in_store
+from unisono.world.transports import PeerLost
 from unisono.world.world import World
 
 __all__ = ["EVERY_RANK", "Group"]
@@ -66,15 +70,26 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         self._desc = "undefined"
         self._timeout = timeout
         self.ledger = accounts.open_ledger(self, is_default=not ranks, rank=rank)
-        self.world: World = meet_in_store(
-            store, rank, size, timeout_s=timeout.total_seconds(), ledger=self.ledger, name=self._describe()
-        )
+        self.world = self._meet(rank, size)
         self._lanes: dict[str, SerialQueue] = {}
         self._messages = Messages(self.world, self._lane)
         self._messages.timeout_s = timeout.total_seconds()
         self._begun = 0
         self._is_closed = False
         self._pieces: list[Work] | None = None
+
+    def _meet(self, rank: int, size: int) -> World:
+        try:
+            return meet_in_store(
+                self._store,
+                rank,
+                size,
+                timeout_s=self._timeout.total_seconds(),
+                ledger=self.ledger,
+                name=self._describe(),
+            )
+        except PeerLost as error:
+            raise translate(error, "its making", self._describe()) from None
 
     # Who it is -----------------------------------------------------------------------------------------------
 
@@ -258,7 +273,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             parts = [part.detach().clone() for part in parts]
             reduction.before(parts)
             whole = None
-        target, target_line = provide(out)
+        target, target_line = provide(out, parts)
         given = whole if whole is not None else [flatten(part) for part in parts]
         self.world.reduce_scatter(given, reduction.op, out=target_line).wait()
         reduction.after([target])
@@ -400,7 +415,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     all_to_all_single = alltoall_base
 
     def _swap(self, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        targets = [provide(out)[0] for out in outs]
+        targets = [provide(out, parts)[0] for out in outs]
         self.world.all_to_all([part.detach() for part in parts], out=targets).wait()
         for out, target in zip(outs, targets, strict=True):
             put_back(out, target)
@@ -441,7 +456,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             for piece in pieces:
                 piece.wait()
 
-        return self._work("coalesced operations", []).begin(self._lane("coalesced"), run, at_once=False)
+        return self._work("coalesced operations", []).begin(self._lane("coalesced"), run, wakes=True)
 
     def _coalesce(self, work: Work) -> Work:
         if self._pieces is not None:
@@ -456,8 +471,8 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         timeout: Any = None,
         opts: Any = None,
         group_name: Any = None,
-        *_: Any,
-        **__: Any,
+        group_desc: Any = None,
+        **_: Any,
     ) -> Group | None:
         """A group of some of its ranks, which all call this alike; None on ranks that are not in it."""
         self._splits += 1
@@ -466,7 +481,10 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             return None
         mine = [self._ranks[r] if self._ranks else r for r in new_ranks]
         store = dist.PrefixStore(f"split/{self._splits}/{'-'.join(map(str, new_ranks))}", self._store)
-        return Group(store, list(new_ranks).index(self.rank()), len(new_ranks), timeout or self._timeout, name, mine)
+        made = Group(store, list(new_ranks).index(self.rank()), len(new_ranks), timeout or self._timeout, name, mine)
+        if group_desc is not None:
+            made.setGroupDesc(str(group_desc))
+        return made
 
     def in_order(self, call: Callable[[World], T]) -> T:
         """`call(world)` behind all collectives so far; waits for it."""
@@ -511,8 +529,10 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             run = self._within(seconds, run)
         if any(tensor.is_cuda for tensor in tensors):
             run = self._on_device(next(tensor.device for tensor in tensors if tensor.is_cuda), run)
-        at_once = not getattr(opts, "asyncOp", True)
-        return work.begin(self._lane("main"), run, at_once=at_once)
+        wakes: Wakes = bool(getattr(opts, "asyncOp", True))
+        if wakes and _is_functional():  # its result is used by the next operation, as a rule
+            wakes = "soon"
+        return work.begin(self._lane("main"), run, wakes=wakes)
 
     def _within(self, seconds: float, run: Callable[[], None]) -> Callable[[], None]:
         """`run` with a timeout of its own."""
@@ -543,3 +563,26 @@ class Group(_ProcessGroup):  # type: ignore[misc]
                 here.synchronize()
 
         return run_there
+
+
+def _is_functional() -> bool:
+    """Whether the operation comes from torch.ops (functional collectives, DTensor), and not from DDP or a program."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return frame.f_code.co_filename == torch._ops.__file__
+
+
+def _hide_from_dynamo(*kinds: type) -> None:
+    """Have torch.compile leave these methods alone, and what they call: it would compile them where torch's C++ calls
+    one in a compiled program, as DDP does to broadcast buffers."""
+    frames: Any = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):
+        strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        for kind in kinds:
+            for method in vars(kind).values():
+                if isinstance(method, FunctionType):
+                    frames.set_code_exec_strategy(method.__code__, strategy)
+
+
+_hide_from_dynamo(Group, Work)

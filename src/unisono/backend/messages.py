@@ -1,7 +1,8 @@
 """Messages from one rank to another, matched by their tags as torch's users expect, also from any source.
 
-A message is a head (tag, elements, dtype) and the tensor. Who reads from a rank holds that direction's order, and gives
-each message to the first receive with its tag; one that nobody asked for yet is kept.
+A message has its tag as a label. Who reads from a rank holds that direction's order, and gives each message to the
+first receive with its tag; one that nobody asked for yet is kept. Between workers of one host a send is done when it is
+called, where it has room in the outbox, and a short receive when it is waited for: no thread need wake up for them.
 """
 
 from __future__ import annotations
@@ -9,19 +10,22 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from unisono.backend.works import Work
-from unisono.background import SerialQueue
+from unisono.background import SerialQueue, Wakes
 from unisono.world.transports import Mismatch, PeerLost
-from unisono.world.transports.meeting_page import DTYPE_CODES, DTYPES
 from unisono.world.world import World
 
-__all__ = ["Messages"]
+__all__ = ["EVERY_RANK", "Messages"]
+
+EVERY_RANK = {"*": "for each receive the other rank calls a send, and for each send a receive, of one tag and size"}
 
 _POLL_S = 0.0002
+_SOON_BYTES = 1 << 20  # a longer message has its sender wait for the receiver to take it
 
 
 class _Receive:
@@ -53,11 +57,16 @@ class Messages:
             torch.cuda.current_stream(x.device).synchronize()
 
         def run() -> None:
-            line = x.detach().cpu().contiguous().view(-1)
-            self._world.send(torch.tensor([tag, line.numel(), DTYPE_CODES[x.dtype]]), dst, tag="head").wait()
-            self._world.send(line, dst).wait()
+            self._world.send_labelled(x.detach().cpu(), dst, tag).wait()
 
-        return work.begin(self._lane(f"send-{dst}"), run, at_once=False)
+        def has_room() -> bool:
+            transport = self._world.transport
+            return transport is not None and transport.has_room(dst, x.numel() * x.element_size())
+
+        lane = self._lane(f"send-{dst}")
+        if lane.try_run(lambda: work.execute(run), when=has_room):
+            return work
+        return work.begin(lane, run, wakes=True)
 
     def receive(self, x: Tensor, src: int | None, tag: int, work: Work) -> Work:
         """Begin to receive from `src`; None: from whoever sends first."""
@@ -76,7 +85,8 @@ class Messages:
             return work
         where = "recv-any" if src is None else f"recv-{src}"
         run = self._read_from_any if src is None else self._read_for
-        return work.begin(self._lane(where), lambda: run(wanted), at_once=False)
+        wakes: Wakes = "soon" if x.numel() * x.element_size() <= _SOON_BYTES else True
+        return work.begin(self._lane(where), lambda: run(wanted), wakes=wakes)
 
     def _read_for(self, wanted: _Receive) -> None:
         """Read messages of its rank until the one of `wanted` has come."""
@@ -111,18 +121,26 @@ class Messages:
 
     def _read(self, src: int, own: _Receive) -> bool:
         """Read one message of `src` and give it to who waits for it; whether that is `own`."""
-        head = torch.empty(3, dtype=torch.int64)
-        self._world.recv(head, src, tag="head").wait()
-        tag, numel, code = head.tolist()
-        dtype = DTYPES[code]
-        with self._lock:
-            match = self._take_match(src, tag)
-        if match is not None and match.takes_directly(numel, dtype):
-            found = match
-            self._hand_over(found, own, lambda: self._receive_into(found, src))
-            return found is own
-        line = torch.empty(numel, dtype=dtype)
-        self._world.recv(line, src).wait()
+        match: _Receive | None = None
+        line = torch.empty(0)
+        tag = 0
+
+        def find(label: int, numel: int, dtype: torch.dtype) -> Tensor:
+            nonlocal match, line, tag
+            tag = label
+            with self._lock:
+                match = self._take_match(src, tag)
+            is_direct = match is not None and match.takes_directly(numel, dtype)
+            line = match.x.detach().view(-1) if match is not None and is_direct else torch.empty(numel, dtype=dtype)
+            return line
+
+        try:
+            self._world.recv_labelled(src, find).wait()
+        except Exception as error:
+            if match is not None and match is not own:
+                match.work.execute(partial(_raise, error))
+                match.work.settle()
+            raise
         with self._lock:
             match = match or self._take_match(src, tag)  # its receive may have begun in between
             if match is None:
@@ -151,10 +169,6 @@ class Messages:
             match.work.execute(deliver)
             match.work.settle()
 
-    def _receive_into(self, wanted: _Receive, src: int) -> None:
-        wanted.work.source = src
-        self._world.recv(wanted.x.detach().view(-1), src).wait()
-
     def _deliver(self, wanted: _Receive, src: int, line: Tensor) -> None:
         wanted.work.source = src
         if line.numel() != wanted.x.numel() or line.dtype != wanted.x.dtype:
@@ -162,4 +176,9 @@ class Messages:
                 f"recv from rank {src}: it sent {line.numel()} x {line.dtype}, "
                 f"I receive into {wanted.x.numel()} x {wanted.x.dtype}"
             )
-        wanted.x.detach().copy_(line.view(wanted.x.shape))
+        if line.data_ptr() != wanted.x.data_ptr():
+            wanted.x.detach().copy_(line.view(wanted.x.shape))
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unisono.backend.errors import GroupTimeout, translate
-from unisono.background import Handle, SerialQueue, in_background
+from unisono.background import Handle, SerialQueue, Wakes, in_background
 from unisono.world.ledger import Ledger
 
 __all__ = ["Work"]
@@ -42,10 +42,10 @@ class Work(dist.Work):
         self._lane: SerialQueue | None = None
         self._handle: Handle[None] | None = None
 
-    def begin(self, lane: SerialQueue, run: Callable[[], None], *, at_once: bool) -> Work:
-        """Queue `run`; `at_once`: the caller is about to wait, so that no thread need wake up for it."""
+    def begin(self, lane: SerialQueue, run: Callable[[], None], *, wakes: Wakes) -> Work:
+        """Queue `run`; `wakes`: as of `SerialQueue.submit`."""
         self._lane = lane
-        self._handle = lane.submit(lambda: self.execute(run), after=self.settle, wakes=not at_once)
+        self._handle = lane.submit(lambda: self.execute(run), after=self.settle, wakes=wakes)
         return self
 
     def execute(self, run: Callable[[], None]) -> None:
@@ -96,7 +96,8 @@ class Work(dist.Work):
     def _await(self, timeout_s: float) -> None:
         assert self._lane is not None
         if self.is_receive and timeout_s <= 0 and not self._lane.holds_one():
-            self._done.wait()  # in the work of another receive I would stay until that one has ended
+            self._lane.wake()  # in the work of another receive I would stay until that one has ended
+            self._done.wait()
             return
         if timeout_s <= 0 and self._handle is not None:
             self._handle.wait()

@@ -13,7 +13,7 @@ from unisono.footprint.capacity import find_capacity
 from unisono.footprint.facts import find_facts, format_error, trace_step
 from unisono.footprint.formula import StepMemory
 from unisono.footprint.memory_report import Comparison, MemoryReport
-from unisono.footprint.mesh_share import share_facts
+from unisono.footprint.mesh_share import MeshShare, share_facts
 from unisono.footprint.trace import Loss
 from unisono.hybrid.factors import choose_sizes
 
@@ -30,7 +30,8 @@ def memory(
     workers_per_host: int | None = None,
     tensor: int = 1,
     pipeline: int = 1,
-    microbatches: int = 4,
+    microbatches: int | None = None,
+    schedule: str = "1F1B",
     device_memory: str | int | None = None,
     host_memory: str | int | None = None,
     disk: str | int | Path | None = None,
@@ -48,7 +49,8 @@ def memory(
         workers: how many in all.
         workers_per_host: how many share a host's memory and disk; by default all.
         tensor, pipeline: of a mesh (`un.mesh`); the data axis has the workers that remain. `batch` is that of a place
-            on the data axis, which the pipeline takes in `microbatches`.
+            on the data axis, which the pipeline takes in `microbatches` (default 4, or as many as there are stages), by
+            a `schedule` of `mesh.pipe`.
         device_memory, host_memory, disk: what there is, as "24GiB" or a number of bytes; `disk` may also be a folder,
             whose free space counts. By default this machine's; without a GPU and `device_memory`, the workers compute
             in the host's memory.
@@ -80,7 +82,9 @@ def memory(
         left_out.append("your optimizer: AdamW was assumed; give optimizer= for another")
     facts, more = find_facts(model, optimizer, step_memory=step_memory)
     if (tensor, pipeline) != (1, 1):
-        facts, notes = share_facts(facts, model, tensor=tensor, pipeline=pipeline, microbatches=microbatches)
+        facts, notes = share_facts(
+            facts, model, MeshShare(tensor, pipeline, microbatches or max(4, pipeline), schedule)
+        )
         more = [*more, *notes]
     title = type(model).__name__
     return MemoryReport(facts, there, workers, (*left_out, *more), title=title, mesh=(tensor, pipeline))

@@ -10,6 +10,7 @@ its reduced gradient (m = 0 where the master is the computing copy itself):
     allreduce          c T + c T + o T                   gradients lie in buckets from the beginning to the end
     shared             c T + (c + o) T/H                 H workers a host; several passes: + c T while they add up
     stage 1, 2         c T + (m + o + g) T/N             + gradients on their way; stage 1 that accumulates: + c T
+      on one host's CPUs c T/N + (m + o + g) T/N         values lie once for all its workers
     stage 3            (c + m + o + g) T/N               + units gathered + gradients on their way
     optimizer_on=cpu   m + o, and c for gradients: host  half of it passes through a GPU, which keeps those gradients
     optimizer_on=disk  m + o: disk                       host: c for gradients, and bounded buffers
@@ -153,7 +154,8 @@ def compute_need(
         return _compute_allreduce(facts, setting, workers)
     if setting.strategy == "shared":
         return _compute_shared(facts, setting, per_host or workers)
-    return _compute_zero(facts, setting, workers, overlap=overlap and workers > 1, apart=apart)
+    one_host = not apart and facts.device == "cpu" and (per_host or workers) >= workers
+    return _compute_zero(facts, setting, workers, overlap=overlap and workers > 1, apart=apart, one_host=one_host)
 
 
 def _compute_allreduce(facts: Facts, setting: Setting, workers: int) -> Need:
@@ -185,7 +187,7 @@ def _compute_shared(facts: Facts, setting: Setting, per_host: int) -> Need:
     )
 
 
-def _compute_zero(facts: Facts, setting: Setting, workers: int, *, overlap: bool, apart: bool) -> Need:
+def _compute_zero(facts: Facts, setting: Setting, workers: int, *, overlap: bool, apart: bool, one_host: bool) -> Need:
     sizes = _compute_sizes(facts, setting, workers)
     compute, away = sizes.compute, setting.optimizer_on != "device"
     units = facts.units_by_module if setting.stage == 3 else facts.units_by_size
@@ -193,7 +195,8 @@ def _compute_zero(facts: Facts, setting: Setting, workers: int, *, overlap: bool
 
     # device: parameters, and the units that are gathered
     here = setting.params_on == "device"
-    values = compute * (sizes.shard if setting.stage == 3 else facts.trainable) if here else 0
+    once = one_host and not away and not setting.spare  # values that all workers of the host have together
+    values = compute * (sizes.shard if setting.stage == 3 or once else facts.trainable) if here else 0
     frozen = sizes.frozen if here else 0
     gathered = compute * (units.root + sum(units.others[: UNITS_GATHERED if overlap else 1]))
     gathered = gathered if setting.stage == 3 else 0

@@ -86,7 +86,7 @@ class MemoryReport:
         # On one host all cores compute: what is exchanged waits (see `overlap_pays`).
         apart = self.machine.device is not None
         overlap = apart or self.workers > self.machine.workers
-        near = self.machine.workers
+        near = max(1, min(self.replicas, self.machine.workers // self.mesh[0]))  # of the data axis, on one host
         return compute_need(self.facts, setting, self.replicas, overlap=overlap, apart=apart, per_host=near)
 
     def compare(self, spec: str, **measured: int | None) -> Comparison:

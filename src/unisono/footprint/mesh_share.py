@@ -3,28 +3,54 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 
 from torch import nn
 
+from unisono.costs.pipelines import count_under_way
 from unisono.footprint.formula import Facts, StepMemory, UnitSizes
 from unisono.hybrid import tensor_plan
+from unisono.hybrid.schedules import AHEAD, check_schedule
 
-__all__ = ["share_facts"]
+__all__ = ["MeshShare", "share_facts"]
 
 
-def share_facts(
-    facts: Facts, model: nn.Module, *, tensor: int, pipeline: int, microbatches: int
-) -> tuple[Facts, list[str]]:
+@dataclass(frozen=True)
+class MeshShare:
+    """A mesh of which a worker has a part. `traced`: microbatches in which the step that was traced ran already."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    microbatches: int = 4
+    schedule: str = "1F1B"
+    traced: int = 1
+
+    def count_held(self) -> float:
+        """How many microbatches' activations the first stage's rank holds at the worst moment.
+
+        >>> [MeshShare(pipeline=4, microbatches=16, schedule=name).count_held() for name in ("GPipe", "1F1B")]
+        [16.0, 7.0]
+        """
+        kind, per_rank = check_schedule(self.schedule, None, self.microbatches, self.pipeline, AHEAD)
+        if kind in ("gpipe", "loopedbfs"):
+            return float(self.microbatches)
+        # of several stages a rank: as many microbatches as ranks in each, and those on their way there and back
+        held = (per_rank - 1) * self.pipeline + count_under_way(0, self.pipeline, AHEAD)
+        return min(self.microbatches * per_rank, held) / per_rank
+
+
+def share_facts(facts: Facts, model: nn.Module, share: MeshShare) -> tuple[Facts, list[str]]:
     """The facts of one rank, and what is not known.
 
     Layers of `un.tensor_plan` are divided by the tensor axis, all of it by the pipeline axis (stages of equal size). A
-    stage of 1F1B keeps the activations of at most as many microbatches as there are stages.
+    stage keeps the activations of the microbatches that its schedule has under way.
     """
+    tensor, pipeline = share.tensor, share.pipeline
     split = _count_split(model, tensor) if tensor > 1 else 0
     every = sum(p.numel() for p in model.parameters())
     by_tensor = (split / tensor + every - split) / every
     part = by_tensor / pipeline
-    kept = min(pipeline, microbatches) / microbatches / pipeline if pipeline > 1 else 1.0
+    kept = share.count_held() / share.microbatches / pipeline if pipeline > 1 else 1.0
     notes = []
     if tensor > 1:
         notes.append(
@@ -33,7 +59,8 @@ def share_facts(
         )
     if pipeline > 1:
         notes.append(
-            f"stages that differ: each counts a {_ordinal(pipeline)} of the model, of {microbatches} microbatches"
+            f"stages that differ: each counts a {_ordinal(pipeline)} of the model, with {share.count_held():g} of "
+            f"{share.microbatches} microbatches under way ({share.schedule})"
         )
     scaled = {
         name: round(getattr(facts, name) * part)
@@ -47,7 +74,8 @@ def share_facts(
         **scaled,
         units_by_size=_scale_units(facts.units_by_size, by_tensor, pipeline),
         units_by_module=_scale_units(facts.units_by_module, by_tensor, pipeline),
-        step_memory=None if facts.step_memory is None else _scale_step(facts.step_memory, kept),
+        step_memory=None if facts.step_memory is None else _scale_step(facts.step_memory, kept * share.traced),
+        backwards=max(facts.backwards, share.microbatches if pipeline > 1 else 1),
     ), notes
 
 

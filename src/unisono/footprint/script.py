@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,10 @@ from unisono.footprint.capacity import find_capacity
 from unisono.footprint.facts import estimate_from, find_facts, format_error
 from unisono.footprint.live_bytes import LiveBytes
 from unisono.footprint.memory_report import MemoryReport
+from unisono.footprint.mesh_share import MeshShare, share_facts
 from unisono.footprint.trace import make_fake, make_fake_mode
+from unisono.hybrid import Mesh
+from unisono.hybrid.factors import AXES, choose_sizes
 from unisono.strategy import Replica, Strategy, binding
 from unisono.world import World, enter
 from unisono.world.virtual import simulate
@@ -48,6 +51,7 @@ class _Seen:
     model: nn.Module
     optimizer: Optimizer
     stepped: bool = False
+    microbatches: int = 1  # of its pipeline
 
 
 def predict_for_script(
@@ -57,6 +61,9 @@ def predict_for_script(
     workers: int = 1,
     module: bool = False,
     workers_per_host: int | None = None,
+    mesh: Mapping[str, int] | None = None,
+    microbatches: int | None = None,
+    schedule: str = "1F1B",
     device_memory: str | int | None = None,
     host_memory: str | int | None = None,
     disk: str | int | Path | None = None,
@@ -64,15 +71,18 @@ def predict_for_script(
     """`un.memory` for the model, optimizer and batches of a script that calls `un.parallel`.
 
     The script runs in this process, with `arguments` as its own, up to its first optimizer step. Where it does not
-    run on fake tensors that far, activations are left out of the numbers, and the report says so.
+    run on fake tensors that far, activations are left out of the numbers, and the report says so. `mesh`: what a worker
+    of {"data": 2, "pipeline": 2} has of it; the script may use a mesh itself, or data parallelism alone.
     """
+    asked = {name: (mesh or {}).get(name) for name in AXES}
+    sizes = choose_sizes(workers, **asked) if workers > 1 else (1, 1, 1)
     there = find_capacity(device_memory, host_memory, disk, workers=min(workers, workers_per_host or workers))
     left_out: list[str] = []
-    run = _ScriptRun(workers)
+    run = _ScriptRun(sizes[0])
     error = run.run_script(program, arguments, module=module, mode=make_fake_mode())
     if run.seen is None and error is not None and not isinstance(error, SystemExit):
         first = error
-        run = _ScriptRun(workers, stop_at_parallel=True)  # with memory, but no further than the model
+        run = _ScriptRun(sizes[0], stop_at_parallel=True)  # with memory, but no further than the model
         error = run.run_script(program, arguments, module=module, mode=None)
         left_out.append(f"activations: on fake tensors the script failed before un.parallel ({format_error(first)})")
     if run.seen is None:
@@ -85,8 +95,14 @@ def predict_for_script(
         left_out.append(f"activations: {why or 'the script ended without an optimizer step'}")
     backwards = max(run.watch.backwards.values(), default=1)
     facts, more = find_facts(run.seen.model, run.seen.optimizer, step_memory=step_memory, backwards=backwards)
+    if sizes[1:] != (1, 1):
+        own = run.seen.microbatches
+        micro = microbatches or (own if own > 1 else max(4, sizes[2]))
+        share = MeshShare(sizes[1], sizes[2], micro, schedule, traced=own)
+        facts, notes = share_facts(facts, run.seen.model, share)
+        more = [*more, *notes]
     title = f"{program}, {type(run.seen.model).__name__}"
-    return MemoryReport(facts, there, workers, (*left_out, *more), title=title)
+    return MemoryReport(facts, there, workers, (*left_out, *more), title=title, mesh=(sizes[1], sizes[2]))
 
 
 class _ScriptRun:
@@ -129,6 +145,8 @@ class _ScriptRun:
         if self.seen is not None:  # a second model: only the first counts
             return Replica(model, optimizer, world, strategy)
         self.seen = _Seen(model, optimizer)
+        if isinstance(world.axes, Mesh):
+            self.seen.microbatches = world.axes.count_microbatches(model)
         if self.stop_at_parallel:
             raise _Enough
         self.watch.device = next(model.parameters()).device.type

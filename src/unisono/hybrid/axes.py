@@ -17,6 +17,7 @@ from unisono.backend.accounts import share_ledger
 from unisono.hybrid.factors import choose_sizes
 from unisono.hybrid.gradients import Copies, clip_gradients, mark_gradients
 from unisono.hybrid.local_tensors import localise
+from unisono.hybrid.schedules import AHEAD
 from unisono.strategy import ChangingReplica, Replica, share
 from unisono.world import World, join
 
@@ -43,7 +44,7 @@ def mesh(
 
     One axis may be -1: it has the ranks that remain. The data axis has them where it is left out; the others have one
     rank then. Neighbouring ranks are on the tensor axis, as it sends most; the pipeline axis is the outermost. One
-    process alone is a mesh of ones: every call of the mesh works there too.
+    process alone is a mesh of ones: every call of the mesh works there too. A simulated world has the data axis alone.
 
     `backend` is that of torch's groups for the tensor and pipeline axes: by default "unisono" where torch knows it,
     else "nccl" on CUDA devices and "gloo" on CPUs. A default group that the program has made is used as it is.
@@ -57,6 +58,8 @@ def mesh(
             "a mesh needs every rank: in a run whose workers come and go there is no one to take a lost stage's place. "
             "Start it without --least"
         )
+    if world.transport is not None and world.transport.name == "simulated":  # of which only this rank exists
+        return Mesh(world, (world.size, 1, 1), backend)
     sizes = choose_sizes(world.size, data=data, tensor=tensor, pipeline=pipeline)
     return Mesh(world, sizes, backend)
 
@@ -160,22 +163,36 @@ class Mesh:
         schedule: str = "1F1B",
         plan: dict[str, Any] | None = None,
         chunks: int | None = None,
+        ahead: int = AHEAD,
     ) -> Pipeline:
         """Split the model into stages over the pipeline axis, and each stage over the tensor axis.
 
         `example` is a microbatch: what the model is called with. `schedule` is one of torch's: "GPipe", "1F1B",
         "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble". `chunks`: stages a rank, for the last three
-        (default 2). `plan`: of the tensor axis, as for `parallelize`.
+        (default 2). `plan`: of the tensor axis, as for `parallelize`. `ahead`: of 1F1B, how many more microbatches each
+        stage has under way than the one after it needs; one hides the way of messages, 0 takes least memory.
 
         Give `pipe.module` to the optimizer and to `un.parallel`, and train with `pipe.step(inputs, targets)`.
         """
         from unisono.hybrid.pipeline import Pipeline
 
         made = Pipeline(
-            self, model, example, loss, microbatches=microbatches, schedule=schedule, plan=plan, chunks=chunks
+            self,
+            model,
+            example,
+            loss,
+            microbatches=microbatches,
+            schedule=schedule,
+            plan=plan,
+            chunks=chunks,
+            ahead=ahead,
         )
         self._pipelines.add(made)
         return made
+
+    def count_microbatches(self, model: nn.Module) -> int:
+        """In how many a step of this model's pipeline runs; 1 without one."""
+        return max((pipe.microbatches for pipe in self._pipelines if pipe.module is model), default=1)
 
     def seed(self, seed: int) -> None:
         """Seed the random numbers: the same on the tensor axis, where all ranks compute the same, others elsewhere."""
@@ -233,13 +250,17 @@ class Mesh:
                 f"{type(replica.strategy).__name__} decides on each data axis by itself, and {self} has "
                 f"{self.model.size}: they could choose differently. Name the method that all are to use"
             )
+        pipes = [pipe for pipe in self._pipelines if pipe.module is replica.model]
+        for pipe in pipes:
+            if problem := pipe.refuse(replica):
+                replica.close()
+                raise ValueError(problem)
         if self.sizes[1] > 1:
             if (former := self._copies.get(replica.model)) is not None:
                 former.close()
             self._copies[replica.model] = Copies(replica, self._tensor_world())
-        for pipe in self._pipelines:
-            if pipe.module is replica.model:
-                pipe.replica = weakref.ref(replica)
+        for pipe in pipes:
+            pipe.replica = weakref.ref(replica)
 
     def end_window(self, replica: Replica) -> None:
         """Gradients are there: from here on their norms are a matter of all ranks, and so is an overflow."""

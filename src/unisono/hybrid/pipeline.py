@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -11,17 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from unisono.hybrid.bubbles import Bubble
+from unisono.hybrid.schedules import check_schedule, list_stages, make_schedule, read_order
 from unisono.hybrid.stages import split_stages
+from unisono.runs.recording import note_loss
 from unisono.strategy import Replica, share
 
 if TYPE_CHECKING:
     from unisono.hybrid.axes import Mesh
 
-__all__ = ["Bubble", "Pipeline"]
-
-_SEVERAL = {"interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "loopedbfs"}  # stages a rank
-_V_SHAPED = {"zbvzerobubble"}
-_SINGLE = {"gpipe", "1f1b"}
+__all__ = ["Pipeline"]
 
 
 class Pipeline:
@@ -43,47 +41,68 @@ class Pipeline:
         schedule: str,
         plan: dict[str, Any] | None,
         chunks: int | None,
+        ahead: int,
     ) -> None:
         self.mesh, self.microbatches, self._loss = mesh, microbatches, loss
         self.names = [name for name, _ in model.named_parameters()]
         self.replica: weakref.ref[Replica] | None = None
-        self.bubble = Bubble()
+        self.bubble = Bubble(mesh.world.ledger)
         self._scale: Callable[[Tensor], Tensor] = lambda x: x
         self._schedule: Any = None
         self._stages: list[Any] = []
-        share(model, mesh.world)
+        if mesh.model.size > 1:  # else un.parallel does it
+            share(model, mesh.world)
         if plan is None and mesh.sizes[1] > 1:
             from unisono.hybrid.plans import tensor_plan
 
             plan = tensor_plan(model, ranks=mesh.sizes[1])
-        kind, per_rank = _check_schedule(schedule, chunks, microbatches, mesh.sizes[2])
+        kind, per_rank = check_schedule(schedule, chunks, microbatches, mesh.sizes[2], ahead)
         if mesh.sizes[2] == 1:
             self.module = mesh.parallelize(model, plan)
             return
         parts = split_stages(model, example, mesh.sizes[2] * per_rank, world=mesh.world)
-        here = _list_stages(kind, mesh.place[2], mesh.sizes[2], per_rank)
+        here = list_stages(kind, mesh.place[2], mesh.sizes[2], per_rank)
         self.module = parts[here[0]] if len(here) == 1 else _hold([parts[i] for i in here])
         mesh.parallelize(self.module, plan)
         self.module.unisono_names = self.names  # type: ignore[assignment]
-        self._begin(schedule, {i: parts[i] for i in here}, len(parts))
+        self._begin(schedule, {i: parts[i] for i in here}, len(parts), ahead)
 
-    def _begin(self, schedule: str, parts: dict[int, nn.Module], count: int) -> None:
+    def _begin(self, schedule: str, parts: dict[int, nn.Module], count: int, ahead: int) -> None:
         from torch.distributed.pipelining import PipelineStage
-        from torch.distributed.pipelining.schedules import get_schedule_class
 
         assert self.mesh.pipeline is not None
         group, device = self.mesh.pipeline.get_group(), self.mesh.world.device
         self._stages = [PipelineStage(part, i, count, device, group=group) for i, part in parts.items()]
         for stage in self._stages:
             self.bubble.watch(stage)
-        several = schedule.lower() not in _SINGLE
-        given = self._stages if several else self._stages[0]
-        kind = get_schedule_class(schedule)
-        self._schedule = kind(given, self.microbatches, loss_fn=self._mean_loss, scale_grads=False)
+        loss = self.bubble.time_loss(self._mean_loss)
+        settings = {"loss_fn": loss, "scale_grads": False}
+        self._schedule = make_schedule(schedule.lower(), self._stages, self.microbatches, ahead, **settings)
+        self._numbers = (
+            1
+            + self.bubble.follow(
+                read_order(self._schedule),
+                rank=self.mesh.place[2],
+                one_clock=len(set(self.mesh.model.hosts)) == 1,
+                schedule=schedule,
+                chunks=len(self._stages),
+            ).size
+        )
 
     def _mean_loss(self, output: Tensor, target: Tensor) -> Tensor:
         """A microbatch's share of the mean over all of them."""
         return self._scale(self._loss(output, target) / self.microbatches)
+
+    def refuse(self, replica: Replica) -> str:
+        """Why the schedule cannot run with a replica; nothing where it can."""
+        strategy: Any = replica.strategy
+        by_forward = getattr(strategy, "stage", 0) == 3 or getattr(strategy, "precision", None) is not None
+        if len(self._stages) < 2 or not by_forward:
+            return ""
+        return (
+            f"{strategy} prepares parameters where forward runs, and this schedule runs {len(self._stages)} "
+            "stages of it on each rank by themselves: take GPipe or 1F1B, or zero(stage=2) without a precision"
+        )
 
     # Training ------------------------------------------------------------------------------------------------------
 
@@ -97,14 +116,14 @@ class Pipeline:
         args = inputs if isinstance(inputs, tuple) else (inputs,)
         self._check_batch(args[0])
         self._scale = (lambda x: x) if scaler is None else scaler.scale
-        scale = 1.0 if scaler is None else scaler.get_scale()
+        if scaler is not None and not self._has_last:  # a scaler begins with what it scales first
+            scaler.scale(torch.zeros((), device=self.mesh.world.device))
+        run = partial(self._run, args, targets, 1.0 if scaler is None else scaler.get_scale())
         if replica is None or replica.is_closed:
-            loss = self._run(args, targets)
-        else:
-            run = partial(self._run, args, targets)
-            with replica.one_pass():
-                loss = self.module(run) if isinstance(self.module, _Held) else run()
-        return loss / scale
+            return run()
+        with replica.one_pass():
+            loss: Tensor = self.module(run) if isinstance(self.module, _Held) else run()
+        return loss
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Tensor) -> Tensor:
@@ -119,7 +138,7 @@ class Pipeline:
             first = any(stage.is_first for stage in self._stages)
             ends: dict[str, Any] = {"target": targets, "losses": losses} if self._has_last else {}
             self._schedule.eval(*(args if first else ()), **ends)
-        return self._share_loss(_add_up(losses))
+        return self._share(_add_up(losses))[0]
 
     @property
     def _has_last(self) -> bool:
@@ -132,18 +151,28 @@ class Pipeline:
                 "give a batch size that divides"
             )
 
-    def _run(self, args: tuple[Any, ...], targets: Tensor) -> Tensor:
-        """The step; its end is that of the slowest stage, which tells the others the loss."""
-        if self._schedule is None:
-            return _add_up(self._run_alone(args, targets))
+    def _run(self, args: tuple[Any, ...], targets: Tensor, scale: float) -> Tensor:
+        """The step, and its loss for who records it."""
+        with note_loss(self.mesh.world) as note:
+            if self._schedule is None:
+                loss = _add_up(self._run_alone(args, targets))
+            else:
+                loss = self._run_schedule(args, targets)
+            loss = loss / scale
+            note(loss)
+        return loss
+
+    def _run_schedule(self, args: tuple[Any, ...], targets: Tensor) -> Tensor:
+        """The schedule's step; its end is that of the slowest stage, which tells the others the loss."""
         losses: list[Tensor] = []
         first = any(stage.is_first for stage in self._stages)
         ends: dict[str, Any] = {"target": targets, "losses": losses} if self._has_last else {}
         clock = self.mesh.world.ledger.clock
         start = clock()
-        self._schedule.step(*(args if first else ()), **ends)
-        loss = self._share_loss(_add_up(losses))
-        self.bubble.end_step(start, clock(), self.mesh.world.ledger)
+        self.bubble.begin_step()
+        self._schedule.step(*(args if first else ()), return_outputs=False, **ends)
+        loss, numbers = self._share(_add_up(losses), self.bubble.fill)
+        self.bubble.end_step(start, clock(), numbers)
         return loss
 
     def _run_alone(self, args: tuple[Any, ...], targets: Tensor, *, backward: bool = True) -> list[Tensor]:
@@ -155,86 +184,21 @@ class Pipeline:
             losses.append(loss)
         return losses
 
-    def _share_loss(self, loss: Tensor) -> Tensor:
-        """The last stage's, on every rank of the model."""
+    def _share(self, loss: Tensor, fill: Callable[[Tensor], None] | None = None) -> tuple[Tensor, list[float]]:
+        """The last stage's loss on every rank of the model, and what every rank has filled in."""
         if self._schedule is None:
-            return loss
-        shared = loss.double() if self._has_last and self.mesh.place[1] == 0 else torch.zeros((), dtype=torch.float64)
+            return loss, []
+        shared = torch.zeros(self._numbers if fill else 1, dtype=torch.float64)
+        if self.mesh.place[1] == 0:
+            shared[0] = loss.double() if self._has_last else 0.0
+            if fill is not None:
+                fill(shared[1:])
         self.mesh.model.all_reduce(shared, "sum", tag="loss").wait()
-        return shared.to(loss.device)
-
-
-class Bubble:
-    """How long a rank stood still in the schedule's steps: their time less that of forward and backward.
-
-    steps, seconds, idle_s: how many steps, how long they took, and how long of that nothing was computed here.
-    """
-
-    def __init__(self) -> None:
-        self.steps, self.seconds, self.idle_s = 0, 0.0, 0.0
-        self._busy: list[tuple[float, float]] = []
-
-    @property
-    def fraction(self) -> float:
-        """The idle part of all steps."""
-        return self.idle_s / self.seconds if self.seconds else 0.0
-
-    def watch(self, stage: Any) -> None:
-        """Note when a stage computes."""
-        for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
-            run = getattr(stage, name)
-
-            def timed(*args: Any, _run: Any = run, **kwargs: Any) -> Any:
-                start = time.perf_counter()
-                try:
-                    return _run(*args, **kwargs)
-                finally:
-                    self._busy.append((start, time.perf_counter()))
-
-            setattr(stage, name, timed)
-
-    def end_step(self, start: float, end: float, ledger: Any) -> None:
-        """A schedule's step is over: the time between computations goes into the ledger as "bubble"."""
-        at = start
-        for a, b in [*sorted(self._busy), (end, end)]:
-            if a > at:
-                ledger.close_span("bubble", at, a)
-                self.idle_s += a - at
-            at = max(at, b)
-        self.steps, self.seconds, self._busy = self.steps + 1, self.seconds + end - start, []
-
-    def clear(self) -> None:
-        """Begin anew: the first steps of a run are not like the others."""
-        self.steps, self.seconds, self.idle_s = 0, 0.0, 0.0
+        return shared[0].to(loss.device), shared[1:].tolist()
 
 
 def _add_up(losses: list[Tensor]) -> Tensor:
     return torch.stack([x.detach() for x in losses]).sum() if losses else torch.zeros(())
-
-
-def _check_schedule(schedule: str, chunks: int | None, microbatches: int, ranks: int) -> tuple[str, int]:
-    """The schedule's name in small letters, and how many stages a rank has."""
-    kind = schedule.lower()
-    if kind not in _SINGLE | _SEVERAL:
-        raise ValueError(
-            f"schedule={schedule!r}: expected GPipe, 1F1B, LoopedBFS, Interleaved1F1B, InterleavedZeroBubble or "
-            "ZBVZeroBubble"
-        )
-    per_rank = (chunks or 2) if kind in _SEVERAL else 1
-    if kind in _SINGLE and chunks not in (None, 1):
-        raise ValueError(f"chunks={chunks}: {schedule} has one stage a rank; Interleaved1F1B has several")
-    if kind in _V_SHAPED and per_rank != 2:
-        raise ValueError(f"chunks={chunks}: {schedule} has two stages a rank")
-    if microbatches < 1 or (kind == "1f1b" and microbatches < ranks):
-        raise ValueError(f"microbatches={microbatches}: {schedule} on {ranks} stages needs at least {ranks}")
-    return kind, per_rank
-
-
-def _list_stages(kind: str, place: int, ranks: int, per_rank: int) -> list[int]:
-    """Which stages a rank has: one after the other in turns, or there and back."""
-    if kind in _V_SHAPED:
-        return [place, 2 * ranks - 1 - place]
-    return [place + ranks * turn for turn in range(per_rank)]
 
 
 class _Held(nn.Module):

@@ -6,8 +6,10 @@ lists of layers. A cut lies between two steps. What later steps need of earlier 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -16,9 +18,10 @@ from torch import Tensor, fx, nn
 
 from unisono.world import World
 
-__all__ = ["cut_evenly", "split_stages"]
+__all__ = ["StepCosts", "cut_evenly", "measure_steps", "split_stages"]
 
-_RUNS = 3  # of which the fastest counts
+_RUNS, _MOST_RUNS, _ENOUGH_S = 5, 30, 0.3  # of which the fastest counts; of a small model more, for so long
+_TURN = threading.Lock()  # torch.fx follows every module that is called meanwhile, also in a thread of another rank
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -38,8 +41,10 @@ def split_stages(
     ['0.weight', '0.bias', '2.weight', '2.bias']
     """
     args = example if isinstance(example, tuple) else (example,)
-    graph = _trace(model)
-    measured = _Measuring(fx.GraphModule(model, graph), args)
+    counts = costs is None and (world is None or world.rank == 0)  # the others leave it the machine
+    with _TURN:
+        graph = _trace(model)
+        measured = _Measuring(fx.GraphModule(model, graph), args, counts=counts)
     steps = [node for node in graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
     if stages < 1 or stages > len(steps):
         raise ValueError(f"{stages} stages of a model whose forward has {len(steps)} steps: give 1 to {len(steps)}")
@@ -59,6 +64,35 @@ def split_stages(
     made = [_make_stage(model, graph, steps, a, b, measured) for a, b in pairwise(bounds)]
     _refuse_shared(made)
     return made
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """The steps of a model's forward: seconds of each, forward and backward; where stages may begin, and the bytes that
+    go from one to the other there."""
+
+    seconds: list[float]
+    cuts: dict[int, int]
+
+    def divide(self, stages: int) -> tuple[list[float], list[int]] | None:
+        """Each stage's part of the cost and the bytes between them, cut as evenly as can be; None: there are too few
+        places to cut."""
+        if len(self.cuts) < stages - 1 or not sum(self.seconds):
+            return None
+        cuts = cut_evenly(self.seconds, stages, sorted(self.cuts))
+        sums = [sum(self.seconds[a:b]) for a, b in pairwise([0, *cuts, len(self.seconds)])]
+        return [one / sum(sums) for one in sums], [self.cuts[cut] for cut in cuts]
+
+
+def measure_steps(model: nn.Module, example: Any) -> StepCosts:
+    """What `split_stages` measures, without cutting."""
+    with _TURN:
+        graph = _trace(model)
+        measured = _Measuring(fx.GraphModule(model, graph), example if isinstance(example, tuple) else (example,))
+    steps = [node for node in graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
+    allowed = [i for i in range(1, len(steps)) if _can_cut(graph, steps, i, measured)]
+    nbytes = {i: sum(measured.values[node].nbytes for node in _find_live(graph, steps, i, measured)) for i in allowed}
+    return StepCosts([measured.seconds[node] for node in steps], nbytes)
 
 
 def _refuse_shared(stages: Sequence[nn.Module]) -> None:
@@ -109,15 +143,19 @@ def _trace(model: nn.Module) -> fx.Graph:
 class _Measuring(fx.Interpreter):
     """Runs every step with an example, forward and backward, and keeps the fastest time of each and its value."""
 
-    def __init__(self, module: fx.GraphModule, args: tuple[Any, ...]) -> None:
+    def __init__(self, module: fx.GraphModule, args: tuple[Any, ...], *, counts: bool = True) -> None:
+        """`counts`: its times do; else it runs as often as is needed to know what is drawn anew each time."""
         super().__init__(module)
         self.seconds: dict[fx.Node, float] = {}
         self.values: dict[fx.Node, Any] = {}
         self.fixed: set[fx.Node] = set()  # whose value depends on the shapes of the inputs alone
         states = {name: buffer.clone() for name, buffer in module.named_buffers()}
         with torch.random.fork_rng(devices=[]):  # dropout, say
-            for _ in range(_RUNS):
+            began, runs = time.perf_counter(), 0
+            least, most = (_RUNS, _MOST_RUNS) if counts else (2, 2)
+            while runs < least or (runs < most and time.perf_counter() - began < _ENOUGH_S):
                 self.run(*args)
+                runs += 1
         with torch.no_grad():
             for name, buffer in module.named_buffers():
                 buffer.copy_(states[name])

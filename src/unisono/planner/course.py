@@ -32,6 +32,7 @@ from unisono.costs.anatomy import Kind
 from unisono.footprint import memory
 from unisono.planner.candidates import Candidate
 from unisono.planner.measured import Measured, Method
+from unisono.planner.meshes import measure_stages, measure_tensor
 from unisono.planner.network_probe import probe
 from unisono.planner.steadying import steady
 from unisono.planner.trace import Trace, TracedStep
@@ -108,6 +109,7 @@ class Course:
         quiet: Strategy = build("allreduce", kind="strategy")
         self.replica = ChangingReplica(quiet.bind(model, optimizer, World(device=world.device)), quiet, self.next)
         self.replica.is_trial = True
+        self._example: tuple[torch.Tensor, ...] | None = None  # a batch, as the model is called with
         self._bare_s = 0.0  # this rank's step with nothing exchanged
         self._finished = finished
         self._steps = self._run()
@@ -127,6 +129,8 @@ class Course:
         """How many samples: the rows of the first tensor that the model is given."""
         first = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.dim()), None)
         self.measured.batch = first.shape[0] if first is not None else None
+        if not kwargs and args and all(isinstance(x, torch.Tensor) and x.dim() for x in args):
+            self._example = tuple(x.detach().clone() for x in args)
         self._batch.remove()
 
     # The course --------------------------------------------------------------------------------------------------
@@ -157,6 +161,7 @@ class Course:
             yield from self._verify()
         self._go_quiet()
         self._look_at_memory()
+        self._look_at_stages()
         self._tell("")
 
     def _measure_bare(self) -> Iterator[None]:
@@ -245,6 +250,14 @@ class Course:
         if self.world.rank == 0 and self.measured.memory_bytes > _SHORT * each:
             report = memory(self.model, self.optimizer, workers=self.world.size, host_memory=self.measured.host_bytes)
             self.measured.settings = list(report.fits())
+
+    def _look_at_stages(self) -> None:
+        """What the parts of the model cost, on one rank, for meshes."""
+        if self.world.rank == 0 and self._example is not None:
+            self._tell("stages")
+            self.measured.stages = measure_stages(self.model, self._example, self.world.size)
+            self.measured.tensor = measure_tensor(self.model, self._example, self.world.size)
+        self._example = None
 
     # Between steps -----------------------------------------------------------------------------------------------
 

@@ -55,6 +55,8 @@ class Measured:
     seconds: float = 0.0
     unfinished: str = ""  # what was still to be measured when the program ended
     settings: list[str] = field(default_factory=list)  # of `un.memory`, that fit, where memory is short
+    stages: dict[str, Any] = field(default_factory=dict)  # of a pipeline, as measured on rank 0 (see `meshes`)
+    tensor: dict[str, Any] = field(default_factory=dict)  # of a tensor axis, likewise
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON holds them."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from unisono.pages import Bars, Lines, Pairs, Section, Series, Table, write_page
 from unisono.pages.page import Block
+from unisono.reports.pipelines import HEADS, describe_pipeline, list_pipeline_rows
 from unisono.reports.side_by_side import list_differences
 from unisono.reports.summary import PARTS, MetricSummary, Summary
 from unisono.reports.wording import (
@@ -32,6 +33,7 @@ def make_page(runs: Sequence[Summary]) -> str:
     (found,) = runs
     sections = [
         Section("Where the time went", _show_costs(found)),
+        Section("The pipeline", _show_pipeline(found)),
         Section("Losses and metrics", _show_metrics(found)),
         Section("Bytes", _show_bytes(found)),
         Section("How evenly data and work were split", _show_balance(found)),
@@ -77,8 +79,10 @@ def _show_costs(found: Summary) -> list[Block]:
 
 
 def _show_ranks(found: Summary, shown: Sequence[object]) -> Table:
+    meshed = any(rank.mesh_place for rank in found.ranks)
     heads = [
         ("rank", ""),
+        *([("mesh", "")] if meshed else []),
         ("host", ""),
         ("step", "ms"),
         *((part, "ms") for part in (*PARTS, "hidden")),
@@ -92,8 +96,20 @@ def _show_ranks(found: Summary, shown: Sequence[object]) -> Table:
         times = [show_ms(rank.cost[name]) for name in ("wall", *PARTS, "hidden")]
         samples = "-" if rank.samples is None else f"{rank.samples:,}"
         sent = show_bytes(rank.cost["bytes_sent"])
-        rows.append([rank.label, rank.host, *times, show_ms(rank.longest_s), sent, f"{rank.steps:,}", samples])
+        place = [rank.mesh_place] if meshed else []
+        rows.append([rank.label, *place, rank.host, *times, show_ms(rank.longest_s), sent, f"{rank.steps:,}", samples])
     return Table(heads, rows)
+
+
+def _show_pipeline(found: Summary) -> list[Block]:
+    if found.pipeline is None:
+        return []
+    said = [text[0].upper() + text[1:] + "." for text in describe_pipeline(found.pipeline)]
+    shown = found.pipeline.members[:_MOST_RANKS]
+    rows = [(f"rank {one.rank}", [100 * one.busy, 100 * (1 - one.busy)]) for one in shown]
+    note = f"Of equal stages each would wait {100 * found.pipeline.ideal:.1f} % of it, by {found.pipeline.formula}."
+    bars = Bars("The schedule's time on each rank", "%", ["computes", "waits"], rows, note)
+    return [*said, bars, Table([(head, "") for head in HEADS], list_pipeline_rows(found.pipeline))]
 
 
 def _show_metrics(found: Summary) -> list[Block]:

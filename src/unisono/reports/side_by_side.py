@@ -20,11 +20,13 @@ def list_differences(runs: Sequence[Summary]) -> list[tuple[str, list[str]]]:
         ("command", [run.command or "-" for run in runs]),
         ("method", [run.strategy or "-" for run in runs]),
         ("workers", [str(run.workers) for run in runs]),
+        ("mesh", [run.mesh or "-" for run in runs]),
         ("parameters", ["-" if run.parameters is None else f"{run.parameters:,}" for run in runs]),
         ("versions", [", ".join(f"{k} {v}" for k, v in run.versions.items()) or "-" for run in runs]),
         ("steps", [f"{run.steps:,}" for run in runs]),
         _compare("step, ms", runs, lambda run: run.cost.get("wall"), show_ms),
         *(_compare(f"  {part}", runs, _finder(part), show_ms) for part in PARTS),
+        _compare("  bubble, % of the schedule", runs, _find_bubble, lambda v: f"{v:.1f}"),
         _compare("sent a step by a worker", runs, lambda run: run.cost.get("bytes_sent"), show_bytes),
         _compare("samples a second", runs, lambda run: run.samples_a_second, lambda v: f"{v:,.0f}"),
         _compare("speed-up", runs, lambda run: run.speed_up.times, lambda v: f"{v:.2f}"),
@@ -34,6 +36,8 @@ def list_differences(runs: Sequence[Summary]) -> list[tuple[str, list[str]]]:
     rows += [_compare(f"{name}, last", runs, partial(_find_last, name), show_number) for name in names]
     rows.append(("missing", ["; ".join(run.missing) or "nothing" for run in runs]))
     same = ("versions", "command", "parameters", "missing")
+    of_meshes = ("mesh", "  bubble, % of the schedule")
+    rows = [(name, cells) for name, cells in rows if name not in of_meshes or set(cells) != {"-"}]
     return [(name, cells) for name, cells in rows if name not in same or len(set(cells)) > 1 or name == "parameters"]
 
 
@@ -55,6 +59,10 @@ def _describe_slowest(run: Summary) -> str:
     if run.slowest is None:
         return "-"
     return f"{run.slowest.rank}: {run.slowest.cause}, {run.slowest.factor:.2f}x" if run.slowest.cause else "none"
+
+
+def _find_bubble(run: Summary) -> float | None:
+    return None if run.pipeline is None else 100 * run.pipeline.bubble
 
 
 def _finder(part: str) -> Callable[[Summary], float | None]:

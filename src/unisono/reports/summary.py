@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from unisono.reports.arrivals import find_waits
+from unisono.reports.pipelines import PipelineSummary, describe_mesh, summarise_pipeline
 from unisono.reports.verdicts import Slowest, find_changes, find_slowest, find_verdicts
-from unisono.runs.reading import RankLog, RunReader
+from unisono.runs.reading import RankLog, RunReader, say_mesh_place
 from unisono.runs.table import SUMMED
 
 __all__ = ["PARTS", "MetricSummary", "RankSummary", "SpeedUp", "Summary", "compare_with", "show_time", "summarise"]
@@ -44,6 +45,8 @@ class RankSummary:
     samples_a_step: float | None = None
     bytes_sent: int = 0  # in all its steps
     outcome: str | None = None  # None: it did not write its end
+    mesh_place: str = ""  # "data 0, pipeline 1"
+    is_copy: bool = False  # on a mesh: its samples are those of another rank
 
     @property
     def label(self) -> str:
@@ -116,6 +119,8 @@ class Summary:
     metrics: list[MetricSummary]
     verdicts: list[dict[str, Any]]
     changes: list[dict[str, Any]]
+    mesh: str = ""  # "data=2, tensor=1, pipeline=2"
+    pipeline: PipelineSummary | None = None
 
     @property
     def samples_a_second(self) -> float | None:
@@ -155,7 +160,7 @@ def summarise(reader: RunReader) -> Summary:
         workers=workers,
         hosts=list(dict.fromkeys(str(log.header["host"]) for log in logs if "host" in log.header)),
         devices=list(dict.fromkeys(str(log.header["device"]) for log in logs if "device" in log.header)),
-        parameters=header.get("parameters"),
+        parameters=_count_parameters(logs),
         versions={str(k): str(v) for k, v in _as_dict(run.get("versions")).items()} or _as_dict(header.get("versions")),
         machine=_as_dict(run.get("machine")),
         started=began,
@@ -170,13 +175,15 @@ def summarise(reader: RunReader) -> Summary:
         notes=notes,
         bytes_by_kind=_sum_kinds(logs),
         bytes_by_formula=any(bool(log.header.get("bytes_by_formula")) for log in logs),
-        samples_a_step=_sum_known([rank.samples_a_step for rank in ranks]),
+        samples_a_step=_sum_known([rank.samples_a_step for rank in ranks if not rank.is_copy]),
         speed_up=_estimate_speed_up(ranks, not_measured, workers),
         slowest=find_slowest(ranks),
         ranks=ranks,
         metrics=_summarise_metrics(reader, _find_first_step(logs)),
         verdicts=find_verdicts(reader),
         changes=find_changes(reader),
+        mesh=describe_mesh(header),
+        pipeline=summarise_pipeline(logs),
     )
 
 
@@ -204,7 +211,18 @@ def _summarise_rank(log: RankLog) -> RankSummary:
         else None,
         bytes_sent=int(rows.totals["bytes_sent"]),
         outcome=None if log.end is None else str(log.end.get("outcome", "")),
+        mesh_place=say_mesh_place(log.header),
+        is_copy=any(log.header.get("at", [0, 0, 0])[1:]),
     )
+
+
+def _count_parameters(logs: Sequence[RankLog]) -> int | None:
+    """Of the model; on a mesh, of all ranks that hold one together (copies on the tensor axis count each)."""
+    held = [log.header.get("parameters") for log in logs if log.header and log.header.get("at", (0,))[0] == 0]
+    if not any("mesh" in log.header for log in logs):
+        held = held[:1]
+    known = [count for count in held if isinstance(count, int)]
+    return sum(known) if known else None
 
 
 def _settle_waiting(logs: Sequence[RankLog], ranks: Sequence[RankSummary]) -> tuple[list[str], list[str]]:

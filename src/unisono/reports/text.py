@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from unisono.reports.pipelines import HEADS, PipelineSummary, describe_pipeline, list_pipeline_rows
 from unisono.reports.summary import PARTS, Summary
 from unisono.reports.wording import (
     describe_balance,
@@ -35,6 +36,9 @@ def print_report(found: Summary, console: Console) -> None:
     if found.cost:
         console.print(_title("cost of a step"), _costs(found))
         console.print(*_explain_costs(found), sep="\n")
+    if found.pipeline is not None:
+        console.print(_title("pipeline"), _pipeline(found.pipeline))
+        console.print(*_lines(describe_pipeline(found.pipeline)), sep="\n")
     if found.bytes_by_kind:
         console.print(_title("bytes by kind"), _kinds(found))
     if balance := describe_balance(found):
@@ -73,7 +77,8 @@ def _facts(found: Summary) -> Table:
 
 def _costs(found: Summary) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    heads = ("rank", "step ms", *list_parts(found), "hidden", "sent", "steps", "samples")
+    meshed = any(rank.mesh_place for rank in found.ranks)
+    heads = ("rank", *(["mesh"] if meshed else []), "step ms", *list_parts(found), "hidden", "sent", "steps", "samples")
     for head in heads:
         table.add_column(head, justify="right")
     ranks = [rank for rank in found.ranks if rank.steps]
@@ -81,15 +86,29 @@ def _costs(found: Summary) -> Table:
         times = [show_ms(rank.cost[name]) for name in ("wall", *PARTS, "hidden")]
         samples = "-" if rank.samples is None else f"{rank.samples:,}"
         slow = found.slowest is not None and found.slowest.cause and rank.rank == found.slowest.rank
-        row = [rank.label, *times, show_bytes(rank.cost["bytes_sent"]), f"{rank.steps:,}", samples]
+        place = [rank.mesh_place] if meshed else []
+        row = [rank.label, *place, *times, show_bytes(rank.cost["bytes_sent"]), f"{rank.steps:,}", samples]
         table.add_row(*row, style="yellow" if slow else "")
     if len(ranks) > _MOST_RANKS:
         table.add_row(f"of {len(ranks)}", *[""] * (len(heads) - 1), style="dim")
     shares = ["100 %", *(f"{100 * found.cost[name] / (found.cost['wall'] or 1):.0f} %" for name in PARTS)]
     mean = [show_ms(found.cost[name]) for name in ("wall", *PARTS, "hidden")]
     table.add_section()
-    table.add_row("mean", *mean, show_bytes(found.cost["bytes_sent"]), "", "", style="bold")
-    table.add_row("", *shares, "", "", "", "", style="dim")
+    gap = [""] if meshed else []
+    table.add_row("mean", *gap, *mean, show_bytes(found.cost["bytes_sent"]), "", "", style="bold")
+    table.add_row("", *gap, *shares, "", "", "", "", style="dim")
+    return table
+
+
+def _pipeline(found: PipelineSummary) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    for head in HEADS:
+        table.add_column(head, justify="left" if head == "mesh" else "right")
+    rows = list_pipeline_rows(found)
+    for row in rows[:_MOST_RANKS]:
+        table.add_row(*row)
+    if len(rows) > _MOST_RANKS:
+        table.add_row(f"of {len(rows)}", *[""] * (len(HEADS) - 1), style="dim")
     return table
 
 

@@ -92,6 +92,7 @@ def list_facts(found: Summary) -> list[tuple[str, str]]:
         ("started", f"{show_time(found.started) or 'not known'}, lasted {show_duration(found.seconds)}"),
         ("command", found.command or "not known"),
         ("method", found.strategy or "not known"),
+        ("mesh", found.mesh),
         ("workers", f"{found.workers}{where}" + (f", {', '.join(found.devices[:3])}" if found.devices else "")),
         (
             "steps",
@@ -108,8 +109,9 @@ def describe_balance(found: Summary) -> list[str]:
     """How evenly data and work were split."""
     trained = [rank for rank in found.ranks if rank.steps]
     lines = []
-    samples = [rank.samples for rank in trained if rank.samples is not None]
-    if len(samples) > 1 and len(samples) == len(trained):
+    reading = [rank for rank in trained if not rank.is_copy]
+    samples = [rank.samples for rank in reading if rank.samples is not None]
+    if len(samples) > 1 and len(samples) == len(reading):
         lines.append(f"samples a worker: {min(samples):,} to {max(samples):,}, {sum(samples):,} in all")
     own = [rank.own_s for rank in trained]
     if len(own) > 1 and max(own) > 0:
@@ -121,7 +123,7 @@ def describe_balance(found: Summary) -> list[str]:
 
 def _describe_classes(found: Summary) -> str | None:
     """How far a worker's mix of classes is from that of all: half the sum of the differences between the shares."""
-    known = [rank for rank in found.ranks if rank.classes]
+    known = [rank for rank in found.ranks if rank.classes and not rank.is_copy]
     if len(known) < 2:
         return None
     total: dict[str, int] = {}

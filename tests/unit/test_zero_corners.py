@@ -233,6 +233,61 @@ def test_re_entrant_checkpointing_is_refused_with_the_way_out(stage: int) -> Non
     run_threads(work, 2)
 
 
+class Fails(torch.autograd.Function):
+    """Passes values on; its backward pass raises, if told so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:  # type: ignore[override]
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        if ctx.fails:
+            raise ZeroDivisionError
+        return grad, None
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_backward_pass_that_failed_leaves_nothing_in_the_next(stage: int, first: int) -> None:
+    """The optimizer holds shards: its `zero_grad()` does not reach what such a pass has left in the model."""
+
+    def run(model: Any, optimizer: Any, ranks: list[int], clear: Callable[[], None]) -> list[Tensor]:
+        for t in range(4):
+            optimizer.zero_grad()
+            hidden = Fails.apply(model[0](torch.cat([batch(t, rank) for rank in ranks])), t == first)
+            try:
+                model[2](model[1](hidden)).square().mean().backward()
+            except ZeroDivisionError:
+                clear()
+                continue
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    def start() -> tuple[Any, Any]:
+        model = made(lambda: nn.Sequential(nn.Linear(N, N), nn.Linear(N, N), nn.Linear(N, 2)))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def work(world: World) -> list[Tensor]:
+        model, optimizer = start()
+        replica = un.parallel(model, optimizer, f"zero(stage={stage})", world=world)
+        with pytest.raises(RuntimeError, match=r"failed half-way.*call model.zero_grad\(\) too"):
+            run(model, optimizer, [world.rank], lambda: None)
+        world.barrier()
+        replica.close()
+        model, optimizer = start()
+        un.parallel(model, optimizer, f"zero(stage={stage})", world=world)
+        found = run(model, optimizer, [world.rank], model.zero_grad)
+        world.barrier()
+        return found
+
+    model, optimizer = start()
+    alone = run(model, optimizer, [0, 1], model.zero_grad)
+    for found in run_threads(work, 2):
+        torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-6)
+
+
 def test_saving_takes_a_delayed_update_over_on_every_rank(tmp_path: Path) -> None:
     spec = "zero(stage=2, optimizer_on=cpu, delayed_update=True, delay_after=0, unit_bytes=1500)"
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ from torch.nn import Parameter
 
 from unisono.background import Handle, SerialQueue
 from unisono.buckets import APART_BYTES, Bucket, group_into_buckets, on_device, view_like
-from unisono.exchange.windows import TrainableParameters, Windows, if_alive
+from unisono.exchange.windows import TrainableParameters, Windows, if_alive, while_on
 from unisono.world import World
 
 
@@ -89,8 +89,10 @@ class Exchange(Windows):
         self._is_alone = self._cuda is not None and world.size == 1  # nothing travels: kernels in the program's order
         self._stream = torch.cuda.Stream() if self._on_stream() else None
         ready = weakref.WeakMethod(self._ready)
-        self._hooks = [p.register_post_accumulate_grad_hook(partial(if_alive, ready, name)) for name, p in self._all()]
-        self._weighting: list[Any] = []
+        every = (*self.named, *self.sparse)
+        hooks = [(p, partial(if_alive, ready, name)) for name, p in every]
+        self._hooks = [p.register_post_accumulate_grad_hook(hook) for p, hook in while_on(hooks)]
+        self._weights = GradientWeights([p for _, p in every], world)
         self._kept_local = False  # gradients of a no_sync pass are waiting
         self._task = -1
         self._came: list[str] | None = [] if by_ready else None  # gradients in order, until the ranks agree on it
@@ -98,8 +100,6 @@ class Exchange(Windows):
         self._is_reordered = False
         self.buckets: list[Bucket] = []
         self._build_if_changed()
-        world.on_weight(self)
-        self.weight_changed(world.weight)
 
     # Layout ----------------------------------------------------------------------------------------------
 
@@ -153,15 +153,6 @@ class Exchange(Windows):
         self._launched = 0
         self._handles: list[Handle[None]] = []
         self._fired: set[str] = set()
-
-    def _all(self) -> Iterator[tuple[str, Parameter]]:
-        for name, param in (*self.named, *self.sparse):
-            frozen = not param.requires_grad
-            if frozen:  # a hook can only be set while gradients are on; it stays for when they come on again
-                param.requires_grad_(True)
-            yield name, param
-            if frozen:
-                param.requires_grad_(False)
 
     # During backward -------------------------------------------------------------------------------------
 
@@ -373,18 +364,10 @@ class Exchange(Windows):
             self._build_if_changed()
             self._exchange()
 
-    def weight_changed(self, weight: float) -> None:
-        """Scale the gradients of the batch now at work (uneven ends; see `World.weight`)."""
-        for hook in self._weighting:
-            hook.remove()
-        self._weighting = []
-        if weight != 1.0:
-            self._weighting = [p.register_hook(partial(scale_gradient, weight)) for _, p in self._all()]
-
     def close(self) -> None:
         """Take the hooks off; gradients stay where they are."""
-        self.world.off_weight(self)
-        for hook in (*self._hooks, *self._weighting):
+        self._weights.close()
+        for hook in self._hooks:
             hook.remove()
         self._lane.close()
         self.channel.close()
@@ -445,6 +428,30 @@ def _count_users(x: Tensor) -> int:
 
 
 _ALONE = _count_users(torch.empty(1))
+
+
+class GradientWeights:
+    """Scales the gradients of the batch now at work (uneven ends; see `World.weight`)."""
+
+    def __init__(self, params: Sequence[Parameter], world: World) -> None:
+        self._params, self._world = list(params), world
+        self._hooks: list[Any] = []
+        world.on_weight(self)
+        self.weight_changed(world.weight)
+
+    def weight_changed(self, weight: float) -> None:
+        """From now on it is this."""
+        for hook in self._hooks:
+            hook.remove()
+        scale = partial(scale_gradient, weight)
+        scaled = [(p, scale) for p in self._params] if weight != 1.0 else []
+        self._hooks = [p.register_hook(hook) for p, hook in while_on(scaled)]
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        self._world.off_weight(self)
+        for hook in self._hooks:
+            hook.remove()
 
 
 def scale_gradient(weight: float, grad: Tensor) -> Tensor:

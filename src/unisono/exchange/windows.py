@@ -10,11 +10,13 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.autograd import Variable
 from torch.nn import Parameter
+
+Hook = TypeVar("Hook")
 
 
 class TrainableParameters:
@@ -87,6 +89,9 @@ class Counter(Windows):
     Where that parameter takes no part in a backward pass, the optimizer's step counts instead. AMP may skip that step;
     hooks on `others`, further parameters, note a pass then, and `catch_up()` counts it. `end_pass()` is called after
     every pass that was seen, those inside `no_sync` too.
+
+    `late`: a window is counted after the optimizer's step, or where AMP skipped that, with the next pass. A GPU is
+    still at work on the step then, so counting holds nothing up.
     """
 
     def __init__(
@@ -97,9 +102,11 @@ class Counter(Windows):
         advance: Callable[[], None],
         others: Sequence[Parameter] = (),
         end_pass: Callable[[], None] | None = None,
+        late: bool = False,
     ) -> None:
         super().__init__(accumulate, advance)
-        self._end_pass = end_pass
+        self._end_pass, self._late = end_pass, late
+        self._due = False  # a window has ended, and is to be counted
         self._noted = False  # a pass has reached some parameter, and is not counted
         end, note = weakref.WeakMethod(self._end), weakref.WeakMethod(self._note)
         self._hooks = [param.register_post_accumulate_grad_hook(partial(at_the_end, end))]
@@ -113,12 +120,18 @@ class Counter(Windows):
         if self._end_pass is not None:
             self._end_pass()
         if not self._local:
+            self._count_due()
             self._passes += 1
             self._ended = False
             if self._passes >= self.accumulate:
                 self._end_window()
 
+    def after_step(self) -> None:
+        super().after_step()
+        self._count_due()
+
     def catch_up(self) -> None:
+        self._count_due()
         if self._noted:
             self._end()
 
@@ -128,7 +141,14 @@ class Counter(Windows):
 
     def _end_window(self) -> None:
         self._passes, self._ended, self._noted = 0, True, False
-        self._advance()
+        self._due = True
+        if not self._late:
+            self._count_due()
+
+    def _count_due(self) -> None:
+        if self._due:
+            self._due = False
+            self._advance()
 
     def before_step(self) -> None:
         """A step without a window, or with a short one, ends one."""
@@ -142,6 +162,18 @@ class Counter(Windows):
 
 
 # A hook on a parameter is kept where Python's collector does not look: it must not hold what holds the parameter.
+
+
+def while_on(hooks: Iterable[tuple[Parameter, Hook]]) -> Iterator[tuple[Parameter, Hook]]:
+    """These, to set each hook on its parameter: that is only possible while gradients are on, so a frozen one's are
+    on meanwhile. The hook stays for when they come on again."""
+    for param, hook in hooks:
+        frozen = not param.requires_grad
+        if frozen:
+            param.requires_grad_(True)
+        yield param, hook
+        if frozen:
+            param.requires_grad_(False)
 
 
 def if_alive(ready: weakref.WeakMethod[Any], name: Any, param: Tensor) -> None:

@@ -84,7 +84,8 @@ class AllReduceReplica(Replica):
     def start(self) -> None:
         if self.world.size == 1 and self.reducer.exact:
             last = [p for p in self.model.parameters() if p.requires_grad][-1]  # the first that backward reaches
-            self._exchange = Counter(last, accumulate=self.strategy.accumulate, advance=self.advance)
+            accumulate = self.strategy.accumulate
+            self._exchange = Counter(last, accumulate=accumulate, advance=self.advance, late=last.is_cuda)
             return
         dense_ones, sparse_ones = split_sparse(self.model)
         check_real(self.reducer, dense_ones)
@@ -143,6 +144,8 @@ class AllReduceReplica(Replica):
         self._reduction.scale = scaler.get_scale
 
     def shared_state(self) -> dict[str, Any]:
+        if self._exchange is not None:
+            self._exchange.catch_up()
         return {**super().shared_state(), "reducer": self._reduction.state_dict()["shared"]}
 
     def local_state(self) -> dict[str, Any]:

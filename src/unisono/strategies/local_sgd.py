@@ -69,6 +69,9 @@ class local_sgd(Strategy):
     accumulate: Accumulate = 1
     bucket_bytes: BucketBytes = BUCKET_BYTES
 
+    def why_torch_optimizer(self) -> str:
+        return "it averages the optimizer's states" if self.momentum == "average" else ""
+
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         return LocalSGDReplica(model, optimizer, world, self)
 

@@ -72,6 +72,9 @@ class qadam(Strategy):
             if param.is_complex():
                 raise ValueError(f"qadam averages momenta of real numbers, but {name!r} is {param.dtype}")
 
+    def why_torch_optimizer(self) -> str:
+        return "it exchanges Adam's momenta"
+
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         return QAdamReplica(model, optimizer, world, self)
 

@@ -94,6 +94,7 @@ def _record(replica: Replica, strategy: Strategy, world: World) -> None:
             sum(p.numel() for p in replica.model.parameters()),
             replica.not_measured,
             replica.bytes_by_formula,
+            None if world.axes is None else (world.axes.sizes, world.axes.place),
         ),
     )
 

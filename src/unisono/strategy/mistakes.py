@@ -1,6 +1,7 @@
 """Mistakes that no error would show: found at little cost, said once, with what to do.
 
 - a model that torch wraps already (DistributedDataParallel): its gradients would be exchanged twice;
+- parameters that have one memory without being one: methods that move parameters would part them;
 - an optimizer that was made anew after `un.parallel`: the one that the replica knows never steps;
 - ranks that train on the same samples: N workers do the work of one.
 """
@@ -14,6 +15,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ __all__ = [
     "SameData",
     "follow_optimizer",
     "leave_optimizer",
+    "refuse_common_memory",
     "refuse_split",
     "refuse_wrapped",
     "sample",
@@ -82,6 +85,23 @@ def refuse_split(model: nn.Module) -> None:
         )
 
 
+def refuse_common_memory(model: nn.Module, method: str) -> None:
+    """Refuse parameters that lie in one memory without being one parameter: moved elsewhere, they would part."""
+    places = []
+    for name, p in model.named_parameters():
+        dense = sum((n - 1) * step for n, step in zip(p.shape, p.stride(), strict=True)) + 1 == p.numel()
+        if p.layout == torch.strided and not p.is_meta and p.numel() and dense:
+            places.append((p.data_ptr(), p.numel() * p.element_size(), str(p.device), name))
+    places.sort()
+    for (at, nbytes, device, name), (after, _, other_device, other) in pairwise(places):
+        if after < at + nbytes and device == other_device:
+            raise ValueError(
+                f"parameters {name!r} and {other!r} lie in one memory, and {method} moves parameters to memory of its "
+                "own, where each would have values of its own: make them one parameter (model.b.weight = "
+                "model.a.weight), or use allreduce"
+            )
+
+
 # An optimizer made anew ---------------------------------------------------------------------------------------------
 
 
@@ -103,6 +123,7 @@ class _Followed:
 
 
 _followed: weakref.WeakKeyDictionary[object, _Followed] = weakref.WeakKeyDictionary()  # by replica
+_by_optimizer: dict[int, list[_Followed]] = {}  # the same by the optimizer's id, which may be another's by now
 _lock = threading.Lock()
 
 
@@ -110,25 +131,36 @@ def follow_optimizer(replica: object, optimizer: Optimizer) -> None:
     """Notice, until `leave_optimizer`, another optimizer that steps the parameters while the replica's own does not."""
     with _lock:
         _followed[replica] = _Followed(optimizer)
+        _index()
 
 
 def leave_optimizer(replica: object) -> None:
     """The replica is closed."""
     with _lock:
         _followed.pop(replica, None)
+        _index()
+
+
+def _index() -> None:
+    """Made anew, not changed: steps of other threads look it up without the lock."""
+    global _by_optimizer
+    found: dict[int, list[_Followed]] = {}
+    for followed in _followed.values():
+        if (optimizer := followed.optimizer()) is not None:
+            found.setdefault(id(optimizer), []).append(followed)
+    _by_optimizer = found
 
 
 def _notice_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Before any optimizer's step. One that wraps the replica's own, or is wrapped by it, steps in turn with it."""
-    if not _followed:
+    own = False
+    for followed in _by_optimizer.get(id(optimizer), ()):
+        if followed.optimizer() is optimizer:
+            followed.stepped_by, own = None, True
+    if own or not _followed:
         return
     with _lock:
         every = list(_followed.values())
-    own = [followed for followed in every if followed.optimizer() is optimizer]
-    for followed in own:
-        followed.stepped_by = None
-    if own:
-        return
     for followed in every:
         if followed.stepped_by is _SAID or not followed.holds(optimizer):
             continue
@@ -222,7 +254,8 @@ class GradientProbe:
 
     def _note(self, _name: str, param: Tensor) -> None:
         grad = param.grad
-        self._mine = sample(grad) if grad is not None and grad.layout == torch.strided else None
+        plain = type(grad) is Tensor and grad.layout == torch.strided  # not the mean of a window before
+        self._mine = sample(grad) if grad is not None and plain else None
 
     def compare(self) -> None:
         """The window has ended, and gradients are the mean."""

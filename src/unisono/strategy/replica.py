@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.batch_norm import move_batch_norm, watch_batch_norms
+from unisono.buckets import load_optimizer
 from unisono.checkpoint import ModelPart
 from unisono.checks import AtLeast, check_settings
 from unisono.exchange.reduction import Unsent as Unsent
@@ -50,6 +51,10 @@ class Strategy(ABC):
 
     def check(self, model: nn.Module, optimizer: Optimizer, world: World) -> None:  # noqa: B027 - most need none
         """Refuse settings that do not go together, and a model, an optimizer or a world that the method cannot take."""
+
+    def why_torch_optimizer(self) -> str:
+        """Why the method cannot go with a library's optimizer that is not torch's (Keras'); "": it can."""
+        return ""
 
     @abstractmethod
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
@@ -375,7 +380,7 @@ class Replica:
         packed = world.broadcast_object(packed, change.source)
         if world.rank != change.source:
             if not (self.own_optimizer and change.keeps):
-                self.optimizer.load_state_dict(packed["optimizer"])
+                load_optimizer(self.optimizer, packed["optimizer"])
             self.step = packed["step"]
             if world.ledger.step_count != packed["steps"]:
                 world.ledger.resume(packed["steps"])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unisono.buckets import load_optimizer
 from unisono.exchange.reduction import Unsent
 from unisono.spec import build, describe
 from unisono.strategy.replica import Replica, Strategy
@@ -97,7 +98,7 @@ def _average_optimizer(optimizer: torch.optim.Optimizer, world: World) -> None:
     if all(other["digest"] == every[0]["digest"] for other in every):
         return
     if any(other["shapes"] != shapes for other in every):  # some rank has not stepped yet: rank 0's count
-        optimizer.load_state_dict(world.broadcast_object(optimizer.state_dict(), 0))
+        load_optimizer(optimizer, world.broadcast_object(optimizer.state_dict(), 0))
         return
     for device in dict.fromkeys(x.device for x in floats):
         world.all_reduce([x for x in floats if x.device == device], "mean", tag="optimizer").wait()

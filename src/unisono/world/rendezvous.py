@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import threading
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from unisono.runtime.place import Place, number, read_place
 from unisono.world.elastic import Elastic
 from unisono.world.ledger import Ledger
 from unisono.world.stores import MEETING_S, agree_on_attempt, open_engine_store, open_store, open_torch_store
-from unisono.world.transports import Transport
+from unisono.world.transports import PeerLost, Transport
 from unisono.world.transports.meeting_page import PAGE_NAME
 from unisono.world.world import World
 
@@ -276,15 +277,38 @@ def _open_store(place: Place, timeout_s: float) -> Store:
 def meet_in_store(
     store: Store, rank: int, size: int, *, timeout_s: float, ledger: Ledger, name: str, inline: bool = True
 ) -> World:
-    """The world of the ranks that meet in `store`: a process group of torch's, or a part of one."""
+    """The world of the ranks that meet in `store`: a process group of torch's, or a part of one.
+
+    Each meeting has keys of its own: torch gives a group that is made anew in a process (`destroy_process_group`, then
+    `init_process_group`) the names of the former one, whose addresses still lie there.
+    """
     if size == 1:
         return World(None, hosts=[socket.gethostname()], ledger=ledger, name=name, inline=inline)
     from torch.distributed import PrefixStore
 
     from unisono.world.transports.two_level import connect
 
-    transport, hosts = connect(PrefixStore("unisono", store), rank, size, timeout_s=timeout_s)
+    former = store.add(f"unisono/met/{rank}", 0)
+    meeting = PrefixStore(f"unisono/{former}", store)
+    _await_all(meeting, rank, size, timeout_s)
+    transport, hosts = connect(meeting, rank, size, timeout_s=timeout_s)
+    store.add(f"unisono/met/{rank}", 1)
     return World(transport, hosts=hosts, ledger=ledger, name=name, inline=inline)
+
+
+def _await_all(store: Store, rank: int, size: int, timeout_s: float) -> None:
+    """Until every rank is here; the store's own patience may be longer than a group's."""
+    keys = [f"here/{r}" for r in range(size)]
+    store.set(keys[rank], "")
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except RuntimeError:  # torch's stores have several kinds of it
+        missing = [r for r, key in enumerate(keys) if not store.check([key])]
+        raise PeerLost(
+            f"rank {rank} has waited {timeout_s:g} s for {'rank' if len(missing) == 1 else 'ranks'} "
+            f"{', '.join(map(str, missing))} of {size}, which did not come to make the group: every rank of it calls "
+            "init_process_group or new_group"
+        ) from None
 
 
 def accelerate(world: World, device: torch.device) -> None:

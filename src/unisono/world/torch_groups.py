@@ -1,4 +1,5 @@
-"""Groups that a program makes itself, by `torch.distributed.init_process_group`: they meet in the run's store.
+"""Groups that a program makes itself, by `torch.distributed.init_process_group`: they meet in the run's store, each
+under keys of its own, as those of a former group or attempt still lie there.
 
 torch would speak to it without the run's secret. So `open_group_store` stands in for the function by which torch opens
 the store at MASTER_ADDR and MASTER_PORT (worker/program.py does that under our launcher, `install` elsewhere).
@@ -38,16 +39,18 @@ def open_group_store(
     torchs: Callable[..., Store], hostname: str, port: int, rank: int, size: int, timeout: timedelta, *more: Any
 ) -> Store:
     """The store for one of torch's groups; `torchs` is torch's own way, for any address but that of the run."""
+    from torch.distributed import PrefixStore
+
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     secret = read_store_secret(hostname, port, hosted=hosted)
     if secret is None or (hostname, str(port)) != (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")):
         return torchs(hostname, port, rank, size, timeout, *more)
     seconds = timeout.total_seconds()
     store = open_locked_store(hostname, port, secret, serve=not hosted and rank == 0, timeout_s=seconds)
+    attempt = os.environ.get("UNISONO_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    key = f"unisono/torch/{attempt}/{next(_opened)}"
     if not torch.cuda.is_available():
-        return store
-
-    key = f"unisono/torch/{next(_opened)}"
+        return PrefixStore(key, store)
 
     def share(text: str) -> str:
         if rank == 0:

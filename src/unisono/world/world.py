@@ -15,6 +15,7 @@ from torch import Tensor
 from unisono import packing
 from unisono.background import Handle
 from unisono.world.call_marks import shapes_of
+from unisono.world.inference import in_plain_memory, leave_inference
 from unisono.world.ledger import Ledger
 from unisono.world.operations import (
     Operations,
@@ -54,6 +55,8 @@ def _survivable(*, changes: bool, handle: bool, alone: Callable[..., Any]) -> Ca
     def decorate(collective: F) -> F:
         @wraps(collective)
         def call(self: World, *args: Any, **kwargs: Any) -> Any:
+            if torch.is_inference_mode_enabled():
+                return leave_inference(call, (self, *args), kwargs)
             elastic = self.elastic
             if elastic is None:
                 return collective(self, *args, **kwargs)
@@ -88,7 +91,14 @@ class WeightListener(Protocol):
 
 
 class Axes(Protocol):
-    """The other axes of the mesh whose data axis a world is: what a replica in that world asks of them."""
+    """The other axes of the mesh whose data axis a world is: what a replica in that world asks of them.
+
+    world: all ranks. sizes, place: (data, tensor, pipeline).
+    """
+
+    world: World
+    sizes: tuple[int, int, int]
+    place: tuple[int, int, int]
 
     def prepare(self, model: Any, optimizer: Any, /) -> None:
         """A strategy is about to be bound: parameters that are split over ranks become this rank's parts of them."""
@@ -255,6 +265,7 @@ class World:
 
         return self._operations.run(record, target, run)
 
+    @in_plain_memory
     def reduce_scatter(
         self, parts: Any, op: Op = "mean", *, out: Tensor | None = None, tag: str = ""
     ) -> Handle[Tensor]:
@@ -327,6 +338,7 @@ class World:
 
         return self._operations.run(record, parts[0], run)
 
+    @in_plain_memory
     def all_to_all(
         self, parts: Sequence[Tensor], *, out: Sequence[Tensor] | None = None, tag: str = ""
     ) -> Handle[list[Tensor]]:
@@ -350,6 +362,7 @@ class World:
 
         return self._operations.run(record, pieces[0], run)
 
+    @in_plain_memory
     def send(self, x: Tensor, dst: int, *, tag: str = "") -> Handle[Tensor]:
         """Send `x` to rank `dst`, which receives into a tensor of the same size and dtype.
 
@@ -366,6 +379,7 @@ class World:
 
         return self._operations.run(record, x, run, queue=f"send-{dst}")
 
+    @in_plain_memory
     def recv(self, x: Tensor, src: int, *, tag: str = "") -> Handle[Tensor]:
         """Receive into `x` from rank `src`."""
         check_rank("recv", src, self.rank, self.size, other=True)
@@ -378,6 +392,29 @@ class World:
             return math.nan, x
 
         return self._operations.run(record, x, run, queue=f"recv-{src}")
+
+    def send_labelled(self, x: Tensor, dst: int, label: int) -> Handle[Tensor]:
+        """Send `x` with a number that says what it is, to a rank that calls `recv_labelled`."""
+        check_rank("send", dst, self.rank, self.size, other=True)
+        record = self._operations.record("send", "", count_bytes([x]), queue=f"send-{dst}")
+        line = flatten(x)
+
+        def run(transport: Transport) -> tuple[float, Tensor]:
+            transport.send_labelled(line, dst, label)
+            return math.nan, x
+
+        return self._operations.run(record, x, run, queue=f"send-{dst}")
+
+    def recv_labelled(self, src: int, find: Callable[[int, int, torch.dtype], Tensor]) -> Handle[None]:
+        """Receive the next message of rank `src` into the line of memory that `find(label, numel, dtype)` gives."""
+        check_rank("recv", src, self.rank, self.size, other=True)
+        record = self._operations.record("recv", "", 0, queue=f"recv-{src}")
+
+        def run(transport: Transport) -> tuple[float, None]:
+            transport.recv_labelled(src, find)
+            return math.nan, None
+
+        return self._operations.run(record, None, run, queue=f"recv-{src}")
 
     @_survivable(changes=False, handle=False, alone=lambda size, *_: None)
     def barrier(self, *, tag: str = "") -> None:
@@ -397,6 +434,7 @@ class World:
 
     # Worlds inside worlds --------------------------------------------------------------------------------
 
+    @in_plain_memory
     def split(self, by: Literal["host"] | Sequence[Sequence[int]] = "host", *, inline: bool = False) -> World:
         """The world of my group: the ranks of my host, or the group of ranks that holds me.
 

@@ -25,6 +25,9 @@ class ddp(Strategy):
     bucket_mb: Annotated[int, AtLeast(1, "MiB a bucket")] = 25
     find_unused: bool = False
 
+    def why_torch_optimizer(self) -> str:
+        return "it goes around a module of torch's and its optimizer"
+
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         return DataParallelReplica(
             model, optimizer, world, self, bucket_cap_mb=self.bucket_mb, find_unused_parameters=self.find_unused

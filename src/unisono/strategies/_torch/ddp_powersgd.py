@@ -27,6 +27,9 @@ class ddp_powersgd(Strategy):
     rank: Annotated[int, AtLeast(1, "columns of a factor")] = 1
     start: Annotated[int, AtLeast(2, "steps before it compresses")] = 2
 
+    def why_torch_optimizer(self) -> str:
+        return "it goes around a module of torch's and its optimizer"
+
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         state = torch_powersgd.PowerSGDState(None, matrix_approximation_rank=self.rank, start_powerSGD_iter=self.start)
         each = next(p for p in model.parameters() if p.requires_grad).element_size()

@@ -28,6 +28,9 @@ class fsdp2(Strategy):
         if optimizer.state:
             raise ValueError("torch:fsdp2 needs a fresh optimizer: this one has stepped, and its state is not split")
 
+    def why_torch_optimizer(self) -> str:
+        return "it goes around a module of torch's and its optimizer"
+
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         return _ShardedReplica(model, optimizer, world, self)
 

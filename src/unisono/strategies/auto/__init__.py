@@ -106,5 +106,8 @@ class auto(Strategy):
     def _is_default(self, name: str) -> bool:
         return any(f.name == name and f.default == getattr(self, name) for f in dataclasses.fields(self))
 
+    def why_torch_optimizer(self) -> str:
+        return next(filter(None, (one.why_torch_optimizer() for one in self.among)), "")
+
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         return AutoReplica(model, optimizer, world, self)

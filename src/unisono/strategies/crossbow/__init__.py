@@ -77,6 +77,9 @@ class crossbow(Strategy):
     def check(self, model: nn.Module, optimizer: Optimizer, world: World) -> None:
         self._check_rest(world.size * (self.learners if self.learners != "auto" else 1))
 
+    def why_torch_optimizer(self) -> str:
+        return "each of its learners has an optimizer's state of its own"
+
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         return CrossbowReplica(model, optimizer, world, self)
 

@@ -92,6 +92,9 @@ class parameter_server(Strategy):
         if self.delay and self.staleness == 0:
             raise ValueError(f"delay={self.delay} needs staleness=None or above 0: with 0 all pushes are one step")
 
+    def why_torch_optimizer(self) -> str:
+        return "its servers step the optimizer"
+
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         return ServedReplica(model, optimizer, world, self)
 

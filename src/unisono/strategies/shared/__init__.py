@@ -16,6 +16,7 @@ from unisono.reducer import Reducer
 from unisono.strategies.shared.replica import SharedReplica
 from unisono.strategies.shared.state import check_optimizer
 from unisono.strategy import Accumulate, Buffers, Replica, Strategy
+from unisono.strategy.mistakes import refuse_common_memory
 from unisono.world import World
 
 FACTS = Facts(
@@ -51,6 +52,11 @@ class shared(Strategy):
                     "CPU, un.join(device='cpu'), or use allreduce or zero, which train on devices too"
                 )
         check_optimizer(optimizer)
+        if world.size > 1:
+            refuse_common_memory(model, "shared")
+
+    def why_torch_optimizer(self) -> str:
+        return "every worker steps a part of each parameter, by the optimizer's rule"
 
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         return SharedReplica(model, optimizer, world, self)

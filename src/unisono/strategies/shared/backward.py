@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.nn import Parameter
 
-from unisono.exchange.overlap import mean_of_sparse, scale_gradient
-from unisono.exchange.windows import TrainableParameters, Windows, if_alive
+from unisono.exchange.overlap import GradientWeights, mean_of_sparse
+from unisono.exchange.windows import TrainableParameters, Windows, if_alive, while_on
 from unisono.strategies._host_memory import HostMemory
 from unisono.strategies.shared.crossing import Crossing
 from unisono.strategies.shared.gradients import Place
@@ -58,8 +58,10 @@ class Backward(Windows):
         named = [(place.name, place.param) for place in self.places]
         self._parameters = TrainableParameters(named)
         ready = weakref.WeakMethod(self._ready)
-        self._hooks = [p.register_post_accumulate_grad_hook(partial(if_alive, ready, name)) for name, p in self._all()]
-        self._weighting: list[Any] = []
+        every = (*named, *self.sparse)
+        hooks = [(p, partial(if_alive, ready, name)) for name, p in every]
+        self._hooks = [p.register_post_accumulate_grad_hook(hook) for p, hook in while_on(hooks)]
+        self._weights = GradientWeights([p for _, p in every], world)
         self._task = -1
         self._syncing = False
         self._is_open = False  # a window: nobody reads my line
@@ -68,17 +70,6 @@ class Backward(Windows):
         self._hidden: list[Place] = []
         self.takes_means = crossing is not None
         self.parts: list[list[Piece]] = []  # of each line, what this rank reduces and steps
-        world.on_weight(self)
-        self.weight_changed(world.weight)
-
-    def _all(self) -> Iterator[tuple[str, Parameter]]:
-        for name, param in (*((p.name, p.param) for p in self.places), *self.sparse):
-            frozen = not param.requires_grad
-            if frozen:  # a hook can only be set while gradients are on; it stays for when they come on again
-                param.requires_grad_(True)
-            yield name, param
-            if frozen:
-                param.requires_grad_(False)
 
     def _touch(self) -> None:
         self._was_touched = True
@@ -137,7 +128,8 @@ class Backward(Windows):
         if self._local:
             self._ended = False
         elif self._syncing:
-            self._end_window()
+            if self._is_open:  # else a pass inside this one (re-entrant checkpointing) came last, and ended it
+                self._end_window()
         else:
             self._passes += 1
             self._ended = False
@@ -164,6 +156,9 @@ class Backward(Windows):
         if self.takes_means:
             self._take_means()
         for place in self.places:
+            if place.param.grad is place.shown and not place.param.requires_grad:  # frozen since: it stays as it was
+                place.has_mean = place.is_over = False
+                continue
             is_used = place.used and place.param.requires_grad
             place.used, place.has_mean, place.is_over = is_used, self.takes_means, False
             place.begin()
@@ -182,6 +177,9 @@ class Backward(Windows):
         if self.crossing is not None:
             self.crossing.exchange(self.lines)
         self.memory.meet("means are there", everywhere=True)
+        if self.memory.rank == 0:  # they are in my line, also where I had no gradient
+            for place in self.places:
+                place.is_zero = False
 
     # Outside backward ---------------------------------------------------------------------------------------------
 
@@ -217,18 +215,10 @@ class Backward(Windows):
         for place in self.places:
             place.is_over = True
 
-    def weight_changed(self, weight: float) -> None:
-        """Scale the gradients of the batch now at work (uneven ends; see `World.weight`)."""
-        for hook in self._weighting:
-            hook.remove()
-        self._weighting = []
-        if weight != 1.0:
-            self._weighting = [p.register_hook(partial(scale_gradient, weight)) for _, p in self._all()]
-
     def close(self) -> None:
         """Take the hooks off, and give out gradients that stay what they are."""
-        self.world.off_weight(self)
-        for hook in (*self._hooks, *self._weighting):
+        self._weights.close()
+        for hook in self._hooks:
             hook.remove()
         for place in self.places:
             if place.param.grad is place.shown or place.param.grad is place.mine:

@@ -94,6 +94,11 @@ class Place:
         self.is_zero = False
         if grad is self.shown:
             self._fill_again()
+        elif grad.dtype != mine.dtype:
+            raise TypeError(
+                f"{self.name!r} is {grad.dtype} now, and was {mine.dtype} when its memory was shared: convert the "
+                "model before un.parallel, or call close() on the replica, convert it and call un.parallel again"
+            )
         elif grad.data_ptr() != mine.data_ptr() or grad.stride() != mine.stride():
             if grad.is_sparse:
                 raise TypeError(
@@ -128,6 +133,15 @@ class Place:
         self._read(to_change=True)
         self.local = local
 
+    def take_over(self) -> None:
+        """Where the program gave the parameter another gradient (`p.grad = x`), that one counts."""
+        grad = self.param.grad
+        if grad is not None and grad is not self.shown:
+            self.begin()
+            self.used = True
+            self.own = _empty_like(self.mine).copy_(grad.detach())
+            self.param.grad = self.shown
+
     # Reading ------------------------------------------------------------------------------------------------------
 
     def read(self, *, to_change: bool) -> Tensor:
@@ -147,7 +161,7 @@ class Place:
         if self.is_over:
             raise RuntimeError(
                 f"the gradient of {self.name!r} has been stepped with, and the other workers may be writing the next: "
-                "read and log gradients before optimizer.step()"
+                "read and log gradients before optimizer.step(), or clear them (optimizer.zero_grad())"
             )
 
     def _read(self, *, to_change: bool) -> Tensor:
@@ -222,6 +236,24 @@ class MeanGradient(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"MeanGradient({find_place(self).read(to_change=False)!r})"
+
+    # What torch asks of the memory itself
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return find_place(self).read(to_change=True).numpy(force=force)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return find_place(self).read(to_change=False).__array__(*args, **kwargs)
+
+    def tolist(self) -> Any:
+        return find_place(self).read(to_change=False).tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = made = self.clone()
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

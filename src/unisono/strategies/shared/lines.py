@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -50,10 +50,12 @@ class Line:
         start = self._layout.starts[slot]
         return start, start + self.params[slot].numel()
 
-    def pieces(self, rank: int, parts: int) -> list[Piece]:
-        """What is the part of `rank`, of so many: trainable parameters alone, an equal share of their elements."""
+    def pieces(self, rank: int, parts: int, slots: Container[int] | None = None) -> list[Piece]:
+        """What is the part of `rank`, of so many: an equal share of the elements of some parameters (None: of those
+        that are trainable)."""
         step = max(1, _CACHE_LINE // self.dtype.itemsize)
-        bounds = [(slot, *self.bounds(slot)) for slot, p in enumerate(self.params) if p.requires_grad and p.numel()]
+        chosen = [s for s, p in enumerate(self.params) if (p.requires_grad if slots is None else s in slots)]
+        bounds = [(slot, *self.bounds(slot)) for slot in chosen if self.params[slot].numel()]
         padded = [-(-(stop - start) // step) * step for _, start, stop in bounds]
         low, high = cut(sum(padded), rank, parts, step=step) if rank < parts else (0, 0)
         return list(_overlaps(bounds, padded, low, high))

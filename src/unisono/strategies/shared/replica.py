@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.optim import Optimizer
 
 from unisono.exchange.overlap import split_sparse
 from unisono.exchange.reduction import check_real
-from unisono.exchange.windows import Counter
+from unisono.exchange.windows import Counter, Windows
 from unisono.reducers.dense import dense
 from unisono.runtime.frames import warn_user
 from unisono.strategies._host_memory import HostMemory, move_in, move_out
@@ -93,13 +92,14 @@ class SharedReplica(Replica):
             keeps_tile=self.world.elastic is not None,
             in_the_middle=None if self._faults is None else self.fault_in_update,
         )
-        self._writes = Writes(self.model, [Placed(line.names, line.params, line.views) for line in self._lines], memory)
+        placed = [Placed(line.names, line.params, line.views, line.values) for line in self._lines]
+        self._writes = Writes(self.model, placed, memory)
 
-    def _find_pieces(self, rank: int) -> list[list[Piece]]:
-        """The part of a rank of my host."""
+    def _find_pieces(self, rank: int, slots: Sequence[Container[int]]) -> list[list[Piece]]:
+        """The part of a rank of my host, where these parameters of each line are stepped."""
         assert self._memory is not None
         count = self._memory.size if self._crossing is None else self._crossing.place[1]
-        return [line.pieces(rank, count) for line in self._lines]
+        return [line.pieces(rank, count, some) for line, some in zip(self._lines, slots, strict=True)]
 
     def _share_buffers(self, world: World) -> None:
         share_buffers([b.detach() for b in self.model.buffers()], self.strategy.buffers, world)
@@ -120,7 +120,9 @@ class SharedReplica(Replica):
         self._backward.before_step()
         if not self._step.is_skipped:
             self._step.prepare(self._backward.places)
-            self._writes.check(self._memory.meet(f"optimizer.step() of window {self.step}", self._writes.describe()))
+            mine = self._step.describe()
+            found = self._memory.meet(f"optimizer.step() of window {self.step}", self._writes.describe(mine))
+            self._writes.check(found, mine)
             self._is_stepping = True
             self._step.run()
         self._backward.hide()  # the optimizer's own code finds nothing to step
@@ -144,7 +146,7 @@ class SharedReplica(Replica):
 
     def _describe_loss(self, error: PeerLost) -> str:
         assert self._step is not None
-        torn = self._step.find_torn()
+        torn = self._step.find_torn() if self.world.elastic is not None else self._step.await_torn()
         if not torn:
             return str(error)
         ranks = ", ".join(map(str, torn))
@@ -159,9 +161,8 @@ class SharedReplica(Replica):
             "replaced (unisono run -n MIN:MAX) the others end such a step"
         )
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        windows = self._backward or self._counter
-        return windows.no_sync() if windows is not None else super().no_sync()
+    def find_windows(self) -> Windows | None:
+        return self._backward or self._counter
 
     def watch(self, scaler: torch.amp.GradScaler) -> None:
         super().watch(scaler)
@@ -182,8 +183,8 @@ class SharedReplica(Replica):
         if self._memory.rank == 0:
             with torch.no_grad():
                 change()
-        self._writes.note()
         self._memory.meet("the end of replica.write", everywhere=True)
+        self._writes.note()
 
     # State --------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,8 @@ was: if a rank is lost in its step, another goes on from there, since all gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.optim import Optimizer
 from unisono.offload.fused import ADAGRAD, call_kernel
 from unisono.offload.optimizers import KernelCall, Rule, Scalars, Settings, read_settings
 from unisono.strategies._host_memory import HostMemory
+from unisono.strategies._writes import describe_settings
 from unisono.strategies.shared.gradients import Mean, Place, do_changes
 from unisono.strategies.shared.lines import Line, Piece, cut_tiles
 from unisono.strategies.shared.state import Age, Held, HostState
@@ -32,6 +34,7 @@ TILE_BYTES = 512 << 10  # of parameters, at a time: with gradient and state it s
 OWN_TILE_BYTES = 4 << 20  # where the optimizer's own code steps it: a call costs more
 # What a rank notes: the step it began, the tiles it has done, the one at work (from 1), the step it ended.
 _STEP, _DONE, _AT_WORK, _ENDED = range(4)
+_TO_END_S = 2.0  # that ranks which are still there have for their parts, before others say what is torn
 
 
 @dataclass(eq=False)
@@ -76,12 +79,13 @@ class HostStep:
         lines: Sequence[Line],
         state: HostState,
         memory: HostMemory,
-        find_pieces: Callable[[int], list[list[Piece]]],
+        find_pieces: Callable[[int, Sequence[Container[int]]], list[list[Piece]]],
         *,
         keeps_tile: bool,
         in_the_middle: Callable[[], None] | None,
     ) -> None:
-        """`find_pieces(rank)`: the part of a rank of my host, by line; `keeps_tile`: as it was, while it is stepped;
+        """`find_pieces(rank, slots)`: the part of a rank of my host, by line, where these parameters of each line are
+        stepped; `keeps_tile`: as it was, while it is stepped;
         `in_the_middle` is called when half of my part has been stepped, and half of a tile (a fault on purpose)."""
         self.optimizer, self.lines, self.state, self.memory = optimizer, list(lines), state, memory
         self._find_pieces = find_pieces
@@ -108,6 +112,7 @@ class HostStep:
             settings: Settings | None = None
             for held in some:
                 place = self._places[id(held.param)]
+                place.take_over()
                 if not place.used or held.param.grad is None:
                     continue
                 settings = read_settings(group) if settings is None else settings
@@ -137,6 +142,17 @@ class HostStep:
     def _find_scale(self) -> list[tuple[str, Any]]:
         scale = getattr(self.optimizer, "grad_scale", None)  # a GradScaler's, where the optimizer says fused=True
         return [] if scale is None else [("div", scale.detach().clone())]
+
+    def describe(self) -> list[str]:
+        """What must be alike on all ranks of a host for them to step one model, in words."""
+        assert self.plan is not None
+        found = []
+        for course in self.plan.courses:
+            step = (course.age.scalars or {}).get("step", 0)
+            count = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
+            taken = f"{len(course.held)} parameters to step that have taken {count} steps"
+            found += [*describe_settings(course.settings), taken]
+        return found
 
     @property
     def is_skipped(self) -> bool:
@@ -238,11 +254,11 @@ class HostStep:
     def _tiles(self, plan: Plan, rank: int) -> list[tuple[int, Piece]]:
         """What a rank steps, with the numbers of the lines."""
         found = []
-        for i, pieces in enumerate(self._find_pieces(rank)):
+        for i, pieces in enumerate(self._find_pieces(rank, plan.by_slot)):
             small = all(course.kernel is not None for course in plan.by_slot[i].values())
             nbytes = TILE_BYTES if small else OWN_TILE_BYTES
             tiles = cut_tiles(pieces, nbytes // self.lines[i].dtype.itemsize)
-            found += [(i, tile) for tile in tiles if tile.slot in plan.by_slot[i]]
+            found += [(i, tile) for tile in tiles]
         return found
 
     def _step_tile(self, plan: Plan, i: int, course: Course, tile: Piece) -> None:
@@ -303,6 +319,13 @@ class HostStep:
         if self.plan is None or self.plan.number != last:  # no step has begun since all ended one
             return []
         return [rank for rank, mark in enumerate(self._marks) if int(mark[_ENDED]) < last]
+
+    def await_torn(self) -> list[int]:
+        """The same, once those that are still at their part have ended it; one at least is lost."""
+        until = time.monotonic() + _TO_END_S
+        while len(torn := self.find_torn()) > 1 and time.monotonic() < until:
+            time.sleep(0.01)
+        return torn
 
     @torch.no_grad()
     def finish(self, ranks: Sequence[int]) -> None:

@@ -18,6 +18,7 @@ from unisono.sizes import parse_size
 from unisono.strategies.zero.optimizer_shards import check_optimizer
 from unisono.strategies.zero.replica import ZeroReplica
 from unisono.strategy import Accumulate, Buffers, Replica, Strategy
+from unisono.strategy.mistakes import refuse_common_memory
 from unisono.world import World
 
 Place = Literal["device", "cpu", "disk"]
@@ -90,6 +91,11 @@ class zero(Strategy):
     def check(self, model: nn.Module, optimizer: Optimizer, world: World) -> None:
         self._check_places()
         check_optimizer(optimizer)
+        if world.size > 1:
+            refuse_common_memory(model, "zero")
+
+    def why_torch_optimizer(self) -> str:
+        return "it splits the optimizer's state over the ranks"
 
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         return ZeroReplica(model, optimizer, world, self)

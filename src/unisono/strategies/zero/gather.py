@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from unisono.background import Handle, SerialQueue
 from unisono.strategies._host_memory import HostMemory
-from unisono.strategies._writes import Placed, Writes
+from unisono.strategies._writes import Placed, Writes, describe_settings
 from unisono.strategies.zero.units import UNCALLED, WHOLE, Unit
 from unisono.world import PeerLost, World
 
@@ -152,13 +152,14 @@ class CommonValues(Values):
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], memory: HostMemory, world: World) -> None:
         self._units, self._memory, self._world = list(units), memory, world
-        self._writes = Writes(model, [Placed(u.names, u.params, u.views(u.full)) for u in units], memory)
+        self._writes = Writes(model, [Placed(u.names, u.params, u.views(u.full), u.full) for u in units], memory)
 
-    def begin_step(self, window: int) -> None:
-        """The optimizer is about to step: wait until that is so on every rank."""
-        found = self._writes.describe()
+    def begin_step(self, window: int, groups: Sequence[Mapping[str, Any]]) -> None:
+        """The optimizer is about to step its `groups`: wait until that is so on every rank."""
+        settings = [line for group in groups for line in describe_settings(group)]
+        found = self._writes.describe(settings)
         self._world.survive(
-            lambda: self._writes.check(self._memory.meet(f"optimizer.step() of window {window}", found))
+            lambda: self._writes.check(self._memory.meet(f"optimizer.step() of window {window}", found), settings)
         )
 
     @torch.no_grad()
@@ -181,8 +182,13 @@ class CommonValues(Values):
         if self._memory.rank == 0:
             with torch.no_grad():
                 change()
-        self._writes.note()
         self._memory.meet("the end of replica.write")
+        self._writes.note()
+
+    def end_loading(self) -> None:
+        """Values came from a checkpoint: wait until all are there."""
+        self._memory.meet("a checkpoint is loaded")
+        self._writes.note()
 
     def close(self) -> None:
         self._writes.close()

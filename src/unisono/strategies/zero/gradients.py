@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -171,12 +171,23 @@ class ShardedGradients:
         fresh = grad is not shown or shown.cleared or self._is_cleared(unit, slot)
         local = shown.local if grad is shown else grad
         shown.cleared, shown.local = False, None
+        shown.tasks.clear()
         if local is not None and local.is_sparse:
             raise TypeError(
                 f"the gradient of {unit.names[slot]!r} is sparse, which zero cannot split: make its module "
                 "with sparse=False, or use the allreduce strategy"
             )
         return local, fresh
+
+    def holds_any_of(self, task: int, numbers: Container[int]) -> bool:
+        """Whether something that a backward pass has added waits to be reduced; `numbers`: where it added first."""
+        for number, (unit, slot) in enumerate(self.places):
+            shown, grad = self._shown[number], unit.params[slot].grad
+            if grad is shown and shown.local is not None and task in shown.tasks:
+                return True
+            if number in numbers and isinstance(grad, Tensor) and grad is not shown and bool(grad.count_nonzero()):
+                return True
+        return False
 
     def _is_cleared(self, unit: Unit, slot: int) -> bool:
         """Whether `optimizer.zero_grad()` let go of my part of a gradient."""
@@ -256,6 +267,7 @@ class ShardedGradient(Tensor):
     number: int
     local: Tensor | None
     cleared: bool
+    tasks: set[int]
 
     @staticmethod
     def __new__(
@@ -270,6 +282,7 @@ class ShardedGradient(Tensor):
         self.owner, self.number = weakref.ref(owner), number
         self.cleared = False  # by zero_()
         self.local = None  # what backward passes have added since, on this rank alone
+        self.tasks = set()  # which passes
 
     def full(self) -> Tensor:
         """The whole gradient, on every rank; every rank calls it."""
@@ -307,6 +320,7 @@ def _add_(x: ShardedGradient, other: Tensor, alpha: float = 1) -> ShardedGradien
     if not isinstance(x, ShardedGradient) or isinstance(other, ShardedGradient) or alpha != 1:
         raise NotImplementedError("only a backward pass may add to a gradient that is split over the ranks")
     x.local = other.detach() if x.local is None else x.local + other
+    x.tasks.add(torch._C._current_graph_task_id())
     return x
 
 

@@ -119,7 +119,7 @@ class Backward(Windows):
         """A parameter's gradient has been accumulated."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
-            self._begin(task)
+            self._begin(task, number)
         if not self._reducing:
             return
         unit, slot = self.gradients.places[number]
@@ -137,8 +137,14 @@ class Backward(Windows):
         while self._next >= 0 and not self._missing[self.units[self._next]]:
             self._launch()
 
-    def _begin(self, task: int) -> None:
+    def _begin(self, task: int, number: int) -> None:
         self._on_pass()
+        failed = self._task != -1 and not _in_checkpoint()  # the pass before this one did not end
+        if failed and self.gradients.holds_any_of(self._task, self._fired - {number}):
+            raise RuntimeError(
+                "the backward pass before this one failed half-way, and what it had added is still in the gradients of "
+                "the model, where optimizer.zero_grad() does not reach: call model.zero_grad() too, on every rank"
+            )
         if self.stage > 1 and _in_checkpoint():
             raise RuntimeError(
                 "re-entrant activation checkpointing runs a backward inside a backward, and stages 2 and 3 reduce "

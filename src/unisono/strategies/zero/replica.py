@@ -274,7 +274,7 @@ class ZeroReplica(Replica):
             self._backward.check_ended()
             self._spare.agree(self.step)
         if isinstance(self._values, CommonValues):
-            self._values.begin_step(self.step)
+            self._values.begin_step(self.step, self.optimizer.param_groups)
         if self._offload is not None:  # the optimizer itself finds nothing to step
             for unit in self._trainable:
                 for leaf in unit.leaves:
@@ -359,6 +359,8 @@ class ZeroReplica(Replica):
                 self._values.release_all()
             if whole["optimizer"] is not None:
                 checkpoint.load_optimizer(self._shards, self.units, whole["optimizer"], self._offload)
+        if isinstance(self._values, CommonValues):
+            self._values.end_loading()
         self._note_load()
 
     def _note_load(self) -> None:

@@ -13,6 +13,8 @@ from unisono.runtime.frames import CalledByAll, warn_user
 
 Op = Literal["sum", "mean", "max", "min", "product", "and", "or", "xor"]
 UNKNOWN = float("nan")
+DTYPES: list[torch.dtype] = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
+DTYPE_CODES = {dtype: i for i, dtype in enumerate(DTYPES)}
 SMALL_BYTES = 4096  # an all-reduce of one tensor up to this size is offered to `Transport.post`
 
 
@@ -104,6 +106,22 @@ class Transport(ABC):
     @abstractmethod
     def recv(self, x: Tensor, src: int) -> None:
         """Receive into `x` from rank `src`."""
+
+    def send_labelled(self, x: Tensor, dst: int, label: int) -> None:
+        """Send `x` with a number that says what it is, to `recv_labelled` of rank `dst`."""
+        self.send(torch.tensor([label, x.numel(), DTYPE_CODES[x.dtype]]), dst)
+        self.send(x, dst)
+
+    def recv_labelled(self, src: int, find: Callable[[int, int, torch.dtype], Tensor]) -> None:
+        """Receive the next message of rank `src` into the line of memory that `find(label, numel, dtype)` gives."""
+        head = torch.empty(3, dtype=torch.int64)
+        self.recv(head, src)
+        label, numel, code = head.tolist()
+        self.recv(find(label, numel, DTYPES[code]), src)
+
+    def has_room(self, dst: int, nbytes: int) -> bool:
+        """Whether `send_labelled` of so many bytes to rank `dst` would end at once."""
+        return False
 
     @abstractmethod
     def exchange(self, data: bytes) -> list[bytes]:

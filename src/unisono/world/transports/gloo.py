@@ -297,8 +297,23 @@ class GlooTransport(Transport):
     @_translate_errors
     def all_to_all(self, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> float:
         self._agree("all_to_all", str(parts[0].dtype))
+        self._compare_sizes(parts, outs)
         self._swap(parts, outs)
         return UNKNOWN
+
+    def _compare_sizes(self, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        """Whether each rank expects what I send it, and sends what I expect."""
+        mine = [torch.tensor([part.numel(), out.numel()]) for part, out in zip(parts, outs, strict=True)]
+        theirs = [torch.empty_like(pair) for pair in mine]
+        self._swap(mine, theirs)
+        for r, (here, there) in enumerate(zip(mine, theirs, strict=True)):
+            (sent, expected), (comes, awaited) = here.tolist(), there.tolist()
+            for source, n, target, m in ((self.rank, sent, r, awaited), (r, comes, self.rank, expected)):
+                if n != m:
+                    raise Mismatch(
+                        f"all_to_all: the ranks disagree; rank {source} sends {n} elements to rank {target}, which "
+                        f"expects {m}"
+                    )
 
     def _swap(self, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         outs[self.rank].copy_(parts[self.rank])

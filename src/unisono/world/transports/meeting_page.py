@@ -27,7 +27,17 @@ from unisono.background import LongWait, close_queues, watch_long_waits
 from unisono.runtime import stops
 from unisono.runtime.ending import ENDED, describe_ending
 from unisono.runtime.frames import find_current_call
-from unisono.world.transports import SMALL_BYTES, Mark, Mismatch, Op, PeerLost, Side, warn_of_each_other
+from unisono.world.transports import (
+    DTYPE_CODES,
+    DTYPES,
+    SMALL_BYTES,
+    Mark,
+    Mismatch,
+    Op,
+    PeerLost,
+    Side,
+    warn_of_each_other,
+)
 from unisono.world.transports.arithmetic import combine
 from unisono.world.transports.lateness import BYTES, Neighbours
 
@@ -53,15 +63,12 @@ _SMALL_HEAD = 64  # time, operation, dtype, elements, number of the collective, 
 _SMALL_TOP = struct.Struct("dIIqqII")
 _SMALL_SLOT = _SMALL_HEAD + SMALL_BYTES
 _SMALL_ROW = 64 + _DEPTH * _SMALL_SLOT
-_PAIR = 64  # chunks posted, chunks taken
+PAIR_BYTES = 64  # chunks posted, chunks taken
 
-_CHUNK = 1 << 20  # bytes of a direct message that travel at a time
 _VIEWS = 4096  # kept for shapes that come again
 _SIDE_TOP = struct.Struct("IiII")  # how often the ranks have disagreed; rank in the world, what, where
 _TO_TELL_S = 1.0  # that ranks wait for what each other called, where they disagree
 OP_CODES: dict[str, int] = {"sum": 0, "mean": 1, "max": 2, "min": 3, "product": 4, "and": 5, "or": 6, "xor": 7}
-DTYPES: list[torch.dtype] = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
-DTYPE_CODES = {dtype: i for i, dtype in enumerate(DTYPES)}
 
 
 assert _LATE + BYTES <= _SLOTS
@@ -175,7 +182,7 @@ class MeetingPage:
         self.noun = "rank"  # what the others here are called
         self.small_rows = [size * ROW + r * _SMALL_ROW for r in range(size)]
         self.pair_rows = size * (ROW + _SMALL_ROW)
-        nbytes = self.pair_rows + size * size * _PAIR
+        nbytes = self.pair_rows + size * size * PAIR_BYTES
         if os.fstat(fd).st_size < nbytes:  # every rank sets the same size
             os.ftruncate(fd, nbytes)
         self.memory = mmap.mmap(fd, nbytes)
@@ -315,7 +322,8 @@ class MeetingPage:
         """Show the others which call of the program I wait in; "": in none."""
         if self._pid == os.getpid():
             start = self.rank * ROW + _WAITS
-            self.memory[start : start + ROW - _WAITS] = where.encode()[: ROW - _WAITS].ljust(ROW - _WAITS, b"\0")
+            room = _SIDE - _WAITS
+            self.memory[start : start + room] = where.encode()[:room].ljust(room, b"\0")
 
     def _compare_waits(self, rank: int) -> None:
         """Say once where my program waits for long, and that of `rank`, which I wait for, in another call."""
@@ -327,7 +335,7 @@ class MeetingPage:
 
     def read_wait(self, rank: int) -> str:
         """Which call of the program `rank` has waited in for long; "" where it has not."""
-        return self._read(rank * ROW + _WAITS, rank * ROW + ROW)
+        return self._read(rank * ROW + _WAITS, rank * ROW + _SIDE)
 
     def read_sequence(self, rank: int) -> int:
         """The number of the collective of the last meeting that `rank` came to."""
@@ -538,63 +546,3 @@ class SmallAllReduce:
             found = [self._memory[s : s + nbytes].view(x.dtype) for s in starts]
             self._views[key] = found
         return found
-
-
-def count_outbox_bytes(size: int) -> int:
-    """Bytes of memory that a rank needs for its outboxes; only what is used is ever allocated."""
-    return size * 2 * (_CHUNK + 16)
-
-
-class DirectMessages:
-    """Messages from one rank to another, through outboxes of the sender's that all ranks have mapped."""
-
-    def __init__(self, page: MeetingPage, outboxes: Sequence[Tensor]) -> None:
-        """`outboxes[r]`: `count_outbox_bytes(size)` of rank r's memory, a part for each receiver."""
-        self.page = page
-        self._boxes = [boxes.split(2 * (_CHUNK + 16)) for boxes in outboxes]
-
-    def send(self, x: Tensor, dst: int) -> None:
-        """Send `x`'s bytes; blocks while two chunks wait to be taken."""
-        row = self._row(self.page.rank, dst)
-        box = self._boxes[self.page.rank][dst]
-        data = x.view(torch.uint8)
-        counters, what = self.page.counters, f"send to rank {dst}"
-        for chunk in _cut_chunks(data):
-            posted = counters[row]
-            self.page.await_counter(row + 4, posted - 1, dst, what)
-            at = (posted & 1) * (_CHUNK + 16)
-            box[at : at + 16].view(torch.int64).copy_(torch.tensor([data.numel(), DTYPE_CODES[x.dtype]]))
-            box[at + 16 : at + 16 + chunk.numel()].copy_(chunk)
-            counters.publish(row, posted + 1)
-
-    def has_message(self, src: int) -> bool:
-        """Whether a chunk from `src` waits to be taken."""
-        row = self._row(src, self.page.rank)
-        return is_behind(self.page.counters[row + 4], self.page.counters[row])
-
-    def recv(self, x: Tensor, src: int) -> None:
-        """Receive into `x`."""
-        row = self._row(src, self.page.rank)
-        box = self._boxes[src][self.page.rank]
-        data = x.view(torch.uint8)
-        counters, what = self.page.counters, f"recv from rank {src}"
-        for chunk in _cut_chunks(data):
-            taken = counters[row + 4]
-            self.page.await_counter(row, taken + 1, src, what)
-            at = (taken & 1) * (_CHUNK + 16)
-            nbytes, code = box[at : at + 16].view(torch.int64).tolist()
-            if nbytes != data.numel() or DTYPES[code] != x.dtype:
-                raise Mismatch(
-                    f"recv from rank {src}: it sent {nbytes} bytes of {DTYPES[code]}, "
-                    f"I receive into {data.numel()} bytes of {x.dtype}"
-                )
-            chunk.copy_(box[at + 16 : at + 16 + chunk.numel()])
-            counters.publish(row + 4, taken + 1)
-
-    def _row(self, src: int, dst: int) -> int:
-        return self.page.pair_rows + (src * self.page.size + dst) * _PAIR
-
-
-def _cut_chunks(data: Tensor) -> list[Tensor]:
-    """Pieces of at most a chunk; an empty message still is one."""
-    return list(data.split(_CHUNK)) if data.numel() else [data]

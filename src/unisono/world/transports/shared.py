@@ -11,6 +11,7 @@ Three ways, the same on every rank:
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import struct
 from bisect import bisect_right
@@ -21,27 +22,19 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from unisono.world.transports import SMALL_BYTES, Mark, Mismatch, Op, Transport, find_group
+from unisono.world.transports import DTYPE_CODES, DTYPES, SMALL_BYTES, Mark, Mismatch, Op, Transport, find_group
 from unisono.world.transports.arithmetic import combine, cut_share, cut_tiles
+from unisono.world.transports.direct_messages import DirectMessages, count_outbox_bytes
 from unisono.world.transports.mapped import MappedMemory, allow_reading, open_published, publish
-from unisono.world.transports.meeting_page import (
-    DTYPE_CODES,
-    DTYPES,
-    ITEM_LIMIT,
-    OP_CODES,
-    PAGE_NAME,
-    DirectMessages,
-    MeetingPage,
-    SmallAllReduce,
-    count_outbox_bytes,
-)
+from unisono.world.transports.meeting_page import ITEM_LIMIT, OP_CODES, PAGE_NAME, MeetingPage, SmallAllReduce
+from unisono.world.transports.sent_sizes import WEIGHTS, describe_uneven, weigh_sizes
 from unisono.world.transports.stage import Stage, count_stage_bytes, cut_blocks
 
 PRIVATE_BYTES = 256 << 10  # from here on private memory is read where it is, where that can be
 PEER_MEMORY = "UNISONO_PEER_MEMORY"  # "0": never
 _TILE = 1 << 20  # bytes reduced at a time in place: large enough for Python, small enough for the cache
 _READ, _READ_BY_ALL = 2 << 20, 8 << 20  # bytes of a rank that are read at a time, and of all ranks together
-_BLOCK = 64 << 20  # bytes reduced before the ranks meet to read each other's results
+_BLOCK = 128 << 20  # bytes reduced before the ranks meet to read each other's results
 _MOST_PIECES, _MOST_BYTES = 1024, 1 << 30  # of memory, in one call of the kernel
 _WORD = struct.Struct("Q")
 _HEAD = struct.Struct("BBHqiq")
@@ -196,7 +189,12 @@ class SharedTransport(Transport):
 
     def all_to_all(self, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> float:
         longest = max(p.numel() for p in parts)
-        heads, last = self._begin("all_to_all", "sum", parts[0].dtype, longest, (-1, 0), same=False)
+        sizes = [part.numel() for part in parts], [out.numel() for out in outs]
+        place = (-1, weigh_sizes(self.rank, *sizes))
+        heads, last = self._begin("all_to_all", "sum", parts[0].dtype, longest, place, same=False)
+        if sum(head[5] for head in heads) % WEIGHTS:
+            every = [json.loads(one) for one in self.exchange(json.dumps(sizes).encode())]
+            raise Mismatch(describe_uneven(every), sides=self._page.hear_sides(self.mark))
         self._pass_pieces(parts, outs, parts[0].dtype, None, longest=max(head[3] for head in heads))
         return last
 
@@ -248,6 +246,15 @@ class SharedTransport(Transport):
 
     def recv(self, x: Tensor, src: int) -> None:
         self._direct.recv(x, src)
+
+    def send_labelled(self, x: Tensor, dst: int, label: int) -> None:
+        self._direct.send(x, dst, label)
+
+    def recv_labelled(self, src: int, find: Callable[[int, int, torch.dtype], Tensor]) -> None:
+        self._direct.recv_labelled(src, find)
+
+    def has_room(self, dst: int, nbytes: int) -> bool:
+        return self._direct.has_room(dst, nbytes)
 
     def exchange(self, data: bytes) -> list[bytes]:
         found = self._page.meet(_MARK + struct.pack("q", len(data)) + data[:_INLINE], "an exchange of objects")

@@ -271,6 +271,21 @@ class TwoLevelTransport(Transport):
         else:
             self._flat.recv(x, src)
 
+    def send_labelled(self, x: Tensor, dst: int, label: int) -> None:
+        if self._inside is not None and dst in self._mine:
+            self._inside.send_labelled(x, self._mine.index(dst), label)
+        else:
+            self._flat.send_labelled(x, dst, label)
+
+    def recv_labelled(self, src: int, find: Callable[[int, int, torch.dtype], Tensor]) -> None:
+        if self._inside is not None and src in self._mine:
+            self._inside.recv_labelled(self._mine.index(src), find)
+        else:
+            self._flat.recv_labelled(src, find)
+
+    def has_room(self, dst: int, nbytes: int) -> bool:
+        return self._inside is not None and dst in self._mine and self._inside.has_room(self._mine.index(dst), nbytes)
+
     @_fail_together
     def exchange(self, data: bytes) -> list[bytes]:
         return self._flat.exchange(data)

@@ -3,6 +3,11 @@
 #   make test   ruff, mypy and all tests; installs the engines that some of them start
 #   make quick  ruff, mypy and a part of the unit tests, for the loop of a developer
 #   make engines  only the tests that start real engines: MPI, Slurm, torchrun, ssh, Ray, Spark
+#   make dist   the wheel and the sdist in dist/, checked; make dist-test: used in an empty environment
+#   make pythons  the quick tests from the wheel, on each Python that is found
+#   make docs   the site, from docs to docs/_build/html: no warnings, every link inside it leads somewhere
+#   make results   docs/results.md, from the lines in benchmarks/results
+#   make docs-links  the links to other sites; needs the network
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -10,29 +15,29 @@ STAMP  := $(VENV)/.installed
 ENGINES := $(VENV)/.engines
 # One pool for all tests, the longest first (tests/conftest.py). Three at a time on two cores: many wait for processes.
 POOL   := -n 3 --no-loadscope-reorder --timeout=300
-DOCTEST := -q -p no:xdist --doctest-modules --ignore-glob='*_triton.py' src
-# Lint, types and doctests run beside the tests: what they say is shown at the end, and their failure is one of the whole.
-BESIDE = @log=$$(mktemp); $(MAKE) --no-print-directory check doctest >$$log 2>&1 & beside=$$!; \
+DOCTEST := -q -p no:xdist --doctest-modules --ignore-glob='*_triton.py' $(foreach name,huggingface keras skorch,--ignore=src/unisono/$(name).py) src
+# Lint, types, doctests and the site are made beside the tests: what they say is shown at the end, and their failure is
+# one of the whole.
+BESIDE = @log=$$(mktemp); $(MAKE) --no-print-directory check doctest $(2) >$$log 2>&1 & beside=$$!; \
 	$(1); tests=$$?; wait $$beside; checks=$$?; cat $$log; rm -f $$log; [ $$tests = 0 ] && [ $$checks = 0 ]
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 unexport PYTHONDONTWRITEBYTECODE # some hundred processes read what the first of them compiled
 
-.PHONY: demo test quick engines check doctest bench network-tools engine-tools venv clean
+.PHONY: demo test quick engines check doctest docs docs-if-there docs-links results bench
+.PHONY: python all-tools network-tools engine-tools venv clean dist dist-test pythons
 
 demo: $(STAMP)
 	$(BIN)/python -m unisono.demo
 
-test: $(STAMP)
-	@$(MAKE) -s --no-print-directory -j2 engine-tools $(ENGINES)
-	$(call BESIDE,$(BIN)/python -m pytest -q $(POOL) -m "not alone" --durations=15 tests)
+test: all-tools
+	$(call BESIDE,$(BIN)/python -m pytest -q $(POOL) -m "not alone" --durations=15 tests,docs)
 	$(BIN)/python -m pytest -q -m alone tests/processes/test_neighbours.py
 
 quick: $(STAMP)
-	$(call BESIDE,$(BIN)/python -m pytest -q $(POOL) --quick tests/unit tests/conformance)
+	$(call BESIDE,$(BIN)/python -m pytest -q $(POOL) --quick tests/unit tests/conformance,docs-if-there)
 
-engines: $(STAMP)
-	@$(MAKE) -s --no-print-directory -j2 engine-tools $(ENGINES)
+engines: all-tools
 	$(BIN)/python -m pytest -rs $(POOL) --durations=15 tests/engines
 
 check: $(STAMP)
@@ -41,10 +46,47 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 doctest: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(DOCTEST)
+	OMP_NUM_THREADS=1 UNISONO_WARM=0 $(BIN)/python -m pytest $(DOCTEST)
+
+docs: $(STAMP)
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "the site is not built: Sphinx needs Python 3.11 or newer"; exit 0; }; \
+	$(BIN)/python -c 'import furo, myst_parser, sphinx_copybutton' \
+		|| { echo "make docs needs the extra docs: pip install -c constraints.txt -e '.[docs]'"; exit 1; }; \
+	echo "$(BIN)/python -m sphinx docs docs/_build/html"; \
+	$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs docs/_build/html
+
+docs-if-there: $(STAMP)
+	@if $(BIN)/python -c 'import furo, myst_parser, sphinx_copybutton' 2>/dev/null; then $(MAKE) --no-print-directory docs; \
+	else echo "the site is not built: the extra docs is not installed"; fi
+
+docs-links: $(STAMP)
+	$(BIN)/python -m sphinx -q -b linkcheck docs docs/_build/links
+
+results: $(STAMP)
+	$(BIN)/python docs/results.py
 
 bench: $(STAMP)
 	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file; done
+
+# What apt and pip install, side by side; where pip cannot install the engines, without these.
+all-tools: python
+	@$(MAKE) -s --no-print-directory -j2 engine-tools $(ENGINES)
+	@$(MAKE) -s --no-print-directory $(STAMP)
+
+# The wheel is built from the sdist, and must be that of the checkout.
+dist: $(STAMP)
+	rm -rf dist build src/*.egg-info
+	@$(BIN)/python -m pip install -q -c constraints.txt build twine 'setuptools>=77'
+	$(BIN)/python -m build --no-isolation --outdir dist . >/dev/null
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python release/check_dist.py dist --tree .
+
+dist-test: dist
+	$(BIN)/python release/try_wheel.py --constraints constraints.txt dist/*.whl
+
+pythons: dist
+	$(BIN)/python release/try_pythons.py --constraints constraints.txt dist/*.whl
 
 # tests/network lays out hosts as network namespaces, by iproute2. Where they cannot be made these tests are skipped.
 network-tools:
@@ -67,7 +109,8 @@ engine-tools: network-tools
 
 venv: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+# A Python that can make a virtual environment.
+python:
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.10 or newer"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 		|| { echo "$$($(PYTHON) --version) found, 3.10 or newer needed: make PYTHON=/path/to/python3"; exit 1; }
@@ -78,16 +121,22 @@ $(STAMP): pyproject.toml constraints.txt
 		else \
 			echo "$(PYTHON) has no ensurepip. As root: apt-get install python3-venv; then make again."; exit 1; \
 		fi; \
-	fi; \
-	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	fi
+
+MAKE_VENV = $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+INSTALL = $(BIN)/python -m pip install -q -c constraints.txt -e
+
+$(STAMP): pyproject.toml constraints.txt | python
+	@$(MAKE_VENV)
+	$(INSTALL) '.[dev]'
 	@touch $@
 
-# About 540 MB to download, most of it Spark.
-$(ENGINES): $(STAMP)
-	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,mpi,ray,spark]' && touch $@ \
+# About 540 MB more to download, most of it Spark; all in one go where there is nothing yet.
+$(ENGINES): pyproject.toml constraints.txt | python
+	@$(MAKE_VENV)
+	@$(INSTALL) '.[dev,mpi,ray,spark]' && touch $(STAMP) $@ \
 		|| echo "Ray, Spark or mpi4py could not be installed: their tests will be skipped"
 
 clean:
-	rm -rf $(VENV) build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache demo.png
+	rm -rf $(VENV) build dist docs/_build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache demo.png
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

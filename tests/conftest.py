@@ -2,7 +2,8 @@
 
 Where several processes run tests (`-n 3 --no-loadscope-reorder`), the longest begin first, as
 durations.json remembers them; what shares a cluster or a costly fixture stays together; and short tests travel in
-handfuls. `UNISONO_RECORD_DURATIONS=1` writes that file anew.
+handfuls. `UNISONO_RECORD_DURATIONS=1 make test`, on a machine that does nothing else, writes that file anew; a test
+that it does not know takes what others of its file do.
 
 Workers that tests start are forked from one process that has imported torch, as with `unisono run --warm`. Tests of
 the start itself say which way they mean; UNISONO_WARM=0 in the environment makes all of them fresh.
@@ -10,6 +11,7 @@ the start itself say which way they mean; UNISONO_WARM=0 in the environment make
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -28,6 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two-core machines
 for signum in (signal.SIGINT, signal.SIGHUP):  # ignored in the background and under nohup: a handler is not inherited
     if signal.getsignal(signum) is signal.SIG_IGN:
         signal.signal(signum, lambda *_: None)
+gc.disable()  # while tests are collected, which makes no cycles of any size: a second of each process; see below
 TESTS = Path(__file__).parent
 NETWORK = TESTS / "network"
 DURATIONS = TESTS / "durations.json"
@@ -56,19 +59,49 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _start_folder(config: pytest.Config) -> None:
-    os.environ["UNISONO_WARM_IDLE_S"] = "120"  # where these tests are killed
+    os.environ["UNISONO_WARM_IDLE_S"] = "300"  # where these tests are killed; those of one engine may be far apart
     os.environ["UNISONO_WARM"] = folder = tempfile.mkdtemp(prefix="unisono-tests-")  # of mode 700
     config.add_cleanup(lambda: _stop_servers(folder))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the server here, where all is as it is for most tests: it refuses those of another group or priority."""
+    """Start the server here, where all is as it is for most tests: it refuses those of another group or priority.
+
+    What is there now (torch, and thousands of tests) stays to the end: Python's collector need not go over it again,
+    which takes it a second each time.
+    """
+    gc.enable()
+    _freeze()
     if session.config.option.collectonly or os.environ["UNISONO_WARM"] == "0":
         return
     if any(item.path.parent.name in ("processes", "engines") for item in session.items):
         from unisono.launchers.warm import connect_warm
 
         connect_warm().close()  # it begins to import torch
+
+
+_frozen, _file = 0, Path()  # how many objects; of the test before
+
+
+def _freeze() -> None:
+    global _frozen
+    gc.collect()
+    gc.freeze()
+    _frozen = gc.get_freeze_count()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What tests leave behind that others would notice.
+
+    Ray has breakpoint() of the process that starts it, and of all that come of it, go to a debugger of its own. Some
+    tests run what ends by gc.unfreeze: with all of that to go over, later ones would take twice as long.
+    """
+    global _file
+    os.environ.pop("PYTHONBREAKPOINT", None)
+    if item.path != _file:
+        _file = item.path
+        if gc.get_freeze_count() < _frozen:
+            _freeze()
 
 
 def _stop_servers(folder: str) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-_FENCE = re.compile(r"^( *)```(\w*) *$")
+_FENCE = re.compile(r"^( *)```(?:(\w*)|\{[\w-]+\}.*?) *$")  # a directive of the site has braces, and no language
 _COMMENT = re.compile(r"^ *<!-- *(.*?) *--> *$")
 
 
@@ -49,7 +49,7 @@ def blocks(page: Path) -> Iterator[Block]:
         if opened is None:
             at += 1
             continue
-        indent, language = opened.groups()
+        indent, language = opened[1], opened[2] if opened[2] is not None else "directive"
         end = next(i for i in range(at + 1, len(lines)) if lines[i].strip() == "```")
         text = "\n".join(line.removeprefix(indent) for line in lines[at + 1 : end]) + "\n"
         above = _COMMENT.match(lines[at - 1]) if at else None

@@ -1,13 +1,16 @@
 """Python programs in processes that are forked from one which has imported torch: each saves two seconds of a core.
 
-`Program` has what tests use of `subprocess.Popen`. The process that is forked from starts with the first program and
-ends with the tests. Tests of the start itself, of limits on memory, and of other programs start theirs themselves.
+`Program` has what tests use of `subprocess.Popen`. The process that is forked from starts with the first program. All
+processes that run tests use it, by a socket in the folder of their fork server (conftest.py); it ends when that folder
+is gone, or after two minutes without a connection. Tests of the start itself, of limits on memory, and of other
+programs start theirs themselves.
 """
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import runpy
@@ -16,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -124,43 +128,87 @@ class Program:
 
 @cache
 def _server() -> socket.socket:
-    ours, theirs = socket.socketpair()
+    folder = os.environ.get("UNISONO_WARM", "0")
+    if not os.path.isdir(folder):  # these tests start all workers fresh
+        holder = tempfile.TemporaryDirectory(prefix="unisono-tests-")
+        _server.holder = holder  # type: ignore[attr-defined]
+        folder = holder.name
+    path = os.path.join(folder, "programs")
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # only one of several starts it
+        with contextlib.suppress(OSError):
+            return _connect(path)
+        _start(path)
+    return _connect(path)
+
+
+def _connect(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.connect(path)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _start(path: str) -> None:
+    """The process that is started forks the server and ends: the server is no child of these tests."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, __file__, str(theirs.fileno())]
-    process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-    theirs.close()
-
-    def stop() -> None:
-        ours.close()
-        process.wait()
-
-    atexit.register(stop)
-    return ours
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(path)
+        listener.listen(16)
+        command = [sys.executable, __file__, str(listener.fileno()), path]
+        subprocess.run(command, env=environment, pass_fds=[listener.fileno()], stdin=subprocess.DEVNULL, check=True)
 
 
 # -- in the process that is forked from --------------------------------------------------------------------------------
 
+_IDLE_S, _LOOK_S = 120.0, 2.0
 
-def _serve(connection: socket.socket) -> None:
+
+def _serve(listener: socket.socket, path: str) -> None:
     import_modules()
     tasks = len(os.listdir("/proc/self/task"))
     assert tasks == 1, f"{tasks} threads: they would not be there in a process that is forked"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # of those below nobody waits here
-    while True:
-        head, fds, _, _ = socket.recv_fds(connection, 4, 4)
-        if not head:
-            return
-        size, body = int.from_bytes(head, "little"), b""
-        while len(body) < size:
-            body += connection.recv(size - len(body))
-        if os.fork() == 0:
-            connection.close()
-            try:
-                _keep(json.loads(body), *fds)
-            finally:
-                os._exit(1)  # where it could not be started
-        for fd in fds:
-            os.close(fd)
+    used = time.monotonic()
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        while os.path.exists(path) and time.monotonic() < used + _IDLE_S:
+            for key, _ in selector.select(_LOOK_S):
+                sock = key.fileobj
+                assert isinstance(sock, socket.socket)
+                if sock is listener:
+                    selector.register(listener.accept()[0], selectors.EVENT_READ)
+                elif not _take(sock, selector):
+                    selector.unregister(sock)
+                    sock.close()
+            if len(selector.get_map()) > 1:
+                used = time.monotonic()
+
+
+def _take(connection: socket.socket, selector: selectors.BaseSelector) -> bool:
+    """Start one program; False where the other end is gone."""
+    head, fds, _, _ = socket.recv_fds(connection, 4, 4)
+    if not head:
+        return False
+    size, body = int.from_bytes(head, "little"), b""
+    while len(body) < size:
+        body += connection.recv(size - len(body))
+    if os.fork() == 0:
+        try:
+            for key in selector.get_map().values():
+                os.close(key.fd)
+            selector.close()
+            _keep(json.loads(body), *fds)
+        finally:
+            os._exit(1)  # where it could not be started
+    for fd in fds:
+        os.close(fd)
+    return True
 
 
 def _keep(asked: dict[str, Any], stdin: int, out: int, err: int, told: int) -> NoReturn:
@@ -210,4 +258,5 @@ def _split(path: str) -> Sequence[str]:
 
 
 if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    if os.fork() == 0:
+        _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])

@@ -13,8 +13,11 @@ if TYPE_CHECKING:  # the same as below, for type checkers: a test compares them
     from unisono import boost as boost
     from unisono import estimators as estimators
     from unisono import horovod as horovod
+    from unisono import huggingface as huggingface
+    from unisono import keras as keras
     from unisono import lightning as lightning
     from unisono import on as on
+    from unisono import skorch as skorch
     from unisono.batch_norm import sync_batch_norm as sync_batch_norm
     from unisono.checkpoint import CheckpointError as CheckpointError
     from unisono.checkpoint import Loaded as Loaded
@@ -51,10 +54,11 @@ if TYPE_CHECKING:  # the same as below, for type checkers: a test compares them
     from unisono.world.virtual import run_threads as run_threads
     from unisono.world.virtual import simulate as simulate
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"  # the one place that has it
 
 _EXPORTS = {
-    "unisono": "backend boost estimators horovod lightning on",  # modules; some need extras: `un.boost.XGBoost`
+    # Modules; some need extras: `un.boost.XGBoost`.
+    "unisono": "backend boost estimators horovod huggingface keras lightning on skorch",
     "unisono.batch_norm": "sync_batch_norm",
     "unisono.checkpoint": "CheckpointError Loaded load save",
     "unisono.checkpoint.plain": "read_checkpoint",

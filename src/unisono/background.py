@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import threading
 import time
@@ -10,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -150,6 +151,11 @@ class _Job:
             self.finished.set()
 
 
+Wakes = bool | Literal["soon"]
+SOON_S = 0.002  # after which a job that nobody waits for is run by the thread
+_ALERT_S = 0.05  # since the last such job: so long the thread looks by itself, which costs less than to call it
+
+
 class SerialQueue:
     """A queue with one thread, started at the first job; a thread that waits for a job runs the queue itself.
 
@@ -170,29 +176,56 @@ class SerialQueue:
         self._signal = threading.Condition()
         self._running = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._due = math.inf  # when the thread is to run what is queued
+        self._last_soon = -math.inf
+        self._is_alert = False  # the thread looks by itself
 
-    def submit(self, run: Callable[[], T], *, after: Callable[[], None] | None = None, wakes: bool = True) -> Handle[T]:
+    def submit(
+        self, run: Callable[[], T], *, after: Callable[[], None] | None = None, wakes: Wakes = True
+    ) -> Handle[T]:
         """Queue `run`; its handle gives the result.
 
         `after` is called once it has run, where the next job may run already. `wakes=False`: the caller waits for it
-        right away, and so runs it.
+        right away, and so runs it. "soon": it is likely to, before the thread would have woken up; if it does not, the
+        thread runs it some milliseconds later.
         """
         job = _Job(run, self._watch, self._moves, after)
         with self._signal:
             if self._closed:
                 raise RuntimeError(f"{self.name} is closed: nothing more can be sent through it")
             self._jobs.append(job)
-        if wakes:
+            if wakes == "soon":
+                self._last_soon = time.monotonic()
+                self._due = min(self._due, self._last_soon + SOON_S)
+                if not self._is_alert:
+                    self._call_thread()
+        if wakes is True:
             self.wake()
         return Handle(lambda: self._result(job), job.finished.is_set)
+
+    def try_run(self, run: Callable[[], None], when: Callable[[], bool]) -> bool:
+        """Run a job here and now, where none is queued or runs and `when()` allows it; whether it was run."""
+        if self._jobs or not self._running.acquire(blocking=False):
+            return False
+        try:
+            if self._jobs or self._closed or not when():
+                return False
+            run()
+            return True
+        finally:
+            self._running.release()
 
     def wake(self) -> None:
         """Have the thread run what is queued."""
         with self._signal:
-            if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._loop, name=self.name, daemon=True)
-                self._thread.start()
-            self._signal.notify()
+            self._due = 0.0
+            self._call_thread()
+
+    def _call_thread(self) -> None:
+        if self._thread is None and not self._closed:
+            self._thread = threading.Thread(target=self._loop, name=self.name, daemon=True)
+            self._thread.start()
+        self._signal.notify()
 
     def holds_one(self) -> bool:
         """Whether one job is queued, and none runs."""
@@ -238,12 +271,22 @@ class SerialQueue:
         _thread.watch = self._watch
         while True:
             with self._signal:
-                while not self._jobs and not self._closed:
-                    self._signal.wait()
+                while not self._is_due():
+                    self._is_alert = (nap_s := self._find_nap()) is not None
+                    self._signal.wait(nap_s)
                 if self._closed and not self._jobs:
                     return
             self._running.acquire()
             self._run_next()
+
+    def _is_due(self) -> bool:
+        return self._closed or (bool(self._jobs) and time.monotonic() >= self._due)
+
+    def _find_nap(self) -> float | None:
+        """How long the thread may sleep; None: until it is called."""
+        if not self._jobs:
+            self._due = math.inf
+        return SOON_S if self._due < math.inf or time.monotonic() < self._last_soon + _ALERT_S else None
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Run what is queued, then end the thread."""

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from unisono.world import World, join
 
 
-class _Link:
+class Link:
     """The ranks that a model's batch normalisations share; copies of the model keep to the same."""
 
     def __init__(self, world: World) -> None:
         self.world, self.channel = world, world.channel()
 
-    def __deepcopy__(self, memo: Any) -> _Link:
+    def __deepcopy__(self, memo: Any) -> Link:
         return self
 
     def move(self, world: World) -> None:
@@ -57,7 +57,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     not count. State-dict keys are those of the module it replaces.
     """
 
-    def __init__(self, like: nn.modules.batchnorm._BatchNorm, link: _Link) -> None:
+    def __init__(self, like: nn.modules.batchnorm._BatchNorm, link: Link) -> None:
         super().__init__(like.num_features, like.eps, like.momentum, like.affine, like.track_running_stats)
         self.weight, self.bias = like.weight, like.bias
         if like.track_running_stats:
@@ -165,7 +165,7 @@ def sync_batch_norm(model: nn.Module, world: World | None = None) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"sync_batch_norm takes a torch.nn.Module, got {type(model).__name__}")
-    return _replace(model, _Link(world if world is not None else join()))
+    return _replace(model, Link(world if world is not None else join()))
 
 
 def move_batch_norm(model: nn.Module, world: World) -> None:
@@ -174,7 +174,7 @@ def move_batch_norm(model: nn.Module, world: World) -> None:
         link.move(world)
 
 
-def _replace(module: nn.Module, link: _Link) -> nn.Module:
+def _replace(module: nn.Module, link: Link) -> nn.Module:
     if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, SyncBatchNorm):
         return SyncBatchNorm(module, link)
     for name, child in list(module.named_children()):

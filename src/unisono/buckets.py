@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 BUCKET_BYTES = 25 << 20
 LARGE_BUCKET_BYTES = 128 << 20  # where launching kernels takes longer than what they do
@@ -135,6 +137,19 @@ def view_like(line: Tensor, param: Tensor) -> Tensor:
     if param.numel() and dense.untyped_storage().nbytes() == param.numel() * dense.element_size():
         return line.as_strided(param.shape, param.stride(), line.storage_offset())
     return line.view(param.shape)
+
+
+def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """`optimizer.load_state_dict(state)`, with each tensor in the memory order of its parameter.
+
+    Files and messages have tensors row by row; a fused step goes over parameter and state as they lie in memory.
+    """
+    optimizer.load_state_dict(state)
+    for param, entry in optimizer.state.items():
+        for name, value in entry.items():
+            if isinstance(value, Tensor) and value.shape == param.shape and value.stride() != param.stride():
+                line = torch.empty(param.numel(), dtype=value.dtype, device=value.device)
+                entry[name] = view_like(line, param).copy_(value)
 
 
 def group_into_buckets(named: Sequence[tuple[str, Parameter]], bucket_bytes: int) -> list[list[tuple[str, Parameter]]]:

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unisono.progress import SPLIT
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 COLOURS = dict(zip(SPLIT, ("#2f6db3", "#e08a1e", "#c23b50", "#7a9a3b"), strict=True))
 BATCH_SIZE = 128
+FONT = (  # the digits 0 to 9, in five rows of three dots
+    "111101101101111",
+    "010110010010111",
+    "111001111100111",
+    "111001111001111",
+    "101101111001001",
+    "111100111001111",
+    "111100111101111",
+    "111001010010010",
+    "111101111101111",
+    "111101111001111",
+)
 
 
 @dataclass(frozen=True)
@@ -36,10 +52,35 @@ class Result:
         return sum(sum(self.step_ms(kind)) for kind in kinds or SPLIT) / self.workers
 
 
+def load_digits() -> tuple[Tensor, Tensor]:
+    """1,797 images of 8 × 8 and what they show: scikit-learn's digits, written by hand, or else digits drawn by us."""
+    import torch
+
+    if importlib.util.find_spec("sklearn") is None:
+        return draw_digits(1797)
+    from sklearn.datasets import load_digits as load
+
+    raw = load()
+    return torch.tensor(raw.data, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(raw.target)
+
+
+def draw_digits(count: int) -> tuple[Tensor, Tensor]:
+    """Digits of a font of 3 × 5, each somewhere in its image, fainter or stronger, and under noise."""
+    import torch
+
+    random = torch.Generator().manual_seed(0)
+    shapes = torch.tensor([[int(dot) for dot in shape] for shape in FONT], dtype=torch.float32).view(10, 5, 3)
+    labels = torch.randperm(count, generator=random) % 10  # each sixth is held out: of all ten digits
+    images = 0.15 * torch.randn(count, 1, 8, 8, generator=random)
+    for image, label in zip(images, labels.tolist(), strict=True):
+        top, left = (int(torch.randint(most, (), generator=random)) for most in (3, 4))
+        image[0, top : top + 5, left : left + 3] += shapes[label] * (0.75 + torch.rand((), generator=random))
+    return images, labels
+
+
 def train(epochs: int, width: int) -> Result:
     """Run by each worker: the program is the same for any number of them."""
     import torch
-    from sklearn.datasets import load_digits
     from torch import nn
 
     import unisono as un
@@ -47,9 +88,7 @@ def train(epochs: int, width: int) -> Result:
     world = un.join("cpu")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    raw = load_digits()
-    images = torch.tensor(raw.data, dtype=torch.float32).view(-1, 1, 8, 8) / 16
-    labels = torch.tensor(raw.target)
+    images, labels = load_digits()
     test = torch.arange(len(labels)) % 6 == 0
     model = nn.Sequential(
         *(nn.Conv2d(1, width, 3, padding=1), nn.ReLU()),
@@ -149,10 +188,12 @@ def draw(one: Result, many: Result, path: Path) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What the demo can be asked for."""
-    parser.add_argument("-n", "--workers", type=int, default=2, help="local workers of the second run (default 2)")
-    parser.add_argument("--epochs", type=int, default=20, help="epochs of each run (default 20)")
-    parser.add_argument("--width", type=int, default=48, help="channels of the first layer (default 48)")
-    parser.add_argument("--picture", type=Path, default=Path("demo.png"), help="where to draw (default demo.png)")
+    parser.add_argument("-n", "--workers", type=int, default=2, help="local workers of the second run; default: 2")
+    parser.add_argument("--epochs", type=int, default=20, help="epochs of each run; default: 20")
+    parser.add_argument("--width", type=int, default=48, help="channels of the first layer; default: 48")
+    parser.add_argument(
+        "--picture", metavar="FILE", type=Path, default=Path("demo.png"), help="where to draw; default: demo.png"
+    )
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # given to workers only
 
 
@@ -165,14 +206,14 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         return 0
     if options.workers < 2:
         parser.error(f"got --workers {options.workers}, expected at least 2: one worker is always run first")
-    try:
-        import matplotlib  # noqa: F401
-        import sklearn  # noqa: F401
-    except ImportError as missing:
-        parser.error(f"{missing}; the demo needs: pip install 'unisono[examples,plots]'")
     from rich.console import Console
 
-    console = Console()
+    console = Console(highlight=False, soft_wrap=True)
+    if importlib.util.find_spec("sklearn") is None:
+        console.print(
+            "digits drawn by the demo itself; those written by hand come with: pip install 'unisono[examples]'",
+            markup=False,
+        )
     results: list[Result] = []
     for workers in (1, options.workers):
         console.print(f"[bold]{workers} worker{'s' * (workers > 1)}[/bold], {options.epochs} epochs of 1,497 digits")
@@ -183,6 +224,9 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     console.print()
     one, many = results
     console.print(make_comparison(one, many))
+    if importlib.util.find_spec("matplotlib") is None:
+        console.print("no picture: one is drawn with: pip install 'unisono[plots]'", markup=False)
+        return 0
     draw(one, many, options.picture)
     console.print(f"picture: {options.picture}")
     return 0

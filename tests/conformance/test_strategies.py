@@ -93,7 +93,7 @@ def one_process(ranks_at: Callable[[int], list[int]], steps: int, clip: float | 
 # Training ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("size", "clip"), [(1, 0.05), (2, None), (2, 0.05), (3, None)])
+@pytest.mark.parametrize(("size", "clip"), [(1, 0.05), (2, 0.05), (3, None)])
 def test_all_ranks_end_alike_and_as_one_process_would(case: Case, size: int, clip: float | None) -> None:
     def work(world: World) -> tuple[list[Tensor], int]:
         model, optimizer, replica = started(case, world, seed=world.rank)  # rank 0's start counts
@@ -122,8 +122,8 @@ def test_a_world_of_one_is_the_bare_loop(case: Case) -> None:
 
 @pytest.mark.parametrize(
     ("size", "windows"),
-    [(1, [2, 2, 1]), (2, [2, 2, 2]), (2, [2, 2, 1]), (3, [2, 2, 1])],
-    ids=["1-short last window", "2-even", "2-short last window", "3-short last window"],
+    [(1, [2, 2, 1]), (2, [2, 2, 2]), (3, [2, 2, 1])],
+    ids=["1-short last window", "2-even", "3-short last window"],
 )
 def test_accumulation(case: Case, size: int, windows: list[int]) -> None:
     def work(world: World) -> list[Tensor]:
@@ -298,24 +298,24 @@ def test_a_checkpoint_gives_others_what_consolidate_gives(case: Case, size: int,
             torch.testing.assert_close(value, wanted[name], rtol=TIGHT, atol=TIGHT)
 
 
-@pytest.mark.parametrize("comes_back", ["as it left", "as a new process"])
-def test_a_world_that_shrinks_and_grows(case: Case, comes_back: str) -> None:
-    """4 ranks for 2 steps, 3 for 2, 4 again for 3; rank 3 leaves, and is brought up to date when it is back."""
+def test_a_world_that_shrinks_and_grows(case: Case) -> None:
+    """4 ranks for 2 steps, 2 for 2, 4 again for 3; of those that leave, rank 1 comes back as it left, and rank 3 as a
+    new process: both are brought up to date."""
     if case.example.splits_state:
         pytest.skip("a rank that leaves takes its part along: see tests/unit/test_zero.py")
 
     def work(world: World) -> tuple[list[Tensor], list[Any], list[str], int, int]:
         model, optimizer, replica = started(case, world)
         train(model, optimizer, world.rank, range(2))
-        smaller = world.split([[0, 1, 2], [3]])
+        smaller = world.split([[0, 2], [1], [3]])
         told = []
-        if world.rank == 3 and comes_back == "as a new process":
+        if world.rank == 3:
             replica.close()
         world.barrier()  # it has left before the others go on: what it closes may need them
-        if world.rank < 3:
+        if world.rank in (0, 2):
             told.append(replica.rebind(smaller))
             train(model, optimizer, world.rank, range(2, 4))
-        elif comes_back == "as a new process":
+        elif world.rank == 3:
             model, optimizer, replica = started(case, World(), seed=9)
         elif not case.example.one_model:
             with torch.no_grad():
@@ -343,7 +343,7 @@ def test_a_world_that_shrinks_and_grows(case: Case, comes_back: str) -> None:
             assert isinstance(text, str)
             assert len(text.split()) > 3, f"rebind must say what it did, got {text!r}"
     if case.example.exact:
-        reference = one_process(lambda t: [0, 1, 2] if t in (2, 3) else [0, 1, 2, 3], 7)
+        reference = one_process(lambda t: [0, 2] if t in (2, 3) else [0, 1, 2, 3], 7)
         assert_same(results[0][0], values(reference), tolerance=TIGHT)
 
 

@@ -75,6 +75,14 @@ print(json.dumps({"loss": loss, "attempt": os.environ.get("TORCHELASTIC_RESTART_
 """
 )
 
+# What an engine started without our launcher: its rank, the size, and a sum over all.
+ITSELF = """
+import json, torch, unisono as un
+world = un.join(device="cpu")
+total = world.all_reduce(torch.tensor(10.0 + world.rank), "sum").wait()
+print(json.dumps([world.rank, world.size, total.item()]))
+"""
+
 # Trains until a worker that came later has made a step, whole passes; prints how many of them, and the weights.
 REPLACED = """
 import json, os, time, torch, unisono as un

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from engine_cases import COMMON, EVERYTHING, KILLED, REPLACED, right_loss, right_weights, specs
+from engine_cases import COMMON, EVERYTHING, ITSELF, KILLED, REPLACED, right_loss, right_weights, specs
 from engine_commands import Command, only, unisono_run
 from slurm_cluster import SlurmCluster, why_not
 
@@ -140,10 +140,9 @@ def test_workers_of_a_cancelled_job_save_and_leave_and_the_same_script_goes_on(
 
 
 def test_a_program_that_srun_started_itself_finds_its_world(command: Command, cluster: Mapping[str, str]) -> None:
-    script = COMMON + "print(json.dumps([un.join().rank, train()]))"
-    ended = command("srun", "-n", "2", sys.executable, "script.py", script=script, env=cluster)
+    ended = command("srun", "-n", "2", sys.executable, "script.py", script=ITSELF, env=cluster)
     assert ended.status == 0, ended
-    assert sorted(ended.json()) == [[rank, pytest.approx(right_loss(), rel=1e-12)] for rank in range(2)]
+    assert sorted(ended.json()) == [[0, 2, 21.0], [1, 2, 21.0]]
 
 
 def test_too_small_a_cluster_or_allocation_is_said_at_once(command: Command, cluster: Mapping[str, str]) -> None:

@@ -17,6 +17,7 @@ from engine_cases import EVERYTHING, right_loss, specs
 from engine_commands import Command, only, unisono_run
 from engine_functions import (
     ROWS,
+    descend,
     dies_once,
     fail_on_rank_1,
     gradient,
@@ -148,16 +149,16 @@ def test_mapreduce_is_gradient_descent_on_blocks_that_stay(session: Any) -> None
     x, w = rng.normal(size=(1000, 3)), np.array([1.0, -2.0, 3.0])
     engine = un.on.spark(session)
     found = mapreduce(
-        gradient, "sum", (x, x @ w), state=np.zeros(3), update=lambda w, g: w - g / 1000, rounds=12, workers=2,
+        gradient, "sum", (x, x @ w), state=np.zeros(3), update=lambda w, g: w - g / 1000, rounds=3, workers=2,
         on=engine,
     )  # fmt: skip
-    assert np.abs(found - w).max() < 1e-6
+    assert found == pytest.approx(descend(x, x @ w, 3), rel=1e-12)
     where: list[Any] = []
     mapreduce(
         pids, lambda a, b: a + b, session.sparkContext.parallelize(range(10), 2), state=0,
         update=lambda state, seen: where.append(seen) or state + 1, rounds=8, on=engine,
     )  # fmt: skip
-    assert where[-1] == where[-3]  # where an executor has two processes, they take turns
+    assert where[-1] in where[:-1]  # where an executor has two processes, either may come
     assert len({pid for seen in where for pid, _ in seen}) >= 2
 
 

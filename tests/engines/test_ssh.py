@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +44,24 @@ def test_the_same_program_has_the_same_loss_and_every_strategy_runs(command: Com
     assert (found["size"], found["how"]) == (2, "messages")
     assert set(found["strategies"]) == set(wanted)
     assert all(0 < loss < 20 for loss in found["strategies"].values())
+
+
+def test_the_doctor_visits_both_hosts_and_measures_the_link(command: Command, hosts: SshHosts) -> None:
+    names = [hosts.address(host) for host in range(2)]
+    script = """
+        import json, sys
+        from dataclasses import asdict
+        from unisono.doctor.network import Hosts, check_hosts
+        print(json.dumps([asdict(one) for one in check_hosts(Hosts(*json.loads(sys.argv[1])))]))
+    """
+    asked = json.dumps([names, hosts.options()])
+    ended = command(*hosts.here(sys.executable, "script.py", asked), script=script)
+    [told] = ended.json()
+    found = {one["name"]: one for one in told}
+    for name in names:
+        assert found[f"host {name}"]["text"].startswith("reached; python "), found[f"host {name}"]
+        assert abs(found[f"host {name}"]["values"]["clock_s"]) < 5  # it is the same clock
+    assert found[" – ".join(names)]["values"]["bits_per_s"] > 1e6
 
 
 def test_after_a_kill_the_workers_of_both_hosts_start_again(command: Command, hosts: SshHosts) -> None:

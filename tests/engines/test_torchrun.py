@@ -17,14 +17,15 @@ pytestmark = pytest.mark.timeout(300)
 
 # Through messages (gloo), not shared memory, in a world of ours.
 MESSAGES = KILLED + "assert un.join().transport.name == 'messages', un.join().transport.name"
-# The same beside a gloo group that the program makes itself and uses before the kill and after.
+# On a page of the host, a new one after the kill, beside a gloo group that the program makes itself, before and after.
 OWN_GROUP = f"""
 import torch, torch.distributed as dist, unisono as un
 un.join(device="cpu")
 dist.init_process_group("gloo")
 x = torch.ones(3)
 dist.all_reduce(x)
-{MESSAGES}
+{KILLED}
+assert 'UNISONO_SHM_FD' in os.environ and un.join().transport.name == 'shared memory'
 dist.all_reduce(x)
 assert x.tolist() == [4.0] * 3, x
 dist.destroy_process_group()
@@ -41,20 +42,12 @@ def test_the_same_program_has_the_same_loss_and_every_strategy_runs(command: Com
     assert all(0 < loss < 20 for loss in found["strategies"].values())
 
 
-def test_after_a_kill_all_start_again_and_finish_with_gloo_groups_of_their_own_too(command: Command) -> None:
+def test_after_a_kill_all_start_again_on_a_new_page_with_gloo_groups_of_their_own_too(command: Command) -> None:
     options = ("--on", "torchrun", "--max-restarts", "1", "-n", "2")
-    env = {"UNISONO_SHARED_MEMORY": "0"}
-    ended = command(*unisono_run(*options, "script.py"), script=OWN_GROUP, env=env)
+    ended = command(*unisono_run(*options, "script.py"), script=OWN_GROUP)
     assert ended.status == 0, ended
     assert ended.json() == [{"loss": pytest.approx(right_loss(), rel=1e-12), "attempt": "1"}] * 2
     assert ended.err == "unisono: worker 1 failed: killed by SIGKILL; all workers start again (restart 1 of 1)\n"
-
-
-def test_after_a_kill_workers_of_one_host_meet_on_a_new_page(command: Command) -> None:
-    script = KILLED + "assert 'UNISONO_SHM_FD' in os.environ and un.join().transport.name == 'shared memory'"
-    ended = command(*unisono_run("--on", "torchrun", "--max-restarts", "1", "-n", "2", "script.py"), script=script)
-    assert ended.status == 0, ended
-    assert ended.json() == [{"loss": pytest.approx(right_loss(), rel=1e-12), "attempt": "1"}] * 2
 
 
 def test_plain_torchrun_restarts_a_world_of_ours(command: Command) -> None:

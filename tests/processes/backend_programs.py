@@ -125,6 +125,13 @@ def ddp_with_buffers(group: Any) -> list[Tensor]:
 
 
 @program
+def ddp_compiled(group: Any) -> list[Tensor]:
+    """Inside which torch's C++ calls the group: its Python is not compiled along."""
+    torch._dynamo.reset()
+    return train(torch.compile(DistributedDataParallel(make(), process_group=group), backend="eager"))
+
+
+@program
 def ddp_hook_fp16(group: Any) -> list[Tensor]:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 

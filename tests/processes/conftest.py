@@ -37,7 +37,7 @@ class Launched:
         decoded = ((text or b"").decode("utf-8", "replace") for text in (out, err))
         return (self.process.returncode, *decoded)
 
-    def wait_for_files(self, *names: str, timeout_s: float = 30) -> list[str]:
+    def wait_for_files(self, *names: str, timeout_s: float = 120) -> list[str]:
         """Contents of the files that the scripts write when they are ready."""
         deadline = time.monotonic() + timeout_s
         files = [self.folder / name for name in names]

@@ -190,6 +190,7 @@ ATTACHED = """
     world = un.join(device="cpu")
     un.breakpoint(rank=1)
     x = world.all_reduce(torch.tensor(float(world.rank)), "sum").wait()
+    breakpoint()
     print("sum", x.item())
 """
 
@@ -200,9 +201,11 @@ def test_without_a_terminal_a_prompt_attaches(run_script: Callable[..., Launched
     told = re.search(r"Attach with: unisono (debug \w+)", launched.process.stderr.readline().decode())
     assert told is not None
     prompt = Launched(told[1].split(), launched.folder, stdin=subprocess.PIPE)
-    out, _ = prompt.process.communicate(b"p world.rank\nc\n", timeout=LIMIT_S)
+    out, _ = prompt.process.communicate(b"p world.rank\nc\np x.item()\nc\n", timeout=LIMIT_S)
+    status, shown, err = launched.finish()
     assert "rank 0: 0\nrank 1: 1\n" in out.decode()
-    status, shown, _ = launched.finish()
+    assert "ranks 0-1 at script.py:6" in out.decode(), (status, shown, err)  # Python's own, which all come to
+    assert "(unisono) 1.0\n" in out.decode()
     assert status == 0
     assert shown.count("sum 1.0") == 2
 

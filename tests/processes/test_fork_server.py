@@ -52,9 +52,13 @@ def light(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`launch` uses this program's own server."""
+def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`launch` uses this program's own server, which is one of this test."""
     monkeypatch.delenv("UNISONO_WARM")
+    monkeypatch.setattr(forks, "_own", None)
+    yield
+    if forks._own is not None:
+        forks._own.close()
 
 
 def facts() -> dict[str, Any]:
@@ -109,18 +113,20 @@ def open_files() -> list[str]:
     return [fd for fd in found if os.path.exists(f"/proc/self/fd/{fd}")]
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_forked_worker_sees_what_a_fresh_one_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, threads: int):
+@pytest.mark.parametrize(("workers", "threads"), [(2, 1), (1, 2)])
+def test_a_forked_worker_sees_what_a_fresh_one_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, workers: int, threads: int
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SOME_WORD", "found")
     before = os.umask(0o027)
     try:
-        forked = launch(facts, workers=2, threads=threads)
+        forked = launch(facts, workers=workers, threads=threads)
         monkeypatch.setenv("UNISONO_WARM", "0")
-        fresh = launch(facts, workers=2, threads=threads)
+        fresh = launch(facts, workers=workers, threads=threads)
     finally:
         os.umask(before)
-    for rank in range(2):
+    for rank in range(workers):
         if threads > 1:  # torch.set_num_threads makes a pool for QNNPACK at once
             del forked[rank]["tasks"]
         assert {k: v for k, v in forked[rank].items() if v != fresh[rank][k]} == {}, fresh[rank]
@@ -143,9 +149,13 @@ def test_every_fork_draws_random_numbers_of_its_own():
 
 
 @pytest.mark.skipif(os.environ.get("UNISONO_WARM") == "0", reason="UNISONO_WARM=0: all workers are fresh")
-def test_workers_that_tests_start_are_forked():
+def test_workers_that_tests_start_are_forked(monkeypatch: pytest.MonkeyPatch):
     """Where the server of the tests refuses them, all tests pass, and take twice as long."""
-    assert set(launch(os.getppid, workers=2)) <= {server.pid for server in list_warm()}
+    refusals: list[str] = []
+    monkeypatch.setattr(forks.ForkStarter, "_note_refusal", lambda _, why: refusals.append(why))
+    parents = launch(os.getppid, workers=2)
+    assert refusals == []
+    assert set(parents) <= {server.pid for server in list_warm()}
 
 
 def test_a_worker_is_forked_and_has_torch(own: None):
@@ -160,7 +170,9 @@ def test_a_worker_is_forked_and_has_torch(own: None):
     assert {os.getpid()} != {parent for _, parent in first}
 
 
-def test_a_variable_that_counts_at_the_start_makes_workers_fresh(own: None, monkeypatch: pytest.MonkeyPatch):
+def test_a_variable_that_counts_at_the_start_makes_workers_fresh(
+    own: None, light: None, monkeypatch: pytest.MonkeyPatch
+):
     def look() -> tuple[int, str]:
         return os.getppid(), os.environ["TORCH_LOGS"]
 
@@ -283,7 +295,7 @@ def test_a_killed_program_or_server_leaves_no_process(
         assert "killed by SIGKILL" in err, err
 
 
-def test_after_its_server_was_killed_a_program_starts_another(own: None):
+def test_after_its_server_was_killed_a_program_starts_another(own: None, light: None):
     import torch  # noqa: F401
 
     launch(len, workers=1, args=("",))

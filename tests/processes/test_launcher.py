@@ -197,7 +197,17 @@ def test_workers_stop_when_nobody_reads_the_output(run_script, still_running):
     launched = run_script(PRELUDE + "ready()\nwhile True: print('x' * 1000)", "-n", "2")
     pids = launched.wait_for_files("ready-0", "ready-1")
     launched.process.stdout.close()
-    assert launched.process.wait(timeout=30) == 128 + signal.SIGPIPE
+    assert launched.process.wait(timeout=120) == 128 + signal.SIGPIPE
+    assert still_running(pids) == []
+
+
+@pytest.mark.parametrize("options", [["-n", "2"], ["-n", "1:2"]], ids=["fixed", "come and go"])
+def test_a_quiet_run_ends_when_whoever_started_it_is_gone(run_script, still_running, options):
+    launched = run_script(PRELUDE + "ready()\ntime.sleep(1000)", *options, "--warm")
+    pids = launched.wait_for_files("ready-0", *(["ready-1"] if options == ["-n", "2"] else []))
+    launched.process.stdout.close()
+    launched.process.stderr.close()
+    assert launched.process.wait(timeout=120) == 128 + signal.SIGHUP
     assert still_running(pids) == []
 
 
@@ -304,8 +314,8 @@ nameless = subprocess.Popen(["env", "-i", "sleep", "1000"])
 if RANK == 1:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-ready(child.pid, daemon.pid, nameless.pid)
 try:
+    ready(child.pid, daemon.pid, nameless.pid)
     while True:
         time.sleep(0.1)
 finally:
@@ -397,7 +407,7 @@ time.sleep(1000)
     [
         (["-n", "0", "train.py"], "got '0'; expected a whole number from 1 up"),
         (["-n", "two", "train.py"], "got 'two'; expected a whole number from 1 up"),
-        (["train.py"], "required: -n/--workers"),
+        (["train.py"], "no number of workers given"),
         (["-n", "2"], "no program given"),
         (["-n", "2", "tain.py"], "did you mean train.py?"),
         (["-n", "2", "folder"], "folder without __main__.py"),

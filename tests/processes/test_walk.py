@@ -54,7 +54,7 @@ PROGRAM = """
         print(json.dumps(walks))
 """
 NOTES = {  # they move nothing
-    "runtime/stops.py": {"paused_s"},
+    "runtime/stops.py": {"_count_paused", "paused_s"},
     "world/ledger.py": {"close_record", "close_span"},
     "runtime/status.py": {"note", "beat"},
     "runtime/frames.py": {"find_site"},

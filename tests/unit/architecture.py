@@ -31,6 +31,11 @@ class Module:
     def tree(self) -> ast.Module:
         return ast.parse(self.path.read_text())
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All of the tree, walked once for all rules."""
+        return list(ast.walk(self.tree))
+
 
 class Package:
     """A package as it lies in a folder; nothing of it is imported."""
@@ -45,14 +50,14 @@ class Package:
 
     def find_imports(self, module: Module) -> Iterator[tuple[int, str]]:
         """Line and name of every module of the package that `module` imports: lazily and for typing too."""
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             names: list[str] = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
                 base = self.resolve(module, node)
                 names = [f"{base}.{a.name}" if f"{base}.{a.name}" in self.modules else base for a in node.names]
-            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            elif isinstance(node, ast.Call) and _called(node).endswith("import_module"):
                 names = [str(arg.value) for arg in node.args[:1] if isinstance(arg, ast.Constant)]
             for name in dict.fromkeys(names):
                 if name.split(".")[0] == self.name:
@@ -66,6 +71,11 @@ class Package:
         for _ in range(node.level - 1):
             package = package.rpartition(".")[0]
         return f"{package}.{node.module}" if node.module else package
+
+
+def _called(node: ast.Call) -> str:
+    """The last word of what is called."""
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
 
 
 def find_upward_imports(package: Package, layers: Sequence[str]) -> list[str]:
@@ -136,13 +146,13 @@ def find_halved_classes(package: Package, bases: Collection[str]) -> list[str]:
 
 
 def _find_classes(module: Module) -> list[ast.ClassDef]:
-    return [node for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)]
+    return [node for node in module.nodes if isinstance(node, ast.ClassDef)]
 
 
 def _find_names(package: Package, module: Module) -> dict[str, str]:
     """What the imports of a module call what: a name in it -> where that is defined."""
     found = {}
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.ImportFrom):
             base = package.resolve(module, node)
             for alias in node.names:
@@ -183,7 +193,7 @@ def find_long_code(package: Package, *, file_lines: int, function_lines: int) ->
         lines = module.path.read_text().count("\n")
         if lines > file_lines:
             found.append(f"{module.name} has {lines} lines")
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno:
                 first = node.body[1 if ast.get_docstring(node) and len(node.body) > 1 else 0]
                 body = node.end_lineno - first.lineno + 1

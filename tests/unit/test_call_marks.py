@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from test_world import run_hosts, run_messages, run_shared
 from unisono import Mismatch, PeerLost, World, run_threads
 from unisono.runtime.frames import find_site
 from unisono.world.call_marks import VARIABLE
+from unisono.world.transports import Side
+from unisono.world.transports.meeting_page import _SIDE, _SIDE_TOP, PAGE_NAME, MeetingPage
 
 Runner = Callable[[Callable[[World], Any], int], list[Any]]
 RUNNERS: dict[str, Runner] = {
@@ -200,3 +204,18 @@ def test_a_site_is_the_line_of_the_program_and_the_same_number_everywhere() -> N
     assert site.text == line_of(
         test_a_site_is_the_line_of_the_program_and_the_same_number_everywhere, "for _ in range(2)]"
     )
+
+
+def test_what_a_rank_called_stays_beside_where_it_waits() -> None:
+    """On the page they are neighbours: a long text of where it waits, and its end, take nothing from the other."""
+    fd = os.memfd_create(PAGE_NAME)
+    page = MeetingPage(fd, 0, 1, timeout_s=5.0, spin=False)
+    os.close(fd)
+    mark = SimpleNamespace(what=7, where=8, side=Side(0, 7, 8, "all_reduce of 3", "train.py:5"))
+    first = page.hear_sides(mark)  # type: ignore[arg-type]
+    page.show_wait("x" * 5000)
+    assert page.read_wait(0) == "x" * 256
+    page.show_wait("")
+    top = _SIDE_TOP.unpack_from(page.memory, _SIDE)
+    assert [page._read_side(0, top)] == first
+    page.close()

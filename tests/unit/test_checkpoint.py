@@ -154,6 +154,43 @@ def test_resuming_at_another_size_is_right_to_rounding(tmp_path, sizes):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("strategy", ["allreduce", "local_sgd", "shared", "zero"])
+def test_a_fused_step_goes_on_as_plain_pytorch_where_a_parameter_is_not_in_row_order(tmp_path, strategy):
+    """A fused step takes parameter and state as they lie in memory; a file has both row by row."""
+    generator = torch.Generator().manual_seed(1)
+    data = [torch.randn(4, 3, 5, 5, generator=generator) for _ in range(4)]
+
+    def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model, weights = torch.nn.Conv2d(3, 4, 3, bias=False), torch.Generator().manual_seed(2)
+        with torch.no_grad():
+            model.weight.copy_(torch.randn(model.weight.shape, generator=weights))
+        model.to(memory_format=torch.channels_last)
+        return model, torch.optim.Adam(model.parameters(), lr=0.05, fused=True)
+
+    def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: list[torch.Tensor]) -> None:
+        for x in batches:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+    def work(world: World) -> torch.Tensor:
+        model, optimizer = build()
+        replica = un.parallel(model, optimizer, strategy, world=world)
+        steps(model, optimizer, data[:2])
+        un.save(tmp_path, replica)
+        replica.close()
+        model, optimizer = build()
+        replica = un.parallel(model, optimizer, strategy, world=world)
+        un.load(tmp_path, replica)
+        steps(model, optimizer, data[2:])
+        return next(replica.consolidate().parameters()).detach().clone()
+
+    model, optimizer = build()
+    steps(model, optimizer, data)
+    for found in run_threads(work, 2):
+        torch.testing.assert_close(found, model.weight.detach())
+
+
 def test_parameters_stay_the_same_objects_and_shards_made_before_are_moved(tmp_path):
     data = (torch.randn(12, 5), torch.randn(12, 2))
     first = make()

@@ -41,12 +41,30 @@ def test_the_command_line_runs_without_torch_and_numpy() -> None:
     assert any(line.split()[:1] == ["allreduce"] for line in listed)
 
 
-def test_an_unknown_command_names_those_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["rnu"], "there is no command 'rnu'; did you mean run?"),
+        (["frobnicate"], ", ".join(COMMANDS[:5])),
+        (
+            ["run", "--stratgy", "topk", "train.py"],
+            "unisono run: error: there is no option --stratgy; did you mean --strat",
+        ),
+        (["run", "--epochs=3", "train.py"], "options come after it, as in: unisono run -n 2 train.py --epochs"),
+        (["strategies", "topk"], "unisono strategies: error: one word too many: 'topk'"),
+        (["run", __file__], "no number of workers given; as in: unisono run -n 2"),
+        (["plan", __file__], "no number of workers given; as in: unisono plan -n 2"),
+    ],
+)
+def test_a_mistake_is_named_with_what_was_meant_on_a_few_lines(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["trian"])
+        main(words)
     assert ended.value.code == 2
     told = capsys.readouterr().err
-    assert all(name in told for name in COMMANDS)
+    assert said in told
+    assert len(told.splitlines()) <= 7, "the error is not lost below a long usage"
 
 
 def test_balance_reaches_the_workers_and_a_job_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import unisono as un
+from pairs import cover_pairs
 from unisono.batch_norm import sync_batch_norm
 from unisono.checkpoint.plain import export_model
 from unisono.spec import build
@@ -141,16 +142,14 @@ def check_all(results: list[tuple[list[Tensor], list[list[Tensor]]]], reference:
 # The method -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("learners", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("settings", "optimizer"),
-    [("", sgd), ("every=3, ", adam), ("alpha=0.2, momentum=0.5, bucket_bytes=256, ", sgd)],
-    ids=["plain", "every 3, adam", "alpha, momentum"],
-)
+SETTINGS = [("", sgd), ("every=3, ", adam), ("alpha=0.2, momentum=0.5, bucket_bytes=256, ", sgd)]
+
+
+@pytest.mark.parametrize(("size", "learners", "how"), cover_pairs([1, 2, 3], [1, 2, 3], SETTINGS))
 def test_twenty_rounds_are_those_of_the_equations(
-    size: int, learners: int, settings: str, optimizer: Callable[[nn.Module], Any]
+    size: int, learners: int, how: tuple[str, Callable[[nn.Module], Any]]
 ) -> None:
+    settings, optimizer = how
     rounds = 20
 
     def work(world: World) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import queue
+import signal
 import socket
 import sys
 import threading
@@ -21,7 +23,7 @@ from unisono.runtime.debugger.agent import Agent, Seat
 from unisono.runtime.debugger.attaching import list_announced
 from unisono.runtime.debugger.hub import Hub, read_wait_s
 from unisono.runtime.debugger.link import Link, open_link
-from unisono.runtime.debugger.prompt import format_ranks, parse_ranks
+from unisono.runtime.debugger.prompt import Prompt, format_ranks, parse_ranks
 from unisono.world import World
 from unisono.world.transports.threads import Hub as ThreadHub
 from unisono.world.transports.threads import Member
@@ -259,8 +261,10 @@ def test_a_program_that_runs_alone_has_pdb(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.delenv("UNISONO_DEBUGGER", raising=False)
     monkeypatch.setattr(sys, "stdin", io.StringIO("p alone\nc\n"))
     alone = 42
+    before = signal.getsignal(signal.SIGINT)
     un.breakpoint(rank=1)  # of another
     un.breakpoint()
+    signal.signal(signal.SIGINT, before)  # pdb has taken it, as it does
     assert "(Pdb) 42\n(Pdb) " in capsys.readouterr().out
     assert alone == 42
 
@@ -274,6 +278,16 @@ def test_limits_of_waiting_do_not_count_while_people_think() -> None:
         stops.end_pause()
     with pytest.raises(un.PeerLost, match=r"no answer within 0.02 s"):
         wait_in_vain(lambda: False)
+
+
+def test_the_clock_stands_still_however_long_a_thread_waits_for_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(0, 1000, 7))
+    monkeypatch.setattr(stops.time, "perf_counter", lambda: float(next(ticks)))
+    stops.begin_pause()
+    try:
+        assert stops.clock() == stops.clock()
+    finally:
+        stops.end_pause()
 
 
 def wait_in_vain(is_ready: Callable[[], bool]) -> None:
@@ -306,8 +320,9 @@ class Connected:
     def await_kind(self, kind: str) -> dict[str, object]:
         return next(message for message in self._messages if message["kind"] == kind)
 
-    def stop(self, why: str = "breakpoint") -> None:
-        self.link.send(kind="stopped", place="train.py:1", why=why, text="")
+    def stop(self, why: str = "breakpoint", after: int = 0) -> None:
+        """`after`: how many releases have come to it."""
+        self.link.send(kind="stopped", place="train.py:1", why=why, text="", after=after)
 
 
 @pytest.fixture
@@ -394,20 +409,146 @@ def test_a_release_says_which_stop_it_ends(hub: Hub) -> None:
         assert (first.await_kind("continue")["stops"], second.await_kind("continue")["stops"]) == (number, 0)
 
 
-def test_a_release_of_an_earlier_stop_does_not_end_this_one() -> None:
-    """It was on its way when the rank, which others had let go on, came to its next breakpoint."""
+def test_a_worker_that_ends_a_step_too_late_goes_on(hub: Hub) -> None:
+    first, second = connect(hub, 0), connect(hub, 1)
+    prompt = Connected(hub, kind="prompt")
+    first.stop()
+    second.await_kind("stop")
+    prompt.link.send(kind="continue")
+    first.await_kind("continue")
+    first.stop(why="step", after=0)
+    assert first.next()["kind"] == "continue"
+    assert not hub.is_paused
+
+
+def test_a_stop_of_an_earlier_pause_is_made_anew_in_the_next(hub: Hub) -> None:
+    """Rank 1 obeys while its release is on its way; meanwhile rank 0 has come to its next breakpoint."""
+    first, second = connect(hub, 0), connect(hub, 1)
+    prompt = Connected(hub, kind="prompt")
+    first.stop()
+    second.await_kind("stop")
+    prompt.link.send(kind="continue")
+    first.await_kind("continue")
+    first.stop(after=1)
+    assert [prompt.await_kind("stopped")["pause"] for _ in range(2)] == [1, 2]
+    second.stop(why="asked", after=0)
+    assert [second.next()["kind"] for _ in range(4)] == ["continue", "stop", "continue", "stop"]
+    second.stop(why="asked", after=2)
+    told = prompt.await_kind("stopped")
+    assert (told["rank"], told["pause"]) == (1, 2)
+
+
+def test_a_word_to_continue_ends_the_pause_that_it_was_said_in(hub: Hub) -> None:
+    first = connect(hub, 0)
+    prompt = Connected(hub, kind="prompt")
+    for number in (1, 2):
+        first.stop()
+        assert prompt.await_kind("stopped")["pause"] == number
+        prompt.link.send(kind="continue", pause=1)
+        prompt.link.send(kind="line", id=number, text="p 1", ranks=[0], alone=True)
+        assert first.next()["kind"] == ("continue" if number == 1 else "line")
+        if number == 1:
+            first.await_kind("line")
+    assert hub.is_paused
+
+
+def test_a_prompt_does_not_show_a_stop_that_it_has_ended() -> None:
+    """Rank 0's was on its way to the prompt when all were let go: the next command would be for the next stop."""
+    link = Scripted(
+        *({"kind": "worker", "rank": rank, "size": 2} for rank in (0, 1)),
+        {"kind": "ready"},
+        {"kind": "stopped", "rank": 1, "place": "train.py:3", "why": "breakpoint", "text": "", "pause": 1},
+    )
+    late = {"kind": "stopped", "rank": 0, "place": "train.py:4", "why": "asked", "text": "", "pause": 1}
+    next_one = {**late, "why": "breakpoint", "place": "train.py:7", "pause": 2}
+    link.answers["continue"] = [late, next_one, {**next_one, "rank": 1}]
+    console = Typed(["c", "q"])
+    Prompt(link, console.read, console.write).run()
+    assert console.answers[0] == "ranks 0-1 at train.py:7"
+    assert [message["pause"] for message in link.sent if "pause" in message] == [1, 2]
+
+
+class Scripted(Link):
+    """Its other end has said this; it answers a kind with `answers`, and questions for all ranks that they go to."""
+
+    def __init__(self, *said: dict[str, object]) -> None:
+        self._said: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
+        self.answers: dict[str, list[dict[str, object]]] = {}
+        self.sent: list[dict[str, object]] = []
+        for message in said:
+            self._said.put(message)
+
+    def send(self, **fields: object) -> bool:
+        self.sent.append(fields)
+        for message in self.answers.get(str(fields["kind"]), []):
+            self._said.put(message)
+        for rank in fields.get("ranks", ()):  # type: ignore[attr-defined]
+            answer = {"kind": "answer", "id": fields["id"], "rank": rank, "text": ""}
+            self._said.put({**answer, "running": "waiting", "waits": True})
+        return True
+
+    def messages(self) -> Iterator[dict[str, object]]:
+        while (message := self._said.get()) != {}:
+            yield message
+
+    def shut(self) -> None:
+        self._said.put({})
+
+
+@pytest.fixture
+def agent() -> Iterator[Agent]:
+    """Of a rank whose program is this thread, and to which the test says what the hub would."""
     mine, other = socket.socketpair()
-    agent = Agent(Seat(0, 1, threading.get_ident()), lambda: Link(Silent(mine)))
-    agent._has_tried.wait(LIMIT_S)
+    made = Agent(Seat(0, 1, threading.get_ident()), lambda: Link(Silent(mine)))
+    made._has_tried.wait(LIMIT_S)
+    yield made
+    other.close()
+    made._thread.join(LIMIT_S)
+    stops._looks.remove(made.look)
+    stops.end_pause()
+
+
+def test_a_release_of_an_earlier_stop_does_not_end_this_one(agent: Agent) -> None:
+    """It was on its way when the rank, which others had let go on, came to its next breakpoint."""
     agent.stopped("train.py:2", "breakpoint", "")
     agent._take({"kind": "continue", "stops": 0})
+    assert agent.may_stop("step")  # as somebody may ask for now
+    assert stops._since is not None  # and the clock stands still
     agent._take({"kind": "line", "id": 1, "text": "p 1", "alone": False})
     assert agent.next_command() == (1, "p 1")
     agent._take({"kind": "continue", "stops": 1})
     assert agent.next_command() is None
-    other.close()
-    agent._thread.join(LIMIT_S)
-    stops._looks.remove(agent.look)
+
+
+def test_a_stop_that_is_ended_twice_does_not_end_the_next_one(agent: Agent) -> None:
+    agent.stopped("train.py:2", "breakpoint", "")
+    for _ in range(2):  # before the program has taken the first
+        agent._take({"kind": "continue", "stops": 1})
+    assert agent.next_command() is None
+    agent.stopped("train.py:3", "breakpoint", "")
+    agent._take({"kind": "line", "id": 2, "text": "p 2", "alone": False})
+    assert agent.next_command() == (2, "p 2")
+
+
+def test_who_is_let_go_while_it_steps_stops_at_the_next_breakpoint(agent: Agent) -> None:
+    agent.stopped("train.py:2", "breakpoint", "")
+    agent._take({"kind": "line", "id": 1, "text": "n", "alone": False})
+    assert agent.next_command() == (1, "n")
+    agent._take({"kind": "continue", "stops": 1})  # another rank has died
+    agent.answer(1, "", goes_on=True)
+    assert not agent.may_stop("step")
+    agent.stopped("train.py:9", "breakpoint", "")
+    agent._take({"kind": "line", "id": 2, "text": "p 2", "alone": False})
+    assert agent.next_command() == (2, "p 2")
+
+
+def test_who_is_asked_to_stop_before_it_has_gone_on_does_so(agent: Agent) -> None:
+    agent.stopped("train.py:2", "breakpoint", "")
+    agent._take({"kind": "continue", "stops": 1})
+    agent._take({"kind": "stop"})  # the program has not yet taken the word to go on
+    assert agent.next_command() is None
+    assert agent.looks
+    agent._take({"kind": "continue", "stops": 1})
 
 
 class Silent(Channel):

@@ -439,8 +439,8 @@ def test_a_killed_process_leaves_nothing_in_the_folder(tmp_path: Path) -> None:
     program = """
 import sys
 from unisono.offload.disk import Disk
-disk = Disk(sys.argv[1], 64 << 20)
-region, line = disk.place(64 << 20), disk.make_buffer(64 << 20)
+disk = Disk(sys.argv[1], 4 << 20)
+region, line = disk.place(4 << 20), disk.make_buffer(4 << 20)
 disk.write(region, line).wait()
 print("written", flush=True)
 while True:

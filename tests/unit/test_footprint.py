@@ -279,6 +279,18 @@ def test_a_shared_model_is_there_once_a_host() -> None:
     assert "shared" not in [s.spec for s in list_settings(4, device_is_host=False)]
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero_has_its_values_once_a_host_where_all_workers_are_on_one(stage: int) -> None:
+    apart, near, far = (
+        compute_need(FACTS, Setting("zero", stage), 4, apart=apart, per_host=per_host)
+        for apart, per_host in ((True, 4), (False, 4), (False, 2))
+    )
+    assert apart.parameters == far.parameters == 4 * T + FACTS.frozen_bytes
+    assert near.parameters == 4 * T // 4 + FACTS.frozen_bytes
+    kept = compute_need(FACTS, Setting("zero", stage, spare=True), 4, apart=False)
+    assert kept.parameters == far.parameters, "each steps a copy of another's part"
+
+
 def test_16_bit_moments_halve_the_moments() -> None:
     full, half = (compute_need(FACTS, Setting("zero", 2, "bf16", "disk", moments=m), 4).disk for m in MOMENTS)
     assert full - half == 2 * 2 * T // 4

@@ -33,7 +33,7 @@ def script(tmp_path: Path) -> str:
         (["--hosts", "1000"], "expected a number of emulated hosts, 1 to 200"),
         (["-n", "2", "--hosts", "4"], "got 4 hosts and 2 workers"),
         (["-n", "1", "--hosts", "2"], "got 2 hosts and 1 worker;"),
-        (["--net", "1gbit"], "the following arguments are required: -n/--workers"),
+        (["--net", "1gbit"], "no number of workers given"),
         (["-n", "2", "--on", "ray", "--net", "1gbit"], "--net does not go with --on ray"),
         (["-n", "4", "--on", "lab", "--hosts", "a:2,b:2"], "got --hosts a:2,b:2; expected a number of emulated hosts"),
         (["-n", "4", "--hosts", "a:2,b:2"], "--hosts does not go with --on local"),

@@ -70,6 +70,7 @@ def test_the_earliest_failure_is_the_first():
         failed(
             0, 4.0, "exception", "RuntimeError", message="[gloo/transport/tcp/pair.cc:534] Connection closed by peer"
         ),
+        failed(0, 4.0, "exception", "RuntimeError", message="GroupPeerLost: rank 1 (process 7) has died: killed"),
         failed(0, 4.0, "signal", message="SIGABRT"),
     ],
 )

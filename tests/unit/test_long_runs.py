@@ -8,6 +8,7 @@ import threading
 import time
 import types
 from collections import deque
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import unisono as un
 from method_cases import Case, find_cases
 from unisono.world import World, ledger
 
-STEPS = 24
+STEPS, STRETCHES = 12, 7
 CASES = {case.name: case for case in reversed(find_cases("strategy")) if not case.example.varies}
 OUTSIDE = (types.ModuleType, type, types.CodeType, types.FrameType, threading.Thread, threading.Condition)
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
@@ -43,7 +44,7 @@ def count_kept(*roots: object) -> int:
 
 
 def train(case: Case, quiet: threading.Barrier, world: World) -> tuple[list[int], ledger.Totals, int]:
-    """What is kept after N, 2N and 3N steps."""
+    """What is kept after N steps, 2N, 3N and so on."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     kind = torch.optim.Adam if case.facts.needs_adam else torch.optim.SGD
@@ -51,7 +52,7 @@ def train(case: Case, quiet: threading.Barrier, world: World) -> tuple[list[int]
     replica = un.parallel(model, optimizer, case.spec, world=world)
     batches = un.shard((torch.randn(16, 4), torch.randn(16, 1)), batch_size=4, world=world)
     kept = []
-    for _ in range(3):
+    for _ in range(STRETCHES):
         for _ in range(STEPS // len(batches)):
             for x, y in batches:
                 optimizer.zero_grad()
@@ -73,8 +74,10 @@ def test_what_is_kept_does_not_grow_with_the_steps(case: Case, monkeypatch: pyte
     for name in ("KEPT", "KEPT_EVENTS"):
         monkeypatch.setattr(ledger, name, 1)
     kept, totals, collectives = un.run_threads(functools.partial(train, case, threading.Barrier(2)), 2)[0]
-    assert kept[2] < kept[1] + STEPS, f"{kept}: at least one more in every step"
-    assert totals.steps == 3 * STEPS
+    more = sorted(after - before for before, after in pairwise(kept[1:]))
+    # On a busy machine now and then some dozens more, or fewer; what grows with the steps does so in every stretch.
+    assert more[1] < STEPS // 2, f"{kept}: about one more in every step"
+    assert totals.steps == STRETCHES * STEPS
     assert collectives >= totals.collectives > 0
 
 

@@ -185,7 +185,7 @@ def test_a_course_takes_the_steps_that_it_says(measured: Measured) -> None:
     refused = sum("program" in m.why for m in tried)
     assert refused == 1
     most = steps_needed(len(tried) - refused, 0)
-    assert most - len(tried) <= measured.steps <= most  # on a busy machine a step is slow, and one fewer is taken
+    assert len(tried) < measured.steps <= most  # on a busy machine steps are slow, and fewer are taken
     assert measured.batch == 4
     assert measured.compute_s > 0
 
@@ -361,6 +361,8 @@ def test_local_steps_are_measured_with_an_exchange_in_each() -> None:
         (["-n", "2", "--methods", "topkk", "{script}"], "topkk"),
         (["-n", "2", "--allow", "fast", "{script}"], "'fast'"),
         (["-n", "2"], "no program"),
+        (["-n", "2", "--dry", "{script}"], "--dry goes with `unisono run`"),
+        (["-n", "2", "--run-dir", "x", "{script}"], "--run-dir goes with `unisono run`"),
     ],
 )
 def test_a_plan_that_cannot_be_made_says_why(

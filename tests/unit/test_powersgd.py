@@ -188,8 +188,8 @@ def test_the_approximation_converges_to_the_best_one() -> None:
 
 
 def test_the_residual_stays_bounded_where_the_other_choice_grows() -> None:
-    """M - P P^T M with my own M stays flat over 2,000 steps; M - out grows like the root of the time."""
-    steps, size, marks = 2000, 2, (100, 500, 2000)
+    """M - P P^T M with my own M stays flat over 800 steps; M - out grows like the root of the time."""
+    steps, size, marks = 800, 2, (50, 200, 800)
 
     def grad(r: int, t: int) -> Tensor:
         return normal(16, 16, seed=2 * t + r)
@@ -217,7 +217,7 @@ def test_the_residual_stays_bounded_where_the_other_choice_grows() -> None:
                 expected[reference.local].append(reference.residuals[0].norm().item())
     assert max(found[0][1]) < 1.5 * min(found[0][1])
     assert found[0][1] == pytest.approx(expected[True], rel=0.25)  # chaos: rounding grows, norms stay alike
-    assert expected[False][2] > 2.5 * expected[False][0]  # (2000 / 100) ** 0.5 = 4.5, with a constant beside it
+    assert expected[False][2] > 2.5 * expected[False][0]  # (800 / 50) ** 0.5 = 4, with a constant beside it
     assert expected[False][2] > 3 * found[0][1][2]
 
 

@@ -18,6 +18,7 @@ MODULES = {
     for file in sorted(SRC.rglob("*.py"))
 }
 PACKAGES = [name for name, file in MODULES.items() if file.name == "__init__.py" and name != "unisono"]
+LARGE = {"huggingface", "keras", "skorch"}  # modules whose import takes seconds; tests of their own import them
 WANTED = {"join", "World", "parallel", "shard", "save", "load", "launch", "Trainer", "estimators", "boost"}
 
 
@@ -28,6 +29,9 @@ def test_dir_lists_exactly_the_exported_names() -> None:
 
 @pytest.mark.parametrize("name", un.__all__)
 def test_every_exported_name_is_there_and_says_what_it_is(name: str) -> None:
+    if name in LARGE:
+        assert ast.get_docstring(ast.parse(MODULES[f"unisono.{name}"].read_text(encoding="utf-8")))
+        return
     value = getattr(un, name)
     assert inspect.getdoc(value), f"un.{name} has no docstring"
     if not isinstance(value, str | ModuleType):

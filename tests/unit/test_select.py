@@ -111,11 +111,10 @@ def test_the_guess_does_not_change_the_result(data: str, guess: int, monkeypatch
         assert torch.equal(other[0][part].view(torch.int32), out[part].view(torch.int32))
 
 
-@pytest.mark.parametrize("data", DATA)
-@pytest.mark.parametrize(("grad_dtype", "residual_dtype"), KINDS, ids=str)
-def test_sorting_for_devices_without_a_kernel_selects_the_same(
-    data: str, grad_dtype: torch.dtype, residual_dtype: torch.dtype | None
-) -> None:
+# The test above has all data with all kinds; here each is compared with what that found, in a third of the pairs.
+@pytest.mark.parametrize(("data", "kind"), [(d, k) for i, d in enumerate(DATA) for k in range(i % 3, len(KINDS), 3)])
+def test_sorting_for_devices_without_a_kernel_selects_the_same(data: str, kind: int) -> None:
+    grad_dtype, residual_dtype = KINDS[kind]
     grad, residual = inputs(data, grad_dtype, residual_dtype)
     out = grad if residual is None else torch.empty_like(residual)
     part = slice(40_032, 240_033)

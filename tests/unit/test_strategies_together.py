@@ -166,9 +166,12 @@ def test_the_scaler_goes_over_to_the_next_replica() -> None:
     run_threads(work, 2)
 
 
-@pytest.mark.parametrize("after", ["allreduce", "parameter_server", "hogwild", "gossip(bits=8)", "qadam(warmup=2)"])
-@pytest.mark.parametrize("before", ["allreduce", "local_sgd(every=3, start=0)", "hogwild"])
-@pytest.mark.parametrize("size", [1, 2, 3])
+AFTER = ["allreduce", "shared", "parameter_server", "hogwild", "gossip(bits=8)", "qadam(warmup=2)", "zero(stage=2)"]
+
+
+@pytest.mark.parametrize("after", AFTER)
+@pytest.mark.parametrize("before", ["allreduce", "shared", "local_sgd(every=3, start=0)", "hogwild"])
+@pytest.mark.parametrize("size", [1, 3])
 def test_a_checkpoint_of_another_strategy(before: str, after: str, size: int, tmp_path: Path) -> None:
     def run(world: World, spec: str, *, load: bool) -> Tensor:
         model = net()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import pytest
 import torch
 
 import unisono as un
+from unisono.exchange.windows import Counter
 from unisono.world import World
 
 
@@ -46,9 +48,32 @@ def short_windows(model: torch.nn.Module, optimizer: torch.optim.Optimizer, repl
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("program", [overflow, no_sync, unused_last, short_windows])
-def test_five_windows_are_five_steps(program: Callable[..., None], size: int) -> None:
+def overflow_at_the_end(model: torch.nn.Module, optimizer: torch.optim.Optimizer, replica: un.Replica) -> None:
+    """Four windows that are stepped, and one that AMP does not step; a checkpoint knows of all."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for i in range(5):
+        loss = model(torch.ones(2, 3)).sum() * (float("inf") if i == 4 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert replica.state_dict()["shared"]["step"] == 5
+
+
+def count_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of a world of one are counted as on a GPU."""
+    module = sys.modules["unisono.strategies.allreduce"]
+    monkeypatch.setattr(module, "Counter", lambda *args, **kwargs: Counter(*args, **{**kwargs, "late": True}))
+
+
+@pytest.mark.parametrize("size", [1, 2, "1 on a GPU"])
+@pytest.mark.parametrize("program", [overflow, overflow_at_the_end, no_sync, unused_last, short_windows])
+def test_five_windows_are_five_steps(
+    program: Callable[..., None], size: int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if isinstance(size, str):
+        count_late(monkeypatch)
+        size = 1
+
     def run(world: World) -> tuple[int, int]:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))

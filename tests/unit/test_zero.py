@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import unisono as un
+from pairs import cover_pairs
 from unisono.strategies.zero.units import choose_modules, units_by_module
 from unisono.world import World
 from unisono.world.virtual import run_threads
@@ -20,7 +21,6 @@ from unisono.world.virtual import run_threads
 MODELS = threading.Lock()  # torch.manual_seed is the process's
 WIDTH, VOCABULARY, LENGTH = 8, 11, 5
 stages = pytest.mark.parametrize("stage", [1, 2, 3])
-overlaps = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
 
 
 class Block(nn.Module):
@@ -120,10 +120,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@stages
-@overlaps
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_it_trains_as_one_process(stage: int, overlap: bool, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("stage", "overlap", "which"), cover_pairs([1, 2, 3], [False, True], list(OPTIONS)))
+def test_it_trains_as_one_process(stage: int, overlap: bool, which: str) -> None:
+    options = OPTIONS[which]
+
     def work(world: World) -> dict[str, Tensor]:
         model = text(**options)
         optimizer = adam(model)

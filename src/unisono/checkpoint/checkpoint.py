@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono import rng
+from unisono.buckets import load_optimizer
 from unisono.checkpoint.folder import (
     Contents,
     Files,
@@ -448,7 +449,7 @@ def _apply_model_and_optimizer(found: Contents, replica: Savable, *, strict: boo
     saved._metadata = found.whole["versions"]  # type: ignore[attr-defined]
     model.load_state_dict(saved, strict=strict)
     if fits:
-        replica.optimizer.load_state_dict(optimizer)
+        load_optimizer(replica.optimizer, optimizer)
 
 
 def _check_model(mine: Mapping[str, Any], saved: Mapping[str, Any], *, strict: bool) -> None:

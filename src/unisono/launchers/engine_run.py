@@ -38,7 +38,7 @@ from unisono.launchers.output import Output, OutputClosed
 from unisono.launchers.private_folder import NotPrivate
 from unisono.launchers.stacks import HangReports, answer_stacks
 from unisono.launchers.store import HostedStore
-from unisono.runtime.channel import GREETING_S, MOST_UNPROVEN, Channel, Frame, keep_alive
+from unisono.runtime.channel import GREETING_S, Channel, Frame, accept, flush
 from unisono.runtime.machine import address_towards
 from unisono.runtime.run_folder import name_rank_file
 from unisono.runtime.secret import derive_secret
@@ -86,7 +86,7 @@ class EngineRun(ABC):
         self._faults = FaultReport(read_faults(job.faults, self._places, restarts=restarts))
         self.run_id, self._token = secrets.token_hex(12), secrets.token_bytes(32)
         self.output = Output(job.output, self._places, job.output_dir, inherit=False)
-        self.interruptible = False  # whether a signal handler may raise into `supervise` now
+        self.interruptible = True  # whether a signal handler may raise into `supervise` now, or before it
         self.results: list[bytes] = []
         self._preempting = False  # whether workers that asked for it are to leave
         self._backlog = max(128, 2 * self._places)
@@ -224,16 +224,9 @@ class EngineRun(ABC):
     # -- 2. meet -------------------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError:
+        channel = accept(self._listener, self._token, self._channels, self._forget)
+        if channel is None:
             return
-        sock.setblocking(False)
-        keep_alive(sock)
-        unproven = [other for other in self._channels if not other.proven]
-        if len(unproven) >= MOST_UNPROVEN:
-            self._forget(unproven[0])
-        channel = Channel(sock, self._token, server=True)
         self._channels[channel] = None
         self._selector.register(channel, selectors.EVENT_READ, partial(self._on_channel, channel))
         self._flush(channel)
@@ -413,12 +406,7 @@ class EngineRun(ABC):
     def _flush(self, channel: Channel) -> None:
         """Send what can be sent now, and ask to be told when more can."""
         if channel in self._channels:
-            with contextlib.suppress(OSError):
-                channel.flush()
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.bytes_to_send else 0)
-            key = self._selector.get_key(channel)
-            if key.events != events:
-                self._selector.modify(channel, events, key.data)
+            flush(channel, self._selector)
 
     def _forget(self, channel: Channel) -> None:
         self._selector.unregister(channel)

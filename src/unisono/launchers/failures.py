@@ -38,7 +38,8 @@ _HINTS = {
 }
 _CONSEQUENCES = {"PeerLost", "BrokenPipeError", "ConnectionResetError", "ConnectionAbortedError"}
 _CONSEQUENCE_TEXT = re.compile(
-    r"connection (was )?(closed|reset) by (remote )?peer|broken pipe|remote process exited|peer .*(died|closed|lost)",
+    r"connection (was )?(closed|reset) by (remote )?peer|broken pipe|remote process exited|peer .*(died|closed|lost)"
+    r"|\bGroupPeerLost: ",  # through torch's C++, which makes a RuntimeError of it
     re.IGNORECASE,
 )
 

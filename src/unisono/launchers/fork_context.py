@@ -32,6 +32,8 @@ _APPLIED = {  # begin like those, and take effect in the worker
     "PYTHONPATH",
     "PYTHONBREAKPOINT",  # read when it is needed
     "CUDA_VISIBLE_DEVICES",  # CUDA starts after the fork
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",  # torchrun sets these: read where a group of NCCL's is made,
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",  # and by torchrun itself
 }
 _PRIVILEGES = ("NoNewPrivs", "Seccomp", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")
 _LIMITS = sorted(name for name in dir(resource) if name.startswith("RLIMIT_") and name != "RLIMIT_OFILE")

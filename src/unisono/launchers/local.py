@@ -87,7 +87,7 @@ class LocalRun:
         self._guard: guard.Guard | None = None
         self._stop_time: float | None = None
         self._interrupted_members: dict[int, str] | None = None  # the run's processes when it was interrupted
-        self.interruptible = False  # whether a signal handler may raise into `supervise` now
+        self.interruptible = True  # whether a signal handler may raise into `supervise` now, or before it
         self._is_over = False  # all that is left is ended
         self._preempting = False  # whether workers that asked for it have been told to leave
 

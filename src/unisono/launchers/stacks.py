@@ -82,7 +82,7 @@ class HangReports:
         say: Callable[[str], None],
     ) -> None:
         self._job, self._gather, self._say = job, gather, say
-        self._reported = {"waiting": 0.0, "hang": 0.0}  # when each was last said
+        self._reported = dict.fromkeys(("waiting", "hang"), float("-inf"))  # when each was last said
         self.last = ""  # what was said last, for the report of the run's end
         self._count = 0
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import stat
+import threading
 import time
 from types import FrameType
 from typing import Protocol
@@ -44,7 +47,8 @@ def run_in_terminal(job: Job, run: Run | None = None) -> int:
     """Run the job (by default on this host) and return the exit status: of the worker that failed first, 128 + signal
     when interrupted, or 0.
 
-    The first SIGTERM is passed on to workers that save and leave by themselves; they have the grace time for it.
+    The first SIGTERM is passed on to workers that save and leave by themselves; they have the grace time for it. Where
+    standard output and error were both read by processes that are gone, the run ends as when a terminal is closed.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     run = run if run is not None else LocalRun(job)
@@ -61,12 +65,13 @@ def run_in_terminal(job: Job, run: Run | None = None) -> int:
             raise _Interrupted(f"interrupted ({signal.Signals(received[0]).name}{late})")
         run.kill()
 
-    signal.signal(signal.SIGALRM, end)
-    for signum in _ENDING:
-        if signal.getsignal(signum) is not signal.SIG_IGN:  # as nohup and background jobs want it
-            signal.signal(signum, end)
-    _follow_job_control(run)
     try:
+        signal.signal(signal.SIGALRM, end)
+        for signum in _ENDING:
+            if signal.getsignal(signum) is not signal.SIG_IGN:  # as nohup and background jobs want it
+                signal.signal(signum, end)
+        _follow_job_control(run)
+        _hang_up_without_readers()
         outcome = run.supervise()
     except _Interrupted as interrupted:
         took_s = time.monotonic() - interrupted.time
@@ -108,3 +113,25 @@ def _follow_job_control(run: Run) -> None:
 
     if signal.getsignal(signal.SIGTSTP) is not signal.SIG_IGN:
         signal.signal(signal.SIGTSTP, pause)
+
+
+def _hang_up_without_readers() -> None:
+    """Send this process SIGHUP when nobody can read its output and errors any more: a quiet run would not notice."""
+    watched = select.poll()
+    for fd in (1, 2):
+        try:
+            if not stat.S_ISFIFO(os.fstat(fd).st_mode):
+                return
+        except OSError:  # it was started without
+            return
+        watched.register(fd, 0)  # errors alone
+
+    def watch() -> None:
+        left = {1, 2}
+        while left:
+            for fd, _ in watched.poll():
+                watched.unregister(fd)
+                left.discard(fd)
+        os.kill(os.getpid(), signal.SIGHUP)
+
+    threading.Thread(target=watch, name="unisono readers", daemon=True).start()

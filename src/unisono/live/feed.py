@@ -14,6 +14,7 @@ import numpy as np
 
 from unisono.live.bins import BYTES, PARTS, STEPS, Bins, Floats
 from unisono.live.live_run import LiveRun, Place, Speed
+from unisono.runs.reading import say_mesh_place
 
 __all__ = ["MANY", "VIEWS", "WORST", "Feed"]
 
@@ -122,6 +123,7 @@ class Feed:
             "hosts": sorted(hosts)[:100],
             "size": size,
             "strategy": about.get("strategy"),
+            "mesh": about.get("mesh"),
             "device": about.get("device"),
             "parameters": about.get("parameters"),
             "started": run.get("started"),
@@ -220,7 +222,7 @@ def _describe_place(place: Place, speed: Speed | None, state: str) -> list[Any]:
         if speed is None
         else [_short(x) for x in (speed.steps_s, *speed.parts, speed.bytes_s, speed.factor)]
     )
-    about = [place.header.get(name) for name in ("host", "pid", "device")]
+    about = [*(place.header.get(name) for name in ("host", "pid", "device")), say_mesh_place(place.header)]
     return [place.place, place.rank, state, place.step, round(place.last, 2), *numbers, *about]
 
 

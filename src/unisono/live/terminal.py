@@ -15,6 +15,7 @@ from rich.text import Text
 
 from unisono.live.bins import PARTS
 from unisono.live.live_run import LiveRun, Place, Speed
+from unisono.runs.reading import say_mesh_place
 
 __all__ = ["draw_frame", "draw_sparkline", "show_top"]
 
@@ -111,11 +112,14 @@ def _draw_ranks(
     live: LiveRun, shown: Sequence[int], speeds: dict[int, Speed], states: dict[int, str], now: float
 ) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    for name in ("rank", "step", "step/s", "compute", "comm.", "wait", "data", "MB/s", "slow"):
+    meshed = any(live.places[number].header.get("mesh") for number in shown)
+    where = ["mesh"] if meshed else []
+    for name in ("rank", *where, "step", "step/s", "compute", "comm.", "wait", "data", "MB/s", "slow"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)
     for number in shown:
-        table.add_row(*_describe_row(live.places[number], speeds.get(number), states[number], now))
+        rank, *rest = _describe_row(live.places[number], speeds.get(number), states[number], now)
+        table.add_row(rank, *([say_mesh_place(live.places[number].header, short=True)] if meshed else []), *rest)
     return table
 
 

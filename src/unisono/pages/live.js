@@ -3,7 +3,7 @@
 (() => {
   const { Chart, PARTS, bytes, clock, number, seconds } = LiveCharts;
   const $ = (id) => document.getElementById(id);
-  const RANK = ["place", "rank", "state", "step", "last", "steps_s", ...PARTS, "bytes_s", "factor", "host", "pid", "device"];
+  const RANK = ["place", "rank", "state", "step", "last", "steps_s", ...PARTS, "bytes_s", "factor", "host", "pid", "device", "mesh"];
   const MARK = ["number", "kind", "tone", "time", "step", "rank", "text", "cause", "place", "times"];
   const METRIC_CHARTS = 8;
 
@@ -153,7 +153,7 @@
     const ranks = run.size ?? state.ranks.size;
     const facts = [
       `${ranks.toLocaleString("en")} rank${ranks === 1 ? "" : "s"}${run.hosts.length > 1 ? ` on ${run.hosts.length} hosts` : run.hosts.length ? ` on ${run.hosts[0]}` : ""}`,
-      run.strategy, run.device, run.parameters ? `${Number(run.parameters.toPrecision(3)).toLocaleString("en")} parameters` : null,
+      run.strategy, run.mesh ? `mesh ${run.mesh.join(" × ")}` : null, run.device, run.parameters ? `${Number(run.parameters.toPrecision(3)).toLocaleString("en")} parameters` : null,
       run.engine && run.engine !== "local" ? `engine ${run.engine}` : null,
       run.started ? `began ${new Date(run.started * 1000).toLocaleString()}` : null,
       run.started ? `${run.ended != null || run.state === "launcher gone" ? "took" : "for"} ${clock(Math.max(0, end - run.started))}` : null,

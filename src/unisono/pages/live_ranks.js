@@ -74,7 +74,8 @@ const LiveRanks = (() => {
 
   function nameOf(rank) {
     if (!rank) return "";
-    return rank.place === rank.rank ? `rank ${rank.rank}` : `rank ${rank.rank} (place ${rank.place})`;
+    const name = rank.place === rank.rank ? `rank ${rank.rank}` : `rank ${rank.rank} (place ${rank.place})`;
+    return rank.mesh ? `${name}: ${rank.mesh}` : name;
   }
 
   function drawStrip(row, place, rank, span) {

@@ -89,6 +89,15 @@ class Losses:
         if isinstance(scaled, Tensor) and isinstance(loss, Tensor):
             self._unscaled[id(scaled)] = loss
 
+    @property
+    def count(self) -> int:
+        """How many there are so far."""
+        return len(self._losses)
+
+    def replace(self, since: int, loss: Tensor) -> None:
+        """Those from number `since` on were parts of this one."""
+        self._losses[since:] = [loss.detach()]
+
     def take(self) -> list[Tensor]:
         """Those since the last time."""
         taken, self._losses = self._losses, []

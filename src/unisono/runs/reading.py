@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,8 +22,9 @@ import numpy.typing as npt
 from unisono.runs.table import COLUMNS, Array, Series, StepTable
 from unisono.runtime.run_folder import FORMAT, is_running, read_run
 
-__all__ = ["Joined", "Listener", "RankLog", "RunReader"]
+__all__ = ["Joined", "Listener", "RankLog", "RunReader", "say_mesh_place"]
 
+AXES = ("data", "tensor", "pipeline")
 _MOST_ROWS = 1 << 18  # over all ranks
 _LEAST_ROWS, _MOST_A_RANK = 256, 8192
 _MOST_NAMES = 200  # metrics; further ones are counted as unreadable
@@ -88,6 +89,7 @@ class RankLog:
     events: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_EVENTS))
     tags: dict[str, int] = field(default_factory=dict)  # bytes sent so far, by tag
     data: dict[str, Any] = field(default_factory=dict)  # samples, classes, seconds
+    pipeline: dict[str, Any] = field(default_factory=dict)  # how long it stood still in a pipeline, and why
     spans: deque[tuple[str, int, float, float]] = field(default_factory=lambda: deque(maxlen=20_000))
     records: deque[tuple[Any, ...]] = field(default_factory=lambda: deque(maxlen=20_000))
     end: dict[str, Any] | None = None  # None: it has not written its end
@@ -298,6 +300,8 @@ class RunReader:
             rank.tags = _sum_dicts(rank.tag_sums.values())
         elif kind == "data":
             rank.data = dict(line[1])
+        elif kind == "pipeline":
+            rank.pipeline = dict(line[1])
         elif kind == "span":
             _, name, step, start, end = line
             rank.spans.append((str(name), int(step), float(start), float(end)))
@@ -403,10 +407,27 @@ def _join(columns: Array, known: npt.NDArray[np.bool_], how: str) -> Array:
     return found
 
 
+def say_mesh_place(header: Mapping[str, Any], *, short: bool = False) -> str:
+    """Where a rank is on the axes of its mesh that have more than one; "" without a mesh.
+
+    >>> header = {"mesh": [2, 1, 4], "at": [0, 0, 3]}
+    >>> say_mesh_place(header), say_mesh_place(header, short=True), say_mesh_place({})
+    ('data 0, pipeline 3', 'd0 p3', '')
+    """
+    sizes, at = header.get("mesh"), header.get("at")
+    if not sizes or not at:
+        return ""
+    axes = [(name, n) for name, n, size in zip(AXES, at, sizes, strict=True) if size > 1]
+    return " ".join(f"{name[0]}{n}" for name, n in axes) if short else ", ".join(f"{name} {n}" for name, n in axes)
+
+
 def _check_header(header: dict[str, Any]) -> None:
     """Refuse one that others could not rely on."""
     for name in ("rank", "size", "generation", "place", "hosts", "pid", "parameters"):
         if not isinstance(header.get(name, 0), int):
+            raise TypeError(name)
+    for name in ("mesh", "at"):
+        if name in header and not (len(header[name]) == len(AXES) and all(isinstance(n, int) for n in header[name])):
             raise TypeError(name)
     if not isinstance(header.get("not_measured", []), list) or not isinstance(header.get("versions", {}), dict):
         raise TypeError("not_measured and versions")

@@ -15,12 +15,14 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from unisono.runs.backward import Losses, follow_backward, leave_backward
 from unisono.runs.lines import Lines
@@ -67,6 +69,7 @@ class Facts:
     parameters: int = 0
     not_measured: Sequence[str] = ()
     bytes_by_formula: bool = False
+    mesh: tuple[Sequence[int], Sequence[int]] | None = None  # (data, tensor, pipeline): sizes, this rank's place
 
 
 class Recorder:
@@ -141,6 +144,13 @@ class Recorder:
         """See BackwardListener."""
         if self._losses is not None:
             self._losses.note(tensors)
+
+    @contextmanager
+    def one_loss(self) -> Iterator[Callable[[Tensor], None]]:
+        """What backward is called on inside are parts of one loss, which is told at the end."""
+        losses = self._losses
+        since = 0 if losses is None else losses.count
+        yield lambda loss: None if losses is None else losses.replace(since, loss)
 
     def after_backward(self) -> None:
         """See BackwardListener."""
@@ -228,6 +238,7 @@ class Recorder:
                 "fields": list(FIELDS),
                 "not_measured": list(facts.not_measured),
                 "bytes_by_formula": facts.bytes_by_formula,
+                **({} if facts.mesh is None else {"mesh": list(facts.mesh[0]), "at": list(facts.mesh[1])}),
             },
         )
 
@@ -269,7 +280,7 @@ class Recorder:
         data, totals = _count_data(self.world), self.ledger.totals()
         if data or totals.data:
             lines.append(_line("data", {**data, "seconds": round(totals.data, 6), "steps": totals.steps}))
-        return lines
+        return lines + [_line(name, as_json(read())) for name, read in list(self.ledger.accounts.items())]
 
     def _write_trace(self, steps: int) -> list[str]:
         """The collectives and spans of the last steps, for a trace of all ranks."""

@@ -10,7 +10,11 @@ import atexit
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from torch import Tensor
 
 from unisono.runs.lines import find_lines
 from unisono.runs.recorder import Facts, Recorder
@@ -20,7 +24,7 @@ from unisono.runtime.run_folder import FOLDER, FOLDER_ID, PLACE, RunFolder, find
 from unisono.world import World
 from unisono.world.rendezvous import find_joined, join
 
-__all__ = ["begin", "find_recorder", "needs_folder", "share_folder"]
+__all__ = ["begin", "find_recorder", "needs_folder", "note_loss", "share_folder"]
 
 _feeding: subprocess.Popen[bytes] | None = None
 _made: RunFolder | None = None  # in rank 0 of a program that no launcher of ours started
@@ -76,9 +80,22 @@ def find_recorder(world: World | None = None, facts: Facts | None = None) -> Rec
     return _make(world, facts)
 
 
+@contextmanager
+def note_loss(world: World) -> Iterator[Callable[[Tensor], None]]:
+    """Around several backward passes of one loss, such as those of a pipeline's microbatches: tell it what is given."""
+    recorder = find_recorder(world)
+    if recorder is None:
+        yield lambda loss: None
+    else:
+        with recorder.one_loss() as note:
+            yield note
+
+
 def _make(world: World, facts: Facts | None) -> Recorder | None:
     if FOLDER_ID in os.environ and not status.is_attached():  # a program that a worker started
         return None
+    if world.axes is not None:  # the data axis of a mesh: ranks are those of all
+        world = world.axes.world
     place = int(os.environ.get("UNISONO_PLACE") or os.environ.get("RANK") or world.rank)
     lines = find_lines(place)
     if lines is None:

@@ -51,6 +51,9 @@ class Call(NamedTuple):
         return f"{self.name} ({os.path.basename(self.file)}:{self.line})"
 
 
+_WRAPPERS = ("torch.distributed.c10d_logger", "typing_extensions")  # around functions of torch.distributed
+
+
 class CalledByAll(Exception):
     """An error of something that all ranks do together. Its text names the call in the program and the rule for it.
 
@@ -207,7 +210,8 @@ def _name_call(frames: Sequence[FrameType], lines: Sequence[int]) -> Call | None
     below = frames[last + 1 :]
     if not any(is_ours(frame) for frame in below):
         return None
-    name, rule = _describe_entry(below[0])
+    entry = next((frame for frame in below if frame.f_globals.get("__name__") not in _WRAPPERS), below[0])
+    name, rule = _describe_entry(entry)
     rule = next(filter(None, map(_find_rule, below)), rule)
     return Call(name, frames[last].f_code.co_filename, lines[last], rule)
 
@@ -244,7 +248,8 @@ def is_of_user(frame: FrameType) -> bool:
 
 
 def _is_of_torch(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch"
+    module = str(frame.f_globals.get("__name__", ""))
+    return module.partition(".")[0] == "torch" or module in _WRAPPERS
 
 
 def _find_rule(frame: FrameType) -> str:

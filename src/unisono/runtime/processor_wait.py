@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 
 __all__ = ["ProcessorWait"]
 
-_TASKS = Path("/proc/self/task")
+_TASKS = "/proc/self/task"
 
 
 class ProcessorWait:
@@ -50,7 +49,8 @@ def _read_waits() -> dict[str, int]:
 
 def _read_wait(thread: str) -> int | None:
     try:
-        return int((_TASKS / thread / "schedstat").read_text().split()[1])
+        with open(f"{_TASKS}/{thread}/schedstat", "rb") as file:
+            return int(file.read().split()[1])
     except (OSError, ValueError, IndexError):  # the thread has ended, or the system does not count it
         return None
 

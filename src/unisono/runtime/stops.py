@@ -46,10 +46,15 @@ def end_pause() -> None:
 
 def paused_s() -> float:
     """For how long they have been stopped in all."""
-    since = _since
-    return ended_s + (0.0 if since is None else time.perf_counter() - since)
+    return _count_paused(time.perf_counter())
 
 
 def clock() -> float:
     """Seconds, without those in which people looked at stopped workers: for limits of waiting."""
-    return time.perf_counter() - paused_s()
+    now = time.perf_counter()  # one reading: between two, this thread may have had to wait for a core
+    return now - _count_paused(now)
+
+
+def _count_paused(now: float) -> float:
+    since = _since
+    return ended_s + (0.0 if since is None else now - since)

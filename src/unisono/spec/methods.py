@@ -43,7 +43,7 @@ _ELSEWHERE = "..."  # stands for a value that text cannot hold
 
 def names(kind: Kind) -> list[str]:
     """The methods of a kind, by the names of their files."""
-    return sorted(_find_files(kind))
+    return sorted(_find_names(kind))
 
 
 @contextmanager
@@ -64,14 +64,15 @@ def extend(*, strategies: str | Path | None = None, reducers: str | Path | None 
                     del sys.modules[key]
 
 
-def _find_files(kind: Kind) -> dict[str, Path]:
-    folders = [Path(folder) for folder in importlib.import_module(_FOLDERS[kind]).__path__]
-    files = {
-        entry.stem: entry / "__init__.py" if entry.is_dir() else entry
-        for folder in reversed(folders)
-        for entry in (*folder.glob("*.py"), *(inner.parent for inner in folder.glob("*/__init__.py")))
-    }
-    return {name: file for name, file in files.items() if not name.startswith("_")}
+def _find_names(kind: Kind) -> set[str]:
+    """Of files, and of folders that are packages; `_x` is for several methods. Every build asks: so without Path."""
+    found = set()
+    for folder in importlib.import_module(_FOLDERS[kind]).__path__:
+        for entry in os.listdir(folder) if os.path.isdir(folder) else ():
+            is_package = "." not in entry and os.path.isfile(f"{folder}/{entry}/__init__.py")
+            if not entry.startswith("_") and (is_package or entry.endswith(".py")):
+                found.add(entry.removesuffix(".py"))
+    return found
 
 
 def read_facts(name: str, kind: Kind) -> Facts:
@@ -137,10 +138,10 @@ _reducers: dict[tuple[Callable[..., Any], str], Any] = {}  # built reducers, by 
 
 
 def _build(spec: Spec, kind: Kind) -> Any:
-    if spec.name not in _find_files(kind):
-        if kind == "strategy" and spec.name in _find_files("reducer"):
+    if spec.name not in _find_names(kind):
+        if kind == "strategy" and spec.name in _find_names("reducer"):
             return _load_factory("allreduce", "strategy")(reducer=_build(spec, "reducer"))
-        if spec.name in _find_files("strategy"):
+        if spec.name in _find_names("strategy"):
             spec.fail(f"{spec.name!r} is a strategy; a reducer is needed here, such as 'dense'")
         known = {*names(kind), *(names("reducer") if kind == "strategy" else ())}
         spec.fail(f"unknown {kind} {spec.name!r}{_suggest(spec.name, sorted(known))}")
@@ -232,7 +233,7 @@ def _convert_union(value: Any, members: tuple[Any, ...]) -> Any:
     if type(value) in members:
         return value
     method = isinstance(value, Spec) and (
-        value.called or value.name in (_find_files("reducer") | _find_files("strategy"))
+        value.called or value.name in (_find_names("reducer") | _find_names("strategy"))
     )
     mismatches = []
     for member in sorted(members, key=lambda m: (_kind_of(m) is not None) != method):
@@ -258,8 +259,8 @@ def _convert_sequence(value: Any, hint: Any) -> Any:
 def _convert_word(value: Spec, hint: Any) -> Any:
     """A bare word: a string for `str`, a dtype for `torch.dtype`, the method of that name where all goes."""
     if hint in (Any, object) or not isinstance(hint, type):
-        if value.called or value.name in _find_files("reducer"):
-            return _build(value, "strategy" if value.name in _find_files("strategy") else "reducer")
+        if value.called or value.name in _find_names("reducer"):
+            return _build(value, "strategy" if value.name in _find_names("strategy") else "reducer")
         return value.name
     if not value.called and hint is str:
         return value.name
@@ -358,7 +359,7 @@ def _write_other(value: Any) -> str:
     """What the grammar cannot hold itself: words without quotes, dtypes by name, methods by their specs."""
     if isinstance(value, str):
         word = value.isidentifier() and value.isascii() and not keyword.iskeyword(value)
-        taken = value in NUMBERS or value in _find_files("reducer") | _find_files("strategy")
+        taken = value in NUMBERS or value in _find_names("reducer") | _find_names("strategy")
         return value if word and not taken else repr(value)
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")

@@ -65,6 +65,12 @@ def main(fd: int, owner: int, idle_s: float, path: str) -> int:
 # the workers that use these, not this program.
 _PRELOADED = ("unisono", "numpy", "torch", "torch._dynamo", "cloudpickle", "unisono.launchers.worker.program")
 
+_LATER = (
+    "huggingface",
+    "keras",
+    "skorch",
+)  # with large libraries, which a program may have to set up before the import
+
 
 def import_modules() -> None:
     for name in _PRELOADED:
@@ -72,8 +78,9 @@ def import_modules() -> None:
             importlib.import_module(name)
     package = sys.modules[_PRELOADED[0]]
     for name in package.__all__:
-        with contextlib.suppress(ImportError):
-            getattr(package, name)
+        if name not in _LATER:
+            with contextlib.suppress(ImportError):
+                getattr(package, name)
     gc.collect()
     gc.freeze()  # so that a worker's collections do not copy these pages
 

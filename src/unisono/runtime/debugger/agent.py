@@ -52,8 +52,10 @@ class Agent:
         self.is_off = False
         self._asked = False  # to stop where the program looks next
         self._may_come = 0  # to the breakpoint that another has come to: so many ends of steps are passed over
-        self._is_stopped = False
+        self._lock = threading.Lock()  # of what follows: the program and the debugger's thread both change it
+        self._is_stopped = False  # and not let go
         self._stops = 0  # so far
+        self._releases = 0  # that have come
         self._is_canceled = False  # a step is under way that is not to stop any more
         self._asked_alone: int | None = None  # the thread in which an expression is evaluated that not all ranks have
         self._every = False
@@ -82,7 +84,6 @@ class Agent:
         self._every = every
         self._has_tried.wait()
         if not self.is_off:
-            stops.begin_pause()
             self._pdb.stop_at(frame, why)
 
     def stop_after(self, error: BaseException) -> None:
@@ -90,7 +91,6 @@ class Agent:
         self._every = False
         self._has_tried.wait()
         if not self.is_off and error.__traceback__ is not None:
-            stops.begin_pause()
             self._pdb.stop_after(error, error.__traceback__)
 
     def look(self, moment: stops.Moment) -> None:
@@ -119,12 +119,16 @@ class Agent:
 
     def stopped(self, place: str, why: str, text: str) -> None:
         """See `Commands`."""
-        self._stops += 1
-        self._is_stopped = True
-        self._set_asked(False)
-        self._is_canceled = False
-        if not self._send(kind="stopped", place=place, why=why, text=text, every=self._every):
-            self._commands.put({"kind": "leave"})
+        with self._lock:
+            stops.begin_pause()
+            self._stops += 1
+            self._is_stopped = True
+            self._set_asked(False)
+            self._is_canceled = False
+            self._commands = queue.SimpleQueue()  # what is left is of an earlier stop
+            after = self._releases
+        if not self._send(kind="stopped", place=place, why=why, text=text, every=self._every, after=after):
+            self._take({"kind": "leave"})
 
     def next_command(self) -> tuple[int, str] | None:
         """See `Commands`."""
@@ -135,16 +139,15 @@ class Agent:
                     self._evaluate_alone(message["alone"])
                     return message["id"], message["text"]
                 case "continue" | "leave":
-                    self._is_stopped = False
                     return None
                 case "abort":
-                    self._is_stopped = False
                     raise Ended("the run was ended from the debugger's prompt")
 
     def answer(self, number: int, text: str, *, goes_on: bool) -> None:
         """See `Commands`."""
         self._evaluate_alone(False)
-        self._is_stopped = self._is_stopped and not goes_on
+        with self._lock:
+            self._is_stopped = self._is_stopped and not goes_on
         self._send(kind="answer", id=number, text=text, goes_on=goes_on)
 
     # In the thread of the debugger ------------------------------------------------------------------------------------
@@ -170,30 +173,42 @@ class Agent:
     def _take(self, message: dict[str, Any]) -> None:
         match message["kind"]:
             case "stop":
-                stops.begin_pause()
-                self._is_canceled = False
-                self._may_come = 2 if message.get("every") else 0
-                self._set_asked(not self._is_stopped)
+                with self._lock:
+                    stops.begin_pause()
+                    self._is_canceled = False
+                    self._may_come = 2 if message.get("every") else 0
+                    self._set_asked(not self._is_stopped)
             case "on":
                 self.is_off = False
             case "line":
-                if self._is_stopped:
-                    self._commands.put(message)
-                else:
+                with self._lock:
+                    is_stopped = self._is_stopped
+                    if is_stopped:
+                        self._commands.put(message)
+                if not is_stopped:
                     self._evaluate_alone(True)
                     found = self._answer_beside(message["text"])
                     self._evaluate_alone(False)
                     self._send(kind="answer", id=message["id"], **found)
-            case "continue" | "leave" | "abort" as how:
-                self.is_off = self.is_off or how == "leave"
-                stops.end_pause()
-                self._is_canceled = True
-                self._set_asked(False)
-                is_older = message.get("stops", self._stops) < self._stops  # than the stop that this rank is in
-                if self._is_stopped and (how == "abort" or not is_older):
-                    self._commands.put(message)
-                elif how == "abort":
-                    os._exit(1)  # it waits in native code, perhaps for ever
+            case "continue" | "leave" | "abort":
+                with self._lock:
+                    self._let_go(message)
+
+    def _let_go(self, message: dict[str, Any]) -> None:
+        """Of a stop that the hub knew of when it said so. One that it has yet to be told of stays: it then decides."""
+        how = message["kind"]
+        self.is_off = self.is_off or how == "leave"
+        self._releases += 1
+        if message.get("stops", self._stops) < self._stops and self._is_stopped and how != "abort":
+            return
+        stops.end_pause()
+        self._is_canceled = True
+        self._set_asked(False)
+        if self._is_stopped:
+            self._is_stopped = False
+            self._commands.put(message)
+        elif how == "abort":
+            os._exit(1)  # it waits in native code, perhaps for ever
 
     def _set_asked(self, asked: bool) -> None:
         self._asked = asked

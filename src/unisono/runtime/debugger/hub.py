@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from unisono.runtime.channel import GREETING_S, MOST_UNPROVEN, Channel, keep_alive
+from unisono.runtime.channel import GREETING_S, Channel, accept, flush
 
 __all__ = ["WAIT_VARIABLE", "Hub", "read_wait_s"]
 
@@ -51,6 +51,7 @@ class _Worker:
     hello: dict[str, Any]
     stopped: dict[str, Any] | None = None  # its message, while it is stopped
     stops: int = 0  # how often it has said so
+    releases: int = 0  # how often it was let go; its messages say how many of these had come
     has_said_goodbye: bool = False
 
 
@@ -77,6 +78,8 @@ class Hub:
         self._channels: dict[Channel, _Worker | None] = {}
         self._prompt: Channel | None = None
         self._is_stopping = False  # workers are stopped, or asked to be
+        self._pause = 0  # how often this began
+        self._every = False  # all ranks come to where the first has stopped
         self._is_off = False  # breakpoints are passed over: nobody was there, or whoever was has left
         self._deadline: float | None = None
         self._paused_s, self._paused_since = 0.0, 0.0
@@ -140,16 +143,9 @@ class Hub:
     # Connections ------------------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        try:
-            sock, _ = self.listener.accept()
-        except OSError:
+        channel = accept(self.listener, self.token, self._channels, self._forget)
+        if channel is None:
             return
-        sock.setblocking(False)
-        keep_alive(sock)
-        unproven = [other for other in self._channels if not other.proven]
-        if len(unproven) >= MOST_UNPROVEN:
-            self._forget(unproven[0])
-        channel = Channel(sock, self.token, server=True)
         self._channels[channel] = None
         self._selector.register(channel, selectors.EVENT_READ, partial(self._on_channel, channel))
         self._flush(channel)
@@ -179,7 +175,7 @@ class Hub:
             self._channels[channel] = _Worker(int(message["rank"]), channel, message)
             self._tell_prompt(**message)
             if self._is_stopping:
-                self._send(channel, kind="stop")
+                self._ask_to_stop(channel)
             return
         if message["kind"] != "prompt" or self._prompt is not None:
             self._send(channel, kind="busy")
@@ -222,25 +218,36 @@ class Hub:
         if kind == "bye":
             worker.has_said_goodbye = True
         elif kind == "stopped":
-            worker.stopped = message
-            worker.stops += 1
-            if not self._is_stopping:
-                if self._is_off:
-                    self._let_go(worker, "leave")
-                    return
-                if message["why"] == "asked":  # it was on its way when all were let go
-                    self._let_go(worker, "continue")
-                    return
-                self._begin_stop(worker, message)
+            if not self._take_stop(worker, message):
+                return
         elif kind == "answer" and message.get("goes_on"):
             worker.stopped = None
         self._tell_prompt(**message)
 
+    def _take_stop(self, worker: _Worker, message: dict[str, Any]) -> bool:
+        """False where it goes on at once."""
+        worker.stopped = message
+        worker.stops += 1
+        has_crossed = message.get("after", 0) < worker.releases  # a release was on its way to this worker
+        if self._is_off and not self._is_stopping:
+            self._let_go(worker, "leave")
+            return False
+        if message["why"] in ("asked", "step") and (has_crossed or not self._is_stopping):  # what it obeyed is over
+            self._let_go(worker, "continue")
+            if self._is_stopping:
+                self._ask_to_stop(worker.channel)
+            return False
+        if not self._is_stopping:
+            self._begin_stop(worker, message)
+        message["pause"] = self._pause
+        return True
+
     def _begin_stop(self, first: _Worker | None, message: dict[str, Any]) -> None:
         self._is_stopping, self._paused_since = True, time.monotonic()
+        self._pause, self._every = self._pause + 1, bool(message.get("every", False))
         for worker in self._workers():
             if worker is not first:
-                self._send(worker.channel, kind="stop", every=message.get("every", False))
+                self._ask_to_stop(worker.channel)
         if self._prompt is None and not self.open_prompt():
             self._deadline = time.monotonic() + self.wait_s
             self.say(
@@ -249,8 +256,13 @@ class Hub:
                 f"  The workers wait for {self.wait_s:g} s ({WAIT_VARIABLE}), then they go on."
             )
 
+    def _ask_to_stop(self, channel: Channel) -> None:
+        self._send(channel, kind="stop", every=self._every)
+
     def _on_prompt(self, message: dict[str, Any]) -> None:
         match message["kind"]:
+            case "continue" if message.get("pause", self._pause) < self._pause:
+                pass  # it ends one that is over; the prompt has yet to be told of this one
             case "continue" | "leave" | "abort" as how:
                 self._release(how)
             case "stop":
@@ -273,6 +285,7 @@ class Hub:
     def _let_go(self, worker: _Worker, how: str) -> None:
         """From the stops that are known here: the worker may have come to another one meanwhile."""
         worker.stopped = None
+        worker.releases += 1
         self._send(worker.channel, kind=how, stops=worker.stops)
 
     def _workers(self) -> list[_Worker]:
@@ -294,9 +307,4 @@ class Hub:
 
     def _flush(self, channel: Channel) -> None:
         if channel in self._channels:
-            with contextlib.suppress(OSError):
-                channel.flush()
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.bytes_to_send else 0)
-            key = self._selector.get_key(channel)
-            if key.events != events:
-                self._selector.modify(channel, events, key.data)
+            flush(channel, self._selector)

@@ -59,6 +59,7 @@ class Prompt:
         self._is_over = False  # the run has ended, or somebody else has the prompt
         self._is_closing = False  # there are no more lines
         self._is_released = False  # the hub let all go on by itself
+        self._pause, self._over = 0, 0  # the last that ranks have stopped in, and the last that was ended here
         self._chosen: list[int] | None = None
         self._last = ""
         threading.Thread(target=self._listen, name="unisono prompt", daemon=True).start()
@@ -109,7 +110,10 @@ class Prompt:
             case "busy":
                 self._write("Another prompt is attached to this run already.")
                 self._is_over = True
+            case "stopped" if message["pause"] <= self._over:
+                pass  # it was on its way when all were let go
             case "stopped":
+                self._pause = message["pause"]
                 rank.stopped, rank.why, rank.text = message["place"], message["why"], message["text"]
             case "worker":
                 self._size = message["size"]
@@ -256,7 +260,8 @@ class Prompt:
 
     def _release(self, how: str) -> bool:
         self._forget_stops()
-        self._link.send(kind=how)
+        self._over = self._pause
+        self._link.send(kind=how, pause=self._pause)
         return True
 
     def _step(self, ranks: Sequence[int], line: str) -> None:

@@ -139,6 +139,8 @@ class RankPdb(pdb.Pdb):
 
     def cmdloop(self, intro: Any = None) -> None:
         """Commands from afar. An interruption is raised later: pdb would take it for its own."""
+        while self.cmdqueue:  # since Python 3.13 the place is shown by a command that waits here
+            self.onecmd(self.cmdqueue.pop(0))
         shown = self.take_text()
         where, line = self.stack[self.curindex]
         user = find_user_frame(where) or where

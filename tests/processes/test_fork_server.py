@@ -194,6 +194,23 @@ def test_a_module_of_the_program_goes_before_one_that_the_server_has(tmp_path: P
     )
 
 
+@pytest.mark.skipif(os.environ.get("UNISONO_WARM") == "0", reason="UNISONO_WARM=0: all workers are fresh")
+def test_a_module_behind_the_one_that_the_server_has_is_none_of_the_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As setuptools' own copies are, at the end of sys.path of all who have imported it."""
+    (tmp_path / "numpy").mkdir()
+    (tmp_path / "numpy" / "__init__.py").write_text("")
+    refusals: list[str] = []
+    monkeypatch.setattr(forks.ForkStarter, "_note_refusal", lambda _, why: refusals.append(why))
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    launch(os.getppid, workers=1)
+    assert refusals == []
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path[:-1]])
+    launch(os.getppid, workers=1)
+    assert refusals == [f"{tmp_path} has its own numpy"]
+
+
 def run(folder: Path, *words: str) -> tuple[int, str, str]:
     command = [sys.executable, "-m", "unisono", "run", *words]
     env = {"PYTHONPATH": str(SOURCES), **os.environ}

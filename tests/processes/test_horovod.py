@@ -211,6 +211,7 @@ def test_settings_that_are_not_offered_are_refused_by_name() -> None:
 def test_a_worker_that_comes_is_refused_where_it_would_be_out_of_step(monkeypatch: pytest.MonkeyPatch) -> None:
     world = un.join()
     monkeypatch.setattr(world, "elastic", SimpleNamespace(is_joining=True, is_inside=True, solo=world))
+    monkeypatch.setattr(world, "shards", {})  # of this process, where other tests may have left theirs
     train = hvd.elastic.run(lambda state: state.epoch)
     state = hvd.elastic.TorchState(epoch=3)
     with pytest.raises(RuntimeError, match=r"cannot join the training.* Let un\.shard do it"):

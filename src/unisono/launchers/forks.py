@@ -292,13 +292,13 @@ class _ForkedProcess:
 
 
 def _import_folders(command: Command) -> list[str]:
-    """Where a program may find modules of its own: the server looks whether it has others of their names."""
+    """Where a program may find modules of its own, in order: the server looks whether it has others of their names."""
     entries = [entry for entry in command.env.get("PYTHONPATH", "").split(os.pathsep) if entry]
     first = command.program[0]
     if first == "--function":
         entries += [entry or "." for entry in sys.path]
     elif first == "-m":
-        entries.append(".")
+        entries.insert(0, ".")
     elif not first.startswith("--"):
-        entries.append(os.path.dirname(os.path.realpath(first)))
+        entries.insert(0, os.path.dirname(os.path.realpath(first)))
     return list(dict.fromkeys(os.path.abspath(entry) for entry in entries))

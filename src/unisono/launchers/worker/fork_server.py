@@ -247,8 +247,9 @@ class _Server:
             return f"it has another {names or facts} than the fork server"
         if not env.get("OMP_NUM_THREADS", "1").isdigit():
             return "OMP_NUM_THREADS is not a number"
-        for folder in request.body["path"]:
-            if folder not in self.python_path and (shadowed := _shadowed_modules(folder)):
+        path = request.body["path"]
+        for place, folder in enumerate(path):
+            if folder not in self.python_path and (shadowed := _shadowed_modules(folder, path[:place])):
                 return f"{folder} has its own {', '.join(shadowed[:3])}"
         tasks = len(os.listdir("/proc/self/task"))
         if tasks != 1:
@@ -318,20 +319,28 @@ def _read_request(fds: Sequence[int]) -> _Request:
     return _Request(body, fds[1:4], fds[4], dict(zip(body["descriptors"], fds[5:], strict=True)))
 
 
-def _shadowed_modules(folder: str) -> list[str]:
-    """Modules that the server has imported from elsewhere, and a fresh process would find in `folder`."""
+def _shadowed_modules(folder: str, before: Sequence[str]) -> list[str]:
+    """Modules that the server has imported from elsewhere, and a fresh process would find in `folder`.
+
+    It looks in the folders `before` first: what the server has from there is none of them. (Setuptools, once imported,
+    has a folder with a `packaging` of its own at the end of sys.path.)
+    """
     try:
         names = os.listdir(folder)
     except OSError:
         return []
     here = os.path.join(os.path.realpath(folder), "")
+    earlier = [os.path.join(os.path.realpath(other), "") for other in before]
     found = set()
     for entry in names:
         name, _, ending = entry.partition(".")
         if name in ("sitecustomize", "usercustomize"):
             found.add(name)
         file = getattr(sys.modules.get(name), "__file__", None)
-        if file is None or name == "__main__" or os.path.realpath(file).startswith(here):
+        if file is None or name == "__main__":
+            continue
+        file = os.path.realpath(file)
+        if file.startswith((here, *(f"{other}{name}{end}" for other in earlier for end in (".", "/")))):
             continue
         if ending.endswith(("py", "so", "pyc")) or (not ending and os.path.exists(f"{here}{name}/__init__.py")):
             found.add(name)

@@ -48,7 +48,6 @@ class GPT(nn.Module):
 
 
 def main() -> None:
-    dist.init_process_group(backend)
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1337 + rank)
     files = sorted(Path(os.__file__).parent.glob("*.py"))
@@ -76,8 +75,9 @@ def main() -> None:
     dist.all_reduce(total)
     if rank == 0:
         print(f"{backend}: final loss {total.item():.4f}")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
+    dist.init_process_group(backend)
     main()
+    dist.destroy_process_group()

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import unisono as un
+from torch_groups import leave_group
 
 ALL = list(ddp_cases.CASES)
 RUNS: dict[str, tuple[list[str], dict[str, Any]]] = {
@@ -53,7 +54,7 @@ def run_cases(names: list[str], settings: dict[str, Any], folder: Path, *, share
                 file.write(json.dumps([name, found]) + "\n")
                 file.flush()
             ddp_pair.mismatches.clear()
-    dist.destroy_process_group()
+    leave_group()
     assert world.transport is not None
     return world.transport.name
 

@@ -179,6 +179,7 @@ def test_hogwild_shares_memory_between_processes() -> None:
                 model.weight.fill_(0.5)
         world.barrier()
         seen = model.weight[7].item()
+        world.barrier()  # before anyone steps
         for _ in range(25):
             for a, b in un.shard((rows, y), batch_size=12, seed=2):
                 optimizer.zero_grad()

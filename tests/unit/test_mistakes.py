@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import unisono as un
+from torch_groups import leave_group
 from unisono.runtime.ending import describe_ending, describe_failure, note_ending
 from unisono.world import rendezvous
 
@@ -246,7 +247,7 @@ def test_optimizers_for_different_parameters_are_no_mistake() -> None:
 def process_group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
-    dist.destroy_process_group()
+    leave_group()
 
 
 @pytest.mark.usefixtures("process_group")

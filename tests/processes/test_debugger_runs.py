@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-from conftest import SOURCES, Launched
+from launched import SOURCES, Launched
 
 PROMPT = "(unisono) "
 LIMIT_S = 60.0  # for a prompt to come, on a machine that does other things as well

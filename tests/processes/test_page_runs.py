@@ -13,8 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-
-from conftest import Launched
+from launched import Launched
 
 WAITS = """
 import pathlib, time

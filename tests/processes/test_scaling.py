@@ -175,7 +175,9 @@ def ask_until_known(scale, pid: str) -> None:
         time.sleep(0.01)
 
 
-def test_a_killed_launcher_is_named_and_its_socket_removed_by_the_next(run_script, scale, tmp_path):
+def test_a_killed_launcher_is_named_and_its_socket_removed_by_the_next(run_script, scale, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # the next one is not that of a test beside this
+    monkeypatch.setenv("UNISONO_WARM", "0")
     first = run_script(SCRIPT, "-n", "1:1")
     first.wait_for_files("trains")
     first.signal(signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,61 @@ def test_a_mistake_is_named_with_what_was_meant_on_a_few_lines(
     told = capsys.readouterr().err
     assert said in told
     assert len(told.splitlines()) <= 7, "the error is not lost below a long usage"
+
+
+def call_run(folder: Path, *words: str, **environment: str) -> tuple[str, list[str]]:
+    """Standard output and the lines of standard error of `unisono run` in a folder, with no workers: "ran" instead."""
+    program = """
+import sys
+from unisono.cli import main
+from unisono.launchers import terminal
+
+terminal.run_in_terminal = lambda job: print("ran") or 0
+try:
+    status = main(["run", *sys.argv[1:]])
+except SystemExit as ended:
+    status = ended.code
+print(status, "torch" in sys.modules)
+"""
+    command = [sys.executable, "-c", program, "-n", "2", *words, "train.py"]
+    env = {**os.environ, "UNISONO_RUNS": "off", **environment}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder, env=env)
+    return done.stdout, done.stderr.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("alreduce", "unknown strategy 'alreduce'; did you mean 'allreduce'?"),
+        ("torch:dpd", "unknown torch strategy 'dpd'; did you mean 'ddp'?"),
+        ("local_sgd(reducer=powersdg(rank=2))", "unknown reducer 'powersdg'; did you mean 'powersgd'?"),
+        ("powersgd(rank=4", "the spec cannot be read: '(' was never closed"),
+    ],
+)
+def test_a_strategy_that_no_worker_could_build_is_refused_before_there_are_any(
+    spec: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text("losses = []\nlosses.extend([1.0])\n")
+    ended, told = call_run(tmp_path, "--strategy", spec)
+    assert ended == "2 False\n", "no worker was started, and torch was not imported"
+    assert f"unisono run: error: --strategy: {said}" in told
+    ended, told = call_run(tmp_path, UNISONO_STRATEGY=spec)
+    assert ended == "2 False\n"
+    assert f"unisono run: error: UNISONO_STRATEGY: {said}" in told
+
+
+@pytest.mark.parametrize("spec", ["allreduce", "'powersgd(rank=4)'", "torch:ddp", "local_sgd(reducer=topk)", ""])
+def test_a_strategy_that_may_be_built_is_left_to_the_workers(spec: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    assert call_run(tmp_path, "--strategy", spec.strip("'")) == ("ran\n0 False\n", [])
+
+
+@pytest.mark.parametrize("file", ["train.py", "project/training.py"])
+def test_a_strategy_that_the_program_may_add_itself_is_left_to_the_workers(file: str, tmp_path: Path) -> None:
+    (tmp_path / "project").mkdir()
+    (tmp_path / "train.py").touch()
+    (tmp_path / file).write_text("from unisono.spec import extend\nwith extend(strategies='methods'):\n    train()\n")
+    assert call_run(tmp_path, "--strategy", "alreduce") == ("ran\n0 False\n", [])
 
 
 def test_balance_reaches_the_workers_and_a_job_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,6 +50,21 @@ def test_a_spec_that_cannot_be_built_is_pointed_at(strategy: str, words: list[st
         bind(strategy=strategy)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["alreduce", "allreduce(", "allreduce(acumulate=4)", "topk(k=2.0)"])
+def test_the_report_of_a_spec_ends_at_the_programs_line(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def report() -> str:
+        with pytest.raises(SpecError) as caught:
+            bind()
+        caught.value.hide_frames()
+        return "".join(traceback.format_exception(caught.value))
+
+    monkeypatch.setenv("UNISONO_STRATEGY", strategy)
+    assert Path(un.__file__).parent.as_posix() not in report()
+    assert "SpecError: UNISONO_STRATEGY: " in report(), "the program's line has another spec"
+    monkeypatch.setenv("UNISONO_TRACEBACK", "full")
+    assert Path(un.__file__).parent.as_posix() in report()
 
 
 @pytest.mark.parametrize(

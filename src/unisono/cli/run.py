@@ -20,6 +20,7 @@ from unisono import on
 from unisono.cli import rehearsal
 from unisono.cli.arguments import Commands, check_program, parse_count
 from unisono.cli.help_text import HelpFormatter
+from unisono.cli.strategy_option import check_strategy
 from unisono.cli.watch import add_page_options, show_page
 from unisono.launchers.engines.engine import Engine, EngineError
 from unisono.launchers.job import Adapt, ComeAndGo, Job
@@ -155,6 +156,7 @@ def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
         parser.error("--run-dir does not go with --no-record")
     _check_log(options, parser)
     check_program(options.program, parser, module=options.module)
+    check_strategy(options, parser)
 
     from unisono.launchers.terminal import run_in_terminal
 

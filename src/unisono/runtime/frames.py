@@ -18,11 +18,13 @@ __all__ = [
     "Call",
     "CalledByAll",
     "Site",
+    "cut_below_user",
     "describe_place",
     "find_call",
     "find_current_call",
     "find_site",
     "find_user_frame",
+    "has_user_frame",
     "hide_frames_of_uncaught",
     "is_of_program",
     "is_of_user",
@@ -79,11 +81,25 @@ class CalledByAll(Exception):
             return
         if isinstance(self.__cause__, CalledByAll):
             self.__cause__ = None
-        parts = list(_list_traceback(self.__traceback__))
-        last = _find_last_of_user([part.tb_frame for part in parts])
-        if last is not None and last + 1 < len(parts):
-            self.call, self.left_out = find_call(self.__traceback__), len(parts) - last - 1
-            parts[last].tb_next = None
+        call = find_call(self.__traceback__)
+        self.left_out = cut_below_user(self)
+        if self.left_out:
+            self.call = call
+
+
+def cut_below_user(error: BaseException) -> int:
+    """Cut the frames below the user's own off an error's traceback, unless the environment asks for all; how many."""
+    parts = list(_list_traceback(error.__traceback__))
+    last = _find_last_of_user([part.tb_frame for part in parts])
+    if os.environ.get(VARIABLE) == "full" or last is None or last + 1 == len(parts):
+        return 0
+    parts[last].tb_next = None
+    return len(parts) - last - 1
+
+
+def has_user_frame(error: BaseException) -> bool:
+    """Whether an error came through the user's own code."""
+    return any(is_of_user(part.tb_frame) for part in _list_traceback(error.__traceback__))
 
 
 def find_call(traceback: TracebackType | None) -> Call | None:

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from unisono.runtime.frames import cut_below_user, has_user_frame
+
 __all__ = ["NUMBERS", "Spec", "SpecError", "parse", "write"]
 
 NUMBERS = {"inf": math.inf, "nan": math.nan}  # words that are numbers
@@ -24,6 +26,11 @@ class SpecError(ValueError):
     def __init__(self, problem: str, text: str, position: int) -> None:
         self.problem, self.text, self.position = problem, text, position
         super().__init__(f"{problem}\n  {text}\n  {' ' * position}^")
+
+    def hide_frames(self) -> None:
+        """Leave the line that has the spec, or asks for it: how we read it says nothing more. The launcher's report."""
+        if cut_below_user(self) and self.__cause__ is not None and not has_user_frame(self.__cause__):
+            self.__cause__ = None  # its text is in ours
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,68 +11,25 @@ import difflib
 import importlib
 import inspect
 import keyword
-import os
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
 from unisono.checks import Rule, find_fault, read_annotations
 from unisono.facts import Example, Facts
+from unisono.spec.catalog import FOLDERS, TORCH, Kind, describe_unknown, extend, find_names, names, suggest
 from unisono.spec.grammar import NUMBERS, Spec, SpecError, parse, write
 
 __all__ = ["Spec", "SpecError", "build", "describe", "extend", "names", "parse", "read_facts"]
 
-Kind = Literal["strategy", "reducer", "torch strategy"]
-_FOLDERS: dict[str, str] = {
-    "strategy": "unisono.strategies",
-    "reducer": "unisono.reducers",
-    "torch strategy": "unisono.strategies._torch",
-}
-_TORCH = "torch:"  # before the name of a method of torch's own, to compare with
 _ELSEWHERE = "..."  # stands for a value that text cannot hold
 
 
-# ---------------------------------------------------------------------------------------------- catalog
-
-
-def names(kind: Kind) -> list[str]:
-    """The methods of a kind, by the names of their files."""
-    return sorted(_find_names(kind))
-
-
-@contextmanager
-def extend(*, strategies: str | Path | None = None, reducers: str | Path | None = None) -> Iterator[None]:
-    """Look for methods in these folders as well, while the context lasts. For the whole process."""
-    asked = [(_FOLDERS["strategy"], strategies), (_FOLDERS["reducer"], reducers)]
-    added = [(name, str(Path(folder).resolve())) for name, folder in asked if folder is not None]
-    for name, folder in added:
-        importlib.import_module(name).__path__.append(folder)
-    importlib.invalidate_caches()
-    try:
-        yield
-    finally:
-        for name, folder in added:
-            importlib.import_module(name).__path__.remove(folder)
-            for key, module in list(sys.modules.items()):
-                if os.path.dirname(getattr(module, "__file__", None) or "/") == folder:
-                    del sys.modules[key]
-
-
-def _find_names(kind: Kind) -> set[str]:
-    """Of files, and of folders that are packages; `_x` is for several methods. Every build asks: so without Path."""
-    found = set()
-    for folder in importlib.import_module(_FOLDERS[kind]).__path__:
-        for entry in os.listdir(folder) if os.path.isdir(folder) else ():
-            is_package = "." not in entry and os.path.isfile(f"{folder}/{entry}/__init__.py")
-            if not entry.startswith("_") and (is_package or entry.endswith(".py")):
-                found.add(entry.removesuffix(".py"))
-    return found
+# ---------------------------------------------------------------------------------------------- loading
 
 
 def read_facts(name: str, kind: Kind) -> Facts:
@@ -81,7 +38,7 @@ def read_facts(name: str, kind: Kind) -> Facts:
 
 
 def _load_module(name: str, kind: Kind) -> types.ModuleType:
-    return importlib.import_module(f"{_FOLDERS[kind]}.{name}")
+    return importlib.import_module(f"{FOLDERS[kind]}.{name}")
 
 
 def _load_factory(name: str, kind: Kind) -> Callable[..., Any]:
@@ -91,14 +48,6 @@ def _load_factory(name: str, kind: Kind) -> Callable[..., Any]:
     if not callable(factory):
         raise ImportError(f"{module.__file__} must define a class or function named {name!r}")
     return typing.cast(Callable[..., Any], factory)
-
-
-def _suggest(word: str, known: Iterable[str]) -> str:
-    known = list(known)
-    near = difflib.get_close_matches(word.lower(), known, n=1) or difflib.get_close_matches(word, known, n=1)
-    if near:
-        return f"; did you mean {near[0]!r}?"
-    return f"; known: {', '.join(known)}" if known else ""
 
 
 # --------------------------------------------------------------------------------------------- building
@@ -117,8 +66,8 @@ def build(spec: str | Spec | Any, kind: Kind = "strategy") -> Any:
         TypeError: an object that is neither text nor a method.
     """
     if isinstance(spec, str):
-        if kind == "strategy" and spec.strip().startswith(_TORCH):
-            return _build(parse(spec.strip().removeprefix(_TORCH)), "torch strategy")
+        if kind == "strategy" and spec.strip().startswith(TORCH):
+            return _build(parse(spec.strip().removeprefix(TORCH)), "torch strategy")
         return _build(parse(spec), kind)
     if isinstance(spec, Spec):
         return _build(spec if spec.text else parse(str(spec)), kind)
@@ -138,13 +87,12 @@ _reducers: dict[tuple[Callable[..., Any], str], Any] = {}  # built reducers, by 
 
 
 def _build(spec: Spec, kind: Kind) -> Any:
-    if spec.name not in _find_names(kind):
-        if kind == "strategy" and spec.name in _find_names("reducer"):
+    if spec.name not in find_names(kind):
+        if kind == "strategy" and spec.name in find_names("reducer"):
             return _load_factory("allreduce", "strategy")(reducer=_build(spec, "reducer"))
-        if spec.name in _find_names("strategy"):
+        if spec.name in find_names("strategy"):
             spec.fail(f"{spec.name!r} is a strategy; a reducer is needed here, such as 'dense'")
-        known = {*names(kind), *(names("reducer") if kind == "strategy" else ())}
-        spec.fail(f"unknown {kind} {spec.name!r}{_suggest(spec.name, sorted(known))}")
+        spec.fail(describe_unknown(spec.name, kind))
     factory = _load_factory(spec.name, kind)
     bound = _bind(spec, factory)
     canonical = _write_canonical(spec.name, bound)
@@ -178,7 +126,7 @@ def _bind(spec: Spec, factory: Callable[..., Any]) -> inspect.BoundArguments:
     kwargs = {}
     for name, value in spec.kwargs.items():
         if name not in named:
-            spec.fail(f"{spec.name} has no argument {name!r}{_suggest(name, named)}", spec.keys[name])
+            spec.fail(f"{spec.name} has no argument {name!r}{suggest(name, named)}", spec.keys[name])
         if name in [p.name for p in plain[: len(args)]]:
             spec.fail(f"{name!r} is given twice: by position and by name", spec.keys[name])
         kwargs[name] = _read_argument(spec, name, value, hints, spec.spots[name])
@@ -213,7 +161,7 @@ def _convert(value: Any, hint: Any) -> Any:
         word = value.name if isinstance(value, Spec) and not value.called else value
         if word in members and type(word) in map(type, members):
             return word
-        raise _MismatchError(_suggest(str(word), [m for m in members if isinstance(m, str)]))
+        raise _MismatchError(suggest(str(word), [m for m in members if isinstance(m, str)]))
     if _is_sequence(hint):
         return _convert_sequence(value, hint)
     if (kind := _kind_of(hint)) is not None:
@@ -233,7 +181,7 @@ def _convert_union(value: Any, members: tuple[Any, ...]) -> Any:
     if type(value) in members:
         return value
     method = isinstance(value, Spec) and (
-        value.called or value.name in (_find_names("reducer") | _find_names("strategy"))
+        value.called or value.name in (find_names("reducer") | find_names("strategy"))
     )
     mismatches = []
     for member in sorted(members, key=lambda m: (_kind_of(m) is not None) != method):
@@ -259,8 +207,8 @@ def _convert_sequence(value: Any, hint: Any) -> Any:
 def _convert_word(value: Spec, hint: Any) -> Any:
     """A bare word: a string for `str`, a dtype for `torch.dtype`, the method of that name where all goes."""
     if hint in (Any, object) or not isinstance(hint, type):
-        if value.called or value.name in _find_names("reducer"):
-            return _build(value, "strategy" if value.name in _find_names("strategy") else "reducer")
+        if value.called or value.name in find_names("reducer"):
+            return _build(value, "strategy" if value.name in find_names("strategy") else "reducer")
         return value.name
     if not value.called and hint is str:
         return value.name
@@ -327,7 +275,7 @@ def describe(obj: Any) -> str:
             f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory() for f in fields
         }
         parts = [f"{k}={write(v, _write_other)}" for k, v in values.items() if not _is_same(v, defaults[k])]
-        name = (_TORCH if type(obj).__module__.startswith(_FOLDERS["torch strategy"]) else "") + type(obj).__name__
+        name = (TORCH if type(obj).__module__.startswith(FOLDERS["torch strategy"]) else "") + type(obj).__name__
         return f"{name}({', '.join(parts)})" if parts else name
     if _is_reducer(obj):
         if getattr(obj, "spec", ""):
@@ -359,7 +307,7 @@ def _write_other(value: Any) -> str:
     """What the grammar cannot hold itself: words without quotes, dtypes by name, methods by their specs."""
     if isinstance(value, str):
         word = value.isidentifier() and value.isascii() and not keyword.iskeyword(value)
-        taken = value in NUMBERS or value in _find_names("reducer") | _find_names("strategy")
+        taken = value in NUMBERS or value in find_names("reducer") | find_names("strategy")
         return value if word and not taken else repr(value)
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")

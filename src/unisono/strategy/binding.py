@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from unisono.runs import recording
 from unisono.runs.recorder import Facts
-from unisono.spec import build, describe
+from unisono.spec import SpecError, build, describe
 from unisono.strategy.healing import Healing
 from unisono.strategy.mistakes import refuse_split, refuse_wrapped
 from unisono.strategy.replica import Replica, Strategy, bound_parameters, share
@@ -104,7 +104,10 @@ def _override(strategy: Strategy, world: World) -> Strategy:
     text = os.environ.get(OVERRIDE, "").strip()
     if not text:
         return strategy
-    built: Strategy = build(text, kind="strategy")
+    try:
+        built: Strategy = build(text, kind="strategy")
+    except SpecError as error:  # the program's own line has another spec, or none
+        raise SpecError(f"{OVERRIDE}: {error.problem}", error.text, error.position) from error.__cause__
     if world.rank == 0 and describe(built) != describe(strategy):
         print(f"unisono: {OVERRIDE}: {describe(built)} instead of {describe(strategy)}", file=sys.stderr)
     return built

@@ -294,7 +294,7 @@ def _exit_status(stop: SystemExit, reports: _Reports) -> int:
 
 def _report_error(error: BaseException, reports: _Reports) -> None:
     frames = _cut_frames(error)
-    if hasattr(error, "hide_frames"):  # it is about the ranks, and our frames say nothing of it
+    if hasattr(error, "hide_frames"):  # it is about the ranks or a spec, and our frames say nothing of it
         error.hide_frames()
     text = "".join(traceback.format_exception(type(error), error, frames))
     types_ = [kind.__name__ for kind in type(error).__mro__]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -325,3 +327,28 @@ def test_parameters_that_learn_outside_the_optimizer_are_refused_off_the_device(
     optimizer = torch.optim.AdamW(model[0].parameters())
     with pytest.raises(ValueError, match=r"2 parameter\(s\) learn .* '1\.weight'"):
         un.parallel(model, optimizer, "zero(optimizer_on=cpu)", world=World())
+
+
+# A model that is pickled -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", [*SPECS, *AWAY, "zero(stage=2, precision=bf16)"])
+def test_pickling_the_model_is_refused_and_what_the_error_says_works(spec: str, tmp_path: Path) -> None:
+    def work(world: World) -> None:
+        model = text()
+        optimizer = adam(model)
+        replica = un.parallel(model, optimizer, spec, world=world)
+        loss_of(model, words(0, world.rank)).backward()
+        optimizer.step()
+        for call in (lambda: torch.save(model, io.BytesIO()), lambda: pickle.dumps(nn.Sequential(model))):
+            with pytest.raises(TypeError, match=r"under `zero` to pickle.* Save with un\.save\(folder, replica\), or"):
+                call()
+        un.save(tmp_path / "saved", replica)
+        state = model.state_dict()
+        torch.save(state, io.BytesIO())
+        replica.restore()
+        replica.close()
+        found = pickle.loads(pickle.dumps(model)).state_dict()
+        assert_same({name: x.to(state[name].dtype) for name, x in found.items()}, dict(state))
+
+    run_threads(work, 2)

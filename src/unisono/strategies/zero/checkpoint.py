@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from unisono.checkpoint.slices import Piece, Stored
 from unisono.strategies.zero.gather import Values
+from unisono.strategies.zero.hooks import ModelHook
 from unisono.strategies.zero.offloading import Offloading
 from unisono.strategies.zero.optimizer_shards import OptimizerShards, as_stored
 from unisono.strategies.zero.units import Unit
@@ -124,10 +125,10 @@ class WholeStateDict:
         self._model, self._units, self._values, self._offload = model, list(units), values, offload
         self._paused = False
         self._hooks = [
-            model.register_state_dict_pre_hook(lambda *_: self._gather()),
-            model.register_state_dict_post_hook(lambda *given: self._copy(*given)),
-            model.register_load_state_dict_pre_hook(lambda *_: self._begin_loading()),
-            model.register_load_state_dict_post_hook(lambda *_: self._update_shards()),
+            model.register_state_dict_pre_hook(ModelHook(lambda *_: self._gather())),
+            model.register_state_dict_post_hook(ModelHook(lambda *given: self._copy(*given))),
+            model.register_load_state_dict_pre_hook(ModelHook(lambda *_: self._begin_loading())),
+            model.register_load_state_dict_post_hook(ModelHook(lambda *_: self._update_shards())),
         ]
 
     @contextmanager

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from unisono.background import Handle, SerialQueue
 from unisono.strategies._host_memory import HostMemory
 from unisono.strategies._writes import Placed, Writes, describe_settings
+from unisono.strategies.zero.hooks import ModelHook
 from unisono.strategies.zero.units import UNCALLED, WHOLE, Unit
 from unisono.world import PeerLost, World
 
@@ -421,7 +422,7 @@ def _call_for_each(need: Callable[[Unit], None], units: list[Unit]) -> Any:
         for unit in units:
             need(unit)
 
-    return hook
+    return ModelHook(hook)
 
 
 def _before_hook(me: weakref.ref[GatheredValues]) -> Any:
@@ -431,7 +432,7 @@ def _before_hook(me: weakref.ref[GatheredValues]) -> Any:
         if values is not None:
             values.before(module, (args, kwargs))
 
-    return hook
+    return ModelHook(hook)
 
 
 def _after_hook(me: weakref.ref[GatheredValues]) -> Any:
@@ -441,7 +442,7 @@ def _after_hook(me: weakref.ref[GatheredValues]) -> Any:
         if values is not None:
             values.after(module, output)
 
-    return hook
+    return ModelHook(hook)
 
 
 def _gradient_hook(me: weakref.ref[GatheredValues], module: nn.Module) -> Any:

@@ -20,6 +20,7 @@ from unisono.exchange.windows import Counter, Windows
 from unisono.strategies._host_memory import HostMemory, move_out
 from unisono.strategies.zero import checkpoint, reshard
 from unisono.strategies.zero.gather import CommonValues, GatheredValues, Values, WholeValues
+from unisono.strategies.zero.hooks import ModelHook
 from unisono.strategies.zero.materialise import Replacements, adopt, materialise, swap
 from unisono.strategies.zero.offloading import Offloading
 from unisono.strategies.zero.optimizer_shards import OptimizerShards
@@ -217,7 +218,7 @@ class ZeroReplica(Replica):
         if s.precision is not None:
             cast = _caster(DTYPES[s.precision])
             self._cast = self.model.register_forward_pre_hook(
-                lambda _, args, kwargs: torch.utils._pytree.tree_map(cast, (args, kwargs)), with_kwargs=True
+                ModelHook(lambda _, args, kwargs: torch.utils._pytree.tree_map(cast, (args, kwargs))), with_kwargs=True
             )
         self._state_dict = checkpoint.WholeStateDict(self.model, self.units, self._values, offload, self._note_load)
 

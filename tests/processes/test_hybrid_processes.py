@@ -265,6 +265,34 @@ def test_a_norm_of_a_part_is_refused_and_an_overflow_is_everyones() -> None:
         assert said[1:] == ["True", "2.0", "True", "4"]
 
 
+def pipe_without_parameters(layers: list[str], schedule: str) -> str:
+    torch.set_num_threads(1)
+    mesh = un.mesh(pipeline=2)
+    model = nn.Sequential(*(nn.Linear(4, 4) if name == "linear" else nn.Tanh() for name in layers))
+    try:
+        pipe = mesh.pipe(model, torch.ones(2, 4), nn.functional.mse_loss, schedule=schedule)
+        torch.optim.SGD(pipe.module.parameters(), lr=0.1)
+    except ValueError as error:
+        return str(error)
+    return "ran"
+
+
+@pytest.mark.parametrize(
+    ("layers", "schedule", "said"),
+    [
+        (["linear", "tanh"], "1F1B", "stage 1 of 2 would have no parameters that learn (_1)"),
+        (["linear", "tanh", "linear", "tanh"], "Interleaved1F1B", "stages 1 and 3 of 4 would have no parameters that"),
+        (["linear", "tanh", "linear"], "1F1B", "ran"),
+    ],
+)
+def test_a_stage_without_parameters_is_refused_by_name_on_every_rank(
+    layers: list[str], schedule: str, said: str
+) -> None:
+    for found in un.launch(pipe_without_parameters, 2, args=(layers, schedule), timeout_s=300):
+        assert found.startswith(said)
+        assert said == "ran" or "take fewer stages" in found
+
+
 # Memory ---------------------------------------------------------------------------------------------------------
 
 

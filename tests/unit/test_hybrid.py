@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import random
 import re
 import sys
+from collections.abc import Sequence
+from itertools import combinations, pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -264,6 +267,36 @@ def test_cuts_make_the_slowest_stage_fastest() -> None:
     i, j = cut_evenly(costs, 3)
     assert max(sum(costs[:i]), sum(costs[i:j]), sum(costs[j:])) == best
     assert cut_evenly([1, 1, 1, 1], 2, allowed=[3]) == [3]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_cuts_leave_few_parts_that_do_not_learn_and_then_make_the_slowest_fastest(seed: int) -> None:
+    numbers = random.Random(seed)
+    costs, learning = [numbers.random() for _ in range(8)], [numbers.random() < 0.4 for _ in range(8)]
+
+    def rate(cuts: Sequence[int]) -> tuple[int, float]:
+        bounds = list(pairwise([0, *cuts, len(costs)]))
+        return sum(not any(learning[a:b]) for a, b in bounds), max(sum(costs[a:b]) for a, b in bounds)
+
+    best = min(map(rate, combinations(range(1, 8), 3)))
+    assert rate(cut_evenly(costs, 4, learning=learning)) == pytest.approx(best)
+
+
+def test_a_stage_has_parameters_where_it_can_have_some() -> None:
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.last = nn.Parameter(torch.ones(2, 2)), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.last(torch.tanh(torch.tanh(x @ self.weight)))
+            return out
+
+    slow = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Tanh(), nn.Linear(2, 2), nn.Linear(2, 2))
+    stages = un.split_stages(slow, torch.ones(1, 2), 3, costs=[1, 9, 9, 1, 1])
+    assert [len(list(stage.parameters())) for stage in stages] == [2, 2, 2]
+    stages = un.split_stages(Weighted(), torch.ones(1, 2), 2, costs=[1, 1, 9, 1])
+    assert [len(list(stage.parameters())) for stage in stages] == [1, 2]
 
 
 def test_a_model_that_cannot_be_cut_says_why() -> None:

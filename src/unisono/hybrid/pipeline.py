@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from unisono.hybrid.bubbles import Bubble
 from unisono.hybrid.schedules import check_schedule, list_stages, make_schedule, read_order
@@ -61,6 +61,7 @@ class Pipeline:
             self.module = mesh.parallelize(model, plan)
             return
         parts = split_stages(model, example, mesh.sizes[2] * per_rank, world=mesh.world)
+        _refuse_idle(parts, [list_stages(kind, place, mesh.sizes[2], per_rank) for place in range(mesh.sizes[2])])
         here = list_stages(kind, mesh.place[2], mesh.sizes[2], per_rank)
         self.module = parts[here[0]] if len(here) == 1 else _hold([parts[i] for i in here])
         mesh.parallelize(self.module, plan)
@@ -195,6 +196,19 @@ class Pipeline:
                 fill(shared[1:])
         self.mesh.model.all_reduce(shared, "sum", tag="loss").wait()
         return shared[0].to(loss.device), shared[1:].tolist()
+
+
+def _refuse_idle(parts: Sequence[fx.GraphModule], places: Sequence[Sequence[int]]) -> None:
+    """Refuse stages (of each place on the axis) without a parameter that learns: on every rank, as all know them."""
+    for place, stages in enumerate(places):
+        if not any(param.requires_grad for i in stages for param in parts[i].parameters()):
+            steps = [node.name for i in stages for node in parts[i].graph.nodes if node.op.startswith("call_")]
+            which = f"stage {stages[0]}" if len(stages) == 1 else f"stages {' and '.join(map(str, stages))}"
+            raise ValueError(
+                f"{which} of {len(parts)} would have no parameters that learn ({', '.join(steps)}), and ranks at place "
+                f"{place} of the pipeline axis none for their optimizer: take fewer stages (pipeline= of un.mesh, "
+                "chunks= of mesh.pipe), or put steps without parameters into modules with layers that learn"
+            )
 
 
 def _add_up(losses: list[Tensor]) -> Tensor:

@@ -6,6 +6,7 @@ lists of layers. A cut lies between two steps. What later steps need of earlier 
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ def split_stages(
     `example` is what the model is called with: a tensor, or a tuple of arguments; a microbatch. Every step of forward
     is run with it, forward and backward, and timed; the cuts make the slowest stage as fast as can be. `costs` (one for
     each step that takes part, see `list_steps`) replaces the measurement. With `world`, rank 0's times are everyone's.
+    As many stages as can be have parameters that learn: an optimizer takes no fewer than one.
 
     The stages share the model's layers and parameters, under the same names.
 
@@ -59,7 +61,7 @@ def split_stages(
             f"{stages} stages need {stages - 1} places to cut, and forward has {len(allowed)} where all that goes on "
             "are tensors with gradients"
         )
-    cuts = cut_evenly(seconds, stages, allowed)
+    cuts = cut_evenly(seconds, stages, allowed, learning=[_learns(node, model) for node in steps])
     bounds = [0, *cuts, len(steps)]
     made = [_make_stage(model, graph, steps, a, b, measured) for a, b in pairwise(bounds)]
     _refuse_shared(made)
@@ -217,32 +219,47 @@ def _find_live(graph: fx.Graph, steps: Sequence[fx.Node], at: int, measured: _Me
     return [node for node in made if node not in measured.fixed and any(user in later for user in node.users)]
 
 
-def cut_evenly(costs: Sequence[float], parts: int, allowed: Sequence[int] | None = None) -> list[int]:
+def _learns(step: fx.Node, model: nn.Module) -> bool:
+    """Whether a step has parameters that learn: those of its module, or such that it is given."""
+    if step.op == "call_module":
+        params: list[Any] = list(model.get_submodule(str(step.target)).parameters())
+    else:
+        params = [operator.attrgetter(str(x.target))(model) for x in step.all_input_nodes if x.op == "get_attr"]
+    return any(isinstance(x, nn.Parameter) and x.requires_grad for x in params)
+
+
+def cut_evenly(
+    costs: Sequence[float],
+    parts: int,
+    allowed: Sequence[int] | None = None,
+    *,
+    learning: Sequence[bool] | None = None,
+) -> list[int]:
     """Where to cut a line of costs (before which numbers) so that the largest part is smallest; where several are as
-    good, the first cuts are the earliest.
+    good, the first cuts are the earliest. First of all, few parts have none that is `learning`.
 
     >>> cut_evenly([1, 1, 1, 3, 1, 1], 2)
     [3]
     """
+    learning = [True] * len(costs) if learning is None else learning
     places = list(range(1, len(costs)) if allowed is None else allowed)
     ends = [0, *places, len(costs)]
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
-    best = [[(float("inf"), -1)] * len(ends) for _ in range(parts + 1)]
-    best[0][0] = (0.0, -1)
+    # For each number of parts and place where the last one ends: parts that do not learn, the largest, its beginning.
+    best: list[dict[int, tuple[int, float, int]]] = [{0: (0, 0.0, -1)}]
     for part in range(1, parts + 1):
-        for j in range(1, len(ends)):
-            options = [
-                (max(best[part - 1][i][0], sums[ends[j]] - sums[ends[i]]), i)
-                for i in range(j)
-                if best[part - 1][i][0] < float("inf")
-            ]
-            if options:
-                best[part][j] = min(options)
+        best.append({})
+        for j in range(part, len(ends)):
+            best[part][j] = min(
+                (idle + (not any(learning[ends[i] : ends[j]])), max(largest, sums[ends[j]] - sums[ends[i]]), i)
+                for i, (idle, largest, _) in best[part - 1].items()
+                if i < j
+            )
     cuts, j = [], len(ends) - 1
     for part in range(parts, 1, -1):
-        j = best[part][j][1]
+        j = best[part][j][2]
         cuts.append(ends[j])
     return cuts[::-1]
 

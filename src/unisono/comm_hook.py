@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.futures import Future
 from torch.optim import Optimizer
 
@@ -24,7 +25,11 @@ Hook = Callable[[Any, Any], Future[Tensor]]
 
 
 def ddp_hook(
-    reducer: str | Reducer = "dense", *, optimizer: Optimizer | None = None, world: World | None = None
+    reducer: str | Reducer = "dense",
+    *,
+    optimizer: Optimizer | None = None,
+    scaler: GradScaler | None = None,
+    world: World | None = None,
 ) -> Hook:
     """A hook that takes the mean of gradients by one of our reducers; the rest stays DistributedDataParallel's:
 
@@ -36,12 +41,14 @@ def ddp_hook(
 
     optimizer: whose learning rates reducers with a memory go by; without it, what is kept is not rescaled when they
     change.
+    scaler: of AMP, whose loss scale gradients come multiplied by; without it, what is kept counts twice or half after
+    each change of the scale.
     world: the ranks of the model's process group; by default those of `un.join()`.
 
     >>> ddp_hook("powersgd(rank=4)", world=World()).__name__
     'hook'
     """
-    worker = _Worker(build(reducer, kind="reducer"), optimizer, world if world is not None else join())
+    worker = _Worker(build(reducer, kind="reducer"), optimizer, scaler, world if world is not None else join())
 
     def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations, and takes no strings
         return worker.reduce(bucket)
@@ -52,14 +59,17 @@ def ddp_hook(
 class _Worker:
     """Reduces the buckets of one model, one after the other, behind its backward pass."""
 
-    def __init__(self, reducer: Reducer, optimizer: Optimizer | None, world: World) -> None:
+    def __init__(self, reducer: Reducer, optimizer: Optimizer | None, scaler: GradScaler | None, world: World) -> None:
         if reducer.check is not None and optimizer is not None:
             reducer.check(optimizer, world)
-        rates = cast(Optimizer, optimizer if optimizer is not None else SimpleNamespace(param_groups=[]))
+        self._names: dict[Tensor, str] = {}  # in the order in which DDP first shows them: the same on every rank
+        constant = [{"params": self._names, "lr": 1.0}] if scaler is not None else []  # only the scale then counts
+        rates = cast(Optimizer, optimizer if optimizer is not None else SimpleNamespace(param_groups=constant))
         self._world, self._channel = world, world.channel()
         self._reduction = Reduction(reducer, rates, lambda _: None, "gradients")
+        self._scaler, self._scale = scaler, 1.0
+        self._reduction.scale = lambda: self._scale
         self._lane = SerialQueue("unisono ddp hook")
-        self._names: dict[Tensor, str] = {}  # in the order in which DDP first shows them: the same on every rank
         self._buckets: dict[tuple[Tensor, ...], Bucket] = {}
         self._made = 0
 
@@ -72,6 +82,8 @@ class _Worker:
                 "instead of DistributedDataParallel"
             )
         params, views, is_last = tuple(given.parameters()), given.gradients(), given.is_last()
+        if self._scaler is not None and given.index() == 0:  # once a pass: on a GPU, asking holds the program up
+            self._scale = self._scaler.get_scale()
         future: Future[Tensor] = Future(devices=[line.device] if line.is_cuda else None)
 
         def job() -> None:

@@ -1,6 +1,7 @@
 # Everything runs from .venv, which is made on first use and again when its inputs change.
 #   make demo   train a small CNN with 1 and with 2 workers and show where the time goes
-#   make test   ruff, mypy and all tests; installs the engines that some of them start
+#   make test   ruff, mypy, the site and most tests; installs the engines that some of them start
+#   make thorough  the same with all tests: before a release, and after a change of what tests/thorough.txt is about
 #   make quick  ruff, mypy and a part of the unit tests, for the loop of a developer
 #   make engines  only the tests that start real engines: MPI, Slurm, torchrun, ssh, Ray, Spark
 #   make dist   the wheel and the sdist in dist/, checked; make dist-test: used in an empty environment
@@ -24,13 +25,17 @@ BESIDE = @log=$$(mktemp); $(MAKE) --no-print-directory check doctest $(2) >$$log
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 unexport PYTHONDONTWRITEBYTECODE # some hundred processes read what the first of them compiled
 
-.PHONY: demo test quick engines check doctest docs docs-if-there docs-links results bench
+.PHONY: demo test thorough quick engines check doctest docs docs-if-there docs-links results bench
 .PHONY: python all-tools network-tools engine-tools venv clean dist dist-test pythons
 
 demo: $(STAMP)
 	$(BIN)/python -m unisono.demo
 
 test: all-tools
+	$(call BESIDE,$(BIN)/python -m pytest -q $(POOL) -m "not alone" --durations=15 --most tests,docs)
+	$(BIN)/python -m pytest -q -m alone tests/processes/test_neighbours.py
+
+thorough: all-tools
 	$(call BESIDE,$(BIN)/python -m pytest -q $(POOL) -m "not alone" --durations=15 tests,docs)
 	$(BIN)/python -m pytest -q -m alone tests/processes/test_neighbours.py
 
@@ -124,7 +129,8 @@ python:
 	fi
 
 MAKE_VENV = $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
-INSTALL = $(BIN)/python -m pip install -q -c constraints.txt -e
+# Not compiled: most of it is never imported, and what is keeps what it compiled. Half of the time of an installation.
+INSTALL = $(BIN)/python -m pip install -q --no-compile -c constraints.txt -e
 
 $(STAMP): pyproject.toml constraints.txt | python
 	@$(MAKE_VENV)

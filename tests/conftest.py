@@ -5,6 +5,8 @@ durations.json remembers them; what shares a cluster or a costly fixture stays t
 handfuls. `UNISONO_RECORD_DURATIONS=1 make test`, on a machine that does nothing else, writes that file anew; a test
 that it does not know takes what others of its file do.
 
+`make test` runs most of the tests (`--most`), so that it stays short; `make thorough` runs all.
+
 Workers that tests start are forked from one process that has imported torch, as with `unisono run --warm`. Tests of
 the start itself say which way they mean; UNISONO_WARM=0 in the environment makes all of them fresh.
 """
@@ -45,6 +47,11 @@ TOGETHER = {
 }
 LONG_S, HANDFUL_S = 0.5, 3.0  # a test that travels alone; how much of short ones travels together
 QUICK_CASES = 6
+THOROUGH = TESTS / "thorough.txt"
+# With --most: how many cases of a test that take a while. Where each case is a thing of its own (a method, a page), or
+# has been computed by a fixture, all of them.
+MOST_CASES, COSTLY_S = 3, 0.15
+EVERY_CASE = ("conformance/", "golden/", "unit/test_docs.py", "processes/test_ddp_parity.py")
 
 
 # -- the fork server ---------------------------------------------------------------------------------------------------
@@ -117,6 +124,7 @@ def _stop_servers(folder: str) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help=f"at most {QUICK_CASES} cases of a test, and no long test")
+    parser.addoption("--most", action="store_true", help=f"without {THOROUGH.name}, {MOST_CASES} cases of long tests")
     parser.addoption("--reducers", action="append", default=[], help="a folder of reducers for the conformance suite")
     parser.addoption("--strategies", action="append", default=[], help="a folder of strategies for the same")
     parser.addoption("--rewrite-golden", action="store_true", help="write tests/golden/*.json anew")
@@ -134,6 +142,33 @@ def _select_quick(items: list[pytest.Item]) -> list[pytest.Item]:
         step = max(1.0, len(found) / QUICK_CASES)
         chosen.update(found[int(i * step)] for i in range(min(len(found), QUICK_CASES)))
     return [item for item in items if item in chosen]
+
+
+def _select_most(items: list[pytest.Item]) -> list[pytest.Item]:
+    """All but what `make thorough` is for, and of costly cases of one test a few, spread over all that it has."""
+    remembered = _read_durations()
+    left_out = _read_thorough()
+    costly: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        key = _key(item.nodeid)
+        takes_s = remembered.get(key, remembered.get(key.partition("::")[0], 0.0))
+        if takes_s >= COSTLY_S and "[" in key and not key.startswith(EVERY_CASE):
+            costly[key.partition("[")[0]].append(item)
+    dropped = {item for item in items if _key(item.nodeid) in left_out}
+    files = {_key(item.nodeid).partition("::")[0] for item in items}
+    gone = {key for key in left_out if key.partition("::")[0] in files} - {_key(item.nodeid) for item in dropped}
+    if gone:
+        raise pytest.UsageError(f"{THOROUGH} names tests that are not there: {', '.join(sorted(gone))}")
+    for cases in costly.values():
+        found = [item for item in cases if item not in dropped]
+        kept = {found[i * len(found) // MOST_CASES] for i in range(MOST_CASES)} if found else set()
+        dropped.update(item for item in found if item not in kept)
+    return [item for item in items if item not in dropped]
+
+
+def _read_thorough() -> set[str]:
+    lines = (line.strip() for line in THOROUGH.read_text().splitlines())
+    return {line for line in lines if line and not line.startswith("#")}
 
 
 # -- the order ---------------------------------------------------------------------------------------------------------
@@ -154,8 +189,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "network/" in item.nodeid and item.path.parent == NETWORK and (reason := why_no_network()):
             item.add_marker(pytest.mark.skip(reason=reason))
-    if config.getoption("--quick"):
-        chosen = _select_quick(items)
+    if config.getoption("--quick") or config.getoption("--most"):
+        chosen = (_select_quick if config.getoption("--quick") else _select_most)(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
         items[:] = chosen
     if hasattr(config, "workerinput"):

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,8 @@ from torch import nn
 import unisono as un
 from unisono.cli.command_line import main
 from unisono.launchers.control import ask
-from unisono.launchers.private_folder import find_private_folder
+from unisono.launchers.warm import stop_warm
+from unisono.runtime.private_folder import find_private_folder
 
 MODEL = """
 import torch
@@ -175,9 +176,17 @@ def ask_until_known(scale, pid: str) -> None:
         time.sleep(0.01)
 
 
-def test_a_killed_launcher_is_named_and_its_socket_removed_by_the_next(run_script, scale, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # the next one is not that of a test beside this
-    monkeypatch.setenv("UNISONO_WARM", "0")
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Launchers of tests beside this one are no part of it."""
+    (tmp_path / "own").mkdir(mode=0o700)
+    monkeypatch.setenv("UNISONO_WARM", str(tmp_path / "own"))
+    yield
+    stop_warm()
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_a_killed_launcher_is_named_and_its_socket_removed_by_the_next(run_script, scale, tmp_path):
     first = run_script(SCRIPT, "-n", "1:1")
     first.wait_for_files("trains")
     first.signal(signal.SIGKILL)

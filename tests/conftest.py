@@ -50,7 +50,7 @@ QUICK_CASES = 6
 THOROUGH = TESTS / "thorough.txt"
 # With --most: how many cases of a test that take a while. Where each case is a thing of its own (a method, a page), or
 # has been computed by a fixture, all of them.
-MOST_CASES, COSTLY_S = 3, 0.15
+MOST_CASES, COSTLY_S = 3, 0.1
 EVERY_CASE = ("conformance/", "golden/", "unit/test_docs.py", "processes/test_ddp_parity.py")
 
 
@@ -191,7 +191,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
     if config.getoption("--quick") or config.getoption("--most"):
         chosen = (_select_quick if config.getoption("--quick") else _select_most)(items)
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+        kept = set(chosen)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = chosen
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: item.nodeid.partition("::")[0])  # whichever file was read first
@@ -240,7 +241,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def _read_durations() -> dict[str, float]:
-    """Seconds by test, for the long ones, and by file for a test of the others."""
+    """Seconds by test, for the costly ones, and by file for a test of the others."""
     found: dict[str, float] = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
     return found
 
@@ -250,7 +251,7 @@ def _key(nodeid: str) -> str:
 
 
 class _Recorder:
-    """Remembers how long tests took: long ones by name, the others by the mean of their file."""
+    """Remembers how long tests took: costly ones by name, the others by the mean of their file."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -259,7 +260,7 @@ class _Recorder:
         self.seconds[_key(report.nodeid)] += report.duration
 
     def pytest_sessionfinish(self) -> None:
-        long = {name: round(s, 1) for name, s in self.seconds.items() if s >= LONG_S}
+        long = {name: round(s, 1) for name, s in self.seconds.items() if s >= COSTLY_S}
         short: dict[str, list[float]] = defaultdict(list)
         for name, s in self.seconds.items():
             if name not in long:

@@ -246,8 +246,9 @@ def checkpoints(group: Any) -> list[Tensor]:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.fsdp import fully_shard
 
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder, 0, group=group)
+    made = tempfile.TemporaryDirectory()
+    folder = [made.name]
+    dist.broadcast_object_list(folder, 0, group=group)  # rank 0's
     mesh = DeviceMesh.from_group(group, "cpu")
     first, second = make(), make()
     fully_shard(first, mesh=mesh)
@@ -259,4 +260,6 @@ def checkpoints(group: Any) -> list[Tensor]:
     second.load_state_dict(state["model"])
     for before, after in zip(trained, _values(second), strict=True):
         assert torch.equal(before, after)
+    dist.barrier(group=group)  # all have read
+    made.cleanup()
     return trained

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import textwrap
 from pathlib import Path
 
 import pytest
 
+from unisono.rehearsal import small
 from unisono.rehearsal.small import SmallRequest, SmallVerdict, compare_worlds
 
 SCRIPT = """
@@ -54,3 +57,17 @@ def test_a_script_that_fails_shows_its_output(tmp_path: Path, monkeypatch: pytes
     assert "with one worker the script failed (exit status 1)" in verdict.text
     assert verdict.log is not None
     assert "KeyError: 'no data'" in verdict.log.read_text()
+    shutil.rmtree(verdict.log.parent)
+
+
+def test_an_interrupted_comparison_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def interrupt(*_: object) -> int:
+        assert list(tmp_path.glob("unisono-small-*"))
+        raise SystemExit(130)
+
+    monkeypatch.setattr(small, "_run", interrupt)
+    with pytest.raises(SystemExit):
+        compare_worlds(SmallRequest(["script.py"], 2, 4))
+    assert list(tmp_path.iterdir()) == []

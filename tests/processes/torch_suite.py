@@ -9,9 +9,11 @@ for. `--together` runs all tests in one group, which is faster: one that fails e
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import select
+import shutil
 import signal
 import sys
 import tempfile
@@ -27,9 +29,15 @@ from typing import Any
 LIMIT_S = 25.0  # a test that takes longer hangs
 
 
+def _make_folder() -> str:
+    made = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, made, ignore_errors=True)  # the ranks, forked, end without this
+    return made
+
+
 def load(backend: str, size: int) -> Any:
     """torch's test case, whose groups are of `backend`."""
-    os.environ.update(BACKEND="gloo", WORLD_SIZE=str(size), TEMP_DIR=tempfile.mkdtemp(), MASTER_ADDR="127.0.0.1")
+    os.environ.update(BACKEND="gloo", WORLD_SIZE=str(size), TEMP_DIR=_make_folder(), MASTER_ADDR="127.0.0.1")
     warnings.simplefilter("ignore")
     if "expecttest" not in sys.modules:  # it prints expectations, and is not always installed
         stub: Any = types.ModuleType("expecttest")

@@ -53,7 +53,11 @@ def compare_worlds(request: SmallRequest, show: Callable[[str], None] = lambda t
     for number, workers in enumerate((1, request.workers), 1):
         many = "one worker" if workers == 1 else f"{workers} workers"
         show(f"[{number}/2] {request.steps} steps with {many}")
-        status = _run(request, workers, folder)
+        try:
+            status = _run(request, workers, folder)
+        except BaseException:  # interrupted: nobody is told of the folder
+            _remove(folder)
+            raise
         found = _read(folder / f"with-{workers}", workers)
         if status != 0 or found is None:
             why = f"failed (exit status {status})" if status else "made no optimizer step under un.parallel"

@@ -223,7 +223,8 @@ class SerialQueue:
 
     def _call_thread(self) -> None:
         if self._thread is None and not self._closed:
-            self._thread = threading.Thread(target=self._loop, name=self.name, daemon=True)
+            held = (weakref.ref(self), self._signal)
+            self._thread = threading.Thread(target=_run_queue, args=held, name=self.name, daemon=True)
             self._thread.start()
         self._signal.notify()
 
@@ -266,19 +267,6 @@ class SerialQueue:
         if job.after is not None:
             job.after()
 
-    def _loop(self) -> None:
-        _thread.is_queue = True
-        _thread.watch = self._watch
-        while True:
-            with self._signal:
-                while not self._is_due():
-                    self._is_alert = (nap_s := self._find_nap()) is not None
-                    self._signal.wait(nap_s)
-                if self._closed and not self._jobs:
-                    return
-            self._running.acquire()
-            self._run_next()
-
     def _is_due(self) -> bool:
         return self._closed or (bool(self._jobs) and time.monotonic() >= self._due)
 
@@ -295,6 +283,32 @@ class SerialQueue:
             self._signal.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=timeout_s)
+
+    def __del__(self) -> None:
+        """Dropped without `close()`, and nothing is queued: the thread goes too."""
+        with self._signal:
+            self._signal.notify_all()
+
+
+def _run_queue(me: weakref.ref[SerialQueue], signal: threading.Condition) -> None:
+    """A queue's thread, which does not hold a queue that has no jobs."""
+    _thread.is_queue = True
+    while (queue := me()) is not None:
+        _thread.watch = queue._watch
+        with signal:
+            if not queue._is_due():
+                queue._is_alert = (nap_s := queue._find_nap()) is not None
+                if not queue._jobs:
+                    del queue
+                    if me() is None:  # `del` was what dropped it
+                        return
+                signal.wait(nap_s)
+                continue
+            if queue._closed and not queue._jobs:
+                return
+        queue._running.acquire()
+        queue._run_next()
+        del queue
 
 
 _queues: weakref.WeakSet[SerialQueue] = weakref.WeakSet()

@@ -9,22 +9,44 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unisono.model_copies import add_hook
 from unisono.world import World, join
 
 
 class Link:
-    """The ranks that a model's batch normalisations share; copies of the model keep to the same."""
+    """The ranks that a model's batch normalisations share; copies of the model keep to the same.
 
-    def __init__(self, world: World) -> None:
-        self.world, self.channel = world, world.channel()
+    A model that was read from a file has one without a world: it joins that of its process as it is first trained.
+    """
+
+    def __init__(self, world: World | None = None) -> None:
+        self._joined = None if world is None else (world, world.channel())
 
     def __deepcopy__(self, memo: Any) -> Link:
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Link, ()
+
+    @property
+    def world(self) -> World:
+        return self._join()[0]
+
+    @property
+    def channel(self) -> World:
+        return self._join()[1]
+
+    def _join(self) -> tuple[World, World]:
+        if self._joined is None:
+            world = join()
+            self._joined = world, world.channel()
+        return self._joined
+
     def move(self, world: World) -> None:
         """Go on in another world (every rank of it calls this)."""
-        self.channel.close()
-        self.world, self.channel = world, world.channel()
+        if self._joined is not None:
+            self._joined[1].close()
+        self._joined = world, world.channel()
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -36,17 +58,18 @@ class _SumOverRanks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, channel: World, weight: float, world: World) -> Tensor:
-        ctx.channel, ctx.weight, ctx.world = channel, weight, world
+    def forward(ctx: Any, x: Tensor, channel: World, world: World) -> Tensor:
+        ctx.channel, ctx.world = channel, world
         total = x.clone()
         world.survive(lambda: channel.all_reduce(total, "sum", tag="batch norm").wait())
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        total = torch.zeros_like(grads[0]) if ctx.weight == 0.0 else grads[0] * ctx.weight
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        weight = ctx.world.weight  # that of this backward pass: 1 where the program weighs its losses itself
+        total = torch.zeros_like(grads[0]) if weight == 0.0 else grads[0] * weight
         ctx.world.survive(lambda: ctx.channel.all_reduce(total, "sum", tag="batch norm").wait())
-        return total / ctx.weight if ctx.weight else total, None, None, None
+        return total / weight if weight else total, None, None
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
@@ -99,10 +122,9 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def _sum(self, x: Tensor) -> Tensor:
         """The sum over the ranks; those with weight 0 take part, with zeros."""
-        weight = self.link.world.weight
-        if weight == 0.0:
+        if self.link.world.weight == 0.0:
             x = x.masked_fill(torch.ones_like(x, dtype=torch.bool), 0.0)
-        total: Tensor = _SumOverRanks.apply(x, self.link.channel, weight, self.link.world)  # type: ignore[no-untyped-call]
+        total: Tensor = _SumOverRanks.apply(x, self.link.channel, self.link.world)  # type: ignore[no-untyped-call]
         return total
 
     @torch.no_grad()
@@ -125,18 +147,10 @@ def watch_batch_norms(model: nn.Module, world: World) -> list[Any]:
         return []
     kind, others = nn.modules.batchnorm._BatchNorm, (SyncBatchNorm, nn.SyncBatchNorm)
     return [
-        module.register_forward_pre_hook(partial(_check_values, name or "the model"))
+        add_hook(module.register_forward_pre_hook, partial(_check_values, name or "the model"))
         for name, module in model.named_modules()
         if isinstance(module, kind) and not isinstance(module, others)
     ]
-
-
-def unwatch_batch_norms(model: nn.Module) -> None:
-    """Take these hooks off a copy, which belongs to no replica."""
-    for module in model.modules():
-        for key, hook in list(module._forward_pre_hooks.items()):
-            if isinstance(hook, partial) and hook.func is _check_values:
-                del module._forward_pre_hooks[key]
 
 
 def _check_values(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:

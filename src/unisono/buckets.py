@@ -82,13 +82,17 @@ class Bucket:
         self._layout = FlatLayout([p for k, p in enumerate(self.params) if k not in self.apart])
         self.starts = self._layout.starts
         numel = self._layout.numel
-        self.flat = flat(numel, first.dtype) if numel or not self.apart else torch.empty(0, dtype=first.dtype)
-        self.flat.zero_()
-        self.tensors = self.views(self.flat)
-        self.lines = [self.flat]
-        for k in self.apart:
-            self.tensors.insert(k, self.flat[:0])
         self._parts: dict[tuple[int, ...], Bucket] = {}
+        self.use(flat(numel, first.dtype) if numel or not self.apart else torch.empty(0, dtype=first.dtype))
+
+    def use(self, flat: Tensor, tensors: list[Tensor] | None = None) -> None:
+        """Lie in this memory from now on, with these views of it; None: those that are made here."""
+        if tensors is None:
+            flat.zero_()
+            tensors = self.views(flat)
+            for k in self.apart:
+                tensors.insert(k, flat[:0])
+        self.flat, self.tensors, self.lines = flat, tensors, [flat]
         self._gaps: list[Tensor] | None = None
 
     @property

@@ -82,12 +82,15 @@ class _Worker:
                 "instead of DistributedDataParallel"
             )
         params, views, is_last = tuple(given.parameters()), given.gradients(), given.is_last()
-        if self._scaler is not None and given.index() == 0:  # once a pass: on a GPU, asking holds the program up
+        is_first = given.index() == 0
+        if self._scaler is not None and is_first:  # once a pass: on a GPU, asking holds the program up
             self._scale = self._scaler.get_scale()
         future: Future[Tensor] = Future(devices=[line.device] if line.is_cuda else None)
 
         def job() -> None:
             try:
+                if is_first:
+                    self._reduction.end_window(void=True)  # of a pass that failed: else there is none
                 self._average(params, views, is_last)
             except Exception as error:  # DDP raises it from backward
                 future.set_exception(error)  # type: ignore[arg-type]  # annotated as a result
@@ -111,6 +114,7 @@ class _Worker:
             fell = torch.tensor([self._reduction.learning_rate_fell()], dtype=torch.uint8)
             self._channel.all_reduce(fell, "max", tag="used").wait()
             self._reduction.set_decayed(bool(fell))
+            self._reduction.end_window()
 
     def _find_bucket(self, params: tuple[Tensor, ...]) -> Bucket:
         """Ours for DDP's, which are laid out anew after the first backward pass: states follow by parameter."""

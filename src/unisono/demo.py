@@ -71,10 +71,12 @@ def draw_digits(count: int) -> tuple[Tensor, Tensor]:
     random = torch.Generator().manual_seed(0)
     shapes = torch.tensor([[int(dot) for dot in shape] for shape in FONT], dtype=torch.float32).view(10, 5, 3)
     labels = torch.randperm(count, generator=random) % 10  # each sixth is held out: of all ten digits
-    images = 0.15 * torch.randn(count, 1, 8, 8, generator=random)
+    images = 0.15 * torch.randn(count, 1, 8, 8, generator=random, dtype=torch.float32)
     for image, label in zip(images, labels.tolist(), strict=True):
         top, left = (int(torch.randint(most, (), generator=random)) for most in (3, 4))
-        image[0, top : top + 5, left : left + 3] += shapes[label] * (0.75 + torch.rand((), generator=random))
+        image[0, top : top + 5, left : left + 3] += shapes[label] * (
+            0.75 + torch.rand((), generator=random, dtype=torch.float32)
+        )
     return images, labels
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,7 +21,9 @@ State = dict[str, Any]
 """What a reducer keeps for a bucket. Each kind of value has one meaning, so that a state can be saved by
 parameter, laid out anew, and carried to a world of another size:
 
-- a tensor: a line as long as `bucket.flat`, in its layout; this rank's own (a residual, a velocity);
+- a tensor: a line as long as `bucket.flat`, in its layout; this rank's own (a residual, a velocity). A reducer puts a
+  new line in the place of one that it was given (`SpareLines` has the memory), and leaves that as it is: if a number of
+  the window is not finite, in whatever bucket, "residual" and "velocity" become what they were;
 - a list: one entry for each of the bucket's tensors; the same on every rank (PowerSGD's Q);
 - a dict: a state inside, by the same rules;
 - a plain value: about the bucket as a whole; the same on every rank (a step count).
@@ -30,16 +33,22 @@ parameter, laid out anew, and carried to a world of another size:
 class Reduced(NamedTuple):
     """The result of a reduction: `mean`, the same bits on every rank, and `sent`, the part of my input that got
     through (input - sent is what a residual keeps). `sent` may be a function that works it out from the input, for
-    those who ask before the next reduction; None: all of it."""
+    those who ask before the next reduction; None: all of it. `overflow`: one number that is NaN if a number of the mean
+    is not finite, where the reducer knows that from less than the mean itself."""
 
     mean: list[Tensor]
     sent: list[Tensor] | Callable[[list[Tensor]], list[Tensor]] | None = None
+    overflow: Tensor | None = None
 
     def sent_of(self, given: list[Tensor]) -> list[Tensor]:
         """The part of my input that got through, as tensors; `given` was the input."""
         if self.sent is None:
             return given
         return self.sent if isinstance(self.sent, list) else self.sent(given)
+
+    def find_overflow(self) -> Tensor:
+        """One number: NaN if a number of the mean is not finite, else 0."""
+        return find_overflow(self.mean) if self.overflow is None else self.overflow
 
 
 Stages = Generator[None, None, tuple[Reduced, State]]
@@ -144,6 +153,30 @@ def residual_like(bucket: Bucket) -> Tensor:
     return torch.zeros(bucket.flat.numel(), dtype=dtype, device=bucket.device)
 
 
+class SpareLines:
+    """Memory for the next lines of a reducer's states, beside the present ones: two lines change places for ever."""
+
+    def __init__(self) -> None:
+        self._lines: WeakKeyDictionary[Bucket, dict[str, Tensor]] = WeakKeyDictionary()
+
+    def beside(self, bucket: Bucket, line: Tensor, name: str = "residual") -> Tensor:
+        """Memory like `line`, for what comes after it under this name."""
+        lines = self._lines.setdefault(bucket, {})
+        spare, lines[name] = lines.get(name), line
+        if spare is None or spare.data_ptr() == line.data_ptr() or spare.dtype != line.dtype:
+            return torch.zeros_like(line)
+        return spare
+
+
+def find_overflow(tensors: Sequence[Tensor]) -> Tensor:
+    """One number: NaN if there is an inf or a NaN, else 0; on a device the answer stays there, so that nobody waits."""
+    full = [x for x in tensors if x.numel()]
+    if full and full[0].is_cuda:
+        return torch.stack(torch._foreach_norm(full, math.inf)).mul_(0).sum(dtype=torch.float32)
+    ends = [end for x in full for end in torch.aminmax(x)]  # of all ways the quickest: a nan comes through
+    return torch.stack(ends).mul_(0).sum(dtype=torch.float32) if ends else torch.zeros((), dtype=torch.float32)
+
+
 def rescale(bucket: Bucket, state: State, which: Sequence[int] | None = None) -> None:
     """Scale residuals when learning rates changed, so that what was kept counts at the rate it was met with:
     e <- e * lr_old / lr_new. `state["lr"]` remembers the rates. `which`: of these tensors only."""
@@ -163,8 +196,8 @@ def rescale(bucket: Bucket, state: State, which: Sequence[int] | None = None) ->
 
 
 def rescale_inside(bucket: Bucket, state: State, which: Sequence[int] | None = None) -> None:
-    """`rescale` for a state and those inside it, ahead of the reducers they belong to: for those around them who
-    bring lines back after an overflow, and would bring them back as they were at other rates."""
+    """`rescale` for a state and those inside it, ahead of the reducers they belong to: for those around them who hand
+    copies of the lines on, which an overflow would otherwise bring back as they were at other rates."""
     for inside in state.values():
         if isinstance(inside, dict):
             rescale_inside(bucket, inside, which)

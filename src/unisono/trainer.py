@@ -21,6 +21,7 @@ from unisono.progress import SPLIT, Display, EarlyStopping, History, Logs
 from unisono.runs.recording import find_recorder
 from unisono.runs.values import Logged, start_copies
 from unisono.runtime import sigterm
+from unisono.runtime.local_path import local_path
 from unisono.strategy import Strategy, parallel
 from unisono.world import World, join
 from unisono.world.ledger import Totals
@@ -94,6 +95,8 @@ class Trainer:
         for name, value in (("accumulate", accumulate), ("save_every", save_every)):
             if value is not None and value < 1:
                 raise ValueError(f"got {name}={value}, expected 1 or more")
+        if checkpoint is not None:
+            local_path(checkpoint)
         taken = set(metrics or {}) & {"samples", "loss", "samples/s", *SPLIT}
         if taken:
             raise ValueError(f"got metrics named {', '.join(sorted(taken))}: these names are taken, choose others")

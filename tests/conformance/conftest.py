@@ -1,11 +1,14 @@
 """The methods that the suite runs over: the package's, those that pages of docs build, and those of folders given.
 
 Every method brings its own examples and facts (`unisono.facts`), so a new file is tested without an edit here.
-`pytest tests/conformance --reducers FOLDER --strategies FOLDER` runs it over methods of one's own as well.
+`pytest tests/conformance --reducers FOLDER --strategies FOLDER` runs it over methods of one's own as well, and
+`unisono conformance DIR`, also from the wheel, which has these files, over those in UNISONO_METHODS alone.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -14,15 +17,18 @@ from pathlib import Path
 
 import pytest
 
-import doc_pages
 from method_cases import Case, find_cases
 from unisono.spec import extend
 from unisono.spec.methods import Kind
+
+OWN = [folder for folder in os.environ.get("UNISONO_METHODS", "").split(os.pathsep) if folder]
 
 
 @cache
 def page_methods() -> Path:
     """A folder with the methods that pages build; it goes when the process ends."""
+    import doc_pages
+
     holder = tempfile.TemporaryDirectory(prefix="unisono-pages-")
     page_methods.holder = holder  # type: ignore[attr-defined]
     doc_pages.write_methods(Path(holder.name))
@@ -32,6 +38,8 @@ def page_methods() -> Path:
 def extended(config: pytest.Config) -> ExitStack:
     """The catalog with every folder in it, while the stack is open."""
     stack = ExitStack()
+    if OWN:
+        return stack
     pages = page_methods()
     stack.enter_context(extend(reducers=pages / "reducers", strategies=pages / "strategies"))
     for option in ("reducers", "strategies"):
@@ -49,7 +57,11 @@ def catalog(request: pytest.FixtureRequest) -> Iterator[None]:
 @cache
 def cases_of(kind: Kind, config: pytest.Config) -> list[Case]:
     with extended(config):
-        return find_cases(kind)
+        cases = find_cases(kind)
+    if not OWN:
+        return cases
+    own = {file.stem for folder in OWN for part in ("reducers", "strategies") for file in Path(folder, part).glob("*")}
+    return [case for case in cases if own & set(re.findall(r"\w+", case.spec))]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

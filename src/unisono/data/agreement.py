@@ -1,4 +1,4 @@
-"""A list of files is the same on every rank: folders on different hosts may list theirs in different orders."""
+"""Data are the same on every rank: lists of files, which hosts may list in different orders, and shuffled streams."""
 
 from __future__ import annotations
 
@@ -19,14 +19,19 @@ def agree_on_files(paths: Sequence[Any], world: World) -> None:
 
     Files count by their paths below the folder that holds all of a rank's: it may have another name on each host.
     """
-    if world.size == 1:
+    if world.size == 1 and world.elastic is None:
         return
     names = _strip_folder([os.fsdecode(path) for path in paths])
     marks = [_digest([name]) for name in names]
     mine = {"count": len(names), "order": _digest(marks), "files": _digest(sorted(marks))}
     every = world.gather_objects(mine)
-    if all(other == every[0] for other in every):
+    if all(other == mine for other in every):
         return
+    if all(other == every[0] for other in every):
+        raise ValueError(
+            f"un.shard got {len(names)} files in a worker that joins a run, other ones than the first workers' "
+            f"{every[0]['count']}, or in another order. Give every worker the same sorted list."
+        )
     first = _find_difference(world.gather_objects(b"".join(mark[:_MARK_BYTES] for mark in marks)))
     here = world.gather_objects(names[first] if first < len(names) else "")
     differences = "; ".join(f"rank {r} on {world.hosts[r]} has {x or 'no more'}" for r, x in enumerate(here))
@@ -41,6 +46,15 @@ def agree_on_files(paths: Sequence[Any], world: World) -> None:
         f"un.shard got different files on the ranks ({counts} of them): as number {first}, {differences}. Give every "
         "rank the same sorted list; look whether all hosts see the same folder."
     )
+
+
+def agree_on_seeds(seeds: Sequence[str], world: World) -> None:
+    """Raise, on every rank, where a stream that shuffles itself does so in different ways on the ranks."""
+    if len(set(world.gather_objects(_digest(seeds)))) > 1:
+        raise ValueError(
+            "un.shard got a WebDataset that the ranks shuffle with different seeds: samples would be read by several "
+            "ranks or by none. Give the same on every rank: WebDataset(..., seed=0) and .shuffle(1000, seed=0)."
+        )
 
 
 def _strip_folder(paths: list[str]) -> list[str]:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import count, islice
 from typing import Any, Literal
 
-from unisono.data.agreement import agree_on_files
+from unisono.data.agreement import agree_on_files, agree_on_seeds
 from unisono.data.dealt import Dealt
+from unisono.data.means import Means
 from unisono.data.order import Indices, Partition, balance_parts, cut_by_speed, order_epoch, slice_part
 from unisono.data.settings import (
     ShardSettings,
@@ -50,7 +51,7 @@ def shard(
     """My part of every global batch of `data`, collated and on the world's device.
 
     The global batches, `batch_size` samples each, depend on data, settings, seed and epoch, never on the
-    number of workers N. Of a batch of m samples rank i gets n_i; sum n_i = m. While it is out, `world.weight`
+    number of workers N. Of a batch of m samples rank i gets n_i; sum n_i = m. While it is in use, `world.weight`
     is n_i * N / m, so that the replica's mean (1/N) * sum_i weight_i * g_i of gradients of mean losses is the
     gradient on the joined batch. Where m < N, a rank without a sample gets the first one with weight 0.
     Called again with the same data and settings, as in a loop over epochs, it returns the same shard; every
@@ -122,6 +123,7 @@ class Shard:
         batch: Global batches of this epoch that were given out.
         dealt: What this rank was given so far.
         balances: Whether samples are dealt by the ranks' speeds (`world.speeds`).
+        is_out: Whether a batch has been given out, and the pass has not ended.
     """
 
     def __init__(self, data: Any, settings: ShardSettings, *, world: World, name: str, epoch: int = 0) -> None:
@@ -136,6 +138,8 @@ class Shard:
             self._count_samples(world)
         if isinstance(source.dataset, FileList):
             agree_on_files(source.dataset.paths, world)
+        if source.seeds:
+            agree_on_seeds(source.seeds, world)
         self.batch_size = source.batch_size if settings.batch_size is None else int(settings.batch_size)
         self.drop_last = bool(source.drop_last if settings.drop_last is None else settings.drop_last)
         self.shuffle = decide_shuffle(settings.shuffle, source)
@@ -149,7 +153,9 @@ class Shard:
         self.batch = self._first_batch = 0
         self.epoch = check_whole_number(epoch, "epoch")
         self.dealt = Dealt(source.dataset)
-        self._out: float | None = None  # the weight of the batch that is out
+        self._means = Means()
+        self._given = (0, (0, 0))  # of the batch given out last: this rank's samples of it, and its epoch and number
+        self.is_out = False
         self._reader = 0  # number of the newest iterator
         self._moves = 0  # how often position or world were changed
         self._is_cut = False  # the pass under way ends here
@@ -194,15 +200,17 @@ class Shard:
                 with world.ledger.span("data"):
                     if feed is None or moves != self._moves:  # moved: read on from the new place
                         feed, moves = self._read_batches(world), self._moves
+                    before = self.dealt.samples
                     given = next(feed, None)
                 if given is None:
                     break
-                batch, self._out = given
+                self.is_out = True
                 self.batch += 1
-                world.weight = self._out
+                self._given = (self.dealt.samples - before, (self.epoch, self.batch))
+                world.batch_weights.draw(self.name, *given, about=self._given)
                 if world.elastic is not None:
                     world.elastic.after_batch(self)
-                yield batch
+                yield given[0]
                 if me != self._reader:
                     raise RuntimeError(
                         f"{self.name} is being read by a newer iterator, and a shard has one position only. "
@@ -212,7 +220,8 @@ class Shard:
             self.set_epoch(self.epoch + 1)
         finally:
             if me == self._reader:
-                self._restore_weight()
+                self.is_out = False
+                self.world.batch_weights.end_pass(self.name)
 
     def steps(self, count: int) -> Iterator[Any]:
         """So many batches from the first of epoch 0 on, epoch after epoch: `for x, y in shard.steps(1000): ...`
@@ -227,11 +236,33 @@ class Shard:
             yield from self._iterate(count)
             at = self.batch
 
-    def _restore_weight(self) -> None:
-        self._out = None
-        # A loop over validation data may stand inside one over training data, whose batch is then still out.
-        outer = [s._out for s in self.world.shards.values() if s._out is not None]
-        self.world.weight = outer[-1] if outer else 1.0
+    def add(self, *values: Any) -> None:
+        """Add numbers of the batch in use (its loss, a share of hits) to the means that `mean()` gives.
+
+        A number is that of this rank's part of the batch, and counts as often as that has samples.
+        """
+        weights = self.world.batch_weights
+        if not values or not (self.is_out or weights.about(self.name)):
+            raise ValueError(f"{self.name}.add takes numbers of the batch that is out: call it inside the loop")
+        weights.is_needed = True  # from here on batches that are drawn ahead are followed
+        samples, place = weights.about(self.name) or self._given
+        # Where ranks come and go, a batch may be given out once more: then the later numbers count.
+        self._means.add(values, samples, () if self.world.elastic is None else place)
+
+    def mean(self) -> float | tuple[float, ...]:
+        """The means, over the samples of all ranks, of what was added since they were last asked for.
+
+        Every rank calls it, after the loop. One number where one was added at a time. It is the same on all ranks, also
+        on one that has come for a lost one and had no batch of this pass; what a lost one had added is left out.
+
+        >>> import torch
+        >>> batches = shard(torch.arange(5.0), batch_size=2, shuffle=False)
+        >>> for x in batches:
+        ...     batches.add(x.mean())
+        >>> batches.mean()
+        2.0
+        """
+        return self._means.take(self.world)
 
     def _read_batches(self, world: World) -> Iterator[tuple[Any, float]]:
         feed = self._read_stream(world) if self.samples is None else self._read_indexed(world)
@@ -346,11 +377,6 @@ class Shard:
             self._moves += 1
 
     @property
-    def is_out(self) -> bool:
-        """Whether a batch has been given out, and the next has not been asked for."""
-        return self._out is not None
-
-    @property
     def position(self) -> list[int]:
         """The epoch, and the batches of it that were given out."""
         return [self.epoch, self.batch]
@@ -373,9 +399,10 @@ class Shard:
         """Share the data among the ranks of another world; a pass that is under way goes on there."""
         if self._counts:
             self._count_samples(world)
-        if isinstance(self.source.dataset, FileList):
+        if isinstance(self.source.dataset, FileList) and world.elastic is None:  # else: as each worker made it
             agree_on_files(self.source.dataset.paths, world)
         self._check_sizes(world)
+        self.world.batch_weights.forget(self.name)
         self.world.shards.pop(self.name, None)
         self.world, world.shards[self.name] = world, self
         self._moves += 1
@@ -444,6 +471,17 @@ class Shard:
                 f"{self._counts}. Expected rows with each: divide it anew (repartition), or use fewer workers."
             )
 
+    def _has_uneven_parts(self, world: World) -> bool:
+        """Whether a batch may be divided so that the ranks' weights differ."""
+        size, n = self.batch_size, self.samples
+        if world.size == 1:
+            return False
+        decided = self.balances or self._counts or self.settings.cost is not None
+        if size is None or n is None or size % world.size or decided:
+            return True
+        total = n if self.source.sampler is None else len(self.source.sampler)
+        return not self.drop_last and total % size % world.size != 0
+
     def _check_sizes(self, world: World) -> None:
         size, n = self.batch_size, self.samples
         if size is None and self.source.batch_sampler is None:
@@ -466,6 +504,7 @@ class Shard:
                 f"un.shard got drop_last=True with {n} samples and batch_size={size}, which leaves no batch. "
                 f"Expected batch_size <= {n}, or drop_last=False."
             )
+        world.batch_weights.is_needed |= self._has_uneven_parts(world)
 
 
 def _find_known(world: World, data: Any, settings: ShardSettings, name: str | None) -> Shard | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ class SampleSource:
         batch_sampler: A DataLoader's own batch sampler, where it decides the global batches.
         batch_size, shuffle, drop_last: What a DataLoader was set to; None where nothing was said.
         divided: Whether the samples are this rank's own, and other ranks have others.
+        seeds: Of a stream that shuffles itself, where they are known: the ranks must have the same.
     """
 
     dataset: Any
@@ -44,6 +46,7 @@ class SampleSource:
     shuffle: bool | None = None
     drop_last: bool | None = None
     divided: bool = False
+    seeds: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._lists = _IndexLists()
@@ -193,6 +196,9 @@ def open_source(
     from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
     collate = collate_fn or default_collate
+    seeds: list[str] = []
+    if isinstance(data, IterableDataset) and isinstance(getattr(data, "pipeline", None), list):
+        data, seeds = _open_pipeline(data)
     if read is not None and not is_files(data):
         raise TypeError(
             f"un.shard got read= for {_describe_kind(data)}. Expected a list of files (str or Path) with it."
@@ -219,10 +225,59 @@ def open_source(
                 f"un.shard got {_describe_kind(data)}, which can be read only once. Expected an iterable dataset: an "
                 "object whose __iter__ starts the stream anew for every epoch."
             )
-        return SampleSource(data, None, collate, options)
+        return SampleSource(data, None, collate, options, seeds=seeds)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return SampleSource(data, len(data), collate, options)
     raise TypeError(f"un.shard got {_describe_kind(data)}. Expected a dataset: __getitem__ and __len__, or __iter__.")
+
+
+def _open_pipeline(data: Any) -> tuple[Any, list[str]]:
+    """A dataset of webdataset's, whole: every rank reads all of it, and un.shard divides. Returns the seeds of its
+    shuffles too. A WebLoader is the DataLoader in it.
+
+    Refused is what would give the ranks different samples, or batches in the place of samples.
+    """
+    from torch.utils.data import DataLoader
+
+    stages, kind = data.pipeline, type(data).__name__
+    if stages and isinstance(stages[0], DataLoader):
+        if len(stages) == 1:
+            return stages[0], []
+        raise TypeError(
+            f"un.shard got a {kind} with {len(stages) - 1} stage(s) after its DataLoader (.shuffle, .batched and the "
+            "like), which make batches that un.shard cannot divide. Give the WebDataset itself, with these stages and "
+            "without .batched: un.shard(dataset, batch_size=..., num_workers=...)."
+        )
+    kept, seeds = [], []
+    for stage in stages:
+        name = getattr(getattr(stage, "f", stage), "__name__", type(stage).__name__).lstrip("_")
+        if name == "split_by_node":
+            raise ValueError(
+                f"un.shard got a {kind} with nodesplitter=split_by_node, which keeps one worker's samples only. "
+                "Expected the whole data: leave the nodesplitter out."
+            )
+        if name == "batched":
+            raise ValueError(
+                f"un.shard got a {kind} with .batched(...), whose samples are batches. Leave it out: un.shard(dataset, "
+                "batch_size=...) makes the batches, of the samples of all workers."
+            )
+        if name in ("shuffle", "detshuffle"):
+            seeds.append(_find_seed(stage))
+        if name != "single_node_only":  # webdataset's default: refuses to run on several workers
+            kept.append(stage)
+    whole = copy.copy(data)
+    whole.pipeline = kept
+    return whole, seeds
+
+
+def _find_seed(stage: Any) -> str:
+    """What decides the order that a stage shuffles into; without a seed each process has its own."""
+    given, arguments = getattr(stage, "kw", vars(stage)), getattr(stage, "args", ())
+    if arguments and not arguments[0]:  # a buffer of no samples
+        return ""
+    if (generator := given.get("rng")) is not None:
+        return repr(generator.getstate())
+    return str(given["seed"]) if given.get("seed") is not None else os.urandom(8).hex()
 
 
 def _open_part(part: TablePart, collate_fn: Callable[[list[Any]], Any] | None, options: dict[str, Any]) -> SampleSource:

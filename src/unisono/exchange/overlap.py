@@ -10,8 +10,9 @@ Three phases, in one backward:
 from __future__ import annotations
 
 import operator
+import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
@@ -51,6 +52,9 @@ class Work(Protocol):
 
     def after_last_bucket(self, world: World) -> None:
         """Follows the last bucket, on the exchange thread."""
+
+    def end_window(self, others: Sequence[Tensor] = (), *, void: bool = False) -> None:
+        """All means of the window are there, with `others` beside the buckets'; `void`: its pass failed."""
 
 
 class Exchange(Windows):
@@ -99,6 +103,7 @@ class Exchange(Windows):
         self._places: dict[str, int] = {}  # what they agreed on
         self._is_reordered = False
         self.buckets: list[Bucket] = []
+        self._memory: dict[Bucket, list[_Memory]] = {}  # the channel's, then what took its place for a while
         self._build_if_changed()
 
     # Layout ----------------------------------------------------------------------------------------------
@@ -106,10 +111,11 @@ class Exchange(Windows):
     def _build_if_changed(self) -> None:
         """Lay the buckets out for the parameters that now require gradients, where these are others than before."""
         if not self._parameters.have_changed() and not self._is_reordered:
+            self._leave_kept_gradients()
             return
         self._is_reordered = False
-        for bucket in self.buckets:
-            self.channel.release(bucket.flat)
+        for first, *_ in self._memory.values():
+            self.channel.release(first.flat)
         device = self.world.device
         self.buckets = [
             Bucket(
@@ -122,9 +128,29 @@ class Exchange(Windows):
         ]
         for bucket in self.buckets:
             self.world.ledger.name_tag(bucket.tag, bucket.names)
+        self._memory = {bucket: [_Memory(bucket)] for bucket in self.buckets}
         self._slots = {name: (b, k) for b in self.buckets for k, name in enumerate(b.names)}
         self._work.set_buckets(self.buckets)
         self._reset()
+
+    def _leave_kept_gradients(self) -> None:
+        """Take other memory for a bucket whose gradients the program still holds: those of a window before, which it
+        has taken off the parameters. In one process the next backward pass writes elsewhere too."""
+        for bucket, every in self._memory.items():
+            off = [k for k, (p, x) in enumerate(zip(bucket.params, bucket.tensors, strict=True)) if p.grad is not x]
+            if not off or (len(every) == 1 and not every[0].is_kept(off)):
+                continue
+            present = next(memory for memory in every if memory.flat is bucket.flat)
+            kept = [
+                memory for memory in every if memory.is_kept(off if memory is present else range(len(bucket.params)))
+            ]
+            free = next((memory for memory in every if memory not in kept), None)
+            if free is not present:
+                bucket.use(*((torch.empty_like(bucket.flat), None) if free is None else (free.flat, free.tensors)))
+                for k in {*range(len(bucket.params))}.difference(off):  # it goes on adding up
+                    bucket.params[k].grad = bucket.tensors[k].copy_(present.tensors[k])
+            some = [memory for memory in every if memory in kept or memory in (every[0], free)]
+            self._memory[bucket] = [*some, _Memory(bucket)] if free is None else some
 
     def _in_order(self) -> list[tuple[str, Parameter]]:
         """The trainable parameters as if registered so: those that backward reaches first come last."""
@@ -190,6 +216,7 @@ class Exchange(Windows):
     def _begin(self, task: int) -> None:
         if self._launched:  # a backward pass that failed half-way left these
             self._run(self._work.drain)
+            self._run(lambda: self._work.end_window(void=True))
             for handle in self._handles:
                 handle.wait()
         self._build_if_changed()
@@ -295,7 +322,7 @@ class Exchange(Windows):
 
     def _exchange(self) -> None:
         """Phase 3: exchange what is left, and make every `p.grad` the mean."""
-        used = []
+        used: list[int] = []
         for bucket in self.buckets:
             if bucket.index >= self._launched:
                 present = self._fill(bucket, range(len(bucket.params)))
@@ -304,7 +331,7 @@ class Exchange(Windows):
                 present = [True] * len(bucket.params)
             used += present
         self._run(self._work.drain)
-        used += [p.grad is not None for _, p in self.sparse]
+        used += [layout_of(p.grad) for _, p in self.sparse]
         start = self.world.ledger.clock()
         used.append(self._work.learning_rate_fell())
         found = self._settle(used)
@@ -313,43 +340,46 @@ class Exchange(Windows):
         if self._cuda is not None and not self._is_alone:  # the exchange thread works on the default stream
             torch.cuda.current_stream(self._cuda).wait_stream(torch.cuda.default_stream(self._cuda))
         self.world.ledger.close_span("blocked", start, self.world.ledger.clock())
-        self._work.set_decayed(found[-1])
+        self._work.set_decayed(bool(found[-1]))
+        self._work.end_window(sparse_values(p for _, p in self.sparse))
         anywhere = iter(found)
         for bucket in self.buckets:
             for param, view in zip(bucket.params, bucket.tensors, strict=True):
                 if (next(anywhere) or (self._work.keeps and bool(view.any()))) and param.grad is not view:
                     param.grad = view
         self._reset()
+        for bucket, every in self._memory.items():
+            next(memory for memory in every if memory.flat is bucket.flat).count_users()
         if self._came is not None:
             self._agree_on_order()
         self._passes, self._kept_local, self._ended = 0, False, True
         self._advance()
 
-    def _settle(self, used: list[bool]) -> list[bool]:
+    def _settle(self, used: list[int]) -> list[int]:
         """Wait for all that is under way; what some rank used, and whether a learning rate fell on one."""
         if self._is_alone:
             self._tail(used)
             return used
         flags = torch.tensor(used, dtype=torch.uint8)
 
-        def agree() -> list[bool]:
+        def agree() -> list[int]:
             self.channel.all_reduce(flags, "max", tag="used").wait()
-            anywhere: list[bool] = flags.bool().tolist()
+            anywhere: list[int] = flags.tolist()
             self._tail(anywhere)
             return anywhere
 
-        found: list[bool] = []
+        found: list[int] = []
         self._handles.append(self._on_lane(lambda: found.extend(agree())))
         for handle in self._handles:
             handle.wait()
         return found
 
-    def _tail(self, anywhere: list[bool]) -> None:
+    def _tail(self, anywhere: list[int]) -> None:
         """After the buckets: sparse gradients, and what the strategy still has to say."""
         anywhere = anywhere[len(anywhere) - len(self.sparse) - 1 : -1]
-        for (name, param), used in zip(self.sparse, anywhere, strict=True):
-            if used and param.requires_grad:
-                mean_of_sparse(param, self.channel, f"gradients/{name}")
+        for (name, param), layout in zip(self.sparse, anywhere, strict=True):
+            if layout and param.requires_grad:
+                mean_of_sparse(param, layout, self.channel, f"gradients/{name}")
         self._work.after_last_bucket(self.channel)
 
     # Outside backward ------------------------------------------------------------------------------------
@@ -422,12 +452,46 @@ def _is_alike(grad: Tensor, param: Tensor) -> bool:
     return all(stride == step for (stride, _), step in zip(lengths, steps, strict=False))
 
 
+def is_held(x: Tensor) -> bool:
+    """Whether a graph holds `x` for its backward pass, or another tensor lies in its memory."""
+    return _count_holders(x) > 1 or _count_users(x) > _ALONE
+
+
+def _count_holders(x: Tensor) -> int:
+    """How many hold the tensor itself: Python, whatever the number of its references, and each graph that saved it."""
+    return int(x._use_count())  # type: ignore[attr-defined]
+
+
 def _count_users(x: Tensor) -> int:
     """How many tensors lie in the memory of `x`, and some more."""
     return int(torch._C._storage_Use_Count(x.untyped_storage()._cdata))
 
 
-_ALONE = _count_users(torch.empty(1))
+_ALONE = _count_users(torch.empty(1, dtype=torch.uint8))
+
+
+class _Memory:
+    """Memory in which a bucket's gradients are handed over, and how to see whether the program still holds some."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.flat, self.tensors = bucket.flat, bucket.tensors
+        self._users: int | None = None
+
+    def count_users(self) -> None:
+        """A window ends: the tensors that lie here now are ours."""
+        self._users = _count_users(self.flat)
+
+    def is_kept(self, which: Iterable[int]) -> bool:
+        """Whether someone else holds one of these gradients, or another tensor lies in this memory."""
+        if self._users is None:  # nothing was handed over yet
+            return False
+        views = self.tensors
+        held = any(sys.getrefcount(views[k]) > UNSHARED or _count_holders(views[k]) > 1 for k in which)
+        return held or _count_users(self.flat) > self._users
+
+
+# Of a tensor that one list, or one object, holds: of what `sys.getrefcount(views[k])` counts.
+UNSHARED = next(sys.getrefcount(views[k]) for views in [[torch.empty(1, dtype=torch.uint8)]] for k in [0])
 
 
 class GradientWeights:
@@ -459,9 +523,25 @@ def scale_gradient(weight: float, grad: Tensor) -> Tensor:
     return torch.zeros_like(grad) if weight == 0.0 else grad * weight
 
 
-def mean_of_sparse(param: Parameter, world: World, tag: str) -> None:
-    """The mean of sparse gradients: every rank's rows, added up."""
+def sparse_values(params: Iterable[Parameter]) -> list[Tensor]:
+    """The numbers of the gradients that there are."""
+    grads = [p.grad for p in params if p.grad is not None]
+    return [grad._values() if grad.is_sparse else grad for grad in grads]
+
+
+def layout_of(grad: Tensor | None) -> int:
+    """How the gradient of an embedding is there: not at all, as rows, or (2) whole, as where its weight is also that of
+    a linear layer. The largest of all ranks' is what the mean is taken of."""
+    return 0 if grad is None else 1 if grad.is_sparse else 2
+
+
+def mean_of_sparse(param: Parameter, layout: int, world: World, tag: str) -> None:
+    """The mean of the gradients of an embedding: every rank's rows, added up; whole ones where a rank has such."""
     grad = param.grad
+    if layout == 2:
+        param.grad = torch.zeros_like(param) if grad is None else grad.detach().to_dense().clone()
+        world.all_reduce(param.grad, "mean", tag=tag).wait()
+        return
     if grad is None:
         grad = torch.sparse_coo_tensor(
             torch.empty(1, 0, dtype=torch.int64), torch.empty(0, *param.shape[1:], dtype=param.dtype), param.shape
@@ -469,5 +549,6 @@ def mean_of_sparse(param: Parameter, world: World, tag: str) -> None:
     grad = grad.coalesce()
     indices = world.all_gather(grad.indices(), tag=tag + " rows").wait()
     values = world.all_gather(grad.values(), tag=tag).wait()
-    total = torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values) / world.size, param.shape)
+    rows, means = torch.cat(indices, 1), torch.cat(values) / world.size
+    total = torch.sparse_coo_tensor(rows, means, param.shape, check_invariants=False)
     param.grad = total.coalesce()

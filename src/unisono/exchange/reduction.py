@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,7 +17,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unisono.buckets import Bucket
-from unisono.reducer import Reducer, State, dense_bytes
+from unisono.kernels.select import restore
+from unisono.reducer import Reducer, State, dense_bytes, find_overflow
 from unisono.runtime.machine import usable_cores
 from unisono.world import World
 from unisono.world.ledger import Ledger
@@ -106,6 +107,18 @@ def _rate(group: dict[str, Any]) -> float:
     return float(lr)
 
 
+class _Reduced(NamedTuple):
+    """A bucket of the window under way, and the lines of what it has still to send: each with what it was before."""
+
+    bucket: Bucket
+    overflow: Tensor | None  # None: not looked for
+    lines: list[tuple[Tensor, Tensor]]
+
+    def find_overflow(self) -> Tensor:
+        """One number: NaN if the mean is not finite."""
+        return find_overflow(self.bucket.tensors) if self.overflow is None else self.overflow
+
+
 class Reduction:
     """A reducer, the states it keeps, and the buckets it is working on.
 
@@ -128,6 +141,8 @@ class Reduction:
         self._buckets: Sequence[Bucket] = []
         self._states: dict[Bucket, State] = {}
         self._under_way: list[Iterator[None]] = []
+        self._window: list[_Reduced] = []  # what was reduced since the last window ended
+        self._leftovers: dict[Bucket, Entries] = {}  # what another reducer kept, and the window under way sends
         self._parked: Entries = {}  # values of parameters that are in no bucket, or whose bucket has no state yet
         self._decayed = False
         self._rates: dict[str, float] = {}
@@ -175,10 +190,15 @@ class Reduction:
         if bucket not in self._states:
             self._states[bucket] = self._fresh(bucket)
         reducer, state = self.reducer, self._states[bucket]
+        before = unsent_lines(state)
         if reducer.stages is not None:
-            reduced, self._states[bucket] = yield from reducer.stages(bucket, state, world)
+            reduced, state = yield from reducer.stages(bucket, state, world)
         else:
-            reduced, self._states[bucket] = reducer.reduce(bucket, state, world)
+            reduced, state = reducer.reduce(bucket, state, world)
+        self._states[bucket] = state
+        after = unsent_lines(state)
+        lines = [(old, after[path]) for path, old in before.items() if after[path] is not old]
+        self._window.append(_Reduced(bucket, reduced.find_overflow() if lines else reduced.overflow, lines))
         pairs = [
             (view, mean)
             for view, mean in zip(bucket.tensors, reduced.mean, strict=True)
@@ -186,6 +206,35 @@ class Reduction:
         ]
         if pairs:
             torch._foreach_copy_([view for view, _ in pairs], [mean for _, mean in pairs])
+
+    def find_overflow(self, others: Sequence[Tensor] = ()) -> Tensor:
+        """One number: NaN if a number of the window's means, or of `others`, is not finite."""
+        found = [reduced.find_overflow() for reduced in self._window]
+        if others or not found:
+            found.append(find_overflow(others))
+        return torch.stack([x.to(found[0].device) for x in found]).sum(dtype=torch.float32)
+
+    def end_window(self, others: Sequence[Tensor] = (), *, void: bool = False) -> None:
+        """Every bucket of the window holds its mean. If a number of it is not finite, the program skips the step, and
+        what was sent goes nowhere: then what each rank has still to send becomes what it was before. All ranks have
+        the same means, and so decide alike. (Differences of parameters are applied bucket by bucket, whatever they
+        are: there each bucket counts for itself.)
+
+        others: means that go with those of the buckets. void: the window counts for nothing, whatever it holds.
+        """
+        lines = any(reduced.lines for reduced in self._window)
+        overflow = self.find_overflow(others) if lines or self._leftovers else None
+        if void and overflow is not None:
+            overflow.fill_(math.nan)
+        if self._leftovers and overflow is not None and math.isnan(overflow.item()):
+            for bucket, entries in self._leftovers.items():
+                self._parked |= entries
+                self._states.pop(bucket, None)
+        for reduced in self._window:
+            for old, new in reduced.lines:
+                assert overflow is not None
+                restore(reduced.find_overflow() if self.unit == "parameters" else overflow, old, new)
+        self._window, self._leftovers = [], {}
 
     def set_buckets(self, buckets: Sequence[Bucket]) -> None:
         """The buckets are others from now on."""
@@ -245,7 +294,9 @@ class Reduction:
                 found = [e.pop(path) for e in known if path in e]
                 holder[key] = max(found) if found and type(found[0]) is int else next(iter(found), value)
         if not _add_leftovers(known, bucket, state):
-            _send_leftovers(known, bucket)
+            before = dict(zip(bucket.names, map(dict, known), strict=True))
+            if _send_leftovers(known, bucket):
+                self._leftovers[bucket] = before
         _warn_of_leftovers(known, bucket, self.reducer)
         return state
 
@@ -289,14 +340,23 @@ class Reduction:
     def move(self, shared: dict[str, Any], *, keep: bool, factor: float) -> None:
         """Go on in another world with `shared` of the rank that all go on from. `keep`: I was one of the former
         ranks, so what I had still to send counts, times `factor` (new size / former size): in the mean over the
-        ranks it then weighs what it did."""
+        ranks it then weighs what it did. A window that did not end counts for nothing."""
+        self._under_way = []
+        self.end_window(void=True)
         local = self.state_dict()["local"] if keep else {}
         for entries in local.values():
             for path, value in entries.items():
                 if _is_unsent(path):
                     value.mul_(factor)
-        self._under_way = []
         self.load_state_dict(shared, [local])
+
+    def drop_unsent(self, names: Iterable[str]) -> None:
+        """Send no more what was kept back of these parameters: they have been replaced."""
+        kept = self.state_dict()
+        for name in names:
+            entries = kept["local"].get(name, {})
+            kept["local"][name] = {path: value for path, value in entries.items() if not _is_unsent(path)}
+        self.load_state_dict(kept["shared"], [kept["local"]])
 
     def unsent(self) -> Unsent:
         """What this rank has kept back, with what all ranks know of it."""
@@ -342,6 +402,11 @@ def _walk(state: State, prefix: str = "") -> Iterator[tuple[str, State, str]]:
             yield from _walk(value, f"{prefix}{key}/")
         else:
             yield ("*" if isinstance(value, Tensor) else "") + prefix + key, state, key
+
+
+def unsent_lines(state: State) -> dict[str, Tensor]:
+    """What is still to be sent, by its path."""
+    return {path: holder[key] for path, holder, key in _walk(state) if _is_unsent(path)}
 
 
 def _copy_entries(entries: dict[str, Any]) -> dict[str, Any]:
@@ -399,14 +464,17 @@ def _add_leftovers(known: Sequence[dict[str, Any]], bucket: Bucket, state: State
 
 
 @torch.no_grad()
-def _send_leftovers(known: Sequence[dict[str, Any]], bucket: Bucket) -> None:
+def _send_leftovers(known: Sequence[dict[str, Any]], bucket: Bucket) -> bool:
     """What was still to be sent, under a reducer that keeps nothing: it goes with the gradients that are about to be
-    sent, at the rate that it was met with (see `rescale` in reducer.py)."""
+    sent, at the rate that it was met with (see `rescale` in reducer.py). Whether there was any."""
+    any_sent = False
     for view, rate, entries in zip(bucket.tensors, bucket.lr, known, strict=True):
         for path in _residuals(entries):
             met = entries.get(path[1:].removesuffix("residual") + "lr")
             factor = met / rate if met is not None and met > 0 and rate > 0 else 1.0
             view.add_(entries.pop(path), alpha=factor)
+            any_sent = True
+    return any_sent
 
 
 def _residuals(entries: dict[str, Any]) -> list[str]:

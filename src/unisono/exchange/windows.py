@@ -1,4 +1,4 @@
-"""Windows of backward passes: how many there were, and where each ends.
+"""Windows of backward passes: how many there were, and where each ends; and who is called around the step after one.
 
 A window is what ends in one exchange: `accumulate` backward passes whose gradients add up, those inside `no_sync` left
 out. It is followed by the optimizer's step.
@@ -15,8 +15,11 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.autograd import Variable
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 Hook = TypeVar("Hook")
+Begin = Callable[[Optimizer, Any, dict[str, Any]], Any]
+_ATTRIBUTE = "_unisono_step_hooks"
 
 
 class TrainableParameters:
@@ -166,9 +169,11 @@ class Counter(Windows):
 
 def while_on(hooks: Iterable[tuple[Parameter, Hook]]) -> Iterator[tuple[Parameter, Hook]]:
     """These, to set each hook on its parameter: that is only possible while gradients are on, so a frozen one's are
-    on meanwhile. The hook stays for when they come on again."""
+    on meanwhile. The hook stays for when they come on again, which those of integers never do: they get none."""
     for param, hook in hooks:
         frozen = not param.requires_grad
+        if frozen and not (param.is_floating_point() or param.is_complex()):
+            continue
         if frozen:
             param.requires_grad_(True)
         yield param, hook
@@ -188,3 +193,80 @@ def at_the_end(end: weakref.WeakMethod[Any], _: Tensor) -> None:
     call = end()
     if call is not None:
         Variable._execution_engine.queue_callback(call)
+
+
+# Around the optimizer's step -----------------------------------------------------------------------------------------
+
+
+class StepHooks:
+    """Who is called around an optimizer's step, in the order in which they came. They may come and go while they are
+    called, which torch's own hooks may not: there is one pair of these an optimizer."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._watchers: list[Watcher] = []
+        self._handles: list[Any] = []
+        self._running = False
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> StepHooks:
+        """Those of this optimizer (a copy of it has none)."""
+        found = getattr(optimizer, _ATTRIBUTE, None)
+        if not isinstance(found, StepHooks) or found._optimizer() is not optimizer:
+            found = cls(optimizer)
+            setattr(optimizer, _ATTRIBUTE, found)
+        return found
+
+    def watch(self, begin: Begin | None, end: Callable[[], None]) -> Watcher:
+        """Call `begin` before every step, with what a pre-hook of torch gets and returns, and `end` after it."""
+        optimizer = self._optimizer()
+        if not self._handles and optimizer is not None:
+            self._handles = [
+                optimizer.register_step_pre_hook(self._begin),
+                optimizer.register_step_post_hook(lambda *_: self._end()),
+            ]
+        watcher = Watcher(self, begin, end)
+        self._watchers.append(watcher)
+        return watcher
+
+    def leave(self, watcher: Watcher) -> None:
+        """Call it no more."""
+        if watcher in self._watchers:
+            self._watchers.remove(watcher)
+        if not self._watchers and not self._running:
+            for handle in self._handles:
+                handle.remove()
+            self._handles = []
+
+    def _begin(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+        changed = None
+        self._running = True
+        try:
+            for watcher in list(self._watchers):
+                if watcher.begin is not None and watcher in self._watchers:
+                    answer = watcher.begin(optimizer, args, kwargs)
+                    if answer is not None:
+                        changed = args, kwargs = answer
+        finally:
+            self._running = False
+        return changed
+
+    def _end(self) -> None:
+        self._running = True
+        try:
+            for watcher in list(self._watchers):  # one that comes meanwhile has not seen this step begin
+                if watcher in self._watchers:
+                    watcher.end()
+        finally:
+            self._running = False
+
+
+class Watcher:
+    """What is called, and until when."""
+
+    def __init__(self, hooks: StepHooks, begin: Begin | None, end: Callable[[], None]) -> None:
+        self._hooks, self.begin, self.end = hooks, begin, end
+
+    def remove(self) -> None:
+        """Call it no more."""
+        self._hooks.leave(self)

@@ -234,6 +234,10 @@ class Mesh:
                 "clipping by it would let the ranks' models drift apart. Use mesh.clip_grad_norm_(parameters, max_norm)"
             )
 
+    def agree_overflow(self, found_inf: Tensor) -> None:
+        """Where any rank of the model found a value that is not finite, all have."""
+        self.model.all_reduce(found_inf, "max", tag="overflow").wait()
+
     # What a replica in the data axis asks --------------------------------------------------------------------------
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> None:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from unisono.exchange.windows import StepHooks
 from unisono.hybrid.local_tensors import find_split
 from unisono.strategy import Replica
-from unisono.strategy.replica import StepHooks
 from unisono.world import World
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class MeshGradient(Tensor):
                 mesh.check_norm()
             done = func(*args, **(kwargs or {}))
             if func is _UNSCALE and (mesh := _find_mesh(args)) is not None:
-                mesh.model.all_reduce(args[1], "max", tag="overflow").wait()
+                mesh.agree_overflow(args[1])
         return done
 
 

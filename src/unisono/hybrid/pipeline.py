@@ -118,7 +118,7 @@ class Pipeline:
         self._check_batch(args[0])
         self._scale = (lambda x: x) if scaler is None else scaler.scale
         if scaler is not None and not self._has_last:  # a scaler begins with what it scales first
-            scaler.scale(torch.zeros((), device=self.mesh.world.device))
+            scaler.scale(torch.zeros((), dtype=torch.float32, device=self.mesh.world.device))
         run = partial(self._run, args, targets, 1.0 if scaler is None else scaler.get_scale())
         if replica is None or replica.is_closed:
             return run()
@@ -212,7 +212,7 @@ def _refuse_idle(parts: Sequence[fx.GraphModule], places: Sequence[Sequence[int]
 
 
 def _add_up(losses: list[Tensor]) -> Tensor:
-    return torch.stack([x.detach() for x in losses]).sum() if losses else torch.zeros(())
+    return torch.stack([x.detach() for x in losses]).sum() if losses else torch.zeros((), dtype=torch.float32)
 
 
 class _Held(nn.Module):

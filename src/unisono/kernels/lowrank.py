@@ -137,37 +137,35 @@ def finish(
     layout: Layout,
     flat: Tensor,
     residual: Tensor | None,
+    after: Tensor | None,
     p: Tensor,
     mine: Tensor,
     q: Tensor,
     rest: Tensor,
     kept: Tensor,
-    largest: Tensor,
+    overflow: Tensor,
 ) -> None:
-    """After `multiply_left`: flat = P Q^T and `rest`; residual = M - P mine^T, and zero for the rest; kept = Q.
-
-    Where `largest` is not finite the step is void: `residual` and `kept` stay as they were.
-    """
+    """After `multiply_left`: flat = P Q^T and `rest`; `after`, the residual that follows, is M - P mine^T, and zero
+    for the rest; kept = Q, unless `overflow` (one number) is NaN."""
     if fast := _triton(layout, p):
-        fast.finish(layout, flat, residual, p, mine, q, rest, kept, largest)
+        fast.finish(layout, flat, residual, after, p, mine, q, rest, kept, overflow)
         return
-    ok = largest < math.inf
-    void = not ok.is_cuda and not bool(ok)
     for m, p_t, mine_t, q_t in zip(
         layout.matrices, layout.view_p(p), layout.view_q(mine), layout.view_q(q), strict=True
     ):
-        for g, e, part in _chunks(m, flat, residual, p_t):
-            if e is not None and not void:
-                _keep(_add_residual(g, e, p.dtype), part, mine_t, ok, e)
+        parts = _chunks(m, flat, residual, p_t)
+        for (g, e, part), (_, new, _) in zip(parts, _chunks(m, flat, after, p_t), strict=True):
+            if new is not None:
+                _keep(_add_residual(g, e, p.dtype), part, mine_t, new)
             if g.dtype == p.dtype:
                 torch.mm(part.t(), q_t, out=g)
             else:
                 g.copy_(part.t() @ q_t)
-    torch.where(ok, q, kept, out=kept)
+    torch.where(overflow == 0, q, kept, out=kept)
     if layout.rest:
         torch._foreach_copy_(layout.view_rest(flat), list(rest.split(layout.rest_sizes)))
-        if residual is not None:
-            torch._foreach_mul_(layout.view_rest(residual), (~ok).to(residual.dtype))
+        if after is not None:
+            torch._foreach_zero_(layout.view_rest(after))
 
 
 def multiply_factors(layout: Layout, p: Tensor, q: Tensor, rest: Tensor, flat: Tensor) -> None:
@@ -219,11 +217,9 @@ def _chunks(
     return list(zip(g, e or [None] * len(g), p_t.split(step, 1), strict=True))
 
 
-def _keep(whole: Tensor, p_t: Tensor, mine_t: Tensor, ok: Tensor, e: Tensor) -> None:
-    """e = M - P mine^T where `ok`."""
-    if ok.is_cuda:
-        torch.where(ok, torch.addmm(whole, p_t.t(), mine_t, alpha=-1), e, out=e)
-    elif len(p_t) == 1:
+def _keep(whole: Tensor, p_t: Tensor, mine_t: Tensor, e: Tensor) -> None:
+    """e = M - P mine^T."""
+    if len(p_t) == 1:
         torch.addr(whole, p_t[0], mine_t[0], alpha=-1, out=e)  # in one pass
     else:
         torch.addmm(whole, p_t.t(), mine_t, alpha=-1, out=e)

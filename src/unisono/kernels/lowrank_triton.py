@@ -112,19 +112,20 @@ def finish(
     layout: Layout,
     flat: Tensor,
     residual: Tensor | None,
+    after: Tensor | None,
     p: Tensor,
     mine: Tensor,
     q: Tensor,
     rest: Tensor,
     kept: Tensor,
-    largest: Tensor,
+    overflow: Tensor,
 ) -> None:
     """See `lowrank.finish`."""
     tables = _tables(layout, p.device)
     apart = flat.dtype != p.dtype
-    e = flat if residual is None else residual
-    tensors = (flat, e, p, mine, q, rest, kept, largest, tables.rows, tables.finish)
-    tables.run(_finish, len(tables.finish), tensors, tables.rank, *_TILE, _COPY, residual is not None, apart)
+    e, new = flat if residual is None else residual, flat if after is None else after
+    tensors = (flat, e, new, p, mine, q, rest, kept, overflow, tables.rows, tables.finish)
+    tables.run(_finish, len(tables.finish), tensors, tables.rank, *_TILE, _COPY, after is not None, apart)
 
 
 # Kernels -----------------------------------------------------------------------------------------------------
@@ -210,24 +211,23 @@ def _gather(partial, q, matrices, work, SPLIT: tl.constexpr, B: tl.constexpr):
 
 @triton.jit
 def _finish(
-    flat, residual, p, mine, q, rest, kept, largest, matrices, work,
+    flat, residual, after, p, mine, q, rest, kept, overflow, matrices, work,
     R: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, COPY: tl.constexpr,
     KEPT: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the mean P Q^T, and of the residual M - P mine^T, written only where all is finite; or a part of
-    the rest, or of Q."""
+    """A tile of the mean P Q^T, and of the residual that follows, M - P mine^T; or a part of the rest; or of Q, where
+    nothing overflowed."""
     item = work + 3 * tl.program_id(0)
     m = matrices + _FIELDS * tl.load(item)
     start, n, columns, rank = tl.load(m), tl.load(m + 1), tl.load(m + 2), tl.load(m + 3)
-    valid_n = tl.where(tl.load(largest) < float("inf"), n, 0)
     if rank == 0:
         k = tl.load(item + 1) + tl.arange(0, COPY)
         if columns == 1:
-            tl.store(kept + k, tl.load(q + k, k < n, 0.0), k < valid_n)
+            tl.store(kept + k, tl.load(q + k, k < n, 0.0), k < tl.where(tl.load(overflow) == 0.0, n, 0))
         else:
             tl.store(flat + start + k, tl.load(rest + tl.load(m + 4) + k, k < n, 0.0), k < n)
             if KEPT:
-                tl.store(residual + start + k, tl.zeros([COPY], tl.float32), k < valid_n)
+                tl.store(after + start + k, tl.zeros([COPY], tl.float32), k < n)
         return
     p += tl.load(m + 4)
     mine += tl.load(m + 5)
@@ -247,7 +247,7 @@ def _finish(
         x = tl.load(flat + at, inside, 0.0).to(tl.float32)
         if APART:
             x += tl.load(residual + at, inside, 0.0)
-        tl.store(residual + at, x - sent, (row < valid_n)[:, None] & (column < columns)[None, :])
+        tl.store(after + at, x - sent, inside)
     tl.store(flat + at, mean.to(flat.dtype.element_ty), inside)
 
 

@@ -199,7 +199,7 @@ def encode_bytes(x: Tensor, block: int, out: Tensor) -> None:
     if (triton := _triton(x)) is not None:
         triton.encode_bytes(x, block, ends, codes)
         return
-    scratch = torch.empty(min(x.numel(), CHUNK))
+    scratch = torch.empty(min(x.numel(), CHUNK), dtype=torch.float32)
     for first, last in chunks(x.numel(), block, _MANY):
         pairs, given = ends.view(-1, 2)[first // block : -(-last // block)], x[first:last].float()
         rows = given.view(len(pairs), -1)

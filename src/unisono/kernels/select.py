@@ -116,7 +116,7 @@ def restore(flag: Tensor, before: Tensor, line: Tensor) -> None:
         if has_triton():
             from unisono.kernels import select_triton
 
-            select_triton.restore(flag, before, line)
+            select_triton.restore(flag.float(), before, line)
         else:
             torch.where(flag.isnan(), before, line, out=line)
     elif math.isnan(flag.item()):

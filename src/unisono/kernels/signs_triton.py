@@ -36,7 +36,6 @@ class Tables:
         self.partial = {
             dtype: torch.empty(len(tiles), dtype=dtype, device=device) for dtype in (torch.float32, torch.float64)
         }
-        self.finite = torch.empty(1, dtype=torch.int32, device=device)
 
 
 def measure(tables: Tables, line: Tensor, residual: Tensor | None, message: Tensor, *, vote: bool) -> None:
@@ -65,15 +64,14 @@ def add_up(tables: Tables, messages: Tensor, out: Tensor, *, vote: bool) -> None
 
 def add_up_and_keep(tables: Tables, messages: Tensor, mine: Tensor, line: Tensor, residual: Tensor) -> None:
     """The same; `line` holds what the message `mine` was made of, and gets the mean; what was not sent is the new
-    residual, which stays as it was where a float of a message is not finite."""
-    launch(_all_finite, 1, (messages, tables.finite), len(messages), tables.count, messages.stride(0), 1024)
+    residual."""
     _decode_all(tables, messages, mine, line, residual, vote=False, keep=True)
 
 
 def _decode_all(
     tables: Tables, messages: Tensor, mine: Tensor, line: Tensor, residual: Tensor, *, vote: bool, keep: bool
 ) -> None:
-    tensors = (messages, mine, line, residual, tables.tiles, tables.finite)
+    tensors = (messages, mine, line, residual, tables.tiles)
     constants = (len(messages), tables.head, messages.stride(0), vote, keep, _TILE)
     launch(_add_up, len(tables.tiles), tensors, *constants)
 
@@ -130,18 +128,6 @@ def _encode(
 
 
 @triton.jit
-def _all_finite(messages, flag, RANKS: tl.constexpr, COUNT: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
-    bad = tl.zeros([BLOCK], dtype=tl.int32)
-    for rank in range(RANKS):
-        floats = (messages + rank * STRIDE).to(tl.pointer_type(tl.float32))
-        for at in range(0, COUNT, BLOCK):
-            place = at + tl.arange(0, BLOCK)
-            x = tl.load(floats + place, mask=place < COUNT, other=0.0)
-            bad += (x - x != 0.0).to(tl.int32)
-    tl.store(flag, (tl.sum(bad, axis=0) == 0).to(tl.int32))
-
-
-@triton.jit
 def _read_signs(bits, start, stop, TILE: tl.constexpr):
     """+1 or -1 for each number of a tile."""
     at = start + tl.arange(0, TILE)
@@ -151,7 +137,7 @@ def _read_signs(bits, start, stop, TILE: tl.constexpr):
 
 @triton.jit
 def _add_up(
-    messages, mine, line, residual, tiles, finite,
+    messages, mine, line, residual, tiles,
     RANKS: tl.constexpr, HEAD: tl.constexpr, STRIDE: tl.constexpr,
     VOTE: tl.constexpr, KEEP: tl.constexpr, TILE: tl.constexpr,
 ):
@@ -166,7 +152,7 @@ def _add_up(
         sent = _read_signs(mine + HEAD, start, stop, TILE).to(kind) * size
         left = tl.load(line + at, mask=mask, other=0.0) - sent
         left = left.to(residual.dtype.element_ty)
-        tl.store(residual + at, left, mask=mask & (tl.load(finite) != 0))
+        tl.store(residual + at, left, mask=mask)
     total = tl.zeros([TILE], dtype=kind)
     for rank in tl.static_range(RANKS):
         message = messages + rank * STRIDE

@@ -444,7 +444,7 @@ class Shard(OptimizerState):
         stop = self._end(start, stop)
         self._check_name(name)
         found = [block.read(name, low, high) for block, low, high in self._overlaps(start, stop)]
-        return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0)
+        return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0, dtype=torch.float32)
 
     def scalars(self, at: int | None = None) -> dict[str, Any] | None:
         at = 0 if at is None else at

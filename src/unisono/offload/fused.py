@@ -168,13 +168,13 @@ def agrees(other: Callable[..., int], kind: int) -> bool:
     """Whether another form of `step_tiles` steps a few numbers exactly as it does."""
     results = []
     for form in (step_tiles, other):
-        values = torch.linspace(-1.0, 1.0, 40)
+        values = torch.linspace(-1.0, 1.0, 40, dtype=torch.float32)
         out = torch.zeros(40, dtype=torch.bfloat16)
         lines = [values.abs().to(torch.bfloat16) for _ in range(1 if kind >= SGD else 2)]
-        scratch = [torch.empty(16) for _ in range(3)]
+        scratch = [torch.empty(16, dtype=torch.float32) for _ in range(3)]
         bits = [line.view(torch.int32) for line in scratch[1:]]
         numbers, flags = [0.1, 0.1, 0.5, 0.5, 0.1], [False, False]
-        arguments = (kind, numbers, flags, torch.tensor(3.0), False, [0.0, 0.0])
+        arguments = (kind, numbers, flags, torch.tensor(3.0, dtype=torch.float32), False, [0.0, 0.0])
         table = torch.arange(64, dtype=torch.int32) * 1000
         given = ([0, 20, 24, 40], values, values.to(torch.bfloat16), 0.5, lines, out)
         with torch.no_grad():

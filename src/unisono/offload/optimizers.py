@@ -91,10 +91,10 @@ class _FusedRule(Rule):
 
 class _CountingRule(_FusedRule):
     def advance(self, scalars: Scalars | None) -> Scalars:
-        return {"step": torch.tensor(0.0 if scalars is None else float(scalars["step"])).add_(1)}
+        return {"step": torch.tensor(0.0 if scalars is None else float(scalars["step"]), dtype=torch.float32).add_(1)}
 
     def read_scalars(self, given: Mapping[str, Any]) -> Scalars:
-        return {"step": torch.tensor(float(given["step"]))}
+        return {"step": torch.tensor(float(given["step"]), dtype=torch.float32)}
 
 
 class FusedAdam(_CountingRule):
@@ -114,7 +114,7 @@ class FusedAdam(_CountingRule):
     ) -> Scalars:
         fused: Any = torch._fused_adamw_ if group.get("decoupled_weight_decay") else torch._fused_adam_
         # The kernel reads the count of steps on the device; it is written by a kernel, a copy would wait for the host.
-        step = torch.full((), float(scalars["step"]), device=params[0].device)
+        step = torch.full((), float(scalars["step"]), dtype=torch.float32, device=params[0].device)
         fused(
             *(params, grads, lines["exp_avg"], lines["exp_avg_sq"], lines.get("max_exp_avg_sq", [])),
             [step] * len(params),

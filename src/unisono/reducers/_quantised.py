@@ -98,7 +98,7 @@ def build_quantised(name: str, wire: Wire, seed: int = 0, noise_bound: float = 0
         return (size - 1) * wire.nbytes(n)
 
     def decode(code: Tensor, n: int) -> Tensor:
-        out = torch.empty(n, device=code.device)
+        out = torch.empty(n, dtype=torch.float32, device=code.device)
         wire.decode(code, out, 1, False)
         return out
 

@@ -44,7 +44,7 @@ class Signs:
     def average_magnitudes(self, line: Tensor, lo: int = 0) -> Tensor:
         """The mean magnitude of each tensor's numbers in a line: T floats; 0 where it has none, NaN where one is
         not finite."""
-        floats = torch.zeros(len(self.starts), device=self.device)
+        floats = torch.zeros(len(self.starts), dtype=torch.float32, device=self.device)
         found = list(self.find_tensors(lo, lo + line.numel()))
         if found:
             wide = torch.float64 if line.dtype == torch.float64 else torch.float32
@@ -121,8 +121,12 @@ class SignsOnCuda:
         self.mine = torch.empty(signs.nbytes(signs.n), dtype=torch.uint8, device=signs.device)
         self.graphs = Graphs()
         wide = torch.float64 if bucket.dtype == torch.float64 else torch.float32
-        self.line = bucket.flat if bucket.dtype == wide else torch.empty_like(bucket.flat, dtype=wide)
+        self._wide = None if bucket.dtype == wide else torch.empty_like(bucket.flat, dtype=wide)
         self._messages = self.mine[None]
+
+    def find_line(self, bucket: Bucket) -> Tensor:
+        """Memory for sums: the bucket's own, or one of float32 where it has 16 bits."""
+        return bucket.flat if self._wide is None else self._wide
 
     def find_messages(self, size: int) -> Tensor:
         """Memory for every rank's message, a row each, on boundaries of 16 bytes."""

@@ -8,16 +8,14 @@ back. So it does not matter which tensors a subset had when the state was made.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 
 from unisono.buckets import Bucket
-from unisono.reducer import Reduced, Reducer, Stages, State, rescale_inside, stages_of
+from unisono.reducer import Reduced, Reducer, SpareLines, Stages, State, rescale_inside, stages_of
 from unisono.world import World
 
 __all__ = [
@@ -25,8 +23,6 @@ __all__ = [
     "average_in_place",
     "find_lines",
     "find_runs",
-    "is_finite",
-    "keep_where",
     "narrow",
     "reduce_subsets",
     "run_together",
@@ -46,11 +42,12 @@ class Subset(NamedTuple):
 
 
 def reduce_subsets(
-    bucket: Bucket, subsets: Sequence[Subset], world: World
+    bucket: Bucket, subsets: Sequence[Subset], spare: SpareLines, world: World
 ) -> Generator[None, None, tuple[Reduced, list[State]]]:
-    """Reduce every subset by its own reducer, with their collectives under way together; each one's next state.
+    """Reduce every subset by its own reducer, with their collectives under way together; each one's next state, with
+    lines in memory of `spare`.
 
-    The subsets hold every tensor once. Where a mean is not finite anywhere in the bucket, no subset's lines change.
+    The subsets hold every tensor once.
     """
     live = [i for i, subset in enumerate(subsets) if subset.which]
     states = [subset.state for subset in subsets]
@@ -68,10 +65,11 @@ def reduce_subsets(
     for i, (reduced, _) in zip(live, results, strict=True):
         for k, x in zip(subsets[i].which, reduced.mean, strict=True):
             mean[k] = x
-    ok = not any(find_lines(state) for _, state in results) or is_finite(mean)
+    lines: dict[Tensor, Tensor] = {}  # a line that subsets have in common gets one that follows it
     for i, b, (_, after) in zip(live, buckets, results, strict=True):
         if subsets[i].reducer is not None:
-            widen(bucket, subsets[i].which, b, subsets[i].state, after, ok)
+            _follow_lines(bucket, subsets[i].state, lines, spare, f"{i}/")
+            widen(bucket, subsets[i].which, b, subsets[i].state, after)
             _lines[b] = after
 
     def sent(given: list[Tensor]) -> list[Tensor]:
@@ -160,19 +158,28 @@ def narrow(bucket: Bucket, which: Sequence[int], part: Bucket, state: State, mem
     return found
 
 
-def widen(
-    bucket: Bucket, which: Sequence[int], part: Bucket, state: State, after: State, ok: bool | Tensor = True
-) -> State:
-    """Write what a subset's reducer left into the whole bucket's state; lines only where `ok` (a flag on a device will
-    do). An entry of a list that is None says nothing new."""
+def _follow_lines(bucket: Bucket, state: State, lines: dict[Tensor, Tensor], spare: SpareLines, path: str) -> None:
+    """Put a copy in the place of every line."""
+    for key, value in state.items():
+        if isinstance(value, dict):
+            _follow_lines(bucket, value, lines, spare, f"{path}{key}/")
+        elif isinstance(value, Tensor):
+            if value not in lines:
+                lines[value] = spare.beside(bucket, value, path + key).copy_(value)
+            state[key] = lines[value]
+
+
+def widen(bucket: Bucket, which: Sequence[int], part: Bucket, state: State, after: State) -> State:
+    """Write what a subset's reducer left into the whole bucket's state. An entry of a list that is None says nothing
+    new."""
     for key, value in after.items():
         if isinstance(value, dict):
-            widen(bucket, which, part, state.setdefault(key, {}), value, ok)
+            widen(bucket, which, part, state.setdefault(key, {}), value)
         elif isinstance(value, Tensor):
             if key not in state:
                 state[key] = value.new_zeros(bucket.flat.numel())
             for there, here in find_runs(bucket, which):
-                keep_where(ok, state[key][there], value[here])
+                state[key][there].copy_(value[here])
         elif isinstance(value, list):
             entries = state.setdefault(key, [None] * len(bucket.names))
             for i, entry in zip(which, value, strict=True):
@@ -191,23 +198,3 @@ def find_lines(state: State, name: str = "") -> list[Tensor]:
         elif isinstance(state[key], Tensor) and name in ("", key):
             found.append(state[key])
     return found
-
-
-# Overflow --------------------------------------------------------------------------------------------------------
-
-
-def is_finite(tensors: Sequence[Tensor]) -> bool | Tensor:
-    """Whether there is no inf and no nan; on a device the answer stays there, so that nobody waits for it."""
-    full = [x for x in tensors if x.numel()]
-    if full and full[0].is_cuda:
-        return torch.isfinite(torch.stack(torch._foreach_norm(full, math.inf))).all()
-    ends = [end for x in full for end in torch.aminmax(x)]  # of all ways the quickest: a nan comes through
-    return not ends or bool(torch.isfinite(torch.stack(ends)).all())
-
-
-def keep_where(ok: bool | Tensor, target: Tensor, value: Tensor) -> None:
-    """Write `value` into `target` where `ok`."""
-    if isinstance(ok, Tensor):
-        torch.where(ok, value, target, out=target)
-    elif ok:
-        target.copy_(value)

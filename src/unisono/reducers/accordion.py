@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Annotated, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -16,8 +15,9 @@ from torch.optim import Optimizer
 from unisono.buckets import Bucket
 from unisono.checks import AtLeast, Range, validate
 from unisono.facts import Example, Facts
-from unisono.reducer import Reduced, Reducer, Stages, State, residual_like, staged
-from unisono.reducers._subsets import Subset, is_finite, keep_where, reduce_subsets
+from unisono.kernels.select import restore
+from unisono.reducer import Reduced, Reducer, SpareLines, Stages, State, residual_like, staged
+from unisono.reducers._subsets import Subset, reduce_subsets
 from unisono.world import World
 
 FACTS = Facts(
@@ -64,7 +64,7 @@ def accordion(
     >>> build("accordion(dense, bf16, every=100)", kind="reducer").spec
     'accordion(low=dense, high=bf16, every=100)'
     """
-    spare: WeakKeyDictionary[Bucket, Tensor] = WeakKeyDictionary()
+    spare = SpareLines()
 
     def init(bucket: Bucket) -> State:
         tensors = len(bucket.names)
@@ -83,20 +83,12 @@ def accordion(
         if bucket.decayed and not all(state["low"]):
             _set_levels(state, [True] * len(bucket.names))
             _record_decision(bucket, state, world, "a learning rate fell", {})
-        room = spare.get(bucket, torch.empty_like(state["delta"]))
-        grown = torch.add(state["delta"], bucket.flat, alpha=1 / bucket.scale, out=room)
-        flushed = _flush(bucket, state)
-        reduced = yield from _reduce_by_level(bucket, state, (low, high), world)
-        ok = is_finite(reduced.mean)
-        for line, there, _ in flushed:
-            keep_where(ok, line[there], torch.zeros_like(line[there]))
-        if isinstance(ok, bool):
-            if ok:
-                state["delta"], grown = grown, state["delta"]
-                state["flush"] = [False] * len(bucket.names)
-        else:
-            keep_where(ok, state["delta"], grown)
-        spare[bucket] = grown
+        grown = spare.beside(bucket, state["delta"], "delta")
+        torch.add(state["delta"], bucket.flat, alpha=1 / bucket.scale, out=grown)
+        flushed = _flush(bucket, state, spare)
+        reduced = yield from _reduce_by_level(bucket, state, (low, high), spare, world)
+        restore(reduced.find_overflow(), state["delta"], grown)
+        state["delta"] = grown
         state["step"] += 1
         if state["step"] % every == 0:
             yield from _decide(bucket, state, threshold, world)
@@ -137,7 +129,7 @@ def _decide(bucket: Bucket, state: State, threshold: float, world: World) -> Any
     yield
     handle.wait()
     now: list[float] = norms.sqrt_().tolist()
-    if bucket.flat.is_cuda:  # there nobody waited to see whether it went through: it had a whole period
+    if bucket.flat.is_cuda:  # where nobody looks whether something is left, which takes an overflow: it had a period
         state["flush"] = [False] * len(now)
     _set_levels(state, [is_critical(a, b, threshold) for a, b in zip(state["norm"], now, strict=True)])
     state["norm"] = now
@@ -159,13 +151,13 @@ def _record_decision(bucket: Bucket, state: State, world: World, why: str, norms
 # Two levels, one memory ------------------------------------------------------------------------------------------
 
 
-def _reduce_by_level(bucket: Bucket, state: State, reducers: Sequence[Reducer], world: World) -> Any:
+def _reduce_by_level(bucket: Bucket, state: State, reducers: Sequence[Reducer], spare: SpareLines, world: World) -> Any:
     """Reduce each tensor by its level; gives the result."""
     subsets = []
     for reducer, level in zip(reducers, ("low", "high"), strict=True):
         which = [i for i, low in enumerate(state["low"]) if low == (level == "low")]
         subsets.append(Subset(which, reducer, _join_state(state["both"], state["levels"][level])))
-    reduced, after = yield from reduce_subsets(bucket, subsets, world)
+    reduced, after = yield from reduce_subsets(bucket, subsets, spare, world)
     for subset, level, new in zip(subsets, ("low", "high"), after, strict=True):
         if subset.which:
             _write_back(new, state["both"], state["levels"][level])
@@ -215,28 +207,39 @@ def _write_back(new: State, both: State, own: State) -> None:
         home[key] = value
 
 
-Flushed = list[tuple[Tensor, slice, Tensor]]  # a line, where a tensor lies in it, and what was added of it
+Flushed = list[tuple[slice, Tensor]]  # where a tensor lies in the line, and what was added to it
 
 
-def _flush(bucket: Bucket, state: State) -> Flushed:
+def _flush(bucket: Bucket, state: State, spare: SpareLines) -> Flushed:
     """Add to the gradients what is kept for them under the level that does not reduce them now, as large as it
-    counts at today's learning rate."""
+    counts at today's learning rate: it is kept there no more."""
     flushed: Flushed = []
-    for i, waiting in enumerate(state["flush"]):
-        other = state["levels"]["high" if state["low"][i] else "low"]
-        for line, rates in _find_residuals(other) if waiting else []:
-            there = slice(bucket.starts[i], bucket.starts[i] + bucket.params[i].numel())
-            old, new = rates[i] if rates else None, bucket.lr[i]
-            kept = line[there] * (old / new if old is not None and old > 0 and new > 0 else 1.0)
-            bucket.flat[there].add_(kept)
-            flushed.append((line, there, kept))
+    for level in ("low", "high"):
+        which = [i for i, waits in enumerate(state["flush"]) if waits and state["low"][i] != (level == "low")]
+        places = {i: slice(bucket.starts[i], bucket.starts[i] + bucket.params[i].numel()) for i in which}
+        for path, inside in _find_residuals(state["levels"][level]):
+            line, rates = inside["residual"], inside.get("lr", [])
+            full = [(i, there) for i, there in places.items() if line.is_cuda or line[there].any()]
+            if full:
+                inside["residual"] = spare.beside(bucket, line, f"{level}/{path}").copy_(line)
+            for i, there in full:
+                old, new = rates[i] if rates else None, bucket.lr[i]
+                kept = line[there] * (old / new if old is not None and old > 0 and new > 0 else 1.0)
+                bucket.flat[there].add_(kept)
+                inside["residual"][there].zero_()
+                flushed.append((there, kept))
     return flushed
 
 
-def _find_residuals(state: State) -> list[tuple[Tensor, list[float | None]]]:
-    """What is kept in a state and in those inside it, each with the learning rates it was kept at."""
-    found = [pair for inside in state.values() if isinstance(inside, dict) for pair in _find_residuals(inside)]
-    return [*found, (state["residual"], state.get("lr", []))] if "residual" in state else found
+def _find_residuals(state: State, path: str = "") -> list[tuple[str, State]]:
+    """The states that keep something: this one, and those inside it."""
+    found = [
+        pair
+        for key, inside in state.items()
+        if isinstance(inside, dict)
+        for pair in _find_residuals(inside, f"{path}{key}/")
+    ]
+    return [*found, (path, state)] if "residual" in state else found
 
 
 def _add_flushed(reduced: Reduced, flushed: Flushed, bucket: Bucket) -> Reduced:
@@ -248,8 +251,8 @@ def _add_flushed(reduced: Reduced, flushed: Flushed, bucket: Bucket) -> Reduced:
         line = torch.zeros_like(bucket.flat)
         for view, x in zip(bucket.views(line), given, strict=True):
             view.copy_(x)
-        for _, there, kept in flushed:
+        for there, kept in flushed:
             line[there].add_(kept)
         return reduced.sent_of(bucket.views(line))
 
-    return Reduced(reduced.mean, sent)
+    return Reduced(reduced.mean, sent, reduced.overflow)

@@ -6,7 +6,6 @@ Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression
 from __future__ import annotations
 
 from functools import partial
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -14,8 +13,7 @@ from torch import Tensor
 from unisono.buckets import Bucket
 from unisono.checks import validate
 from unisono.facts import Example, Facts
-from unisono.reducer import Reduced, Reducer, Stages, State, rescale, residual_like, staged, stages_of
-from unisono.reducers._subsets import is_finite
+from unisono.reducer import Reduced, Reducer, SpareLines, Stages, State, rescale, residual_like, staged, stages_of
 from unisono.world import World
 
 _CHUNK = 1 << 18  # numbers added at a time: what was written is still in the cache when it is copied
@@ -56,7 +54,7 @@ def error_feedback(inner: Reducer) -> Reducer:
             "times what it is given: fed back, that can grow without bound. Use it without error_feedback, or with "
             "more bits, or with smaller blocks"
         )
-    spare: WeakKeyDictionary[Bucket, Tensor] = WeakKeyDictionary()
+    spare = SpareLines()
 
     def init(bucket: Bucket) -> State:
         return {"residual": residual_like(bucket), "lr": list(bucket.lr), "inner": inner.init(bucket)}
@@ -64,21 +62,14 @@ def error_feedback(inner: Reducer) -> Reducer:
     def stages(bucket: Bucket, state: State, world: World) -> Stages:
         rescale(bucket, state)
         before = state["residual"]
-        kept = spare.get(bucket)
-        if kept is None or kept.dtype != before.dtype:
-            kept = torch.empty_like(before)
+        kept = spare.beside(bucket, before)
         _add(bucket.flat, before, kept)
         reduced, state["inner"] = yield from stages_of(inner, bucket, state["inner"], world)
-        ok = is_finite(reduced.mean)
         given = bucket.views(kept if kept.dtype == bucket.dtype else kept.to(bucket.dtype))
         for part, sent in zip(bucket.views(kept), reduced.sent_of(given), strict=True):
             part.sub_(sent)
-        if isinstance(ok, Tensor):
-            torch.where(ok, kept, before, out=kept)
-        elif not ok:
-            kept.copy_(before)
-        state["residual"], spare[bucket] = kept, before  # the two lines change places
-        return Reduced(reduced.mean, partial(_find_sent, bucket, before, kept)), state
+        state["residual"] = kept
+        return Reduced(reduced.mean, partial(_find_sent, bucket, before, kept), reduced.overflow), state
 
     return staged(init, stages, memory=True, exact=inner.exact, sends=inner.sends, check=inner.check)
 

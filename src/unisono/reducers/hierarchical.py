@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from unisono.buckets import Bucket
 from unisono.checks import validate
 from unisono.facts import Example, Facts
-from unisono.reducer import Reduced, Reducer, Stages, State, rescale_inside, staged, stages_of
-from unisono.reducers._subsets import average_in_place, find_lines, is_finite, keep_where
+from unisono.reducer import Reduced, Reducer, Stages, State, staged, stages_of
+from unisono.reducers._subsets import average_in_place, find_lines
 from unisono.world import World
 
 FACTS = Facts(
@@ -73,8 +73,6 @@ def hierarchical(across: Reducer, *, inside: Reducer | None = None) -> Reducer:
         levels = _find_levels(worlds, world)
         yield from _carry_over(state, levels, world)
         # 1. inside
-        rescale_inside(bucket, state["inside"])
-        before = [line.clone() for line in find_lines(state["inside"])]
         near, state["inside"] = yield from first(bucket, state, levels.inside)
         near = _write_back(bucket, near)
         # 2. across, in one stage: every rank must have the same stages, and the others have none here
@@ -83,10 +81,6 @@ def hierarchical(across: Reducer, *, inside: Reducer | None = None) -> Reducer:
         handle = levels.inside.broadcast(bucket.flat, tag=bucket.tag)
         yield
         handle.wait()
-        if before:
-            ok = is_finite(bucket.tensors)
-            for line, old in zip(find_lines(state["inside"]), before, strict=True):
-                keep_where(not ok if isinstance(ok, bool) else ~ok, line, old)
         return _build_result(bucket, near, lost), state
 
     def check(optimizer: Optimizer, world: World) -> None:

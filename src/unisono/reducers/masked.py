@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from unisono.buckets import Bucket
 from unisono.checks import AtLeast, Note, validate
 from unisono.facts import Example, Facts
-from unisono.reducer import Reducer, Stages, State, all_reduce_bytes, staged
+from unisono.reducer import Reducer, SpareLines, Stages, State, all_reduce_bytes, staged
 from unisono.reducers._subsets import Subset, find_runs, reduce_subsets, widen
 from unisono.world import World
 
@@ -65,6 +65,7 @@ def masked(
     """
     wanted, unwanted = _split_patterns(only), _split_patterns(skip)
     found: WeakKeyDictionary[Bucket, tuple[list[int], list[int]]] = WeakKeyDictionary()
+    spare = SpareLines()
 
     def partition(bucket: Bucket) -> tuple[list[int], list[int]]:
         """The tensors for `inner`, and the others."""
@@ -83,7 +84,7 @@ def masked(
     def stages(bucket: Bucket, state: State, world: World) -> Stages:
         mine, others = partition(bucket)
         subsets = [Subset(mine, inner, state["inner"]), Subset(others, rest, state["rest"])]
-        reduced, (state["inner"], state["rest"]) = yield from reduce_subsets(bucket, subsets, world)
+        reduced, (state["inner"], state["rest"]) = yield from reduce_subsets(bucket, subsets, spare, world)
         return reduced, state
 
     def sends(bucket: Bucket, size: int) -> int:

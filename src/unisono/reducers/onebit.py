@@ -4,7 +4,7 @@ Seide et al. 2014; the size as in Karimireddy et al. 2019, arXiv:1901.09847."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from functools import partial
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from unisono.buckets import Bucket
 from unisono.checks import validate
 from unisono.facts import Convergence, Example, Facts, Sizes
-from unisono.reducer import Reduced, Reducer, Stages, State, rescale, residual_like, staged
+from unisono.reducer import Reduced, Reducer, SpareLines, Stages, State, rescale, residual_like, staged
 from unisono.reducers._quantised import choose_line, put, working_dtype
 from unisono.reducers._signs import Signs, SignsOnCuda, messages_of, on_cuda
 from unisono.world import World
@@ -40,7 +40,7 @@ def onebit(*, feedback: bool = True) -> Reducer:
     float32 sends, so it pays less the more ranks there are. (Averaging parts and writing the mean with signs again
     would send 1/32 whatever N, but the error of that second rounding is as large as the mean: with 16 ranks the
     outputs grow to several times the gradient.) When a learning rate changes, e is scaled by lr_old/lr_new. A tensor
-    that holds an inf or NaN on some rank is NaN everywhere, and then every e stays as it was.
+    that holds an inf or NaN on some rank is NaN everywhere, and then every e stays as it was, of all tensors.
 
     feedback: keep e. Without it, what signs leave out is lost, and the result is biased.
 
@@ -48,6 +48,8 @@ def onebit(*, feedback: bool = True) -> Reducer:
     >>> build("onebit", kind="reducer").memory
     True
     """
+
+    spare = SpareLines()
 
     def init(bucket: Bucket) -> State:
         if not feedback:
@@ -61,8 +63,13 @@ def onebit(*, feedback: bool = True) -> Reducer:
             rescale(bucket, state)
         signs, fast = messages_of(bucket), on_cuda(bucket)
         if fast is not None:
-            yield from _reduce_on_cuda(fast, bucket, state.get("residual"), world)
-            return Reduced(bucket.tensors, partial(_read_sent, signs, fast.mine, bucket)), state
+            codes = list(fast.find_messages(world.size))
+            kept = spare.beside(bucket, state["residual"]) if feedback else None
+            yield from _reduce_on_cuda(fast, bucket, state.get("residual"), kept, world)
+            if kept is not None:
+                state["residual"] = kept
+            sent = partial(_read_sent, signs, fast.mine, bucket)
+            return Reduced(bucket.tensors, sent, _find_overflow(signs, codes)), state
         given = bucket.flat if bucket.dtype == working_dtype(bucket) else bucket.flat.float()
         if feedback:
             given.add_(state["residual"])
@@ -73,12 +80,13 @@ def onebit(*, feedback: bool = True) -> Reducer:
         if feedback:
             signs.decode(code, given, over=-1, add=True)  # p - sent
             signs.zero_gaps(given)
-            _keep(state["residual"], given, _all_finite(signs, codes))
+            state["residual"] = spare.beside(bucket, state["residual"]).copy_(given)
         line = choose_line(bucket)
         for i, message in enumerate(codes):
             signs.decode(message, line, over=world.size, add=i > 0)
         put(line, bucket)
-        return Reduced(bucket.tensors, partial(_read_sent, signs, code, bucket)), state
+        sent = partial(_read_sent, signs, code, bucket)
+        return Reduced(bucket.tensors, sent, _find_overflow(signs, codes)), state
 
     def sends(bucket: Bucket, size: int) -> int:
         n = bucket.flat.numel()
@@ -88,11 +96,11 @@ def onebit(*, feedback: bool = True) -> Reducer:
 
 
 def _reduce_on_cuda(
-    fast: SignsOnCuda, bucket: Bucket, residual: Tensor | None, world: World
+    fast: SignsOnCuda, bucket: Bucket, residual: Tensor | None, kept: Tensor | None, world: World
 ) -> Generator[None, None, None]:
-    """The same as in `stages`, a launch a phase for all tensors."""
-    every, tables, line = fast.find_messages(world.size), fast.tables, fast.line
-    lasting = [bucket.flat, residual, every]
+    """The same as in `stages`, a launch a phase for all tensors; the new residual is `kept`."""
+    every, tables, line = fast.find_messages(world.size), fast.tables, fast.find_line(bucket)
+    lasting = [bucket.flat, residual, kept, every]
 
     def encode() -> None:
         if line is not bucket.flat:
@@ -107,10 +115,10 @@ def _reduce_on_cuda(
         handle.wait()
 
     def decode() -> None:
-        if residual is None:
+        if kept is None:
             fast.kernels.add_up(tables, every, line, vote=False)
         else:
-            fast.kernels.add_up_and_keep(tables, every, fast.mine, line, residual)
+            fast.kernels.add_up_and_keep(tables, every, fast.mine, line, kept)
         put(line, bucket)
 
     fast.graphs.run("decode", lasting, decode)
@@ -123,14 +131,6 @@ def _read_sent(signs: Signs, code: Tensor, bucket: Bucket, _: list[Tensor]) -> l
     return bucket.views(mine)
 
 
-def _all_finite(signs: Signs, codes: list[Tensor]) -> Tensor:
-    """Whether every rank's sizes are finite: every rank has all of them."""
-    return torch.isfinite(torch.stack([signs.read_floats(code) for code in codes])).all()
-
-
-def _keep(residual: Tensor, new: Tensor, finite: Tensor) -> None:
-    """The new residual, or the old one after an overflow: without waiting for a device."""
-    if residual.is_cuda:
-        residual.copy_(torch.where(finite, new, residual))
-    elif finite:
-        residual.copy_(new)
+def _find_overflow(signs: Signs, codes: Sequence[Tensor]) -> Tensor:
+    """NaN unless every rank's sizes are finite: every rank has all of them."""
+    return torch.stack([signs.read_floats(code) for code in codes]).mul_(0).sum()

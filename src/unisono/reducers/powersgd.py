@@ -17,7 +17,17 @@ from unisono.checks import AtLeast, Range, validate
 from unisono.facts import Convergence, Example, Facts, Sizes
 from unisono.kernels import lowrank
 from unisono.kernels.graphs import Graphs
-from unisono.reducer import Reduced, Reducer, Stages, State, all_reduce_bytes, rescale, residual_like, staged
+from unisono.reducer import (
+    Reduced,
+    Reducer,
+    SpareLines,
+    Stages,
+    State,
+    all_reduce_bytes,
+    rescale,
+    residual_like,
+    staged,
+)
 from unisono.world import World
 
 
@@ -118,8 +128,8 @@ def _phases(plan: _Plan, bucket: Bucket, state: State, world: World) -> Stages:
     """The three phases of a step."""
     layout, flat, residual = plan.layout, bucket.flat, state.get("residual")
     memory, q = plan.memory, plan.read_q(state["q"])
-
-    lasting = [flat, residual, q]  # with the plan's own memory, all that kernels touch
+    kept = None if residual is None else plan.spare.beside(bucket, residual)
+    lasting = [flat, residual, kept, q]  # with the plan's own memory, all that kernels touch
 
     # 1. P = M Q, and what is not compressed
     def multiply_left() -> None:
@@ -146,10 +156,13 @@ def _phases(plan: _Plan, bucket: Bucket, state: State, world: World) -> Stages:
 
     # 3. The mean P Q^T and the residual; where a number is not finite, on whatever rank, all ranks see it here
     def finish() -> None:
-        lowrank.finish(layout, flat, residual, memory.unit, mine, memory.q, memory.rest, q, memory.find_largest())
+        memory.find_overflow()
+        factors = (memory.unit, mine, memory.q, memory.rest)
+        lowrank.finish(layout, flat, residual, kept, *factors, q, memory.overflow)
 
     plan.graphs.run("finish", [*lasting, mine], finish)
-    return Reduced(bucket.tensors, partial(plan.sent, bucket, mine, given)), {**state, "q": plan.kept}
+    after = {**state, "q": plan.kept} if kept is None else {**state, "q": plan.kept, "residual": kept}
+    return Reduced(bucket.tensors, partial(plan.sent, bucket, mine, given), memory.overflow), after
 
 
 def _factor_dtype(bucket: Bucket) -> torch.dtype:
@@ -199,6 +212,7 @@ class _Memory:
             [x for x in lines if x.numel()] for lines in (first, [self.q], self._shared)
         )
 
+        self.overflow = torch.zeros((), dtype=dtype, device=bucket.device)
         self._kept: dict[str, Tensor] = {}
 
     def keep_rest(self) -> Tensor:
@@ -214,12 +228,11 @@ class _Memory:
             self._kept[name] = torch.empty_like(line)
         return self._kept[name].copy_(line)
 
-    def find_largest(self) -> Tensor:
-        """The largest magnitude of all that ranks have in common, as a tensor: no waiting for a device."""
-        found = [torch.linalg.vector_norm(x, math.inf) for x in self._shared]
-        if not found:
-            return torch.zeros((), device=self.p.device)
-        return found[0] if len(found) == 1 else torch.maximum(*found)
+    def find_overflow(self) -> None:
+        """`overflow` is NaN if a number of what ranks have in common is not finite: no waiting for a device."""
+        self.overflow.zero_()
+        for x in self._shared:
+            self.overflow.add_(torch.linalg.vector_norm(x, math.inf), alpha=0)
 
 
 class _Plan:
@@ -236,6 +249,7 @@ class _Plan:
         for i, view in zip(matrices, self.layout.view_q(self.noise), strict=True):
             view.copy_(_draw_first_q(seed, bucket.names[i], view.shape))
         self.graphs = Graphs()
+        self.spare = SpareLines()
         self.kept: list[Tensor | None] = []
         self._line = self.noise
 

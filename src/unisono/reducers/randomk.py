@@ -16,8 +16,18 @@ from torch import Tensor
 from unisono.buckets import Bucket
 from unisono.checks import Range, validate
 from unisono.facts import Convergence, Example, Facts, Sizes
-from unisono.kernels.select import count_kept, fold, narrow_to, restore
-from unisono.reducer import Reduced, Reducer, Stages, State, all_reduce_bytes, rescale, residual_like, staged
+from unisono.kernels.select import count_kept, fold, narrow_to
+from unisono.reducer import (
+    Reduced,
+    Reducer,
+    SpareLines,
+    Stages,
+    State,
+    all_reduce_bytes,
+    rescale,
+    residual_like,
+    staged,
+)
 from unisono.world import World
 
 
@@ -66,6 +76,7 @@ def randomk(
     (1, 3)
     """
     works: WeakKeyDictionary[Bucket, _Workspace] = WeakKeyDictionary()
+    spare = SpareLines()
 
     def init(bucket: Bucket) -> State:
         state: State = {"step": 0}
@@ -80,18 +91,20 @@ def randomk(
         if feedback:
             rescale(bucket, state)
         places = work.draw_places(seed, state["step"])
-        line = work.take_line(bucket, state, places)
+        kept = spare.beside(bucket, state["residual"]) if feedback else None
+        line = work.take_line(bucket, state, places, kept)
         given = line.clone()
         reducing = world.all_reduce(line, "mean", tag=bucket.tag) if line.numel() else None
         bucket.flat.zero_()
         yield
         if reducing is not None:
             reducing.wait()
-        if feedback:
-            work.keep(state, line.mul(0).sum())
+        if kept is not None:
+            state["residual"] = kept
+        overflow = line.mul(0).sum(dtype=torch.float32)
         work.put(bucket.flat, places, line)
         state["step"] += 1
-        return Reduced(bucket.tensors, lambda _: work.sent(bucket, places, given)), state
+        return Reduced(bucket.tensors, lambda _: work.sent(bucket, places, given), overflow), state
 
     def sends(bucket: Bucket, size: int) -> int:
         return all_reduce_bytes(_Workspace(bucket, k).numbers * bucket.flat.element_size(), size)
@@ -100,11 +113,7 @@ def randomk(
 
 
 class _Workspace:
-    """What reducing a bucket needs besides its state: which tensors go how, and spare memory.
-
-    The new residual is written beside the old one, which stays until all ranks are known to be free of overflow;
-    then the two change places.
-    """
+    """What reducing a bucket needs besides its state: which tensors go how."""
 
     def __init__(self, bucket: Bucket, k: float) -> None:
         some = [i for i, x in enumerate(bucket.tensors) if x.numel()]
@@ -118,7 +127,6 @@ class _Workspace:
         self.numbers = sum(self._counts) + sum(n for _, n in self._dense)
         self._device = bucket.device
         self._table: list[Tensor] | None = None
-        self._spare: Tensor | None = None
 
     def draw_places(self, seed: int, step: int) -> Tensor:
         """Where in the line the numbers are that are sent in this step: start + (a j + b) mod length."""
@@ -134,34 +142,23 @@ class _Workspace:
         a, b = maps[which].unbind(1)
         return (a * j).add_(b).remainder_(lengths).add_(starts)
 
-    def take_line(self, bucket: Bucket, state: State, places: Tensor) -> Tensor:
-        """What is sent: the numbers of p at the places, then the tensors that go in full.
+    def take_line(self, bucket: Bucket, state: State, places: Tensor, kept: Tensor | None) -> Tensor:
+        """What is sent: the numbers of p at the places, then the tensors that go in full. The rest of p is in `kept`.
 
-        The rest of p is in spare memory. A NaN or infinity that was not drawn shows as NaN in what is sent.
+        A NaN or infinity that was not drawn shows as NaN in what is sent.
         """
         p = bucket.flat
-        if "residual" in state:
-            p = self._find_spare(state["residual"])
+        if kept is not None:
+            p = kept
             fold(bucket.flat, state["residual"], p)
         picked = torch.cat([p.index_select(0, places), *self._view_vectors(p)])
         sent = narrow_to(picked, bucket.dtype)
         if len(places):
             low, high = torch.aminmax(p)
             sent = sent + (low * 0 + high * 0).to(bucket.dtype)
-        if "residual" in state:
+        if kept is not None:
             self.put(p, places, picked - sent)
         return sent
-
-    def _find_spare(self, used: Tensor) -> Tensor:
-        if self._spare is None or self._spare.data_ptr() == used.data_ptr():
-            self._spare = torch.zeros_like(used)
-        return self._spare
-
-    def keep(self, state: State, flag: Tensor) -> None:
-        """Make what is in spare memory the residual, unless a rank overflowed (the flag is NaN)."""
-        if self._spare is not None:
-            restore(flag, state["residual"], self._spare)
-            state["residual"], self._spare = self._spare, state["residual"]
 
     def put(self, flat: Tensor, places: Tensor, line: Tensor) -> None:
         """Write a line that was sent to where it belongs."""

@@ -119,8 +119,9 @@ def _vote_on_cuda(
         handle.wait()
 
     def decode() -> None:
-        fast.kernels.add_up(tables, every, fast.line, vote=True)
-        put(fast.line, bucket)
+        line = fast.find_line(bucket)
+        fast.kernels.add_up(tables, every, line, vote=True)
+        put(line, bucket)
 
     fast.graphs.run("decode", lasting, decode)
 

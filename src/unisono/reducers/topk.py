@@ -20,8 +20,18 @@ from unisono.buckets import Bucket
 from unisono.checks import AtLeast, Range, validate
 from unisono.facts import Convergence, Example, Facts, Sizes
 from unisono.kernels.graphs import Graphs
-from unisono.kernels.select import Plan, Segment, count_kept, narrow_to, restore, select_top, spread
-from unisono.reducer import Reduced, Reducer, Stages, State, all_reduce_bytes, rescale, residual_like, staged
+from unisono.kernels.select import Plan, Segment, count_kept, narrow_to, select_top, spread
+from unisono.reducer import (
+    Reduced,
+    Reducer,
+    SpareLines,
+    Stages,
+    State,
+    all_reduce_bytes,
+    rescale,
+    residual_like,
+    staged,
+)
 from unisono.world import World
 
 _RAMP_FROM, _RAMP_BY = 0.25, 0.25  # the paper's warm-up sends 25 %, 6.25 %, 1.5625 %, ...
@@ -138,11 +148,14 @@ def _phases(work: _Workspace, bucket: Bucket, state: State, options: _Options, w
     plan = work.find_plan(_find_fraction(state["step"], options))
     line, lines = work.find_messages(plan, bucket, world.size)
     dense, given = work.vectors, work.given
-    lasting = [bucket.flat, *work.find_lines(state), line, *lines]  # where these lie, all that is done is the same
+    names: list[str] = [name for name in ("residual", "velocity") if name in state]
+    kept = {name: work.spare.beside(bucket, state[name], name) for name in names}
+    former = [state[name] for name in kept]
+    lasting = [bucket.flat, *former, *kept.values(), line, *lines]  # where these lie, all that is done is the same
 
     def select() -> None:
-        work.take_vectors(bucket, state)
-        work.select(bucket, state, plan, options, line)
+        work.take_vectors(bucket, state, kept)
+        work.select(bucket, state, kept, plan, options, line)
         bucket.flat.zero_()
 
     work.graphs.run(("select", plan, bucket.scale), lasting, select)
@@ -155,34 +168,30 @@ def _phases(work: _Workspace, bucket: Bucket, state: State, options: _Options, w
         gathering.wait()
 
     def spread() -> None:
-        flag = work.spread(bucket, lines if plan.total else [])
-        if options.feedback:
-            work.keep(bucket, state, flag, options)
+        work.overflow.copy_(work.spread(bucket, lines if plan.total else []) + dense.mul(0).sum())
+        if options.momentum and dense.numel():
+            work.add_momentum(state["velocity"], kept["velocity"], options.momentum, bucket.scale)
         work.put(bucket.flat, dense)
 
     work.graphs.run(("spread", plan, bucket.scale), lasting, spread)
-    work.swap(state)
-    state["step"] += 1
-    return Reduced(bucket.tensors, lambda _: work.sent(bucket, line, given)), state
+    state |= {**kept, "step": state["step"] + 1}
+    return Reduced(bucket.tensors, lambda _: work.sent(bucket, line, given), work.overflow), state
 
 
 class _Workspace:
-    """What reducing a bucket needs besides its state: which tensors go how, and spare memory.
-
-    The new residual is written beside the old one, which stays until all ranks are known to be free of overflow;
-    then the two change places.
-    """
+    """What reducing a bucket needs besides its state: which tensors go how, and memory that stays where it is."""
 
     def __init__(self, bucket: Bucket) -> None:
         some = [(at, x.numel(), x.dim()) for at, x in zip(bucket.starts, bucket.tensors, strict=True) if x.numel()]
         self.dense = [(at, n) for at, n, dim in some if dim < 2]  # where, how many
         self._sparse = [(at, n) for at, n, dim in some if dim >= 2]
         self._plans: dict[float, Plan] = {}
-        self._spare: dict[str, Tensor] = {}
+        self.spare = SpareLines()
         self._messages: dict[tuple[Plan, int], tuple[Tensor, list[Tensor]]] = {}
         self._sum: Tensor | None = None
         count = sum(n for _, n in self.dense)
         self.vectors, self.given = bucket.flat.new_empty(count), bucket.flat.new_empty(count)
+        self.overflow = torch.zeros((), dtype=torch.float32, device=bucket.device)
         self.graphs = Graphs()
 
     def find_plan(self, k: float) -> Plan:
@@ -199,12 +208,7 @@ class _Workspace:
             self._messages = {key: (new(nbytes), [new(nbytes) for _ in range(size)])}
         return self._messages[key]
 
-    def find_lines(self, state: State) -> list[Tensor]:
-        """The lines of the state, and the spare ones."""
-        names = [name for name in ("residual", "velocity") if name in state]
-        return [line for name in names for line in (state[name], self._find_spare(name, state))]
-
-    def take_vectors(self, bucket: Bucket, state: State) -> None:
+    def take_vectors(self, bucket: Bucket, state: State, kept: State) -> None:
         """What is sent of the tensors that go in full, one after the other, with what another method kept of them."""
         if not self.dense:
             return
@@ -213,52 +217,29 @@ class _Workspace:
         else:
             p = torch.cat(self._view_vectors(state["residual"])).add_(torch.cat(self._view_vectors(bucket.flat)))
             self.vectors.copy_(narrow_to(p, bucket.dtype))
-            self.put(self._find_spare("residual", state), p - self.vectors)
+            self.put(kept["residual"], p - self.vectors)
         self.given.copy_(self.vectors)
 
-    def select(self, bucket: Bucket, state: State, plan: Plan, options: _Options, line: Tensor) -> None:
-        """What is sent of the others, as bytes; the new residual and velocity are in spare memory."""
+    def select(self, bucket: Bucket, state: State, kept: State, plan: Plan, options: _Options, line: Tensor) -> None:
+        """What is sent of the others, as bytes; `kept` has the new residual and velocity after."""
         values, indices = _split_message(line, bucket.dtype)
         if not options.feedback:
             select_top(plan, bucket.flat, None, bucket.flat, values, indices)
             return
         grad = bucket.flat
         if options.momentum:  # in two roundings, so that every device has the same; without AMP's loss scale
-            velocity = torch.mul(state["velocity"], options.momentum, out=self._find_spare("velocity", state))
+            velocity = torch.mul(state["velocity"], options.momentum, out=kept["velocity"])
             velocity.add_(bucket.flat, alpha=1 / bucket.scale)
             grad = velocity if bucket.scale == 1 else velocity * bucket.scale
-        select_top(plan, grad, state["residual"], self._find_spare("residual", state), values, indices)
+        select_top(plan, grad, state["residual"], kept["residual"], values, indices)
         if options.momentum and options.masking:
             velocity.index_fill_(0, indices.long(), 0)
 
-    def _find_spare(self, name: str, state: State) -> Tensor:
-        spare, used = self._spare.get(name), state[name]
-        if spare is None or spare.data_ptr() == used.data_ptr():
-            spare = self._spare[name] = torch.zeros_like(used)
-        return spare
-
-    def keep(self, bucket: Bucket, state: State, flag: Tensor, options: _Options) -> None:
-        """What is in spare memory is to be the state; if a rank overflowed, the old one is written there: then the flag
-        or a full tensor shows it."""
-        if self.dense:
-            flag = flag + self.vectors.mul(0).sum()
-            if options.momentum:
-                self._add_momentum(state, self.vectors, options.momentum, bucket.scale)
-        for name in ("residual", "velocity"):
-            if name in state:
-                restore(flag, state[name], self._spare[name])
-
-    def swap(self, state: State) -> None:
-        """The spare lines become the state, and the other way round."""
-        for name in ("residual", "velocity"):
-            if name in state:
-                state[name], self._spare[name] = self._spare[name], state[name]
-
-    def _add_momentum(self, state: State, dense: Tensor, momentum: float, scale: float) -> None:
+    def add_momentum(self, before: Tensor, after: Tensor, momentum: float, scale: float) -> None:
         """Where all is sent, momentum is that of the mean: u <- m u + g, and u is the mean that counts."""
-        wide = torch.cat(self._view_vectors(state["velocity"])).mul_(momentum).add_(dense, alpha=1 / scale)
-        self.put(self._spare["velocity"], wide)
-        dense.copy_(wide.mul_(scale))
+        wide = torch.cat(self._view_vectors(before)).mul_(momentum).add_(self.vectors, alpha=1 / scale)
+        self.put(after, wide)
+        self.vectors.copy_(wide.mul_(scale))
 
     def spread(self, bucket: Bucket, lines: Sequence[Tensor]) -> Tensor:
         """Write the mean over all ranks into the bucket, which holds zeros; 16-bit numbers are added up in 32.
@@ -273,7 +254,7 @@ class _Workspace:
             total = self._sum
             for _, indices in opened:
                 total.index_fill_(0, indices.long(), 0)
-        flag = torch.zeros((), device=bucket.device)
+        flag = torch.zeros((), dtype=torch.float32, device=bucket.device)
         for i, (values, indices) in enumerate(opened):
             spread(total, values, indices, len(lines), flag, first=i == 0 and not narrow)
         if narrow:

@@ -1,8 +1,7 @@
 """Anchors: the last model that all ranks agreed on, and the exchange of how far each has moved from it since.
 
-`Fragment` is some of the parameters with their anchors and buckets, `Anchors` all fragments and what of them is under
-way, `AnchoredReplica` the replica that local_sgd and diloco build on: they say when to exchange, and what to do with
-the mean.
+`Anchors` holds all fragments of a model and what of them is under way, `AnchoredReplica` is the replica that local_sgd
+and diloco build on: they say when to exchange, and what to do with the mean.
 """
 
 from __future__ import annotations
@@ -14,134 +13,25 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unisono.background import Handle
-from unisono.buckets import Bucket, group_into_buckets, on_device, split_evenly, widen
+from unisono.buckets import split_evenly
 from unisono.checks import AtLeast
-from unisono.exchange.reduction import LearningRates, Reduction, Unsent, check_real, overlap_pays
+from unisono.exchange.reduction import LearningRates, Unsent, check_real, overlap_pays
 from unisono.exchange.side_channel import SideChannel
-from unisono.exchange.windows import TrainableParameters
 from unisono.reducer import Reducer
 from unisono.reducers.dense import dense
+from unisono.strategies._fragment import Fragment
 from unisono.strategy import Buffers, Change, ModelPart, PeriodicReplica, Strategy, share
 from unisono.strategy.mistakes import SameData
+from unisono.strategy.program_writes import Written
 from unisono.strategy.replica import share_buffers, take_weighted_mean
 from unisono.world import World
+from unisono.world.operations import put_back
 
 T = TypeVar("T")
 Every = Annotated[int, AtLeast(1, "windows from one exchange to the next")]
-
-
-class Fragment:
-    """Some of the model's parameters x, their anchors x0 (float32 for 16-bit ones), and buckets for x0 - x.
-
-    Parameters take part while they are trainable, and after that until the ranks have agreed on them once more.
-    """
-
-    def __init__(self, index: int, named: Sequence[tuple[str, Parameter]], reducer: Reducer, optimizer: Optimizer):
-        self.index = index
-        self.params = dict(named)
-        self.anchors: dict[str, Tensor] = {}
-        self.live: list[str] = []  # those that take part
-        self._parameters = TrainableParameters(named)
-        self.together = True  # every rank's parameters are the anchors
-        self.reduction = Reduction(reducer, optimizer, lambda world: None, "parameters")
-        self.buckets: list[Bucket] = []
-        self.follow()
-
-    def follow(self) -> None:
-        """Parameters that have become trainable take part, from where they are."""
-        if not self._parameters.have_changed():
-            return
-        before = set(self.live)
-        for name, p in self._parameters.trainable:
-            if name not in before:
-                self.set_anchor(name, p.detach())
-        self.live = [name for name, p in self.params.items() if p.requires_grad or name in before]
-
-    def set_anchor(self, name: str, value: Tensor) -> None:
-        """Anchors stay the same tensors: buckets and an outer optimizer hold them."""
-        if name not in self.anchors:
-            self.anchors[name] = widen(self.params[name])
-        self.anchors[name].copy_(value)
-
-    def set_anchors(self, anchors: dict[str, Tensor] | None) -> None:
-        """Take all anchors; None: they are the parameters."""
-        self.live = [n for n, p in self.params.items() if p.requires_grad or n in (anchors or {})]
-        for name in self.live:
-            self.set_anchor(name, (anchors or {}).get(name, self.params[name].detach()))
-        self.together = anchors is None
-
-    @property
-    def has_its_buckets(self) -> bool:
-        """Whether the buckets are those of the parameters that take part."""
-        return {name for bucket in self.buckets for name in bucket.names} == set(self.live)
-
-    def build(self, channel: World, bucket_bytes: int) -> None:
-        """Lay the buckets out; the memory is the channel's (every rank calls it alike)."""
-        self.release(channel)
-        named: list[Any] = [(name, self.anchors[name]) for name in self.live]
-        for i, some in enumerate(group_into_buckets(named, bucket_bytes)):
-            device = some[0][1].device
-            flat = channel.empty if device.type == "cpu" else partial(on_device, device)
-            bucket = Bucket(1000 * self.index + i, some, flat)
-            bucket.tag = f"differences/{self.index}.{i}"
-            self.buckets.append(bucket)
-        self.reduction.set_buckets(self.buckets)
-
-    def release(self, channel: World) -> None:
-        """Give the buckets' memory back; reducer states stay, by parameter."""
-        self.reduction.set_buckets([])
-        for bucket in self.buckets:
-            channel.release(bucket.flat)
-        self.buckets = []
-
-    def difference(self, name: str) -> Tensor:
-        """x0 - x: how far this rank has come; x0 as the parameter's dtype holds it, so that standing still is 0."""
-        anchor, param = self.anchors[name], self.params[name].detach()
-        return anchor.to(param.dtype).to(anchor.dtype) - param.to(anchor.dtype)
-
-    def fill(self, weight: float = 1.0) -> None:
-        """Write the differences into the buckets, times `weight`."""
-        for bucket in self.buckets:
-            params = [self.params[name].detach() for name in bucket.names]
-            if all(p.dtype == bucket.dtype for p in params):
-                torch._foreach_copy_(bucket.tensors, bucket.params)
-                torch._foreach_sub_(bucket.tensors, params)
-            else:
-                torch._foreach_copy_(bucket.tensors, [self.difference(name) for name in bucket.names])
-            if weight == 0.0:
-                torch._foreach_zero_(bucket.tensors)  # also where they are not finite
-            elif weight != 1.0:
-                torch._foreach_mul_(bucket.tensors, weight)
-
-    @property
-    def widest(self) -> Tensor:
-        return max((t for bucket in self.buckets for t in bucket.tensors), key=Tensor.numel)
-
-    def reduce(self, channel: World) -> None:
-        """Turn the differences in the buckets into their mean."""
-        for bucket in self.buckets:
-            self.reduction.begin(bucket, channel)
-        self.reduction.drain()
-
-    def means(self) -> dict[str, Tensor]:
-        """What the buckets hold, by parameter."""
-        return {n: t for bucket in self.buckets for n, t in zip(bucket.names, bucket.tensors, strict=True)}
-
-    def return_to_anchors(self, mix: float = 0.0) -> None:
-        """x <- mix * x + (1 - mix) * x0. Parameters that were frozen become x0, and leave."""
-        kept = [name for name in self.live if mix > 0.0 and self.params[name].requires_grad]
-        back = [name for name in self.live if mix == 0.0 or not self.params[name].requires_grad]
-        if back:
-            torch._foreach_copy_([self.params[n].detach() for n in back], [self.anchors[n] for n in back])
-        for name in kept:
-            param, anchor = self.params[name].detach(), self.anchors[name]
-            param.copy_(torch.lerp(anchor, param.to(anchor.dtype), mix))
-        self.live = [name for name in self.live if self.params[name].requires_grad]
-        self.together = mix == 0.0
 
 
 @dataclass
@@ -149,9 +39,10 @@ class PendingExchange:
     """An exchange of a fragment that is under way: applied after window `due`."""
 
     due: int
-    handle: Handle[bool]  # gives whether a learning rate fell, on some rank
+    handle: Handle[tuple[bool, bool]]  # whether a learning rate fell on some rank, and whether all wrote the same
     means: Callable[[], dict[str, Tensor]]
     buffers: list[Tensor]
+    written: Written
 
 
 class Anchors:
@@ -185,6 +76,8 @@ class Anchors:
         self._agreed = [0] * fragments  # the window in which each fragment's anchors were last agreed on
         self._weights: list[list[float]] = [[] for _ in range(fragments)]  # of the windows since its last exchange
         self._begun: set[int] = set()  # what was under way when the world ended
+        self.follows_writes = always or not self.reducer.exact  # else the mean of what ranks have is what they wrote
+        self.loaded: list[str] = []  # what the program loaded, and the ranks agreed on with the last exchange
         self._side: SideChannel | None = None
         self._world, self._channel = World(), None  # type: tuple[World, World | None]
         self._same_data = SameData(self._world)
@@ -249,6 +142,15 @@ class Anchors:
             fragment.follow()
             fragment.together = False
 
+    def take_writes(self, names: Sequence[str], *, loaded: bool) -> None:
+        """Keep what the program wrote to these parameters, until the next exchange compares it."""
+        for fragment in self.fragments:
+            fragment.follow()
+            found = {name: fragment.params[name] for name in names if name in fragment.live}
+            if found:
+                fragment.written.take(found, loaded=loaded)
+                fragment.together = False
+
     def update_learning_rates(self) -> None:
         """Remember that a learning rate fell, until every fragment's exchange has said so."""
         now = self._learning_rates.by_group()
@@ -276,47 +178,54 @@ class Anchors:
         if not fragment.has_its_buckets:
             self._build(fragment)
         weight, self._weights[fragment.index] = self.weight(fragment.index), []
-        fragment.fill(weight)
+        written = fragment.hand_over_written()
+        fragment.fill(weight, written.values)
         mine, self.fell[fragment.index] = self.fell[fragment.index], False
-        asks = agree_on_decay or not self.reducer.exact
+        asks, code = agree_on_decay or self.follows_writes, written.code()
         watches = fragment.index == 0 and self.reducer.exact
         buffers = self._buffers_to_share() if fragment.index == 0 else []
         if delay:
             buffers = [b.clone() for b in buffers]
 
-        def exchange(channel: World) -> bool:
-            fell = mine
+        def exchange(channel: World) -> tuple[bool, bool]:
+            fell, agreed = mine, False
             if asks:
-                flag = torch.tensor([mine], dtype=torch.uint8)
-                channel.all_reduce(flag, "max", tag="decay").wait()
-                fell = bool(flag.item())
-                fragment.reduction.set_decayed(fell)
+                flags = torch.tensor([mine, code, -code])
+                fell, most, least = channel.all_reduce(flags, "max", tag="decay").wait().tolist()
+                agreed = 0 < most == -least
+                fragment.reduction.set_decayed(bool(fell))
+            if not agreed:
+                fragment.count_as_training(written.values, weight)
+            elif written.loaded:
+                fragment.reduction.drop_unsent(written.values)
             with self._same_data.watching(fragment.widest if watches else None):
                 fragment.reduce(channel)
             share_buffers(buffers, self._buffers, channel, weight)
-            return fell
+            return bool(fell), agreed
 
         handle = self._submit(exchange)
-        self.pending[fragment.index] = PendingExchange(window + delay, handle, fragment.means, buffers)
+        self.pending[fragment.index] = PendingExchange(window + delay, handle, fragment.means, buffers, written)
         return weight
 
     def finish(self, fragment: Fragment, window: int) -> tuple[dict[str, Tensor], bool]:
         """The mean of the differences, and whether a learning rate fell on some rank (if the ranks agreed on it)."""
         pending = self.pending.pop(fragment.index)
-        fell = self._wait_for(pending)
+        fell, wrote_alike = self._wait_for(pending)
+        if wrote_alike:
+            fragment.agree_on(pending.written.values)
+        self.loaded = list(pending.written.values) if wrote_alike and pending.written.loaded else []
         for mine, agreed in zip(self._buffers_to_share(), pending.buffers, strict=False):
-            if mine.data_ptr() != agreed.data_ptr():
-                mine.copy_(agreed)
+            put_back(mine, agreed)
         self._agreed[fragment.index] = window
         return pending.means(), fell
 
-    def _wait_for(self, pending: PendingExchange) -> bool:
+    def _wait_for(self, pending: PendingExchange) -> tuple[bool, bool]:
         ledger = self._world.ledger
         start = ledger.clock()
-        fell = pending.handle.wait()
+        found = pending.handle.wait()
         if self._behind:
             ledger.close_span("blocked", start, ledger.clock())
-        return fell
+        return found
 
     def _buffers_to_share(self) -> list[Tensor]:
         if self._buffers == "local" or self._world.size == 1:
@@ -349,10 +258,11 @@ class Anchors:
         """Anchors are left out where they are the model's parameters, bit by bit, on every rank."""
         under_way = {}
         for index, pending in sorted(self.pending.items()):
-            fell = self._wait_for(pending)  # every rank has begun it, so it ends without more
+            fell, agreed = self._wait_for(pending)  # every rank has begun it, so it ends without more
             under_way[str(index)] = {
                 "due": pending.due,
                 "heard": fell,
+                "written": pending.written.state_dict() if agreed else None,
                 "means": {name: mean.clone() for name, mean in sorted(pending.means().items())},
                 "buffers": pending.buffers,
             }
@@ -373,6 +283,7 @@ class Anchors:
         return {
             "reducer": [f.reduction.state_dict()["local"] for f in self.fragments],
             "weights": [list(weights) for weights in self._weights],
+            "written": [f.written.state_dict() for f in self.fragments],
         }
 
     @torch.no_grad()
@@ -393,8 +304,11 @@ class Anchors:
             anchors = self.fragments[int(index)].anchors
             means = {name: torch.empty_like(anchors[name]).copy_(mean) for name, mean in saved["means"].items()}
             buffers = [b.to(self._world.device, copy=True) for b in saved["buffers"]]
-            handle = Handle.of(saved["heard"])
-            self.pending[int(index)] = PendingExchange(saved["due"], handle, partial(dict, means), buffers)
+            written = saved.get("written")
+            handle = Handle.of((saved["heard"], written is not None))
+            self.pending[int(index)] = PendingExchange(
+                saved["due"], handle, partial(dict, means), buffers, Written.of(written, self._world.device)
+            )
 
     def load_locals(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]], *, same_world: bool) -> None:
         """What the ranks' reducers kept, if the fragments are the same; in the same world, what this rank saw."""
@@ -404,6 +318,8 @@ class Anchors:
         if len(self.fragments) == shared["fragments"]:
             for i, fragment in enumerate(self.fragments):
                 fragment.reduction.load_state_dict(shared["reducer"][i], [part["reducer"][i] for part in locals_])
+                saved = locals_[0].get("written") if same_world else None
+                fragment.written = Written.of(saved[i] if saved else None, self._world.device)
 
     def forget_weights(self) -> None:
         """All ranks have the same parameters: what each saw until now counts no more."""
@@ -494,6 +410,10 @@ class AnchoredReplica(PeriodicReplica):
 
     def start(self) -> None:
         self.anchors.start(self.world)
+        self.follows_writes = self.anchors.follows_writes and bool(self.anchors.fragments)
+
+    def take_writes(self, names: Sequence[str], *, loaded: bool) -> None:
+        self.anchors.take_writes(names, loaded=loaded)
 
     def stop(self, change: Change | None = None) -> None:
         self.anchors.stop()
@@ -516,6 +436,7 @@ class AnchoredReplica(PeriodicReplica):
         self.meet_if_due()
         made = self.copy_model()
         self.anchors.fill_with_means(made)
+        self.average_frozen(made)
         return made
 
     def model_part(self) -> ModelPart:

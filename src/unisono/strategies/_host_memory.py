@@ -7,8 +7,9 @@ For methods that keep something once a host instead of once a worker:
     start, stop = memory.part(line)               # what this rank is to write: borders lie on cache lines
     memory.meet("values")                         # all ranks of the host have come: what each wrote is there
 
-`move_in` lets parameters lie in such a line, with the values of the host's first rank, and `move_out` gives every rank
-its own again. Nobody may write to a part while another reads it: a meeting lies between the two.
+`move_in` lets parameters lie in a view of such a line, with the values of the host's first rank, and `move_out` gives
+every rank its own again. Nobody may write to a part while another reads it: a meeting lies between the two. What a rank
+writes to its view of a line stays there, until it is taken over (see `_writes`).
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class HostMemory:
         self.home = world.split("host", inline=True)
         self.hosts = len(set(world.hosts))
         self.every = self.home if self.hosts == 1 else world.channel(inline=True)
+        self._views: dict[int, Tensor] = {}  # of lines, by where these lie
 
     @property
     def rank(self) -> int:
@@ -55,13 +57,19 @@ class HostMemory:
     def line(self, n: int, dtype: torch.dtype) -> Tensor:
         """`n` elements that all ranks of my host see, zero at first; each of these ranks asks alike."""
         try:
-            return self.home.shared(max(1, n), dtype)[:n]
+            line, view = self.home.shared_view(max(1, n), dtype)
         except ValueError as error:
             raise ValueError(
                 f"{self._method} keeps one model for all workers of a host in memory that they share, and here they "
                 f"have none ({error}): UNISONO_SHARED_MEMORY must not be 0, and all workers of a host must run as "
                 "one user, in one container; else use allreduce or zero"
             ) from None
+        self._views[line.untyped_storage().data_ptr()] = view
+        return line[:n]
+
+    def view(self, line: Tensor) -> Tensor:
+        """A line as this rank's program sees it: what is written to it here, no other rank sees."""
+        return self._views[line.untyped_storage().data_ptr()][: line.numel()]
 
     def lines(self, n: int, dtype: torch.dtype) -> list[Tensor]:
         """Such a line for each rank of my host; the others see mine too."""
@@ -92,6 +100,7 @@ class HostMemory:
 
     def close(self) -> None:
         """Meet no more. Memory stays as long as a tensor lies in it."""
+        self._views.clear()
         for world in dict.fromkeys((self.every, self.home)):
             world.close()
 
@@ -107,11 +116,12 @@ def cut(length: int, rank: int, size: int, *, step: int = 1) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def move_in(params: Sequence[Tensor], views: Sequence[Tensor], memory: HostMemory) -> None:
-    """Let parameters lie at `views` of a line, with the values that they have on the host's first rank."""
+def move_in(params: Sequence[Tensor], places: Sequence[Tensor], views: Sequence[Tensor], memory: HostMemory) -> None:
+    """Let parameters lie at `views` of a line, with the values that they have on the host's first rank; `places`: the
+    same places in the line itself."""
     if memory.rank == 0:
-        for param, view in zip(params, views, strict=True):
-            view.copy_(param)
+        for param, place in zip(params, places, strict=True):
+            place.copy_(param)
     memory.meet("moving in")
     for param, view in zip(params, views, strict=True):
         param.data = view

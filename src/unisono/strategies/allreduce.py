@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -18,7 +19,7 @@ from unisono.exchange.windows import Counter, Windows
 from unisono.facts import Convergence, Example, Facts
 from unisono.reducer import Reducer
 from unisono.reducers.dense import dense
-from unisono.strategy import Accumulate, BucketBytes, Buffers, Change, Replica, Strategy, Unsent, share_buffers
+from unisono.strategy import Accumulate, BucketBytes, Buffers, Change, Replica, Strategy, Unsent
 from unisono.strategy.mistakes import GradientProbe
 from unisono.world import World
 
@@ -72,7 +73,7 @@ class AllReduceReplica(Replica):
         self.reducer = strategy.reducer if strategy.reducer is not None else dense()
         if self.reducer.check is not None:
             self.reducer.check(optimizer, world)
-        self._reduction = Reduction(self.reducer, optimizer, self._share_buffers, "gradients")
+        self._reduction = Reduction(self.reducer, optimizer, partial(self.share_buffers, strategy.buffers), "gradients")
         self._exchange: Exchange | Counter | None = None
         self._probe: GradientProbe | None = None
         try:
@@ -119,9 +120,6 @@ class AllReduceReplica(Replica):
         on_gpu = any(p.is_cuda for p in self.model.parameters())
         large = not self.reducer.exact if on_gpu else self._apart and not overlap  # nothing then waits to be filled
         return LARGE_BUCKET_BYTES if large else BUCKET_BYTES
-
-    def _share_buffers(self, world: World) -> None:
-        share_buffers([b.detach() for b in self.model.buffers()], self.strategy.buffers, world)
 
     def advance(self) -> None:
         if self._probe is not None:

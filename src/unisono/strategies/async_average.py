@@ -134,8 +134,14 @@ class Averager:
         so all rounds up to the least number entered end, and none after it.
         """
         with self._changed:
-            self._holding, mine = True, torch.tensor([self._entered])
-        last = int(world.all_reduce(mine, "min", tag="hold").wait())
+            self._holding, mine = True, torch.tensor([self._entered, self._generation, -self._generation])
+        last, least, most = world.all_reduce(mine, "min", tag="hold").wait().tolist()
+        if least != -most:
+            self.release()
+            raise ValueError(
+                f"some ranks called model.load_state_dict() {least} time(s), others {-most}, and models are not "
+                "averaged until all have loaded: every rank loads the model"
+            )
         with self._changed:
             self._changed.wait_for(lambda: self._ended >= last or self._over)
 
@@ -265,6 +271,7 @@ class AsyncAverageReplica(PeriodicReplica):
             return
         self._averager = Averager(Lines(self._exchanged.params), self.world, self.strategy.every_s)
         weakref.finalize(self, self._averager.end).atexit = False
+        self.writes.on_load = self._averager.forget
         self._warming = self.step < self.strategy.warmup
         if self._warming:
             self.windows.close()

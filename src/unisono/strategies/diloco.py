@@ -16,7 +16,8 @@ from unisono.buckets import BUCKET_BYTES
 from unisono.checks import AtLeast, Range
 from unisono.facts import Convergence, Example, Facts
 from unisono.reducer import Reducer
-from unisono.strategies._anchored import AnchoredReplica, Anchors, Every, Fragment
+from unisono.strategies._anchored import AnchoredReplica, Anchors, Every
+from unisono.strategies._fragment import Fragment
 from unisono.strategy import Accumulate, BucketBytes, Buffers, Replica, Strategy
 from unisono.world import World
 
@@ -127,6 +128,8 @@ class DiLoCoReplica(AnchoredReplica):
     def _apply(self, fragment: Fragment) -> None:
         means, _ = self.anchors.finish(fragment, self.met)
         outer = self._outer_optimizer(fragment)
+        for name in self.anchors.loaded:  # the momentum was that of another model
+            outer.state.pop(fragment.anchors[name], None)
         for name, mean in means.items():
             fragment.anchors[name].grad = mean
         outer.step()

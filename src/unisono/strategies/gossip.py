@@ -19,6 +19,7 @@ from unisono.facts import Convergence, Example, Facts
 from unisono.kernels.quantise import bytes_nbytes, decode_bytes, encode_bytes
 from unisono.strategies._graphs import ExchangedParameters, Graph, Lines, Neighbours, Received, neighbours, swap
 from unisono.strategy import Accumulate, Change, PeriodicReplica, Replica, Strategy
+from unisono.strategy.program_writes import digest
 from unisono.world import World
 
 _BLOCK = 2048  # numbers that share a least and a greatest
@@ -191,6 +192,9 @@ class GossipReplica(PeriodicReplica):
 
     def meet(self) -> None:
         self._mix_all(self._unmet)
+
+    def begin(self) -> None:
+        """Not before: what the program writes after a step (a clamp, a loaded model) travels too."""
         if self.strategy.overlap:
             self._begin(self.met + 1)
 
@@ -219,6 +223,8 @@ class LowPrecisionReplica(PeriodicReplica):
         self._exchanged = ExchangedParameters(self.model)
         self._channel = self.world.channel(inline=False) if self.world.size > 1 else None
         self._finish: Callable[[], Received] | None = None
+        self._loaded = 0  # a mark of the model that the program loaded, if the neighbours are still to compare it
+        self.follows_writes = self.world.size > 1
         self._who = neighbours("ring", 0, self.world.rank, self.world.size)
         self._copies_of_mine()
 
@@ -227,6 +233,14 @@ class LowPrecisionReplica(PeriodicReplica):
         self._wide = Lines(self._exchanged.params, wide=True)
         self.own = self._wide.copy()
         self.copies = [self._wide.copy() for _ in self._who.heard]
+
+    def take_writes(self, names: Sequence[str], *, loaded: bool) -> None:
+        """A model that is loaded is what all ranks know of each other from now on, which they check with the next
+        exchange. Other writes are this rank's own, and pass through the bytes like its steps."""
+        if loaded:
+            self._hear()
+            self._copies_of_mine()
+            self._loaded = int(digest(self.own)[:15], 16)
 
     def stop(self, change: Change | None = None) -> None:
         self._finish = None
@@ -250,10 +264,23 @@ class LowPrecisionReplica(PeriodicReplica):
             decode_bytes(code, _BLOCK, own, add=True)
             codes.append(code)
         self._wide.put(self.own)
-        into = [[torch.empty_like(code) for code in codes] for _ in self._who.heard]
-        self._finish = swap(self._channel, codes, self._who, into, "gossip")
+        mark, self._loaded = torch.tensor([self._loaded]), 0
+        sent = [*codes, mark]
+        into = [[torch.empty_like(x) for x in sent] for _ in self._who.heard]
+        theirs = swap(self._channel, sent, self._who, into, "gossip")
+        self._finish = lambda: self._compare(mark, theirs())
         if not self.strategy.overlap:
             self._hear()
+
+    def _compare(self, mark: Tensor, came: Received) -> Received:
+        """The codes that came, if the neighbours loaded the same model, or none, as this rank."""
+        other = [rank for rank, lines in zip(self._who.heard, came, strict=True) if not lines[-1].equal(mark)]
+        if other:
+            raise ValueError(
+                f"model.load_state_dict() was called since the last exchange by one of ranks {self.world.rank} and "
+                f"{other[0]} alone, or with other values: under gossip(bits=8) every rank loads the same model"
+            )
+        return [lines[:-1] for lines in came]
 
     def _hear(self) -> None:
         """Bring my copies of the neighbours up to date."""

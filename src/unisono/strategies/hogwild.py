@@ -81,6 +81,14 @@ class HogwildReplica(PeriodicReplica):
     def meet(self) -> None:
         """Nothing is exchanged: what another worker writes is here."""
 
+    def look_for_writes(self) -> None:
+        """What the program writes in place is in the memory of all; what it moved (`p.data = x`) is copied there."""
+        with torch.no_grad():
+            for param, view in zip(self.model.parameters(), self._shared, strict=bool(self._shared)):
+                if param.data_ptr() != view.data_ptr():
+                    view.copy_(param)
+                    param.data = view
+
     def consolidate(self) -> nn.Module:
         """A copy, taken while all workers stand still; with rank 0's buffers."""
         self.meet_if_due()

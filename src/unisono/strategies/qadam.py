@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -104,7 +105,7 @@ class QAdamReplica(Replica):
         self._reduction = Reduction(
             staged(lambda bucket: {"momenta": self.reducer.init(bucket)}, self._stages),
             optimizer,
-            self._share_buffers,
+            partial(self.share_buffers, "broadcast"),
             "momenta",
         )
         self._frozen: dict[str, float] = {}  # by parameter: 1 - b2^T
@@ -156,7 +157,7 @@ class QAdamReplica(Replica):
         reduced, inner = yield from stages_of(self.reducer, bucket, state["momenta"], world)
         torch._foreach_sub_(reduced.mean, former)
         torch._foreach_div_(reduced.mean, rest)
-        return Reduced(reduced.mean), {"momenta": inner}
+        return Reduced(reduced.mean, overflow=reduced.overflow), {"momenta": inner}
 
     def _momenta(self, bucket: Bucket, groups: dict[Tensor, dict[str, Any]]) -> list[Tensor]:
         """b1 m of every tensor, in the units and the sense of the gradients."""
@@ -168,9 +169,6 @@ class QAdamReplica(Replica):
                 factor = groups[param]["betas"][0] * scale
                 torch.mul(state["exp_avg"], -factor if groups[param]["maximize"] else factor, out=view)
         return views
-
-    def _share_buffers(self, world: World) -> None:
-        world.broadcast([b.detach() for b in self.model.buffers()], tag="buffers").wait()
 
     # The step ----------------------------------------------------------------------------------------------------
 

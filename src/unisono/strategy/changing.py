@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from unisono.checkpoint import ModelPart
-from unisono.exchange.windows import Windows
-from unisono.strategy.replica import Replica, StepHooks, Strategy, Unsent
+from unisono.exchange.windows import StepHooks, Windows
+from unisono.strategy.replica import Replica, Strategy, Unsent
 from unisono.strategy.switching import switch
 from unisono.world import World
 
@@ -113,6 +113,9 @@ class ChangingReplica(Replica):
 
     def after_step(self) -> None:
         self.inner.after_step()
+
+    def forget_writes(self) -> None:
+        self.inner.forget_writes()
 
     def find_windows(self) -> Windows | None:
         return self.inner.find_windows()

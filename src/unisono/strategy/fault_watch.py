@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from unisono.exchange.windows import if_alive
+from unisono.model_copies import add_hook
 from unisono.runtime import faults
 from unisono.runtime.fault_script import Fault
 from unisono.runtime.faults import Armed
@@ -27,7 +28,7 @@ class FaultWatch:
         self.enter(world)
         self._hooks: list[Any] = []
         if self._in_phase("forward"):
-            self._hooks.append(model.register_forward_pre_hook(self._on_forward))
+            self._hooks.append(add_hook(model.register_forward_pre_hook, self._on_forward))
         if self._in_phase("backward"):
             last = [p for p in model.parameters() if p.requires_grad][-1]  # the first that backward reaches
             ready = weakref.WeakMethod(self._on_gradient)

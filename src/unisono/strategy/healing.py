@@ -33,6 +33,7 @@ from unisono.runtime.membership import Seat
 from unisono.strategy.replica import Replica
 from unisono.world import PeerLost, World, join
 from unisono.world.elastic import Batches, Elastic
+from unisono.world.operations import put_back
 
 __all__ = ["Followed", "Healing", "Refused", "Snapshot", "StateLost", "follow"]
 
@@ -68,7 +69,7 @@ class Snapshot:
     def restore_buffers(self) -> None:
         """At once: what other ranks are given has to be what was there before the window."""
         for buffer, saved in self._buffers:
-            buffer.copy_(saved)
+            put_back(buffer, saved)
 
     def scaler_states(self) -> list[dict[str, Any]]:
         """Of every loss scale."""
@@ -160,7 +161,8 @@ class Healing:
         self._trained: set[str] = set()
         self._open: Snapshot | None = None  # a batch has been given out since the last of these
         self._again: Snapshot | None = None  # its window was given up: to be restored with the next batch
-        self._newcomers = False  # some have come: told the source's schedules and counters with the next batch
+        self._newcomers = False  # some have come, or were moved: told the source's schedules with the next batch
+        self._is_moved = False  # this is one of them: it was behind, and has the source's model
         self._source = 0
         self._is_late = False  # this is one of them, and its program has still to come to where the others are
         self._is_stepping = True  # else the optimizer's step under way is of a window that was given up
@@ -225,7 +227,7 @@ class Healing:
 
     # Steps -------------------------------------------------------------------------------------------------------
 
-    def before_step(self, run: Callable[[], Any]) -> Any:
+    def before_step(self, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
         """The optimizer is about to step: `run` ends the window. Where that failed, the step changes nothing, and the
         world is formed anew with the next batch."""
         if self.elastic.is_joining:
@@ -239,6 +241,7 @@ class Healing:
         self._give_up_window()
         if self.elastic.broken is not None and not self.world.shards:
             self.heal(is_open=True)
+        self._count_given_up(optimizer)
         for replica in self.replicas():
             replica.model.zero_grad()
             replica.optimizer.zero_grad()  # which may hold parts of the parameters in their place
@@ -269,10 +272,20 @@ class Healing:
         if self._open is not None and self._open.schedules is None:
             self._open.schedules = self.read_schedules()
 
+    def _count_given_up(self, optimizer: Optimizer) -> None:
+        """Until it is forgotten, a window that was given up counts: another rank may have made this step, and what the
+        program does by `replica.step` in the rest of the round (save after every tenth), all ranks have to do."""
+        for replica, step in zip(self.replicas(), self._counted[0], strict=False):
+            if self._open is not None and replica.optimizer is optimizer:
+                replica.step = step + 1
+
+    def _count(self) -> None:
+        self._counted = [replica.step for replica in self.replicas()], self.world.ledger.step_count
+
     def _commit(self) -> None:
         self.commits += 1
         self._open = None
-        self._counted = [replica.step for replica in self.replicas()], self.world.ledger.step_count
+        self._count()
         for shard in self.world.shards.values():
             if shard.is_out:
                 self._trained.add(shard.name)
@@ -283,7 +296,8 @@ class Healing:
         while True:
             others_out = any(other.is_out for other in self.world.shards.values() if other is not shard)
             is_over = self._positions.get(shard.name, [-1])[0] > shard.epoch  # here, and the others are further
-            is_open = not others_out and not is_over and (shard.name in self._trained or not self._trained)
+            is_trained = self._is_trained(shard)
+            is_open = not others_out and not is_over and is_trained
             summoned = is_open and self.elastic.membership.is_summoned
             if self.elastic.is_joining or self.elastic.broken is not None or summoned:
                 self.heal(is_open=is_open)
@@ -291,8 +305,10 @@ class Healing:
             if self._is_late and not self._has_caught_up(shard):
                 shard.cut()
                 return
-            if not self._newcomers or self._positions.get(shard.name, [-1])[0] != shard.epoch:  # it ends here
-                return
+            if self._is_moved and shard.name in self._positions:  # it may have been in an earlier pass
+                shard.move_to(*self._positions[shard.name])
+            if not (self._newcomers and is_trained and self._positions.get(shard.name, [-1])[0] == shard.epoch):
+                return  # no newcomer begins with this batch: the pass ends here, or is another
             try:
                 with self.elastic.inside():
                     self._greet()
@@ -308,7 +324,8 @@ class Healing:
         return shard.epoch >= self._positions[shard.name][0]
 
     def _greet(self) -> None:
-        """With the first batch after they have come, newcomers get what the program of the source has changed."""
+        """With the first batch after they have come (at once, where there are none), newcomers, and ranks that
+        were behind, get what the program of the source has changed."""
         again = self._again
         mine = {
             "schedules": again.schedules if again is not None else self.read_schedules(),
@@ -319,10 +336,11 @@ class Healing:
         }
         packet = self.world.broadcast_object(mine, self._source)
         self._newcomers = False
-        if not self._is_late:
+        if not (self._is_late or self._is_moved):
             return
-        self._is_late = False
-        self.elastic.end_replay()
+        if self._is_late:
+            self.elastic.end_replay()
+        self._is_late = self._is_moved = False
         self.load_schedules(packet["schedules"])
         for scaler, state in zip(self.scalers(), packet["scalers"], strict=False):
             scaler.load_state_dict(state)
@@ -334,10 +352,20 @@ class Healing:
         if self._again is not None:
             self._again.restore(self)
             self._open, self._again = self._again, None
-        elif self._open is None:
+        elif self._is_trained(shard) and not self._has_open_pass():
             self._open = Snapshot(self, shard.name)
+            self._count()
             if shard.name not in self._positions:
                 self._positions[shard.name] = [shard.epoch, shard.batch - 1]
+
+    def _is_trained(self, shard: Batches) -> bool:
+        """Whether its batches lead to steps, as far as is known: a pass for validation changes nothing."""
+        return shard.name in self._trained or not self._trained
+
+    def _has_open_pass(self) -> bool:
+        """Whether the pass in which the window was begun goes on: before the first step it may have been validation."""
+        begun = None if self._open is None else self.world.shards.get(self._open.shard)
+        return begun is not None and begun.is_out
 
     # Another generation ------------------------------------------------------------------------------------------
 
@@ -347,8 +375,9 @@ class Healing:
         `is_open`: whether one who comes may begin here; None: in a call of the program, as it is between two passes.
         """
         if is_open is None:
-            is_open = self.elastic.in_call and not any(shard.is_out for shard in self.world.shards.values())
+            is_open = self.elastic.in_call and self.elastic.is_between_passes
         why = self.elastic.broken or PeerLost("the world is formed anew")
+        began = self.world.ledger.clock()
         self._give_up_window()
         if self._open is not None:
             self._forget_window()
@@ -369,6 +398,7 @@ class Healing:
                 except _Again as error:
                     why = PeerLost(str(error))
         self.elastic.broken, self.elastic.is_skipping = None, in_step
+        self.world.ledger.close_span("forming", began, self.world.ledger.clock())
         if self._former is not None:
             self._former.close()
             self._former = None
@@ -417,20 +447,24 @@ class Healing:
             replica.world = self.elastic.solo if self._former is None else self._former
             note = replica.rebind(self.world, source=source)
         self.world.ledger.event("world", generation=seat.generation, ranks=self.world.size, what=note)
-        packet = self.world.broadcast_object(self._pack(someone_joins=any(one["joins"] for one in every)), source)
+        furthest = every[source]["commits"]
+        someone_joins, someone_moves = any(one["joins"] for one in every), any(o["commits"] < furthest for o in every)
+        packet = self.world.broadcast_object(self._pack(someone_joins, someone_moves), source)
         for shard in list(self.world.shards.values()):
             shard.rebind(self.world)
-        result = self._find_result(every)
+        results = self._find_results(every)
         self.elastic.write_log()
         self.world.tell_followers()
         self.world.barrier()
         self._kept = None
-        self._source, self._newcomers = source, any(one["late"] for one in every)
+        self._source, self._newcomers = source, someone_moves or any(one["late"] for one in every)
         self._take(packet, behind=behind, joins=joins)
+        if self._newcomers and not any(one["reads"] for one in every):
+            self._greet()  # no batch will be asked for
         self.elastic.calls = packet["calls"]  # those in a step that was given up may have made more, or fewer
-        if result is not None:
-            self.elastic.calls -= 1
-            self.elastic.hand(result)
+        if results:
+            self.elastic.calls -= len(results)
+            self.elastic.hand(results)
 
     def _describe(self, joins: bool, has_all: bool) -> dict[str, Any]:
         """How far this rank has come, and what it trains."""
@@ -440,7 +474,8 @@ class Healing:
             "in call": self.elastic.in_call,
             "passes": sum(shard.epoch for name, shard in self.world.shards.items() if name in self._trained),
             "joins": joins,
-            "late": joins or self._is_late,
+            "late": joins or self._is_late or self._is_moved,
+            "reads": bool(self.world.shards),
             "what": self._descriptions,
             "closed": self.elastic.is_closed,
         }
@@ -466,7 +501,7 @@ class Healing:
                     print(f"unisono: a worker that came was refused: {why}", file=sys.stderr)
             raise _Again("a worker that came was refused")
 
-    def _pack(self, *, someone_joins: bool) -> dict[str, Any]:
+    def _pack(self, someone_joins: bool, someone_moves: bool) -> dict[str, Any]:
         """What the others are told by the source."""
         positions = {}
         for name, position in self._positions.items():
@@ -478,31 +513,38 @@ class Healing:
             "positions": positions,
             "calls": self.elastic.calls,
             "log": self.elastic.log if someone_joins else [],
+            "schedules": self.read_schedules() if someone_moves else None,
         }
 
-    def _find_result(self, every: list[dict[str, Any]]) -> bytes | None:
-        """The result of the call of the program that this rank is in, where others have ended it."""
+    def _find_results(self, every: list[dict[str, Any]]) -> list[bytes]:
+        """The results of the call of the program that this rank is in, and of those after it, where others have ended
+        them."""
         most = max(one["calls"] for one in every)
         if not any(one["in call"] and 0 <= one["calls"] < most for one in every):
-            return None
+            return []
         holder = next(rank for rank, one in enumerate(every) if one["calls"] == most)
-        packed: bytes = self.world.broadcast_object(self.elastic.last_result, holder)
-        return packed if self.elastic.in_call and self.elastic.calls < most else None
+        recent: list[bytes] = self.world.broadcast_object(list(self.elastic.recent), holder)
+        behind = most - self.elastic.calls if self.elastic.in_call else 0
+        return recent[-behind:] if 0 < behind <= len(recent) else [b""] * min(behind, 1)
 
     def _take(self, packet: dict[str, Any], *, behind: bool, joins: bool) -> None:
         self.commits, self._is_whole = packet["commits"], True
-        self._counted = [replica.step for replica in self.replicas()], self.world.ledger.step_count
+        self._count()
         self._positions = dict(packet["positions"])
         self._trained |= set(packet["positions"])
         if joins:
             self._is_member = self._is_late = True
+            for replica in self.replicas():  # else torch warns when a schedule moves in passes that give no batch
+                replica.optimizer._opt_called = True  # type: ignore[attr-defined]
             self.elastic.replay(packet["log"], packet["calls"])
             return
         for name, position in packet["positions"].items():
             if name in self.world.shards:
                 self.world.shards[name].move_to(*position)
         if behind:
-            self._open = None
+            self._open = self._again = None
+            self._is_moved = True
+            self.load_schedules(packet["schedules"])  # once more with the next batch, if there is one
         elif self._open is not None:
             self._again, self._open = self._open, None
 

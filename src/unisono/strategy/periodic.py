@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -13,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.batch_norm import unwatch_batch_norms
 from unisono.exchange.overlap import Exchange, scale_gradient
 from unisono.exchange.windows import Counter, Windows
-from unisono.strategy.replica import Change, Replica, Strategy, share
+from unisono.model_copies import add_hook, copy_model
+from unisono.strategy.program_writes import ProgramWrites, digest
+from unisono.strategy.replica import Change, Replica, Strategy, share, share_buffers
 from unisono.world import World
 
 
@@ -32,12 +32,17 @@ class PeriodicReplica(Replica):
     gradients are averaged: so the mean of the models counts every sample once, under SGD. A method that weighs the
     models instead overrides `weight_changed()` and `count_window()`.
 
-    A method overrides `start()` (called at the end of the construction, and again in every new world), `stop()` and
-    `meet()`.
+    What the program itself writes to trainable parameters between its steps is this rank's own training, like a step;
+    a method that keeps another copy of the model sets `follows_writes` and overrides `take_writes()`. Frozen parameters
+    are this rank's own too: where the program moves them, `consolidate()` gives the mean over the ranks.
+
+    A method overrides `start()` (called at the end of the construction, and again in every new world), `stop()`,
+    `meet()`, and `begin()`.
     """
 
     own_gradients: ClassVar[bool] = True
     own_models: ClassVar[bool] = False  # ranks' parameters differ: the model to evaluate is their mean
+    follows_writes = False  # hears of what the program writes to trainable parameters
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, world: World, strategy: Strategy, *, accumulate: int = 1
@@ -49,7 +54,8 @@ class PeriodicReplica(Replica):
         self._ended: list[float] = []  # of each of these, the mean weight of its batches
         self._passes: list[float] = []  # the weights of this window's batches so far
         self._closure: AbstractContextManager[None] | None = None  # a step with a closure is under way
-        self._forward = model.register_forward_pre_hook(partial(_meet_if_due, weakref.ref(self)))
+        self._forward = add_hook(model.register_forward_pre_hook, partial(_before_forward, weakref.ref(self)))
+        self.writes = ProgramWrites(model)
         self._weighting: list[Any] = []
         self._follow_weight()
         try:
@@ -77,11 +83,40 @@ class PeriodicReplica(Replica):
         """Between two windows: exchange what is due. Every rank comes here after every window."""
         raise NotImplementedError
 
+    def begin_window(self) -> None:
+        """Before a forward of training."""
+        self.meet_if_due()
+        with torch.no_grad():
+            self.begin()
+
+    def begin(self) -> None:
+        """A forward of training is about to run: start what may travel while this window computes."""
+
     def meet_if_due(self) -> None:
         """Meet, if a window has ended since."""
+        self.look_for_writes()
         self.windows.catch_up()
+        if self._unmet:
+            self._meet_all()
+
+    def _meet_all(self) -> None:
         while self._unmet:
             self.meet_once()
+        if self.follows_writes:
+            self.writes.note()
+
+    def look_for_writes(self) -> None:
+        """Hand over what the program has written since the method or the optimizer last wrote."""
+        if not self.follows_writes:
+            return
+        found = self.writes.find()
+        if found:
+            loaded, self.writes.loads = self.writes.loads > 0, 0
+            self.take_writes(found, loaded=loaded)
+            self.writes.note()
+
+    def take_writes(self, names: Sequence[str], *, loaded: bool) -> None:
+        """The program wrote these parameters; `loaded`: by `model.load_state_dict`. Other ranks may not have."""
 
     def meet_once(self) -> None:
         """Meet after the first window that has not been met."""
@@ -105,6 +140,7 @@ class PeriodicReplica(Replica):
         self._ended.append(sum(passes) / len(passes))
 
     def _about_to_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+        self.look_for_writes()
         self._leave_closure()  # of a step before this one that failed
         changed = super()._about_to_step(optimizer, args, kwargs)
         if changed is not None:  # ranks may call their closures more or less often
@@ -125,7 +161,8 @@ class PeriodicReplica(Replica):
         if self._leave_closure():
             self.windows.before_step()
         self.windows.after_step()
-        self.meet_if_due()
+        self.windows.catch_up()
+        self._meet_all()
 
     def watch(self, scaler: torch.amp.GradScaler) -> None:
         """Meet after `scaler.update()` where the step was skipped."""
@@ -134,7 +171,9 @@ class PeriodicReplica(Replica):
 
         def update_and_meet(*args: Any, **kwargs: Any) -> None:
             update(*args, **kwargs)
-            _meet_if_due(me)
+            alive = me()
+            if alive is not None:
+                alive.world.survive(alive.meet_if_due)
 
         scaler.update = update_and_meet  # type: ignore[method-assign]
 
@@ -168,16 +207,36 @@ class PeriodicReplica(Replica):
         average_models(made, self.world)
         return made
 
+    @torch.no_grad()
+    def average_frozen(self, made: nn.Module) -> None:
+        """Give a copy of the model the mean over the ranks of frozen parameters that the program moves, where ranks
+        have not the same (every rank calls it). Those that nobody wrote to cost nothing."""
+        mine = self.writes.find_frozen()
+        every = self.gather_present({name: digest([p]) for name, p in mine.items()})
+        names = dict.fromkeys(name for theirs in every.values() for name in theirs)
+        differ = [name for name in names if len({theirs.get(name) for theirs in every.values()}) > 1]
+        copies = dict(made.named_parameters())
+        self.average([copies[name].detach() for name in differ])
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Make them the mean over the ranks (rank 0's where numbers have no fraction)."""
+        share_buffers(tensors, "average", self.world)
+
     def copy_model(self) -> nn.Module:
         """A copy of the model that belongs to no replica."""
-        made = copy.deepcopy(self.model)
-        made._forward_pre_hooks.pop(self._forward.id, None)
-        unwatch_batch_norms(made)
-        return made
+        return copy_model(self.model)
 
     def state_dict(self) -> dict[str, Any]:
         self.meet_if_due()  # ranks that did not skip their step have met, or wait for this one
         return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any], *, same_world: bool = True) -> None:
+        super().load_state_dict(state, same_world=same_world)
+        self.forget_writes()
+
+    def forget_writes(self) -> None:
+        self.writes.loads = 0
+        self.writes.note()
 
     def load_shared(self, shared: dict[str, Any]) -> None:
         super().load_shared(shared)
@@ -187,6 +246,11 @@ class PeriodicReplica(Replica):
         self._unmet, self._ended, self._passes = 0, [], []
 
     # Another world -----------------------------------------------------------------------------------------------
+
+    def rebind(self, world: World, *, source: int = 0) -> str:
+        told = super().rebind(world, source=source)
+        self.forget_writes()
+        return told
 
     def enter(self, world: World) -> None:
         self.world.off_weight(self)
@@ -215,15 +279,18 @@ class PeriodicReplica(Replica):
         self.world.off_weight(self)
         self.windows.close()
         self._forward.remove()
+        self.writes.close()
         self._forget_windows()
         self.weigh_gradients(None)
         self.stop()
 
 
-def _meet_if_due(replica: weakref.ref[PeriodicReplica], *_: Any) -> None:
+def _before_forward(replica: weakref.ref[PeriodicReplica], model: nn.Module, _: Any) -> None:
+    """Of training: one that evaluates may come between backward and the optimizer's step, and must exchange nothing. A
+    model that is trained in eval mode meets with its next step."""
     alive = replica()
-    if alive is not None:
-        alive.world.survive(alive.meet_if_due)
+    if alive is not None and model.training and torch.is_grad_enabled():
+        alive.world.survive(alive.begin_window)
 
 
 @torch.no_grad()

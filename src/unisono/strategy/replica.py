@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
@@ -18,14 +19,17 @@ from unisono.batch_norm import move_batch_norm, watch_batch_norms
 from unisono.buckets import load_optimizer
 from unisono.checkpoint import ModelPart
 from unisono.checks import AtLeast, check_settings
+from unisono.exchange.overlap import is_held
 from unisono.exchange.reduction import Unsent as Unsent
-from unisono.exchange.windows import Windows
+from unisono.exchange.windows import StepHooks, Windows
 from unisono.runtime import status, stops
 from unisono.strategy.fault_watch import FaultWatch
 from unisono.strategy.mistakes import follow_optimizer, leave_optimizer
 from unisono.strategy.parameter_watch import ParameterWatch
 from unisono.world import World
+from unisono.world.batch_weights import watch_calls
 from unisono.world.elastic import Elastic
+from unisono.world.operations import put_back
 from unisono.world.straggler_watch import Treatment, after_step
 
 if TYPE_CHECKING:
@@ -34,8 +38,6 @@ if TYPE_CHECKING:
 Buffers = Literal["broadcast", "average", "local"]
 Accumulate = Annotated[int, AtLeast(1, "backward passes a window")]
 BucketBytes = Annotated[int, AtLeast(1, "bytes a bucket")]
-Begin = Callable[[Optimizer, Any, dict[str, Any]], Any]
-_ATTRIBUTE = "_unisono_step_hooks"
 _replicas: weakref.WeakSet[Replica] = weakref.WeakSet()  # those that watch a model
 _replicas_lock = threading.Lock()
 
@@ -120,9 +122,15 @@ class Replica:
     same_parameters: ClassVar[bool] = False  # after every step, bit by bit: ranks compare them now and then
     bytes_by_formula: ClassVar[bool] = False  # the ledger's bytes are not counted where they are sent
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "consolidate" in vars(cls):
+            cls.consolidate = _survive_losses(cls.consolidate)  # type: ignore[method-assign, assignment]
+
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: Strategy) -> None:
         self.model, self.optimizer, self.world, self.strategy = model, optimizer, world, strategy
         self.scaler: torch.amp.GradScaler | None = None  # the one that it was told to watch
+        self._late_buffers: list[tuple[Tensor, Tensor]] = []  # and what they are to be after the step
         self.step = 0  # windows of backward passes so far (not optimizer steps: AMP may skip those)
         self._faults = FaultWatch.find(model, world)  # None: no fault script asks for any
         self._parameter_watch = ParameterWatch.find() if self.same_parameters else None
@@ -131,7 +139,9 @@ class Replica:
         self._hooks: list[Any] = [
             StepHooks.of(optimizer).watch(self._on_step_begin, self._on_step_end),
             *watch_batch_norms(model, world),
+            *watch_calls([model], self, is_whole=True),
         ]
+        self._sees_calls = True  # of the model; else of the modules in it
         if world.rank == 0:  # what it finds is said once
             follow_optimizer(self, optimizer)
         with _replicas_lock:
@@ -147,9 +157,12 @@ class Replica:
     def _on_step_begin(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         if self.healing is None:
             return self._about_to_step(optimizer, args, kwargs)
-        return self.healing.before_step(lambda: self._about_to_step(optimizer, args, kwargs))
+        return self.healing.before_step(optimizer, lambda: self._about_to_step(optimizer, args, kwargs))
 
     def _on_step_end(self) -> None:
+        for buffer, value in self._late_buffers:
+            put_back(buffer, value)
+        self._late_buffers = []
         if self.healing is None:
             self.after_step()
         else:
@@ -178,9 +191,25 @@ class Replica:
     def after_step(self) -> None:
         """The optimizer has stepped."""
 
+    def share_buffers(self, how: Buffers, world: World) -> None:
+        """Make the model's buffers the same on every rank. Those that a graph still holds are written after the step:
+        a further backward pass through it would refuse them, and rightly."""
+        tensors: list[Tensor] = []
+        self._late_buffers = []
+        for buffer in self.model.buffers():
+            if is_held(buffer):
+                self._late_buffers.append((buffer, buffer.detach().clone()))
+                tensors.append(self._late_buffers[-1][1])
+            else:
+                tensors.append(buffer.detach())
+        share_buffers(tensors, how, world)
+
     def advance(self) -> None:
         """Count a window, and end the ledger's step."""
         self.step += 1
+        if not self.world.batch_weights.end_window() and self._sees_calls:  # a program that calls modules one by one
+            self._sees_calls = False
+            self._hooks += watch_calls(list(self.model.modules())[1:], self, is_whole=False)
         if self.world.axes is not None:
             self.world.axes.end_window(self)
         if self._faults is not None:
@@ -198,6 +227,9 @@ class Replica:
         after_step(self.world, self.slow_ranks)
         if self._parameter_watch is not None:
             self._parameter_watch.count_step(self)
+
+    def forget_writes(self) -> None:
+        """Parameters are what a checkpoint, another world or a switch made them: the program did not write them."""
 
     def find_windows(self) -> Windows | None:
         """What counts the windows now; None where a method has none of ours."""
@@ -429,81 +461,25 @@ class Replica:
         return ""
 
 
-# Around the optimizer's step ------------------------------------------------------------------------------
+def _survive_losses(consolidate: Callable[[Any], nn.Module]) -> Callable[[Any], nn.Module]:
+    """Where ranks come and go, one call of the program, which is done again where a rank is lost in it. A worker that
+    comes later gets its own model there: its evaluations of past epochs see no batch."""
 
+    @wraps(consolidate)
+    def call(self: Replica) -> nn.Module:
+        elastic, made = self.elastic, self.model
+        if elastic is None or elastic.is_inside:
+            return consolidate(self)
 
-class StepHooks:
-    """Who is called around an optimizer's step, in the order in which they came. They may come and go while they are
-    called, which torch's own hooks may not: there is one pair of these an optimizer."""
+        def run() -> None:
+            nonlocal made
+            made = consolidate(self)
+            self.world.barrier(tag="consolidate")  # no rank goes on while another has to do it again
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._watchers: list[Watcher] = []
-        self._handles: list[Any] = []
-        self._running = False
+        elastic.call(run, alone=lambda: None)
+        return made
 
-    @classmethod
-    def of(cls, optimizer: Optimizer) -> StepHooks:
-        """Those of this optimizer (a copy of it has none)."""
-        found = getattr(optimizer, _ATTRIBUTE, None)
-        if not isinstance(found, StepHooks) or found._optimizer() is not optimizer:
-            found = cls(optimizer)
-            setattr(optimizer, _ATTRIBUTE, found)
-        return found
-
-    def watch(self, begin: Begin | None, end: Callable[[], None]) -> Watcher:
-        """Call `begin` before every step, with what a pre-hook of torch gets and returns, and `end` after it."""
-        optimizer = self._optimizer()
-        if not self._handles and optimizer is not None:
-            self._handles = [
-                optimizer.register_step_pre_hook(self._begin),
-                optimizer.register_step_post_hook(lambda *_: self._end()),
-            ]
-        watcher = Watcher(self, begin, end)
-        self._watchers.append(watcher)
-        return watcher
-
-    def leave(self, watcher: Watcher) -> None:
-        """Call it no more."""
-        if watcher in self._watchers:
-            self._watchers.remove(watcher)
-        if not self._watchers and not self._running:
-            for handle in self._handles:
-                handle.remove()
-            self._handles = []
-
-    def _begin(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
-        changed = None
-        self._running = True
-        try:
-            for watcher in list(self._watchers):
-                if watcher.begin is not None and watcher in self._watchers:
-                    answer = watcher.begin(optimizer, args, kwargs)
-                    if answer is not None:
-                        changed = args, kwargs = answer
-        finally:
-            self._running = False
-        return changed
-
-    def _end(self) -> None:
-        self._running = True
-        try:
-            for watcher in list(self._watchers):  # one that comes meanwhile has not seen this step begin
-                if watcher in self._watchers:
-                    watcher.end()
-        finally:
-            self._running = False
-
-
-class Watcher:
-    """What is called, and until when."""
-
-    def __init__(self, hooks: StepHooks, begin: Begin | None, end: Callable[[], None]) -> None:
-        self._hooks, self.begin, self.end = hooks, begin, end
-
-    def remove(self) -> None:
-        """Call it no more."""
-        self._hooks.leave(self)
+    return call
 
 
 def _then(closure: Callable[[], Any], call: Callable[[], None]) -> Callable[[], Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from unisono.buckets import load_optimizer
 from unisono.exchange.reduction import Unsent
 from unisono.spec import build, describe
+from unisono.strategy.program_writes import digest
 from unisono.strategy.replica import Replica, Strategy
 from unisono.world import World
 
@@ -50,6 +50,7 @@ def switch(replica: Replica, strategy: str | Strategy) -> Replica:
     if replica.scaler is not None:
         new.watch(replica.scaler)
     replica.close()
+    new.forget_writes()
     if world.axes is not None:
         world.axes.attach(new)
     return new
@@ -94,7 +95,7 @@ def _average_optimizer(optimizer: torch.optim.Optimizer, world: World) -> None:
     states: list[dict[str, Any]] = [optimizer.state.get(p, {}) for g in optimizer.param_groups for p in g["params"]]
     floats = [v for s in states for _, v in sorted(s.items()) if isinstance(v, Tensor) and v.is_floating_point()]
     shapes = [[len(s) for s in states], [list(x.shape) for x in floats]]
-    every = world.gather_objects({"shapes": shapes, "digest": _digest(floats)})
+    every = world.gather_objects({"shapes": shapes, "digest": digest(floats)})
     if all(other["digest"] == every[0]["digest"] for other in every):
         return
     if any(other["shapes"] != shapes for other in every):  # some rank has not stepped yet: rank 0's count
@@ -102,10 +103,3 @@ def _average_optimizer(optimizer: torch.optim.Optimizer, world: World) -> None:
         return
     for device in dict.fromkeys(x.device for x in floats):
         world.all_reduce([x for x in floats if x.device == device], "mean", tag="optimizer").wait()
-
-
-def _digest(tensors: list[Tensor]) -> str:
-    mark = hashlib.blake2b(digest_size=16)
-    for x in tensors:
-        mark.update(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return mark.hexdigest()

@@ -8,6 +8,7 @@ and so comes to the place where the others are.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -81,11 +82,11 @@ class Elastic:
         self.healer: Healer | None = None
         self.calls = 0  # of the program, that have ended
         self.in_call = False  # one has not
-        self.last_result = b""  # of the last
+        self.recent: deque[bytes] = deque(maxlen=2)  # results of the last of these
         self.log = membership.log.read() if membership.joining else []  # results of calls outside of passes
         self._log_bytes = sum(map(len, self.log))
         self._done = 0  # of these, the calls that this program has made
-        self._handed: bytes | None = None  # a result that others had before the loss
+        self._handed: list[bytes] = []  # results that others had before the loss
         self._inside = 0
         self.world = world
 
@@ -109,6 +110,11 @@ class Elastic:
         """Whether the program of this worker has still to come to where the others are."""
         return self._done < len(self.log)
 
+    @property
+    def is_between_passes(self) -> bool:
+        """Whether no batch is out: a worker that comes later makes this call too."""
+        return not any(shard.is_out for shard in self.world.shards.values())
+
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Collectives in this block are the library's own."""
@@ -125,6 +131,7 @@ class Elastic:
 
     def before_batch(self, shard: Batches) -> None:
         """A batch is asked for."""
+        self._handed = []
         if self.healer is not None:
             self.healer.before_batch(shard)
 
@@ -148,34 +155,47 @@ class Elastic:
 
     # Calls of the program ----------------------------------------------------------------------------------------
 
-    def call(self, run: Callable[[], Any], inputs: tuple[Any, ...] = (), *, alone: Callable[[], Any]) -> Any:
+    def call(
+        self,
+        run: Callable[[], Any],
+        inputs: tuple[Any, ...] = (),
+        *,
+        alone: Callable[[], Any],
+        raises: tuple[type[Exception], ...] = (),
+    ) -> Any:
         """Do a call of the program; where a peer is lost in it, once more in the world that is left.
 
         `inputs`: what the call may change before it fails. `alone`: what it gives in the rest of a step that was given
-        up. The others may not have begun that step, and it is repeated, with this call.
+        up. The others may not have begun that step, and it is repeated, with this call. `raises`: errors that all
+        ranks get alike, and that a program may go on from: a worker that comes later gets them too.
         """
         if self.is_catching_up:
             self._done += 1
-            return self._take(self.log[self._done - 1], inputs)
+            return self._take(self.log[self._done - 1], inputs, raises)
         if self.is_joining:
             raise RuntimeError(
                 "this worker joins a run that is under way, and its program asks for more of the other workers, before "
                 "its first batch, than theirs did: what a program calls before training must be the same each time"
             )
+        if self._handed:
+            return self._take_handed(inputs, raises)
         if self.is_repeating:
             return alone()
         before = _copy(inputs)
         self.in_call = True
         try:
             with self.inside():
-                value = self._run(run, inputs, before, alone)
+                return self._run(run, inputs, before, alone, raises)
         finally:
             self.in_call = False
-            self._handed = None
-        return value
 
     def _run(
-        self, run: Callable[[], Any], inputs: tuple[Any, ...], before: list[Tensor], alone: Callable[[], Any]
+        self,
+        run: Callable[[], Any],
+        inputs: tuple[Any, ...],
+        before: list[Tensor],
+        alone: Callable[[], Any],
+        raises: tuple[type[Exception], ...],
     ) -> Any:
         while True:
             if self.broken is None:
@@ -184,32 +204,36 @@ class Elastic:
                     value = value.wait() if isinstance(value, Handle) else value
                 except PeerLost as error:
                     self.broken = error
+                except raises as error:
+                    kind = next(kind for kind in raises if isinstance(error, kind))
+                    self._note([None, kind.__name__, str(error)])
+                    raise
                 else:
-                    self._note(value)
+                    self._note([value])
                     return value
             if self.healer is None:
                 raise self.broken
             self.healer.heal()
-            if self._handed is not None:
-                self._note_packed(self._handed)
-                return self._take(self._handed, inputs)
+            if self._handed:
+                return self._take_handed(inputs, raises)
             with torch.no_grad():
                 for x, saved in zip(_list_tensors(inputs), before, strict=True):
                     x.copy_(saved)
             if self.is_repeating:
                 return alone()
 
-    def _note(self, value: Any) -> None:
+    def _note(self, outcome: list[Any]) -> None:
+        """Remember [the result], or [None, the kind of an error, its text]."""
         try:
-            packed = packing.to_bytes(value)
+            packed = packing.to_bytes(outcome)
         except TypeError:  # a model, say: nobody else can be given it
             packed = b""
         self._note_packed(packed)
 
     def _note_packed(self, packed: bytes) -> None:
         self.calls += 1
-        self.last_result = packed
-        if any(shard.is_out for shard in self.world.shards.values()):
+        self.recent.append(packed)
+        if not self.is_between_passes:
             return  # one who comes later does not come through here
         if self.is_closed:
             return
@@ -222,13 +246,19 @@ class Elastic:
         elif self.world.rank == 0:
             self.membership.log.write(self.log)
 
-    def hand(self, packed: bytes) -> None:
-        """The result of the call that this rank is in; others had it before the loss."""
-        if not packed:
+    def hand(self, results: list[bytes]) -> None:
+        """The results of the call that this rank is in, and of those after it that others have ended: a call that waits
+        for nobody (`un.preempted`) may follow the one in which a rank was lost."""
+        if not all(results):
             raise PeerLost(
                 "another rank was lost in a call whose result cannot be sent to the ranks that have not got it"
             )
-        self._handed = packed
+        self._handed = results
+
+    def _take_handed(self, inputs: tuple[Any, ...], raises: tuple[type[Exception], ...]) -> Any:
+        packed = self._handed.pop(0)
+        self._note_packed(packed)
+        return self._take(packed, inputs, raises)
 
     def replay(self, log: list[bytes], calls: int) -> None:
         """Catch up with the others: these are the results of all their calls outside of passes."""
@@ -246,9 +276,12 @@ class Elastic:
         if self.world.rank == 0 and not self.is_closed:
             self.membership.log.rewrite(self.log)
 
-    def _take(self, packed: bytes, inputs: tuple[Any, ...]) -> Any:
+    def _take(self, packed: bytes, inputs: tuple[Any, ...], raises: tuple[type[Exception], ...]) -> Any:
         """The result as the call would have given it: in its inputs, where it changes them."""
-        value = packing.from_bytes(packed)
+        value, *error = packing.from_bytes(packed)
+        for kind in raises:
+            if error and kind.__name__ == error[0]:
+                raise kind(error[1])
         tensors, results = _list_tensors(inputs), _list_tensors((value,))
         if (
             tensors

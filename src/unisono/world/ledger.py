@@ -43,7 +43,8 @@ class Record:
 @dataclass(slots=True)
 class Span:
     """A stretch of this rank's own time: "data", "blocked" (waiting on an exchange), "reducer" (one that
-    compresses works, or waits for its collectives), "bubble" (a pipeline's stage waits), or a user's kind."""
+    compresses works, or waits for its collectives), "bubble" (a pipeline's stage waits), "forming" (ranks are lost or
+    come, and the world is formed anew: all of it is waiting), or a user's kind."""
 
     kind: str
     start: float
@@ -389,10 +390,11 @@ def _divide(step: int, start: float, end: float, records: Sequence[Record], span
     """
     if not records and not spans:  # a world of one
         return Row(step, start, end - start, end - start, 0.0, 0.0, 0.0, 0.0, 0, 0)
-    blocked = _merge((max(s.start, start), min(s.end, end)) for s in spans if s.kind == "blocked")
+    forming = [(max(s.start, start), min(s.end, end)) for s in spans if s.kind == "forming"]
+    blocked = _merge([*forming, *((max(s.start, start), min(s.end, end)) for s in spans if s.kind == "blocked")])
     loading = _merge((max(s.start, start), min(s.end, end)) for s in spans if s.kind == "data")
     idle = _merge((max(s.start, start), min(s.end, end)) for s in spans if s.kind == "bubble")
-    late = _merge((r.start, r.last) for r in records)
+    late = _merge([*forming, *((r.start, r.last) for r in records)])
     moving = _merge((r.start if r.last != r.last else max(r.start, r.last), r.end) for r in records)
     still, waiting = _sum_lengths(blocked), _sum_overlap(blocked, late)
     data = _sum_lengths(loading) - _sum_overlap(loading, blocked)

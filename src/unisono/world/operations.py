@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
@@ -43,6 +44,7 @@ class Operations:
         self._history = CallHistory(ledger) if base is not None and are_checks_on() else None
         self._watchdog = find_watchdog() if base is not None and base.timeout_s < math.inf else None
         self._owner: int | None = None  # in a forked child: the process that the world belongs to
+        self._made_in = os.getpid()
         _living.add(self)
 
     @property
@@ -201,6 +203,11 @@ class Operations:
             if transport is not None:
                 transport.close()
 
+    def __del__(self) -> None:
+        """A world that was dropped without `close()`: no handle and no job of it is left either, as these hold me."""
+        if not getattr(self, "closed", True) and self._made_in == os.getpid() and not sys.is_finalizing():
+            self.close()
+
     def _describe(self, record: Record) -> str:
         """The operation, and what it carries: "all_reduce gradients/0 (layer4.weight)"."""
         held = self.ledger.tag_names.get(record.tag)
@@ -248,7 +255,15 @@ def flatten(x: Tensor) -> Tensor:
 def put_back(x: Tensor, line: Tensor) -> None:
     """Copy the result into `x` where `flatten` had to copy."""
     if x.numel() and x.data_ptr() != line.data_ptr():
-        x.detach().copy_(line.view(x.shape))
+        narrow(x.detach(), x.stride()).copy_(narrow(line.view(x.shape), x.stride()))
+
+
+def narrow(x: Tensor, strides: Sequence[int]) -> Tensor:
+    """The elements of `x` at which a tensor of these strides has memory of its own: one of those that are expanded."""
+    for dim, stride in enumerate(strides):
+        if stride == 0:
+            x = x[(slice(None),) * dim + (slice(1),)]
+    return x
 
 
 def provide_line(what: str, given: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor:

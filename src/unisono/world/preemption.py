@@ -52,10 +52,10 @@ class Agreement:
         world.follow(self)
 
     def world_changed(self, world: World) -> None:
-        """Ask the ranks that are here now; one that waits to be let in asks nobody."""
+        """Ask the ranks that are here now: over a channel that is made with the first question, as a rank that has come
+        asks it for the first time then."""
         self._world = world
-        alone = world.size == 1 or (world.elastic is not None and world.elastic.is_joining)
-        self._channel = None if alone else world.channel(inline=False)
+        self._channel: World | None = None
         self._asked: Handle[Tensor] | None = None
         self._calls = self._due = 0
         self._interval = 1
@@ -71,9 +71,11 @@ class Agreement:
     def ask(self, *, now: bool = False) -> bool:
         """Whether to leave. `now`, the same on all ranks: wait for what all have been told by this call."""
         self._calls += 1
-        if self.reached or (not now and self._calls < self._due):
-            return self.reached
         elastic = self._world.elastic
+        # Between two passes always: a rank that comes later gets the answers, and does not know which were left out.
+        is_between = elastic is not None and bool(self._world.shards) and elastic.is_between_passes
+        if self.reached or not (now or is_between or self._calls >= self._due):
+            return self.reached
         if elastic is None:
             self._ask_all(now)
         else:
@@ -83,9 +85,10 @@ class Agreement:
         return self.reached
 
     def _ask_all(self, now: bool) -> bool:
-        if self._channel is None:
+        if self._world.size == 1:
             self.reached = sigterm.told()
         else:
+            self._channel = self._channel or self._world.channel(inline=False)
             self._ask_others(self._channel, now)
         return self.reached
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from unisono import packing
 from unisono.background import Handle
+from unisono.world.batch_weights import BatchWeights, WeightListener
 from unisono.world.call_marks import shapes_of
 from unisono.world.inference import in_plain_memory, leave_inference
 from unisono.world.ledger import Ledger
@@ -83,13 +84,6 @@ class WorldFollower(Protocol):
         """The ranks are others from now on, and what was split from the world is closed."""
 
 
-class WeightListener(Protocol):
-    """One that follows the weight of this rank's batch (`World.weight`)."""
-
-    def weight_changed(self, weight: float, /) -> None:
-        """The weight is another from now on."""
-
-
 class Axes(Protocol):
     """The other axes of the mesh whose data axis a world is: what a replica in that world asks of them.
 
@@ -111,6 +105,9 @@ class Axes(Protocol):
 
     def check_norm(self) -> None:
         """Refuse the norm of a gradient of which other ranks have parts, unless all ranks are asked together."""
+
+    def agree_overflow(self, found_inf: Tensor, /) -> None:
+        """AMP has looked for values that are not finite here: let every rank of the model know of another's."""
 
     def clip(self, parameters: Any, max_norm: float, /) -> Any:
         """Clip gradients by their norm over all axes."""
@@ -162,10 +159,10 @@ class World:
         self._followers: list[weakref.ref[WorldFollower]] = []
         self._operations = Operations(name, transport, accelerated, self.ledger, inline=inline)
         self._splits = 0
-        self._children: dict[World, None] = {}
+        self._children: weakref.WeakKeyDictionary[World, None] = weakref.WeakKeyDictionary()  # dropped: they end
+        self._whole: World | None = None  # this world as it was before `narrow`
         self._parent: weakref.ref[World] | None = None
-        self._weight = 1.0
-        self._weight_listeners: weakref.WeakSet[WeightListener] = weakref.WeakSet()
+        self.batch_weights = BatchWeights()
 
     def __repr__(self) -> str:
         how = self.transport.name if self.transport else "alone"
@@ -199,24 +196,29 @@ class World:
 
     @property
     def weight(self) -> float:
-        """My batch's share of the global batch, times the number of ranks, so that all ranks' add up to that: 1 but
-        at uneven ends."""
-        return self._weight
+        """Of the batch in use: its part of the global batch, times the number of ranks; 1 but at uneven ends. A batch
+        is in use since the model was called with it, or since it was drawn if no other waits for its backward pass."""
+        return self.batch_weights.weight
 
     @weight.setter
     def weight(self, value: float) -> None:
-        if value != self._weight:
-            self._weight = value
-            for listener in list(self._weight_listeners):
-                listener.weight_changed(value)
+        self.batch_weights.set(value)
+
+    def weigh(self, loss: Tensor, batch: Any) -> Tensor:
+        """The loss times the weight of a batch, as `un.shard` gave it out; its backward pass is not weighed otherwise.
+
+        For losses of several batches in one backward pass, whose weights may differ:
+        `(world.weigh(loss(a), a) + world.weigh(loss(b), b)).backward()`.
+        """
+        return self.batch_weights.weigh(loss, batch)
 
     def on_weight(self, listener: WeightListener) -> None:
         """Call `listener.weight_changed(weight)` when the weight changes."""
-        self._weight_listeners.add(listener)
+        self.batch_weights.add(listener)
 
     def off_weight(self, listener: WeightListener) -> None:
-        """Call it no more."""
-        self._weight_listeners.discard(listener)
+        """Tell a listener no more."""
+        self.batch_weights.remove(listener)
 
     # Collectives -----------------------------------------------------------------------------------------
 
@@ -489,6 +491,7 @@ class World:
             mine, theirs = getattr(self, name), getattr(other, name)
             setattr(self, name, theirs)
             setattr(other, name, mine)
+        self._whole = other
         return other
 
     # Ranks that come and go ------------------------------------------------------------------------------
@@ -534,8 +537,13 @@ class World:
 
         Every rank calls it alike; ValueError where the ranks have no memory in common.
         """
+        return self.shared_view(n, dtype)[0]
+
+    def shared_view(self, n: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """Memory as that of `shared`, and a view of it in which what this rank writes is seen by this rank alone."""
         if self.size == 1:
-            return torch.zeros(n, dtype=dtype)
+            line = torch.zeros(n, dtype=dtype)
+            return line, line
         return self._operations.call(lambda: self._operations.base.shared(n, dtype))
 
     def empty(self, n: int, dtype: torch.dtype = torch.float32) -> Tensor:

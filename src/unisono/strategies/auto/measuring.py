@@ -47,7 +47,7 @@ def measure_link(world: World) -> Probed:
 
 def _time_all_reduce(world: World, numbers: int) -> float:
     """The shortest of a few: what else the machine does only adds to it."""
-    x = torch.zeros(numbers, device=world.device)
+    x = torch.zeros(numbers, dtype=torch.float32, device=world.device)
     times = []
     for _ in range(_REPEATS):
         start = world.ledger.clock()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -86,13 +86,17 @@ class CentralModel:
         """Remember w - z."""
         _difference(list(self._difference.values()), self._of(learner), list(self.z.values()))
 
-    def correct(self, learner: Sequence[Tensor], alpha: float) -> None:
-        """w <- w - alpha (what `remember` took)."""
-        mine, kept = self._of(learner), list(self._difference.values())
-        if all(w.dtype == x.dtype for w, x in zip(mine, kept, strict=True)):
+    def correct(self, learner: Sequence[Tensor], alpha: float, but: Collection[str] = ()) -> None:
+        """w <- w - alpha (what `remember` took), but for some parameters."""
+        both = zip(self.z, self._of(learner), self._difference.values(), strict=True)
+        pairs = [(w, x) for name, w, x in both if name not in but]
+        if not pairs:
+            return
+        mine, kept = [w for w, _ in pairs], [x for _, x in pairs]
+        if all(w.dtype == x.dtype for w, x in pairs):
             torch._foreach_sub_(mine, kept, alpha=alpha)
         else:
-            torch._foreach_copy_(mine, [w.to(x.dtype) - alpha * x for w, x in zip(mine, kept, strict=True)])
+            torch._foreach_copy_(mine, [w.to(x.dtype) - alpha * x for w, x in pairs])
 
     def move(self, sums: dict[str, Tensor], alpha: float, momentum: float) -> None:
         """z <- z + alpha sums + momentum (z - z_before), by its velocity: v <- alpha sums + momentum v; z <- z + v.
@@ -103,6 +107,13 @@ class CentralModel:
         torch._foreach_mul_(v, momentum)
         torch._foreach_add_(v, list(sums.values()), alpha=alpha)
         torch._foreach_add_([self.z[name] for name in sums], v)
+
+    def replace(self, values: dict[str, Tensor]) -> None:
+        """z <- what the program wrote on every rank, at rest; numbers that it did not change keep their precision."""
+        for name, value in values.items():
+            z = self.z[name]
+            z.copy_(torch.where(value == z.to(value.dtype), z, value.to(z.dtype)))
+            self.velocity[name].zero_()
 
     def rest(self) -> None:
         """z_before <- z."""

@@ -114,17 +114,18 @@ class Learners:
 
     def batches(self, loader: Iterable[Any], each: int, world: World) -> Iterator[Batches]:
         """The loader's batches, so many at a time as reach to the end of the round: `each` for a learner."""
-        source = iter(loader)
+        source, weight_of = iter(loader), world.batch_weights.weight_of
         for first in source:
-            found, weights = [first], [world.weight]
+            found, weights = [first], [weight_of(first)]
             for batch in islice(source, (self.count - self.turn) * each - 1):
                 found.append(batch)
-                weights.append(world.weight)
+                weights.append(weight_of(batch))
             yield Batches(found, weights)
 
     def shares(self, batches: Sequence[Any], each: int, world: World) -> Iterator[list[Batches]]:
         """Who gets which batches, round by round; learners must have had their turns when the next round is asked."""
-        weights = batches.weights if isinstance(batches, Batches) else [world.weight] * len(batches)
+        weight_of = world.batch_weights.weight_of
+        weights = batches.weights if isinstance(batches, Batches) else [weight_of(batch) for batch in batches]
         at = 0
         while at < len(batches):
             end = min(at + (self.count - self.turn) * each, len(batches))
@@ -230,6 +231,8 @@ def _job(
 ) -> Callable[[], list[Tensor]]:
     def run() -> list[Tensor]:
         losses = []
+        if stream is not None:
+            torch.cuda.set_device(stream.device)  # a thread of its own has no CUDA context yet
         with torch.cuda.stream(stream), torch.enable_grad():  # a stream of None changes nothing
             for batch, weight in zip(share, share.weights, strict=True):
                 loss = loss_of(module, batch)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -20,6 +19,7 @@ from unisono.strategies.crossbow.central_model import CentralModel
 from unisono.strategies.crossbow.learners import Batches, Learners
 from unisono.strategies.crossbow.tuning import Tuning
 from unisono.strategy import Change, ModelPart, PeriodicReplica, bound_parameters, share, share_buffers
+from unisono.strategy.program_writes import Written
 from unisono.world import World
 
 if TYPE_CHECKING:
@@ -30,10 +30,12 @@ T = TypeVar("T")
 
 @dataclass
 class Sum:
-    """The sum of w_j - z over all learners, on its way; `heard`: a learning rate dropped on some rank."""
+    """The sum of w_j - z over all learners, on its way; `heard`: a learning rate dropped on some rank, and all ranks
+    wrote the same."""
 
-    heard: Handle[bool]
+    heard: Handle[tuple[bool, bool]]
     sums: Callable[[], dict[str, Tensor]]
+    written: Written
 
 
 class CrossbowReplica(PeriodicReplica):
@@ -48,6 +50,7 @@ class CrossbowReplica(PeriodicReplica):
 
     strategy: crossbow
     own_optimizer: ClassVar[bool] = True
+    follows_writes = True
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: crossbow) -> None:
         self.tuning = Tuning(strategy.learners, strategy.every, strategy.tune_every)
@@ -60,12 +63,11 @@ class CrossbowReplica(PeriodicReplica):
         self._learning_rates = LearningRates(optimizer)
         self._high, self._dropped = self._learning_rates.by_group(), False
         self._side: SideChannel | None = None
-        self._ahead: Any = None
+        self._written = Written()  # by the program, since the last exchange began
+        self._writer = 0  # the learner that it last wrote to
         self.learners = Learners(model, optimizer, self.copy_model)
         self.center = CentralModel(self.learners.named)
         super().__init__(model, optimizer, world, strategy, accumulate=strategy.accumulate)
-        # After the base's hook: the ranks meet before the next round begins.
-        self._ahead = model.register_forward_pre_hook(partial(_begin_if_due, weakref.ref(self)))
 
     @property
     def alpha(self) -> float:
@@ -115,17 +117,25 @@ class CrossbowReplica(PeriodicReplica):
             self._build()
         self.center.fill([self.learners.params(j) for j in range(self.learners.count)])
         self._update_learning_rates()
-        dropped = torch.tensor([self._dropped], dtype=torch.uint8)
+        written, self._written = self._written, Written()
+        code = written.code()
+        flags = torch.tensor([self._dropped, code, -code])
 
-        def exchange(channel: World) -> bool:
+        def exchange(channel: World) -> tuple[bool, bool]:
             for handle in [channel.all_reduce(b.flat, "sum", tag=b.tag) for b in self.center.buckets]:
                 handle.wait()
-            channel.all_reduce(dropped, "max", tag="drop").wait()
-            return bool(dropped.item())
+            dropped, most, least = channel.all_reduce(flags, "max", tag="drop").wait().tolist()
+            return bool(dropped), 0 < most == -least
 
-        self._exchange = Sum(self._submit(exchange), self.center.sums)
+        self._exchange = Sum(self._submit(exchange), self.center.sums, written)
+
+    def take_writes(self, names: Sequence[str], *, loaded: bool) -> None:
+        self.center.follow()
+        params, self._writer = dict(self.learners.named), self.learners.turn
+        self._written.take({name: params[name] for name in names}, loaded=loaded)
 
     def _about_to_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+        self.look_for_writes()
         self._look()
         return super()._about_to_step(optimizer, args, kwargs)
 
@@ -142,18 +152,28 @@ class CrossbowReplica(PeriodicReplica):
         if not self._looked:  # the step was skipped
             self._look()
         if self.due:
-            self.center.correct(self.learners.params(self.learners.turn), self.alpha)
+            self.center.correct(self.learners.params(self.learners.turn), self.alpha, self._written_by_all())
         self._looked = False
         following = (self.learners.turn + 1) % self.learners.count
         if following == 0:
             self._end_round()
         self.learners.turn_to(following)
 
+    def _written_by_all(self) -> Collection[str]:
+        """What every rank's program wrote alike before this round: the central model is to become that, and the learner
+        has nothing of it to give up. Waits for the others only where this rank wrote."""
+        exchange = self._exchange
+        if exchange is None or not exchange.written.values:
+            return ()
+        return exchange.written.values if self._wait_for(exchange)[1] else ()
+
     def _end_round(self) -> None:
         if self.due:
             assert self._exchange is not None, "begun before the round's first step"
-            dropped = self._wait_for(self._exchange)
+            dropped, agreed = self._wait_for(self._exchange)
             self.center.move(self._exchange.sums(), self.alpha, self.strategy.momentum)
+            if agreed:
+                self._take_as_central(self._exchange.written)
             self._exchange, self._alone = None, 0
             if dropped:
                 self._high, self._dropped = self._learning_rates.by_group(), False
@@ -164,7 +184,14 @@ class CrossbowReplica(PeriodicReplica):
         self.rounds += 1
         self._tune()
 
-    def _wait_for(self, exchange: Sum) -> bool:
+    def _take_as_central(self, written: Written) -> None:
+        """z becomes what every rank's program wrote, and so do the learners that were not in the model then."""
+        self.center.replace(written.values)
+        for j in range(self.learners.count):
+            if j != self._writer:
+                self.center.copy_to(self.learners.params(j))
+
+    def _wait_for(self, exchange: Sum) -> tuple[bool, bool]:
         ledger = self.world.ledger
         start = ledger.clock()
         heard = exchange.heard.wait()
@@ -254,17 +281,20 @@ class CrossbowReplica(PeriodicReplica):
 
     # The model to evaluate, and state ----------------------------------------------------------------------------
 
-    def copy_model(self) -> nn.Module:
-        made = super().copy_model()
-        made._forward_pre_hooks.pop(self._ahead.id, None)
-        return made
-
     @torch.no_grad()
     def consolidate(self) -> nn.Module:
         """A copy that holds the central model, and the mean of all learners' buffers (every rank calls it)."""
         self.meet_if_due()
         made = self.copy_model()
         self.center.copy_to([p.detach() for p in made.parameters()])
+        waiting = self._list_written()
+        copies = dict(made.named_parameters())
+        every = self.world.gather_objects([one.code() for one in waiting])
+        for i, one in enumerate(waiting):
+            if all(codes[i] == every[0][i] for codes in every):  # written by all since the central model last moved
+                for name, value in one.values.items():
+                    copies[name].copy_(value)
+        self.average_frozen(made)
         buffers = [b.detach() for b in made.buffers()]
         for buffer, mean in zip(buffers, self._mean_buffers(), strict=True):
             buffer.copy_(mean)
@@ -279,18 +309,35 @@ class CrossbowReplica(PeriodicReplica):
             for each in zip(*every, strict=True)
         ]
 
+    def _find_loaded(self) -> dict[Tensor, Tensor]:
+        """By parameter: what the program loaded, where no round has made it the central model yet."""
+        loaded = {name: x for one in self._list_written() if one.loaded for name, x in one.values.items()}
+        return {param: loaded[name] for name, param in self.learners.named if name in loaded}
+
+    def _list_written(self) -> list[Written]:
+        """What the program wrote before the exchange that is under way, and since that began."""
+        return [Written() if self._exchange is None else self._exchange.written, self._written]
+
     @torch.no_grad()
     def model_part(self) -> ModelPart:
         """The central model, not a learner; and all learners' buffers."""
         values = dict(zip(self.model.buffers(), self._mean_buffers(), strict=True))
         values |= {param: self.center.z[name] for name, param in self.learners.named if name in self.center.z}
+        values |= {
+            param: self._written.values[name] for name, param in self.learners.named if name in self._written.values
+        }
         return ModelPart(values)
 
     def shared_state(self) -> dict[str, Any]:
         """In mid-round the sum is part of it: what learners that have stepped gave to it is gone."""
         sums, exchange = None, self._exchange
         if self.learners.turn and exchange is not None:  # begun on every rank, so it ends without more
-            sums = {"heard": self._wait_for(exchange), "sums": {n: x.clone() for n, x in exchange.sums().items()}}
+            dropped, agreed = self._wait_for(exchange)
+            sums = {
+                "heard": dropped,
+                "sums": {n: x.clone() for n, x in exchange.sums().items()},
+                "written": exchange.written.state_dict() if agreed else None,
+            }
         return {
             **super().shared_state(),
             **self.center.state_dict(),
@@ -305,7 +352,7 @@ class CrossbowReplica(PeriodicReplica):
         }
 
     def local_state(self) -> dict[str, Any]:
-        return {"others": self.learners.state_dict()}
+        return {"others": self.learners.state_dict(), "written": self._written.state_dict()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any], *, same_world: bool = True) -> None:
@@ -322,7 +369,7 @@ class CrossbowReplica(PeriodicReplica):
         self.rounds, self._alone = shared["rounds"], shared["alone"]
         self.center.load_state_dict(shared)
         self._high, self._dropped = list(shared["high"]), shared["dropped"]
-        self._looked = False
+        self._looked, self._written = False, Written()
         self.tuning.load_state_dict(shared["tuning"])
         self.wanted, self.every = self.tuning.learners, self.tuning.every
 
@@ -332,9 +379,13 @@ class CrossbowReplica(PeriodicReplica):
             self._all_at_center()
             return
         self.learners.load_state_dict(locals_[0]["others"], shared["turn"])
-        if shared["under way"] is not None:
-            sums = {name: x.to(self.center.z[name]) for name, x in shared["under way"]["sums"].items()}
-            self._exchange = Sum(Handle.of(shared["under way"]["heard"]), partial(dict, sums))
+        self._written = Written.of(locals_[0].get("written"), self.world.device)
+        under_way = shared["under way"]
+        if under_way is not None:
+            sums = {name: x.to(self.center.z[name]) for name, x in under_way["sums"].items()}
+            written = under_way.get("written")
+            heard = Handle.of((under_way["heard"], written is not None))
+            self._exchange = Sum(heard, partial(dict, sums), Written.of(written, self.world.device))
 
     def _all_at_center(self) -> None:
         """The model's optimizer state is every learner's, and a round begins."""
@@ -378,18 +429,14 @@ class CrossbowReplica(PeriodicReplica):
         return ""
 
     def close(self) -> None:
-        """The model holds the central model (unless another replica trains it by now)."""
+        """The model holds the central model, or what the program loaded since (unless another replica trains it by
+        now)."""
+        self.look_for_writes()
         super().close()
-        if self._ahead is not None:
-            self._ahead.remove()
         if not bound_parameters({param: name for name, param in self.learners.named}):
             with torch.no_grad():
                 self.center.copy_to(self.learners.params(self.learners.turn))
+                for param, value in self._find_loaded().items():
+                    param.copy_(value)
         self.learners.close()
         self._exchange = self._stale = None
-
-
-def _begin_if_due(replica: weakref.ref[CrossbowReplica], model: nn.Module, _: Any) -> None:
-    alive = replica()
-    if alive is not None and model.training and torch.is_grad_enabled():
-        alive.begin()

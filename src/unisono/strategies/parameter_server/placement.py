@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from unisono.strategies.parameter_server.protocol import Coder, LocalLink, RemoteLink, RequestLoop, Settled
-from unisono.strategies.parameter_server.server import Server
+from unisono.strategies.parameter_server.server import Server, Values
 from unisono.world import World
 
 
@@ -28,9 +28,10 @@ class Connections:
         self._left = False
         _connected.add(self)
 
-    def settle(self, buffers: bytes) -> list[Settled]:
-        """What every server holds when all workers rest; a rank that serves goes on when all have been told."""
-        found = [link.settle(buffers) for link in self.links]
+    def settle(self, buffers: bytes, written: Sequence[Values]) -> list[Settled]:
+        """What every server holds when all workers rest; a rank that serves goes on when all have been told.
+        `written`: for each server, what the program wrote to its parameters."""
+        found = [link.settle(buffers, values) for link, values in zip(self.links, written, strict=True)]
         for link in self.links:
             link.wait_until_all_settled()
         return found
@@ -86,8 +87,13 @@ def _drain_at_exit() -> None:
 
 
 def leave_when_forgotten(owner: object, connections: Connections) -> None:
-    """Leave when `owner` is gone without a close."""
-    weakref.finalize(owner, connections.leave).atexit = False
+    """Leave when `owner` is gone without a close; a server that is here goes on behind the program."""
+
+    def finish_behind() -> None:
+        connections.leave()
+        threading.Thread(target=connections.finish, name="unisono leaving", daemon=True).start()
+
+    weakref.finalize(owner, finish_behind).atexit = False
 
 
 def connect(

@@ -18,7 +18,7 @@ from unisono import packing
 from unisono.background import Handle, SerialQueue
 from unisono.kernels.noise import noise
 from unisono.reducer import Codec
-from unisono.strategies.parameter_server.server import Answer, ByteLayout, Grads, Server, Settings
+from unisono.strategies.parameter_server.server import Answer, ByteLayout, Grads, Server, Settings, Values
 from unisono.world import PeerLost, World
 from unisono.world.ledger import Record
 
@@ -33,12 +33,12 @@ class Coder:
     def __init__(self, codec: Codec, layout: ByteLayout, *, feedback: bool, seed: tuple[int, int]) -> None:
         """`seed`: the worker and the server, so that each pair draws its own random numbers."""
         self.codec, self.layout, self.seed = codec, layout, seed
-        self.residual = torch.zeros(sum(layout.counts)) if feedback else None
-        self._rates: list[float] = []
+        self.residual = torch.zeros(sum(layout.counts), dtype=torch.float32) if feedback else None
+        self.rates: list[float] = []  # that the residual was met with
 
     def encode(self, grads: Grads, step: int, rates: list[float]) -> Tensor:
         """The code of gradients (None: zeros); `rates` are their learning rates now."""
-        line = torch.zeros(sum(self.layout.counts))
+        line = torch.zeros(sum(self.layout.counts), dtype=torch.float32)
         for part, grad in zip(line.split(self.layout.counts), grads, strict=True):
             if grad is not None:
                 part.copy_(grad.reshape(-1))
@@ -58,10 +58,10 @@ class Coder:
     def _rescale(self, rates: list[float]) -> None:
         """What was kept counts at the learning rate that it was met with."""
         assert self.residual is not None
-        for part, old, new in zip(self.residual.split(self.layout.counts), self._rates, rates, strict=False):
+        for part, old, new in zip(self.residual.split(self.layout.counts), self.rates, rates, strict=False):
             if old > 0 and new > 0 and old != new:
                 part.mul_(old / new)
-        self._rates = rates
+        self.rates = rates
 
 
 class LocalLink:
@@ -71,26 +71,36 @@ class LocalLink:
 
     def __init__(self, server: Server, worker: int, targets: Sequence[Tensor], coder: Coder | None) -> None:
         self.server, self.worker, self.targets, self.coder = server, worker, targets, coder
-        self._given: tuple[Grads | None, Settings | None] = (None, None)
+        # What the targets were made: without staleness the server stands still until this worker's next push.
+        self.pulled = server.values if server.staleness == 0 else server.layout.views(server.layout.empty())
+        self.note_pulled()
+        self._given: tuple[Grads | None, Settings | None, Values] = (None, None, [])
 
-    def push(self, grads: Grads | None, settings: Settings | None, code: Tensor | None) -> None:
-        """Begin a window's push; `pull` ends it."""
+    def push(self, grads: Grads | None, settings: Settings | None, code: Tensor | None, written: Values) -> None:
+        """Begin a window's push; `pull` ends it. `written`: what the program wrote to parameters."""
         if code is not None and grads is not None and self.coder is not None:
             found = self.coder.decode(code, self.targets)
             grads = [None if g is None else f for g, f in zip(grads, found, strict=True)]
         elif grads is not None:
             grads = [None if g is None else g.detach().cpu() for g in grads]
-        self._given = grads, settings
+        self._given = grads, settings, written
 
     def pull(self) -> Answer:
         """Wait until I may go on, and copy the parameters into mine."""
         answer = self.server.push(self.worker, *self._given)
-        self._given = (None, None)
-        self.server.read(self.worker, self.targets)
+        self._given = (None, None, [])
+        if self.pulled is not self.server.values:
+            self.server.read(self.worker, self.pulled)
+        _copy_trainable(self.pulled, self.targets)
         return answer
 
-    def settle(self, buffers: bytes) -> Settled:
-        line, rest = self.server.settle(self.worker, buffers)
+    def note_pulled(self) -> None:
+        """The targets are what the server holds."""
+        if self.pulled is not self.server.values:
+            _copy_all(self.targets, self.pulled)
+
+    def settle(self, buffers: bytes, written: Values) -> Settled:
+        line, rest = self.server.settle(self.worker, buffers, written)
         return self.server.layout.views(line), *packing.from_bytes(rest)
 
     def gather(self, data: bytes) -> bytes:
@@ -123,14 +133,15 @@ class RemoteLink:
         self.pair, self.rank, self.targets, self.coder = pair, rank, targets, coder
         self.layout = ByteLayout(targets)
         self._line = self.layout.empty()
-        self._views = self.layout.views(self._line)
+        self._views = self.pulled = self.layout.views(self._line)  # from pull to push: what the targets were made
+        self.note_pulled()
         self._head = torch.zeros(4 + workers, dtype=torch.int64)
         self._answers = 0
         self._owed = 0  # answers that are still to come
         self.is_lost = False  # the server is gone, and the program has heard of it
 
-    def push(self, grads: Grads | None, settings: Settings | None, code: Tensor | None) -> None:
-        text = b"" if settings is None else packing.to_bytes(settings)
+    def push(self, grads: Grads | None, settings: Settings | None, code: Tensor | None, written: Values) -> None:
+        text = packing.to_bytes([settings, written]) if settings is not None or written else b""
         if grads is None:
             self._ask(TICK, text)
             return
@@ -141,12 +152,14 @@ class RemoteLink:
 
     def pull(self) -> Answer:
         head, _ = self._answer(self._line)
-        for target, view in zip(self.targets, self._views, strict=True):
-            target.copy_(view)
+        _copy_trainable(self.pulled, self.targets)
         return Answer(head[2], head[3], head[4:])
 
-    def settle(self, buffers: bytes) -> Settled:
-        self._ask(SETTLE, buffers)
+    def note_pulled(self) -> None:
+        _copy_all(self.targets, self.pulled)
+
+    def settle(self, buffers: bytes, written: Values) -> Settled:
+        self._ask(SETTLE, packing.to_bytes([buffers, written]))
         line = self._answer(torch.empty_like(self._line))[1]
         return self.layout.views(line), *packing.from_bytes(_bytes(self._answer()[1]))
 
@@ -289,11 +302,11 @@ class RequestLoop:
             if kind == PUSH:
                 found = self._views if self.coder is None else self.coder.decode(code, self._views)
                 grads = [g if is_there else None for g, is_there in zip(found, there, strict=True)]
-            answer = self.server.push(self.worker, grads, packing.from_bytes(text) if text else None)
+            answer = self.server.push(self.worker, grads, *(packing.from_bytes(text) if text else ()))
             self.server.read(self.worker, self._copies)
             self._send(self._copy, answer)
         elif kind == SETTLE:
-            line, rest = self.server.settle(self.worker, text)
+            line, rest = self.server.settle(self.worker, *packing.from_bytes(text))
             self._send(line)
             self._send(_line_of(rest))
             self.server.confirm_settled(self.worker)
@@ -311,6 +324,18 @@ class RequestLoop:
         self.pair.send(torch.tensor([int(wrong), line.numel(), ahead, missed, *clocks]), _WORKER, tag="answer").wait()
         if line.numel():
             self.pair.send(line, _WORKER, tag="pull").wait()
+
+
+def _copy_all(values: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    for value, target in zip(values, targets, strict=True):
+        target.copy_(value.detach())
+
+
+def _copy_trainable(values: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Frozen parameters are the worker's own: its program may move them (a teacher)."""
+    for value, target in zip(values, targets, strict=True):
+        if target.requires_grad:
+            target.copy_(value)
 
 
 def _line_of(data: bytes) -> Tensor:

@@ -21,9 +21,10 @@ from unisono.strategies.parameter_server.placement import (
     split_parameters,
 )
 from unisono.strategies.parameter_server.protocol import Coder, LocalLink, RemoteLink
-from unisono.strategies.parameter_server.server import ByteLayout, Grads, Server, Settings, options_of
+from unisono.strategies.parameter_server.server import ByteLayout, Grads, Server, Settings, Values, options_of
 from unisono.strategy import Change, ModelPart, PeriodicReplica
 from unisono.world import PeerLost, World
+from unisono.world.operations import put_back
 
 if TYPE_CHECKING:
     from unisono.strategies.parameter_server import parameter_server
@@ -142,20 +143,35 @@ class ServedReplica(PeriodicReplica):
         if self._at_home:
             self.optimizer.state.clear()  # the servers go on with it
             self._at_home = False
+        written = self._find_written()
         options = options_of(self.optimizer)
         settings, self._known = None if options == self._known else options, options
         rates = {p: group.get("lr", 0.0) for group in self.optimizer.param_groups for p in group["params"]}
-        for link, part, given in zip(self._links, self._parts, grads, strict=True):
+        for link, part, given, values in zip(self._links, self._parts, grads, written, strict=True):
             code = None
             if link.coder is not None and given is not None:
                 code = link.coder.encode(given, self.step, [float(rates[p]) for p in part])
-            link.push(given, settings, code)
+            link.push(given, settings, code, values)
         answers = [link.pull() for link in self._links]
+        self.writes.note()
         ahead, missed = max(a.ahead for a in answers), max(a.missed for a in answers)
         self._ahead[ahead] += 1
         self._missed[missed] += 1
         self._clocks = answers[0].clocks
         self.world.ledger.event("staleness", ahead=ahead, missed=missed, clocks=self._clocks)
+
+    def _find_written(self) -> list[Values]:
+        """For each server, what the program wrote to its parameters since they were pulled. Not what it wrote and took
+        back, to within rounding (SAM)."""
+        found, names = set(self.writes.find(thorough=True)), {p: name for name, p in self.model.named_parameters()}
+        return [
+            [
+                (i, names[p], p.detach().cpu())
+                for i, (p, before) in enumerate(zip(part, link.pulled, strict=True))
+                if names[p] in found and _has_changed(p.detach().cpu(), before)
+            ]
+            for link, part in zip(self._links, self._parts, strict=True)
+        ]
 
     # Progress ---------------------------------------------------------------------------------------------------
 
@@ -174,8 +190,16 @@ class ServedReplica(PeriodicReplica):
         """The servers' parameters when every worker has come here, with the first worker's buffers."""
         self.meet_if_due()
         made = self.copy_model()
-        self._rest(made, buffers=True)
+        self.average_frozen(made)
+        self._rest(made, buffers=True)  # the last: a rank that serves goes on when all have been answered
         return made
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Over the workers that live."""
+        every = list(self.gather_present(list(tensors)).values()) if tensors else []
+        for x, *each in zip(tensors, *every, strict=True):
+            fractions = x.is_floating_point() or x.is_complex()
+            x.copy_(torch.stack(each).mean(0) if fractions else each[0])
 
     @torch.no_grad()
     def _rest(self, model: nn.Module, *, buffers: bool) -> None:
@@ -184,14 +208,17 @@ class ServedReplica(PeriodicReplica):
             return
         mine = packing.to_bytes([b.detach() for b in model.buffers()]) if buffers else b""
         same = dict(zip(self.model.parameters(), model.parameters(), strict=True))
-        for part, (values, theirs, states) in zip(self._parts, self._connections.settle(mine), strict=True):
+        settled = self._connections.settle(mine, self._find_written())
+        for part, (values, theirs, states) in zip(self._parts, settled, strict=True):
             for param, value in zip(part, values, strict=True):
-                same[param].copy_(value)
+                if param.requires_grad:
+                    same[param].copy_(value)
             self._take(part, states)
             if buffers:
                 for buffer, value in zip(model.buffers(), packing.from_bytes(theirs), strict=True):
-                    buffer.copy_(value)
+                    put_back(buffer, value)
         self._at_home = True
+        self._note_pulled()
 
     def _take(self, part: Sequence[Parameter], states: Sequence[dict[str, Any]]) -> None:
         for param, state in zip(part, states, strict=True):
@@ -234,21 +261,31 @@ class ServedReplica(PeriodicReplica):
                 for link, part in zip(self._links, self._parts, strict=True)
                 if link.coder is not None and link.coder.residual is not None
                 for p, piece in zip(part, link.coder.residual.split(link.coder.layout.counts), strict=True)
-            }
+            },
+            "rates": [link.coder.rates if link.coder is not None else [] for link in self._links],
         }
 
     @torch.no_grad()
     def load_local(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]], *, same_world: bool) -> None:
         """Model and optimizer are loaded: the first worker brings both to the servers."""
         named = {p: name for name, p in self.model.named_parameters()}
-        for link, part in zip(self._links, self._parts, strict=True):
+        for i, (link, part) in enumerate(zip(self._links, self._parts, strict=True)):
             if self.world.rank == 0:
                 link.put(part, [dict(self.optimizer.state.get(p, {})) for p in part])
             if link.coder is not None and link.coder.residual is not None:
                 for p, piece in zip(part, link.coder.residual.split(link.coder.layout.counts), strict=True):
                     found = [own["residuals"][named[p]] for own in locals_ if named[p] in own.get("residuals", {})]
                     piece.copy_(torch.stack(found).double().sum(0) / len(locals_)) if found else piece.zero_()
+                rates = locals_[0].get("rates", [])
+                link.coder.rates = list(rates[i]) if len(rates) == len(self._links) else []
         self._at_home, self._known = True, None
+        self._note_pulled()
+
+    def _note_pulled(self) -> None:
+        """The servers know of the parameters as they are here."""
+        for link in self._links:
+            link.note_pulled()
+        self.writes.note()
 
     def settle(self, *, is_source: bool) -> None:
         """The source brings parameters and optimizer states from the servers."""
@@ -296,6 +333,13 @@ def _coder(strategy: parameter_server, part: Sequence[Parameter], worker: int, s
     if strategy.reducer is None or strategy.reducer.codec is None:
         return None
     return Coder(strategy.reducer.codec, ByteLayout(part), feedback=strategy.feedback, seed=(worker, server))
+
+
+def _has_changed(x: Tensor, before: Tensor) -> bool:
+    if x.equal(before) or x.dtype.itemsize < 4 or not (x.is_floating_point() or x.is_complex()):
+        return not x.equal(before)
+    rounding = 2 * torch.finfo(x.dtype).eps * float(before.abs().max())
+    return not torch.allclose(x, before, rtol=0.0, atol=rounding)
 
 
 def _plain_grad(grad: Tensor, scale: float) -> Tensor:

@@ -18,9 +18,11 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unisono import packing
+from unisono.strategy.program_writes import digest
 
 Grads = Sequence[Tensor | None]
 Settings = list[dict[str, Any]]  # the options of each group of the optimizer, as a worker has them now
+Values = list[tuple[int, str, Tensor]]  # what a worker's program wrote: which of my parameters, its name, its values
 
 
 class Answer(NamedTuple):
@@ -65,6 +67,9 @@ class Server:
     parameters about as far; a worker more than `staleness` windows ahead of the slowest waits (None: nobody does).
     delay: a push is applied when so many pushes of others have come after it; its worker waits for that.
 
+    What workers' programs wrote to parameters comes with their pushes. With staleness 0 all have to write the same in a
+    round. Else the first one's counts at once, and each worker has to write the same in its turn.
+
     Workers that have left, or rest until all do (`settle`, `gather`), are waited for by nobody.
     """
 
@@ -82,7 +87,8 @@ class Server:
         self.layout = ByteLayout(params)
         self.staleness, self.delay = staleness, delay
         self._line = self.layout.empty()
-        self._params = [Parameter(view) for view in self.layout.views(self._line)]
+        self._params = [Parameter(x, x.is_floating_point() or x.is_complex()) for x in self.layout.views(self._line)]
+        self.values = [p.detach() for p in self._params]
         self._optimizer = optimizer_over(optimizer, dict(zip(params, self._params, strict=True)))
         self.put(params, [optimizer.state.get(p, {}) for p in params])
         self._all = list(workers)
@@ -91,6 +97,9 @@ class Server:
         self._seen = dict.fromkeys(self._all, 0)  # the version that each pulled last
         self._settings = dict.fromkeys(self._all, options_of(optimizer))
         self._failure: Exception | None = None
+        self._written: dict[int, Values] = {}  # of the workers that push in this round, or rest
+        self._marks: list[str] = []  # without rounds: of each write, one after the other
+        self._writes = dict.fromkeys(self._all, 0)  # how many of these each worker has made
         self.version = 0  # optimizer steps so far
         self._rounds = 0
         self._round: dict[int, Grads | None] = {}  # what the workers pushed in this round
@@ -105,12 +114,17 @@ class Server:
 
     # What workers ask for ---------------------------------------------------------------------------------------
 
-    def push(self, worker: int, grads: Grads | None, settings: Settings | None = None) -> Answer:
-        """One window of a worker: returns when it may go on. `grads` None: it has nothing to add."""
+    def push(
+        self, worker: int, grads: Grads | None, settings: Settings | None = None, written: Values | None = None
+    ) -> Answer:
+        """One window of a worker: returns when it may go on. `grads` None: it has nothing to add. `written`: what its
+        program wrote to parameters since the last one."""
         with self._changed:
+            self._raise_failure()
             if settings is not None:
                 self._settings[worker] = settings
             self._clocks[worker] += 1
+            self._note_written(worker, written or [])
             missed = self._in_a_round(worker, grads) if self.staleness == 0 else self._by_itself(worker, grads)
             return Answer(
                 self._clocks[worker] - self._slowest(worker), missed, [self._clocks.get(w, -1) for w in self._all]
@@ -123,10 +137,12 @@ class Server:
             for target, param in zip(into, self._params, strict=True):
                 target.copy_(param.detach())
 
-    def settle(self, worker: int, buffers: bytes = b"") -> tuple[Tensor, bytes]:
+    def settle(self, worker: int, buffers: bytes = b"", written: Values | None = None) -> tuple[Tensor, bytes]:
         """Rest until every worker does: the parameters then, and, packed, the first worker's buffers and the
         optimizer's states; alike for all."""
         with self._changed:
+            self._raise_failure()
+            self._note_written(worker, written or [])
             self._resting.add(worker)
             self._buffers[worker] = buffers
             number = self._settles
@@ -195,7 +211,8 @@ class Server:
         self._wait(lambda: self._pushes_of_others(worker, before) >= min(self.delay, len(self._active()) - 1))
         missed = self.version - self._seen[worker]
         if grads is not None:
-            self._step(grads, self._settings[worker], share=1.0 / len(self._clocks))
+            self._do_or_fail(lambda: self._step(grads, self._settings[worker], share=1.0 / len(self._clocks)))
+            self._raise_failure()
         self._changed.notify_all()
         staleness = self.staleness
         if staleness is not None:
@@ -214,16 +231,10 @@ class Server:
 
     def _look_again(self) -> None:
         """Somebody has come, gone, or rests: a round may be full, and all may rest."""
-        if self._round and self._active() <= set(self._round):
-            self._end_round()
+        if self._round and self._active() <= set(self._round) and self._failure is None:
+            self._do_or_fail(self._end_round)
         if self._resting and set(self._clocks) <= self._resting:
-            first = min(self._resting)
-            line, states = self.fetch()
-            self._settled = line, packing.to_bytes([self._buffers[first], states])
-            self._unanswered = set(self._resting)
-            self._resting.clear()
-            self._buffers.clear()
-            self._settles += 1
+            self._do_or_fail(self._end_rest)
         if self._brought and set(self._clocks) <= set(self._brought):
             self._gathered = packing.to_bytes([[w, data] for w, data in sorted(self._brought.items())])
             self._brought.clear()
@@ -232,11 +243,21 @@ class Server:
 
     def _end_round(self) -> None:
         given = {w: grads for w, grads in sorted(self._round.items()) if grads is not None}
-        self._round = {}
+        workers, self._round = set(self._round), {}
+        self._take_written(workers)
         if given:
             first = next(iter(given))
             self._step(_mean(list(given.values())), self._settings[first], share=1.0)
         self._rounds += 1
+
+    def _end_rest(self) -> None:
+        self._take_written(self._resting)
+        line, states = self.fetch()
+        self._settled = line, packing.to_bytes([self._buffers[min(self._resting)], states])
+        self._unanswered = set(self._resting)
+        self._resting.clear()
+        self._buffers.clear()
+        self._settles += 1
 
     def _step(self, grads: Grads, settings: Settings, *, share: float) -> None:
         for group, options in zip(self._optimizer.param_groups, settings, strict=True):
@@ -248,17 +269,74 @@ class Server:
         try:
             self._optimizer.step()
         except Exception as error:
-            self._failure = RuntimeError(f"its optimizer failed: {error!r}")
-            self._changed.notify_all()
-            raise self._failure from error
+            raise RuntimeError(f"its optimizer failed: {error!r}") from error
         finally:
             self._optimizer.zero_grad(set_to_none=True)
         self.version += 1
 
+    def _do_or_fail(self, do: Callable[[], None]) -> None:
+        """What goes wrong here is every worker's to raise: they wait for each other."""
+        try:
+            do()
+        except Exception as error:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(str(self._failure) or repr(self._failure)) from self._failure
+
+    # What programs wrote ----------------------------------------------------------------------------------------
+
+    def _note_written(self, worker: int, written: Values) -> None:
+        """Keep it until all have said what they wrote; without rounds, take the first worker's now."""
+        if self.staleness == 0:
+            self._written[worker] = written
+        elif written:
+            turn, mark = self._writes[worker], _mark(written)
+            self._writes[worker] += 1
+            if turn == len(self._marks):
+                self._marks.append(mark)
+                self._put_values(written)
+            elif self._marks[turn] != mark:
+                self._do_or_fail(lambda: _refuse(written[0][1], [worker], "another worker wrote other values"))
+                self._raise_failure()
+
+    def _take_written(self, workers: Iterable[int]) -> None:
+        """All these workers have said what they wrote."""
+        written = {w: self._written.pop(w, []) for w in sorted(workers)}
+        first = next((values for values in written.values() if values), [])
+        wrote = [w for w, values in written.items() if _are_equal(values, first)]
+        if others := [str(w) for w in written if w not in wrote]:
+            _refuse(first[0][1], wrote, f"worker(s) {', '.join(others)} did not, or wrote other values")
+        self._put_values(first)
+
+    @torch.no_grad()
+    def _put_values(self, written: Values) -> None:
+        for i, _, value in written:
+            self._params[i].copy_(value)
+
     def _wait(self, ready: Callable[[], bool]) -> None:
         self._changed.wait_for(lambda: ready() or self._failure is not None)
         if not ready():
-            raise RuntimeError(str(self._failure)) from self._failure
+            self._raise_failure()
+
+
+def _mark(written: Values) -> str:
+    return digest(value for _, _, value in written) + ",".join(str(i) for i, _, _ in written)
+
+
+def _are_equal(some: Values, others: Values) -> bool:
+    pairs = zip(some, others, strict=False)
+    return len(some) == len(others) and all(i == j and x.equal(y) for (i, _, x), (j, _, y) in pairs)
+
+
+def _refuse(name: str, workers: Sequence[int], others: str) -> None:
+    raise ValueError(
+        f"the program of worker(s) {', '.join(map(str, workers))} wrote to parameter {name!r} since the last step (as "
+        f"load_state_dict, clamp_ or p.data = x do), and {others}. The servers hold one model: every rank writes the "
+        "same values; what depends on a worker's own values needs staleness=0, under which all have the same"
+    )
 
 
 def _mean(given: Sequence[Grads]) -> list[Tensor | None]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.nn import Parameter
 
-from unisono.exchange.overlap import GradientWeights, mean_of_sparse
+from unisono.exchange.overlap import GradientWeights, layout_of, mean_of_sparse, sparse_values
 from unisono.exchange.windows import TrainableParameters, Windows, if_alive, while_on
 from unisono.strategies._host_memory import HostMemory
 from unisono.strategies.shared.crossing import Crossing
@@ -100,6 +100,8 @@ class Backward(Windows):
         if self._parameters.have_changed() or not self.parts:
             self._cut()
         if not self._is_open:
+            for place in self.places:
+                place.part_with_kept(is_readable=self._is_read)
             kept = [place for place in self.places if place.is_kept]
             for place in kept:
                 place.keep()
@@ -137,24 +139,26 @@ class Backward(Windows):
     def _end_window(self) -> None:
         """Phases 2 and 3."""
         trainable = [place for place in self.places if place.param.requires_grad]
-        used = [(place.fired and not place.is_zero) or place.fill() for place in trainable]
-        used += [p.grad is not None for _, p in self.sparse]
+        used: list[int] = [(place.fired and not place.is_zero) or place.fill() for place in trainable]
+        used += [layout_of(p.grad) for _, p in self.sparse]
         fell = False if self.crossing is None else self.crossing.learning_rate_fell()
         flags = torch.tensor([*used, self._was_touched, fell], dtype=torch.uint8)
         every = self.memory.every
         every.all_reduce(flags, "max", tag="used").wait()
-        *found, touched, decayed = map(bool, flags.tolist())
+        *found, touched, decayed = flags.tolist()
         self._is_open, self._is_read, self._was_touched = False, True, False
-        self.takes_means = touched or self.crossing is not None
+        self.takes_means = bool(touched) or self.crossing is not None
         for place, anywhere in zip(trainable, found, strict=False):
-            place.used = anywhere
-        for (name, param), anywhere in zip(self.sparse, found[len(trainable) :], strict=True):
-            if anywhere and param.requires_grad:
-                mean_of_sparse(param, every, f"gradients/{name}")
+            place.used = bool(anywhere)
+        for (name, param), layout in zip(self.sparse, found[len(trainable) :], strict=True):
+            if layout and param.requires_grad:
+                mean_of_sparse(param, layout, every, f"gradients/{name}")
         if self.crossing is not None:
-            self.crossing.set_decayed(decayed)
+            self.crossing.set_decayed(bool(decayed))
         if self.takes_means:
             self._take_means()
+        if self.crossing is not None:
+            self.crossing.end_window(every, sparse_values(p for _, p in self.sparse))
         for place in self.places:
             if place.param.grad is place.shown and not place.param.requires_grad:  # frozen since: it stays as it was
                 place.has_mean = place.is_over = False

@@ -75,6 +75,15 @@ class Crossing:
         """Whether one fell on some rank."""
         self.reduction.set_decayed(decayed)
 
+    def end_window(self, every: World, others: Sequence[Tensor]) -> None:
+        """All means are there: what is still to be sent stays as it was on all ranks if a number of any part, or of
+        `others`, is not finite."""
+        overflow = torch.zeros((), dtype=torch.uint8)
+        if self.reduction.keeps:
+            overflow.copy_(self.reduction.find_overflow(others).isnan())
+            every.all_reduce(overflow, "max", tag="overflow").wait()
+        self.reduction.end_window(void=bool(overflow))
+
     def close(self) -> None:
         """Let go of the world between hosts."""
         self._world.close()

@@ -7,7 +7,9 @@ does on every rank alike; each rank keeps that for itself, so that it counts onc
 
 from __future__ import annotations
 
+import copy
 import math
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from unisono.exchange.overlap import UNSHARED
 from unisono.strategies.shared.lines import Line
 from unisono.world.transports.arithmetic import combine
 
@@ -132,6 +135,18 @@ class Place:
         self.is_over = False
         self._read(to_change=True)
         self.local = local
+
+    def part_with_kept(self, *, is_readable: bool) -> None:
+        """Where the program took the gradient off the parameter and still holds it, that object stays the mean of the
+        window before: on memory of its own, if the ranks have not begun to write anew; else reading it is refused."""
+        if self.param.grad is self.shown or sys.getrefcount(self.shown) <= UNSHARED:
+            return
+        former = copy.copy(self)
+        if is_readable:
+            former._read(to_change=True)
+        former.is_over, former.shown = not is_readable, self.shown
+        self.shown.place = lambda: former  # type: ignore[assignment]  # which lives as long as the gradient
+        self.shown = MeanGradient(self.param, self)
 
     def take_over(self) -> None:
         """Where the program gave the parameter another gradient (`p.grad = x`), that one counts."""

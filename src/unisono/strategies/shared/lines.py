@@ -26,7 +26,8 @@ class Piece(NamedTuple):
 class Line:
     """Some parameters of one dtype.
 
-    values: those of all of them, for all ranks of the host. views: the same in the parameters' shapes and strides.
+    values: those of all of them, for all ranks of the host. seen: this rank's view of them, in which its program writes
+    alone; `views` are the same in the parameters' shapes and strides.
     gradients: a line for each rank of the host; `gradient_views` as above, by rank.
     """
 
@@ -37,7 +38,8 @@ class Line:
         self._layout = FlatLayout(self.params)
         self.numel = self._layout.numel
         self.values = memory.line(self.numel, self.dtype)
-        self.views = self._layout.views(self.values)
+        self.seen = memory.view(self.values)
+        self.views = self._layout.views(self.seen)
         self.gradients = memory.lines(self.numel, self.dtype)
         self.gradient_views = [self._layout.views(line) for line in self.gradients]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from unisono.strategies.shared.crossing import Crossing
 from unisono.strategies.shared.lines import Line, Piece, group_lines
 from unisono.strategies.shared.state import HostState
 from unisono.strategies.shared.step import HostStep
-from unisono.strategy import Change, Replica, Unsent, share_buffers
+from unisono.strategy import Change, Replica, Unsent
 from unisono.strategy.mistakes import GradientProbe
 from unisono.world import PeerLost, World
 
@@ -69,7 +70,7 @@ class SharedReplica(Replica):
         memory = self._memory = HostMemory(self.world, "shared")
         self._lines = group_lines(named, memory)
         for line in self._lines:
-            move_in(line.params, line.views, memory)
+            move_in(line.params, line.view(line.values), line.views, memory)
         self._state = HostState(self.optimizer, self._lines, memory)
         self._crossing = Crossing(self.world, self.reducer, self.optimizer) if memory.hosts > 1 else None
         self._probe = GradientProbe(self.model.parameters(), self.world) if self.reducer.exact else None
@@ -80,7 +81,7 @@ class SharedReplica(Replica):
             self.world,
             accumulate=self.strategy.accumulate,
             advance=self.advance,
-            share_buffers=self._share_buffers,
+            share_buffers=partial(self.share_buffers, self.strategy.buffers),
             crossing=self._crossing,
         )
         self._step = HostStep(
@@ -92,7 +93,7 @@ class SharedReplica(Replica):
             keeps_tile=self.world.elastic is not None,
             in_the_middle=None if self._faults is None else self.fault_in_update,
         )
-        placed = [Placed(line.names, line.params, line.views, line.values) for line in self._lines]
+        placed = [Placed(line.names, line.params, line.views, line.seen, line.values) for line in self._lines]
         self._writes = Writes(self.model, placed, memory)
 
     def _find_pieces(self, rank: int, slots: Sequence[Container[int]]) -> list[list[Piece]]:
@@ -100,9 +101,6 @@ class SharedReplica(Replica):
         assert self._memory is not None
         count = self._memory.size if self._crossing is None else self._crossing.place[1]
         return [line.pieces(rank, count, some) for line, some in zip(self._lines, slots, strict=True)]
-
-    def _share_buffers(self, world: World) -> None:
-        share_buffers([b.detach() for b in self.model.buffers()], self.strategy.buffers, world)
 
     # The loop -----------------------------------------------------------------------------------------------------
 
@@ -120,9 +118,7 @@ class SharedReplica(Replica):
         self._backward.before_step()
         if not self._step.is_skipped:
             self._step.prepare(self._backward.places)
-            mine = self._step.describe()
-            found = self._memory.meet(f"optimizer.step() of window {self.step}", self._writes.describe(mine))
-            self._writes.check(found, mine)
+            self._writes.begin_step(f"optimizer.step() of window {self.step}", self._step.describe())
             self._is_stepping = True
             self._step.run()
         self._backward.hide()  # the optimizer's own code finds nothing to step
@@ -137,12 +133,12 @@ class SharedReplica(Replica):
         if not self._is_stepping:
             return
         self._is_stepping = False
+        self._writes.end_step()
         try:
             self._memory.meet("the end of a step")
         except PeerLost as error:
             raise PeerLost(self._describe_loss(error)) from error
         self._backward.end_step()
-        self._writes.note()
 
     def _describe_loss(self, error: PeerLost) -> str:
         assert self._step is not None
@@ -172,19 +168,14 @@ class SharedReplica(Replica):
     def write(self, change: Callable[[], Any]) -> None:
         """Change parameters between steps: `change()` is called on one rank of each host, while the others wait.
 
-        Every rank calls it: `replica.write(lambda: model.weight.data.mul_(0.9))`. What gives the same however often it
-        is done (`clamp_`, `copy_`, `load_state_dict`) needs no such care.
+        Every rank calls it: `replica.write(lambda: model.weight.data.mul_(0.9))`. What every rank writes alike needs no
+        such care.
         """
-        if self._memory is None or self._writes is None:
+        if self._writes is not None:
+            self._writes.write(change, everywhere=True)
+        else:
             with torch.no_grad():
                 change()
-            return
-        self._memory.meet("replica.write", everywhere=True)
-        if self._memory.rank == 0:
-            with torch.no_grad():
-                change()
-        self._memory.meet("the end of replica.write", everywhere=True)
-        self._writes.note()
 
     # State --------------------------------------------------------------------------------------------------------
 
@@ -241,7 +232,7 @@ class SharedReplica(Replica):
         self._leave(keep_memory=change is not None and change.world.size > 1)
 
     def _leave(self, *, keep_memory: bool) -> None:
-        for part in (self._backward, self._probe, self._counter, self._crossing, self._writes):
+        for part in (self._backward, self._probe, self._counter, self._crossing):
             if part is not None:
                 part.close()
         if not keep_memory:

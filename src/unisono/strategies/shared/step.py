@@ -50,7 +50,7 @@ class Course:
     held: list[Held] = field(default_factory=list)
     scalars: Scalars = field(default_factory=dict)  # for this step, and after it
     kernel: KernelCall | None = None
-    count: Tensor = field(default_factory=lambda: torch.tensor(0.0))
+    count: Tensor = field(default_factory=lambda: torch.tensor(0.0, dtype=torch.float32))
     is_stepped: bool = False
 
     @property

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from unisono.checkpoint.slices import Piece, Stored
-from unisono.strategies.zero.gather import Values
+from unisono.model_copies import add_hook
 from unisono.strategies.zero.hooks import ModelHook
 from unisono.strategies.zero.offloading import Offloading
 from unisono.strategies.zero.optimizer_shards import OptimizerShards, as_stored
 from unisono.strategies.zero.units import Unit
+from unisono.strategies.zero.values import Values
 
 
 def collect_model_pieces(model: nn.Module, units: Sequence[Unit], offload: Offloading | None) -> dict[str, Any]:
@@ -103,7 +106,27 @@ def load_optimizer(shards: OptimizerShards, units: Sequence[Unit], saved: Any, o
     shards.load(saved)
     if offload is not None:
         offload.load_states(saved["state"])
-        shards.optimizer.state.clear()
+        shards.drop_state()
+
+
+@torch.no_grad()
+def take_written(unit: Unit, offload: Offloading | None, before: Sequence[Tensor] | None) -> None:
+    """Take the elements of a unit's whole values that the program has changed into my shards. The others keep what
+    they have beyond the precision that computes.
+
+    before: what the shards of `unit.held` were, if a step may have changed them since.
+    """
+    for i, one in enumerate(unit.held):
+        now = one.my_shard(unit.full)
+        if offload is None or not unit.trainable:
+            changed = now != (one.shard if before is None else before[i])
+            for line in dict.fromkeys((one.shard, one.master) if unit.trainable else (one.shard,)):
+                line.copy_(torch.where(changed, now.to(line.dtype), line))
+            continue
+        changed = (now != (offload.values(unit).to(now.device) if before is None else before[i])).cpu()
+        if changed.any():
+            master = offload.state(unit).read("master")
+            offload.set_master(unit, torch.where(changed, now.to("cpu", master.dtype), master))
 
 
 class WholeStateDict:
@@ -124,11 +147,12 @@ class WholeStateDict:
         self._on_load = on_load
         self._model, self._units, self._values, self._offload = model, list(units), values, offload
         self._paused = False
+        add = add_hook if values.always_here else _add_model_hook
         self._hooks = [
-            model.register_state_dict_pre_hook(ModelHook(lambda *_: self._gather())),
-            model.register_state_dict_post_hook(ModelHook(lambda *given: self._copy(*given))),
-            model.register_load_state_dict_pre_hook(ModelHook(lambda *_: self._begin_loading())),
-            model.register_load_state_dict_post_hook(ModelHook(lambda *_: self._update_shards())),
+            add(model.register_state_dict_pre_hook, lambda *_: self._gather()),
+            add(model.register_state_dict_post_hook, lambda *given: self._copy(*given)),
+            add(model.register_load_state_dict_pre_hook, lambda *_: self._begin_loading()),
+            add(model.register_load_state_dict_post_hook, lambda *_: self.update_shards()),
         ]
 
     @contextmanager
@@ -144,7 +168,7 @@ class WholeStateDict:
         if self._paused:
             self._values.gather_late()
         else:
-            self._values.gather_all()
+            self._values.gather_all("model.state_dict()")
 
     def _begin_loading(self) -> None:
         if self._paused:
@@ -164,19 +188,18 @@ class WholeStateDict:
         self._values.release_all()
 
     @torch.no_grad()
-    def _update_shards(self) -> None:
-        """Copy whole values that someone has set into my shards."""
+    def update_shards(self, *, exactly: bool = True) -> None:
+        """Copy whole values that someone has set into my shards; `exactly`: also where what is there rounds to them."""
         if self._paused:
             return
         for unit in self._units:
+            if unit.trainable and self._offload is not None:
+                self._offload.set_master(unit, unit.my_shard(unit.full))
+                continue
+            unit.bring_back()
             for one in unit.held:
-                mine = one.my_shard(unit.full)
-                if unit.trainable and self._offload is not None:
-                    self._offload.set_master(unit, mine)
-                    continue
-                if one.shard.data_ptr() != mine.data_ptr():
-                    one.shard.copy_(mine)
-                if unit.trainable and one.master is not one.shard:
+                one.take_written(unit.full)
+                if exactly and one.master is not one.shard:
                     one.master.copy_(one.shard)
         self._values.release_all()
         self._on_load()
@@ -185,3 +208,59 @@ class WholeStateDict:
         """Take the hooks off."""
         for hook in self._hooks:
             hook.remove()
+
+
+class WholeOptimizerState:
+    """Lets `optimizer.state_dict()` give the state of whole parameters, as that of one process, and
+    `optimizer.load_state_dict()` take my part of such a state, by hooks on the optimizer.
+
+    gather(): the state by parameter, from all ranks, which all have to call it.
+    """
+
+    def __init__(
+        self,
+        shards: OptimizerShards,
+        units: Sequence[Unit],
+        offload: Offloading | None,
+        gather: Callable[[], dict[Tensor, dict[str, Any]]],
+    ) -> None:
+        self._shards, self._units, self._offload, self._gather = shards, list(units), offload, gather
+        self._own: Any = None  # the optimizer's state by leaf, while it shows another
+        self._given: Any = None  # what is being loaded
+        optimizer = shards.optimizer
+        self._hooks = [
+            optimizer.register_state_dict_pre_hook(lambda _: self._show_whole()),
+            optimizer.register_state_dict_post_hook(lambda *_: self._show_own()),
+            optimizer.register_load_state_dict_pre_hook(lambda _, state: self._begin_loading(state)),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._load()),
+        ]
+
+    def _show_whole(self) -> None:
+        optimizer = self._shards.optimizer
+        whole = self._gather()
+        self._own = optimizer.state
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        every = {p: whole.get(p) or self._own.get(p) for p in held}
+        optimizer.state = defaultdict(dict, {p: state for p, state in every.items() if state})
+
+    def _show_own(self) -> None:
+        self._shards.optimizer.state, self._own = self._own, None
+
+    def _begin_loading(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Leave to torch what is not split: it would cast all of it, on every rank."""
+        self._given = state
+        numbers = self._shards.find_split_numbers()
+        return {**state, "state": {k: one for k, one in state["state"].items() if k not in numbers}}
+
+    def _load(self) -> None:
+        load_optimizer(self._shards, self._units, self._given, self._offload)
+        self._given = None
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _add_model_hook(register: Callable[..., RemovableHandle], call: Callable[..., Any]) -> RemovableHandle:
+    return register(ModelHook(call))

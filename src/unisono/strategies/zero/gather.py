@@ -1,215 +1,74 @@
-"""Values of units: where they come from before a module runs, and when they are let go.
-
-Stages 1 and 2 keep all of them on every rank (`WholeValues`), or once for all ranks of one host (`CommonValues`). In
-stage 3 no rank does (`GatheredValues`):
+"""Values of units at stage 3: where they come from before a module runs, and when they are let go.
 
 1. forward: before a module runs, its units are gathered, and the next one's begin to; after it, they are let go;
 2. backward: when a gradient reaches the module's output, they are gathered again, in the reverse order; a trainable
    unit is let go when all its gradients are there, a frozen one when the gradient has left the module;
-3. the model's own unit stays from the beginning of forward to the end of backward.
+3. the model's own unit stays from the beginning of forward to the end of backward;
+4. anywhere else (a part of the module is called alone, its `forward` itself, an average of parameters): whatever uses
+   a parameter has its unit gathered first (see `on_use`). The last few such units stay. What the program has written
+   to them goes into the shards when they are let go.
 
-What autograd keeps of a parameter is kept as a place in its unit, and gathered when it is needed. (Inside activation
-checkpointing it is a view, so memory is the unit's own: emptied and filled, never given to another.) A parameter that
-is not there shows NaN in its own shape.
+What autograd keeps of a parameter is kept as a place in its unit, and gathered when it is needed. Each gathering has
+memory of its own: a view that someone still holds (a graph of second derivatives, say) stays as it is.
 """
 
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from unisono.background import Handle, SerialQueue
-from unisono.strategies._host_memory import HostMemory
-from unisono.strategies._writes import Placed, Writes, describe_settings
 from unisono.strategies.zero.hooks import ModelHook
-from unisono.strategies.zero.units import UNCALLED, WHOLE, Unit
-from unisono.world import PeerLost, World
+from unisono.strategies.zero.on_use import Watched, name_function
+from unisono.strategies.zero.units import Unit
+from unisono.strategies.zero.values import Values
+from unisono.world import Mismatch, PeerLost, World
 
 UNITS_GATHERED = 2  # at most, beside the model's own: the one at work, and the one that comes next
+UNITS_IN_USE = 2  # at most, of those that are used outside the forward of their modules
 EVERY_RANK = {  # what errors say of ranks that do not come (see `unisono.runtime.frames`)
     "*": "at stage 3 the parameters are split over the ranks, so every rank runs the model as often as the others, "
-    "also to evaluate it"
+    "also to evaluate it, and every rank reads, copies or saves the parameters (state_dict()) if one does"
 }
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # others' are left alone
 
 
-class Values(ABC):
-    """The values of some units, for the modules that compute with them."""
-
-    always_here = True  # they have memory that is never let go
-
-    @abstractmethod
-    def renew(self) -> None:
-        """My shards have new values: every rank gets them, at once or when a module needs them."""
-
-    def gather_late(self) -> None:
-        """Have those values here that were to come later."""
-        return
-
-    def begin_writing(self) -> None:
-        """The program is about to write all values anew."""
-        self.gather_all()
-
-    @abstractmethod
-    def gather_all(self) -> None:
-        """Have all values here."""
-
-    def release_all(self) -> None:
-        """What is here is out of date, or not needed."""
-        return
-
-    def check_used(self, unit: Unit, slot: int) -> None:
-        """A gradient has come for a parameter: refuse one whose values were not there."""
-        return
-
-    def end_use(self, unit: Unit) -> None:
-        """All gradients of a unit have been taken: its values are not needed any more in this pass."""
-        return
-
-    @abstractmethod
-    def close(self) -> None:
-        """Take the hooks off."""
-
-
-class WholeValues(Values):
-    """Every rank keeps all values; after a step the shards of the trainable units are gathered.
-
-    wait: where units are stepped off the device, waits for one. Then a unit is waited for, and gathered, when a module
-        needs it: a hook on every module that has parameters of its own in it.
-    """
-
-    def __init__(
-        self, model: nn.Module, units: Sequence[Unit], world: World, wait: Callable[[Unit], None] | None
-    ) -> None:
-        self._units, self._world, self._wait = list(units), world, wait
-        self._late: set[Unit] = set()  # units whose new values no module has asked for yet
-        self._hooks: list[Any] = []
-        where = {param: unit for unit in units for param in unit.params}
-        for module in model.modules() if wait is not None else ():
-            needed = list(module.parameters(recurse=isinstance(module, WHOLE)))
-            for child in module.children():
-                needed += child.parameters(recurse=False) if isinstance(child, UNCALLED) else ()
-            own = dict.fromkeys(where[p] for p in needed if p in where)
-            if own:
-                self._hooks.append(
-                    module.register_forward_pre_hook(_call_for_each(self._need, list(own)), prepend=True)
-                )
-
-    @torch.no_grad()
-    def renew(self) -> None:
-        if self._wait is not None:
-            self._late = set(self._units)
-            return
-        for unit in self._units:
-            unit.update_shard()
-            self._gather(unit)
-
-    def gather_late(self) -> None:
-        self._gather_until()
-
-    def gather_all(self) -> None:
-        self._gather_until()
-
-    def _need(self, unit: Unit) -> None:
-        """A module needs a unit whose new values may still be on their way."""
-        if unit in self._late:
-            self._gather_until(unit.index)
-
-    def _gather_until(self, last: int | None = None) -> None:
-        """In the order of the units, whichever a rank needs first: gathering them is a matter of all ranks."""
-        for unit in sorted(self._late, key=lambda unit: unit.index):
-            if last is not None and unit.index > last:
-                return
-            assert self._wait is not None
-            self._late.discard(unit)
-            self._wait(unit)
-            if self._world.size > 1:
-                self._gather(unit)
-
-    def _gather(self, unit: Unit) -> None:
-        shards = unit.shards(unit.full)
-        self._world.survive(lambda: self._world.all_gather(unit.shard, even=True, out=shards, tag=unit.tag).wait())
-
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-
-class CommonValues(Values):
-    """All ranks, on one host, have one memory for all values: after a step nothing has to be gathered. Nobody writes to
-    it before all have called `optimizer.step()`, and nobody reads it before all parts have been stepped.
-
-    What the program writes to parameters by itself is followed (see `_writes`).
-    """
-
-    def __init__(self, model: nn.Module, units: Sequence[Unit], memory: HostMemory, world: World) -> None:
-        self._units, self._memory, self._world = list(units), memory, world
-        self._writes = Writes(model, [Placed(u.names, u.params, u.views(u.full), u.full) for u in units], memory)
-
-    def begin_step(self, window: int, groups: Sequence[Mapping[str, Any]]) -> None:
-        """The optimizer is about to step its `groups`: wait until that is so on every rank."""
-        settings = [line for group in groups for line in describe_settings(group)]
-        found = self._writes.describe(settings)
-        self._world.survive(
-            lambda: self._writes.check(self._memory.meet(f"optimizer.step() of window {window}", found), settings)
-        )
-
-    @torch.no_grad()
-    def renew(self) -> None:
-        for unit in self._units:
-            unit.update_shard()
-        self._world.survive(lambda: self._memory.meet("the end of a step"))
-        self._writes.note()
-
-    def gather_all(self) -> None:
-        """They are here."""
-
-    def begin_writing(self) -> None:
-        """Wait until nobody needs the old ones."""
-        self._memory.meet("load_state_dict")
-
-    def write(self, change: Callable[[], Any]) -> None:
-        """Let one rank change parameters, while the others wait."""
-        self._memory.meet("replica.write")
-        if self._memory.rank == 0:
-            with torch.no_grad():
-                change()
-        self._memory.meet("the end of replica.write")
-        self._writes.note()
-
-    def end_loading(self) -> None:
-        """Values came from a checkpoint: wait until all are there."""
-        self._memory.meet("a checkpoint is loaded")
-        self._writes.note()
-
-    def close(self) -> None:
-        self._writes.close()
-        self._memory.close()
-
-
 class GatheredValues(Values):
-    """Hooks on the modules of some units. `fetch(unit)` gives my shard of it, on the device that computes."""
+    """Hooks on the modules of some units.
+
+    fetch(unit): gives my shard of it, on the device that computes.
+    take_written(unit, before): the program has perhaps written to the whole values of a unit; `before`: what they were,
+        for each of `unit.held`, None if that is what its shards are still.
+    """
 
     always_here = False
 
     def __init__(
-        self, model: nn.Module, units: Sequence[Unit], world: World, fetch: Callable[[Unit], Tensor], *, ahead: bool
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        world: World,
+        fetch: Callable[[Unit], Tensor],
+        take_written: Callable[[Unit, list[Tensor] | None], None],
+        *,
+        ahead: bool,
     ) -> None:
         self.model, self.units, self._world = model, list(units), world
-        self.channel, self._fetch = world.channel(inline=True), fetch
+        self.channel, self._fetch, self._take_written = world.channel(inline=True), fetch, take_written
         on_cpu = self.units[0].full.device.type == "cpu"
         self._lane = SerialQueue("unisono gather") if ahead and world.size > 1 and on_cpu else None
         self._coming: dict[Unit, Handle[None]] = {}
-        self._there: set[Unit] = set()
+        self._there: dict[Unit, list[tuple[int, int]]] = {}  # with its parameters' versions and places as gathered
+        self._in_use: dict[Unit, list[Tensor] | None] = {}  # by `use`, the last one last; see `take_written`
         self._uses: dict[nn.Module, int] = {}  # how many calls of a module are under way
         self._order: list[nn.Module] = []  # in which forward needed the modules, first time
         self._pushed: list[bool] = []  # for each call under way, whether `pack` and `unpack` came with it
@@ -220,6 +79,8 @@ class GatheredValues(Values):
             self._of.setdefault(unit.owner or model, []).append(unit)
         self._of.setdefault(model, [])
         me = weakref.ref(self)
+        self._watched = Watched(self.units, weakref.WeakMethod(self.use))
+        self._nothing = {unit: [_stand_in(param) for param in unit.params] for unit in self.units}
         self._hooks: list[Any] = []
         for module in self._of:
             self._hooks += [
@@ -236,7 +97,9 @@ class GatheredValues(Values):
                 unit.update_shard()
         self.release_all()
 
-    def gather_all(self) -> None:
+    def gather_all(self, why: str = "") -> None:
+        if any(unit not in self._there for unit in self.units):
+            self._announce(why)
         for unit in self.units:
             self.gather(unit)
 
@@ -246,15 +109,28 @@ class GatheredValues(Values):
         """Have the values of a unit here."""
         if unit in self._there:
             return
-        self._there.add(unit)
-        self._start(unit).wait()
-        self._coming.pop(unit, None)
-        for param, view in zip(unit.params, unit.views(unit.full), strict=True):
-            param.data = view
+        with _outside_transforms():
+            self._start(unit).wait()
+            self._coming.pop(unit, None)
+            self._watched.show(unit)
+            for param, view in zip(unit.params, unit.views(unit.full), strict=True):
+                param.data = view
+        self._there[unit] = [(param._version, param.data_ptr()) for param in unit.params]
+        self._hide(unit)
+
+    def _announce(self, why: str) -> None:
+        """A collective that no forward has, in this thread, whose line of the program goes with it: a rank that alone
+        saves or reads parameters must not take part in what the others gather for a forward."""
+        if not why or self._world.size == 1:
+            return
+        for coming in list(self._coming.values()):
+            coming.wait()
+        self._world.survive(lambda: self.channel.barrier(tag=why))
 
     @torch.no_grad()
     def _fill(self, unit: Unit) -> None:
-        unit.full.untyped_storage().resize_(unit.nbytes)
+        with torch.inference_mode(False):
+            unit.full = torch.empty(unit.numel, dtype=unit.dtype, device=unit.full.device)
         mine, shards = self._fetch(unit), unit.shards(unit.full)
         self._world.survive(lambda: self.channel.all_gather(mine, even=True, out=shards, tag=unit.tag).wait())
 
@@ -267,33 +143,101 @@ class GatheredValues(Values):
         return self._coming[unit]
 
     def release(self, unit: Unit) -> None:
-        """Empty a unit's memory."""
+        """Let go of a unit's memory, once the program's own writes to it are in the shards."""
         if (coming := self._coming.pop(unit, None)) is not None:
-            with suppress(PeerLost):  # whoever needs the values gathers them anew, and is told
+            with suppress(PeerLost, Mismatch):  # whoever needs the values gathers them anew, and is told
                 coming.wait()
-        self._there.discard(unit)
-        for param, shape in zip(unit.params, unit.shapes, strict=True):
-            nothing = torch.nan if unit.dtype.is_floating_point else 0
-            param.data = torch.full((), nothing, dtype=unit.dtype, device=unit.full.device).expand(shape)
-        unit.full.untyped_storage().resize_(0)
+        self._watched.show(unit)
+        with _outside_transforms():
+            if (marks := self._there.pop(unit, None)) is not None:
+                now = [(param._version, param.data_ptr()) for param in unit.params]
+                if unit in self._in_use or now != marks:
+                    self._keep_writes(unit, now != marks)
+            for param, nothing in zip(unit.params, self._nothing[unit], strict=True):
+                param.data = nothing
+            unit.full = unit.full.new_empty(0)
+        self._watched.hide(unit)
+
+    @torch.no_grad()
+    def _keep_writes(self, unit: Unit, is_written: bool) -> None:
+        """What the program has written to a unit goes into the shards. `p.data.mul_()` counts in no version: a unit
+        that was used outside forward and backward is compared."""
+        before = self._in_use.pop(unit, None)
+        for name, param, view in zip(unit.names, unit.params, unit.views(unit.full), strict=True):
+            if param.shape != view.shape:
+                raise ValueError(
+                    f"{name!r} was given values of shape {tuple(param.shape)}, expected {tuple(view.shape)}: change a "
+                    "model's shapes before un.parallel"
+                )
+            if param.data_ptr() != view.data_ptr():  # p.data = x
+                view.copy_(param)
+        if is_written or before is not None:
+            self._take_written(unit, before)
+
+    def _release_unused(self, unit: Unit) -> None:
+        """Not if its module runs: forward itself may take a derivative, and goes on after it."""
+        if not self._uses.get(unit.owner or self.model, 0):
+            self.release(unit)
 
     def release_all(self) -> None:
         for unit in [*self._there, *self._coming]:
             self.release(unit)
 
+    def take_written(self) -> None:
+        self.release_all()
+
+    # Uses outside the forward of a module --------------------------------------------------------------------
+
+    def use(self, params: list[Parameter], function: Any, call: Callable[[], Any]) -> Any:
+        """Do `call`, which calls `function`, while the values of `params` are here."""
+        units = dict.fromkeys(self._watched.unit_of[param] for param in params)
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward:
+            self._watch_end()
+        outside = not in_backward and not self._pushed
+        for unit in units:
+            if unit not in self._there:
+                name = next(name for name, x in zip(unit.names, unit.params, strict=True) if x in set(params))
+                self._announce(f"{name_function(function)} of {name!r}" if outside else "")
+                self.gather(unit)
+                self._in_use[unit] = [x.my_shard(unit.full).clone() for x in unit.held] if outside else None
+            elif unit in self._in_use:
+                self._in_use[unit] = self._in_use.pop(unit)  # the last one
+            self._watched.show(unit)
+        pushed = self._push()
+        try:
+            return call()
+        finally:
+            if pushed:
+                torch._C._autograd._pop_saved_tensors_default_hooks()
+            for unit in units:
+                self._hide(unit)
+            for unit in list(self._in_use)[:-UNITS_IN_USE]:
+                self._release_unused(unit)
+
+    def _hide(self, unit: Unit) -> None:
+        """Outside the forward of its module, each use of a parameter is looked at."""
+        if not self._uses.get(unit.owner or self.model, 0):
+            self._watched.hide(unit)
+
+    def _push(self) -> bool:
+        """Let autograd keep places in units, not views."""
+        pushes = torch.is_grad_enabled() and _top_hooks is not None and _top_hooks(True) is None and not _in_transform()
+        if pushes:
+            torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+        return pushes
+
     # Forward ---------------------------------------------------------------------------------------------
 
     def before(self, module: nn.Module, inputs: Any) -> None:
-        """A module is about to run."""
+        """A module is about to run. A shallow copy of one has its hooks as well; its parameters come on use."""
         if module not in self._of:
-            raise RuntimeError(
-                f"this {type(module).__name__} is a copy of one whose parameters are split over the ranks: copy the "
-                "model before un.parallel, or load its state_dict() into another"
-            )
+            return
         self._pushed.append(False)
         self._uses[module] = self._uses.get(module, 0) + 1
         for unit in self._of[module]:
             self.gather(unit)
+            self._watched.show(unit)
         in_backward = torch._C._current_graph_task_id() != -1  # computed again, by activation checkpointing
         if module not in self._order:
             self._order.append(module)
@@ -304,9 +248,7 @@ class GatheredValues(Values):
             if given and module is not self.model:
                 me = weakref.ref(self)
                 torch.autograd.graph.register_multi_grad_hook(given, _end_hook(me, module), mode="all")
-        if torch.is_grad_enabled() and _top_hooks is not None and _top_hooks(True) is None:
-            torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
-            self._pushed[-1] = True
+        self._pushed[-1] = self._push()
 
     def _look_ahead(self, module: nn.Module, direction: int) -> None:
         """Begin to gather what comes next, in the order of forward (+1) or backward (-1)."""
@@ -319,13 +261,14 @@ class GatheredValues(Values):
 
     def after(self, module: nn.Module, output: Any) -> None:
         """A module has run, or failed."""
-        self._uses[module] -= 1
         if module not in self._of:
             return
+        self._uses[module] -= 1
         if self._pushed.pop():
             torch._C._autograd._pop_saved_tensors_default_hooks()
-        every = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
-        made = [x for x in every if x.requires_grad and not x.is_leaf]
+        for unit in self._of[module]:
+            self._hide(unit)
+        made = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad and not x.is_leaf]
         if torch._C._current_graph_task_id() != -1:
             return
         if made and torch.is_grad_enabled():
@@ -336,8 +279,7 @@ class GatheredValues(Values):
         self._known |= module is self.model
         if not stays and not self._uses[module]:
             for unit in self._of[module]:
-                if not any(_is_inside(x, unit) for x in every):
-                    self.release(unit)
+                self.release(unit)
 
     # What autograd keeps: a view of a unit is kept as its place, and is found again when backward needs it ---------
 
@@ -381,28 +323,43 @@ class GatheredValues(Values):
                 if not unit.trainable:
                     self.release(unit)
 
-    def check_used(self, unit: Unit, slot: int) -> None:
-        if unit not in self._there:
-            raise RuntimeError(
-                f"{unit.names[slot]!r} was used outside the forward of its module, where it is not gathered (it is NaN "
-                "there): call the module itself, or use zero(stage=2), or a larger unit_bytes, so that it belongs to a "
-                "module around"
-            )
-
     def end_use(self, unit: Unit) -> None:
-        if unit.owner is not None and not self._uses.get(unit.owner, 0):
-            self.release(unit)
+        if unit.owner is not None:
+            self._release_unused(unit)
 
     def _end(self) -> None:
         self._task = -1
-        self.release_all()
+        for unit in [*self._there, *self._coming]:
+            self._release_unused(unit)
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        for unit in self.units:
+            self._watched.show(unit)
         if self._lane is not None:
             self._lane.close()
         self.channel.close()
+
+
+def _stand_in(param: Parameter) -> Tensor:
+    """What a parameter shows whose values are not here, to code that gets past Python: NaN, or 0 for whole numbers."""
+    nothing = torch.nan if param.is_floating_point() or param.is_complex() else 0
+    return torch.full((), nothing, dtype=param.dtype, device=param.device).expand(param.shape)
+
+
+def _in_transform() -> bool:
+    """Whether this is inside torch.func.grad, vmap and the like."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _outside_transforms() -> AbstractContextManager[Any]:
+    """Inside the block, tensors are ordinary ones."""
+    if not _in_transform():
+        return nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
 
 
 def _is_inside(x: Tensor, unit: Unit) -> bool:
@@ -414,15 +371,6 @@ def _is_inside(x: Tensor, unit: Unit) -> bool:
 
 
 # Hooks that keep nothing alive, and that torch.compile does not look into --------------------------------------
-
-
-def _call_for_each(need: Callable[[Unit], None], units: list[Unit]) -> Any:
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
-    def hook(module: nn.Module, args: Any) -> None:
-        for unit in units:
-            need(unit)
-
-    return ModelHook(hook)
 
 
 def _before_hook(me: weakref.ref[GatheredValues]) -> Any:

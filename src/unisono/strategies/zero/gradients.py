@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ class ShardedGradients:
 
     used: whether any rank had a gradient, by number.
     used_up: the optimizer has stepped with them.
+    overflow: some rank had a value that is not finite, so AMP is to skip the step on all of them.
     """
 
     def __init__(self, units: Sequence[Unit], world: World) -> None:
@@ -39,7 +40,7 @@ class ShardedGradients:
     def open_window(self) -> None:
         """Begin with gradients that nobody has."""
         self.used = [False] * len(self.places)
-        self.used_up = False
+        self.used_up = self.overflow = False
         self._squares: dict[Unit, list[Tensor]] = {}  # of gradients that have left
         self._factors = [1.0] * len(self.places)  # by which they are to be multiplied
         self._last_factor: tuple[Any, float] = (None, 1.0)
@@ -48,7 +49,7 @@ class ShardedGradients:
     def forget_norms(self) -> None:
         """The gradients have changed."""
         self._norms: dict[float, list[Tensor]] = {}
-        self._served = -1  # the number whose norm was asked for last
+        self._served: set[int] = set()  # the numbers whose norms were asked for
 
     # What the user may do with them, through a `ShardedGradient` ---------------------------------------------
 
@@ -61,13 +62,14 @@ class ShardedGradients:
         """
         if self._world.axes is not None:
             self._world.axes.check_norm()
-        if order not in self._norms or number <= self._served:
+        if order not in self._norms or number in self._served:
             sums = self._power_sums(order)
             inf = math.isinf(order)
             self._world.survive(lambda: self._world.all_reduce(sums, "max" if inf else "sum", tag="norms").wait())
             roots = sums if inf else sums ** (1.0 / order)
             self._norms = {order: [x.to(unit.dtype) for x, (unit, _) in zip(roots, self.places, strict=True)]}
-        self._served = number
+            self._served = set()
+        self._served.add(number)
         return self._norms[order][number]
 
     def _power_sums(self, order: float) -> Tensor:
@@ -97,18 +99,45 @@ class ShardedGradients:
             return
         for number in chosen:
             self._factors[number] *= self._as_float(factor)
+        for mine in self._take_lines(chosen):
+            mine.mul_(factor)
+
+    def clear(self, number: int) -> None:
+        """Make my part of a gradient zero."""
+        self.forget_norms()
+        if not self.used_up:
+            self._factors[number] = 0.0
+            for mine in self._take_lines([number]):
+                mine.zero_()
+
+    @torch.no_grad()
+    def unscale(self, numbers: Sequence[int], found_inf: Tensor, factor: Tensor) -> None:
+        """Multiply my parts as a GradScaler does, and tell it of values that are not finite, on whichever rank."""
+        self.forget_norms()
+        if not all(unit.steps_here for unit in self.units):
+            raise NotImplementedError("a GradScaler, for gradients that have left for the host: compute in bf16")
+        mine = self._take_lines(set(numbers))
+        if mine:
+            torch._amp_foreach_non_finite_check_and_unscale_(mine, found_inf, factor)
+        if self.overflow:
+            found_inf.fill_(1.0)
+        if self._world.axes is not None:
+            self._world.axes.agree_overflow(found_inf)
+
+    def _take_lines(self, numbers: Collection[int]) -> list[Tensor]:
+        """My parts of some gradients, and those of which I keep a copy, to be changed: whole lines where all of a unit
+        are chosen."""
+        found = []
         for unit in self.units:
             first = self.first[unit]
-            mine = [slot for slot in range(len(unit.params)) if first + slot in chosen]
-            if unit.gradient is None or not mine:
-                continue
-            for one in unit.held:
-                if one.gradient is not None and len(mine) == len(unit.params):
-                    one.gradient.mul_(factor)
+            chosen = {slot for slot in range(len(unit.params)) if first + slot in numbers}
+            for one in unit.held if chosen else ():
+                if one.gradient is not None and len(chosen) == len(unit.params):
+                    found.append(one.gradient)
                 elif one.gradient is not None:
-                    for part in one.parts:
-                        if part.slot in mine:
-                            one.gradient[part.at : part.at + part.length].mul_(factor)
+                    found += [one.gradient[p.at : p.at + p.length] for p in one.parts if p.slot in chosen]
+        torch.autograd.graph.increment_version(found)  # which torch does not do below __torch_dispatch__
+        return found
 
     def _as_float(self, factor: Any) -> float:
         """A factor as a number; clipping gives the same tensor for each gradient."""
@@ -121,14 +150,11 @@ class ShardedGradients:
     @torch.no_grad()
     def clamp(self, number: int, low: Any, high: Any) -> None:
         """Limit the elements of a gradient."""
-        unit, slot = self.places[number]
         self.forget_norms()
-        if unit.gradient is None:
+        if self.places[number][0].gradient is None:
             raise NotImplementedError("limits of the elements of gradients that have left for the host: clip the norm")
-        for one in unit.held:
-            for part in one.parts:
-                if part.slot == slot and one.gradient is not None:
-                    one.gradient[part.at : part.at + part.length].clamp_(low, high)
+        for mine in self._take_lines([number]):
+            mine.clamp_(low, high)
 
     def full(self, number: int) -> Tensor:
         """A parameter's whole gradient, gathered."""
@@ -165,13 +191,18 @@ class ShardedGradients:
     # `p.grad` of the model's parameters, and of the optimizer's leaves ---------------------------------------------
 
     def take_local(self, number: int) -> tuple[Tensor | None, bool]:
-        """What backward has added to a gradient on this rank, and whether there was none from before; show `p.grad`."""
+        """What backward has added to a gradient on this rank, and whether there was none from before."""
         unit, slot = self.places[number]
         shown, grad = self._shown[number], unit.params[slot].grad
         fresh = grad is not shown or shown.cleared or self._is_cleared(unit, slot)
         local = shown.local if grad is shown else grad
-        shown.cleared, shown.local = False, None
-        shown.tasks.clear()
+        if isinstance(local, ShardedGradient):
+            self.check(local)
+        if grad is shown:
+            shown.cleared, shown.local = False, None
+            shown.tasks.clear()
+        else:  # the program may have kept the one that it cleared, which is not that of this pass
+            self._shown[number] = self._make(number)
         if local is not None and local.is_sparse:
             raise TypeError(
                 f"the gradient of {unit.names[slot]!r} is sparse, which zero cannot split: make its module "
@@ -190,10 +221,18 @@ class ShardedGradients:
         return False
 
     def _is_cleared(self, unit: Unit, slot: int) -> bool:
-        """Whether `optimizer.zero_grad()` let go of my part of a gradient."""
+        """Whether `optimizer.zero_grad()` let go of my part of a gradient, in a step that runs its closure again."""
         mine = [leaf for part, leaf in zip(unit.parts, unit.leaves, strict=True) if part.slot == slot]
-        grad = mine[0].grad if mine else None
-        return grad is None or (isinstance(grad, ShardedGradient) and grad.cleared)
+        return unit.steps_here and any(leaf.grad is None for leaf in mine)
+
+    def check(self, gradient: ShardedGradient) -> None:
+        """Refuse one that was cleared: the memory holds later ones."""
+        if self._shown[gradient.number] is not gradient:
+            unit, slot = self.places[gradient.number]
+            raise RuntimeError(
+                f"this gradient of {unit.names[slot]!r} was cleared (zero_grad()), and another backward pass has taken "
+                "its memory: to keep a gradient of which each rank has a part, take grad.full(), on every rank, before"
+            )
 
     def show(self, number: int, used: bool = True) -> None:
         """Let the model see a gradient."""
@@ -206,10 +245,7 @@ class ShardedGradients:
             for part, leaf in zip(one.parts, one.leaves, strict=True):
                 if not used[part.slot]:
                     leaf.grad = None
-                elif not unit.steps_here:  # a sign that it is there, which zero_grad() takes away
-                    number = self.first[unit] + part.slot
-                    leaf.grad = ShardedGradient(leaf.shape, leaf.dtype, leaf.device, self, number)
-                elif one.gradient is not None:
+                elif unit.steps_here and one.gradient is not None:
                     leaf.grad = one.gradient[part.at : part.at + part.length]
 
     def show_used(self) -> None:
@@ -247,13 +283,6 @@ class ShardedGradients:
         if math.isfinite(sums.sum().item()):  # then all are; else a sum may be too large, and all are looked at
             return False
         return not all(bool(torch.isfinite(x).all()) for x in shards)
-
-    def mark_overflow(self) -> None:
-        """Another rank has such a value: let AMP find one here too; one element will do."""
-        for unit in self.units:
-            if unit.gradient is not None and unit.parts:
-                unit.gradient[unit.parts[0].at] = math.inf
-                return
 
 
 class ShardedGradient(Tensor):
@@ -308,6 +337,7 @@ def _owner_of(gradient: ShardedGradient) -> ShardedGradients:
     owner = gradient.owner()
     if owner is None:
         raise RuntimeError("the replica that this gradient belongs to is closed")
+    owner.check(gradient)
     return owner
 
 
@@ -317,7 +347,12 @@ def _detach(x: ShardedGradient) -> ShardedGradient:
 
 def _add_(x: ShardedGradient, other: Tensor, alpha: float = 1) -> ShardedGradient:
     """Autograd adds another backward pass's gradient: kept until it is reduced."""
-    if not isinstance(x, ShardedGradient) or isinstance(other, ShardedGradient) or alpha != 1:
+    if not isinstance(x, ShardedGradient):
+        raise NotImplementedError(
+            "a gradient that is split over the ranks cannot be added to a tensor, as p.data.add_(p.grad) does: call "
+            "optimizer.step(), or train with allreduce, under which every rank has whole gradients"
+        )
+    if isinstance(other, ShardedGradient) or alpha != 1:
         raise NotImplementedError("only a backward pass may add to a gradient that is split over the ranks")
     x.local = other.detach() if x.local is None else x.local + other
     x.tasks.add(torch._C._current_graph_task_id())
@@ -337,10 +372,6 @@ def _plain_norm(x: ShardedGradient, p: float = 2, *rest: Any, **kwargs: Any) -> 
     return _norm(x, p)
 
 
-def _foreach_norm(xs: Sequence[ShardedGradient], order: float = 2, dtype: Any = None) -> list[Tensor]:
-    return [_norm(x, order, dtype=dtype) for x in xs]
-
-
 def _mul_(x: ShardedGradient, factor: Any) -> ShardedGradient:
     _owner_of(x).scale([x.number], factor)
     return x
@@ -350,22 +381,9 @@ def _div_(x: ShardedGradient, divisor: Any) -> ShardedGradient:
     return _mul_(x, 1.0 / divisor)
 
 
-def _foreach_mul_(xs: Sequence[ShardedGradient], factor: Any) -> Sequence[ShardedGradient]:
-    if isinstance(factor, (list, tuple)):
-        for x, each in zip(xs, factor, strict=True):
-            _mul_(x, each)
-        return xs
-    by_owner: dict[Any, list[int]] = {}
-    for x in xs:
-        by_owner.setdefault(_owner_of(x), []).append(x.number)
-    for owner, numbers in by_owner.items():
-        owner.scale(numbers, factor)
-    return xs
-
-
 def _zero_(x: ShardedGradient) -> ShardedGradient:
     x.local, x.cleared = None, True
-    _owner_of(x).scale([x.number], 0.0)
+    _owner_of(x).clear(x.number)
     return x
 
 
@@ -374,9 +392,47 @@ def _clamp_(x: ShardedGradient, min: Any = None, max: Any = None) -> ShardedGrad
     return x
 
 
-def _foreach_zero_(xs: Sequence[ShardedGradient]) -> None:
+def _foreach_norm(xs: Sequence[Tensor], order: float = 2, dtype: Any = None) -> list[Tensor]:
+    return [torch.linalg.vector_norm(x, order, dtype=dtype) for x in xs]
+
+
+def _each(change: Callable[..., Any]) -> Callable[..., None]:
+    """The operation on a list of gradients, each with a number of its own or all with the same."""
+
+    def change_each(xs: Sequence[Tensor], given: Any = None) -> None:
+        every = given if isinstance(given, (list, tuple)) else [given] * len(xs)
+        for x, one in zip(xs, every, strict=True):
+            change(x, one)
+
+    return change_each
+
+
+def _foreach_mul_(xs: Sequence[Tensor], factor: Any) -> None:
+    if isinstance(factor, (list, tuple)):
+        _each(Tensor.mul_)(xs, factor)
+        return
+    plain, by_owner = _sort_out(xs)
+    _each(Tensor.mul_)(plain, factor)
+    for owner, numbers in by_owner.items():
+        owner.scale(numbers, factor)
+
+
+def _unscale(xs: Sequence[Tensor], found_inf: Tensor, factor: Tensor) -> None:
+    """A GradScaler looks for values that are not finite, and divides by its scale."""
+    plain, by_owner = _sort_out(xs)
+    if plain:
+        torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, factor)
+    for owner, numbers in by_owner.items():
+        owner.unscale(numbers, found_inf, factor)
+
+
+def _sort_out(xs: Sequence[Tensor]) -> tuple[list[Tensor], dict[ShardedGradients, list[int]]]:
+    """Those of a list that are not split, and the numbers of the others."""
+    by_owner: dict[ShardedGradients, list[int]] = {}
     for x in xs:
-        _zero_(x)
+        if isinstance(x, ShardedGradient):
+            by_owner.setdefault(_owner_of(x), []).append(x.number)
+    return [x for x in xs if not isinstance(x, ShardedGradient)], by_owner
 
 
 _aten = torch.ops.aten
@@ -389,9 +445,13 @@ _HANDLERS: dict[Any, Any] = {
     _aten.mul_: _mul_,
     _aten.div_: _div_,
     _aten._foreach_mul_: _foreach_mul_,
+    _aten._foreach_div_: _each(Tensor.div_),
     _aten.zero_: _zero_,
-    _aten._foreach_zero_: _foreach_zero_,
+    _aten._foreach_zero_: _each(lambda x, _: x.zero_()),
     _aten.clamp_: _clamp_,
+    _aten._foreach_clamp_min_: _each(lambda x, low: x.clamp_(min=low)),
+    _aten._foreach_clamp_max_: _each(lambda x, high: x.clamp_(max=high)),
+    _aten._amp_foreach_non_finite_check_and_unscale_: _unscale,
 }
 
 

@@ -1,4 +1,4 @@
-"""Hooks on a model whose ranks hold it together: copies of the model keep them, and pickling it is refused in words."""
+"""Hooks on a model whose ranks hold it together: those of a copy do nothing, and pickling it is refused in words."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import Any, NoReturn
 
 
 class ModelHook:
-    """A hook on a module, that does what `call` does."""
+    """A hook on a module without which its parameters are not whole, not up to date, or of another precision."""
 
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
+    def __init__(self, call: Callable[..., Any], *, in_copies: bool = False) -> None:
+        """`in_copies`: a deep copy of the model keeps it."""
+        self._call, self._in_copies = call, in_copies
 
     def __call__(self, *given: Any) -> Any:
         return self._call(*given)
 
-    def __deepcopy__(self, memo: Any) -> ModelHook:
-        return self
+    def __deepcopy__(self, memo: Any) -> Callable[..., Any]:
+        return self if self._in_copies else _do_nothing
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
@@ -25,3 +26,7 @@ class ModelHook:
             "and torch.save(state, file) on one; after replica.restore() and replica.close() on every rank it is an "
             "ordinary model"
         )
+
+
+def _do_nothing(*_: Any) -> None:
+    return

@@ -1,4 +1,8 @@
-"""The optimizer's side of units: it steps one leaf for each part of a parameter in my shard."""
+"""The optimizer's side of units: it steps one leaf for each part of a parameter in my shard.
+
+Between steps its groups hold the program's own parameters, so that what frameworks do with them (clipping, looking
+for names) is what it is in one process. While it steps they hold the leaves; the state is kept by leaf.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +31,11 @@ WHOLE = {
     "SparseAdam": "it needs sparse gradients",
 }
 
+EVERY_RANK = {  # what errors say of ranks that do not come (see `unisono.runtime.frames`)
+    "gather": "under zero each rank has a part of the optimizer's state, so every rank calls optimizer.state_dict(), "
+    "and one of them writes the file; un.save(folder, replica) lets each write its part"
+}
+
 
 def check_optimizer(optimizer: Optimizer) -> None:
     """Refuse an optimizer that needs whole parameters."""
@@ -45,22 +54,30 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 
 class OptimizerShards:
-    """An optimizer that holds leaves, with their part of the state, instead of the parameters that it was made with."""
+    """An optimizer that steps leaves, with their part of the state, instead of the parameters that it was made with."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self._groups = [list(group["params"]) for group in optimizer.param_groups]  # what it was made with
-        self._numbers = {p: i for i, p in enumerate(p for group in self._groups for p in group)}
         self._units: list[Unit] = []
+        self._of: dict[Tensor, list[Parameter]] = {}  # the leaves of every parameter that is split
+        self._whole: list[list[Parameter]] | None = None  # what the groups hold otherwise, while they hold leaves
+
+    def _find_numbers(self) -> dict[Tensor, int]:
+        """By parameter, its number in `optimizer.state_dict()`."""
+        self.end_step()
+        return {p: i for i, p in enumerate(p for group in self.optimizer.param_groups for p in group["params"])}
+
+    def find_split_numbers(self) -> set[int]:
+        """The numbers of the parameters that are split."""
+        return {number for param, number in self._find_numbers().items() if param in self._of}
 
     def split(self, units: Sequence[Unit]) -> dict[int, dict[str, Any]]:
-        """Make the leaves of some units, and let the optimizer hold them.
+        """Make the leaves of some units, for the optimizer to step.
 
         Returns the state of whole parameters, by their number, for units that are stepped elsewhere.
         """
-        self._units = list(units)
-        optimizer = self.optimizer
-        leaves: dict[Tensor, list[Parameter]] = {}
+        self._units, self._of = list(units), {}
+        optimizer, numbers, leaves = self.optimizer, self._find_numbers(), self._of
         before = {}
         for unit in units:
             for one in unit.held:
@@ -77,31 +94,54 @@ class OptimizerShards:
                 state = optimizer.state.pop(param, None)
                 leaves.setdefault(param, [])
                 if state and not unit.steps_here:
-                    before[self._numbers[param]] = dict(state)
-        for group in optimizer.param_groups:
-            group["params"] = [leaf for p in group["params"] for leaf in leaves.get(p, [p])]
+                    before[numbers[param]] = dict(state)
         return before
 
-    def add_stand_in(self) -> Tensor | None:
-        """Let the optimizer hold something where no element of any parameter is mine: a GradScaler needs it."""
-        if any(unit.parts for unit in self._units):
-            return None
-        made = Parameter(torch.zeros(1, device=self._units[0].params[0].device))
-        spares = [leaf for unit in self._units if unit.spare is not None for leaf in unit.spare.leaves]
-        group = self.optimizer.param_groups[0]
-        group["params"] = [made, *(p for p in group["params"] if any(p is leaf for leaf in spares))]
-        return made
+    def begin_step(self) -> None:
+        """Let the optimizer's groups hold the leaves, until `end_step`."""
+        if self._whole is None:
+            groups = self.optimizer.param_groups
+            self._whole = [group["params"] for group in groups]
+            for group in groups:
+                group["params"] = [leaf for p in group["params"] for leaf in self._of.get(p, [p])]
+
+    def end_step(self) -> None:
+        """Let them hold the program's parameters again."""
+        for group, params in zip(self.optimizer.param_groups, self._whole or (), strict=False):
+            group["params"] = params
+        self._whole = None
 
     def put_back(self) -> None:
-        """Let the optimizer hold the parameters that it was made with, without state."""
-        for group, params in zip(self.optimizer.param_groups, self._groups, strict=True):
-            group["params"] = params
-        self.optimizer.state.clear()
+        """Let the optimizer step the parameters that it was made with, without state."""
+        self.end_step()
+        self.drop_state()
+        self._of = {}
+
+    def drop_state(self) -> None:
+        """Forget the state of all leaves."""
+        for leaf in (leaf for leaves in self._of.values() for leaf in leaves):
+            self.optimizer.state.pop(leaf, None)
 
     # State of whole parameters
 
+    def gather(self, world: World, on: torch.device | None = None) -> dict[Tensor, dict[str, Any]]:
+        """The state of whole parameters, on every rank; each calls it. `on`: where that is to be (None: where they
+        are)."""
+        tag = "optimizer.state_dict()"
+        world.barrier(tag=tag)  # names the call, where a rank makes it alone
+
+        def join_shards(lines: list[Tensor], _: Tensor) -> Tensor:
+            return torch.cat(world.all_gather(lines[0], even=True, tag=tag).wait())
+
+        return self.join(self._units, lambda unit: [unit], world, join_shards, on)
+
     def join(
-        self, units: Sequence[Unit], given: Given, world: World, join_shards: Callable[[list[Tensor], Tensor], Tensor]
+        self,
+        units: Sequence[Unit],
+        given: Given,
+        world: World,
+        join_shards: Callable[[list[Tensor], Tensor], Tensor],
+        on: torch.device | None = None,
     ) -> dict[Tensor, dict[str, Any]]:
         """Put the state of whole parameters together; `join_shards` joins the ranks' shards of a line.
 
@@ -115,7 +155,7 @@ class OptimizerShards:
             entries = [kinds.get(name, {}) for name in unit.names]
             keys = dict.fromkeys((key, kind[1]) for entry in entries for key, kind in entry.items() if _is_line(kind))
             for key, dtype in keys:
-                empty = torch.empty(0, dtype=dtype, device=unit.params[0].device)
+                empty = torch.empty(0, dtype=dtype, device=on or unit.params[0].device)
                 full = join_shards([self._state_line(one, key, empty) for one in given(unit)], empty)
                 for slot, view in enumerate(unit.views(full)):
                     if key in entries[slot]:
@@ -157,26 +197,22 @@ class OptimizerShards:
         """What `optimizer.state_dict()` would be with whole parameters, as far as this rank has them: a Piece for each
         state that is split."""
         state: dict[int, dict[str, Any]] = {}
+        numbers = self._find_numbers()
         for unit, part, leaf in self._leaves(self._units):
             for key, value in self.optimizer.state.get(leaf, {}).items():
                 if isinstance(value, Tensor) and has_element_each(value.shape, key, leaf.shape):
                     value = Piece.of(value, part.start, shape=unit.shapes[part.slot])
-                state.setdefault(self._numbers[unit.params[part.slot]], {})[key] = value
-        position, packed = 0, []
-        for group, params in zip(self.optimizer.param_groups, self._groups, strict=True):
-            plain = {key: value for key, value in group.items() if key != "params"}
-            packed.append({**plain, "params": list(range(position, position + len(params)))})
-            position += len(params)
+                state.setdefault(numbers[unit.params[part.slot]], {})[key] = value
+        packed = [{**group, "params": [numbers[p] for p in group["params"]]} for group in self.optimizer.param_groups]
         return {"state": dict(sorted(state.items())), "param_groups": packed}
 
     def load(self, saved: Any) -> None:
         """Load my part of a saved state, and that of which I keep a copy."""
-        optimizer = self.optimizer
-        optimizer.state.clear()
+        optimizer, numbers = self.optimizer, self._find_numbers()
         every = [one for unit in self._units for one in unit.held]
         for unit, part, leaf in self._leaves(every):
-            param = unit.params[part.slot]
-            for key, value in saved["state"].get(self._numbers.get(param, -1), {}).items():
+            optimizer.state.pop(leaf, None)
+            for key, value in saved["state"].get(numbers.get(unit.params[part.slot], -1), {}).items():
                 optimizer.state[leaf][key] = _read(value, key, unit, part, optimizer)
         for group, other in zip(optimizer.param_groups, saved["param_groups"], strict=True):
             group.update({key: value for key, value in other.items() if key != "params"})
@@ -202,7 +238,7 @@ def has_element_each(shape: torch.Size, key: str, of: torch.Size) -> bool:
 
 def _leaf_memory(unit: Unit, part: Part) -> Tensor:
     if not unit.steps_here:  # only to stand in the optimizer's groups
-        return torch.full((), math.nan).expand(part.length)
+        return torch.full((), math.nan, dtype=torch.float32).expand(part.length)
     return unit.master[part.at : part.at + part.length]
 
 

@@ -10,7 +10,6 @@ Three phases, in one backward:
 
 from __future__ import annotations
 
-import math
 import sys
 import weakref
 from collections import deque
@@ -26,9 +25,9 @@ from torch.utils.checkpoint import CheckpointFunction
 from unisono.background import Handle, SerialQueue
 from unisono.exchange.overlap import scale_gradient
 from unisono.exchange.windows import Windows, if_alive
-from unisono.strategies.zero.gather import Values
 from unisono.strategies.zero.gradients import ShardedGradients
 from unisono.strategies.zero.units import Unit
+from unisono.strategies.zero.values import Values
 from unisono.strategy.mistakes import SameData, sample
 from unisono.world import World
 
@@ -41,7 +40,6 @@ class Backward(Windows):
     stage: 1 keeps the gradients of a window's passes whole and reduces with the last one, 2 and 3 reduce with every
         pass and add up shards.
     values: the values of the units; they are released as their gradients arrive.
-    stand_in: what the optimizer holds where no element is mine: a GradScaler looks at it.
     on_reduced(unit, fresh): the gradient of my shard is that of the whole window; `fresh`, if gradients were cleared
         before it.
     on_window(world): all units are reduced; with the world to talk in.
@@ -58,7 +56,6 @@ class Backward(Windows):
         overlap: bool,
         advance: Callable[[], None],
         values: Values,
-        stand_in: Tensor | None,
         on_reduced: Callable[[Unit, bool], None],
         on_window: Callable[[World], None],
         on_pass: Callable[[], None],
@@ -67,7 +64,7 @@ class Backward(Windows):
         self.units, self.world, self.stage = list(units), world, stage
         self.channel = world.channel(inline=True)
         self.gradients = ShardedGradients(self.units, world)
-        self._values, self._stand_in = values, stand_in
+        self._values = values
         self._on_reduced, self._on_window, self._on_pass = on_reduced, on_window, on_pass
         on_cpu = units[0].params[0].device.type == "cpu"  # on a GPU, work is in the background anyway
         self._lane = SerialQueue("unisono reduce") if overlap and world.size > 1 and on_cpu else None
@@ -123,7 +120,6 @@ class Backward(Windows):
         if not self._reducing:
             return
         unit, slot = self.gradients.places[number]
-        self._values.check_used(unit, slot)
         if number in self._fired:
             if self._position[unit] > self._next:
                 raise RuntimeError(
@@ -143,7 +139,7 @@ class Backward(Windows):
         if failed and self.gradients.holds_any_of(self._task, self._fired - {number}):
             raise RuntimeError(
                 "the backward pass before this one failed half-way, and what it had added is still in the gradients of "
-                "the model, where optimizer.zero_grad() does not reach: call model.zero_grad() too, on every rank"
+                "the model: call optimizer.zero_grad() before the next, on every rank"
             )
         if self.stage > 1 and _in_checkpoint():
             raise RuntimeError(
@@ -301,11 +297,8 @@ class Backward(Windows):
         for number, found in enumerate(used):
             gradients.show(number, bool(found))
             gradients.used[number] = bool(found)
-        if overflow and not mine:
-            gradients.mark_overflow()
+        gradients.overflow = bool(overflow)
         gradients.show_used()
-        if self._stand_in is not None:
-            self._stand_in.grad = torch.full_like(self._stand_in, math.inf if overflow else 0.0)
         self._on_window(self.channel)
         self._passes, self._ended, self._stale = 0, True, True
         self._advance()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from unisono.exchange.reduction import overlap_pays
 from unisono.exchange.windows import Counter, Windows
 from unisono.strategies._host_memory import HostMemory, move_out
 from unisono.strategies.zero import checkpoint, reshard
-from unisono.strategies.zero.gather import CommonValues, GatheredValues, Values, WholeValues
+from unisono.strategies.zero.gather import GatheredValues
 from unisono.strategies.zero.hooks import ModelHook
 from unisono.strategies.zero.materialise import Replacements, adopt, materialise, swap
 from unisono.strategies.zero.offloading import Offloading
@@ -34,7 +35,8 @@ from unisono.strategies.zero.units import (
     units_by_module,
     units_by_size,
 )
-from unisono.strategy import Change, Replica, share_buffers
+from unisono.strategies.zero.values import CommonValues, Values, WholeValues
+from unisono.strategy import Change, Replica
 from unisono.world import World
 
 if TYPE_CHECKING:
@@ -61,11 +63,13 @@ class ZeroReplica(Replica):
         self._backward: Backward | None = None
         self._values: Values | None = None
         self._state_dict: checkpoint.WholeStateDict | None = None
+        self._optimizer_state: checkpoint.WholeOptimizerState | None = None
         self._offload: Offloading | None = None
         self._spare: Spare | None = None
         self._stepped = 0  # `step` when the shards took their last step
         self._turns = 0  # how often the shards were set: counts of steps compare where it is the same
         self._is_behind = False  # a step is taken that other ranks have taken
+        self._in_step = False  # from the optimizer's step on, until its values are everywhere
         self._memory: HostMemory | None = None  # for values, where all ranks have one
         self._cast: Any = None  # a hook that casts what the model is given
         self._narrowed: list[tuple[Tensor, torch.dtype]] = []  # frozen parameters that were cast, and from what
@@ -87,6 +91,7 @@ class ZeroReplica(Replica):
     def start(self) -> None:
         """Split model and optimizer over the ranks of the world, and watch them."""
         replacements: Replacements = {}
+        self._in_step = False
         if not self.splits:
             self._materialise_rest(replacements)
             last = [p for p in self.model.parameters() if p.requires_grad][-1]
@@ -108,12 +113,11 @@ class ZeroReplica(Replica):
         self._adopt_units(replacements, device)
         self._materialise_rest(replacements)
         before = self._shards.split(self._trainable)
-        stand_in = None if self._offload is not None else self._shards.add_stand_in()
         if self._offload is not None:
             self._offload.start()
             if before:
                 self._offload.load_states(before)
-        self._watch(stand_in)
+        self._watch()
 
     def _make_units(self, size: int, rank: int) -> list[Unit]:
         """Divide the model into units for a world of this size; they have no memory yet."""
@@ -190,12 +194,13 @@ class ZeroReplica(Replica):
         swap(self.optimizer, replacements)
         self._shards = OptimizerShards(self.optimizer)
 
-    def _watch(self, stand_in: Tensor | None) -> None:
+    def _watch(self) -> None:
         """Put hooks on forward and backward passes; inputs are cast to the dtype that computes."""
         s, world, offload = self.strategy, self.world, self._offload
         overlap = overlap_pays(world) if s.overlap is None else s.overlap
         if s.stage == 3:
-            self._values = GatheredValues(self.model, self.units, world, self._fetch, ahead=overlap)
+            adopt = self._adopt_written
+            self._values = GatheredValues(self.model, self.units, world, self._fetch, adopt, ahead=overlap)
         elif self._memory is not None:
             self._values = CommonValues(self.model, self._trainable, self._memory, world)
         else:
@@ -210,17 +215,15 @@ class ZeroReplica(Replica):
             overlap=overlap,
             advance=self.advance,
             values=self._values,
-            stand_in=stand_in,
             on_reduced=self._take_reduced,
-            on_window=self._share_buffers,
+            on_window=partial(self.share_buffers, self.strategy.buffers),
             on_pass=self._check_pass,
         )
         if s.precision is not None:
-            cast = _caster(DTYPES[s.precision])
-            self._cast = self.model.register_forward_pre_hook(
-                ModelHook(lambda _, args, kwargs: torch.utils._pytree.tree_map(cast, (args, kwargs))), with_kwargs=True
-            )
+            self._cast = self.model.register_forward_pre_hook(_cast_inputs(DTYPES[s.precision]), with_kwargs=True)
         self._state_dict = checkpoint.WholeStateDict(self.model, self.units, self._values, offload, self._note_load)
+        gather = self._gather_optimizer
+        self._optimizer_state = checkpoint.WholeOptimizerState(self._shards, self.units, offload, gather)
 
     def _take_reduced(self, unit: Unit, fresh: bool) -> None:
         """The gradient of my shard is that of the whole window."""
@@ -234,13 +237,16 @@ class ZeroReplica(Replica):
         found = unit.shard if self._offload is None or not unit.trainable else self._offload.values(unit)
         return found if self.world.size == 1 else found.to(unit.full.device)
 
-    def _share_buffers(self, world: World) -> None:
-        share_buffers([b.detach() for b in self.model.buffers()], self.strategy.buffers, world)
+    def _adopt_written(self, unit: Unit, before: list[Tensor] | None) -> None:
+        """The program has written to the whole values of a unit."""
+        checkpoint.take_written(unit, self._offload, before)
 
     def _check_pass(self) -> None:
         """Refuse a parameter that was frozen: it belongs to no unit, so its gradient would stay on its own rank."""
         assert self._values is not None
         self._values.gather_late()  # what no module asked for
+        self._shards.end_step()  # where a step broke off
+        self._in_step = False
         for name, param in self._frozen:
             if param.requires_grad:
                 raise RuntimeError(
@@ -252,13 +258,14 @@ class ZeroReplica(Replica):
         """Remove all hooks and units."""
         if self._cast is not None:
             self._cast.remove()
-        for part in (self._state_dict, self._counter, self._backward, self._values, self._offload, self._spare):
+        watchers = (self._state_dict, self._optimizer_state, self._counter, self._backward, self._values)
+        for part in (*watchers, self._offload, self._spare):
             if part is not None:
                 part.close()
         if self.units:
             self._channel.close()
         self._cast = self._state_dict = self._counter = self._backward = self._values = self._offload = None
-        self._spare = self._memory = None
+        self._spare = self._memory = self._optimizer_state = None
         self.units = []
 
     # The loop --------------------------------------------------------------------------------------------
@@ -270,20 +277,26 @@ class ZeroReplica(Replica):
             self._counter.before_step()
         if self._backward is not None:
             self._backward.before_step()
+        if self._values is not None and not self._in_step:
+            self._values.refuse_written()
+        if not isinstance(self._values, CommonValues):  # there all ranks have to have written the same
+            self._take_written()
         if self._spare is not None:
             assert self._backward is not None
             self._backward.check_ended()
             self._spare.agree(self.step)
         if isinstance(self._values, CommonValues):
             self._values.begin_step(self.step, self.optimizer.param_groups)
-        if self._offload is not None:  # the optimizer itself finds nothing to step
-            for unit in self._trainable:
-                for leaf in unit.leaves:
-                    leaf.grad = None
+
+    def _end_window(self) -> None:
+        super()._end_window()
+        self._in_step = True
+        self._shards.begin_step()  # off the device they have no gradients: the optimizer finds nothing to step
 
     @torch.no_grad()
     def after_step(self) -> None:
         """Send the new values of my shards to every rank: at once, or when a module needs them."""
+        self._shards.end_step()
         if self._counter is not None:
             self._counter.after_step()
         if self._spare is not None:
@@ -295,18 +308,27 @@ class ZeroReplica(Replica):
         if self._offload is not None:
             self._offload.step(gradients.factor(), {unit: gradients.absent(unit) for unit in self._trainable})
         self._values.renew()
+        self._in_step = False
         self._backward.after_step()
-        if self._offload is not None:
-            gradients.show_used()  # as if they were still there, until they are cleared
+
+    def _take_written(self) -> None:
+        """Let what the program wrote to parameters since the last step count; not while values that were stepped are
+        still to be sent."""
+        if self._values is not None and not self._in_step:
+            self._values.take_written()
 
     def write(self, change: Callable[[], Any]) -> None:
         """Change parameters between steps: `change()` is called on every rank that has values of its own, or on one, if
         all have the same memory. Every rank calls it: `replica.write(lambda: model.weight.data.mul_(0.9))`."""
         if isinstance(self._values, CommonValues):
             self._values.write(change)
-        else:
-            with torch.no_grad():
-                change()
+            return
+        if self._values is not None:
+            self._values.begin_writing()
+        with torch.no_grad():
+            change()
+        if self._state_dict is not None:
+            self._state_dict.update_shards(exactly=False)
 
     def watch(self, scaler: torch.amp.GradScaler) -> None:
         if self._offload is not None:
@@ -326,6 +348,14 @@ class ZeroReplica(Replica):
 
     # State -----------------------------------------------------------------------------------------------
 
+    def state_dict(self) -> dict[str, Any]:
+        """Every rank calls it: what is saved has what the program wrote."""
+        if isinstance(self._values, CommonValues):
+            self._values.settle("a checkpoint")
+        elif self._values is not None:
+            self._values.refuse_written()
+        return super().state_dict()
+
     def shared_state(self) -> dict[str, Any]:
         return {**super().shared_state(), "updates": 0 if self._offload is None else self._offload.steps}
 
@@ -339,16 +369,46 @@ class ZeroReplica(Replica):
         """Return what this rank has of model and optimizer, with a Piece in place of each tensor that is split."""
         if self._values is None:
             return None
-        if self._offload is not None and self.strategy.delayed_update:
-            self._offload.finish()  # what is saved is the latest, and the run goes on from it
-            self._values.renew()
+        self._take_written()
+        self._end_delay()
         with self._pause_state_dict():
             model = checkpoint.collect_model_pieces(unwrap(self.model), self.units, self._offload)
         return {"model": model, "optimizer": checkpoint.collect_optimizer_pieces(self._shards, self._offload)}
 
+    def _end_delay(self) -> None:
+        """What is saved is the latest, and the run goes on from it."""
+        if self._offload is not None and self._values is not None and self.strategy.delayed_update:
+            self._offload.finish()
+            self._values.renew()
+
+    def _gather_optimizer(self) -> dict[Tensor, dict[str, Any]]:
+        """For `optimizer.state_dict()`: in the order of operations in which a rank that does not call it is next."""
+        assert self._backward is not None
+        assert self._values is not None
+        if self.strategy.optimizer_on == "disk":
+            raise ValueError(
+                "optimizer.state_dict() would bring all of the optimizer's state, which is on disk here, into every "
+                "rank's memory: save with un.save(folder, replica), and un.read_checkpoint(folder) reads it in plain "
+                "PyTorch"
+            )
+        channel = self._backward.channel
+        if isinstance(self._values, GatheredValues):
+            self._values.release_all()  # nothing of it is under way
+            channel = self._values.channel
+        if self._offload is None:
+            return self._shards.gather(channel)
+        self._end_delay()
+        self._load_states(torch.device("cpu"))
+        try:
+            return self._shards.gather(channel, torch.device("cpu"))
+        finally:
+            self._shards.drop_state()
+
     def load_sharded_state(self, whole: dict[str, Any], *, same_world: bool) -> None:
         """Load my part of any checkpoint's model and optimizer (see `unisono.checkpoint.slices.Stored`)."""
         whole_units = self.strategy.stage < 3
+        if self._values is not None:
+            self._values.take_written()
         if self._memory is not None:  # nobody reads what is about to be written
             self._memory.meet("loading a checkpoint")
         with nullcontext() if self._spare is None else self._spare.changing():
@@ -356,8 +416,6 @@ class ZeroReplica(Replica):
                 checkpoint.load_model(
                     unwrap(self.model), self.units, whole["model"], whole=whole_units, offload=self._offload
                 )
-            if self._values is not None:
-                self._values.release_all()
             if whole["optimizer"] is not None:
                 checkpoint.load_optimizer(self._shards, self.units, whole["optimizer"], self._offload)
         if isinstance(self._values, CommonValues):
@@ -377,6 +435,7 @@ class ZeroReplica(Replica):
     def restore(self) -> None:
         """Give model and optimizer back whole, as ordinary ones; every rank calls it. Then `close()`."""
         if self.units:
+            self._take_written()
             self._load_offloaded()
             self._join(self.units, self.world, [(r, 0) for r in range(self.world.size)])
 
@@ -427,11 +486,14 @@ class ZeroReplica(Replica):
             for unit in units if memory is not None else ():
                 move_out(unit.params, unit.views(unit.full))
             return
+        if isinstance(self._values, GatheredValues):
+            self._values.take_written()
         if change.progress[change.source]["split"]:
             steps, holders = self._find_holders(change)
             if self._spare is not None and change.world.rank in {r for r, _ in holders.values()}:
                 self._catch_up(self._spare, steps)
             self.model.zero_grad()
+            self._take_written()
             self._load_offloaded()
             mine = self.units if change.keeps else self._make_units(change.former_size, 0)
             self._join(mine, change.world, [holders[r] for r in range(change.former_size)])
@@ -474,9 +536,14 @@ class ZeroReplica(Replica):
         self._values.gather_all()
         for unit in self._trainable:
             unit.master = self._offload.state(unit).read("master").to(unit.params[0].device)
+        self._load_states(self._trainable[0].master.device)
+
+    def _load_states(self, device: torch.device) -> None:
+        """Let the optimizer have the state of its leaves, which is elsewhere."""
+        assert self._offload is not None
         for (unit, i), state in self._offload.states().items():
             self.optimizer.state[unit.leaves[i]] = {
-                key: x.to(unit.master.device) if isinstance(x, Tensor) and x.dim() else x for key, x in state.items()
+                key: x.to(device) if isinstance(x, Tensor) and x.dim() else x for key, x in state.items()
             }
 
     @torch.no_grad()
@@ -510,8 +577,10 @@ def unwrap(model: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else model
 
 
-def _caster(dtype: torch.dtype) -> Any:
+def _cast_inputs(dtype: torch.dtype) -> ModelHook:
+    """A hook that casts what a model is given. Deep copies of the model, of that dtype too, have it."""
+
     def cast(x: Any) -> Any:
         return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
-    return cast
+    return ModelHook(lambda _, args, kwargs: torch.utils._pytree.tree_map(cast, (args, kwargs)), in_copies=True)

@@ -18,6 +18,7 @@ from unisono.buckets import group_into_buckets
 
 _ALIGN = 64  # bytes: a parameter starts on a cache line, and so does a shard
 _SMALL = 64  # a module this many times smaller than a unit may be stays with its parent
+_TILE = 1 << 20  # elements that are compared at a time
 UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # these have no forward
 WHOLE = (nn.MultiheadAttention,)  # their forward reads parameters of modules inside that it does not call
 _SHARED = (nn.Embedding, nn.EmbeddingBag)  # whose parameters others like to use: they stay with the parent
@@ -117,6 +118,35 @@ class Unit:
         """Copy what the optimizer has stepped to the values that compute."""
         if self.master is not self.shard:
             self.shard.copy_(self.master)
+
+    def find_moved(self) -> list[int]:
+        """Which parameters the program gave other memory than that of the values here (`p.data = x`)."""
+        begin, size = self.full.data_ptr(), self.dtype.itemsize
+        every = enumerate(zip(self.params, self.starts, strict=True))
+        return [i for i, (p, start) in every if p.numel() and p.data_ptr() != begin + start * size]
+
+    @torch.no_grad()
+    def bring_back(self) -> None:
+        """Parameters that the program gave other memory lie among the values again, with what they have."""
+        if moved := self.find_moved():
+            views = self.views(self.full)
+            for slot in moved:
+                views[slot].copy_(self.params[slot])
+                self.params[slot].data = views[slot]
+
+    @torch.no_grad()
+    def take_written(self, full: Tensor) -> None:
+        """Let what the optimizer steps have what the program wrote to the values that compute, all of which are in
+        `full`. Where it is of higher precision, it stays as it is where its rounded value was left alone."""
+        mine = self.my_shard(full)
+        if mine.data_ptr() != self.shard.data_ptr():
+            self.shard.copy_(mine)
+        if self.master is not self.shard:
+            for master, values in zip(self.master.split(_TILE), self.shard.split(_TILE), strict=True):
+                rounded = master.to(self.dtype)
+                if values.is_cpu and torch.equal(rounded.view(torch.int64), values.view(torch.int64)):
+                    continue  # most often; a GPU would have to be waited for
+                torch.where(rounded == values, master, values.to(master.dtype), out=master)
 
     def lines(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Tensors in the parameters' shapes as flat ones, whose concatenation is a line of this layout: with zeros in

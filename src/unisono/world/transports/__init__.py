@@ -144,8 +144,9 @@ class Transport(ABC):
         """Memory that this transport moves fastest; every rank asks alike."""
         return torch.empty(n, dtype=dtype)
 
-    def shared(self, n: int, dtype: torch.dtype) -> Tensor:
-        """Memory that all ranks see, zero at first; every rank asks alike."""
+    def shared(self, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Memory that all ranks see, zero at first, and this rank's view of it: what it writes there, it alone sees.
+        Every rank asks alike."""
         raise ValueError(f"ranks that talk by {self.name} have no memory in common: start them on one host")
 
     def release(self, x: Tensor) -> None:  # noqa: B027 (only shared memory has something to do)

@@ -36,10 +36,26 @@ def _map(fd: int, size: int, *, huge: bool) -> Tensor:
     return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size, dtype=torch.uint8)
 
 
-class MappedMemory:
-    """`nbytes` of every rank's memory: `mine` to work in, `ranks[r]` to read and write rank r's."""
+def map_view(fd: int, size: int) -> Tensor:
+    """The memory behind `fd` as it is, until this process writes to a page of it."""
+    return torch.frombuffer(map_shared(fd, size, private=True), dtype=torch.uint8)
 
-    def __init__(self, nbytes: int, rank: int, swap: Callable[[bytes], Sequence[bytes]], *, huge: bool = False) -> None:
+
+class MappedMemory:
+    """`nbytes` of every rank's memory: `mine` to work in, `ranks[r]` to read and write rank r's.
+
+    view: where asked for, that of rank 0, of which this rank has copies of its own where it writes to it.
+    """
+
+    def __init__(
+        self,
+        nbytes: int,
+        rank: int,
+        swap: Callable[[bytes], Sequence[bytes]],
+        *,
+        huge: bool = False,
+        viewed: bool = False,
+    ) -> None:
         """`swap` gives every rank's bytes for mine; all ranks map together. `huge`: on huge pages, where it can be."""
         size = max(PAGE, -(-nbytes // PAGE) * PAGE)
         fd = os.memfd_create("unisono", os.MFD_CLOEXEC)
@@ -57,6 +73,8 @@ class MappedMemory:
                 other = fd if r == rank else open_published(address)
                 try:
                     self.ranks.append(_map(other, size, huge=huge)[:nbytes])
+                    if viewed and r == 0:
+                        self.view = map_view(other, size)[:nbytes]
                 finally:
                     if other != fd:
                         os.close(other)

@@ -188,7 +188,7 @@ class ShapedTransport(Transport):
     def empty(self, n: int, dtype: torch.dtype) -> Tensor:
         return self._inner.empty(n, dtype)
 
-    def shared(self, n: int, dtype: torch.dtype) -> Tensor:
+    def shared(self, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return self._inner.shared(n, dtype)
 
     def release(self, x: Tensor) -> None:

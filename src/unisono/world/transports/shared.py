@@ -297,11 +297,11 @@ class SharedTransport(Transport):
         self._mapped[memory.address] = (self._made, memory)
         return memory.mine.view(dtype)
 
-    def shared(self, n: int, dtype: torch.dtype) -> Tensor:
-        memory = self._map(n * dtype.itemsize, huge=True)
+    def shared(self, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        memory = self._map(n * dtype.itemsize, huge=True, viewed=True)
         if self.rank == 0:
             memory.prepare(0)
-        return memory.ranks[0].view(dtype)
+        return memory.ranks[0].view(dtype), memory.view.view(dtype)
 
     def release(self, x: Tensor) -> None:
         self._mapped.pop(x.untyped_storage().data_ptr(), None)
@@ -330,9 +330,9 @@ class SharedTransport(Transport):
     def _open_stage(self, dtype: torch.dtype) -> Stage:
         return Stage(self._stage.ranks, self.rank, dtype)
 
-    def _map(self, nbytes: int, *, huge: bool = False) -> MappedMemory:
+    def _map(self, nbytes: int, **how: bool) -> MappedMemory:
         self._made += 1
-        return MappedMemory(nbytes, self.rank, lambda mine: self._page.meet(mine, "sharing memory"), huge=huge)
+        return MappedMemory(nbytes, self.rank, lambda mine: self._page.meet(mine, "sharing memory"), **how)
 
     def _locate(self, x: Tensor) -> tuple[int, int]:
         """The number of the mapped memory that `x` lies in, and where in it."""

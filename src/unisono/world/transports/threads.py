@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -15,8 +16,11 @@ from torch import Tensor
 from unisono.background import LongWait, watch_long_waits
 from unisono.runtime import stops
 from unisono.runtime.frames import find_current_call
+from unisono.runtime.huge_pages import map_shared
+from unisono.runtime.memfd import anonymous_file
 from unisono.world.transports import Mark, Mismatch, Op, PeerLost, Transport, find_group, warn_of_each_other
 from unisono.world.transports.arithmetic import combine
+from unisono.world.transports.mapped import map_view
 
 RETURNED = "has returned from its function"
 _LOOK_S = 0.25  # how often one that waits looks where the others are
@@ -212,9 +216,19 @@ class ThreadTransport(Transport):
     def has_message(self, src: int) -> bool:
         return bool(self.hub.messages.get((src, self.rank)))
 
-    def shared(self, n: int, dtype: torch.dtype) -> Tensor:
-        first: Tensor = self._meet("shared", f"{n} x {dtype}", torch.zeros(n, dtype=dtype))[0][0]
-        return first
+    def shared(self, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        fd, nbytes = anonymous_file("unisono") if self.rank == 0 else -1, n * dtype.itemsize
+        try:
+            if self.rank == 0:
+                os.ftruncate(fd, nbytes)
+            mine = torch.frombuffer(map_shared(fd, nbytes), dtype=dtype) if self.rank == 0 else None
+            first, line = self._meet("shared", f"{n} x {dtype}", (fd, mine))[0][0]
+            view = map_view(first, nbytes).view(dtype)
+            self._meet("shared", "end")  # nobody closes before all have mapped
+        finally:
+            if self.rank == 0:
+                os.close(fd)
+        return line, view
 
     def close(self) -> None:
         """Others would wait for me in vain."""

@@ -122,7 +122,7 @@ class Messages:
     def _read(self, src: int, own: _Receive) -> bool:
         """Read one message of `src` and give it to who waits for it; whether that is `own`."""
         match: _Receive | None = None
-        line = torch.empty(0)
+        line = torch.empty(0, dtype=torch.uint8)
         tag = 0
 
         def find(label: int, numel: int, dtype: torch.dtype) -> Tensor:

@@ -20,6 +20,7 @@ from unisono.estimators.conventions import (
     r2_score,
     validate_data,
 )
+from unisono.runtime.local_path import local_path
 
 __all__ = ["BoostedEstimator"]
 
@@ -125,7 +126,7 @@ class BoostedEstimator(BaseEstimator):  # type: ignore[misc]
         `classes_` there."""
         check_is_fitted(self)
         endings = find_library(self.library_name).SAVED_ENDINGS
-        if Path(path).suffix not in endings:
+        if local_path(path).suffix not in endings:
             raise ValueError(f"got {str(path)!r}: {self.library_name} writes {' or '.join(endings)} files")
         self.booster_.save_model(str(path))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -33,6 +34,7 @@ from unisono.checkpoint.folder import (
 from unisono.checkpoint.slices import Held, Piece, Stored, find_gaps
 from unisono.checkpoint.split import SPLIT, merge_trees
 from unisono.packing import pack
+from unisono.runtime.local_path import local_path
 from unisono.world import PeerLost, World
 
 __all__ = ["CheckpointError", "Loaded", "ModelPart", "Savable", "find_newest", "load", "save", "warn_of_damage"]
@@ -139,13 +141,14 @@ def save(path: str | os.PathLike[str], replica: Savable, *, keep: int | None = 3
     if keep is not None and (type(keep) is not int or keep < 1):
         raise ValueError(f"keep is {keep!r}; expected how many checkpoints remain: at least 1, or None for all")
     _check_replica("save", replica)
+    local_path(path)
     if getattr(replica, "is_trial", False):
         return str(path)
     elastic = getattr(replica, "elastic", None)
     if elastic is None:
         return _save(path, _find_whole(replica), keep, extra)
     # Once more, where a rank is lost in it; not in a step that is repeated, with this.
-    return str(elastic.call(lambda: _save(path, replica, keep, extra), alone=lambda: path))
+    return str(elastic.call(lambda: _save(path, replica, keep, extra), alone=lambda: path, raises=_ALIKE))
 
 
 def _save(path: str | os.PathLike[str], replica: Savable, keep: int | None, extra: Any) -> str:
@@ -163,6 +166,9 @@ def _save(path: str | os.PathLike[str], replica: Savable, keep: int | None, extr
             unsure = f"it is not known whether the checkpoint was written to {path}, the former ones are whole"
             raise PeerLost(f"{none if files is None else unsure}: {error}") from error
         raise
+    finally:
+        if saving is not None and saving.lock is not None:
+            saving.lock.close()
     return str(Path(path) / name)
 
 
@@ -187,6 +193,7 @@ class _Saving:
         self.ranks = replica.present_ranks()
         self.number = self.ranks.index(self.world.rank)  # of those that save
         self.writing: Path | None = None
+        self.lock: io.FileIO | None = None  # of the folder that rank 0 writes
 
     def gather(self, obj: Any) -> list[Any]:
         """Every saving rank's `obj`, in order; all raise alike where one was lost since the save began."""
@@ -225,7 +232,7 @@ class _Saving:
             held = {name: piece.describe() for name, piece in pieces.items()}
             report["split"] = [{key: self.tree[key] for key in SPLIT}, held]
         if self.number == 0:
-            self.writing = begin_folder(self.root, self.replica.step)
+            self.writing, self.lock = begin_folder(self.root, self.replica.step)
             alone = len(self.ranks) == 1
             report |= {"name": self.writing.name, "digests": {} if alone else self._digest()}
         return report
@@ -324,6 +331,8 @@ def load(path: str | os.PathLike[str], replica: Savable, *, strict: bool = True)
     per-rank state, and tensors of model and optimizer that differed between the ranks become their mean. So they
     do where another strategy saved them: this one may need the same model on every rank.
     Shards that are made after this call find their position when they are made.
+    A worker that replaces a lost one is given what the first workers were, whatever lies in the folder by now
+    (as `extra`, rank 0's); its model comes from the others.
 
     Args:
         strict: The model has exactly the saved names. Otherwise what fits is loaded, and the optimizer only
@@ -332,11 +341,29 @@ def load(path: str | os.PathLike[str], replica: Savable, *, strict: bool = True)
     Raises:
         FileNotFoundError: there is no checkpoint.
         CheckpointError: there are some, and none is whole.
-        ValueError: the checkpoint does not fit the model or the optimizer.
+        ValueError: the checkpoint does not fit the model or the optimizer; or `path` is an address such as s3://...
     """
     _check_replica("load", replica)
-    replica = _find_whole(replica)
-    world, root = replica.world, Path(path)
+    elastic = getattr(replica, "elastic", None)
+    if elastic is None:
+        return Loaded(*_load(path, _find_whole(replica), strict, stacklevel=4)["loaded"])
+    is_late = elastic.is_catching_up
+
+    def run() -> dict[str, Any]:
+        return _load(path, replica, strict, stacklevel=7)
+
+    found = elastic.call(run, alone=run, raises=_ALIKE)
+    if is_late:
+        _place_shards(found["shards"], elastic.world)
+    return Loaded(*found["loaded"])
+
+
+_ALIKE = (FileNotFoundError, CheckpointError, ValueError, TypeError)  # what `load` raises, and `save`
+
+
+def _load(path: str | os.PathLike[str], replica: Savable, strict: bool, *, stacklevel: int) -> dict[str, Any]:
+    """The fields of `Loaded`, and the positions of the shards."""
+    world, root = replica.world, local_path(path)
     strategy, what = type(replica.strategy).__name__, f"{root} could not be loaded"
     gather = world.gather_objects
     is_split = _do_together(gather, what, lambda: replica.sharded_state() is not None)[world.rank]
@@ -344,10 +371,11 @@ def load(path: str | os.PathLike[str], replica: Savable, *, strict: bool = True)
         root, world, lambda folder: read_folder(folder, world.rank, world.size, strategy, lazy=is_split)
     )
     if world.rank == 0:
-        warn_of_damage(found, folder, skipped, stacklevel=3)
+        warn_of_damage(found, folder, skipped, stacklevel=stacklevel)
     _do_together(gather, f"{folder} could not be loaded", lambda: _apply_or_refuse(found, replica, strict=strict))
-    positions = [state["epoch"] for state in found.whole["shards"].values() if "epoch" in state]
-    return Loaded(found.step, positions[0] if positions else 0, str(folder), skipped, found.whole["extra"])
+    shards = found.whole["shards"]
+    epoch = next((state["epoch"] for state in shards.values() if "epoch" in state), 0)
+    return {"loaded": (found.step, epoch, str(folder), skipped, found.whole["extra"]), "shards": shards}
 
 
 def find_newest(
@@ -414,12 +442,17 @@ def _apply(found: Contents, replica: Savable, *, strict: bool) -> None:
     own_part = {"local": locals_[0]} if found.same_world else {"locals": locals_}
     replica.load_state_dict({"shared": whole["strategy"], **own_part}, same_world=found.same_world)
     world.ledger.resume(whole["ledger"]["step_count"])
-    for name, state in whole["shards"].items():
+    _place_shards(whole["shards"], world)
+    _apply_rng([own["rng"] for own in found.owns], found, world)
+
+
+def _place_shards(states: Mapping[str, Any], world: World) -> None:
+    """Move the shards of `world` to saved positions; those that are not made yet find theirs when they are."""
+    for name, state in states.items():
         if name in world.shards:
             world.shards[name].load_state_dict(state)
         else:
             world.pending_shards[name] = state
-    _apply_rng([own["rng"] for own in found.owns], found, world)
 
 
 def _apply_rng(states: list[Any], found: Contents, world: World) -> None:

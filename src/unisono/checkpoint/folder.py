@@ -8,6 +8,8 @@ path/step-0000000120/manifest.json                     sizes and checksums, worl
 
 from __future__ import annotations
 
+import fcntl
+import io
 import json
 import os
 import secrets
@@ -16,7 +18,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -44,8 +46,9 @@ Tensors = dict[str, torch.Tensor]
 Files = dict[str, list[int]]  # name -> size and CRC-32
 
 _FORMAT, _SPLIT_FORMAT = 1, 2  # the second has tensors that are split over the ranks
-_MANIFEST = "manifest.json"
+_MANIFEST, _LOCK = "manifest.json", ".lock"
 _MAX_NUMBER = 2**63 - 1
+_MAX_MANIFEST_BYTES = 64 << 20  # some hundred thousand files
 
 
 class Candidate(NamedTuple):
@@ -70,14 +73,44 @@ class Contents(NamedTuple):
 # Writing --------------------------------------------------------------------------------------------------
 
 
-def begin_folder(root: Path, step: int) -> Path:
-    """A hidden folder to write in; removes what an interrupted save has left."""
+def begin_folder(root: Path, step: int) -> tuple[Path, io.FileIO]:
+    """A hidden folder to write in, and its lock, to be closed when the save is over.
+
+    Removes what interrupted saves have left, but nothing that another run is writing.
+    """
     root.mkdir(parents=True, exist_ok=True)
-    for stale in [*root.glob(".writing-*"), *root.glob(".removing-*")]:
-        shutil.rmtree(stale, ignore_errors=True)
-    writing = root / f".writing-{_name_step(step)}-{secrets.token_hex(8)}"
-    writing.mkdir()
-    return writing
+    for left in [*root.glob(".removing-*"), *(path for path in root.glob(".writing-*") if not _is_in_use(path))]:
+        shutil.rmtree(left, ignore_errors=True)
+    making = root / f".making-{secrets.token_hex(8)}"
+    making.mkdir()
+    lock = io.FileIO(making / _LOCK, "x")
+    try:
+        with suppress(OSError):  # a disk without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        return making.rename(root / f".writing-{_name_step(step)}-{secrets.token_hex(8)}"), lock
+    except BaseException:
+        lock.close()
+        shutil.rmtree(making, ignore_errors=True)
+        raise
+
+
+def _is_in_use(folder: Path) -> bool:
+    """Whether another run is writing this folder. Where no lock tells: whether it is less than an hour old."""
+    try:
+        with io.FileIO(folder / _LOCK, "r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        warnings.warn(
+            f"another run is saving into {folder.parent}: un.load takes the newest checkpoint of either, and keep= "
+            "counts those of both. Give each run a folder of its own",
+            stacklevel=2,
+        )
+    except OSError:
+        with suppress(OSError):
+            return time.time() - folder.stat().st_mtime < 3600
+    else:
+        return False
+    return True
 
 
 def write_shared(folder: Path, tree: Any, tensors: Tensors) -> Files:
@@ -122,6 +155,7 @@ def publish_folder(writing: Path, files: Files, *, step: int, world_size: int, i
     }
     manifest["crc32"] = _sum_crc(manifest)
     safetensors.write_bytes(writing / _MANIFEST, [json.dumps(manifest, indent=1).encode()])
+    (writing / _LOCK).unlink(missing_ok=True)
     _sync_folder(writing)
     target, again = root / _name_step(step), 1
     while target.exists():  # saved at this step before; the former one goes when this is in place
@@ -248,7 +282,7 @@ class _Source:
 
     def tree(self, stem: str) -> dict[str, Any]:
         name = f"{stem}.json"
-        text = (self.folder / name).read_bytes()
+        text = _read_text(self.folder / name)
         self._check(name, safetensors.Written(len(text), zlib.crc32(text)))
         with _naming(name):
             return _expect(dict, json.loads(text), "the whole")
@@ -352,11 +386,13 @@ def _judge(folder: Path) -> Candidate:
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     try:
-        manifest = json.loads((folder / _MANIFEST).read_bytes())
-        claimed = manifest.pop("crc32")
-        same = claimed == _sum_crc(manifest)
+        text = _read_text(folder / _MANIFEST, _MAX_MANIFEST_BYTES)
     except FileNotFoundError:
         raise ValueError(f"it has no {_MANIFEST}") from None
+    try:
+        manifest = json.loads(text)
+        claimed = manifest.pop("crc32")
+        same = claimed == _sum_crc(manifest)
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise ValueError(f"{_MANIFEST} is damaged") from None
     if not same:
@@ -369,11 +405,19 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             _expect_number(manifest, name, least)
         files = _expect(dict, _get(manifest, "files"), "files")
         for name, entry in files.items():
-            if Path(name).name != name or not _is_numbers(entry, 2):
+            if name == ".." or Path(name).name != name or not _is_numbers(entry, 2):
                 raise ValueError(f"expected a file's name with its size and checksum, got {name[:200]!r}")
         if manifest["world_size"] > len(files):
             raise ValueError(f"{manifest['world_size']} workers have written {len(files)} files")
     return dict(manifest)
+
+
+def _read_text(path: Path, most: int = _MAX_NUMBER) -> bytes:
+    file, size = safetensors.open_file(path)
+    with file:
+        if size > most:
+            raise ValueError(f"{path.name} has {size} bytes; at most {most} are read")
+        return file.read()
 
 
 # Judging --------------------------------------------------------------------------------------------------
@@ -481,8 +525,11 @@ def _check_whole(whole: dict[str, Any]) -> dict[str, Any]:
         _expect(list, _get(_expect(dict, group, "a group of parameters"), "params"), "params")
     for name, state in whole["shards"].items():
         for number in ("epoch", "batch"):
-            if number in _expect(dict, state, f"shard {name}"):
-                _expect_number(state, number)
+            _expect_number(_expect(dict, state, f"shard {name}"), number)
+        for other in ("samples", "settings"):
+            _get(state, other)
+        _expect(int, _get(state, "seed"), "seed")
+        _expect(list, state.get("counts", []), "counts")
     _expect_number(whole["ledger"], "step_count")
     return whole
 

@@ -13,6 +13,7 @@ from unisono.checkpoint import safetensors
 from unisono.checkpoint.checkpoint import find_newest, warn_of_damage
 from unisono.checkpoint.folder import Contents, read_folder
 from unisono.checkpoint.slices import Stored
+from unisono.runtime.local_path import local_path
 from unisono.world import World
 
 __all__ = ["Exported", "export_model", "read_checkpoint"]
@@ -71,7 +72,7 @@ def export_model(path: str | os.PathLike[str], out: str | os.PathLike[str], *, o
         ValueError: `out` does not end in ".safetensors", or a tensor's dtype is none of that format's.
         FileExistsError: `out` exists, and not `overwrite`.
     """
-    target = Path(out)
+    target = local_path(out)
     _check_target(target, overwrite=overwrite)
     found, folder = _read(path, lazy=True, stacklevel=4)
     model: dict[str, Any] = found.whole["model"]
@@ -96,7 +97,7 @@ def export_model(path: str | os.PathLike[str], out: str | os.PathLike[str], *, o
 
 
 def _read(path: str | os.PathLike[str], *, lazy: bool, stacklevel: int) -> tuple[Contents, Path]:
-    root = Path(path)
+    root = local_path(path)
     found, folder, skipped = find_newest(root, World(), lambda folder: read_folder(folder, 0, 1, lazy=lazy, owns=False))
     warn_of_damage(found, folder, skipped, stacklevel=stacklevel)
     return found, folder

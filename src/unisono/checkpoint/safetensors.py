@@ -6,9 +6,11 @@ flat buffer do, and it neither syncs nor checksums what it writes.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
+import stat
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -21,7 +23,18 @@ from unisono.checkpoint.slices import CHUNK_BYTES, Span, Stored
 from unisono.packing import count_shape_bytes
 from unisono.runtime.faults import before_write
 
-__all__ = ["Entry", "Written", "checksum", "index", "is_storable", "read", "write", "write_bytes", "write_stream"]
+__all__ = [
+    "Entry",
+    "Written",
+    "checksum",
+    "index",
+    "is_storable",
+    "open_file",
+    "read",
+    "write",
+    "write_bytes",
+    "write_stream",
+]
 
 _DTYPES = {
     "F64": torch.float64, "I64": torch.int64, "F32": torch.float32, "I32": torch.int32, "F16": torch.float16,
@@ -120,14 +133,24 @@ def checksum(path: Path) -> Written:
         return Written(reader.size, reader.crc)
 
 
+def open_file(path: Path) -> tuple[io.FileIO, int]:
+    """A file to read, and its size. ValueError where it is none: a FIFO would block, a device may have no end."""
+    file = io.FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    found = os.fstat(file.fileno())
+    if not stat.S_ISREG(found.st_mode):
+        file.close()
+        raise ValueError(f"{path.name} is not a regular file")
+    return file, found.st_size
+
+
 class _Reader:
     """Reads a file from its start to its end, and sums what it reads."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.size, self.crc = path, os.path.getsize(path), 0
+        self.path, self.size, self.crc = path, 0, 0
 
     def __enter__(self) -> _Reader:
-        self._file = open(self.path, "rb", buffering=0)
+        self._file, self.size = open_file(self.path)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -162,7 +185,7 @@ def _read_into(file: Any, rest: memoryview, path: Path) -> None:
 def _make_stored(path: Path, name: str, dtype: torch.dtype, shape: list[int], offset: int) -> Stored:
     def read_part(start: int, stop: int) -> torch.Tensor:
         part = torch.empty(stop - start, dtype=dtype)
-        with open(path, "rb", buffering=0) as file:
+        with open_file(path)[0] as file:
             file.seek(offset + start * dtype.itemsize)
             _read_into(file, memoryview(_view_bytes(part)).cast("B"), path)
         return part

@@ -10,7 +10,17 @@ import sys
 from pathlib import Path
 from typing import Any, Protocol
 
-__all__ = ["Commands", "check_program", "parse_count", "parse_mesh"]
+from unisono.runtime.local_path import local_path
+
+__all__ = [
+    "Commands",
+    "MethodsAction",
+    "add_methods_option",
+    "check_program",
+    "parse_count",
+    "parse_folder",
+    "parse_mesh",
+]
 
 
 class Commands(Protocol):
@@ -24,6 +34,33 @@ class Commands(Protocol):
         """A parser for the command `name`."""
 
 
+class MethodsAction(argparse.Action):
+    """`--methods DIR`: methods of one's own, for this command and the workers that it starts. With `const`, specs of
+    methods may stand there too, separated by semicolons."""
+
+    def __call__(self, parser: argparse.ArgumentParser, options: argparse.Namespace, text: Any, *_: object) -> None:
+        if self.const and not os.path.isdir(text.split(os.pathsep)[0]):
+            setattr(options, self.dest, [spec.strip() for spec in text.split(";") if spec.strip()])
+            return
+        from unisono.spec.catalog import use_methods
+
+        try:
+            use_methods(text)
+        except ValueError as error:
+            parser.error(str(error))
+
+
+def add_methods_option(parser: argparse._ActionsContainer) -> None:
+    """Have a command take `--methods DIR`."""
+    parser.add_argument(
+        "--methods",
+        action=MethodsAction,
+        default=[],
+        metavar="DIR",
+        help="know the methods in DIR/strategies and DIR/reducers too; the same as UNISONO_METHODS=DIR",
+    )
+
+
 def parse_count(text: str) -> int:
     """An argument that is a whole number from 1 up."""
     try:
@@ -33,6 +70,14 @@ def parse_count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}; expected a whole number from 1 up")
     return number
+
+
+def parse_folder(text: str) -> Path:
+    """An argument that is a folder of this machine."""
+    try:
+        return local_path(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def parse_mesh(text: str) -> dict[str, int]:

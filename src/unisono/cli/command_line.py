@@ -29,6 +29,7 @@ COMMANDS = (
     "memory",
     "simulate",
     "strategies",
+    "conformance",
     "lab",
     "warm",
     "demo",

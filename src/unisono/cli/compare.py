@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unisono.cli.arguments import Commands, check_program, parse_count
+from unisono.cli.arguments import Commands, add_methods_option, check_program, parse_count, parse_folder
 from unisono.cli.help_text import HelpFormatter
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def add_command(commands: Commands) -> None:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--strategies", type=split_specs, metavar="A,B", help="the methods, separated by commas")
+    add_methods_option(parser)
     add("-n", "--workers", type=_parse_counts, metavar="N,M", help="how many workers, each in turn; default: 2")
     add("--steps", type=parse_count, metavar="K", help="steps of a run; default: 200, with --until no limit")
     add("--until", type=_parse_target, metavar="loss=X", help="end each run at this loss")
@@ -80,7 +81,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=parse_count, metavar="K", help="threads a worker; default: cores / the most workers")
     add("--no-base", action="store_true", default=None, help="do not run one worker: no speed-ups then")
     add("--warm", action="store_true", default=None, help="start workers from a process that has imported torch")
-    add("--output", type=Path, metavar="DIR", help="folder of the report; default: unisono-compare")
+    add("--output", type=parse_folder, metavar="DIR", help="folder of the report; default: unisono-compare")
     add("--json", type=Path, metavar="FILE", help="write the numbers there too")
     add("--html", type=Path, metavar="FILE", help="write the report there too")
 

@@ -37,7 +37,7 @@ examples:
   unisono plan --on ssh -n 8 --hosts a:4,b:4 train.py
 """
 _TAKEN = (  # of the options of `run`
-    *("workers", "module", "threads", "output", "warm", "output_dir", "on", "program", "arguments", "help"),
+    *("workers", "module", "threads", "output", "warm", "output_dir", "methods", "on", "program", "arguments", "help"),
     *("address", "master", "cpus", "gpus", "hosts", "net", "shaper", "python", "wait_s", "options"),
 )
 _HARMLESS = ("record", "grace", "balance")  # which nobody needs here
@@ -75,9 +75,6 @@ def add_command(commands: Commands) -> None:
     _hide_options(parser)
     group = parser.add_argument_group("the plan")
     group.add_argument(
-        "--methods", type=_parse_methods, default=[], metavar="A; B", help="predict these only, separated by ;"
-    )
-    group.add_argument(
         "--allow",
         type=_parse_grades,
         default=list(_GRADES[:3]),
@@ -113,6 +110,8 @@ def _hide_options(parser: argparse.ArgumentParser) -> None:
             action.help = action.help.replace(", see below", "")
     told = {action.dest: action for action in parser._actions}
     told["workers"].help = "how many workers, from 2 up; with emulated hosts one a host by default"
+    told["methods"].const, told["methods"].metavar = "specs", "A; B"
+    told["methods"].help = "predict these only, separated by ;. Or a folder of methods, as in `unisono run`"
     told["output"].help = "what becomes of the workers' output, as in `unisono run`; default: rank0"
 
 
@@ -122,10 +121,6 @@ def _refuse_options(options: argparse.Namespace, parser: argparse.ArgumentParser
         hidden = action.help == argparse.SUPPRESS and action.dest not in _HARMLESS
         if hidden and getattr(options, action.dest) != parser.get_default(action.dest):
             parser.error(f"{action.option_strings[-1]} goes with `unisono run`, not with a plan")
-
-
-def _parse_methods(text: str) -> list[str]:
-    return [spec.strip() for spec in text.split(";") if spec.strip()]
 
 
 def _parse_grades(text: str) -> list[str]:
@@ -165,7 +160,7 @@ def _plan(options: argparse.Namespace, whole: argparse.ArgumentParser) -> int:
             os.environ.clear()
             os.environ.update(before)
         found = json.loads(file.read_text()) if file.exists() else {}
-    if status:
+    if status and (found.get("state") != "measured" or found["measured"]["unfinished"]):
         print("unisono plan: the program failed, so there is no plan", file=sys.stderr)
         return status
     return _show(found, options)

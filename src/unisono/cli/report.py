@@ -28,7 +28,7 @@ a report of what is there, which says what is missing.
 """
 _EPILOG = """\
 examples:
-  unisono report last                          the newest run, in short
+  unisono report last                          the newest run of this folder, in short
   unisono report last --html report.html       a page with charts that opens without a network
   unisono report last --png report.png --trace trace.json    a picture; a trace for ui.perfetto.dev
   unisono report 2026-11-16_15-40-12_train     by its name, or the beginning of it

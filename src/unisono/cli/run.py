@@ -18,12 +18,13 @@ from typing import Any
 
 from unisono import on
 from unisono.cli import rehearsal
-from unisono.cli.arguments import Commands, check_program, parse_count
+from unisono.cli.arguments import Commands, add_methods_option, check_program, parse_count, parse_folder
 from unisono.cli.help_text import HelpFormatter
 from unisono.cli.strategy_option import check_strategy
 from unisono.cli.watch import add_page_options, show_page
 from unisono.launchers.engines.engine import Engine, EngineError
 from unisono.launchers.job import Adapt, ComeAndGo, Job
+from unisono.launchers.output import FOLDER
 from unisono.runtime.run_folder import RunFolder, find_runs_folder
 
 __all__ = ["add_command"]
@@ -135,7 +136,9 @@ def add_command(commands: Commands) -> None:
         action="store_true",
         help="fork the workers from a process that has imported torch, kept for 10 minutes for the next such run",
     )
-    parser.add_argument("--output-dir", metavar="DIR", help="where --output files writes; default: unisono-output")
+    parser.add_argument(
+        "--output-dir", type=parse_folder, metavar="DIR", help="where --output files writes; default: unisono-output"
+    )
     _add_record_options(parser)
     _add_course_options(parser)
     _add_elastic_options(parser)
@@ -170,6 +173,8 @@ def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
     if options.dry or options.small:
         return rehearsal.rehearse(options, parser)
     elastic = _read_elastic(options, parser, least, most)
+    if options.output == "files" and not options.script and not options.submit:
+        _make_output_folder(options.output_dir or FOLDER, parser)
     job = Job(
         [*(["-m"] if options.module else []), options.program, *options.arguments],
         most if elastic is None or elastic.adapt is None else elastic.least,
@@ -185,6 +190,16 @@ def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
     with _recorded(options, job) as job:
         status = _run_on_engine(options, parser, job)
         return run_in_terminal(job) if status is None else status
+
+
+def _make_output_folder(folder: str | Path, parser: argparse.ArgumentParser) -> None:
+    """End with an error where workers could not write their output."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(0, "this user may not write there")
+    except OSError as error:
+        parser.error(f"--output-dir {folder}: {error.strerror}; name a folder that can be made and written")
 
 
 @contextlib.contextmanager
@@ -306,7 +321,10 @@ def _read_elastic(
         return None
     if options.max_restarts:
         parser.error("--max-restarts starts all workers again; with -n MIN:MAX those that are lost are replaced")
-    return ComeAndGo(least, most, adapt=adapt, **given)
+    try:
+        return ComeAndGo(least, most, adapt=adapt, **given)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def _read_adapt(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Adapt | None:
@@ -373,7 +391,7 @@ def _add_record_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the record of the run (docs/reports.md)")
     group.add_argument(
         "--run-dir",
-        type=Path,
+        type=parse_folder,
         metavar="DIR",
         help="record the run in this folder; default: a new one in $UNISONO_RUNS, or in ~/.local/state/unisono/runs. "
         "`unisono report last` shows it",
@@ -399,6 +417,7 @@ def _add_course_options(parser: argparse.ArgumentParser) -> None:
         help="train by this method, whatever the program gives to un.parallel: allreduce, 'powersgd(rank=4)', ...; "
         "the same as UNISONO_STRATEGY=SPEC",
     )
+    add_methods_option(group)
     group.add_argument(
         "--pdb",
         action="store_true",
@@ -511,6 +530,7 @@ def _write_script(engine: Engine, options: argparse.Namespace, job: Job) -> int:
     more["--grace"] = None if job.grace_s == Job.grace_s else f"{job.grace_s:g}"
     more["--output-dir"] = None if job.output_dir is None else str(job.output_dir)
     more["--faults"], more["--strategy"] = job.faults, options.strategy
+    more["--methods"] = os.environ.get("UNISONO_METHODS") or None
     more["--run-dir"], more["--log"] = options.run_dir, options.log or None
     least = None
     if job.elastic is not None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from pathlib import Path
 
-from unisono.cli.arguments import Commands
+from unisono.cli.arguments import Commands, add_methods_option
 from unisono.cli.help_text import HelpFormatter
 
 __all__ = ["add_command"]
@@ -30,19 +31,24 @@ def add_command(commands: Commands) -> None:
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
+    add_methods_option(parser)
     parser.set_defaults(run=_list)
 
 
-def _list(_: argparse.Namespace, __: argparse.ArgumentParser) -> int:
-    for title, folder in (("strategies", "strategies"), ("reducers", "reducers")):
-        here = Path(__file__).parents[1] / folder
-        found = {file.stem: file for file in here.glob("*.py")}
-        found |= {file.parent.name: file for file in here.glob("*/__init__.py")}
-        methods = {name: file for name, file in sorted(found.items()) if not name.startswith("_")}
+def _list(_: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from unisono.spec.catalog import FOLDERS, Kind, names
+
+    kinds: tuple[tuple[str, Kind], ...] = (("strategies", "strategy"), ("reducers", "reducer"))
+    for title, kind in kinds:
+        try:
+            methods = names(kind)
+        except ValueError as error:
+            parser.error(str(error))
         width = max(map(len, methods), default=0)
         print(f"{title}:")
-        for name, file in methods.items():
-            print(f"  {name:<{width}}  {_read_summary(file)}")
+        for name in methods:
+            file = importlib.util.find_spec(f"{FOLDERS[kind]}.{name}")
+            print(f"  {name:<{width}}  {_read_summary(Path(str(file and file.origin)))}")
     return 0
 
 

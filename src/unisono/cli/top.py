@@ -15,7 +15,7 @@ loss, and verdicts. It follows the run until that is over. Where there are more 
 """
 _EPILOG = """\
 examples:
-  unisono top                      the newest run, until it is over
+  unisono top                      the newest run of this folder, until it is over
   unisono top last --once          one picture, for a log
 """
 

@@ -22,7 +22,7 @@ not know it sees nothing. From another machine: ssh -L 8080:127.0.0.1:8080 HOST,
 """
 _EPILOG = """\
 examples:
-  unisono watch                    the newest run, at a free port of this machine
+  unisono watch                    the newest run of this folder, at a free port of this machine
   unisono watch last --port 8080 --open
 """
 

@@ -44,6 +44,12 @@ def bind(model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: Worl
     return replica
 
 
+def _find_beginning(strategy: Strategy) -> list[Any]:
+    """The setting for windows at the start in which a method exchanges as all-reduce does, and how many these are."""
+    given = [(name, getattr(strategy, name, 0)) for name in ("start", "warmup")]
+    return next(([name, count] for name, count in given if isinstance(count, int) and count > 0), [])
+
+
 class Recorder:
     """One rank's steps, written to its file now and then."""
 
@@ -71,11 +77,13 @@ class Recorder:
                 "parameters": sum(p.numel() for p in replica.model.parameters()),
                 "not_measured": _list_unmeasured(replica),
                 "bytes_by_formula": replica.bytes_by_formula,
+                "begins": _find_beginning(strategy),
                 "fields": list(STEP_FIELDS),
             }
         )
         self._file.flush()
         _recorders[self._thread] = self
+        self._steps = replica.optimizer.register_step_post_hook(lambda *_: self._losses.end_step())
         follow_backward(self)
 
     # Around backward --------------------------------------------------------------------------------------------
@@ -161,6 +169,7 @@ class Recorder:
         self.write()
         self._file.close()
         _recorders.pop(self._thread, None)
+        self._steps.remove()
         leave_backward(self)
 
 

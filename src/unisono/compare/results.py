@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 from unisono.compare.steps import PARTS, SMOOTHED, Curve, smooth
 
@@ -14,6 +15,7 @@ __all__ = ["ONE_WORKER", "Comparison", "Row", "Trial", "compare", "find_target",
 ONE_WORKER = "one worker"  # the method of the run that speed-ups are measured against
 WARM_UP = 5  # steps at the beginning of each run that are not measured
 _ALIKE = 0.02  # methods that differ by less are not told apart
+_LONG = 3  # times as many steps as a method's beginning has
 
 
 @dataclass
@@ -121,7 +123,19 @@ def _measure(method: str, workers: int, trials: Sequence[Trial], target: float |
         row.time_to_target_s = median(times) if len(times) == len(curves) else None
     row.note = row.note or next(filter(None, map(_find_divergence, curves)), "")
     row.diverged = bool(row.note) and not row.failed
+    row.note = row.note or _find_short(curves[0].about.get("begins"), row.steps)
     return row
+
+
+def _find_short(begins: Sequence[Any] | None, steps: int) -> str:
+    """What is to be said where a run was mostly, or only, the beginning of a method (its setting, and its length)."""
+    if not begins or steps >= _LONG * begins[1]:
+        return ""
+    name, count = begins
+    return (
+        f"its first {count} steps exchange as allreduce does ({name}={count}), and the run had {steps}: compare it "
+        f"over more steps, or with a smaller {name}="
+    )
 
 
 def _warm_up(curve: Curve) -> int:

@@ -93,7 +93,7 @@ def _measure(transport: Transport | None, device: str) -> Answer:
     assert transport is not None
     seconds = float("inf")
     for trial in range(_TRIALS):
-        mine = torch.full((_NUMBERS,), float(transport.rank + 1 + trial), device=device)
+        mine = torch.full((_NUMBERS,), float(transport.rank + 1 + trial), dtype=torch.float32, device=device)
         began = time.perf_counter()
         transport.all_reduce([mine], "sum")
         found = float(mine[0]), float(mine[-1])

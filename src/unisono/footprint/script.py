@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from unisono.footprint.capacity import find_capacity
 from unisono.footprint.facts import estimate_from, find_facts, format_error
@@ -33,11 +35,25 @@ from unisono.strategy import Replica, Strategy, binding
 from unisono.world import World, enter
 from unisono.world.virtual import simulate
 
-__all__ = ["ScriptError", "enter_world", "observe", "pose_as_program", "predict_for_script"]
+__all__ = ["MOST_STEPS_ALONE", "ScriptError", "StepsAlone", "pose_as_worker", "predict_for_script"]
+
+MOST_STEPS_ALONE = 10  # optimizer steps that a script may make before it calls un.parallel (to prepare something, say)
 
 
 class ScriptError(RuntimeError):
     """A script from which nothing could be learned; the message says why and what to do."""
+
+
+class StepsAlone(BaseException):
+    """Ends a script that trains without un.parallel, perhaps for ever. No Exception: the script would catch it."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"the script made {MOST_STEPS_ALONE} optimizer steps without calling un.parallel(model, optimizer, ...), "
+            "and was ended: nothing would be trained together. Add the call (un.Trainer makes it too); where the "
+            "script decides by its environment whether it trains together, look there: RANK, WORLD_SIZE and the like "
+            "are set as a worker has them"
+        )
 
 
 class _Enough(BaseException):
@@ -78,11 +94,12 @@ def predict_for_script(
     sizes = choose_sizes(workers, **asked) if workers > 1 else (1, 1, 1)
     there = find_capacity(device_memory, host_memory, disk, workers=min(workers, workers_per_host or workers))
     left_out: list[str] = []
-    run = _ScriptRun(sizes[0])
+    per_host = min(sizes[0], workers_per_host or sizes[0])
+    run = _ScriptRun(sizes[0], per_host)
     error = run.run_script(program, arguments, module=module, mode=make_fake_mode())
-    if run.seen is None and error is not None and not isinstance(error, SystemExit):
+    if run.seen is None and error is not None and not isinstance(error, SystemExit | StepsAlone):
         first = error
-        run = _ScriptRun(sizes[0], stop_at_parallel=True)  # with memory, but no further than the model
+        run = _ScriptRun(sizes[0], per_host, stop_at_parallel=True)  # with memory, but no further than the model
         error = run.run_script(program, arguments, module=module, mode=None)
         left_out.append(f"activations: on fake tensors the script failed before un.parallel ({format_error(first)})")
     if run.seen is None:
@@ -108,8 +125,8 @@ def predict_for_script(
 class _ScriptRun:
     """One run of a script, and what it showed."""
 
-    def __init__(self, workers: int, *, stop_at_parallel: bool = False) -> None:
-        self.workers, self.stop_at_parallel = workers, stop_at_parallel
+    def __init__(self, workers: int, per_host: int, *, stop_at_parallel: bool = False) -> None:
+        self.workers, self.per_host, self.stop_at_parallel = workers, per_host, stop_at_parallel
         self.seen: _Seen | None = None
         self.watch = LiveBytes("cpu", counting=False)
 
@@ -117,14 +134,11 @@ class _ScriptRun:
         self, program: str, arguments: Sequence[str], *, module: bool, mode: FakeTensorMode | None
     ) -> BaseException | None:
         """Run it; returns the error with which it ended, if that was one."""
-        world = simulate(self.workers, per_host=self.workers)
+        world = simulate(self.workers, per_host=self.per_host)
         if torch.cuda.is_available():
             world.device = torch.device("cuda")
         with ExitStack() as stack:
-            stack.enter_context(pose_as_program(program, arguments, module=module))
-            stack.enter_context(redirect_stdout(sys.stderr))
-            stack.enter_context(enter_world(world))
-            stack.enter_context(observe(self._observe_parallel))
+            stack.enter_context(pose_as_worker(program, arguments, world, self._observe_parallel, module=module))
             if mode is not None:
                 stack.enter_context(_make_parameters_fake(mode))
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -136,7 +150,7 @@ class _ScriptRun:
                     runpy.run_path(program, run_name="__main__")
             except _Enough:
                 return None
-            except (Exception, SystemExit) as error:
+            except (Exception, SystemExit, StepsAlone) as error:
                 return error
         return None
 
@@ -183,6 +197,8 @@ class _Observer(Replica):
 
 
 def _explain_no_model(program: str, error: BaseException | None) -> str:
+    if isinstance(error, StepsAlone):
+        return f"{program}: {error}"
     if isinstance(error, SystemExit) and error.code not in (None, 0):
         return f"{program} ended with status {error.code} before it called un.parallel; see its own message above"
     if error is not None and not isinstance(error, SystemExit):
@@ -194,36 +210,82 @@ def _explain_no_model(program: str, error: BaseException | None) -> str:
 
 
 @contextmanager
-def pose_as_program(program: str, arguments: Sequence[str], *, module: bool) -> Iterator[None]:
-    """Set the arguments and the import path as Python does for a program."""
-    argv, path = sys.argv, list(sys.path)
+def pose_as_worker(
+    program: str, arguments: Sequence[str], world: World, observer: Callable[..., Replica], *, module: bool
+) -> Iterator[None]:
+    """Inside, this process is as a worker of `world` that runs the program, and the only one there is.
+
+    - arguments, import path and the environment are as the program would find them; what it prints goes to stderr;
+    - `un.join()` gives `world`, and a process group of torch's that the program makes sends nothing;
+    - `un.parallel` hands what it was given to `observer`; a program that trains without it is ended (`StepsAlone`).
+    """
+    argv, path, environment = sys.argv, list(sys.path), dict(os.environ)
     sys.argv = [program, *arguments]
     sys.path.insert(0, os.getcwd() if module else str(Path(program).resolve().parent))
+    os.environ.update(_worker_variables(world))
+    make_group = torch.distributed.init_process_group if torch.distributed.is_available() else None
+    steps = _StepsBeforeParallel(observer)
+    enter(world)
+    binding.observer = steps.bind
+    if make_group is not None:
+        torch.distributed.init_process_group = partial(_make_silent_group, make_group, world)
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
     finally:
+        steps.close()
+        if make_group is not None:
+            torch.distributed.init_process_group = make_group
+            if torch.distributed.is_initialized() and torch.distributed.get_backend() == "fake":
+                torch.distributed.destroy_process_group()
+        binding.observer = None
+        enter(None)
+        world.close()
+        os.environ.clear()
+        os.environ.update(environment)
         sys.argv, sys.path[:] = argv, path
 
 
-@contextmanager
-def enter_world(world: World) -> Iterator[None]:
-    """Inside, `un.join()` gives `world`."""
-    enter(world)
-    try:
-        yield
-    finally:
-        enter(None)
-        world.close()
+def _worker_variables(world: World) -> dict[str, str]:
+    """What the launcher tells a worker of itself."""
+    hosts = list(dict.fromkeys(world.hosts))
+    return {
+        "RANK": str(world.rank),
+        "WORLD_SIZE": str(world.size),
+        "LOCAL_RANK": str(world.local_rank),
+        "LOCAL_WORLD_SIZE": str(world.local_size),
+        "GROUP_RANK": str(hosts.index(world.host)),
+        "GROUP_WORLD_SIZE": str(len(hosts)),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",  # nobody listens there, and nobody is asked
+    }
 
 
-@contextmanager
-def observe(observer: Callable[..., Replica]) -> Iterator[None]:
-    """Inside, `un.parallel` hands what it was given to `observer`."""
-    binding.observer = observer
-    try:
-        yield
-    finally:
-        binding.observer = None
+def _make_silent_group(make: Callable[..., None], world: World, *_: Any, **__: Any) -> None:
+    """In the place of torch's `init_process_group`, which would wait for workers that do not exist."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    make("fake", store=FakeStore(), rank=world.rank, world_size=world.size)
+
+
+class _StepsBeforeParallel:
+    """Counts the steps of optimizers, until un.parallel is called."""
+
+    def __init__(self, observer: Callable[..., Replica]) -> None:
+        self._observer, self._count = observer, 0
+        self._hook = register_optimizer_step_post_hook(self._step)
+
+    def bind(self, *given: Any) -> Replica:
+        self.close()
+        return self._observer(*given)
+
+    def _step(self, *_: Any) -> None:
+        self._count += 1
+        if self._count >= MOST_STEPS_ALONE:
+            raise StepsAlone
+
+    def close(self) -> None:
+        self._hook.remove()
 
 
 @contextmanager

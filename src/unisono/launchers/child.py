@@ -23,6 +23,7 @@ class Child:
     ready: bool = False  # whether it has begun its program, and handles SIGINT
     text: bytes = b""  # of the report pipe: an unfinished line, and faulthandler's dump
     done: bool = False  # whether its program has ended well
+    is_overdue: bool = False  # and its process did not end by itself
     preempted: bool = False  # whether it has saved and left
     failure: Failure | None = None
     exited: float | None = None

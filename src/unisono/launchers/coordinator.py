@@ -91,6 +91,10 @@ class Coordinator:
     _lost_at_step: int = 0  # members lost since the last step
     _short_since: float | None = None
     _lost: bool = False  # a member, since this generation was formed
+    _unreplaced: bool = False  # rank 0 of this generation, or one that was lost when the others had ended
+    _first: int = -1  # rank 0 of this generation
+    _step: int = -1  # the furthest that any has come
+    _ended_at: tuple[int, int] = (-1, -1)  # generation and step at which a member ended its program
     _new: set[int] = field(default_factory=set)  # taken in, and not yet settled
 
     # What happens -------------------------------------------------------------------------------------------------
@@ -98,6 +102,7 @@ class Coordinator:
     def begin(self, workers: list[int]) -> None:
         """The first generation."""
         self.members = list(workers)
+        self._first = workers[0]
 
     def started(self, worker: int) -> None:
         """A newcomer has been started."""
@@ -121,12 +126,13 @@ class Coordinator:
             self._new.discard(worker)
             self._failed_starts = 0
 
-    def advanced(self) -> None:
-        """The members have made a step."""
+    def advanced(self, step: int = -1) -> None:
+        """The members have made a step, the `step`-th."""
         self._lost_at_step = 0
+        self._step = step
 
     def ended(self, worker: int, *, well: bool) -> None:
-        """A worker has ended: lost, or (`well`) at the end of its program."""
+        """A worker was lost, or (`well`) has ended its program: its process may end later, and that is no loss."""
         was_member, was_new = worker in self.members, worker in self._new or worker in self.newcomers
         for group in (self.members, self.newcomers):
             if worker in group:
@@ -136,18 +142,27 @@ class Coordinator:
         self._new.discard(worker)
         if well and was_member:
             self.ending = True
+            self._ended_at = self.generation, self._step
         elif was_new:
             self._failed_starts += 1
         if was_member and not well:
             self._lost_at_step += 1
             self._lost = True
+            self._unreplaced |= worker == self._first or not self.members
 
     # What is to be done --------------------------------------------------------------------------------------------
 
     def decide(self, now: float) -> list[Action]:
         """What is to be done now; the same question again gives nothing more, until something happens."""
-        if not self.members and (self._lost or not self.ending):
+        if not self.members and (self._unreplaced or not self.ending):
             return [GiveUp("a worker was lost when the others had ended" if self.ending else "all workers were lost")]
+        if self._goes_on_too_few():
+            return [
+                GiveUp(
+                    f"{len(self.members)} of at least {self.least} workers went on to step {self._step}, after another "
+                    f"had ended its program at step {self._ended_at[1]}: all have to make the same steps"
+                )
+            ]
         actions = self._end_unwanted()
         if not self.members:
             return actions
@@ -186,9 +201,15 @@ class Coordinator:
         ready = [worker for worker in self.newcomers if worker in self.waiting]
         return ready[: max(0, self.wanted - len(self.members))]
 
+    def _goes_on_too_few(self) -> bool:
+        """Whether fewer than there have to be have made steps that one which ended its program has not."""
+        generation, step = self._ended_at
+        is_short = 0 < len(self.members) < min(self.least, self.wanted)
+        return is_short and not self.too_few and self.generation > generation >= 0 and self._step > step >= 0
+
     def _is_due(self) -> bool:
         """Whether there has to be another generation."""
-        lost = any(worker in self.waiting for worker in self.members)
+        lost = self._lost or any(worker in self.waiting for worker in self.members)
         return lost or bool(self._ready()) or len(self.members) > self.wanted or self._is_short(len(self.members))
 
     def _is_short(self, total: int) -> bool:
@@ -212,11 +233,12 @@ class Coordinator:
             actions.append(TooFew(total))
         if is_open:
             self._short_since = None
-        self._lost = False
+        self._lost = self._unreplaced = False
         dismissed = self.members[self.wanted :]
         self.generation += 1
         self._summoned = self.generation
         self.members = [*staying, *ready]
+        self._first = self.members[0]
         self._new |= set(ready)
         self.newcomers = [worker for worker in self.newcomers if worker not in ready]
         self.waiting -= {*self.members, *dismissed}

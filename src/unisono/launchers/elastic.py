@@ -31,6 +31,7 @@ from unisono.runtime.status import StatusPage
 __all__ = ["Line", "Members", "Starter"]
 
 LOOK_S = 0.25  # between two looks at heartbeats and steps
+LEAVE_S = 300.0  # that a process may take to end, when its program has ended well
 _PAGE_NAME = "unisono-meeting-page"
 
 
@@ -73,6 +74,7 @@ class Line:
     sock: socket.socket
     came: float | None = None  # since when it waits
     is_hung: bool = False  # and is being killed for it
+    leaves: float | None = None  # since when its program has ended well
 
 
 class Members:
@@ -96,6 +98,7 @@ class Members:
         self._results = anonymous_file("unisono-results")
         self._unwanted: set[int] = set()  # told to end
         self._have_saved = False
+        self._failed_late = ""  # how, if a process did after its program
         self._ends: tuple[socket.socket, socket.socket] | None = None  # of the line to a worker that is being started
 
     # -- start ---------------------------------------------------------------------------------------------------------
@@ -243,7 +246,10 @@ class Members:
             beat = self._starter.page.read(line.child.rank).heartbeat
             silent_s = now - max(beat, self._fresh_since) if beat else 0.0
             waited_s = now - max(min(some_wait), self._fresh_since) if some_wait and line.came is None else 0.0
-            if line.child.exited is not None or line.worker not in self.coordinator.members:
+            if line.leaves is not None and now - max(line.leaves, self._fresh_since) > LEAVE_S:
+                self._end_leaving(line)
+            is_over = line.child.exited is not None or line.child.preempted
+            if is_over or line.worker not in self.coordinator.members:
                 continue
             if silent_s > self._heartbeat_s:
                 self._end_hung(line, f"has stood still for {silent_s:.0f} s (SIGSTOP, or no time to run)")
@@ -260,12 +266,32 @@ class Members:
         )
         line.child.send(signal.SIGKILL)
 
+    def _end_leaving(self, line: Line) -> None:
+        """Its program has ended well: that its process does not end is no failure."""
+        if not line.child.is_overdue:
+            line.child.is_overdue = True
+            who = f"worker {line.child.rank} (process {line.child.process.pid})"
+            self._starter.output.say(
+                f"unisono: {who} has ended its program, but its process has not ended for {LEAVE_S:.0f} s since: "
+                f"{self._starter.describe_stack(line.child)}; it is killed, and counts as ended"
+            )
+            line.child.send(signal.SIGKILL)
+
+    def on_done(self, worker: Child) -> None:
+        """The program of a worker has ended well. Nobody waits for it any more, nor for its heartbeat: its process may
+        take long to end."""
+        line = next((line for line in self.lines.values() if line.child is worker), None)
+        self._note_step()
+        if line is not None and self.step >= 0:
+            line.leaves = time.monotonic()
+            self.coordinator.ended(line.worker, well=True)
+
     def _note_step(self) -> None:
         found = [self._starter.page.read(line.child.rank).step for line in self.lines.values()]
         step = max((step for step in found if step is not None), default=-1)
         if step > self.step:
             self.step = step
-            self.coordinator.advanced()
+            self.coordinator.advanced(step)
 
     def on_exit(self, worker: Child) -> None:
         """A worker has ended. Before the first step the program is wrong, and the run ends as any other."""
@@ -278,10 +304,12 @@ class Members:
         elif self.step < 0 and worker.failure is not None:
             return
         else:
-            was_member = line.worker in self.coordinator.members
+            was_member = line.worker in self.coordinator.members or line.leaves is not None
             self.coordinator.ended(line.worker, well=worker.failure is None)
             if worker.failure is not None:
                 self._note_loss(worker, was_member)
+                if line.leaves is not None:
+                    self._failed_late = "a worker failed as its process ended, after its program"
         self._retire(line)
 
     def _note_loss(self, worker: Child, was_member: bool) -> None:
@@ -319,6 +347,7 @@ class Members:
 
     def find_outcome(self) -> Outcome | None:
         """How the run ended, where it did not as any other."""
-        if self.given_up is None:
-            return Outcome(step=self.step, preempted=True) if self._have_saved else None
-        return fail_run(self.given_up.why, self._losses, self.step)
+        why = self._failed_late if self.given_up is None else self.given_up.why
+        if why:
+            return fail_run(why, self._losses, self.step)
+        return Outcome(step=self.step, preempted=True) if self._have_saved else None

@@ -307,7 +307,7 @@ class ElasticHostsRun(EngineRun):
         self._steps[member.rank] = max(member.step, self._steps.get(member.rank, -1))
         if member.step > self._step:
             self._step = member.step
-            self.coordinator.advanced()
+            self.coordinator.advanced(member.step)
             for other in [other for other in self._members if other.ended is not None and other is not member]:
                 self._on_end(other)  # lost when no step was known yet
 
@@ -335,7 +335,8 @@ class ElasticHostsRun(EngineRun):
             if self.debugger.is_paused:
                 self._fresh_since = now
             waited_s = now - max(min(waits), self._fresh_since) if waits and line.came is None else 0.0
-            if waited_s > self.elastic.stuck_s and line.worker in self.coordinator.members:
+            is_training = line.worker in self.coordinator.members and not line.member.is_leaving
+            if waited_s > self.elastic.stuck_s and is_training:
                 self._end_hung(line, f"did not come for {waited_s:.0f} s while others waited")
         if self._is_under_way and now - self._revived > _REVIVE_S and self._started is not None:
             self._revived = now

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from unisono.launchers.output import Mode
 from unisono.runtime.run_folder import RunFolder
+from unisono.runtime.watchdog import BEAT_S
 
 __all__ = ["Adapt", "ComeAndGo", "Job", "StartMethod", "TimedOut"]
 
@@ -38,6 +39,13 @@ class ComeAndGo:
     heartbeat_s: float = 10.0  # a worker that stands still for longer is replaced
     stuck_s: float = 600.0  # so is one that others have waited for so long
     adapt: Adapt | None = None  # None: the number is changed by `unisono scale` alone
+
+    def __post_init__(self) -> None:
+        if not self.heartbeat_s >= 2 * BEAT_S or not self.stuck_s > 0:
+            raise ValueError(
+                f"got a heartbeat of {self.heartbeat_s:g} s and a deadline of {self.stuck_s:g} s: workers are heard of "
+                f"every {BEAT_S:g} s; expected a heartbeat of at least {2 * BEAT_S:g} s, and a deadline above 0"
+            )
 
     def describe_shortage(self, left: int) -> str:
         """Why those that are left have to go."""

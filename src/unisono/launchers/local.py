@@ -293,7 +293,10 @@ class LocalRun:
             self._faults.take(message)
             if self._stop_time is None and worker.failure is None:
                 self._hangs.take(message)
-            worker.done = worker.done or message.get("kind") == "done"
+            if message.get("kind") == "done" and not worker.done:
+                worker.done = True
+                if self.members is not None:
+                    self.members.on_done(worker)
             worker.preempted = worker.preempted or message.get("kind") == "preempted"
             if message.get("kind") == "preemptible" and self._preempting and self._is_preemptible(worker):
                 worker.send(signal.SIGTERM)  # it asked after the others were told
@@ -309,7 +312,7 @@ class LocalRun:
             self.selector.unregister(worker.process.pid_fd)
         self._drain(worker)
         self.output.flush(worker.rank)
-        stopped = worker.done and self._stop_time is not None  # it took its time to leave: no failure
+        stopped = worker.done and (self._stop_time is not None or worker.is_overdue)  # it took its time: no failure
         if status != 0 and worker.failure is None and not worker.preempted and not stopped:
             text = worker.text.decode("utf-8", "replace")
             worker.failure = failure_of_exit(worker.rank, status, worker.exited, text)

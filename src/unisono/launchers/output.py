@@ -12,10 +12,11 @@ from collections import deque
 from pathlib import Path
 from typing import IO, Literal, TextIO
 
-__all__ = ["MODES", "Lines", "Mode", "Output", "OutputClosed", "Sink"]
+__all__ = ["FOLDER", "MODES", "Lines", "Mode", "Output", "OutputClosed", "Sink"]
 
 Mode = Literal["auto", "prefix", "rank0", "files"]
 MODES: tuple[Mode, ...] = ("auto", "prefix", "rank0", "files")
+FOLDER = "unisono-output"
 TAIL_LINES = 40
 _LONGEST_LINE_BYTES = 1 << 20
 _PROGRESS_EVERY_S = 1.0
@@ -132,7 +133,7 @@ class Output:
         self._lines: dict[tuple[int, str], Lines] = {}
         self._tails: dict[int, deque[bytes]] = {}
         self._begun: set[int] = set()  # ranks elsewhere whose files have been begun
-        self.folder = Path(folder or "unisono-output") if mode == "files" else None
+        self.folder = Path(folder or FOLDER) if mode == "files" else None
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
 

@@ -58,6 +58,7 @@ class PageServer:
     parent: int | None = None  # the process that has it, and with which it ends
     _viewers: dict[asyncio.StreamWriter, str] = field(default_factory=dict)  # with the view of each
     _open: set[asyncio.Task[None]] = field(default_factory=set)
+    _strangers: dict[asyncio.StreamWriter, None] = field(default_factory=dict)  # no token shown yet; the oldest first
 
     def __post_init__(self) -> None:
         self.feed = Feed(self.live)
@@ -122,6 +123,7 @@ class PageServer:
         task = asyncio.current_task()
         assert task is not None
         self._open.add(task)
+        self._strangers[writer] = None
         try:
             await self._answer_safely(reader, writer)
         except (ConnectionError, TimeoutError):  # the client has left
@@ -131,15 +133,17 @@ class PageServer:
                 raise
         finally:
             self._open.discard(task)
+            self._strangers.pop(writer, None)
             self._viewers.pop(writer, None)
             writer.close()
 
     async def _answer_safely(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             if len(self._open) > _CONNECTIONS:
-                raise Refused(503, f"{_CONNECTIONS} connections are open already")
+                self._make_room(writer)
             request = await read_request(reader)
             name = self._check(request)
+            self._strangers.pop(writer, None)
             if name == "events":
                 await self._stream(request, reader, writer)
                 return
@@ -151,6 +155,14 @@ class PageServer:
         if request is None or request.method == "GET":
             writer.write(body)
         await asyncio.wait_for(writer.drain(), 60.0)
+
+    def _make_room(self, newest: asyncio.StreamWriter) -> None:
+        """Let go the connection that has been open for longest without showing the token."""
+        oldest = next(iter(self._strangers))
+        if oldest is newest:
+            raise Refused(503, f"{_CONNECTIONS} connections are open already")
+        del self._strangers[oldest]
+        oldest.transport.abort()
 
     def _check(self, request: Request) -> str:
         """What is asked for below the token. Raises Refused for other names of this host and for other tokens."""

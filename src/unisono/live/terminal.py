@@ -123,16 +123,21 @@ def _draw_ranks(
     return table
 
 
+def _name(place: Place) -> str:
+    """Its rank; where ranks were dealt anew, the number that the launcher's messages call the worker by."""
+    return str(place.rank) if place.rank == place.place else f"worker {place.place}"
+
+
 def _describe_row(place: Place, speed: Speed | None, state: str, now: float) -> list[RenderableType]:
     text = f"{state} {_clock(now - place.last)}" if state == "silent" else state
     shown = Text(text, style=_TONES.get(state, ""))
     step = f"{place.step:,}" if place.step >= 0 else ""
     if speed is None:
-        return [str(place.rank), step, *[""] * 7, shown]
+        return [_name(place), step, *[""] * 7, shown]
     compute, compression, communication, waiting, data = speed.parts
     times = [_seconds(s) for s in (compute, compression + communication, waiting, data)]
     factor = Text(f"x{speed.factor:.1f}", style="yellow" if speed.factor >= 1.3 else "dim")
-    return [str(place.rank), step, f"{speed.steps_s:.4g}", *times, f"{speed.bytes_s / 1e6:.4g}", factor, shown]
+    return [_name(place), step, f"{speed.steps_s:.4g}", *times, f"{speed.bytes_s / 1e6:.4g}", factor, shown]
 
 
 def _draw_rest(speeds: dict[int, Speed], count: int) -> Text:

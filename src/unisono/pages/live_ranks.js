@@ -74,7 +74,7 @@ const LiveRanks = (() => {
 
   function nameOf(rank) {
     if (!rank) return "";
-    const name = rank.place === rank.rank ? `rank ${rank.rank}` : `rank ${rank.rank} (place ${rank.place})`;
+    const name = rank.place === rank.rank ? `rank ${rank.rank}` : `worker ${rank.place}`;
     return rank.mesh ? `${name}: ${rank.mesh}` : name;
   }
 

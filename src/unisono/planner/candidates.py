@@ -15,6 +15,7 @@ from torch import nn
 from unisono.buckets import Bucket, on_device
 from unisono.facts import Convergence, Grade
 from unisono.spec import SpecError, build, names, parse, read_facts
+from unisono.spec.catalog import TORCH
 from unisono.spec.grammar import Spec
 from unisono.strategy import Strategy
 
@@ -46,6 +47,11 @@ class Candidate:
         """Whether exchanges go on behind several steps."""
         return bool(getattr(self.strategy, "delay", 0))
 
+    @property
+    def is_of_torch(self) -> bool:
+        """Whether it is torch's own, to compare with."""
+        return self.spec.startswith(TORCH)
+
     def for_measuring(self) -> Strategy:
         """The same with an exchange after each step, so that every step shows it."""
         strategy: Any = self.strategy
@@ -68,7 +74,11 @@ def find_candidates(asked: Iterable[str] = (), also: Iterable[str] = (), *, rank
     for spec in [*specs, *also]:
         candidate = describe_candidate(spec)
         found.setdefault(candidate.spec, candidate)
-    sample = Bucket(0, [("weight", nn.Parameter(torch.empty(256, 256)))], partial(on_device, torch.device("cpu")))
+    sample = Bucket(
+        0,
+        [("weight", nn.Parameter(torch.empty(256, 256, dtype=torch.float32)))],
+        partial(on_device, torch.device("cpu")),
+    )
 
     def count_sent(candidate: Candidate) -> int:
         reducer = getattr(candidate.strategy, "reducer", None)
@@ -92,9 +102,12 @@ def _proposed(kind: Any) -> list[str]:
 
 def describe_candidate(spec: str) -> Candidate:
     """What its methods say: the effect on training is that of the one with the greatest."""
+    worst, why = Convergence("exact", "as one process on the joined batches"), ""
+    if spec.startswith(TORCH):
+        build(spec, kind="strategy")
+        return Candidate(spec, worst)
     tree = parse(spec)
     build(tree, kind="strategy")  # an error in the text shows here
-    worst, why = Convergence("exact", "as one process on the joined batches"), ""
     for name, kind, is_around in _methods_in(tree):
         facts = read_facts(name, kind)
         found = facts.convergence

@@ -50,7 +50,7 @@ class Choice:
 
 def choose(measured: Measured, allow: Sequence[str]) -> Choice:
     """Rank by the predicted step; among those that are about as fast, the least effect on training first."""
-    left_out = [m for m in measured.methods if m.anatomy is None]
+    left_out = [m for m in measured.methods if m.anatomy is None and m.verified_s is None]
     if measured.network is None:
         return Choice([], [], left_out, [], [])
     rows = [Ranked(m, predict(m.anatomy, measured.network)) for m in measured.methods if m.anatomy is not None]

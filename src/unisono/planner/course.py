@@ -3,7 +3,8 @@
 1. some steps with nothing exchanged: compute and its spread, memory;
 2. between two steps: the network, each link and each operation;
 3. a few steps under each method in a silent world, where messages take no time;
-4. where asked for: the best methods for real, in turn.
+4. where asked for: the best methods for real, in turn;
+5. torch's own DistributedDataParallel for real, to compare with.
 
 A generator: it goes on by one `yield` a step. All ranks take the same course, and meet before every step, so that
 each step finds the machine as busy as it is in training.
@@ -30,8 +31,9 @@ from unisono.background import watched_by
 from unisono.costs import Anatomy
 from unisono.costs.anatomy import Kind
 from unisono.footprint import memory
+from unisono.model_copies import add_hook
 from unisono.planner.candidates import Candidate
-from unisono.planner.measured import Measured, Method
+from unisono.planner.measured import DDP, Measured, Method
 from unisono.planner.meshes import measure_stages, measure_tensor
 from unisono.planner.network_probe import probe
 from unisono.planner.steadying import steady
@@ -46,9 +48,8 @@ from unisono.world.transports.silent import SilentTransport
 
 _WARM = 2  # steps before anything counts
 _BARE = 3
-_TRACED, _MOST_TRACED = 3, 8  # steps a method, after a first one: as many as fit into
+_MOST_TRACED = 8  # steps a method, after a first one: as many as fit into
 _ENOUGH_S = 0.8
-_SLOW_S = 0.3  # where a step takes longer: one fewer
 _BEST = 3  # methods that are verified
 _ROUNDS = 2
 _VERIFIED = 3  # steps of a method in a round, after a first one
@@ -111,9 +112,11 @@ class Course:
         self.replica.is_trial = True
         self._example: tuple[torch.Tensor, ...] | None = None  # a batch, as the model is called with
         self._bare_s = 0.0  # this rank's step with nothing exchanged
+        self._has_unused = False  # parameters without a gradient, on any rank
         self._finished = finished
+        self.is_comparing = False  # all is measured but methods of torch's own
         self._steps = self._run()
-        self._batch = model.register_forward_pre_hook(self._note_batch, with_kwargs=True)
+        self._batch = add_hook(model.register_forward_pre_hook, self._note_batch, with_kwargs=True)
         next(self._steps)
 
     def next(self) -> None:
@@ -148,20 +151,26 @@ class Course:
         network, links = probe(self.world, most)
         self.measured.network = network
         self.measured.links = [vars(link) for link in links]
-        for i, candidate in enumerate(self._candidates):
-            if candidate.unpredicted:
-                self._add(candidate, why=f"not predicted: {candidate.unpredicted}")
-            elif not self._has_time():
+        predicted = [c for c in self._candidates if not c.unpredicted and not c.is_of_torch]
+        for i, candidate in enumerate(predicted):
+            if (left_s := self._find_left_s()) <= 0:
                 self._add(candidate, why=f"not measured: the {self.settings.budget_s:g} s of --budget were over")
             else:
-                self._tell(f"{candidate.spec} ({i + 1} of {len(self._candidates)})")
-                yield from self._measure_method(candidate)
+                self._tell(f"{candidate.spec} ({i + 1} of {len(predicted)})")
+                yield from self._measure_method(candidate, left_s / (len(predicted) - i))
+        for candidate in self._candidates:
+            if candidate.unpredicted:
+                self._add(candidate, why=f"not predicted: {candidate.unpredicted}")
         self._steady()
         if self.settings.verify:
             yield from self._verify()
         self._go_quiet()
         self._look_at_memory()
         self._look_at_stages()
+        self.is_comparing = True
+        for candidate in self._candidates:
+            if candidate.is_of_torch:
+                yield from self._measure_torch(candidate)
         self._tell("")
 
     def _measure_bare(self) -> Iterator[None]:
@@ -176,12 +185,44 @@ class Course:
             self._settle()
             taken.append(time.perf_counter() - began)
         self._bare_s = median(taken)
+        mine = any(p.grad is None for p in self.model.parameters() if p.requires_grad)
+        self._has_unused = any(self.world.gather_objects(mine))
         everyone = self.world.gather_objects(taken)
         self.measured.bare_samples_s = [seconds for each in everyone for seconds in each]
         self.measured.compute_s = median(max(step) for step in zip(*everyone, strict=True))
         self.measured.memory_bytes = max(self.world.gather_objects(_read_peak(self.world.device)))
 
-    def _measure_method(self, candidate: Candidate) -> Iterator[None]:
+    def _measure_torch(self, candidate: Candidate) -> Iterator[None]:
+        """For real: what torch sends does not pass through our worlds."""
+        self._tell(candidate.spec)
+        _reset_peak(self.world.device)
+        problem = ""
+        strategy: Any = candidate.strategy
+        if candidate.spec == DDP and self._has_unused:  # torch would raise in the program
+            strategy = replace(strategy, find_unused=True)
+        try:
+            self.replica.replace(lambda: self._bind(strategy, self.world))
+        except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+            problem = str(error).partition("\n")[0]
+        if any(problems := self.world.gather_objects(problem)):
+            self._add(candidate, why=f"not measured: {next(filter(None, problems))}")
+            return
+        yield
+        taken = []
+        for _ in range(_VERIFIED):
+            self.world.barrier()
+            began = time.perf_counter()
+            yield
+            self._settle()
+            taken.append(time.perf_counter() - began)
+        slowest = [max(step) for step in zip(*self.world.gather_objects(taken), strict=True)]
+        peak = max(self.world.gather_objects(_read_peak(self.world.device)))
+        self.measured.methods.append(
+            Method(candidate.spec, candidate.convergence, None, peak, verified_s=median(slowest))
+        )
+
+    def _measure_method(self, candidate: Candidate, share_s: float) -> Iterator[None]:
+        """`share_s`: its part of the time that is left."""
         gc.collect()  # its memory is to be its own
         trace = Trace()
         problem = ""
@@ -200,7 +241,7 @@ class Course:
         with watched_by(trace):
             began = time.perf_counter()
             yield
-            for _ in range(_count_steps(max(self.world.gather_objects(time.perf_counter() - began)))):
+            for _ in range(_count_steps(max(self.world.gather_objects(time.perf_counter() - began)), share_s)):
                 self.world.barrier()
                 trace.start()
                 yield
@@ -317,9 +358,9 @@ class Course:
     def _add(self, candidate: Candidate, *, anatomy: Anatomy | None = None, memory: int = 0, why: str = "") -> None:
         self.measured.methods.append(Method(candidate.spec, candidate.convergence, anatomy, memory, why))
 
-    def _has_time(self) -> bool:
-        left = self.settings.budget_s - self._before_s - (time.monotonic() - self._began)
-        return bool(self.world.broadcast_object(left > 0))
+    def _find_left_s(self) -> float:
+        left_s = self.settings.budget_s - self._before_s - (time.monotonic() - self._began)
+        return float(self.world.broadcast_object(left_s))
 
     def _settle(self) -> None:
         if self.world.device.type == "cuda":
@@ -333,15 +374,13 @@ class Course:
             print(f"unisono plan: {what}", file=sys.stderr)
 
 
-def _count_steps(step_s: float) -> int:
-    """How many steps are measured where one takes so long.
+def _count_steps(step_s: float, share_s: float) -> int:
+    """How many steps are measured where one takes so long, and the method may take `share_s` with the first one.
 
-    >>> [_count_steps(seconds) for seconds in (0.01, 0.15, 0.25, 2.0)]
-    [8, 5, 3, 2]
+    >>> [_count_steps(seconds, 1.0) for seconds in (0.01, 0.15, 0.25, 2.0)]
+    [8, 5, 3, 1]
     """
-    if step_s > _SLOW_S:
-        return _TRACED - 1
-    return min(_MOST_TRACED, max(_TRACED, int(_ENOUGH_S / step_s)))
+    return min(_MOST_TRACED, max(1, int(min(_ENOUGH_S, share_s - step_s) / step_s)))
 
 
 def _every(spec: str) -> int:

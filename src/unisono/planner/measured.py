@@ -8,6 +8,8 @@ from typing import Any
 from unisono.costs import Anatomy, Link, Network
 from unisono.facts import Convergence
 
+DDP = "torch:ddp"
+
 
 @dataclass(frozen=True)
 class Method:

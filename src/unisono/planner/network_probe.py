@@ -129,7 +129,7 @@ def _slowest(channel: World, measure: Callable[[], float]) -> float:
 def _prepare(channel: World, op: str, nbytes: int) -> Callable[[], Any]:
     """The operation, on tensors that are there already."""
     n, device = channel.size, channel.device
-    whole = torch.zeros(-(-nbytes // 4 // n) * n, device=device)
+    whole = torch.zeros(-(-nbytes // 4 // n) * n, dtype=torch.float32, device=device)
     if op == "all_reduce":
         line = channel.empty(whole.numel())
         line.zero_()

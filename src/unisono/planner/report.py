@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from unisono.planner.choice import Choice, Ranked, show_bits, show_s
-from unisono.planner.measured import Measured
+from unisono.planner.measured import Measured, Method
 from unisono.sizes import show_size
 
 __all__ = ["plan_to_dict", "write_report"]
@@ -16,21 +16,45 @@ _HEAD = ("method", "step", "interval", "compute", "exposed", "hidden", "compress
 
 def write_report(measured: Measured, choice: Choice) -> str:
     """All of it, for a terminal."""
-    parts = [_describe_run(measured), _describe_network(measured)]
+    incomplete = f"Incomplete: {measured.unfinished}." if measured.unfinished else ""
+    parts = [incomplete, _describe_run(measured), _describe_network(measured)]
     verified = any(row.method.verified_s is not None for row in choice.ranked)
     if choice.ranked:
-        parts.append("\n".join(_table(choice.ranked, verified)))
+        parts.append("\n".join(_table(choice.ranked, verified, _find_compared(measured))))
         parts.append("\n".join([*choice.reasons, *choice.advice]))
     elif measured.unfinished:
         parts.append("Nothing could be predicted.")
     if choice.others:
         words = "These change training: try them with `unisono compare`, or rank them too with --allow all."
         parts.append("\n".join([words, *_table(choice.others, verified)]))
-    if choice.left_out:
-        parts.append("\n".join(f"{m.spec}: {m.why}" for m in choice.left_out))
-    if measured.unfinished:
-        parts.append(f"Incomplete: {measured.unfinished}.")
+    reasons: dict[str, list[str]] = {}
+    for method in choice.left_out:
+        reasons.setdefault(method.why, []).append(method.spec)
+    parts.append("\n".join(f"{', '.join(specs)}: {why}" for why, specs in reasons.items()))
+    parts.append(_conclude(measured, choice))
     return "\n\n".join(part for part in parts if part)
+
+
+def _find_compared(measured: Measured) -> list[Method]:
+    """Methods of torch's own: measured for real, and not predicted."""
+    return [m for m in measured.methods if m.anatomy is None and m.verified_s is not None]
+
+
+def _conclude(measured: Measured, choice: Choice) -> str:
+    """One sentence: what to do."""
+    if not choice.ranked:
+        return ""
+    first = choice.ranked[0]
+    if first.seconds > measured.ranks * measured.compute_s > 0:
+        return (
+            f"In short: one worker is faster for this model: what {measured.ranks} do in {show_s(first.seconds)}, it "
+            f"does in {show_s(measured.ranks * measured.compute_s)}; use -n 1, or give a worker more samples a step."
+        )
+    own = next((row for row in choice.ranked if row.spec == measured.own and row is not first), None)
+    gains = [f"{own.seconds / first.seconds:.2f} times as fast as the program's {own.spec}"] if own is not None else []
+    gains += [f"{m.spec} took {show_s(m.verified_s or 0.0)}" for m in _find_compared(measured)]
+    what = f"keep {first.spec}" if first.spec == measured.own else f"use {first.spec} (--strategy '{first.spec}')"
+    return f"In short: {what}, {show_s(first.seconds)} a step{''.join(f'; {gain}' for gain in gains)}."
 
 
 def _describe_run(measured: Measured) -> str:
@@ -56,9 +80,13 @@ def _describe_network(measured: Measured) -> str:
     return "\n".join(["Network, as time = latency + bytes / bandwidth:", *(f"  {line}" for line in lines)])
 
 
-def _table(rows: Sequence[Ranked], verified: bool) -> list[str]:
-    head = [*_HEAD, *(["measured"] if verified else [])]
-    cells = [head, *(_cells(row, verified) for row in rows)]
+def _table(rows: Sequence[Ranked], verified: bool, compared: Sequence[Method] = ()) -> list[str]:
+    head = [*_HEAD, *(["measured"] if verified or compared else [])]
+    cells = [head, *(_cells(row, verified or bool(compared)) for row in rows)]
+    cells += [
+        [m.spec, *[""] * 7, show_size(m.memory_bytes), m.convergence.grade, show_s(m.verified_s or 0.0)]
+        for m in compared
+    ]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     lines = []
     for row in cells:

@@ -29,10 +29,11 @@ def steady(anatomies: Sequence[Anatomy]) -> list[Anatomy]:
     [0.11, 0.11, 0.11, 0.085]
     """
     series = [_slowest(each) for each in anatomies]
-    if len(anatomies) < _FEWEST or any(len(steps) < 2 for steps in series):
+    spread = [variance(steps) for steps in series if len(steps) > 1]
+    if len(anatomies) < _FEWEST or not spread:
         return list(anatomies)
     own = [median(steps) for steps in series]
-    chance = [_MEDIAN * variance(steps) / len(steps) for steps in series]
+    chance = [_MEDIAN * (variance(s) if len(s) > 1 else fmean(spread)) / len(s) for s in series]
     centre, typical = median(own), fmean(chance)
     apart = (_DEVIATION * median(abs(each - centre) for each in own)) ** 2
     real = max(0.0, apart - typical)

@@ -12,10 +12,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from unisono.facts import Convergence
 from unisono.planner.candidates import find_candidates
 from unisono.planner.choice import choose
 from unisono.planner.course import Course, Settings, steps_needed
-from unisono.planner.measured import Measured
+from unisono.planner.measured import DDP, Measured, Method
 from unisono.planner.report import write_report
 from unisono.spec import describe
 from unisono.strategy import Replica, Strategy
@@ -38,7 +39,7 @@ def bind(model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: Worl
     # In a silent world the others count as equal to this rank.
     warnings.filterwarnings("ignore", message="the ranks train on the same samples")
     own = describe(strategy)
-    also = [own] if "..." not in own and not settings.methods else []
+    also = [*([own] if "..." not in own else []), DDP] if not settings.methods else []
     candidates = find_candidates(settings.methods, also, ranks=world.size)
     needed = steps_needed(sum(not candidate.unpredicted for candidate in candidates), settings.verify)
     course = Course(
@@ -69,6 +70,12 @@ def _end(course: Course, settings: Settings) -> None:
 
 def _write_unfinished(course: Course, settings: Settings, needed: int) -> None:
     """The program has ended by itself: what there is."""
+    if course.is_comparing:
+        course.measured.methods.append(
+            Method(DDP, Convergence("exact", ""), why="not measured: the program ended in it")
+        )
+        _hand_over(course.measured, settings)
+        return
     course.measured.unfinished = (
         f"the program ended after {course.measured.steps} optimizer steps, and the plan needs {needed}: give it more "
         "(more epochs, or more data), or fewer --methods"

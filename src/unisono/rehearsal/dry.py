@@ -7,11 +7,10 @@
 from __future__ import annotations
 
 import runpy
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +20,8 @@ from torch.optim import Optimizer
 
 from unisono.data import Shard
 from unisono.footprint.memory_report import MemoryReport, describe_shortage
-from unisono.footprint.script import ScriptError, enter_world, observe, pose_as_program, predict_for_script
+from unisono.footprint.script import ScriptError, StepsAlone, pose_as_worker, predict_for_script
+from unisono.model_copies import add_hook
 from unisono.planner.candidates import describe_candidate
 from unisono.runtime.link_text import Link
 from unisono.runtime.machine import host_bytes, usable_cores
@@ -140,10 +140,9 @@ class _DryScript:
         if torch.cuda.is_available():
             world.device = torch.device("cuda")
         with ExitStack() as stack:
-            stack.enter_context(pose_as_program(request.program, request.arguments, module=request.module))
-            stack.enter_context(redirect_stdout(sys.stderr))
-            stack.enter_context(enter_world(world))
-            stack.enter_context(observe(self._bind))
+            stack.enter_context(
+                pose_as_worker(request.program, request.arguments, world, self._bind, module=request.module)
+            )
             stack.enter_context(warnings.catch_warnings())
             # The other ranks count as equal to this one.
             warnings.filterwarnings("ignore", message="the ranks train on the same samples")
@@ -154,6 +153,8 @@ class _DryScript:
                     runpy.run_path(request.program, run_name="__main__")
             except _Enough:
                 pass
+            except StepsAlone as error:
+                result.problems.append(str(error))
             except (Exception, SystemExit) as error:
                 if not isinstance(error, SystemExit) or error.code not in (None, 0):
                     result.problems.append(_describe_error(error, request))
@@ -183,7 +184,7 @@ class _DryScript:
         replica.is_trial = True  # type: ignore[attr-defined]  # un.save writes nothing
         if self._replica is None:
             self._replica = replica
-            model.register_forward_pre_hook(self._note_inputs, with_kwargs=True)
+            add_hook(model.register_forward_pre_hook, self._note_inputs, with_kwargs=True)
             optimizer.register_step_post_hook(self._count_step)
         return replica
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.compare.recorder import Recorder
+from unisono.model_copies import add_hook
 from unisono.spec import describe
 from unisono.strategy import Replica, Strategy, binding
 from unisono.world import World
@@ -94,7 +95,7 @@ class _Recorder:
 
     def follow(self, replica: Replica, optimizer: Optimizer) -> None:
         """Watch forward passes and steps."""
-        self._model.register_forward_pre_hook(self._note_inputs, with_kwargs=True)
+        add_hook(self._model.register_forward_pre_hook, self._note_inputs, with_kwargs=True)
         optimizer.register_step_pre_hook(self._note_gradients)
         optimizer.register_step_post_hook(self._count_step)
         atexit.register(self._write_end)

@@ -10,6 +10,7 @@ from unisono.reports.pipelines import HEADS, describe_pipeline, list_pipeline_ro
 from unisono.reports.side_by_side import list_differences
 from unisono.reports.summary import PARTS, MetricSummary, Summary
 from unisono.reports.wording import (
+    conclude,
     describe_balance,
     describe_outcome,
     list_facts,
@@ -53,7 +54,7 @@ def _make_lead(found: Summary) -> str:
         text += f" A step takes {show_ms(found.cost['wall'])} ms: {shares}."
     if found.speed_up.times is not None and found.speed_up.efficiency is not None:
         text += f" Speed-up {found.speed_up.times:.2f}, efficiency {100 * found.speed_up.efficiency:.0f} %."
-    return text
+    return f"{text} {conclude(found)}".rstrip()
 
 
 def _show_costs(found: Summary) -> list[Block]:

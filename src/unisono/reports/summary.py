@@ -50,8 +50,8 @@ class RankSummary:
 
     @property
     def label(self) -> str:
-        """Its rank; after the world has changed, with the place that it has kept, as ranks are dealt anew."""
-        return str(self.rank) if self.rank == self.place else f"{self.rank} (place {self.place})"
+        """Its rank; where ranks were dealt anew, the number that the launcher's messages call the worker by."""
+        return str(self.rank) if self.rank == self.place else f"worker {self.place}"
 
     @property
     def own_s(self) -> float:

@@ -13,6 +13,7 @@ from rich.text import Text
 from unisono.reports.pipelines import HEADS, PipelineSummary, describe_pipeline, list_pipeline_rows
 from unisono.reports.summary import PARTS, Summary
 from unisono.reports.wording import (
+    conclude,
     describe_balance,
     list_facts,
     list_parts,
@@ -53,6 +54,8 @@ def print_report(found: Summary, console: Console) -> None:
         console.print(_title("changes"), *_lines(turns), sep="\n")
     if found.missing:
         console.print(_title("what is missing from the record"), *_lines(found.missing), sep="\n")
+    if verdict := conclude(found):
+        console.print(_title("in short"), *_lines([verdict]), sep="\n")
 
 
 def _title(text: str) -> Text:

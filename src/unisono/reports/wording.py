@@ -7,6 +7,7 @@ import math
 from unisono.reports.summary import PARTS, Summary, show_time
 
 __all__ = [
+    "conclude",
     "describe_balance",
     "describe_outcome",
     "list_facts",
@@ -17,6 +18,7 @@ __all__ = [
     "show_number",
 ]
 
+_GOOD = 0.8  # an efficiency
 _OUTCOMES = {
     "ok": "ended well",
     "failed": "failed",
@@ -85,7 +87,7 @@ def list_facts(found: Summary) -> list[tuple[str, str]]:
     """What the run was, by name."""
     hosts = found.hosts if len(found.hosts) <= 4 else [*found.hosts[:3], f"{len(found.hosts) - 3} more"]
     where = f" on {', '.join(hosts)}" if hosts else ""
-    samples = f" of {found.samples_a_step:.4g} samples" if found.samples_a_step else ""
+    samples = f", {found.samples_a_step:.4g} samples each" if found.samples_a_step else ""
     facts = [
         ("run", found.name),
         ("outcome", describe_outcome(found)),
@@ -94,15 +96,33 @@ def list_facts(found: Summary) -> list[tuple[str, str]]:
         ("method", found.strategy or "not known"),
         ("mesh", found.mesh),
         ("workers", f"{found.workers}{where}" + (f", {', '.join(found.devices[:3])}" if found.devices else "")),
-        (
-            "steps",
-            f"{found.steps:,}{samples}",
-        ),
+        ("steps", f"{found.steps:,}{samples}"),
         ("model", "not known" if found.parameters is None else f"{found.parameters:,} parameters"),
         ("versions", ", ".join(f"{name} {text}" for name, text in found.versions.items()) or "not known"),
         ("folder", found.folder),
     ]
     return [(name, text) for name, text in facts if text]
+
+
+def conclude(found: Summary) -> str:
+    """Whether the workers were worth it, and what to do; empty where that is not known."""
+    gained = found.speed_up
+    if gained.times is None or gained.efficiency is None or not found.cost.get("wall"):
+        return ""
+    bound = "" if gained.how.startswith("measured") else "at most "
+    work = f"{found.workers} workers do {bound}{gained.times:.2f} times the work of one"
+    if gained.efficiency >= _GOOD:
+        return f"{work}: little is left to gain."
+    most = max((part for part in PARTS if part != "compute"), key=lambda part: found.cost[part])
+    why = f"{most} takes {100 * found.cost[most] / found.cost['wall']:.0f} % of a step"
+    if gained.times < 1:
+        return f"One worker is faster for this model: {work}, as {why}. Use -n 1, or give a worker more samples a step."
+    remedy = {
+        "communication": "`unisono plan` looks for a method that needs less; more samples a step have fewer exchanges",
+        "waiting": found.slowest.text if found.slowest and found.slowest.cause else "more samples a step help",
+        "data": "read ahead of the step, as a DataLoader with num_workers does",
+    }[most]
+    return f"{work}, as {why}: {remedy}."
 
 
 def describe_balance(found: Summary) -> list[str]:

@@ -70,18 +70,32 @@ def _scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
     return scaled
 
 
+_DIVISIONS = ("DivBackward0", "MulBackward0")
+
+
 class Losses:
-    """The losses of the window under way."""
+    """The losses of the window under way.
+
+    A loop that accumulates gradients may divide each loss by the number of passes before the optimizer's step, or by
+    the tokens of all of them: then these losses add up to the loss of the step. What was divided (or multiplied) last
+    thing before backward counts so; else each loss stands for the step, and their mean counts. So it is the same
+    number, whatever the accumulation. A step may be several windows: the step before tells how many passes it has.
+    """
 
     def __init__(self) -> None:
         self._losses: list[Tensor] = []
+        self._are_parts = True  # each was divided
+        self._passes = self._step_passes = 0  # since the optimizer's last step, and before that
         self._unscaled: dict[int, Tensor] = {}  # by the scaled loss that a GradScaler gave out
 
     def note(self, tensors: Any) -> None:
         """Backward is about to begin from these."""
         loss = tensors if isinstance(tensors, Tensor) else tensors[0] if len(tensors) == 1 else None
         if isinstance(loss, Tensor) and loss.numel() == 1:
-            self._losses.append(self._unscaled.get(id(loss), loss).detach())
+            loss = self._unscaled.get(id(loss), loss)
+            self._are_parts &= type(loss.grad_fn).__name__ in _DIVISIONS
+            self._losses.append(loss.detach())
+            self._passes += 1
         self._unscaled.clear()
 
     def note_scaled(self, scaled: Any, loss: Any) -> None:
@@ -97,8 +111,14 @@ class Losses:
     def replace(self, since: int, loss: Tensor) -> None:
         """Those from number `since` on were parts of this one."""
         self._losses[since:] = [loss.detach()]
+        self._are_parts = False
 
     def take(self) -> list[Tensor]:
-        """Those since the last time."""
-        taken, self._losses = self._losses, []
-        return taken
+        """Those since the last time, of which the mean counts."""
+        taken, parts = self._losses, max(len(self._losses), self._step_passes) if self._are_parts else 1
+        self._losses, self._are_parts = [], True
+        return [loss * parts for loss in taken] if parts > 1 else taken
+
+    def end_step(self) -> None:
+        """The optimizer has stepped."""
+        self._passes, self._step_passes = 0, self._passes

@@ -103,6 +103,15 @@ class RankLog:
         """Its rank in the last world that it was in."""
         return int(self.header.get("rank", self.place))
 
+    def was_at(self, steps: Array) -> npt.NDArray[np.bool_]:
+        """Whether it made these steps, or was about to; all, where it counts none."""
+        rows = np.maximum.accumulate(self.rows.array[:, :2])  # the first step of each row, and the last
+        if not len(rows):
+            return np.ones(len(steps), dtype=bool)
+        row = np.searchsorted(rows[:, 0], steps, side="right") - 1
+        found: npt.NDArray[np.bool_] = (row < 0) | (steps <= rows[row, 1] + 1)
+        return found
+
     @property
     def last_unix(self) -> float:
         """When its last line was written."""
@@ -378,21 +387,25 @@ class RunReader:
         return list(dict.fromkeys(name for rank in self.ranks.values() for name in rank.metrics))
 
     def join_metric(self, name: str) -> Joined | None:
-        """A metric over the ranks that logged it: at each step of the one with most values, each rank's newest value
-        up to that step. None where it is each rank's own, or nobody logged it."""
+        """A metric over the ranks that logged it: at each step at which one did, each rank's newest value up to that
+        step, while the rank makes steps: not that of one which was lost. None where it is each rank's own, or nobody
+        logged it."""
         found = [(rank, rank.metrics[name]) for rank in self.ranks.values() if name in rank.metrics]
         found = [(rank, series) for rank, series in found if len(series)]
         if not found or found[0][1].how == "rank":
             return None
-        rank, longest = max(found, key=lambda pair: len(pair[1]))
-        how, steps = longest.how, longest.steps
+        found.sort(key=lambda pair: len(pair[1]))
+        steps: Array = np.unique(np.concatenate([series.steps for _, series in found]))
+        times, how = np.zeros(len(steps)), found[-1][1].how
         columns = np.zeros((len(found), len(steps)))
         known = np.zeros(columns.shape, dtype=bool)
-        for i, (_, series) in enumerate(found):
+        for i, (rank, series) in enumerate(found):
             at = np.searchsorted(series.steps, steps, side="right") - 1
-            known[i] = at >= 0
+            known[i] = (at >= 0) & rank.was_at(steps)
+            known[i, np.searchsorted(steps, series.steps)] = True
             columns[i, known[i]] = series.values[at[known[i]]]
-        return Joined(name, how, steps, longest.times + rank.offset, _join(columns, known, how), len(found))
+            times[np.searchsorted(steps, series.steps)] = series.times + rank.offset  # of the one with most values
+        return Joined(name, how, steps, times, _join(columns, known, how), len(found))
 
 
 def _join(columns: Array, known: npt.NDArray[np.bool_], how: str) -> Array:

@@ -279,7 +279,7 @@ def _describe_entry(frame: FrameType) -> tuple[str, str]:
     if not is_ours(frame):
         module = str(frame.f_globals.get("__name__", ""))
         if module.startswith("torch.nn"):
-            return "a forward pass", _SAME_PASSES
+            return ("a forward pass" if name.endswith("_call_impl") else f"{name}()"), _SAME_PASSES
         return "optimizer.step()" if module.startswith("torch.optim") else f"{name}()", _SAME_PASSES
     owner = frame.f_locals.get("self")
     kind = type(owner).__name__

@@ -15,7 +15,16 @@ import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["HUGE", "VARIABLE", "HugePages", "are_wanted", "fill_with_huge_pages", "map_shared", "read_huge_pages"]
+__all__ = [
+    "HUGE",
+    "VARIABLE",
+    "HugePages",
+    "advise",
+    "are_wanted",
+    "fill_with_huge_pages",
+    "map_shared",
+    "read_huge_pages",
+]
 
 VARIABLE = "UNISONO_HUGE_PAGES"  # "0": ask for none
 HUGE = 2 << 20  # bytes of a huge page, where the kernel does not say
@@ -81,24 +90,31 @@ def _read_choice(file: Path) -> str:
     return found[1] if found else ""
 
 
-def map_shared(fd: int, nbytes: int) -> Any:
+def map_shared(fd: int, nbytes: int, *, private: bool = False) -> Any:
     """The memory behind `fd` as a buffer, mapped as long as someone holds that; huge pages fit into it.
 
-    It holds no descriptor, as Python's own mmap would: a large model has many mappings.
+    It holds no descriptor, as Python's own mmap would: a large model has many mappings. `private`: what is written to
+    it stays in this mapping (see `copied_pages`).
     """
     room = nbytes + HUGE
     start = _map(None, room, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
     address = -(-start // HUGE) * HUGE
     end = address + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    _map(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd)
+    kind = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
+    _map(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, kind | _MAP_FIXED, fd)
     for low, high in ((start, address), (end, start + room)):
         if high - low >= mmap.PAGESIZE:
             _LIBC.munmap(low, high - low)
     if are_wanted():
-        _LIBC.madvise(address, nbytes, mmap.MADV_HUGEPAGE)  # a kernel without them says so, and nothing is lost
+        advise(address, nbytes, mmap.MADV_HUGEPAGE)  # a kernel without them says so, and nothing is lost
     made = (ctypes.c_char * nbytes).from_address(address)
     weakref.finalize(made, _LIBC.munmap, address, nbytes).atexit = False  # threads may use it to the end
     return made
+
+
+def advise(address: int, nbytes: int, how: int) -> bool:
+    """Tell the kernel about memory (`man 2 madvise`); whether it took the advice."""
+    return bool(_LIBC.madvise(address, nbytes, how) == 0)
 
 
 def _map(address: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:
@@ -120,7 +136,7 @@ def fill_with_huge_pages(address: int, nbytes: int) -> int:
     done, whole = 0, nbytes // HUGE * HUGE
     while done < whole:
         some = min(_AT_A_TIME, whole - done)
-        if _LIBC.madvise(address + done, some, _MADV_COLLAPSE):
+        if not advise(address + done, some, _MADV_COLLAPSE):
             break
         done += some
     return done

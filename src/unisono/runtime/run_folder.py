@@ -15,11 +15,13 @@ import secrets
 import shutil
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from unisono.runtime.local_path import local_path
 from unisono.runtime.machine import read_boot_id, usable_cores
 
 __all__ = [
@@ -88,7 +90,10 @@ def _read_start(run: dict[str, Any]) -> float:
 
 
 def find_run(text: str) -> Path:
-    """The folder that `text` means: a folder, the name of a run, the beginning of one, or "last"."""
+    """The folder that `text` means: a folder, the name of a run, the beginning of one, or "last".
+
+    "last" is the newest run that was started in the working directory; where none was, the only one there is.
+    """
     path = Path(text).expanduser()
     if text != "last" and (path.name in ("run.json", "events.jsonl")) and path.is_file():
         return path.parent
@@ -96,7 +101,7 @@ def find_run(text: str) -> Path:
         return path
     runs = list_runs()
     if text == "last" and runs:
-        return runs[0]
+        return _find_last(runs)
     matching = [run for run in runs if run.name == text] or [run for run in runs if run.name.startswith(text)]
     if len(matching) == 1:
         return matching[0]
@@ -107,6 +112,16 @@ def find_run(text: str) -> Path:
         raise NoSuchRun(f"{text} is a folder, but no run is recorded in it: there is no run.json and no ranks/ in it")
     known = f"there are {', '.join(run.name for run in runs[:5])}" if runs else f"no run is recorded in {place}"
     raise NoSuchRun(f"no run {text!r}: {known}. `unisono runs` lists them; expected a name, a folder, or last")
+
+
+def _find_last(runs: list[Path]) -> Path:
+    started = {run: (read_run(run) or {}).get("cwd") for run in runs}
+    here = os.getcwd()
+    last = next((run for run in runs if started[run] == here), None)
+    if last is None and len(runs) > 1:
+        newest = "".join(f"\n  {run.name}, started in {started[run]}" for run in runs[:5])
+        raise NoSuchRun(f"no run was started in {here}; name one of the others. The newest are{newest}")
+    return last or runs[0]
 
 
 def _looks_like_a_run(path: Path) -> bool:
@@ -149,15 +164,18 @@ def name_rank_file(place: int) -> str:
 
 
 def make_folder(program: Sequence[str], folder: Path | None = None) -> Path:
-    """Make the folder of a run: the one that was named, or a new one where runs lie. Raises OSError."""
+    """Make the folder of a run: the one that was named, or a new one where runs lie. Raises OSError, and
+    ValueError for an address that is no path."""
     if folder is not None:
+        local_path(folder)
         if _looks_like_a_run(folder):
             raise FileExistsError(0, f"a run is recorded in {folder} already: name another folder, or remove that one")
-        (folder / "ranks").mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (folder / "ranks").mkdir(exist_ok=True)
         return folder
     place = find_runs_folder()
     assert place is not None
-    place.mkdir(parents=True, exist_ok=True, mode=0o700)
+    local_path(place).mkdir(parents=True, exist_ok=True, mode=0o700)
     if place == _default_place():
         _prune(place)
     name = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{_name_program(program)}"
@@ -221,9 +239,10 @@ class RunFolder:
         """Make the folder and its run.json; None, and a word on standard error, where that cannot be done."""
         try:
             found = cls(make_folder(program, folder))
-        except OSError as error:
+        except (OSError, ValueError) as error:
             where = folder if folder is not None else find_runs_folder()
-            _print(f"unisono: this run is not recorded: {where}: {_explain(error)}")
+            why = f"{where}: {_explain(error)}" if isinstance(error, OSError) else str(error)
+            _print(f"unisono: this run is not recorded: {why}")
             return None
         found.run = {
             "format": FORMAT,
@@ -288,8 +307,9 @@ class RunFolder:
             self._say(f"unisono: recorded in {_shorten(self.path)}; `unisono report {what}` shows it")
 
     def _write_run(self) -> None:
-        draft = self.path / f".run.json.{os.getpid()}"
-        draft.write_text(json.dumps(self.run, indent=1) + "\n", encoding="utf-8")
+        fd, draft = tempfile.mkstemp(prefix=".run.json.", dir=self.path)  # mode 600: a page's address has a token
+        with open(fd, "w", encoding="utf-8") as file:
+            file.write(json.dumps(self.run, indent=1) + "\n")
         os.replace(draft, self.path / "run.json")
 
     def _guarded(self, write: Callable[[], None]) -> None:

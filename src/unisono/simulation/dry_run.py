@@ -106,7 +106,7 @@ def _run(reducer: Reducer, shapes: Shapes, ranks: int, per_host: int) -> Cost:
     hosts = [f"host{r // per_host}" for r in range(ranks)]
     world = World(SilentTransport(0, ranks, listen, hosts=hosts, by_messages=per_host == 1), hosts=hosts)
     generator = torch.Generator().manual_seed(1)
-    named = [(str(i), torch.empty(shape)) for i, shape in enumerate(shapes)]
+    named = [(str(i), torch.empty(shape, dtype=torch.float32)) for i, shape in enumerate(shapes)]
     bucket = Bucket(0, named, lambda count, dtype: torch.zeros(count, dtype=dtype))
     bucket.lr = [0.1] * len(named)
     state, fastest, threads = reducer.init(bucket), math.inf, torch.get_num_threads()

@@ -115,7 +115,10 @@ class Workload:
         count = max(8, 2 * math.ceil(4 * self.parameters / BUCKET_BYTES))
         side = max(1, round(math.sqrt(self.parameters / count)))
         params = [
-            (str(i), torch.nn.Parameter(torch.empty(side, side, device="meta"), requires_grad=False))
+            (
+                str(i),
+                torch.nn.Parameter(torch.empty(side, side, dtype=torch.float32, device="meta"), requires_grad=False),
+            )
             for i in range(count)
         ]
         groups = group_into_buckets(params, BUCKET_BYTES)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
+import importlib.metadata
+import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +17,19 @@ from typing import Any, Literal
 
 from unisono.spec.grammar import Spec, parse
 
-__all__ = ["FOLDERS", "TORCH", "Kind", "describe_unknown", "extend", "find_names", "find_unknown", "names", "suggest"]
+__all__ = [
+    "FOLDERS",
+    "METHODS",
+    "TORCH",
+    "Kind",
+    "describe_unknown",
+    "extend",
+    "find_names",
+    "find_unknown",
+    "names",
+    "suggest",
+    "use_methods",
+]
 
 Kind = Literal["strategy", "reducer", "torch strategy"]
 FOLDERS: dict[str, str] = {
@@ -21,6 +37,8 @@ FOLDERS: dict[str, str] = {
     "reducer": "unisono.reducers",
     "torch strategy": "unisono.strategies._torch",
 }
+METHODS = "UNISONO_METHODS"  # folders of methods of one's own, separated by colons; the workers have it too
+_ENTRY_POINTS = "unisono.methods"  # packages with such methods
 TORCH = "torch:"  # before the name of a method of torch's own, to compare with
 
 
@@ -47,10 +65,58 @@ def extend(*, strategies: str | Path | None = None, reducers: str | Path | None 
                     del sys.modules[key]
 
 
+def use_methods(folders: str) -> None:
+    """Make the methods in these folders (separated by colons) known to this process and those that it starts.
+
+    Raises:
+        ValueError: a folder without `strategies/` and `reducers/` in it, or a method with the name of another.
+    """
+    given = [os.path.abspath(folder) for folder in folders.split(os.pathsep) if folder]
+    before = [folder for folder in os.environ.get(METHODS, "").split(os.pathsep) if folder]
+    every = os.pathsep.join(dict.fromkeys([*given, *before]))
+    _load(every)
+    os.environ[METHODS] = every
+
+
+@functools.cache
+def _load(folders: str) -> None:
+    """Methods of one's own: in these folders, and in installed packages, which say so by an entry point."""
+    for folder in filter(None, folders.split(os.pathsep)):
+        _add(os.path.abspath(folder), METHODS)
+    for point in importlib.metadata.entry_points(group=_ENTRY_POINTS):
+        said = f"the entry point {point.name} of {_ENTRY_POINTS}"
+        try:
+            found = importlib.util.find_spec(point.value)
+            for folder in (found.submodule_search_locations if found is not None else None) or ():
+                _add(folder, said)
+        except (ImportError, ValueError) as error:  # another package's mistake, perhaps of one that nobody uses here
+            warnings.warn(f"{said} ({point.value}) adds no methods: {error}", stacklevel=2)
+
+
+def _add(folder: str, said: str) -> None:
+    inside = {FOLDERS["strategy"]: f"{folder}/strategies", FOLDERS["reducer"]: f"{folder}/reducers"}
+    if not any(map(os.path.isdir, inside.values())):
+        raise ValueError(f"{said}: {folder} has neither a folder strategies nor a folder reducers, with methods in it")
+    for package, path in inside.items():
+        known = importlib.import_module(package).__path__
+        if path in known or not os.path.isdir(path):
+            continue
+        if taken := _list_methods([path]) & _list_methods(known):
+            raise ValueError(f"{said}: {path} has {min(taken)!r}, and there is a method of that name: give it another")
+        known.append(path)
+    importlib.invalidate_caches()
+
+
 def find_names(kind: Kind) -> set[str]:
-    """Of files, and of folders that are packages; `_x` is for several methods. Every build asks: so without Path."""
+    """The methods of a kind. Every build asks."""
+    _load(os.environ.get(METHODS, ""))
+    return _list_methods(importlib.import_module(FOLDERS[kind]).__path__)
+
+
+def _list_methods(folders: Iterable[str]) -> set[str]:
+    """Of files, and of folders that are packages; `_x` is for several methods. Without Path, which takes longer."""
     found = set()
-    for folder in importlib.import_module(FOLDERS[kind]).__path__:
+    for folder in folders:
         for entry in os.listdir(folder) if os.path.isdir(folder) else ():
             is_package = "." not in entry and os.path.isfile(f"{folder}/{entry}/__init__.py")
             if not entry.startswith("_") and (is_package or entry.endswith(".py")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pdb
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,17 +27,21 @@ _REFUSED = {
 }
 
 
+_making = threading.Lock()  # ranks may be threads
+
+
 @contextmanager
 def _without_readline() -> Iterator[None]:
     """pdb imports it, and it may write to a terminal at once; a worker has no line to edit."""
-    if "readline" in sys.modules:
-        yield
-        return
-    sys.modules["readline"] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules["readline"]
+    with _making:
+        if "readline" in sys.modules:
+            yield
+            return
+        sys.modules["readline"] = None  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            del sys.modules["readline"]
 
 
 class Commands(Protocol):
@@ -109,6 +114,16 @@ class RankPdb(pdb.Pdb):
             frame = frame.f_back
 
     # Of bdb and pdb ---------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Begin anew. bdb first checks all files in linecache, which all threads share: where another rank, or a
+        traceback, drops one of them meanwhile, that check fails and is made again."""
+        while True:
+            try:
+                super().reset()
+            except KeyError:
+                continue
+            return
 
     def stop_here(self, frame: FrameType) -> bool:
         """Not in unisono, torch or Python's library."""

@@ -3,6 +3,8 @@
 #   make test   ruff, mypy, the site and most tests; installs the engines that some of them start
 #   make thorough  the same with all tests: before a release, and after a change of what tests/thorough.txt is about
 #   make quick  ruff, mypy and a part of the unit tests, for the loop of a developer
+#   make flaky RUNS=10 BUSY=2  the pool again and again, beside busy processes; a table of what failed at least once
+#   make gpu    what needs a CUDA device, by the Python that has one: make gpu PYTHON=python3
 #   make engines  only the tests that start real engines: MPI, Slurm, torchrun, ssh, Ray, Spark
 #   make dist   the wheel and the sdist in dist/, checked; make dist-test: used in an empty environment
 #   make pythons  the quick tests from the wheel, on each Python that is found
@@ -25,7 +27,7 @@ BESIDE = @log=$$(mktemp); $(MAKE) --no-print-directory check doctest $(2) >$$log
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 unexport PYTHONDONTWRITEBYTECODE # some hundred processes read what the first of them compiled
 
-.PHONY: demo test thorough quick engines check doctest docs docs-if-there docs-links results bench
+.PHONY: demo test thorough quick flaky gpu engines check doctest docs docs-if-there docs-links results bench
 .PHONY: python all-tools network-tools engine-tools venv clean dist dist-test pythons
 
 demo: $(STAMP)
@@ -40,7 +42,15 @@ thorough: all-tools
 	$(BIN)/python -m pytest -q -m alone tests/processes/test_neighbours.py
 
 quick: $(STAMP)
-	$(call BESIDE,$(BIN)/python -m pytest -q $(POOL) --quick tests/unit tests/conformance,docs-if-there)
+	$(call BESIDE,$(BIN)/python -m pytest -q $(POOL) --quick tests/unit tests/strangers tests/conformance,docs-if-there)
+
+RUNS ?= 10
+BUSY ?= 0
+flaky: all-tools
+	$(BIN)/python tests/flaky.py --runs $(RUNS) --busy $(BUSY)
+
+gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest -q -p no:cacheprovider --cuda $$(grep -rl 'CUDA device' tests --include='test_*.py')
 
 engines: all-tools
 	$(BIN)/python -m pytest -rs $(POOL) --durations=15 tests/engines
@@ -100,15 +110,17 @@ network-tools:
 			|| echo "iproute2 could not be installed: tests/network will be skipped"; \
 	fi
 
+# Besides the engines: the browser that tests of the live page drive, and the shells that completion is tried in.
 # A policy keeps apt from starting sshd and munge as services. One apt at a time; pip may run beside it.
 engine-tools: network-tools
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
-		! { command -v mpirun && command -v slurmctld && command -v java && [ -x /usr/sbin/sshd ]; } >/dev/null; then \
+		! { command -v mpirun && command -v slurmctld && command -v java && command -v chromium && command -v zsh && \
+			command -v fish && [ -x /usr/sbin/sshd ]; } >/dev/null; then \
 		own=; [ -e /usr/sbin/policy-rc.d ] || { own=1; printf '#!/bin/sh\nexit 101\n' >/usr/sbin/policy-rc.d; \
 			chmod +x /usr/sbin/policy-rc.d; }; \
 		apt-get update -qq && apt-get install -y -qq --no-install-recommends \
-			openmpi-bin openssh-client openssh-server slurm-wlm munge default-jre-headless \
-			|| echo "some engines could not be installed: their tests will be skipped"; \
+			openmpi-bin openssh-client openssh-server slurm-wlm munge default-jre-headless chromium zsh fish \
+			|| echo "some tools could not be installed: their tests will be skipped"; \
 		[ -z "$$own" ] || rm -f /usr/sbin/policy-rc.d; \
 	fi
 

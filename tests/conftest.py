@@ -125,9 +125,15 @@ def _stop_servers(folder: str) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help=f"at most {QUICK_CASES} cases of a test, and no long test")
     parser.addoption("--most", action="store_true", help=f"without {THOROUGH.name}, {MOST_CASES} cases of long tests")
+    parser.addoption("--cuda", action="store_true", help="only the tests that need a CUDA device")
     parser.addoption("--reducers", action="append", default=[], help="a folder of reducers for the conformance suite")
     parser.addoption("--strategies", action="append", default=[], help="a folder of strategies for the same")
     parser.addoption("--rewrite-golden", action="store_true", help="write tests/golden/*.json anew")
+
+
+def _select_cuda(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Those that are skipped without a CUDA device."""
+    return [item for item in items if any("CUDA device" in m.kwargs["reason"] for m in item.iter_markers("skipif"))]
 
 
 def _select_quick(items: list[pytest.Item]) -> list[pytest.Item]:
@@ -189,11 +195,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "network/" in item.nodeid and item.path.parent == NETWORK and (reason := why_no_network()):
             item.add_marker(pytest.mark.skip(reason=reason))
-    if config.getoption("--quick") or config.getoption("--most"):
-        chosen = (_select_quick if config.getoption("--quick") else _select_most)(items)
-        kept = set(chosen)
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = chosen
+    for option, select in (("--cuda", _select_cuda), ("--quick", _select_quick), ("--most", _select_most)):
+        if config.getoption(option):
+            chosen = select(items)
+            kept = set(chosen)
+            config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+            items[:] = chosen
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: item.nodeid.partition("::")[0])  # whichever file was read first
         place = {nodeid: i for i, nodeid in enumerate(_group_tests([item.nodeid for item in items]))}
@@ -211,7 +218,7 @@ def _group_tests(nodeids: Sequence[str]) -> dict[str, str]:
         takes_s = remembered.get(_key(nodeid), remembered.get(file, 0.02))
         if file in TOGETHER:
             name = TOGETHER[file]
-        elif takes_s >= LONG_S or not file.startswith(("unit/", "conformance/")):
+        elif takes_s >= LONG_S or not file.startswith(("unit/", "strangers/", "conformance/")):
             name = nodeid
         else:
             if seconds[f"{file}-{handfuls[file]}"] > HANDFUL_S:

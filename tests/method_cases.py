@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from unisono.buckets import Bucket
+from unisono.exchange.reduction import unsent_lines
 from unisono.facts import Example, Facts, Sizes
+from unisono.kernels.select import restore
+from unisono.reducer import Reduced, Reducer, State
 from unisono.spec import names, read_facts
 from unisono.spec.methods import Kind
+from unisono.world import World
 
 
 class Case(NamedTuple):
@@ -47,3 +52,13 @@ def count_bytes(spec: str, sizes: Sizes) -> int:
     form = examples[spec].bytes
     assert form is not None, f"{spec} has no closed form"
     return int(form(sizes))
+
+
+def reduce_window(reducer: Reducer, bucket: Bucket, state: State, world: World) -> tuple[Reduced, State]:
+    """`reducer.reduce` of a window that has this bucket alone: if it overflows, what is kept becomes what it was."""
+    before = unsent_lines(state)
+    reduced, state = reducer.reduce(bucket, state, world)
+    for path, line in unsent_lines(state).items():
+        if line is not before[path]:
+            restore(reduced.find_overflow(), before[path], line)
+    return reduced, state

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from method_cases import reduce_window
 from unisono.buckets import Bucket
 from unisono.kernels import bits as truth
 from unisono.kernels import quantise
@@ -166,6 +167,6 @@ def test_an_overflow_keeps_the_residual_and_is_seen(spec: str) -> None:
     before = state["residual"].clone() if "residual" in state else None
     bucket.flat.zero_()
     bucket.tensors[0][77] = math.inf
-    result, state = reducer.reduce(bucket, state, world)
+    result, state = reduce_window(reducer, bucket, state, world)
     assert not result.mean[0].isfinite().all()
     assert before is None or torch.equal(state["residual"], before)

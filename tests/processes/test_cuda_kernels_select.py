@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from method_cases import reduce_window
 from unisono.buckets import Bucket
 from unisono.kernels.select import Plan, Segment, restore, select_top
 from unisono.reducer import Reducer
@@ -154,7 +155,7 @@ def test_reducers_give_the_same_bits_as_on_the_cpu_and_never_wait(name: str, dty
             if step == 3:
                 bucket.tensors[0][1, 1] = math.nan
             with no_waiting() if device == "cuda" and step not in (0, 3) else _nothing():
-                reduced, state = reducer.reduce(bucket, state, world)
+                reduced, state = reduce_window(reducer, bucket, state, world)
             kept += [x.cpu().clone() for x in reduced.mean]
             kept += [v.cpu().clone() for x in state.values() if isinstance(x, Tensor) for v in bucket.views(x)]
         found[device] = kept

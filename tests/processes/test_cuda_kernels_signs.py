@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from method_cases import reduce_window
 from unisono.buckets import Bucket
 from unisono.reducers.onebit import onebit
 from unisono.reducers.signsgd import signsgd
@@ -43,7 +44,7 @@ def test_onebit_is_the_mean_magnitude_with_signs(dtype: torch.dtype, feedback: b
         torch._foreach_copy_(bucket.tensors, given)
         if step == 3:
             bucket.tensors[0][1, 1] = math.inf
-        reduced, state = reducer.reduce(bucket, state, world)
+        reduced, state = reduce_window(reducer, bucket, state, world)
         if step == 3:  # NaN in that tensor, and what was kept stays
             assert reduced.mean[0].isnan().all()
             continue
@@ -73,7 +74,7 @@ def test_votes_are_those_of_the_cpu(dtype: torch.dtype) -> None:
             if step == 3:
                 bucket.tensors[4].zero_()  # abstains
                 bucket.tensors[6][5] = math.nan
-            reduced, state = reducer.reduce(bucket, state, world)
+            reduced, state = reduce_window(reducer, bucket, state, world)
             means += [x.cpu().clone() for x in reduced.mean]
         found[device] = means
     for a, b in zip(found["cpu"], found["cuda"], strict=True):

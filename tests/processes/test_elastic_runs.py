@@ -347,3 +347,98 @@ def test_the_trainer_goes_on(tmp_path: Path) -> None:
         for name, value in plain[0]["state"].items():
             torch.testing.assert_close(result["state"][name], value, rtol=0, atol=1e-12)
         torch.testing.assert_close(result["val_loss"], plain[0]["val_loss"], rtol=0, atol=1e-12)
+
+
+# The end of a run -----------------------------------------------------------------------------------------------
+
+
+def train_and_leave_slowly() -> int:
+    """At its end a library holds the interpreter for long: no thread of the process runs, nor does its heartbeat."""
+    import atexit
+    import ctypes
+
+    atexit.register(ctypes.PyDLL(None).sleep, 5)
+    return int(train()["step"])
+
+
+def test_a_process_that_ends_slowly_has_not_failed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("UNISONO_HEARTBEAT_S", "3")
+    assert un.launch(train_and_leave_slowly, workers=2, least=2, threads=1, timeout_s=120) == [STEPS, STEPS]
+    assert "stood still" not in capfd.readouterr().err
+
+
+def train_with_servers(folder: str) -> int:
+    """Nothing is asked of all others but the save at the end, which those that live do."""
+    un.join(device="cpu")
+    model = make_small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    replica = un.parallel(model, optimizer, "parameter_server")
+    for x, y in un.shard(read()[:2], BATCH).steps(STEPS):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    un.save(folder, replica)
+    return int(replica.step)
+
+
+def test_a_run_whose_worker_is_lost_in_the_last_step_has_ended_well(tmp_path: Path) -> None:
+    """Under parameter_server the others need not notice before they have saved."""
+    for at in (STEPS - 1, STEPS):
+        folder = tmp_path / str(at)
+        results = un.launch(
+            train_with_servers,
+            workers=3,
+            args=(str(folder),),
+            faults=f"kill 2@{at}",
+            least=2,
+            threads=1,
+            timeout_s=120,
+        )
+        assert set(results) == {STEPS}
+        assert any(folder.glob("step-*"))
+
+
+# Checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def train_from_checkpoint(folder: str, pause_s: float) -> dict[str, Any]:
+    """The loop of docs/quickstart.md."""
+    import time
+
+    un.join(device="cpu")
+    model = make_small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    replica = un.parallel(model, optimizer)
+    try:
+        start = un.load(folder, replica).epoch
+    except FileNotFoundError:
+        start = 0
+    for _ in range(start, EPOCHS):
+        for x, y in un.shard(read()[:2], BATCH):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            time.sleep(pause_s)
+        un.save(folder, replica, keep=2)
+    return {"start": start, "step": replica.step, "state": [p.detach() for p in model.parameters()]}
+
+
+def test_the_loop_of_the_quickstart_goes_on_after_kills(tmp_path: Path) -> None:
+    """A replacement begins with the epoch that the first workers began with, not with that of the newest checkpoint."""
+    script = "kill 1@9; kill 0@14 in save; kill 2@20 in exchange"
+    results = un.launch(
+        train_from_checkpoint,
+        workers=3,
+        args=(str(tmp_path / "run"), 0.01),
+        faults=script,
+        least=2,
+        threads=1,
+        timeout_s=120,
+    )
+    alone = train_from_checkpoint(str(tmp_path / "alone"), 0.0)
+    for result in results:
+        assert (result["start"], result["step"]) == (0, STEPS)
+        for mine, theirs in zip(result["state"], alone["state"], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)

@@ -28,7 +28,7 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def plan(tmp_path: Path, run_command: Run) -> Run:
     (tmp_path / "train.py").write_text(PROGRAM)
-    return lambda *words: run_command("plan", "-n", "2", "--methods", "allreduce; topk(k=0.5)", *words)
+    return lambda *words: run_command("plan", "-n", "2", "--methods", "allreduce; topk(k=0.5); torch:ddp", *words)
 
 
 def test_a_plan_is_made_of_the_programs_own_steps_and_the_program_is_ended(tmp_path: Path, plan: Run) -> None:
@@ -39,13 +39,15 @@ def test_a_plan_is_made_of_the_programs_own_steps_and_the_program_is_ended(tmp_p
     assert {row["spec"] for row in written["methods"]} == {"allreduce", "topk(k=0.5)"}
     assert written["first"] in out
     assert all(0 < row["low"] <= row["seconds"] <= row["high"] for row in written["methods"])
+    assert "\ntorch:ddp " in out
+    assert out.splitlines()[-1].startswith("In short: ")
 
 
 def test_a_program_that_ends_too_soon_gives_what_there_is_and_says_how_many_steps_it_takes(plan: Run) -> None:
     status, out, err = plan("train.py", "15")  # 2 to warm up, 3 of compute, up to 9 of a method
     assert status == 0, err
     assert "ended by itself" in out
-    assert "after 15 optimizer steps, and the plan needs 23" in out
+    assert "after 15 optimizer steps, and the plan needs 32" in out
     assert "allreduce" in out
 
 

@@ -34,10 +34,10 @@ PROGRAM = """
     if os.environ.get("DIES") == str(rank) and "own" in spec:  # a server: it dies while it serves
         from unisono.strategies.parameter_server import server
         push = server.Server.push
-        def deadly(self, worker, grads, settings=None):
+        def deadly(self, *given):
             if self.version == dies_at:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return push(self, worker, grads, settings)
+            return push(self, *given)
         server.Server.push = deadly
     replica = un.parallel(model, optimizer, spec)
     if os.environ.get("RESUME"):

@@ -31,6 +31,8 @@ def train(spec: str, steps: int = 6, hosts: str = "") -> tuple[list[torch.Tensor
         optimizer.zero_grad()
         (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
         optimizer.step()
+        with torch.no_grad():
+            model[0].weight.mul_(0.99)  # every worker writes: it counts once
     sent = sum(record.bytes_sent for record in world.ledger.records if record.tag.startswith("gradients"))
     world.barrier()
     replica.close()

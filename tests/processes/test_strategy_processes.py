@@ -1,4 +1,4 @@
-"""Every strategy between real workers, in one program: it trains, saves, and leaves nothing behind."""
+"""Every strategy between real workers, in one program: it trains, saves, and leaves nothing behind, even dropped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPECS = {
 }
 
 PROGRAM = """
-    import gc, os, sys, threading, torch, unisono as un
+    import gc, os, sys, threading, time, torch, unisono as un
     from torch import nn
 
     world = un.join(device="cpu")
@@ -77,6 +77,16 @@ PROGRAM = """
         tried(spec, "checkpoint-" + spec.partition("(")[0])
         after = held()
         assert after == before, (spec, before, after)
+    for spec in sys.argv[1:]:
+        before = held()
+        for _ in range(4):  # dropped without a close
+            train(*started(spec)[:2], range(2))
+            gc.collect()
+        end = time.monotonic() + 20
+        while held() != before and time.monotonic() < end:  # a server stays until all have left
+            time.sleep(0.01)
+        assert held() == before, (spec, "dropped", before, held())
+        world.barrier()
     left = [started(spec) for spec in sys.argv[1:]]  # the program ends without a close
     for model, optimizer, _ in left:
         train(model, optimizer, range(2))

@@ -97,6 +97,8 @@ class FaultyTransport(ThreadTransport):
             event = None
         if event is not None and event.what == "die before":
             life.die()
+        if self.hub.left:  # a thread behind a program that has died may have left its part of an operation there
+            raise PeerLost("a peer was lost before this operation")
         torn = life.run.torn
         if event is not None:
             torn[self.hub, number] = event.lucky

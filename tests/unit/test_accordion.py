@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from method_cases import reduce_window
 from unisono import World, packing, run_threads
 from unisono.buckets import Bucket
 from unisono.reducer import Reduced, Reducer, Stages, State, staged
@@ -80,7 +81,7 @@ def levels(norms: list[float], *, every: int = 1, threshold: float = 0.5, decay:
         norm = norms[step // every]
         fill(bucket, [torch.full((4,), norm / 2 / every, dtype=torch.float64)])
         bucket.decayed = step == decay
-        reduced, state = reducer.reduce(bucket, state, world)
+        reduced, state = reduce_window(reducer, bucket, state, world)
         ratio = float(reduced.mean[0][0]) / (norm / 2 / every) if norm else math.nan
         found += {1.0: "L", 2.0: "H"}.get(ratio, "?")
     return found
@@ -142,7 +143,7 @@ def test_opposite_gradients_of_a_window_cancel() -> None:
     state = reducer.init(bucket)
     for sign in (1.0, 1.0, 1.0, -1.0):
         fill(bucket, [torch.full((4,), sign, dtype=torch.float64)])
-        _, state = reducer.reduce(bucket, state, world)
+        _, state = reduce_window(reducer, bucket, state, world)
     assert (state["norm"], state["low"]) == ([0.0], [True])
 
 
@@ -156,7 +157,7 @@ def test_every_rank_switches_at_the_same_step_by_the_norms_of_all() -> None:
         for step in range(10):
             own = 1.0 if world.rank == 0 else [1.0, 1.0, 9.0, 9.0, 9.0][step // 2]
             fill(bucket, [torch.full((4,), own, dtype=torch.float64), torch.full((4,), 1.0, dtype=torch.float64)])
-            _, state = reducer.reduce(bucket, state, world)
+            _, state = reduce_window(reducer, bucket, state, world)
             found.append((state["low"], state["norm"]))
         return found
 
@@ -174,7 +175,7 @@ def test_decisions_are_events_in_the_ledger() -> None:
     for step in range(5):
         fill(bucket, [torch.ones(4, dtype=torch.float64), torch.tensor(float(step), dtype=torch.float64)])
         bucket.decayed = step == 4
-        _, state = reducer.reduce(bucket, state, world)
+        _, state = reduce_window(reducer, bucket, state, world)
     events = [event.values for event in world.ledger.events if event.kind == "accordion"]
     assert [(e["step"], e["levels"]) for e in events] == [
         (2, {"w": "low", "v": "low"}),
@@ -225,7 +226,7 @@ def test_nothing_is_lost_over_switches(pair: tuple[Reducer, Reducer], size: int)
             fill(bucket, given(world.rank, t))
             lows.append(state["low"])
             before = residuals(bucket, state).clone()
-            reduced, state = reducer.reduce(bucket, state, world)
+            reduced, state = reduce_window(reducer, bucket, state, world)
             after = residuals(bucket, state)
             sent = reduced.sent_of(given(world.rank, t))
             for g, e, s, r in zip(given(world.rank, t), bucket.views(before), sent, bucket.views(after), strict=True):
@@ -251,7 +252,7 @@ def test_what_both_keep_goes_over() -> None:
     state = reducer.init(bucket)
     for step in range(6):
         fill(bucket, [torch.ones(s, dtype=torch.float64) for s in SHAPES.values()])
-        _, state = reducer.reduce(bucket, state, world)
+        _, state = reduce_window(reducer, bucket, state, world)
         assert state["both"]["step"] == step + 1
         q = state["both"]["q"]
         assert [x is None for x in q] == [False, True, True, True]
@@ -277,7 +278,7 @@ def test_an_entry_that_one_level_does_not_use_is_there_for_the_other() -> None:
     state = reducer.init(bucket)
     for _ in range(4):
         fill(bucket, [torch.ones(s, dtype=torch.float64) for s in SHAPES.values()])
-        _, state = reducer.reduce(bucket, state, world)
+        _, state = reduce_window(reducer, bucket, state, world)
     assert state["low"][0] is False
     assert state["both"]["q"][0].shape == (3, 1)
 
@@ -292,7 +293,7 @@ def test_a_residual_without_a_place_is_added_once_and_waits_for_an_overflow() ->
             assert state["low"] == [low]
             fill(bucket, [torch.full((4,), norm if world.rank else min(norm, 9.0), dtype=torch.float64)])
             before = residuals(bucket, state).clone()
-            reduced, state = reducer.reduce(bucket, state, world)
+            reduced, state = reduce_window(reducer, bucket, state, world)
             if norm == math.inf:
                 assert not torch.isfinite(reduced.mean[0]).any()
                 assert torch.equal(before, residuals(bucket, state))
@@ -310,7 +311,7 @@ def test_what_is_added_counts_at_the_learning_rate_it_was_kept_at() -> None:
     for lr, expected in [(0.5, 1.0), (0.5, 1.0), (0.5, 0.1), (0.05, 1 + 10 * 0.9)]:
         bucket.lr, bucket.decayed = [lr], lr < 0.5
         fill(bucket, [torch.ones(4)])
-        reduced, state = reducer.reduce(bucket, state, world)
+        reduced, state = reduce_window(reducer, bucket, state, world)
         assert torch.allclose(reduced.mean[0], torch.full((4,), expected))
 
 
@@ -330,7 +331,7 @@ def test_steps_that_overflow_count_for_no_sum() -> None:
     for value in (1.0, math.nan, 1.0):
         fill(bucket, [torch.full((4,), value, dtype=torch.float64)])
         before = state["delta"].clone()
-        _, state = reducer.reduce(bucket, state, world)
+        _, state = reduce_window(reducer, bucket, state, world)
         assert torch.equal(state["delta"], before) == math.isnan(value)
     assert torch.equal(state["delta"][:4], torch.full((4,), 2.0, dtype=torch.float64))
 
@@ -342,7 +343,7 @@ def test_amps_loss_scale_is_no_change_of_the_gradients() -> None:
     for scale in (64.0, 128.0, 32.0):
         bucket.scale = scale
         fill(bucket, [torch.full((4,), scale, dtype=torch.float64)])
-        _, state = reducer.reduce(bucket, state, world)
+        _, state = reduce_window(reducer, bucket, state, world)
         assert state["norm"] == [2.0]
     assert state["low"] == [False]
 
@@ -359,7 +360,7 @@ def test_bytes_are_those_of_the_levels_and_of_the_norms(size: int) -> None:
             before = sum(r.bytes_sent for r in world.ledger.records)
             scale = [1.0, 1.0, 9.0, 9.0][step // 2]
             fill(bucket, [torch.full((8,), scale, dtype=torch.float64), torch.ones(8, dtype=torch.float64)])
-            _, state = reducer.reduce(bucket, state, world)
+            _, state = reduce_window(reducer, bucket, state, world)
             sent.append(sum(r.bytes_sent for r in world.ledger.records) - before)
         return sent
 
@@ -401,7 +402,7 @@ def test_two_levels_are_under_way_together() -> None:
     assert sum(1 for _ in work) == 1
     bucket.flat.zero_()
     fill(bucket, gradients(0, 0))
-    reduced, _ = reducer.reduce(bucket, state, world)
+    reduced, _ = reduce_window(reducer, bucket, state, world)
     for mean, given, factor in zip(reduced.mean, gradients(0, 0), [1, 2, 1, 2], strict=True):
         assert torch.equal(mean, given * factor)
 

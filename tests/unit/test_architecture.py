@@ -29,7 +29,7 @@ MODULES = list(UNISONO.modules)
 
 # An import goes to a line above, or stays inside its own part.
 LAYERS = [
-    "runtime packing background rng sizes checks facts costs pages",
+    "runtime packing background rng sizes checks facts costs pages model_copies",
     "world buckets kernels",
     "reducer runs backend",
     "reducers exchange offload checkpoint data spec batch_norm autograd",

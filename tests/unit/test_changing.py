@@ -11,9 +11,9 @@ from test_switching import started, train, values
 from torch import Tensor
 
 import unisono as un
+from unisono.exchange.windows import StepHooks
 from unisono.spec import SpecError, describe
 from unisono.strategy.changing import ChangingReplica
-from unisono.strategy.replica import StepHooks
 from unisono.world import World
 from unisono.world.virtual import run_threads
 

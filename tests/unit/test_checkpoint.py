@@ -20,6 +20,7 @@ from preloaded import Program
 from unisono import rng
 from unisono.checkpoint import CheckpointError, safetensors
 from unisono.checkpoint.folder import read_folder
+from unisono.checkpoint.plain import export_model
 from unisono.world import World
 from unisono.world.virtual import run_threads
 
@@ -527,10 +528,46 @@ un.load(sys.argv[1], make(4))
 def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path, alone):
     left = tmp_path / ".writing-step-0000000002-abc"
     left.mkdir()
-    (left / "shared.json").write_text("half")
+    for name in ("shared.json", ".lock"):
+        (left / name).write_text("half")
     assert un.load(tmp_path, make()).skipped == []
     un.save(tmp_path, alone[0])
     assert not left.exists()
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/run", "memory://run", "file:///run", Path("gs://bucket/run")])
+def test_an_address_with_a_scheme_is_refused_by_name(tmp_path, monkeypatch, address):
+    """Not by FileNotFoundError, which a loop that resumes takes for the first start."""
+    monkeypatch.chdir(tmp_path)
+    replica = make()
+    calls = [
+        lambda: un.save(address, replica),
+        lambda: un.load(address, replica),
+        lambda: un.read_checkpoint(address),
+        lambda: export_model(tmp_path, f"{address}/model.safetensors"),
+        lambda: un.Trainer(net(), replica.optimizer, loss=torch.nn.MSELoss(), checkpoint=address, world=World()),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=rf"has the scheme {str(address).partition(':')[0]}, .* not supported"):
+            call()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_runs_that_save_into_one_folder_leave_each_other_alone(tmp_path, monkeypatch):
+    other, write = make(), safetensors.write
+    train(other, batches(1))
+
+    def save_the_other_meanwhile(path, tensors):
+        monkeypatch.setattr(safetensors, "write", write)
+        with pytest.warns(UserWarning, match="another run is saving into .* Give each run a folder of its own"):
+            un.save(tmp_path, other)
+        return write(path, tensors)
+
+    monkeypatch.setattr(safetensors, "write", save_the_other_meanwhile)
+    un.save(tmp_path, make())
+    assert steps(tmp_path) == ["step-0000000000", "step-0000000001"]
+    with warnings.catch_warnings(action="error"):
+        un.save(tmp_path, make())  # the first has ended
 
 
 def test_a_killed_process_never_leaves_a_checkpoint_in_part(tmp_path):

@@ -142,6 +142,20 @@ def test_balance_reaches_the_workers_and_a_job_script(monkeypatch: pytest.Monkey
     assert " --balance " in script.read_text()
 
 
+def test_what_no_run_could_begin_with_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").touch()
+    (tmp_path / "file").touch()
+    for words, said in (
+        (["-n", "1", "--output", "files", "--output-dir", str(tmp_path / "file/logs")], "file/logs: Not a directory"),
+        (["-n", "1", "--run-dir", "s3://bucket/run"], "--run-dir: s3://bucket/run has the scheme s3"),
+        (["-n", "1:2", "--heartbeat", "0"], "expected a heartbeat of at least 1 s"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["run", *words, str(tmp_path / "train.py")])
+        told = capsys.readouterr().err
+        assert (ended.value.code, said in told, "Traceback" in told) == (2, True, False), told
+
+
 def test_workers_that_come_and_go_on_an_engine_and_in_a_job_script(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -97,6 +97,29 @@ def test_a_window_of_several_passes_has_the_mean_of_their_losses(observed: Path)
     assert [step["loss"] for step in read(observed, 0)[1]] == [2.0, 6.0]
 
 
+@pytest.mark.parametrize("windows", ["one", "several"])
+def test_the_loss_does_not_depend_on_how_many_passes_it_is_divided_by(observed: Path, windows: str) -> None:
+    """As loops do it that accumulate less on more workers; `windows` of a step: one, or one for each pass."""
+
+    @closing
+    def work(world: un.World) -> None:
+        passes = 4 // world.size
+        model, optimizer, _ = make(world, f"allreduce(accumulate={passes})" if windows == "one" else "allreduce")
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for loss in (2.0, 1.5, 1.0):
+            for _ in range(passes):
+                scaler.scale((0 * model(torch.ones(1, 4)).sum() + loss) / passes).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    found = []
+    for size in (1, 2, 4):
+        run_threads(work, size)
+        each = 1 if windows == "one" else 4 // size
+        found.append([step["loss"] for step in read(observed, 0)[1]][each::each])  # after the first step
+    assert found == [[1.5, 1.0]] * 3
+
+
 def test_a_scaled_loss_counts_as_it_was_before(observed: Path) -> None:
     @closing
     def work(world: un.World) -> None:
@@ -182,3 +205,12 @@ def test_a_script_that_goes_on_from_a_checkpoint_is_refused(observed: Path) -> N
             model(torch.ones(1, 4)).sum().backward()
 
     run_threads(work, 2)
+
+
+@pytest.mark.parametrize(
+    ("spec", "begins"),
+    [("allreduce", []), ("local_sgd(every=8)", ["start", 100]), ("local_sgd(every=8, start=0)", [])],
+)
+def test_how_long_a_method_begins_as_all_reduce_is_recorded(observed: Path, spec: str, begins: list[object]) -> None:
+    run_threads(closing(lambda world: make(world, spec) and None), 2)
+    assert read(observed, 0)[0]["begins"] == begins

@@ -57,6 +57,16 @@ def test_the_first_steps_are_left_out_of_times_but_not_of_the_time_to_a_target()
     assert row(found, "a").time_to_target_s == pytest.approx(60.0 + 0.5 * 16)  # the mean of steps 7 to 16 is 2.95
 
 
+def test_a_run_that_is_mostly_the_beginning_of_its_method_is_noted() -> None:
+    """local_sgd(every=8) averages after each of its first 100 windows: it sends as much as allreduce till then."""
+    short, long = curve(0.5, falling(30)), curve(0.5, falling(300, by=0.01))
+    short.about, long.about = {"begins": ["start", 100]}, {"begins": ["start", 100]}
+    found = compare([Trial("local_sgd(every=8)", 2, 0, short), Trial("b", 2, 0, long)])
+    noted = row(found, "local_sgd(every=8)")
+    assert noted.note.startswith("its first 100 steps exchange as allreduce does (start=100), and the run had 30")
+    assert (noted.diverged, row(found, "b").note) == (False, "")
+
+
 def test_steps_of_two_lengths_count_with_their_mean() -> None:
     """As with models that are exchanged now and then: a median would not see the exchange."""
     times = curve(0.1, falling(25))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import linecache
 import os
 import queue
 import signal
@@ -11,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from unisono.runtime.debugger.attaching import list_announced
 from unisono.runtime.debugger.hub import Hub, read_wait_s
 from unisono.runtime.debugger.link import Link, open_link
 from unisono.runtime.debugger.prompt import Prompt, format_ranks, parse_ranks
+from unisono.runtime.debugger.rank_pdb import RankPdb
 from unisono.world import World
 from unisono.world.transports.threads import Hub as ThreadHub
 from unisono.world.transports.threads import Member
@@ -117,6 +120,21 @@ def test_steps_are_made_together_over_a_collective_too(type_lines: Callable[...,
     assert second.startswith(f"ranks 0-2 at test_debugger.py:{begin + 2} in work")
     assert x == "tensor(3.)"
     assert f"{begin + 2}  ->" in source
+
+
+def test_a_file_that_another_thread_drops_from_linecache_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank's debugger checks all files there when it begins, and drops those that are gone."""
+
+    class Shared(dict[str, object]):
+        def __getitem__(self, name: str) -> object:
+            if name == "first.py":
+                self.pop("second.py", None)  # as another rank would, between two files of this one
+            return super().__getitem__(name)
+
+    files = {name: (1, 1.0, ["x\n"], f"/absent/{name}") for name in ("first.py", "second.py")}
+    monkeypatch.setattr(linecache, "cache", Shared(files))
+    RankPdb(SimpleNamespace(is_off=False)).reset()
+    assert "second.py" not in linecache.cache
 
 
 def test_a_step_goes_into_code_of_the_user_alone(type_lines: Callable[..., Typed]) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from method_cases import reduce_window
 from unisono import World, run_threads
 from unisono.buckets import Bucket
 from unisono.reducer import Reduced, Reducer, Stages, State, staged
@@ -51,7 +52,7 @@ def fill(bucket: Bucket, tensors: list[Tensor]) -> None:
 
 def step(reducer: Reducer, bucket: Bucket, state: State, world: World, given: list[Tensor]) -> tuple[Reduced, State]:
     fill(bucket, given)
-    return reducer.reduce(bucket, state, world)
+    return reduce_window(reducer, bucket, state, world)
 
 
 @pytest.mark.parametrize("lazy", [False, True])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,13 @@ def test_every_method_says_what_is_true_of_it(kind: Kind, name: str) -> None:
     for setting, word in facts.refuses.items():
         assert parse(f"{name}({setting})").name == name
         assert word
+
+
+@pytest.mark.parametrize("told", [Facts, Example])
+def test_the_page_on_writing_a_method_has_every_field(told: type) -> None:
+    page = (Path(__file__).parents[2] / "docs/writing-a-reducer.md").read_text()
+    table = page.partition(f"`{told.__name__}` | meaning |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == [field.name for field in dataclasses.fields(told)]
 
 
 def test_a_method_without_facts_is_tried_by_its_bare_name(tmp_path: Path) -> None:

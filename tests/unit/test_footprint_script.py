@@ -191,6 +191,8 @@ def test_a_script_that_never_calls_parallel_is_refused_with_what_to_do(ask: Ask)
         ask(HEAD)
     with pytest.raises(ScriptError, match=r"ended without calling un\.parallel"):
         ask("import sys; sys.exit(0)")
+    with pytest.raises(ScriptError, match=r"made 10 optimizer steps without calling un\.parallel.* RANK, WORLD_SIZE"):
+        ask(HEAD + "while True:\n    F.cross_entropy(model(x), y).backward()\n    optimizer.step()\n")
 
 
 def test_a_script_that_fails_is_refused_with_its_own_error(ask: Ask) -> None:

@@ -220,3 +220,39 @@ def test_deaths_while_the_strategy_changes(victim: int, monkeypatch: pytest.Monk
     spec = "auto(among=[allreduce, allreduce(overlap=False, bucket_bytes=64)], check_every=1, trial_steps=1)"
     for at in range(3, 38, 5):  # at 18 a channel of the next strategy is made: one rank has it, the other has not
         check(Run(partial(train, strategy=spec), 3, [Event("die in", victim, at, lucky=frozenset({2}))]).play())
+
+
+def train_apart(world: World, life: Life, *, strategy: str) -> tuple[int, float]:
+    """Ranks that exchange now and then may be several steps apart when one is lost."""
+    model = Counting()
+    optimizer, schedule = make_training(model)
+    replica = un.parallel(model, optimizer, strategy, world=world)
+    shard = un.shard(DATA, BATCH, seed=3, world=world)
+    life.is_armed = True
+    for _ in range(3):
+        for x, y, numbers in shard:
+            model(x, y, numbers).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            life.run.advance()
+    return replica.step, optimizer.param_groups[1]["lr"]
+
+
+@pytest.mark.parametrize("strategy", ["diloco(every=3)", "local_sgd(every=3, start=0)"])
+def test_all_ranks_end_with_the_steps_and_the_rate_of_the_others(strategy: str) -> None:
+    """Also those that were moved forward to where another was, from an earlier epoch perhaps."""
+    steps = 3 * -(-SAMPLES // BATCH)
+    for seed in (4, 12, 15, 26, 39, 43):
+        draw = random.Random(seed)
+        victims = draw.sample(range(5), draw.randint(1, 3))
+        deaths = [
+            Event(
+                draw.choice(["die in", "die before"]), victim, draw.randint(0, 6), frozenset(draw.sample(range(9), 4))
+            )
+            for victim in victims
+        ]
+        run = Run(partial(train_apart, strategy=strategy), 3, deaths).play()
+        assert not run.errors, f"{run.describe()}\n" + "\n".join(run.errors.values())
+        for found in run.results.values():
+            assert found == (steps, pytest.approx(0.3 / (1.0 + 0.2 * steps))), f"{run.results} {run.describe()}"

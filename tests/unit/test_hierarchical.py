@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from method_cases import reduce_window
 from unisono import World, run_threads
 from unisono.buckets import Bucket
 from unisono.reducer import Reducer, Stages, State, finish, staged
@@ -112,7 +113,7 @@ def test_what_leaders_keep_and_all_results_are_the_sum_of_mean_gradients(hosts: 
         state, total = reducer.init(bucket), [torch.zeros_like(x) for x in bucket.tensors]
         for t in range(steps):
             fill(bucket, gradients(world.rank, t))
-            reduced, state = reducer.reduce(bucket, state, world)
+            reduced, state = reduce_window(reducer, bucket, state, world)
             for sum_, x in zip(total, reduced.mean, strict=True):
                 sum_.add_(x)
         return total, bucket.views(state["across"]["residual"])
@@ -159,7 +160,7 @@ def test_the_mean_is_that_of_what_was_sent(hosts: list[str], inside: Reducer | N
         state, total = reducer.init(bucket), [torch.zeros_like(x) for x in bucket.tensors]
         for t in range(5):
             fill(bucket, gradients(world.rank, t))
-            reduced, state = reducer.reduce(bucket, state, world)
+            reduced, state = reduce_window(reducer, bucket, state, world)
             for sum_, x in zip(total, reduced.mean, strict=True):
                 sum_.add_(x)
         return total, bucket.views(state["residual"])
@@ -184,7 +185,7 @@ def test_an_overflow_on_one_host_changes_no_memory_on_any(hosts: list[str]) -> N
                 given[0][0, 0] = math.nan
             fill(bucket, given)
             before = [state[level]["residual"].clone() for level in ("inside", "across")]
-            reduced, state = reducer.reduce(bucket, state, world)
+            reduced, state = reduce_window(reducer, bucket, state, world)
             after = [state[level]["residual"] for level in ("inside", "across")]
             assert all(bool(torch.isfinite(x).all()) for x in reduced.mean) == (t != 2)
             if t == 2:
@@ -247,7 +248,7 @@ def test_in_another_world_every_leader_takes_over_the_mean_of_what_was_kept() ->
         state = {**states[0], "across": {**states[0]["across"], "residual": averaged.clone()}}
         state["across"]["inner"] = dict(state["across"]["inner"])
         fill(bucket, [torch.zeros(s, dtype=torch.float64) for s in SHAPES])
-        _, state = reducer.reduce(bucket, state, world)
+        _, state = reduce_window(reducer, bucket, state, world)
         return bucket.flat.clone(), state["across"]["residual"]
 
     results = run_threads(second, 5, hosts=new)
@@ -269,7 +270,7 @@ def test_an_overflow_while_rates_change_leaves_what_is_kept_inside_at_its_weight
             fill(bucket, given)
             bucket.lr = [lr] * len(SHAPES)
             before = state["inside"]["residual"].clone()
-            _, state = reducer.reduce(bucket, state, world)
+            _, state = reduce_window(reducer, bucket, state, world)
         assert before.any()
         assert torch.equal(state["inside"]["residual"], before / 2)
         assert state["inside"]["lr"] == [1.0] * len(SHAPES)
@@ -286,7 +287,7 @@ def test_other_leaders_take_over_what_was_kept_and_where_it_stood() -> None:
         state = reducer.init(bucket)
         for t in range(2):
             fill(bucket, gradients(world.rank, t))
-            _, state = reducer.reduce(bucket, state, world)
+            _, state = reduce_window(reducer, bucket, state, world)
         return state
 
     states = run_threads(first, 4, hosts=["a", "a", "b", "b"])
@@ -295,7 +296,7 @@ def test_other_leaders_take_over_what_was_kept_and_where_it_stood() -> None:
     def second(world: World) -> tuple[Tensor, State]:
         bucket, state = make(world), states[world.rank]
         fill(bucket, [torch.zeros(s, dtype=torch.float64) for s in SHAPES])
-        _, state = reducer.reduce(bucket, state, world)
+        _, state = reduce_window(reducer, bucket, state, world)
         return bucket.flat.clone(), state["across"]
 
     results = run_threads(second, 4, hosts=["a", "b", "a", "b"])
@@ -315,7 +316,7 @@ def test_what_another_reducer_kept_on_every_rank_goes_to_the_leaders() -> None:
         state["across"]["residual"].copy_(bucket.flat)
         given = bucket.flat.clone()
         bucket.flat.zero_()
-        _, state = reducer.reduce(bucket, state, world)
+        _, state = reduce_window(reducer, bucket, state, world)
         return given, bucket.flat.clone(), state["across"]["residual"]
 
     results = run_threads(work, 4, hosts=HOSTS["even"])

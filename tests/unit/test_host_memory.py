@@ -54,15 +54,20 @@ def test_parameters_move_in_with_the_first_ranks_values_and_out_again() -> None:
         with torch.no_grad():
             model.weight.fill_(world.rank)
         line = memory.line(6, torch.float32)
-        move_in([model.weight], [line.view(2, 3)], memory)
+        seen = memory.view(line).view(2, 3)
+        move_in([model.weight], [line.view(2, 3)], [seen], memory)
         assert model.weight.eq(0).all()
         memory.meet("looked")
         if world.rank == 1:
-            with torch.no_grad():
-                model.weight.fill_(7)
+            line.fill_(7)
         memory.meet("written")
         assert model.weight.eq(7).all()
-        move_out([model.weight], [line.view(2, 3)])
+        with torch.no_grad():
+            model.weight.fill_(world.rank)  # in this rank's view alone
+        memory.meet("written to views")
+        assert line.eq(7).all()
+        assert model.weight.eq(world.rank).all()
+        move_out([model.weight], [seen])
         memory.meet("moved out")
         with torch.no_grad():
             model.weight.fill_(world.rank)

@@ -17,7 +17,16 @@ import pytest
 import torch
 
 import unisono as un
-from hostile import Case, Folder, draw_checkpoints, draw_files, draw_states, judge_all
+from hostile import (
+    Case,
+    Folder,
+    draw_checkpoints,
+    draw_files,
+    draw_states,
+    judge_all,
+    make_checkpoint,
+    sum_manifest,
+)
 from unisono.checkpoint import CheckpointError, safetensors
 from unisono.estimators.formats import find_format
 from unisono.packing import from_bytes, to_bytes, unpack
@@ -134,6 +143,7 @@ def test_a_packed_tree_is_judged_before_it_is_used(tree: Any) -> None:
     [
         ("shared.json", lambda tree: tree | {"optimizer": 3}),
         ("shared.json", lambda tree: tree | {"shards": {"shard0": {"epoch": "first"}}}),
+        ("shared.json", lambda tree: tree | {"shards": {"shard0": {"epoch": 1, "batch": 0, "seed": 0}}}),
         ("shared.json", lambda tree: tree | {"ledger": {"step_count": -1}}),
         ("shared.json", lambda tree: {k: v for k, v in tree.items() if k != "versions"}),
         ("shared.json", lambda tree: [tree]),
@@ -158,6 +168,7 @@ def test_a_checkpoint_that_lies_is_refused_by_the_name_of_its_file(
         {"serial": [1]},
         {"files": [1]},
         {"files": {"../x": [1, 1]}},
+        {"files": {"..": [1, 1]}},
     ],
     ids=str,
 )
@@ -165,6 +176,32 @@ def test_a_manifest_that_lies_is_refused(folder: Folder, change: dict[str, Any])
     manifest = {k: v for k, v in (folder.manifest | change).items() if v is not None}
     with pytest.raises(CheckpointError, match=r"manifest\.json"):
         un.read_checkpoint(folder.put({}, manifest))
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "shared.json", "shared.safetensors", "rank-00000.json"])
+@pytest.mark.parametrize("kind", ["fifo", "/dev/zero"])
+def test_a_file_that_has_no_end_is_refused_by_its_name(tmp_path: Path, name: str, kind: str) -> None:
+    """A FIFO nobody writes to would block the reader."""
+    make_checkpoint(tmp_path)
+    made = next((tmp_path / "made").glob("step-*"))
+    (made / name).unlink()
+    if kind == "fifo":
+        os.mkfifo(made / name)
+    else:
+        (made / name).symlink_to(kind)
+    if name != "manifest.json":  # as a manifest may claim
+        manifest = json.loads((made / "manifest.json").read_bytes())
+        manifest["files"][name] = [0, 0]
+        (made / "manifest.json").write_text(json.dumps(sum_manifest(manifest)))
+    with pytest.raises(CheckpointError, match=rf"{name} is not a regular file"):
+        un.read_checkpoint(tmp_path / "made")
+
+
+def test_a_manifest_of_gigabytes_is_refused_by_its_size(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    os.truncate(next((tmp_path / "made").glob("step-*/manifest.json")), 3 << 30)
+    with pytest.raises(CheckpointError, match=r"manifest\.json has 3221225472 bytes"):
+        un.read_checkpoint(tmp_path / "made")
 
 
 def test_sizes_and_specs_of_any_length_are_refused() -> None:

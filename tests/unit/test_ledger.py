@@ -50,6 +50,15 @@ def parts(row: ledger.Row) -> dict[str, float]:
 # One step, by hand -------------------------------------------------------------------------------------------
 
 
+def test_the_time_in_which_the_world_is_formed_anew_is_waiting(book: Ledger) -> None:
+    collective(book, 102.0, 102.0, 103.0)  # of those that form it
+    book.close_span("blocked", 102.0, 103.0)
+    book.close_span("forming", 101.0, 106.0)
+    step_at(book, 110.0)
+    found = parts(book.rows[0])
+    assert (found["waiting"], found["communication"], found["compute"]) == (5.0, 0.0, 5.0)
+
+
 def test_a_step_is_parted_into_compute_communication_waiting_and_data(book: Ledger) -> None:
     book.close_span("data", 100.0, 101.0)
     collective(book, 103.0, 105.0, 106.0)  # arrived at 103, the last rank at 105, done at 106

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,16 @@ def test_what_is_no_request_is_refused(run: SimulatedRun, text: bytes) -> None:
     with serve(run.folder) as served, socket.create_connection(("127.0.0.1", served.port), timeout=60) as sock:
         sock.sendall(text + b"\r\n\r\n")
         assert sock.recv(100).startswith(b"HTTP/1.1 400")
+
+
+def test_connections_that_ask_for_nothing_keep_nobody_out(run: SimulatedRun) -> None:
+    with serve(run.folder) as served, served.stream() as messages, ExitStack() as silent:
+        next(messages)
+        for _ in range(300):
+            half = silent.enter_context(socket.create_connection(("127.0.0.1", served.port)))
+            half.sendall(b"GET /")
+        assert served.get()[0] == 200
+        next(messages)  # whoever knows the token stays
 
 
 def test_a_request_without_end_is_refused(run: SimulatedRun) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from method_cases import reduce_window
 from unisono import World, packing, run_threads
 from unisono.buckets import Bucket
 from unisono.reducer import Reduced, Reducer, Stages, State, staged
@@ -136,7 +137,7 @@ def test_nothing_is_lost_over_time(size: int, only: str) -> None:
         for t in range(5):
             fill(bucket, gradients(world.rank, t))
             before = state["inner"].get("residual", torch.zeros_like(bucket.flat)).clone()
-            reduced, state = reducer.reduce(bucket, state, world)
+            reduced, state = reduce_window(reducer, bucket, state, world)
             after = state["inner"].get("residual", torch.zeros_like(bucket.flat))
             sent = reduced.sent_of(gradients(world.rank, t))
             for g, e, s, r in zip(
@@ -179,7 +180,7 @@ def test_an_overflow_in_the_rest_changes_no_memory_of_the_others() -> None:
                 given[1][2] = math.inf
             fill(bucket, given)
             before = state["inner"]["residual"].clone()
-            _, state = reducer.reduce(bucket, state, world)
+            _, state = reduce_window(reducer, bucket, state, world)
             assert torch.equal(before, state["inner"]["residual"]) == (t == 1)
 
     run_threads(work, 2)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from method_cases import reduce_window
 from unisono.buckets import Bucket
 from unisono.reducer import Reducer
 from unisono.reducers.onebit import onebit
@@ -40,7 +41,7 @@ def reduced(reducer: Reducer, size: int, inputs: Inputs, steps: int = 1) -> list
             bucket.flat.zero_()
             for view, x in zip(bucket.tensors, inputs(world.rank, step), strict=True):
                 view.copy_(x)
-            result, state = reducer.reduce(bucket, state, world)
+            result, state = reduce_window(reducer, bucket, state, world)
             residual = state.get("residual")
             kept = None if residual is None else [x.clone() for x in bucket.views(residual)]
             found.append(([x.clone() for x in result.mean], kept))
@@ -152,7 +153,7 @@ def test_the_residual_stays_bounded() -> None:
     state, norms = reducer.init(bucket), []
     for _ in range(2000):
         bucket.tensors[0].copy_(torch.randn(64, 64, generator=generator))
-        _, state = reducer.reduce(bucket, state, world)
+        _, state = reduce_window(reducer, bucket, state, world)
         norms.append(float(state["residual"].norm()))
     assert max(norms[1000:]) < 1.2 * max(norms[:200])
 
@@ -179,7 +180,7 @@ def test_a_new_learning_rate_scales_what_was_kept() -> None:
         bucket.lr = [lr]
         bucket.flat.zero_()
         bucket.tensors[0].copy_(torch.linspace(-1, 2, 100))
-        outputs.append(reducer.reduce(bucket, state, world)[0].mean[0].clone())
+        outputs.append(reduce_window(reducer, bucket, state, world)[0].mean[0].clone())
     kept = torch.linspace(-1, 2, 100) - outputs[0]
     assert torch.allclose(outputs[1] + state["residual"][:100], torch.linspace(-1, 2, 100) + 4 * kept, atol=1e-5)
 

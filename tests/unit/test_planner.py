@@ -23,7 +23,7 @@ from unisono.costs import Anatomy, Job, Link, Network, Operation, replay
 from unisono.facts import Convergence, Grade
 from unisono.planner.candidates import describe_candidate, find_candidates
 from unisono.planner.choice import choose, find_crossing
-from unisono.planner.course import Course, Settings, steps_needed
+from unisono.planner.course import Course, Settings, _count_steps, steps_needed
 from unisono.planner.measured import Measured, Method
 from unisono.planner.report import plan_to_dict, write_report
 from unisono.planner.steadying import steady
@@ -306,6 +306,36 @@ def test_advice_names_the_batch_accumulation_and_learning_rate_where_messages_ta
     assert "0.1 would become 0.9" in text
     fast = choose(planned(("allreduce", "exact", 0.0, 1_000)), ALLOWED)
     assert "keep it" in " ".join(fast.advice)
+
+
+def test_a_report_begins_with_what_is_missing_and_ends_with_what_to_do() -> None:
+    found = planned(("allreduce", "exact", 0.0, 800_000), ("topk", "compressed", 0.1, 20_000))
+    exact = Convergence("exact", "")
+    found.methods += [Method(spec, exact, why="not measured: no time") for spec in ("fp16", "bf16")]
+    found.methods.append(Method("torch:ddp", exact, None, 1 << 20, verified_s=2.5))
+    report = write_report(found, choose(found, ALLOWED))
+    assert re.search(r"^torch:ddp +1\.00 MiB +exact +2\.50 s$", report, re.MULTILINE)
+    assert "\nfp16, bf16: not measured: no time\n" in report
+    assert report.splitlines()[-1] == (
+        "In short: use topk (--strategy 'topk'), 1.12 s a step; 1.61 times as fast as the program's allreduce; "
+        "torch:ddp took 2.50 s."
+    )
+    found.unfinished = "the program ended after 3 optimizer steps"
+    assert write_report(found, choose(found, ALLOWED)).startswith("Incomplete: the program ended after 3 optimizer")
+
+
+def test_a_plan_says_where_one_worker_is_faster() -> None:
+    found = planned(("allreduce", "exact", 0.0, 2_000_000))  # 3 s a step, of which one computes the two parts in 2 s
+    last = write_report(found, choose(found, ALLOWED)).splitlines()[-1]
+    assert last.startswith(
+        "In short: one worker is faster for this model: what 2 do in 3.00 s, it does in 2.00 s; use -n 1"
+    )
+
+
+def test_slow_steps_get_their_share_of_the_budget() -> None:
+    """16 methods in 17 s, steps of half a second: one after the first, not two for some and none for others."""
+    assert _count_steps(0.5, 17 / 16) == 1
+    assert _count_steps(0.1, 17 / 16) == 8
 
 
 # Methods say of themselves what they do to training ----------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from method_cases import reduce_window
 from unisono.buckets import Bucket
 from unisono.kernels import lowrank
 from unisono.reducer import Reducer, State
@@ -35,7 +36,7 @@ def fill(bucket: Bucket, tensors: list[Tensor]) -> Bucket:
 
 def step(reducer: Reducer, bucket: Bucket, state: State, world: World, given: list[Tensor]) -> tuple[Any, State]:
     """Copies of mean and what was sent, and the next state."""
-    reduced, state = reducer.reduce(fill(bucket, given), state, world)
+    reduced, state = reduce_window(reducer, fill(bucket, given), state, world)
     mean = [x.clone() for x in reduced.mean]
     return (mean, reduced.sent_of(given)), state
 
@@ -201,7 +202,7 @@ def test_the_residual_stays_bounded_where_the_other_choice_grows() -> None:
         first = state["q"][0].clone()
         for t in range(1, steps + 1):
             bucket.tensors[0].copy_(grad(world.rank, t))
-            _, state = reducer.reduce(bucket, state, world)
+            _, state = reduce_window(reducer, bucket, state, world)
             if t in marks:
                 norms.append(state["residual"].norm().item())
         return first, norms

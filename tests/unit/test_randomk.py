@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from method_cases import reduce_window
 from unisono.buckets import Bucket
 from unisono.reducer import Reducer
 from unisono.reducers.randomk import randomk
@@ -43,7 +44,7 @@ def run(make: Callable[[], Reducer], inputs: Inputs, size: int, steps: int) -> l
             for view, x in zip(bucket.tensors, inputs(world.rank, step), strict=True):
                 view.copy_(x)
             before = sum(r.bytes_sent for r in world.ledger.records)
-            reduced, state = reducer.reduce(bucket, state, world)
+            reduced, state = reduce_window(reducer, bucket, state, world)
             assert callable(reduced.sent)
             kept = [x.clone() for x in bucket.views(state["residual"])] if "residual" in state else []
             after = sum(r.bytes_sent for r in world.ledger.records)

@@ -298,6 +298,39 @@ def test_a_lost_ranks_residual_is_told_and_the_others_keep_theirs() -> None:
         assert "lost" not in told[-1]
 
 
+def test_in_a_smaller_world_what_is_unsent_is_scaled_and_the_size_is_met_anew() -> None:
+    """What docs/writing-a-reducer.md promises of a state where ranks are lost."""
+    met: dict[tuple[int, int], tuple[float, float, int]] = {}
+
+    def init(bucket: Bucket) -> State:
+        return {name: torch.zeros_like(bucket.flat) for name in ("residual", "velocity", "other")} | {"size": 0}
+
+    def stages(bucket: Bucket, state: State, world: World) -> Stages:
+        met[world.size, world.rank] = (*(float(state[name][0]) for name in ("residual", "other")), state["size"])
+        handle = world.all_reduce(bucket.flat, "mean")
+        yield
+        handle.wait()
+        kept = {name: torch.full_like(bucket.flat, 1.0 + world.rank) for name in ("residual", "velocity", "other")}
+        return Reduced(bucket.tensors), kept | {"size": world.size}
+
+    def work(world: World) -> None:
+        model = nn.Linear(3, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = un.parallel(model, optimizer, allreduce(reducer=staged(init, stages)), world=world)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        smaller = world.split([[0, 2], [1], [3]])
+        if world.rank in (0, 2):
+            replica.rebind(smaller)
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        replica.close()
+
+    run_threads(work, 4)
+    assert met[2, 0] == (1.0 * 2 / 4, 1.0, 4)
+    assert met[2, 1] == (3.0 * 2 / 4, 3.0, 4)
+
+
 def test_a_state_that_another_reducer_kept_is_not_dropped_silently() -> None:
     model, optimizer, replica = started(World(), halves(), [4, 4])
     train(model, optimizer, World(), range(2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,33 @@ SCRIPT = """
             optimizer.step()
         un.save("checkpoint", replica)
     print("end")
+"""
+
+
+# As programs for DistributedDataParallel begin: they ask the environment, and make a process group.
+ASKING = """
+import os, torch
+import torch.distributed as dist
+from torch.distributed import init_process_group
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+place = [int(os.environ.get(name, -1)) for name in names]
+assert place == [0, 4, 0, 2], place
+assert os.environ["MASTER_ADDR"] and int(os.environ["MASTER_PORT"])
+init_process_group(backend="gloo")
+dist.barrier()
+assert (dist.get_rank(), dist.get_world_size()) == (0, 4)
+"""
+ENDLESS = """
+import torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    optimizer.zero_grad()
+    model(torch.ones(2)).sum().backward()
+    try:
+        optimizer.step()
+    except Exception:
+        pass
 """
 
 
@@ -124,12 +152,27 @@ def test_methods_that_need_others_to_answer_are_run_as_allreduce(dry: Callable[.
         ("raise SystemExit('no data here')", "the script ended itself: no data here"),
         ("import torch\n\nraise KeyError('x')", "KeyError: 'x' (line 3)"),
         (SCRIPT.replace("optimizer.step()", "pass"), "ended without an optimizer step"),
+        (ENDLESS, "made 10 optimizer steps without calling un.parallel"),
     ],
 )
 def test_scripts_that_train_nothing_would_not_work(text: str, problem: str, dry: Callable[..., DryResult]) -> None:
     result = dry(2, text)
     assert result.exit_status == 1
     assert problem in result.problems[0]
+
+
+def test_a_script_finds_the_environment_of_a_worker_and_nothing_of_it_stays(
+    dry: Callable[..., DryResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "7")
+    before, make = dict(os.environ), torch.distributed.init_process_group
+    result = dry(4, ASKING + textwrap.dedent(SCRIPT), per_host=2)
+    assert result.exit_status == 0, result.problems
+    assert (result.steps, result.memory is not None) == (3, True)
+    assert dict(os.environ) == before
+    assert torch.distributed.init_process_group is make
+    assert not torch.distributed.is_initialized()
 
 
 def test_data_that_are_not_divided_are_noted(dry: Callable[..., DryResult]) -> None:

@@ -38,7 +38,8 @@ check_dist = load("release/check_dist.py")
 
 
 def make_wheel(**changes: bytes | None) -> dict[str, bytes]:
-    files = {f"unisono/{name}": b"" for name in check_dist.WANTED}
+    wanted = (*check_dist.WANTED, *(f"conformance/{name}" for name in check_dist.CONFORMANCE))
+    files = {f"unisono/{name}": b"" for name in wanted}
     info = "unisono-1.0.0.dist-info"
     files[f"{info}/METADATA"] = "\n".join(f"{n}: 1.0.0" for n in check_dist.HEADERS).encode()
     files[f"{info}/entry_points.txt"] = b"[console_scripts]\nunisono = unisono.cli:main\n"

@@ -200,6 +200,19 @@ def test_ranks_are_joined_by_step(tmp_path: Path, how: str, expected: list[float
     assert (joined.ranks, joined.how) == (2, how)
 
 
+def test_the_last_value_of_a_lost_rank_is_not_carried_on(tmp_path: Path) -> None:
+    """Rank 1 is lost after step 2, and has logged most values until then; rank 0 logs every other step, and lives."""
+    write_run(tmp_path)
+    values = [["metrics", s, float(s), {"loss": 1.0}, "mean"] for s in (1, 3, 5, 7)]
+    write_rank(tmp_path, 0, *(step(s) for s in range(1, 8)), *values)
+    lost = [["metrics", s, float(s), {"loss": 9.0}, "mean"] for s in (1, 2, 2, 2, 2)]
+    write_rank(tmp_path, 1, *(step(s) for s in (1, 2)), *lost, end=False)
+    joined = read(tmp_path).join_metric("loss")
+    assert joined is not None
+    assert joined.steps.tolist() == [1, 2, 3, 5, 7]
+    assert joined.values.tolist() == [5.0, 5.0, 5.0, 1.0, 1.0]  # at 3 it was about to make that step
+
+
 def test_a_loss_that_is_not_finite_on_one_rank_is_not_hidden_by_the_others(tmp_path: Path) -> None:
     write_run(tmp_path)
     write_rank(tmp_path, 0, ["metrics", 1, 1.0, {"loss": None}, "mean"])

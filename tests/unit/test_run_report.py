@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import os
@@ -183,7 +184,7 @@ def test_a_change_of_the_world_is_told_once_and_ranks_keep_their_places(tmp_path
     found = read(tmp_path)
     texts = [event["text"] for event in found.changes]
     assert texts == ["worker 1 was lost: killed by SIGKILL", "2 workers go on (generation 1): model from rank 0"]
-    assert [rank.label for rank in found.ranks] == ["0", "1 (place 2)"]
+    assert [rank.label for rank in found.ranks] == ["0", "worker 2"]
 
 
 def test_between_hosts_waiting_is_found_from_all_ranks_arrivals(tmp_path: Path) -> None:
@@ -256,6 +257,29 @@ def test_the_page_needs_no_network_and_runs_nothing_that_a_run_was_called(tmp_pa
     assert "Content-Security-Policy" in page
 
 
+@pytest.mark.parametrize(
+    ("times", "words"),
+    [
+        ((0.02, 0.07, 0.01, 0.0), "One worker is faster for this model: 2 workers do at most 0.40 times the work "
+            "of one, as communication takes 70 % of a step. Use -n 1"),
+        ((0.06, 0.03, 0.01, 0.0), "at most 1.20 times the work of one, as communication takes 30 % .*unisono plan"),
+        ((0.03, 0.0, 0.01, 0.06), "1.80 times the work of one: little is left to gain"),
+        ((0.05, 0.01, 0.04, 0.0), "as waiting takes 40 % of a step: more samples a step help"),
+    ],
+)  # fmt: skip
+def test_a_report_ends_with_a_verdict(
+    tmp_path: Path, times: tuple[float, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path)
+    for place in (0, 1):
+        write_rank(tmp_path, place, *(row(s, *times) for s in range(10)), ["data", {"samples": 40, "steps": 10}])
+    assert main(["report", str(tmp_path), "--html", str(tmp_path / "a.html")]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "steps 10, 8 samples each" in out
+    assert re.search(words, out.rpartition("in short")[2])
+    assert re.search(words, " ".join(html.unescape((tmp_path / "a.html").read_text()).split()))
+
+
 def test_all_numbers_are_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_run(tmp_path / "a")
     assert main(["report", str(folder), "--json"]) == 0
@@ -319,12 +343,28 @@ def test_a_trace_has_all_ranks_on_one_clock(tmp_path: Path) -> None:
     assert math.isfinite(sum(e.get("dur", 0.0) for e in events))
 
 
+def test_last_is_the_newest_run_of_this_folder(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    mine.mkdir()
+    monkeypatch.chdir(mine)
+    make_run(runs / "a", started=1000.0, cwd=str(other))
+    assert find_run("last").name == "a", "the only one"
+    make_run(runs / "b", started=1500.0, cwd=str(other))
+    assert main(["report", "last"]) == 1
+    assert f"no run was started in {mine}" in (told := capsys.readouterr().err)
+    assert f"b, started in {other}\n  a, started in {other}" in told
+    make_run(runs / "c", started=500.0, cwd=str(mine))
+    assert find_run("last").name == "c"
+
+
 # Runs by name --------------------------------------------------------------------------------------------------------
 
 
 def test_runs_are_listed_and_found_by_name_and_last(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_run(runs / "2026-01-01_train", started=1000.0)
-    make_run(runs / "2026-01-02_train", started=2000.0, outcome="failed", exit_status=1)
+    make_run(runs / "2026-01-01_train", started=1000.0, cwd=os.getcwd())
+    make_run(runs / "2026-01-02_train", started=2000.0, cwd=os.getcwd(), outcome="failed", exit_status=1)
     (runs / "something else").mkdir()
     assert [path.name for path in list_runs()] == ["2026-01-02_train", "2026-01-01_train"]
     assert find_run("last").name == "2026-01-02_train"
@@ -416,6 +456,20 @@ def test_a_place_that_cannot_be_written_is_said_and_is_no_error(
     make_run(named)
     assert RunFolder.create(["train.py"], folder=named, workers=2, command=[]) is None
     assert "a run is recorded in" in capsys.readouterr().err
+
+
+def test_nobody_else_reads_the_address_of_the_page(tmp_path: Path) -> None:
+    """The page's token is in run.json."""
+    before = os.umask(0o022)
+    try:
+        record = RunFolder.create(["train.py"], folder=tmp_path / "record", workers=2, command=[])
+        assert record is not None
+        record.update(page="http://127.0.0.1:1/token/")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "record").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "record/run.json").stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in (tmp_path / "record").iterdir() if path.name.startswith(".")] == []
 
 
 def test_a_folder_that_vanishes_is_said_once(runs: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import doctest
 import itertools
 import random
@@ -28,6 +29,8 @@ from torch.utils.data import (
 import unisono as un
 from unisono import data as data_module
 from unisono.data import Shard, shard
+from unisono.world.batch_weights import BatchWeights
+from unisono.world.virtual import run_threads
 
 SIZES = range(1, 6)
 
@@ -47,12 +50,16 @@ class FakeWorld:
     """As much of a world as a shard sees."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
-        self.rank, self.size, self.weight = rank, size, 1.0
+        self.rank, self.size, self.batch_weights = rank, size, BatchWeights()
         self.device = torch.device("cpu")
         self.ledger = FakeLedger()
         self.shards: dict[str, Shard] = {}
         self.pending_shards: dict[str, Any] = {}
         self.elastic = None
+
+    @property
+    def weight(self) -> float:
+        return self.batch_weights.weight
 
     def gather_objects(self, obj: Any) -> list[Any]:
         """The other ranks have the same."""
@@ -237,6 +244,94 @@ def test_weighing_by_cost_makes_a_mean_over_tokens_exact() -> None:
         for whole, *parts in zip(shards(data, 1, 8, **options)[0], *ranks, strict=True):
             mean = sum(gradient(p) * s.world.weight for p, s in zip(parts, ranks, strict=True)) / size
             torch.testing.assert_close(mean, gradient(whole), rtol=1e-12, atol=1e-14)
+
+
+# WebDataset: stand-ins with the shape of webdataset 1.0 -----------------------------------------------------------
+
+
+class Pipeline(IterableDataset[int]):
+    """Of a source and stages, as its DataPipeline: each a function of an iterator, or a loader at the beginning."""
+
+    def __init__(self, *stages: Any) -> None:
+        self.pipeline = list(stages)
+
+    def __iter__(self) -> Iterator[Any]:
+        found: Any = iter(self.pipeline[0])
+        for stage in self.pipeline[1:]:
+            found = stage(found)
+        return iter(found)
+
+
+class Filter:
+    """A stage with arguments, as its FilterFunction."""
+
+    def __init__(self, f: Any, *args: Any, **kw: Any) -> None:
+        self.f, self.args, self.kw = f, args, kw
+
+    def __call__(self, data: Any) -> Any:
+        return self.f(data, *self.args, **self.kw)
+
+
+def single_node_only(data: Any) -> Iterator[Any]:
+    raise ValueError("you need to add an explicit nodesplitter to your input pipeline")
+    yield from data
+
+
+def split_by_node(data: Any) -> Any:
+    return data
+
+
+def _batched(data: Any, _size: int) -> Any:
+    return data
+
+
+def _shuffle(data: Any, size: int, seed: int | None = None, rng: random.Random | None = None) -> Any:
+    chosen = rng or random.Random(seed)
+    return iter(sorted(data, key=lambda _: chosen.random()) if size else data)
+
+
+def pipelined(data: Any, **options: Any) -> list[list[int]]:
+    """What each of two ranks gets in an epoch."""
+    return run_threads(lambda world: [x for b in shard(data(), world=world, **options) for x in b.tolist()], 2)
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        (),
+        (Filter(_shuffle, False, seed=None),),
+        (Filter(_shuffle, 5, seed=1),),
+        (Filter(_shuffle, 5, rng=random.Random(4)),),
+    ],
+)
+@pytest.mark.parametrize("loader", [False, True])
+def test_every_sample_of_a_webdataset_comes_once(stages: tuple[Any, ...], loader: bool) -> None:
+    def make() -> Any:
+        dataset = Pipeline(range(11), single_node_only, *copy.deepcopy(stages))
+        return Pipeline(DataLoader(dataset, batch_size=4)) if loader else dataset
+
+    found = pipelined(make) if loader else pipelined(make, batch_size=4)
+    assert sorted(found[0] + found[1]) == list(range(11))
+    assert len(found[0]) == 6
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (lambda: Pipeline(range(8), split_by_node), "leave the nodesplitter out"),
+        (lambda: Pipeline(range(8), Filter(_batched, 4)), "makes the batches"),
+        (lambda: Pipeline(range(8), Filter(_shuffle, 4)), "shuffle with different seeds"),
+        (lambda: Pipeline(DataLoader(Pipeline(range(8))), Filter(_shuffle, 4)), "Give the WebDataset itself"),
+    ],
+)
+def test_a_webdataset_that_ranks_would_read_in_different_ways_is_refused(data: Any, why: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=why):
+        pipelined(data, batch_size=4)
+
+
+def test_one_worker_may_shuffle_a_webdataset_as_it_likes() -> None:
+    found = [x for b in shard(Pipeline(range(8), Filter(_shuffle, 4)), 4, world=un.World()) for x in b.tolist()]
+    assert sorted(found) == list(range(8))
 
 
 # The weight, the ledger ----------------------------------------------------------------------------------
@@ -701,3 +796,22 @@ def test_each_rank_counts_what_it_was_given_and_stand_ins_are_other_ranks() -> N
     assert sum(samples for samples, _ in every) == 2 * 21
     assert [sum(classes.values()) for _, classes in every] == [samples for samples, _ in every]
     assert {name: sum(classes.get(name, 0) for _, classes in every) for name in "012"} == {"0": 14, "1": 14, "2": 14}
+
+
+def test_the_mean_over_an_epoch_counts_every_sample_once() -> None:
+    """Batches of 4, 4 and 1 samples on three ranks, of which two have none of the last."""
+    x = torch.linspace(0.0, 1.0, 9, dtype=torch.float64) ** 2
+
+    def run(world: un.World) -> list[Any]:
+        shard, found = un.shard(x, 4, world=world), []
+        for _ in range(2):
+            for part in shard:
+                shard.add(part.mean(), (part > 0.5).double().mean())
+            found.append(shard.mean())
+        with pytest.raises(ValueError, match="inside the loop"):
+            shard.add(1.0)
+        return found
+
+    expected = (float(x.mean()), float((x > 0.5).double().mean()))
+    for found in [*un.run_threads(run, 3), run(un.World())]:
+        assert found == [pytest.approx(expected)] * 2

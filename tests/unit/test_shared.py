@@ -7,7 +7,6 @@ import io
 import random
 import tempfile
 import threading
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import unisono as un
+from unisono.strategies.shared.replica import SharedReplica
 from unisono.world import Mismatch, PeerLost, World
 from unisono.world.virtual import run_threads
 
@@ -583,7 +583,7 @@ def clear_one(model: nn.Module, optimizer: Any, old: Any) -> None:
     [
         (set_rate, "local rank 0 has lr=0.01; local rank 1 has lr=0.02"),
         (load_optimizer, "parameters to step that have taken 2.0 steps; local rank 1 .* taken 1.0 steps"),
-        (load_model, r"local rank\(s\) 1 called model.load_state_dict\(\)"),
+        (load_model, r"local rank\(s\) 1 wrote to parameter 'again'"),
         (clear_one, "local rank 0 has 6 parameters to step .* local rank 1 has 5 parameters to step"),
     ],
 )
@@ -607,32 +607,29 @@ def test_what_one_rank_alone_sets_or_loads_is_named(change: Callable[[nn.Module,
 
 
 @pytest.mark.parametrize("spec", ["shared", "zero(stage=2)"])
-def test_a_write_past_the_counters_is_said(spec: str) -> None:
-    """`p.data.mul_()` of every rank: which of them did it cannot be known, but that it was done can."""
-
+def test_writes_between_a_checkpoint_and_a_load_are_those_of_one_rank(spec: str) -> None:
     def work(world: World) -> None:
         model, optimizer, replica = started(world, sgd, spec)
         train(model, optimizer, world.rank, range(2))
         replica.write(lambda: model.last.weight.data.mul_(0.5))  # type: ignore[attr-defined]
-        un.save(folder, replica)
-        un.load(folder, replica)
-        train(model, optimizer, world.rank, range(2, 4))  # nothing is said so far
-        assert not said
         model.last.weight.data.mul_(0.5)
+        kept = values(model)
+        un.save(folder, replica)
+        train(model, optimizer, world.rank, range(2, 4))
+        model.last.weight.data.mul_(0.5)
+        un.load(folder, replica)
+        assert same(values(model), kept)
         train(model, optimizer, world.rank, range(4, 5))
 
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with tempfile.TemporaryDirectory() as folder:
         run_threads(work, 2)
-    assert len(said) == 1
-    assert "changed since the last step, past PyTorch's counters (p.data)" in str(said[0].message)
 
 
-def test_alike_writes_are_right_and_those_from_old_values_are_done_once_by_write() -> None:
+def test_what_every_rank_writes_counts_once() -> None:
     def work(world: World, spec: str) -> list[Tensor]:
         model, optimizer, replica = started(world, sgd, spec)
         ema = {name: x.detach().clone() for name, x in model.state_dict().items()}
-        for t in range(5):
+        for t in range(6):
             train(model, optimizer, world.rank, range(t, t + 1))
             with torch.no_grad():
                 if t == 0:
@@ -640,18 +637,29 @@ def test_alike_writes_are_right_and_those_from_old_values_are_done_once_by_write
                         p.clamp_(-0.2, 0.2)
                 elif t == 1:
                     change = lambda: model.first.weight.mul_(0.5)  # noqa: E731
+                    change()
                     replica.write(change) if spec == "shared" else change()
                 elif t == 2:
                     model.load_state_dict(ema)
                 elif t == 3:
                     model.last.weight.data = torch.full_like(model.last.weight, 0.125)
-            world.barrier()
-        found = values(model)
-        world.barrier()
-        return found
+                elif t == 4:
+                    model.last.bias.data[0] += 1.0
+        return values(model)
 
-    with pytest.warns(UserWarning, match="every worker of the host wrote to 'again'"):
-        run_both(2, work)
+    run_both(2, work)
+
+
+def test_a_hook_that_writes_before_the_others_have_stepped_is_refused() -> None:
+    def work(world: World) -> None:
+        model = make()
+        optimizer = sgd(model.parameters())
+        optimizer.register_step_post_hook(lambda *_: [nn.init.zeros_(model.last.weight)].clear())  # type: ignore[arg-type]
+        un.parallel(model, optimizer, "shared", world=world)
+        train(model, optimizer, world.rank, range(1))
+
+    with pytest.raises(ValueError, match=r"'last.weight' was written to inside optimizer.step\(\)"):
+        run_threads(work, 2)
 
 
 def test_values_that_differ_between_ranks_are_named() -> None:
@@ -661,7 +669,7 @@ def test_values_that_differ_between_ranks_are_named() -> None:
         model.last.weight.data = torch.full_like(model.last.weight, float(world.rank))
         train(model, optimizer, world.rank, range(1, 2))
 
-    with pytest.raises(ValueError, match=r"'last.weight'.*differ between local ranks 0 and 1"):
+    with pytest.raises(ValueError, match=r"'last.weight'.*differs between local ranks 0 and 1"):
         run_threads(work, 2)
 
 
@@ -817,11 +825,13 @@ def test_ranks_of_a_host_have_one_model_and_one_state_and_each_its_own_after_clo
     def work(world: World) -> tuple[int, int]:
         model, optimizer, replica = started(world, adamw)
         train(model, optimizer, world.rank, range(2))
-        places = model.first.weight.data_ptr(), optimizer.state[model.first.weight]["exp_avg"].data_ptr()
+        assert isinstance(replica, SharedReplica)
+        view, state = model.first.weight.data_ptr(), optimizer.state[model.first.weight]["exp_avg"].data_ptr()
+        places = replica._lines[0].values.data_ptr(), state
         world.barrier()
         replica.close()
-        assert model.first.weight.data_ptr() != places[0]
-        assert optimizer.state[model.first.weight]["exp_avg"].data_ptr() != places[1]
+        assert model.first.weight.data_ptr() != view
+        assert optimizer.state[model.first.weight]["exp_avg"].data_ptr() != state
         return places
 
     first, second = run_threads(work, 2)

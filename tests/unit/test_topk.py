@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from method_cases import reduce_window
 from unisono.buckets import Bucket
 from unisono.reducer import Reducer
 from unisono.reducers.topk import topk
@@ -47,7 +48,7 @@ def run(
                 view.copy_(x)
             bucket.lr = [lr(step)] * len(named)
             before = sum(r.bytes_sent for r in world.ledger.records)
-            reduced, state = reducer.reduce(bucket, state, world)
+            reduced, state = reduce_window(reducer, bucket, state, world)
             assert callable(reduced.sent)
             copied = {k: [v.clone() for v in bucket.views(x)] if isinstance(x, Tensor) else x for k, x in state.items()}
             after = sum(r.bytes_sent for r in world.ledger.records)
@@ -370,7 +371,7 @@ def test_amps_loss_scale_changes_neither_velocity_nor_clipping() -> None:
             bucket.lr = [0.1 / bucket.scale] * len(bucket.names)
             for view, x in zip(bucket.tensors, gradients(0, step), strict=True):
                 view.copy_(x * bucket.scale)
-            reduced, state = reducer.reduce(bucket, state, world)
+            reduced, state = reduce_window(reducer, bucket, state, world)
             found.append([x / bucket.scale for x in reduced.mean])
         return found
 

@@ -148,7 +148,7 @@ def test_units_are_the_largest_modules_that_fit_and_shared_parameters_lie_above_
     assert sorted(n for unit in units for n in unit.names) == sorted(n for n, _ in model.named_parameters())
 
 
-def test_stage_3_holds_a_part_of_the_values_and_shows_nan_elsewhere() -> None:
+def test_stage_3_holds_a_part_of_the_values_and_lets_go_of_what_it_gathers() -> None:
     def work(world: World) -> None:
         model = text()
         optimizer = adam(model)
@@ -160,7 +160,7 @@ def test_stage_3_holds_a_part_of_the_values_and_shows_nan_elsewhere() -> None:
 
         assert held() == 0
         assert sum(unit.shard.numel() for unit in replica.units) < 0.7 * total
-        assert model.embed.weight.isnan().all()  # type: ignore[union-attr, operator]
+        assert "come when it is used" in repr(model.embed.weight)  # type: ignore[union-attr]
         most = []
         model.blocks[1].out.register_forward_hook(lambda *_: most.append(held()))  # type: ignore[index, union-attr]
         loss = loss_of(model, words(0, world.rank))
@@ -466,25 +466,6 @@ def test_embeddings_used_by_others_and_attention_work_at_stage_3() -> None:
     train(model, adam(model), lambda t: torch.cat([words(t, r) for r in range(2)]), range(3))
     for found in run_threads(work, 2):
         assert_same(found, dict(model.state_dict()))
-
-
-def test_a_parameter_used_outside_its_module_is_refused_by_name() -> None:
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(WIDTH, WIDTH, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ self.first.weight
-
-    def work(world: World) -> None:
-        model = Odd()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        un.parallel(model, optimizer, "zero(stage=3, unit_bytes=100)", world=world)
-        with pytest.raises(RuntimeError, match=r"'first\.weight' was used outside"):
-            model(torch.ones(2, WIDTH)).sum().backward()
-
-    run_threads(work, 2)
 
 
 def test_the_first_forward_lets_go_of_units_as_well() -> None:

@@ -253,16 +253,16 @@ class Fails(torch.autograd.Function):
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_backward_pass_that_failed_leaves_nothing_in_the_next(stage: int, first: int) -> None:
-    """The optimizer holds shards: its `zero_grad()` does not reach what such a pass has left in the model."""
+    """Once cleared; else it is refused, as some units are reduced by then and others are not."""
 
-    def run(model: Any, optimizer: Any, ranks: list[int], clear: Callable[[], None]) -> list[Tensor]:
+    def run(model: Any, optimizer: Any, ranks: list[int], *, clears: bool = True) -> list[Tensor]:
         for t in range(4):
-            optimizer.zero_grad()
+            if clears:
+                optimizer.zero_grad()
             hidden = Fails.apply(model[0](torch.cat([batch(t, rank) for rank in ranks])), t == first)
             try:
                 model[2](model[1](hidden)).square().mean().backward()
             except ZeroDivisionError:
-                clear()
                 continue
             optimizer.step()
         return [p.detach().clone() for p in model.parameters()]
@@ -274,18 +274,18 @@ def test_a_backward_pass_that_failed_leaves_nothing_in_the_next(stage: int, firs
     def work(world: World) -> list[Tensor]:
         model, optimizer = start()
         replica = un.parallel(model, optimizer, f"zero(stage={stage})", world=world)
-        with pytest.raises(RuntimeError, match=r"failed half-way.*call model.zero_grad\(\) too"):
-            run(model, optimizer, [world.rank], lambda: None)
+        with pytest.raises(RuntimeError, match=r"failed half-way.*call optimizer.zero_grad\(\)"):
+            run(model, optimizer, [world.rank], clears=False)
         world.barrier()
         replica.close()
         model, optimizer = start()
         un.parallel(model, optimizer, f"zero(stage={stage})", world=world)
-        found = run(model, optimizer, [world.rank], model.zero_grad)
+        found = run(model, optimizer, [world.rank])
         world.barrier()
         return found
 
     model, optimizer = start()
-    alone = run(model, optimizer, [0, 1], model.zero_grad)
+    alone = run(model, optimizer, [0, 1])
     for found in run_threads(work, 2):
         torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-6)
 
@@ -332,7 +332,7 @@ def test_parameters_that_learn_outside_the_optimizer_are_refused_off_the_device(
 # A model that is pickled -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", [*SPECS, *AWAY, "zero(stage=2, precision=bf16)"])
+@pytest.mark.parametrize("spec", [SPECS[-1], *AWAY, "zero(stage=2, precision=bf16)"])
 def test_pickling_the_model_is_refused_and_what_the_error_says_works(spec: str, tmp_path: Path) -> None:
     def work(world: World) -> None:
         model = text()

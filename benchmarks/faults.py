@@ -7,10 +7,14 @@ of it where the world waits for it (--least 4).
 
 Keys: kills, recovered, weights_equal (to 1e-9 of the largest; `difference` is the largest difference), samples_lost,
 samples_repeated, median_recovery_s, worst_recovery_s, kills_by_phase; hung_recovered (a worker stands still),
-two_at_once_recovered; with --soak S: soak_s, soak_kills, and growth of launcher and of a worker that is never killed
-from the first fifth to the last tenth, medians: launcher_mb, launcher_handles, launcher_threads, worker_mb,
-worker_handles, worker_threads (the ledger fills up to its bound in the first 10,000 steps); and hostile_sent,
-hostile_refused: messages of strangers to every control port of a run while it trains (--messages).
+two_at_once_recovered; checkpoint_runs, checkpoint_right (loops that load and save, kills in every phase: the epochs and
+the weights of an undisturbed run), last_step_runs, last_step_right (parameter_server, a kill in the last steps: the
+run ends well), rate_runs, rate_right (diloco, several kills: all workers end with the same steps and rate),
+slow_exit_right (a process that takes longer to end than the heartbeat); with --soak S: soak_s, soak_kills, and growth
+of launcher and of a worker that is never killed from the first fifth to the last tenth, medians: launcher_mb,
+launcher_handles, launcher_threads, worker_mb, worker_handles, worker_threads (the ledger fills up to its bound in the
+first 10,000 steps); and hostile_sent, hostile_refused: messages of strangers to every control port of a run while it
+trains (--messages).
 """
 
 from __future__ import annotations
@@ -66,6 +70,137 @@ def train(folder: str, steps: int, saves_every: int, sleep_s: float) -> dict[str
         time.sleep(sleep_s)
     state = {name: value.detach().clone() for name, value in net.state_dict().items()}
     return {"state": state, "steps": replica.step, "size": world.size}
+
+
+def make_net() -> Any:
+    """A small model in double precision, the same in every worker, and its data."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)).double()
+    x = torch.randn(SAMPLES, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return net, (x, x.sum(1, keepdim=True).sin())
+
+
+def train_from_checkpoint(folder: str, epochs: int, saves: str) -> dict[str, Any]:
+    """The loop of the quickstart: the epoch to begin with is that of the newest checkpoint."""
+    import torch
+
+    import unisono as un
+
+    un.join(device="cpu")
+    net, data = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    replica = un.parallel(net, optimizer, "allreduce")
+    try:
+        start = un.load(folder, replica).epoch
+    except FileNotFoundError:
+        start = 0
+    shard = un.shard(data, BATCH)
+    for _ in range(start, epochs):
+        for inputs, target in shard:
+            optimizer.zero_grad()
+            (net(inputs) - target).square().mean().backward()
+            optimizer.step()
+            time.sleep(0.01)
+        if saves == "epoch":
+            un.save(folder, replica, keep=2)
+    if saves == "end":
+        un.save(folder, replica)
+    return {"start": start, "steps": replica.step, "state": [p.detach() for p in net.parameters()]}
+
+
+def train_steps(strategy: str, folder: str, steps: int) -> dict[str, Any]:
+    """Nothing is asked of the other workers but the save at the end; the rate falls with every step."""
+    import torch
+
+    import unisono as un
+
+    un.join(device="cpu")
+    net, data = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (1 + k))
+    replica = un.parallel(net, optimizer, strategy)
+    for inputs, target in un.shard(data, BATCH).steps(steps):
+        optimizer.zero_grad()
+        (net(inputs) - target).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+        time.sleep(0.005)
+    un.save(folder, replica)
+    return {"steps": replica.step, "rate": optimizer.param_groups[0]["lr"]}
+
+
+def leave_slowly(folder: str) -> int:
+    """A library holds the interpreter as the process ends: no thread of it runs, nor does its heartbeat."""
+    import atexit
+    import ctypes
+
+    atexit.register(ctypes.PyDLL(None).sleep, 5)
+    return int(train_steps("allreduce", folder, 20)["steps"])
+
+
+def try_launch(function: Any, faults: str, *, workers: int, least: int) -> list[Any]:
+    """The results; none where the run failed."""
+    import unisono as un
+
+    try:
+        return un.launch(function, workers=workers, least=least, faults=faults, threads=1, output="rank0")
+    except un.WorkerError as error:
+        print(error, flush=True)
+        return []
+
+
+def loops(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """Loops as people write them, with checkpoints, at the end of a run, and with ranks that train apart."""
+    import torch
+
+    draw, epochs, each = random.Random(asked.seed), 6, SAMPLES // BATCH
+    (alone,) = try_launch(partial(train_from_checkpoint, f"{folder}/alone", epochs, ""), "", workers=1, least=1)
+    found = dict.fromkeys(
+        ("checkpoint_runs", "checkpoint_right", "last_step_runs", "last_step_right", "rate_runs", "rate_right"), 0
+    )
+    for number in range(asked.loops):
+        at = sorted(draw.sample(range(3, epochs * each - 2), 3))
+        phases = draw.sample(PHASES[:-1], 3)
+        faults = "; ".join(
+            f"kill {draw.randrange(3)}@{step}" + ("" if phase == "step" else f" in {phase}")
+            for step, phase in zip(at, phases, strict=True)
+        )
+        program = partial(train_from_checkpoint, f"{folder}/loop{number}", epochs, ("epoch", "end")[number % 2])
+        results = try_launch(program, faults, workers=3, least=3)  # so that there is one for each kill
+        same = [
+            result["start"] == 0
+            and result["steps"] == epochs * each
+            and all(torch.allclose(a, b, atol=1e-9) for a, b in zip(result["state"], alone["state"], strict=True))
+            for result in results
+        ]
+        found["checkpoint_runs"] += 1
+        found["checkpoint_right"] += bool(same) and all(same)
+        steps = 30
+        last = f"kill {draw.randrange(1, 3)}@{draw.randrange(steps - 2, steps + 1)}"
+        results = try_launch(
+            partial(train_steps, "parameter_server", f"{folder}/last{number}", steps), last, workers=3, least=2
+        )
+        found["last_step_runs"] += 1
+        found["last_step_right"] += bool(results) and all(result["steps"] == steps for result in results)
+        # Not one after the other: who trains apart notices a loss with the next exchange, and some have to be left.
+        several = "; ".join(f"kill {draw.randrange(3)}@{6 * k + draw.randrange(3)}" for k in range(1, 5))
+        results = try_launch(
+            partial(train_steps, "diloco(every=5)", f"{folder}/rate{number}", steps), several, workers=3, least=3
+        )
+        expected = {"steps": steps, "rate": 0.05 / (1 + steps)}
+        found["rate_runs"] += 1
+        found["rate_right"] += bool(results) and all(
+            result["steps"] == steps and abs(result["rate"] - expected["rate"]) < 1e-12 for result in results
+        )
+    os.environ["UNISONO_HEARTBEAT_S"] = "3"
+    try:
+        slow = try_launch(partial(leave_slowly, f"{folder}/slow"), "", workers=2, least=2)
+    finally:
+        del os.environ["UNISONO_HEARTBEAT_S"]
+    return found | {"slow_exit_right": slow == [20, 20]}
 
 
 def write_script(kills: int, steps: int, workers: int, seed: int) -> str:
@@ -304,16 +439,20 @@ def main() -> None:
         "--soak", type=float, default=0.0, metavar="S", help="instead: so many seconds with a kill now and then"
     )
     parser.add_argument("--messages", type=int, default=10_000, help="of strangers")
+    parser.add_argument("--loops", type=int, default=10, help="schedules of kills of each loop as people write them")
+    parser.add_argument("--short", action="store_true", help="a tenth of all of it, without strangers: about a minute")
     parser.add_argument("--every", type=float, default=5.0, help="seconds between the kills of --soak")
     parser.add_argument("--soak-rate", type=float, default=50.0, help="steps a second of --soak, at most")
     asked = parser.parse_args()
+    if asked.short:
+        asked.kills, asked.steps, asked.loops, asked.messages = 10, 120, 2, 0
     import torch  # noqa: F401 - so that workers are forked
 
     with tempfile.TemporaryDirectory() as folder:
         if asked.soak:
             results = soak(asked, folder)
         else:
-            results = kill_many(asked, folder) | other_faults(asked, folder) | strangers(asked)
+            results = kill_many(asked, folder) | other_faults(asked, folder) | loops(asked, folder) | strangers(asked)
     finish(results)
 
 

@@ -24,7 +24,10 @@ WANTED = (  # in the package: code, types, and what the pages are made of
     *("pages/page.css", "pages/charts.js", "pages/live.html", "pages/live.css", "pages/live.js"),
     *("pages/vendor/uPlot.LICENSE", "strategies/allreduce.py", "reducers/powersgd.py"),
 )
-UNWANTED = re.compile(r"(^|/)(tests?|benchmarks|examples|docs|release|\.github)/|\.pyc$|(^|/)\.|\.png$")
+CONFORMANCE = ("conftest.py", "method_cases.py", "test_reducers.py", "test_strategies.py")  # in the wheel alone
+UNWANTED = re.compile(
+    r"(^|/)tests?/(?!conformance/|method_cases\.py)|(^|/)(benchmarks|examples|docs|release|\.github)/|\.pyc$|(^|/)\.|\.png$"
+)
 SDIST_ONLY = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "PKG-INFO")
 RELATIVE_LINK = re.compile(r"\]\((?!https?://|#)([^)]*)\)")
 HEADERS = ("Name", "Version", "Summary", "License-Expression", "Requires-Python", "Description-Content-Type")
@@ -49,7 +52,8 @@ def read_sdist(file: Path) -> dict[str, bytes]:
 def find_wheel_problems(files: Mapping[str, bytes], sources: Iterable[str] = ()) -> list[str]:
     """What is wrong with the contents of a wheel; `sources`: the files of the package, as the checkout has them."""
     package = {name.removeprefix("unisono/") for name in files if name.startswith("unisono/")}
-    problems = [f"the wheel has no unisono/{name}" for name in WANTED if name not in package]
+    wanted = (*WANTED, *(f"conformance/{name}" for name in CONFORMANCE))
+    problems = [f"the wheel has no unisono/{name}" for name in wanted if name not in package]
     problems += [f"the wheel has no unisono/{name}, the checkout does" for name in sorted(set(sources) - package)]
     problems += [f"the wheel has {name}" for name in files if UNWANTED.search(name)]
     tops = {name.partition("/")[0] for name in files}

@@ -2,7 +2,8 @@
 
     python release/try_wheel.py dist/unisono-1.0.0-py3-none-any.whl [--constraints constraints.txt]
 
-Runs `unisono --version`, `demo`, `doctor` and a program in two workers, from an empty folder.
+Runs `unisono --version`, `demo`, `doctor`, a program in two workers, and the conformance tests over a method of one's
+own, from an empty folder.
 """
 
 from __future__ import annotations
@@ -32,6 +33,24 @@ for epoch in range(3):
 weights = world.gather_objects(model.weight.tolist())
 assert all(each == weights[0] for each in weights), weights
 print(f"rank {world.rank} of {world.size}: {un.__file__}")
+"""
+
+METHOD = """\
+from unisono.facts import Example, Facts
+from unisono.reducer import Reduced, staged
+
+
+def mine():
+    def stages(bucket, state, world):
+        handle = world.all_reduce(bucket.flat, "mean", tag=bucket.tag)
+        yield
+        handle.wait()
+        return Reduced(bucket.tensors), state
+
+    return staged(lambda bucket: {}, stages, exact=True)
+
+
+FACTS = Facts([Example("mine", exact=True, memory=False)])
 """
 
 
@@ -73,7 +92,7 @@ def main() -> int:
         environment, empty = Path(place, "environment"), Path(place, "empty")
         empty.mkdir()
         wheel = options.wheel.resolve()
-        programs = make_environment(options.python, environment, str(wheel), constraints=options.constraints)
+        programs = make_environment(options.python, environment, str(wheel), "pytest", constraints=options.constraints)
         unisono, version = str(programs / "unisono"), wheel.name.split("-")[1]
         run([unisono, "--version"], empty, [f"unisono {version}"])
         run([unisono, "demo", "--epochs", "3", "--width", "8"], empty, ["2 workers", "speed-up", "unisono[plots]"])
@@ -82,6 +101,14 @@ def main() -> int:
         where = str(environment)
         run([unisono, "run", "-n", "2", "train.py"], empty, [f"rank 0 of 2: {where}", f"rank 1 of 2: {where}"])
         run([unisono, "report", "last"], empty, ["allreduce"])
+        (empty / "methods/reducers").mkdir(parents=True)
+        (empty / "methods/reducers/mine.py").write_text(METHOD)
+        run(
+            [unisono, "run", "-n", "2", "--methods", "methods", "--strategy", "mine", "train.py"],
+            empty,
+            ["rank 1 of 2"],
+        )
+        run([unisono, "conformance", "methods"], empty, [" passed"])
     print(f"{wheel.name} works in an empty environment")
     return 0
 

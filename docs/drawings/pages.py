@@ -29,7 +29,7 @@ OPS = {
     "send": "{way}",
 }
 SMALL = {
-    *("", "barrier", "used", "drop", "agree", "accordion", "what leaders kept", "means are there", "auto"),
+    *("", "barrier", "used", "drop", "decay", "agree", "accordion", "what leaders kept", "means are there", "auto"),
     *("optimizer.step() of window", "the end of a step", "ask", "answer"),
 }
 
@@ -127,7 +127,11 @@ PAGES: dict[str, Page] = {
     ),
     "diloco": Page(
         Course("diloco(every=4, fragments=2, delay=1)", windows=5, skip=1),
-        [("how far some of the tensors have moved", M), ("how far the others have", M)],
+        [
+            ("whether the program wrote to parameters, or a learning rate fell", "small"),
+            ("how far some of the tensors have moved", M),
+            ("how far the others have", M),
+        ],
         "Drawn with every=4, fragments=2, delay=1: each fragment goes every 4 steps, behind the next step, and the "
         "outer optimizer steps after that one.",
     ),

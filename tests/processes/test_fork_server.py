@@ -235,6 +235,17 @@ def test_warm_runs_share_one_server_and_it_can_be_stopped(tmp_path: Path, light:
     assert list(warm.glob("*.socket")) == []
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make a network namespace")
+def test_a_server_that_was_started_on_another_network_is_not_met_here(tmp_path: Path, light: None, warm: Path):
+    (tmp_path / "script.py").write_text("import os\nprint(os.getppid())\n")
+    elsewhere = [sys.executable, "-c", "from unisono.launchers.warm import connect_warm; connect_warm().close()"]
+    subprocess.run(["unshare", "--net", *elsewhere], check=True, env={**os.environ}, timeout=100)
+    (there,) = list_warm()
+    status, out, err = run(tmp_path, "-n", "1", "--warm", "script.py")
+    (here,) = [server for server in list_warm() if server.pid != there.pid]
+    assert (status, out, err) == (0, f"{here.pid}\n", "")
+
+
 def test_a_folder_that_others_can_enter_is_not_used(warm: Path):
     warm.chmod(0o750)
     with pytest.raises(forks.NoServer, match="not a folder of this user alone"):

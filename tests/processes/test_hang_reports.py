@@ -51,15 +51,19 @@ def hold_lock() -> None:
 
 
 def hang(deadline_s: float, processes: int) -> None:
-    """In every worker: rank 0 waits for the others, which hang in their own ways."""
-    world = un.join(device="cpu")
-    world.barrier()
-    assert world.transport is not None
-    world.transport.timeout_s = deadline_s
+    """In every worker: rank 0 waits for the others, which hang in their own ways.
+
+    The deadline holds from the first step on: on a busy machine, loaders take a while to begin.
+    """
+    world, channels = un.join(device="cpu"), []
+    split = world.split
+    world.split = lambda *groups, **how: channels.append(split(*groups, **how)) or channels[-1]  # type: ignore[method-assign, func-returns-value]
     model = nn.Linear(3, 3)
     replica = un.parallel(model, torch.optim.SGD(model.parameters(), 0.1), "allreduce")
     for _ in DataLoader(Slow(), batch_size=4, num_workers=processes) if world.rank == 1 else range(2):
         model(torch.randn(2, 3) + world.rank).sum().backward()  # the exchange
+        for channel in channels:
+            channel.transport.set_timeout(deadline_s)
         if world.rank == 2:
             hold_lock()
         while world.rank == 3:

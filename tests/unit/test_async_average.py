@@ -152,7 +152,11 @@ def test_consolidate_while_rounds_go_on_is_the_mean_of_what_all_learned() -> Non
 
 
 def test_ranks_learn_together_what_none_sees_alone() -> None:
-    """Each rank has its own targets; the consolidated model is near the optimum of all."""
+    """Each rank has its own targets; the consolidated model is near the optimum of all.
+
+    Ranks step in turn with each other: one that came late on a busy machine would pull the model to its own target.
+    """
+    together = threading.Barrier(3)
 
     def work(world: World) -> tuple[Tensor, float]:
         with MODELS:
@@ -164,6 +168,7 @@ def test_ranks_learn_together_what_none_sees_alone() -> None:
             optimizer.zero_grad()
             (model(torch.ones(1, 1, dtype=torch.float64)) - world.rank).square().sum().backward()
             optimizer.step()
+            together.wait(60)
             until(lambda: replica.rounds >= t // 4, "no averaging")  # noqa: B023  # a busy machine may fall behind
         mean = flat(replica.consolidate())
         replica.close()

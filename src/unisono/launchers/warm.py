@@ -1,9 +1,8 @@
 """The user's own fork server, kept between commands: `unisono run --warm`.
 
-There is one for each interpreter, version of torch, state of Unisono's sources, and set of variables that count when a
-process starts (fork_context.py). Its socket lies in a folder that
-only the user can enter, and both ends ask the kernel who is at the other. It ends after ten minutes without a run, or
-by `unisono warm stop`.
+There is one for each interpreter, version of torch, state of Unisono's sources, set of namespaces, and set of variables
+that count when a process starts (fork_context.py). Its socket lies in a folder that only the user can enter, and both
+ends ask the kernel who is at the other. It ends after ten minutes without a run, or by `unisono warm stop`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unisono.launchers.fork_context import start_variables
+from unisono.launchers.fork_context import process_context, start_variables
 from unisono.launchers.forks import NoServer, server_command, server_environment
 from unisono.launchers.private_folder import NotPrivate, connect_to, find_private_folder
 
@@ -96,6 +95,7 @@ def _socket_path() -> Path:
     folder = _private_folder()
     facts = [sys.executable, sys.version, str(_PACKAGE), *map(str, _source_times())]
     facts.append(json.dumps(start_variables(server_environment(os.environ)), sort_keys=True))
+    facts.append(str(process_context()["namespaces"]))  # a server that was started in others' would refuse every worker
     return folder / f"{hashlib.sha256(' '.join(facts).encode()).hexdigest()[:16]}.socket"
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import unisono as un
 from unisono import World, background
+from unisono.strategy import healing
 
 SAMPLES, BATCH, EPOCHS = 14, 6, 3  # the last batch of an epoch has two samples: fewer than ranks
 X = torch.randn(SAMPLES, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -305,3 +306,36 @@ def test_a_replacement_with_fewer_lists_of_files_than_the_others_joins() -> None
     assert not run.errors, run.errors
     assert len(run.generations) > 1
     assert set(run.results.values()) == {EPOCHS * 3}
+
+
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_a_program_that_draws_ahead_where_workers_may_be_lost_is_told_what_a_loss_would_cost(
+    is_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that accumulates over two batches, all of which it has used at each step, is not."""
+
+    def program(world: World, life: Life) -> int:
+        model, optimizer, _ = make()
+        replica = un.parallel(model, optimizer, f"allreduce(accumulate={1 if is_ahead else 2})", world=world)
+        batches = iter(un.shard((X[:12], Y[:12]), 3, name="train", world=world))
+        following = next(batches)
+        while following is not None:
+            current = following
+            if is_ahead:
+                following = next(batches, None)
+                take_step(model, optimizer, *current)
+                continue
+            optimizer.zero_grad()
+            for x, y in (current, next(batches)):
+                nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            following = next(batches, None)
+        return replica.step
+
+    told: list[str] = []
+    monkeypatch.setattr(healing, "warn_user", told.append)  # threads: recorded warnings are the whole process's
+    run = Run(program, 2).play()
+    assert not run.errors, run.errors
+    assert [" train are drawn ahead of the steps" in text for text in told] == [True] * 2 * is_ahead, (
+        "once on each rank"
+    )

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from unisono import rng
 from unisono.runtime import faults
+from unisono.runtime.frames import warn_user
 from unisono.runtime.membership import Seat
 from unisono.strategy.replica import Replica
 from unisono.world import PeerLost, World, join
@@ -171,6 +172,8 @@ class Healing:
         self._is_whole = True  # this rank's model is that of `commits` steps
         self._kept: _Kept | None = None  # what it had before it was brought to another rank's
         self._former: World | None = None  # the last generation that was complete
+        world.batch_weights.is_needed = True  # so that drawing ahead is noticed, also while all parts are even
+        self._has_warned = False
 
     @classmethod
     def of(cls, world: World) -> Healing | None:
@@ -290,6 +293,9 @@ class Healing:
             if shard.is_out:
                 self._trained.add(shard.name)
                 self._positions[shard.name] = shard.position
+                if self.world.batch_weights.is_ahead(shard.name) and not self._has_warned:
+                    self._has_warned = True
+                    warn_user(_DRAWN_AHEAD.format(shard.name))
 
     def before_batch(self, shard: Batches) -> None:
         """A batch is asked for: a place to be let in at, and to heal what the steps have not."""
@@ -547,6 +553,14 @@ class Healing:
             self.load_schedules(packet["schedules"])  # once more with the next batch, if there is one
         elif self._open is not None:
             self._again, self._open = self._open, None
+
+
+_DRAWN_AHEAD = (
+    "batches of {} are drawn ahead of the steps that use them, in a run that survives the loss of a worker: the batch "
+    "of a step that a loss breaks off would be left out, and the one drawn ahead used as it was divided before. Draw "
+    "each batch after the step before it; DataLoader(..., num_workers=2) reads ahead by itself, and what it has "
+    "read is divided anew"
+)
 
 
 def _find_schedules(optimizer: Optimizer) -> list[Any]:

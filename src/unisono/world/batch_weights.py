@@ -152,6 +152,12 @@ class BatchWeights:
         with self._lock:
             self._drawn = [d for d in self._drawn if d.shard != shard]
 
+    def is_ahead(self, shard: str) -> bool:
+        """Whether the program has drawn a batch of this shard beyond the one that it used last."""
+        with self._lock:
+            used = [d.is_used for d in self._drawn if d.shard == shard]
+        return any(used) and not used[-1]
+
     def _find_outer(self) -> Drawn:
         return next(reversed(self._out.values()), None) or Drawn(1.0)
 

@@ -27,15 +27,12 @@ from typing import Any
 
 import pytest
 
-from unisono.launchers.fork_context import start_variables
-
 os.environ["UNISONO_RUNS"] = "off"  # those that are about records say where they go
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two-core machines run several workers at once
 for signum in (signal.SIGINT, signal.SIGHUP):  # ignored in the background and under nohup: a handler is not inherited
     if signal.getsignal(signum) is signal.SIG_IGN:
         signal.signal(signum, lambda *_: None)
 gc.disable()  # while tests are collected, which makes no cycles of any size: a second of each process; see below
-START_VARIABLES = start_variables(os.environ)
 TESTS = Path(__file__).parent
 NETWORK = TESTS / "network"
 DURATIONS = TESTS / "durations.json"
@@ -105,16 +102,11 @@ def _freeze() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """What tests leave behind that others would notice.
 
-    Ray has breakpoint() of the process that starts it, and of all that come of it, go to a debugger of its own. Other
-    libraries set variables that a fork server is chosen by. Some tests run what ends by gc.unfreeze: with all of that
-    to go over, later ones would take twice as long.
+    Ray has breakpoint() of the process that starts it, and of all that come of it, go to a debugger of its own. Some
+    tests run what ends by gc.unfreeze: with all of that to go over, later ones would take twice as long.
     """
     global _file
     os.environ.pop("PYTHONBREAKPOINT", None)
-    found = start_variables(os.environ)
-    for name in found.keys() - START_VARIABLES.keys():
-        del os.environ[name]
-    os.environ.update(START_VARIABLES)
     if item.path != _file:
         _file = item.path
         if gc.get_freeze_count() < _frozen:

@@ -32,6 +32,7 @@ _APPLIED = {  # begin like those, and take effect in the worker
     "PYTHONPATH",
     "PYTHONBREAKPOINT",  # read when it is needed
     "CUDA_VISIBLE_DEVICES",  # CUDA starts after the fork
+    "TORCHINDUCTOR_CACHE_DIR",  # torch sets it itself, in a program that has compiled something
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",  # torchrun sets these: read where a group of NCCL's is made,
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",  # and by torchrun itself
 }
@@ -44,6 +45,8 @@ def start_variables(env: Mapping[str, str]) -> dict[str, str]:
 
     >>> start_variables({"HOME": "/root", "TORCH_LOGS": "dynamo", "OMP_NUM_THREADS": "2", "TORCHELASTIC_RUN_ID": "1"})
     {'TORCH_LOGS': 'dynamo'}
+    >>> start_variables({"TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor_me"})
+    {}
     """
     return {
         name: value

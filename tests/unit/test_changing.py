@@ -12,6 +12,8 @@ from torch import Tensor
 
 import unisono as un
 from unisono.exchange.windows import StepHooks
+from unisono.runs.lines import FileLines
+from unisono.runs.recorder import Facts, Recorder
 from unisono.spec import SpecError, describe
 from unisono.strategy.changing import ChangingReplica
 from unisono.world import World
@@ -101,3 +103,33 @@ def test_the_environment_names_the_strategy(
     monkeypatch.setitem(os.environ, "UNISONO_STRATEGY", "topkk")
     with pytest.raises(SpecError, match="did you mean 'topk'"):
         started(World(), "allreduce")
+
+
+def test_what_only_the_method_at_work_has_is_reached_and_recorded(tmp_path: Path) -> None:
+    def work(world: World) -> tuple[float, list[str], bool]:
+        model, _, inner = started(world, "zero(stage=1)")
+        recorder = Recorder(world, FileLines(tmp_path, world.rank), Facts("auto", 10))
+        replica = ChangingReplica(inner, inner.strategy, lambda: None)
+        inner.not_measured = ("compression",)
+        assert replica.not_measured == ("compression",)
+        replica.write(lambda: model[0].weight.data.fill_(0.5))
+        written = float(model[0].weight.detach().mean())
+        with pytest.raises(AttributeError, match="no_such_thing"):
+            replica.no_such_thing  # noqa: B018
+        replica.change("parameter_server(reducer=fp16)")
+        assert replica.own_optimizer == replica.inner.own_optimizer
+        facts = recorder.facts
+        replica.close()
+        recorder.close("ok")
+        return written, list(facts.not_measured), facts.bytes_by_formula
+
+    assert run_threads(work, 2) == [(0.5, ["compression"], False)] * 2
+
+
+def test_a_checkpoint_waits_for_what_the_method_at_work_has_still_to_do() -> None:
+    _, _, inner = started(World(), "local_sgd(every=2)")
+    replica = ChangingReplica(inner, inner.strategy, lambda: None)
+    inner._unmet = 1  # AMP skipped a step
+    assert replica.state_dict().keys() == {"shared", "local"}
+    assert inner._unmet == 0
+    replica.close()

@@ -15,7 +15,6 @@ from torch import nn
 import unisono as un
 from unisono.compare import recorder
 from unisono.compare.steps import FOLDER, STEPS
-from unisono.runs import backward
 from unisono.world.virtual import run_threads
 
 
@@ -25,10 +24,11 @@ def observed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("UNISONO_OBSERVER", "unisono.compare.recorder")
     monkeypatch.setenv(FOLDER, str(tmp_path))
     monkeypatch.delenv(STEPS, raising=False)
+    found = torch.autograd.backward
     yield tmp_path
     for left in list(recorder._recorders.values()):
         left.close()
-    assert torch.autograd.backward is backward._torch_backward
+    assert torch.autograd.backward is found
 
 
 def make(world: un.World, strategy: str = "allreduce") -> tuple[nn.Module, torch.optim.Optimizer, un.Replica]:

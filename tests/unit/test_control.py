@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import selectors
 import socket
 import threading
@@ -14,6 +15,7 @@ import pytest
 from unisono.cli.command_line import main
 from unisono.launchers import control
 from unisono.launchers.control import MOST_CONNECTIONS, Control
+from unisono.runtime.private_folder import find_private_folder
 
 
 class Listening:
@@ -133,3 +135,16 @@ def test_a_folder_that_others_can_enter_is_not_used(listen, tmp_path, capsys):
     tmp_path.chmod(0o755)
     assert main(["scale"]) == 1
     assert "is not a folder of this user alone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("runtime", ["", "missing"])
+def test_a_runtime_folder_that_is_not_there_is_not_used(
+    runtime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("UNISONO_WARM", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", runtime and str(tmp_path / runtime))
+    monkeypatch.chdir(tmp_path)
+    assert find_private_folder() == Path(f"/tmp/unisono-{os.getuid()}")
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert find_private_folder() == tmp_path / "unisono"

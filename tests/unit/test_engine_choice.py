@@ -16,6 +16,7 @@ from unisono.cli import main
 from unisono.launchers.engines.engine import Engine
 from unisono.launchers.engines.mpi import Mpi
 from unisono.launchers.engines.slurm import Slurm, job_script
+from unisono.launchers.engines.ssh import Ssh, divide
 from unisono.runtime.place import read_place
 from unisono.world.stores import agree_on_attempt, open_tcp_store
 
@@ -176,3 +177,13 @@ def test_a_store_that_this_process_keeps_listens_only_at_the_address_given() -> 
     store.set("key", "value")
     assert again.get("key") == b"value"
     assert open_tcp_store("127.0.0.1", store.port, serve=False).get("key") == b"value"
+
+
+def test_an_ipv6_address_is_a_host() -> None:
+    assert divide(["fd00::7", "root@fd00::8"], 3) == {"fd00::7": 2, "root@fd00::8": 1}
+    assert divide(["[fd00::7]:4", "root@[fd00::8]:2", "c:1"], 5) == {"fd00::7": 4, "root@fd00::8": 1, "c": 0}
+    assert Ssh(["root@[fd00::7]:4", "fd00::8", "a:2"]).hosts_to_reach() == ["fd00::7", "fd00::8", "a"]
+    assert Mpi(["[fd00::7]:4", "b"]).hosts_to_reach() == ["fd00::7", "b"]
+    for wrong in ("a:4:5", "[fd00::7]x", "[]:4", "root@"):
+        with pytest.raises(ValueError, match="expected different names"):
+            divide([wrong], 2)

@@ -48,6 +48,15 @@ def test_what_workers_elsewhere_print_goes_to_files_too(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+def test_what_a_lost_worker_here_wrote_stays_in_its_file(tmp_path):
+    (tmp_path / "rank-0.out").write_text("of a run before\n")
+    output = Output("files", 1, tmp_path, inherit=False)
+    for text in (b"the one that was lost\n", b"its replacement\n"):
+        with output.open(0)["stdout"] as file:
+            file.write(text)
+    assert output.unseen(0) == ["the one that was lost", "its replacement"]
+
+
 def test_a_line_without_end_is_passed_on_in_pieces():
     lines = Lines()
     pieces = [piece for _ in range(300) for piece in lines.feed(b"x" * 10_000)] + lines.flush()

@@ -167,3 +167,21 @@ def test_a_stand_in_batch_has_no_gradient_in_the_new_world_either() -> None:
         replica.close()
 
     run_threads(work, 2)
+
+
+def test_a_scaler_is_left_as_it_was_once_nobody_watches_it() -> None:
+    replica = make()[2]
+    scaler = torch.amp.GradScaler("cpu")
+    replica.watch(scaler)
+    replica = replica.switch("local_sgd(every=2)")
+    assert "update" in vars(scaler)
+    replica.close()
+    assert "update" not in vars(scaler)
+    scaler.update = theirs = lambda: None  # type: ignore[method-assign]
+    for wrapped in (False, True):
+        replica = make()[2]
+        replica.watch(scaler)
+        if wrapped:
+            scaler.update = above = lambda: None  # type: ignore[method-assign]
+        replica.close()
+        assert scaler.update is (above if wrapped else theirs)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
+import subprocess
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -328,3 +331,26 @@ def test_an_optimizer_that_depends_on_the_world_is_found_after_the_gradients() -
     verdict = judge(observe(model, [x], mean), observe(model, list(x.chunk(2)), mean, lr=0.2), start, "exact")
     assert verdict.agrees is False
     assert "The first gradients agree, so something after them does not" in "\n".join(verdict.lines)
+
+
+DROPPING = """
+import json
+import torch
+from torch.nn.functional import dropout, scaled_dot_product_attention as attend
+import torch.nn.functional as F
+from unisono.rehearsal.recorder import _switch_off_dropout
+
+found = _switch_off_dropout(torch.nn.Linear(1, 1))
+x = torch.randn(1, 2, 8, 4)
+assert torch.equal(dropout(x, 0.9), x)
+for call in (attend, F.scaled_dot_product_attention):
+    assert torch.equal(call(x, x, x, dropout_p=0.9), call(x, x, x))
+    assert torch.equal(call(query=x, key=x, value=x, is_causal=True, dropout_p=0.9), call(x, x, x, None, 0.9, True))
+print(json.dumps(found))
+"""
+
+
+def test_dropout_is_off_however_the_program_calls_it() -> None:
+    ended = subprocess.run([sys.executable, "-c", DROPPING], capture_output=True, text=True, check=False)
+    names = [f"torch.nn.functional.{name}" for name in ("dropout", "scaled_dot_product_attention")]
+    assert (ended.stderr, json.loads(ended.stdout)) == ("", names)

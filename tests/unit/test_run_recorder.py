@@ -26,8 +26,9 @@ from unisono.world.virtual import run_threads
 
 @pytest.fixture(autouse=True)
 def torch_is_left_as_it_was() -> Iterator[None]:
+    found = torch.autograd.backward
     yield
-    assert torch.autograd.backward is backward._torch_backward
+    assert torch.autograd.backward is found
 
 
 class Kept:
@@ -369,3 +370,34 @@ def test_values_of_a_gpu_are_written_when_they_have_arrived_and_in_their_order()
     mine.log(recorder.Logged({"loss": Arriving(torch.tensor(4.0), Later())}))
     mine.close("ok")
     assert [line[3]["loss"] for line in kept.of("metrics")] == [2.0, 3.0, 4.0]
+
+
+def test_what_others_put_in_the_place_of_backward_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Listener:
+        def __init__(self) -> None:
+            self.seen = 0
+
+        def before_backward(self, tensors: Any) -> None:
+            self.seen += 1
+
+        def after_backward(self) -> None: ...
+
+    def loss() -> torch.Tensor:
+        return torch.ones(1, requires_grad=True).sum()
+
+    calls: list[str] = []
+    wrap = lambda name, call: lambda *args, **kwargs: (calls.append(name), call(*args, **kwargs))  # noqa: E731
+    monkeypatch.setattr(torch.autograd, "backward", before := wrap("before", torch.autograd.backward))
+    backward.follow_backward(one := Listener())
+    loss().backward()
+    monkeypatch.setattr(torch.autograd, "backward", above := wrap("above", torch.autograd.backward))
+    backward.leave_backward(one)
+    assert torch.autograd.backward is above
+    backward.follow_backward(two := Listener())  # ours is below theirs too, and tells nobody
+    loss().backward()
+    backward.leave_backward(two)
+    assert (one.seen, two.seen, calls) == (1, 1, ["before", "above", "before"])
+    monkeypatch.setattr(torch.autograd, "backward", before)
+    backward.follow_backward(one)
+    backward.leave_backward(one)
+    assert torch.autograd.backward is before

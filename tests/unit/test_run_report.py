@@ -444,6 +444,22 @@ def test_runs_beyond_the_bytes_are_removed_too(tmp_path: Path, monkeypatch: pyte
     assert {path.name for path in place.glob("old-*")} == {"old-3", "old-2"}
 
 
+def test_one_large_run_is_removed_without_the_older_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UNISONO_RUNS")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(run_folder, "MOST_BYTES", 60_000)
+    place = tmp_path / "unisono" / "runs"
+    mine = {"launcher_pid": os.getpid(), "launcher_start": run_folder._find_start(os.getpid())}
+    mine["boot"] = run_folder._find_boot()
+    make_run(place / "running", started=30.0, ended=None, outcome=None, **mine)
+    for i in range(4):
+        make_run(place / f"old-{i}", started=10.0 + i)
+    for name in ("running", "old-3"):
+        (place / name / "large").write_bytes(bytes(100_000))
+    make_folder(["train.py"])
+    assert {path.name for path in place.glob("[or]*")} == {"running", "old-0", "old-1", "old-2"}
+
+
 def test_a_place_that_cannot_be_written_is_said_and_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from unisono.doctor.findings import Finding, State
+from unisono.launchers.engines.engine import split_host
 from unisono.runtime.machine import address_towards, interface_of_address
 
 __all__ = [
@@ -148,7 +149,7 @@ def check_hosts(hosts: Hosts) -> list[Finding]:
 
 def visit(host: str, hosts: Hosts) -> Visit:
     """Ask a host by ssh what it has, and for its time."""
-    name = host.partition(":")[0]
+    name = split_host(host)[0]
     there = shlex.join([hosts.python or sys.executable, "-c", _VISITOR])
     command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", *hosts.options, name, there]
     try:
@@ -233,7 +234,7 @@ def _measure_between(hosts: Hosts) -> list[Finding]:
     from unisono.launchers import EngineError, WorkerError
     from unisono.launchers.engines.ssh import Ssh
 
-    names = [host.partition(":")[0] for host in hosts.names]
+    names = [split_host(host)[0] for host in hosts.names]
     engine = Ssh(names, options=list(hosts.options), python=hosts.python)
     try:
         answers = engine.call(measure_links, len(names), threads=1, output="rank0", timeout_s=_LINKS_S)

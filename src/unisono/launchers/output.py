@@ -132,7 +132,7 @@ class Output:
         self._sinks = {"stdout": Sink(sys.stdout, sys.__stdout__), "stderr": Sink(sys.stderr, sys.__stderr__)}
         self._lines: dict[tuple[int, str], Lines] = {}
         self._tails: dict[int, deque[bytes]] = {}
-        self._begun: set[int] = set()  # ranks elsewhere whose files have been begun
+        self._begun: set[int] = set()  # ranks whose files this run has begun: a replacement's lines are appended
         self.folder = Path(folder or FOLDER) if mode == "files" else None
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -141,7 +141,7 @@ class Output:
         """`stdin`, `stdout` and `stderr` to start the worker with."""
         stdin = None if self._inherit and rank == 0 else subprocess.DEVNULL
         if self.mode == "files":
-            return {"stdin": stdin, "stdout": open(self.path(rank), "wb"), "stderr": subprocess.STDOUT}
+            return {"stdin": stdin, "stdout": self._open_file(rank), "stderr": subprocess.STDOUT}
         through = {name: self._passes_through(rank, sink) for name, sink in self._sinks.items()}
         return {"stdin": stdin, **{name: None if through[name] else subprocess.PIPE for name in self._sinks}}
 
@@ -154,6 +154,12 @@ class Output:
         """The file of `rank` in mode "files"."""
         assert self.folder is not None
         return self.folder / f"rank-{rank}.out"
+
+    def _open_file(self, rank: int) -> IO[bytes]:
+        if rank not in self._begun:
+            self.path(rank).write_bytes(b"")
+            self._begun.add(rank)
+        return open(self.path(rank), "ab")
 
     def feed(self, rank: int, name: str, data: bytes) -> None:
         """Take what `rank` wrote to its `name` ("stdout" or "stderr")."""
@@ -170,9 +176,8 @@ class Output:
         if not lines:
             return
         if self.mode == "files":  # of a worker elsewhere: those here write to their files themselves
-            with open(self.path(rank), "ab" if rank in self._begun else "wb") as file:
+            with self._open_file(rank) as file:
                 file.write(b"".join(line + b"\n" for line in lines))
-            self._begun.add(rank)
             return
         if self.mode == "rank0" and rank != 0:
             self._tails.setdefault(rank, deque(maxlen=TAIL_LINES)).extend(lines)

@@ -10,7 +10,9 @@ import atexit
 import hashlib
 import json
 import os
+import sys
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from unisono.world import World
 __all__ = ["SETTINGS", "Settings", "bind"]
 
 SETTINGS = "UNISONO_REHEARSAL"  # JSON, for the workers
+_DROPPING = [f"{kind}dropout{end}" for kind in ("", "alpha_", "feature_", "feature_alpha_") for end in ("", "_")]
 _recorders: list[_Recorder] = []
 
 
@@ -150,12 +153,31 @@ def _switch_off_dropout(model: nn.Module) -> list[str]:
             if is_dropout and isinstance(value, float) and value > 0:
                 setattr(module, field_name, 0.0)
                 found.append(name or type(module).__name__)
-    drop = nn.functional.dropout
-
-    def keep(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002
-        if training and p > 0 and "torch.nn.functional.dropout" not in found:
-            found.append("torch.nn.functional.dropout")
-        return drop(input, 0.0, training, inplace)
-
-    nn.functional.dropout = keep
+    for name in _DROPPING:  # what the functions of torch.nn.functional call, whoever imported them by which name
+        setattr(torch._VF, name, partial(_keep_all, getattr(torch._VF, name), found, name.removesuffix("_")))
+    attend = nn.functional.scaled_dot_product_attention
+    attend_to_all = partial(_attend_to_all, attend, found)
+    for module in list(sys.modules.values()):  # it is not Python: modules that imported it by name have their own
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if value is attend:
+                setattr(module, name, attend_to_all)
     return found
+
+
+def _keep_all(drop: Any, found: list[str], name: str, input: Tensor, p: float, train: bool) -> Tensor:  # noqa: A002
+    if train and p > 0:
+        _note(found, name)
+    return drop(input, 0.0, train)  # type: ignore[no-any-return]
+
+
+def _attend_to_all(attend: Any, found: list[str], *args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Any:
+    if len(args) > 4:  # query, key, value, attn_mask, dropout_p, is_causal
+        dropout_p, args = args[4], (*args[:4], 0.0, *args[5:])
+    if dropout_p > 0:
+        _note(found, "scaled_dot_product_attention")
+    return attend(*args, **kwargs)
+
+
+def _note(found: list[str], function: str) -> None:
+    if (name := f"torch.nn.functional.{function}") not in found:
+        found.append(name)

@@ -7,6 +7,8 @@ counts.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, Protocol
 
 import torch
@@ -25,8 +27,28 @@ class BackwardListener(Protocol):
     def note_scaled(self, scaled: Any, loss: Any) -> None: ...
 
 
-_torch_backward = torch.autograd.backward
-_torch_scale = torch.amp.GradScaler.scale
+class _Patch:
+    """A function of torch, replaced while somebody listens. What others put in its place meanwhile stays there."""
+
+    def __init__(self, owner: Any, name: str, wrap: Callable[[_Patch, Callable[..., Any]], Callable[..., Any]]) -> None:
+        self._owner, self._name, self._wrap = owner, name, wrap
+        self._before: Any = None
+        self.ours: Any = None
+
+    def put(self) -> None:
+        """Wrap what is there now. An older wrapper of ours below it is passed through from now on."""
+        found = getattr(self._owner, self._name)
+        if found is not self.ours:
+            self._before, self.ours = found, self._wrap(self, found)
+            setattr(self._owner, self._name, self.ours)
+
+    def take_away(self) -> None:
+        """Put back what was there before, unless somebody has wrapped ours."""
+        if getattr(self._owner, self._name) is self.ours:
+            setattr(self._owner, self._name, self._before)
+        self.ours = None
+
+
 _listeners: dict[int, BackwardListener] = {}  # by thread: each rank's program is one
 _lock = threading.Lock()
 
@@ -36,8 +58,8 @@ def follow_backward(listener: BackwardListener) -> bool:
     with _lock:
         if _listeners.setdefault(threading.get_ident(), listener) is not listener:
             return False
-        torch.autograd.backward = _backward
-        torch.amp.GradScaler.scale = _scale  # type: ignore[method-assign]
+        _backward.put()
+        _scale.put()
     return True
 
 
@@ -47,27 +69,38 @@ def leave_backward(listener: BackwardListener) -> None:
         for thread in [thread for thread, other in _listeners.items() if other is listener]:
             del _listeners[thread]
         if not _listeners:
-            torch.autograd.backward = _torch_backward
-            torch.amp.GradScaler.scale = _torch_scale  # type: ignore[method-assign]
+            _backward.take_away()
+            _scale.take_away()
 
 
-def _backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-    """In the place of torch's."""
-    listener = _listeners.get(threading.get_ident())
-    if listener is None:
-        _torch_backward(tensors, *args, **kwargs)
-        return
-    listener.before_backward(tensors)
-    _torch_backward(tensors, *args, **kwargs)
-    listener.after_backward()
+def _wrap_backward(patch: _Patch, call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        listener = _listeners.get(threading.get_ident()) if patch.ours is backward else None
+        if listener is None:
+            call(tensors, *args, **kwargs)
+            return
+        listener.before_backward(tensors)
+        call(tensors, *args, **kwargs)
+        listener.after_backward()
+
+    return backward
 
 
-def _scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
-    scaled = _torch_scale(self, outputs)
-    listener = _listeners.get(threading.get_ident())
-    if listener is not None:
-        listener.note_scaled(scaled, outputs)
-    return scaled
+def _wrap_scale(patch: _Patch, call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+        scaled = call(scaler, outputs)
+        listener = _listeners.get(threading.get_ident()) if patch.ours is scale else None
+        if listener is not None:
+            listener.note_scaled(scaled, outputs)
+        return scaled
+
+    return scale
+
+
+_backward = _Patch(torch.autograd, "backward", _wrap_backward)
+_scale = _Patch(torch.amp.GradScaler, "scale", _wrap_scale)
 
 
 _DIVISIONS = ("DivBackward0", "MulBackward0")

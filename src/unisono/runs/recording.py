@@ -10,8 +10,9 @@ import atexit
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -24,7 +25,7 @@ from unisono.runtime.run_folder import FOLDER, FOLDER_ID, PLACE, RunFolder, find
 from unisono.world import World
 from unisono.world.rendezvous import find_joined, join
 
-__all__ = ["begin", "find_recorder", "needs_folder", "note_loss", "share_folder"]
+__all__ = ["begin", "find_recorder", "needs_folder", "note_loss", "note_method", "share_folder"]
 
 _feeding: subprocess.Popen[bytes] | None = None
 _made: RunFolder | None = None  # in rank 0 of a program that no launcher of ours started
@@ -78,6 +79,17 @@ def find_recorder(world: World | None = None, facts: Facts | None = None) -> Rec
     if FOLDER not in os.environ or listener is not None or not _is_recordable(world):
         return None
     return _make(world, facts)
+
+
+def note_method(world: World, not_measured: Sequence[str], *, bytes_by_formula: bool) -> None:
+    """Another method trains from here on: what can't be measured under any method of the run is said of the run."""
+    recorder = world.ledger.listener
+    if isinstance(recorder, Recorder):
+        known = recorder.facts
+        unknown = tuple(dict.fromkeys((*known.not_measured, *not_measured)))
+        facts = replace(known, not_measured=unknown, bytes_by_formula=known.bytes_by_formula or bytes_by_formula)
+        if facts != replace(known, not_measured=tuple(known.not_measured)):
+            recorder.update(facts)
 
 
 @contextmanager

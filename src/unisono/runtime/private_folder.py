@@ -19,8 +19,8 @@ def find_private_folder() -> Path:
     wanted = os.environ.get("UNISONO_WARM", "")
     if wanted not in ("", "0", "1"):
         folder = Path(wanted)
-    elif "XDG_RUNTIME_DIR" in os.environ:
-        folder = Path(os.environ["XDG_RUNTIME_DIR"], "unisono")
+    elif os.access(runtime := os.environ.get("XDG_RUNTIME_DIR", ""), os.W_OK | os.X_OK):  # may be set and not exist
+        folder = Path(runtime, "unisono")
     else:
         folder = Path(f"/tmp/unisono-{os.getuid()}")
     with contextlib.suppress(FileExistsError):

@@ -201,13 +201,18 @@ def _name_program(program: Sequence[str]) -> str:
 
 
 def _prune(place: Path) -> None:
-    """Remove the oldest runs that are over, beyond so many and so many bytes."""
+    """Remove the oldest finished runs until there is room for one more within MOST_RUNS and MOST_BYTES.
+
+    Only finished runs that stay count towards the bytes: a large one does not cost the smaller, older ones their place.
+    """
     kept, size = 0, 0
     for path in list_runs(place):
-        kept, size = kept + 1, size + _count_bytes(path)
-        if (kept >= MOST_RUNS or size > MOST_BYTES) and is_running(read_run(path) or {}) is not True:
+        is_over = is_running(read_run(path) or {}) is not True
+        bytes_here = _count_bytes(path) if is_over else 0
+        if is_over and (kept + 1 >= MOST_RUNS or size + bytes_here > MOST_BYTES):
             shutil.rmtree(path, ignore_errors=True)
-            kept -= 1
+        else:
+            kept, size = kept + 1, size + bytes_here
 
 
 def _count_bytes(folder: Path) -> int:

@@ -11,6 +11,7 @@ from torch import nn
 
 from unisono.checkpoint import ModelPart
 from unisono.exchange.windows import StepHooks, Windows
+from unisono.runs import recording
 from unisono.strategy.replica import Replica, Strategy, Unsent
 from unisono.strategy.switching import switch
 from unisono.world import World
@@ -45,6 +46,7 @@ class ChangingReplica(Replica):
         self.inner = make()
         self.inner.healing = healing
         self._follow_inner()
+        recording.note_method(self.world, self.inner.not_measured, bytes_by_formula=self.inner.bytes_by_formula)
 
     def _follow_inner(self) -> None:
         """Be called after `inner`: in the order in which they came."""
@@ -102,6 +104,27 @@ class ChangingReplica(Replica):
         return self.inner.own_gradients
 
     @property
+    def own_optimizer(self) -> bool:  # type: ignore[override]
+        """Whether ranks' optimizer states differ now."""
+        return self.inner.own_optimizer
+
+    @property
+    def not_measured(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The parts of a step that the ledger cannot tell apart under the strategy at work."""
+        return self.inner.not_measured
+
+    @property
+    def bytes_by_formula(self) -> bool:  # type: ignore[override]
+        """Whether the ledger's bytes are computed, not counted, under the strategy at work."""
+        return self.inner.bytes_by_formula
+
+    def __getattr__(self, name: str) -> Any:
+        """What only some methods have, such as `write`."""
+        if name == "inner":  # not set yet
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    @property
     def is_closed(self) -> bool:  # type: ignore[override]
         """Whether nothing is watched any more."""
         return self.inner.is_closed
@@ -125,6 +148,12 @@ class ChangingReplica(Replica):
 
     def watch(self, scaler: torch.amp.GradScaler) -> None:
         self.inner.watch(scaler)
+
+    def sync(self) -> None:
+        self.inner.sync()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.inner.state_dict(), "shared": self.shared_state()}
 
     def consolidate(self) -> nn.Module:
         return self.inner.consolidate()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, ClassVar
@@ -57,6 +57,7 @@ class PeriodicReplica(Replica):
         self._forward = add_hook(model.register_forward_pre_hook, partial(_before_forward, weakref.ref(self)))
         self.writes = ProgramWrites(model)
         self._weighting: list[Any] = []
+        self._unwatch: list[Callable[[], None]] = []  # for each watched GradScaler
         self._follow_weight()
         try:
             self.start()
@@ -176,6 +177,7 @@ class PeriodicReplica(Replica):
                 alive.world.survive(alive.meet_if_due)
 
         scaler.update = update_and_meet  # type: ignore[method-assign]
+        self._unwatch.append(partial(_restore_update, scaler, update_and_meet, update))
 
     def find_windows(self) -> Windows:
         return self.windows
@@ -282,7 +284,18 @@ class PeriodicReplica(Replica):
         self.writes.close()
         self._forget_windows()
         self.weigh_gradients(None)
+        for restore in self._unwatch:
+            restore()
+        self._unwatch = []
         self.stop()
+
+
+def _restore_update(scaler: torch.amp.GradScaler, ours: Callable[..., None], before: Callable[..., None]) -> None:
+    """Give a GradScaler the `update` that it had, unless somebody else has replaced ours."""
+    if vars(scaler).get("update") is ours:
+        del scaler.update
+        if scaler.update != before:  # it was not the class's own
+            scaler.update = before  # type: ignore[method-assign]
 
 
 def _before_forward(replica: weakref.ref[PeriodicReplica], model: nn.Module, _: Any) -> None:

@@ -47,9 +47,9 @@ def switch(replica: Replica, strategy: str | Strategy) -> Replica:
         replica.optimizer.load_state_dict(before[1])
         replica.split_again()
         raise
+    replica.close()  # before the next one wraps the scaler's update: each unwraps only its own
     if replica.scaler is not None:
         new.watch(replica.scaler)
-    replica.close()
     new.forget_writes()
     if world.axes is not None:
         world.axes.attach(new)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ipaddress
 import os
+import re
 import shutil
 import signal
 import socket
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from unisono.launchers.job import Job
     from unisono.launchers.output import Mode
 
-__all__ = ["Engine", "EngineError", "ProcessStarted", "Started", "Work", "agent_command", "find_program"]
+__all__ = ["Engine", "EngineError", "ProcessStarted", "Started", "Work", "agent_command", "find_program", "split_host"]
 
 T = TypeVar("T")
 
@@ -240,6 +242,24 @@ def agent_command(python: str | None, what: str = "agent") -> list[str]:
     if python is None:
         return [sys.executable, str(Path(__file__).parents[1] / "worker" / "start.py"), what]
     return [python, "-m", "unisono.launchers.worker.start", what]
+
+
+def split_host(text: str) -> tuple[str, str | None]:
+    """A host and the number of workers behind it, None where there is none; "" where it is no host. An IPv6 address
+    with a number is in brackets.
+
+    >>> split_host("user@b:2"), split_host("fd00::7"), split_host("user@[fd00::7]:4")
+    (('user@b', '2'), ('fd00::7', None), ('user@fd00::7', '4'))
+    """
+    with contextlib.suppress(ValueError):
+        ipaddress.IPv6Address(text.rpartition("@")[2])
+        return text, None
+    found = re.fullmatch(r"(.*@)?(?:\[(.*)\]|([^:]*))(?::(.*))?", text)
+    if found is None:
+        return "", None
+    user, address, name, count = found.groups()
+    host = address or name or ""
+    return (user or "") + host if host else "", count
 
 
 def find_program(name: str, *, advice: str) -> str:

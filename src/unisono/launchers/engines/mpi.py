@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
 
-from unisono.launchers.engines.engine import Engine, EngineError, ProcessStarted, Work, find_program
+from unisono.launchers.engines.engine import Engine, EngineError, ProcessStarted, Work, find_program, split_host
 
 __all__ = ["Mpi"]
 
@@ -46,7 +46,7 @@ class Mpi(Engine):
         return not self.hosts and not self.options and not any(name in os.environ for name in _ALLOCATIONS)
 
     def hosts_to_reach(self) -> Sequence[str]:
-        return [host.partition(":")[0] for host in self.hosts]
+        return [split_host(host)[0] for host in self.hosts]
 
     def check(self, workers: int) -> None:
         self._kind()

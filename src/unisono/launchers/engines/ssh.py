@@ -17,7 +17,15 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from unisono.launchers.engines.engine import Engine, EngineError, ProcessStarted, Work, agent_command, find_program
+from unisono.launchers.engines.engine import (
+    Engine,
+    EngineError,
+    ProcessStarted,
+    Work,
+    agent_command,
+    find_program,
+    split_host,
+)
 
 __all__ = ["HostCommand", "HostsStarted", "Ssh", "divide", "write_setup"]
 
@@ -28,7 +36,8 @@ _TO_FAIL_FAST = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "Server
 
 @dataclass(frozen=True)
 class Ssh(Engine):
-    """Hosts that ssh reaches without a password, such as ["a", "b"], or ["a:4", "user@b:2"] with a number of workers.
+    """Hosts that ssh reaches without a password, such as ["a", "b"], or ["a:4", "user@b:2"] with a number of workers;
+    an IPv6 address with a number is in brackets, "[fd00::7]:2".
 
     Arguments:
         hosts: where to run.
@@ -59,7 +68,7 @@ class Ssh(Engine):
         return 60.0
 
     def hosts_to_reach(self) -> Sequence[str]:
-        return [host.partition(":")[0].rpartition("@")[2] for host in self.hosts]
+        return [split_host(host)[0].rpartition("@")[2] for host in self.hosts]
 
     def check(self, workers: int) -> None:
         if isinstance(self.hosts, str) or not self.hosts:
@@ -179,10 +188,10 @@ def divide(hosts: Sequence[str], workers: int) -> dict[str, int]:
     """
     named: dict[str, int | None] = {}
     for text in hosts:
-        host, colon, count = text.partition(":")
-        if not host or host in named or (colon and not (count.isdigit() and int(count) > 0)):
+        host, count = split_host(text)
+        if not host or host in named or (count is not None and not (count.isdigit() and int(count) > 0)):
             raise ValueError(f"got the host {text!r}; expected different names, with a number of workers: a:4,b:4")
-        named[host] = int(count) if colon else None
+        named[host] = None if count is None else int(count)
     if None in named.values():
         if any(count is not None for count in named.values()):
             raise ValueError(f"got the hosts {','.join(hosts)}; expected a number for all of them, or for none")

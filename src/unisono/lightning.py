@@ -325,8 +325,7 @@ class _Place(ClusterEnvironment):
         """Lightning may say so; the world knows."""
 
     def local_rank(self) -> int:
-        world = join()
-        return [r for r in range(world.size) if world.hosts[r] == world.host].index(world.rank)
+        return join().local_rank
 
     def node_rank(self) -> int:
         world = join()

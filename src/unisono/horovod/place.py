@@ -9,6 +9,32 @@ import torch
 
 from unisono.world import World, join
 
+__all__ = [
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "here",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+]
+
 _world: World | None = None
 _timeline: Path | None = None
 
@@ -54,8 +80,7 @@ def size() -> int:
 
 def local_rank() -> int:
     """My number among the workers of this host."""
-    world = here()
-    return [r for r in range(world.size) if world.hosts[r] == world.host].index(world.rank)
+    return here().local_rank
 
 
 def local_size() -> int:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unisono.boost.boosted import BoostedEstimator
-from unisono.boost.boosting_worker import FitResult, fit_in_world, work
+from unisono.boost.boosting_worker import FitResult, fit_in_world, fit_launched
 from unisono.boost.library import BoostSettings, EvalSets, find_library
 from unisono.estimators.conventions import (
     check_classification_targets,
@@ -21,7 +21,7 @@ from unisono.estimators.conventions import (
     validate_data,
 )
 from unisono.estimators.files import FilePlan
-from unisono.estimators.inputs import find_rows_elsewhere, find_target, make_rows
+from unisono.estimators.inputs import find_rows_elsewhere, make_rows
 from unisono.estimators.row_blocks import Rows, is_sparse
 from unisono.estimators.workers import Workers
 from unisono.map_reduce.worker_data import share_arrays, split
@@ -56,7 +56,7 @@ def fit_boosted(
 def _run(settings: BoostSettings, source: Any, evals: EvalSets, workers: Workers) -> FitResult:
     if workers.are_launched:
         with share_arrays(evals) if workers.on is None else contextlib.nullcontext(evals) as sent:
-            found: FitResult = workers.run(work, (settings, sent), source)
+            found: FitResult = workers.run(fit_launched, (settings, sent), source)
         return found
     world = join()
     _check_same(source, evals, workers, world)
@@ -73,7 +73,7 @@ def _find_source(
     """The rows, the settings with what is known of them, and the labels in order, where they are known."""
     elsewhere = find_rows_elsewhere(X, y, sample_weight, workers)
     if elsewhere is not None:
-        return elsewhere, replace(settings, target=find_target(y)), None
+        return elsewhere, replace(settings, target=y if isinstance(y, str) else None), None
     numeric = {} if settings.classification else {"y_numeric": True}
     try:
         X, y = validate_data(estimator, X, y, **_ARRAYS, **numeric)

@@ -11,9 +11,9 @@ import torch
 from unisono.boost.library import BoostSettings, EvalSets, TrainedModel, find_library
 from unisono.boost.rank_rows import RankRows, agree_on_rows, collect_rows
 from unisono.map_reduce.worker_data import open_shared, split
-from unisono.world import World, join
+from unisono.world import World
 
-__all__ = ["FitResult", "fit_in_world", "work"]
+__all__ = ["FitResult", "fit_in_world", "fit_launched"]
 
 FitResult = dict[str, Any]
 
@@ -61,14 +61,9 @@ def _compute_mean(settings: BoostSettings, data: RankRows, world: World) -> floa
     return sum(each[0] for each in every) / max(sum(each[1] for each in every), 1e-300)
 
 
-def work(asked: tuple[BoostSettings, Any], data: Any) -> tuple[str, Any]:
-    """What a launched worker runs. A mistake in the data comes back as text, to be raised where `fit` was called."""
+def fit_launched(asked: tuple[BoostSettings, Any], source: Any, world: World) -> FitResult | None:
+    """`fit_in_world` on a worker that was launched for the fit; rank 0 alone returns the model, which all have."""
     settings, evals = asked
-    world = join("cpu")
-    try:
-        data = open_shared(data)
-        part = split(data, 0, 1) if settings.sees_all_rows else split(data, world.rank, world.size)
-        found = fit_in_world(settings, part, world, open_shared(evals))
-    except ValueError as error:
-        return "refused", str(error)
-    return "fitted", found if world.rank == 0 else None
+    part = split(source, 0, 1) if settings.sees_all_rows else split(source, world.rank, world.size)
+    found = fit_in_world(settings, part, world, open_shared(evals))
+    return found if world.rank == 0 else None

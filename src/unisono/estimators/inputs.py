@@ -13,7 +13,7 @@ from unisono.estimators.row_blocks import Rows
 from unisono.estimators.workers import Workers
 from unisono.world import World, join
 
-__all__ = ["check_same_rows", "find_rows_elsewhere", "find_target", "make_rows", "names_files"]
+__all__ = ["check_same_rows", "find_rows_elsewhere", "make_rows", "names_files"]
 
 
 def find_rows_elsewhere(X: Any, y: Any, sample_weight: Any, workers: Workers) -> Any:
@@ -26,11 +26,6 @@ def find_rows_elsewhere(X: Any, y: Any, sample_weight: Any, workers: Workers) ->
             "of its column to learn, fit(table, 'price')"
         )
     return X
-
-
-def find_target(y: Any) -> str | None:
-    """The name of the column to learn, of a table that lies in an engine."""
-    return y if isinstance(y, str) else None
 
 
 def names_files(X: Any) -> bool:

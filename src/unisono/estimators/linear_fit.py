@@ -232,8 +232,7 @@ def _descend(settings: FitSettings, solver: str, smooth: MeanLoss, scaling: Scal
         step = settings.learning_rate or 1.0 / smooth.estimate_steepest()
         l1 = np.zeros(scaling.unknowns)
         l1[: len(scaling.mean) * scaling.outputs] = np.repeat(settings.l1 / scaling.deviation, scaling.outputs)
-        method = solvers.descend_accelerated if solver == "accelerated" else solvers.descend
-        found = method(smooth, start, l1=l1, step=step, **options)
+        found = solvers.descend(smooth, start, l1=l1, step=step, accelerate=solver == "accelerated", **options)
     coef, intercept = scaling.unscale(found.at)
     return {
         "coef": coef,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["SolverResult", "descend", "descend_accelerated", "run_lbfgs"]
+__all__ = ["SolverResult", "descend", "run_lbfgs"]
 
 Array = npt.NDArray[np.float64]
 SmoothFunction = Callable[[Array], tuple[float, Array]]
@@ -60,13 +60,6 @@ def descend(
         ahead = new + (momentum - 1) / following * (new - x)
         x, momentum = new, following
     return SolverResult(x, value, max_iter, False)
-
-
-def descend_accelerated(
-    smooth: SmoothFunction, start: Array, *, l1: Array, step: float, tol: float, max_iter: int
-) -> SolverResult:
-    """`descend` with momentum."""
-    return descend(smooth, start, l1=l1, step=step, tol=tol, max_iter=max_iter, accelerate=True)
 
 
 def run_lbfgs(smooth: SmoothFunction, start: Array, *, tol: float, max_iter: int) -> SolverResult:

@@ -24,8 +24,9 @@ class Arrays:
         self.data, self.whole = data, whole
         lengths = {name: _count_rows(name, array) for name, array in list_arrays(data)}
         if len(set(lengths.values())) > 1:
+            found = ", ".join(f"{name} has {length}" for name, length in lengths.items())
             raise ValueError(
-                f"un.shard got arrays of different lengths: {_format_lengths(lengths)}. Expected the same first "
+                f"un.shard got arrays of different lengths: {found}. Expected the same first "
                 "dimension for all, one row a sample. For a list of separate samples, give a Dataset "
                 "(__len__ and __getitem__)."
             )
@@ -118,7 +119,3 @@ def _is_numeric(array: NDArray[Any]) -> bool:
 def pin(batch: Any) -> Any:
     """The batch in memory that a GPU copies from directly."""
     return _map_arrays(lambda x: x.pin_memory() if isinstance(x, torch.Tensor) and x.device.type == "cpu" else x, batch)
-
-
-def _format_lengths(lengths: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} has {length}" for name, length in lengths.items())

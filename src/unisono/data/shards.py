@@ -21,7 +21,7 @@ from unisono.data.settings import (
     decide_shuffle,
     select_loader_options,
 )
-from unisono.data.sources import FileList, is_same_data, move_to_device, open_source, read_classes, read_costs, skip
+from unisono.data.sources import FileList, is_same_data, move_to_device, open_source, read_classes, read_costs
 from unisono.data.tables import select_batches
 from unisono.world import World, join
 
@@ -311,7 +311,8 @@ class Shard:
     def _read_stream(self, world: World) -> Iterator[tuple[Any, float]]:
         assert self.batch_size is not None
         stream = self.source.read_stream(epoch=self.epoch)
-        skip(stream, self.batch * self.batch_size)
+        read = self.batch * self.batch_size
+        next(islice(stream, read, read), None)  # samples of batches that were given out before
         for first in count(self.batch):
             samples = list(islice(stream, self.batch_size))
             if not samples and first == 0:

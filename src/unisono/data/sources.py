@@ -6,7 +6,6 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from types import FunctionType
 from typing import Any
 
@@ -15,9 +14,19 @@ import torch
 from numpy.typing import NDArray
 
 from unisono import rng
-from unisono.data.arrays import Arrays, is_arrays, is_same_array, list_arrays
+from unisono.data.arrays import Arrays, is_arrays, is_same_array, list_arrays, pin
 from unisono.data.order import Indices, choose_index_dtype
 from unisono.data.tables import TablePart
+
+_LOADER_OPTIONS = (  # what the DataLoader that reads here takes over from one that was given
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+)
 
 
 @dataclass
@@ -77,8 +86,8 @@ class SampleSource:
         Each comes with a seed for the processes that read ahead: what they draw depends on the batch alone.
         """
         if isinstance(self.dataset, Arrays) and self.dataset.whole and not self.options.get("num_workers"):
-            pin = self.options.get("pin_memory", False)
-            return (pin(self.dataset.take(part)) if pin else self.dataset.take(part) for part, _ in parts)
+            batches = (self.dataset.take(part) for part, _ in parts)
+            return map(pin, batches) if self.options.get("pin_memory") else batches
         if self._loader is None:
             from torch.utils.data import DataLoader
 
@@ -293,31 +302,16 @@ def _open_part(part: TablePart, collate_fn: Callable[[list[Any]], Any] | None, o
 
 
 def _open_loader(loader: Any, collate_fn: Callable[[list[Any]], Any] | None, options: dict[str, Any]) -> SampleSource:
-    from torch.utils.data import (
-        BatchSampler,
-        DistributedSampler,
-        RandomSampler,
-        SequentialSampler,
-    )
+    from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, default_collate
 
-    own = {
-        name: getattr(loader, name)
-        for name in (
-            "num_workers",
-            "pin_memory",
-            "timeout",
-            "worker_init_fn",
-            "multiprocessing_context",
-            "prefetch_factor",
-            "persistent_workers",
-        )
-    }
+    own = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
     own["pin_memory"] = own["pin_memory"] and torch.cuda.is_available()
-    own = {**own, **options}
+    own |= options
     # A loader without batches (batch_size=None) converts single samples: its collate_fn is not for batches.
     collates = loader.batch_sampler is not None or loader.batch_size is not None
     collate_fn = collate_fn or (loader.collate_fn if collates else None)
-    source = open_source(loader.dataset, collate_fn=_drop_default(collate_fn), read=None, options=own)
+    collate_fn = None if collate_fn is default_collate else collate_fn
+    source = open_source(loader.dataset, collate_fn=collate_fn, read=None, options=own)
     source.batch_size, source.drop_last = loader.batch_size, bool(loader.drop_last)
     if source.samples is None:
         return source
@@ -344,12 +338,6 @@ def _open_loader(loader: Any, collate_fn: Callable[[list[Any]], Any] | None, opt
     elif source.batch_sampler is None:
         source.sampler = sampler
     return source
-
-
-def _drop_default(collate_fn: Callable[[list[Any]], Any] | None) -> Callable[[list[Any]], Any] | None:
-    from torch.utils.data import default_collate
-
-    return None if collate_fn is default_collate else collate_fn
 
 
 def read_numbers(name: str, values: Any, samples: int) -> NDArray[Any]:
@@ -446,11 +434,6 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
         return batch.to(device, non_blocking=batch.device.type == "cpu" and batch.is_pinned())
     move = getattr(batch, "to", None)
     return move(device) if callable(move) else batch
-
-
-def skip(stream: Iterator[Any], count: int) -> None:
-    """Reads and forgets `count` items."""
-    next(islice(stream, count, count), None)
 
 
 def is_files(data: Any) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -67,10 +67,6 @@ class _Bound:
         if getattr(optimizer, "scaler", None) is not None:
             self.replica.watch(optimizer.scaler)
         self.agreed = Agreed(self.replica)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Around all passes of an accumulation but the last."""
-        return self.replica.no_sync()
 
 
 class Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
@@ -132,7 +128,7 @@ class Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
             self._bound.replica.close()
         self.saved_to = str(Path(args.output_dir).absolute())
         bound = self._bound = _Bound(model, kwargs["optimizer"], self._spec, self._settings)
-        model.no_sync = lambda: bound.no_sync()  # Accelerate asks the model; a method would be copied with it
+        model.no_sync = lambda: bound.replica.no_sync()  # Accelerate asks the model; a method would be copied with it
         if state.global_step > 0 and (folder := self._find_saved(args, state)) is not None:
             load(folder, bound.replica)
 
@@ -252,7 +248,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     @contextmanager
     def no_sync(self, model: nn.Module) -> Generator[None, None, None]:
         bound = self._find(model)
-        with nullcontext() if bound is None else bound.no_sync():
+        with nullcontext() if bound is None else bound.replica.no_sync():
             yield
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
@@ -267,15 +263,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             return super().get_state_dict(model, unwrap)
         return bound.replica.consolidate().state_dict()
 
-    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Accelerate's own files, and what only the ranks themselves know."""
+    @contextmanager
+    def _whole(self) -> Generator[None, None, None]:
+        """Models and optimizers have all their values inside the block, also those that are split over the ranks."""
         for bound in self._bounds:
             bound.replica.restore()
         try:
-            where = super().save_state(output_dir, *args, **kwargs)
+            yield
         finally:
             for bound in self._bounds:
                 bound.replica.split_again()
+
+    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Accelerate's own files, and what only the ranks themselves know."""
+        with self._whole():
+            where = super().save_state(output_dir, *args, **kwargs)
         self.wait_for_everyone()
         for i, bound in enumerate(self._bounds):
             save_own(Path(where) / f"{FOLDER}_{i}", bound.replica)
@@ -286,13 +288,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
             folders = Path(self.project_dir, "checkpoints").glob("checkpoint_*")
             input_dir = str(max(folders, key=lambda folder: int(folder.name.rpartition("_")[2])))
-        for bound in self._bounds:
-            bound.replica.restore()
-        try:
+        with self._whole():
             super().load_state(input_dir, *args, **kwargs)
-        finally:
-            for bound in self._bounds:
-                bound.replica.split_again()
         for i, bound in enumerate(self._bounds):
             if input_dir is not None and (folder := Path(input_dir) / f"{FOLDER}_{i}").is_dir():
                 load(folder, bound.replica)

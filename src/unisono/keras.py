@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from unisono.data import Shard
 from unisono.data.settings import ShardSettings
@@ -187,13 +187,13 @@ class _Training:
     def begin(self) -> None:
         """Bind; the model has been built, and callbacks have loaded what they load."""
         model, world = self.model, self.world
-        weights = _Weights(model)
         self._shim = _Optimizer(model)
-        replica = bind(weights, self._shim, self.spec, world=world, **self.settings)
+        replica = bind(_Weights(model), self._shim, self.spec, world=world, **self.settings)
         self.agreed = Agreed(replica)
         if world.size > 1:
             states = [v._value.data for v in model.optimizer.variables]
-            seeds = weights.seeds(model)
+            # What is not trained and has no fraction are the seeds that random numbers are drawn from.
+            seeds = [v._value.data for v in model.non_trainable_variables if not v._value.is_floating_point()]
             world.broadcast([*states, *seeds], tag="initial state").wait()
             for seed in seeds:
                 seed.view(-1)[0] += world.rank  # dropout's masks differ between workers
@@ -246,11 +246,6 @@ class _Weights(nn.Module):
         for i, v in enumerate(model.non_trainable_variables):
             if v._value.is_floating_point():
                 self.register_buffer(_name(i, v), v._value.data)
-
-    @staticmethod
-    def seeds(model: Any) -> list[Tensor]:
-        """What random numbers are drawn from."""
-        return [v._value.data for v in model.non_trainable_variables if not v._value.is_floating_point()]
 
 
 def _name(number: int, variable: Any) -> str:
@@ -318,10 +313,7 @@ class _Dealt:
             self._open = None
 
     def get_torch_dataloader(self) -> Iterator[Any]:
-        """For Keras."""
-        return self._read()
-
-    def _read(self) -> Iterator[Any]:
+        """The batches of a pass, as Keras asks for them."""
         self.close()
         self._open = reading = self._iterate()
         yield from reading

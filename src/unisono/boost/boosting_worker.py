@@ -42,16 +42,12 @@ def _grow_members(settings: BoostSettings, data: RankRows, world: World) -> Trai
     grow = library.make_member_trainer(settings, data, _compute_mean(settings, data, world))
     grown = []
     for number in range(world.rank, settings.members, world.size):
-        draws = np.random.default_rng([settings.seed, number])
-        grown.append(grow(number, _draw_bootstrap(draws, data.rows)))
+        drawn = np.random.default_rng([settings.seed, number]).integers(0, data.rows, data.rows)
+        counts = np.bincount(drawn, minlength=data.rows).astype(np.float64)  # how often each row is drawn
+        grown.append(grow(number, counts))
     every = world.gather_objects([torch.frombuffer(bytearray(model), dtype=torch.uint8) for model in grown])
     models = [every[number % world.size][number // world.size].numpy().tobytes() for number in range(settings.members)]
     return TrainedModel(library.merge_models(models), {})
-
-
-def _draw_bootstrap(draws: np.random.Generator, rows: int) -> Any:
-    """How often each row is drawn, of as many draws as there are rows."""
-    return np.bincount(draws.integers(0, rows, rows), minlength=rows).astype(np.float64)
 
 
 def _compute_mean(settings: BoostSettings, data: RankRows, world: World) -> float:

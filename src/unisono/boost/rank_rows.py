@@ -66,7 +66,7 @@ def find_bad_value(rows: RankRows) -> str:
     """The first value that neither library can learn from, named by column and place; empty where there is none."""
     values = rows.x.data if is_sparse(rows.x) else rows.x
     if values.dtype.kind == "f" and np.isinf(values).any():
-        row, column = _find_first(np.isinf(rows.x.toarray() if is_sparse(rows.x) else rows.x))
+        row, column = np.argwhere(np.isinf(rows.x.toarray() if is_sparse(rows.x) else rows.x))[0].tolist()
         return f"Input X contains infinity (inf) in {format_column(rows.names, column)} ({rows.where(row)})"
     for name, line in (("Input y", rows.y), ("sample_weight", rows.weight)):
         if line is not None and line.dtype.kind == "f" and not np.isfinite(line).all():
@@ -77,11 +77,6 @@ def find_bad_value(rows: RankRows) -> str:
         row = int(np.flatnonzero(rows.weight < 0)[0])
         return f"sample_weight is negative: {rows.weight[row]} ({rows.where(row)})"
     return ""
-
-
-def _find_first(bad: Array) -> tuple[int, int]:
-    row, column = np.argwhere(bad)[0]
-    return int(row), int(column)
 
 
 def agree_on_rows(rows: RankRows, world: World, *, labels: bool, classes: int | None = None) -> list[float] | None:

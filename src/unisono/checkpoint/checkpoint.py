@@ -206,7 +206,9 @@ class _Saving:
         """1. Take the state apart; rank 0 makes the hidden folder and says what its tensors are."""
         state, parts = self.replica.state_dict(), self.replica.sharded_state()
         model = _unwrap(self.replica.model)
-        part, named = self.replica.model_part(), _name_tensors(model) if parts is None else []
+        part, named = self.replica.model_part(), list[tuple[str, Tensor]]()
+        if parts is None:  # each name of a tensor that has several
+            named = [(name, x) for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)]
         whole = {
             "model": model.state_dict() if parts is None else parts["model"],
             "versions": {name: {"version": x._version} for name, x in model.named_modules(remove_duplicate=False)},
@@ -548,11 +550,6 @@ def _unwrap(model: nn.Module) -> nn.Module:
     """The module itself, where torch.compile has put another around it."""
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, nn.Module) else model
-
-
-def _name_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers by their names in the model's state, each name of those that have several."""
-    return [(name, x) for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)]
 
 
 def _shorten(error: BaseException) -> str:

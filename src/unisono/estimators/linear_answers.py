@@ -26,9 +26,8 @@ def answer(table: Table, request: dict[str, Any]) -> Any:
     do = request["do"]
     if do == "gradient":
         rows = table if "batch" not in request else table.take_batch(*request["batch"])
-        return losses.compute_value_and_gradient(
-            _number_labels(rows, request), request["loss"], request["coef"], request["b"]
-        )
+        rows = rows if request.get("labels") is None else _LabelledTable(rows, request["labels"])
+        return losses.compute_value_and_gradient(rows, request["loss"], request["coef"], request["b"])
     if do == "curvature":
         return losses.compute_curvature(table, request["v"], request["shift"])
     try:
@@ -113,8 +112,3 @@ class _LabelledTable:
 
     def take_batch(self, index: int, of: int) -> Table:
         return _LabelledTable(self.table.take_batch(index, of), self.labels)
-
-
-def _number_labels(table: Table, request: dict[str, Any]) -> Table:
-    labels = request.get("labels")
-    return table if labels is None else _LabelledTable(table, labels)

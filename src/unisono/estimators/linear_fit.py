@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -61,64 +61,61 @@ def make_survey(settings: FitSettings) -> MapReduce:
 
 def _fit(settings: FitSettings, ask: Ask) -> FitResult:
     """Fit; `ask` runs a round of `answer` on every worker."""
-    columns, targets, shift, labels, names = _peek(settings, ask)
-    solver = _choose_solver(settings, columns)
+    peeked = _peek(settings, ask)
+    solver = _choose_solver(settings, peeked.columns)
     if solver == "normal":
-        return _solve_normal(settings, ask, shift, columns) | {"names": names}
-    outputs = _count_outputs(settings, targets, labels)
-    scaling = Scaling.from_sums(*_ask_sums(ask, "scales", shift), shift, columns, outputs, settings)
-    smooth = MeanLoss(ask, scaling, _choose_loss(settings, labels), settings.l2, _find_lookup(settings, labels))
-    return _descend(settings, solver, smooth, scaling) | {"labels": labels, "names": names}
+        return _solve_normal(settings, ask, peeked.shift, peeked.columns) | {"names": peeked.names}
+    smooth = _scale(settings, ask, peeked)
+    return _descend(settings, solver, smooth) | {"labels": peeked.labels, "names": peeked.names}
 
 
 def _survey(settings: FitSettings, ask: Ask) -> FitResult:
-    columns, targets, shift, labels, names = _peek(settings, ask)
-    outputs = _count_outputs(settings, targets, labels)
-    scaling = Scaling.from_sums(*_ask_sums(ask, "scales", shift), shift, columns, outputs, settings)
-    smooth = MeanLoss(ask, scaling, _choose_loss(settings, labels), settings.l2, None)
+    peeked = _peek(settings, ask)
+    smooth = _scale(settings, ask, peeked)
+    scaling = smooth.scaling
     return {
-        "scaling": [scaling.count, scaling.weight, scaling.mean, scaling.deviation, outputs, scaling.intercept],
+        "scaling": [scaling.count, scaling.weight, scaling.mean, scaling.deviation, scaling.outputs, scaling.intercept],
         "steepest": smooth.estimate_steepest() if settings.learning_rate is None else 0.0,
-        "labels": labels,
-        "names": names,
-        "look_up": _find_lookup(settings, labels) is not None,
+        "labels": peeked.labels,
+        "names": peeked.names,
         "loss": smooth.loss,
     }
 
 
-def _peek(settings: FitSettings, ask: Ask) -> tuple[int, int, Array, list[float], list[str] | None]:
-    look_up = settings.loss == "logistic" and not settings.classes
-    found = ask({"do": "peek", "labels": look_up})
+class _Peek(NamedTuple):
+    """What a first look at the rows shows. shift: a value near the mean of every column; labels: those of a target
+    that the workers have to number."""
+
+    columns: int
+    targets: int
+    shift: Array
+    labels: list[float]
+    names: list[str] | None
+
+
+def _peek(settings: FitSettings, ask: Ask) -> _Peek:
+    found = ask({"do": "peek", "labels": settings.loss == "logistic" and not settings.classes})
     if isinstance(found, str):
         raise ValueError(found)
     columns, targets, peeks, labels, names = found
     if not peeks[-1]:
         _raise_problem(ask, "there are no rows to fit")
     shift = np.array(peeks[:-1]) / peeks[-1]
-    return columns, targets, shift if settings.intercept else np.zeros_like(shift), labels, names
+    return _Peek(columns, targets, shift if settings.intercept else np.zeros_like(shift), labels, names)
 
 
-def _find_lookup(settings: FitSettings, labels: list[float]) -> Array | None:
-    return np.array(labels) if settings.loss == "logistic" and not settings.classes else None
-
-
-def _count_classes(settings: FitSettings, labels: list[float]) -> int:
-    count = settings.classes or len(labels)
-    if count < 2:
-        raise ValueError(f"the target has one class only ({labels or 'the same for all rows'}): expected 2 or more")
-    return count
-
-
-def _choose_loss(settings: FitSettings, labels: list[float]) -> str:
-    if settings.loss == "squares":
-        return "squares"
-    return "binary" if _count_classes(settings, labels) == 2 else "multinomial"
-
-
-def _count_outputs(settings: FitSettings, targets: int, labels: list[float]) -> int:
-    if settings.loss == "squares":
-        return targets
-    return 1 if _count_classes(settings, labels) == 2 else _count_classes(settings, labels)
+def _scale(settings: FitSettings, ask: Ask, peeked: _Peek) -> MeanLoss:
+    """The function to minimise, in scaled columns."""
+    loss, outputs = "squares", peeked.targets
+    if settings.loss == "logistic":
+        classes = settings.classes or len(peeked.labels)
+        if classes < 2:
+            called = peeked.labels or "the same for all rows"
+            raise ValueError(f"the target has one class only ({called}): expected 2 or more")
+        loss, outputs = ("binary", 1) if classes == 2 else ("multinomial", classes)
+    sums = _ask_sums(ask, "scales", peeked.shift)
+    scaling = Scaling.from_sums(*sums, peeked.shift, peeked.columns, outputs, settings)
+    return MeanLoss(ask, scaling, loss, settings.l2, np.array(peeked.labels) if peeked.labels else None)
 
 
 def _choose_solver(settings: FitSettings, columns: int) -> str:
@@ -222,7 +219,8 @@ class Scaling:
         return (len(self.mean) + self.intercept) * self.outputs
 
 
-def _descend(settings: FitSettings, solver: str, smooth: MeanLoss, scaling: Scaling) -> FitResult:
+def _descend(settings: FitSettings, solver: str, smooth: MeanLoss) -> FitResult:
+    scaling = smooth.scaling
     start, options = np.zeros(scaling.unknowns), cast(Any, {"tol": settings.tol, "max_iter": settings.max_iter})
     if solver == "lbfgs":
         if settings.l1:

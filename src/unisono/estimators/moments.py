@@ -107,14 +107,10 @@ def _add_sparse(block: RowBlock, shift: Array, total: Array) -> None:
     if block.weight is not None:
         x, weighted = block.x.multiply(block.weight[:, None]).tocsr(), rest * block.weight[:, None]
     cross = np.asarray(block.x.T @ weighted)
-    total[:d, :d] += _make_dense(block.x.T @ x)
+    total[:d, :d] += (block.x.T @ x).toarray()
     total[:d, d:] += cross
     total[d:, :d] += cross.T
     total[d:, d:] += rest.T @ weighted
-
-
-def _make_dense(x: Any) -> Array:
-    return np.asarray(x.toarray() if is_sparse(x) else x, dtype=np.float64)
 
 
 @dataclass

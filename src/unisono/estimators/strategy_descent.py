@@ -55,7 +55,7 @@ def fit_by_strategy(settings: FitSettings, table: Table, world: World) -> tuple[
     rows = int(world.all_reduce(torch.tensor([table.rows]), "max", tag="fit").wait())
     steps = -(-rows // (settings.extra.get("batch_size") or max(rows, 1)))
     share = world.size * steps / scaling.weight  # a rank's sum over a batch, as its part of the mean over all
-    lookup = np.array(labels) if found["look_up"] else None
+    lookup = np.array(labels) if labels else None
     before, converged, epoch = np.inf, False, 0
     for epoch in range(1, settings.max_iter + 1):
         start = time.perf_counter()

@@ -11,14 +11,11 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal
 
-import numpy as np
-
-from unisono.data.tables import TablePart
 from unisono.launchers.engines.pickled import Packed
 from unisono.launchers.engines.ray import is_dataset, read_dataset, split_dataset
 from unisono.map_reduce.answers import Answers, answer_part, merge_all, merge_answers, take_value
 from unisono.map_reduce.rounds import MapReduce, Round
-from unisono.map_reduce.worker_data import split
+from unisono.map_reduce.worker_data import join_batches, split
 
 __all__ = ["run"]
 
@@ -118,7 +115,10 @@ class _PartActor:
         self.part = part
         self.map, self.reduce, prepare = packed.open()
         try:
-            block = _build_table(part, data) if _is_dataset_shard(data) else data
+            block = data
+            if hasattr(data, "iter_batches") and type(data).__module__.startswith("ray."):  # a part of a Dataset
+                batches = data.iter_batches(batch_size=None, batch_format="numpy")
+                block = join_batches(f"part {part} of the Ray Dataset", batches)
             self.block = block if prepare is None else prepare(block)
         except ValueError as error:
             return str(error) or type(error).__name__
@@ -131,17 +131,3 @@ class _PartActor:
     def combine(self, plain_sum: bool, a: Answers, b: Answers | None = None) -> Answers:
         """Merge two answers."""
         return a if b is None else merge_answers(a, b, "sum" if plain_sum else self.reduce)
-
-
-def _is_dataset_shard(data: Any) -> bool:
-    """Whether it is a part of a Ray Dataset."""
-    return hasattr(data, "iter_batches") and type(data).__module__.startswith("ray.")
-
-
-def _build_table(part: int, data: Any) -> TablePart:
-    columns: dict[str, list[Any]] = {}
-    for batch in data.iter_batches(batch_size=None, batch_format="numpy"):
-        for name, values in batch.items():
-            columns.setdefault(name, []).append(values)
-    name = f"part {part} of the Ray Dataset"
-    return TablePart.from_columns({column: np.concatenate(values) for column, values in columns.items()}, name=name)

@@ -19,15 +19,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
-
-from unisono.data.tables import TablePart
 from unisono.launchers.engines.pickled import Packed
 from unisono.launchers.engines.spark import is_frame, is_rdd
 from unisono.launchers.table_files import arrow_columns
 from unisono.map_reduce.answers import Answers, answer_part, merge_all, merge_answers, take_value
 from unisono.map_reduce.rounds import MapReduce, Round
-from unisono.map_reduce.worker_data import split
+from unisono.map_reduce.worker_data import join_batches, split
 
 __all__ = ["run"]
 
@@ -42,7 +39,9 @@ def run(program: MapReduce, data: Any, workers: int | None, on: Any) -> Any:
     on.check(workers or 1)
     session, ours = on.open_session(workers or 1)
     try:
-        parts = workers or (_count_partitions(data) if is_frame(data) or is_rdd(data) else _count_slots(session))
+        parts = workers or (
+            _count_partitions(data) if is_frame(data) or is_rdd(data) else session.sparkContext.defaultParallelism
+        )
         rounds = _SparkRounds(program, data, session.sparkContext, parts)
         try:
             return program.drive(rounds)
@@ -186,7 +185,8 @@ def _keep(run_id: str, packed: Packed, part: int, elements: Iterable[Any]) -> No
     if len(rows) == 1 and isinstance(rows[0], _WholePart):
         data = rows[0].data
     elif rows and all(isinstance(row, _ArrowPiece) for row in rows):
-        data = _build_table(part, rows)
+        name = f"partition {part} of the DataFrame"
+        data = join_batches(name, _read_pieces(name, rows))
     else:
         data = rows
     prepare = packed.open()[2]
@@ -235,23 +235,13 @@ def _encode_batches(batches: Iterable[Any]) -> Iterator[Any]:
         yield pa.RecordBatch.from_arrays([pa.array([sink.getvalue().to_pybytes()], pa.binary())], names=["piece"])
 
 
-def _build_table(part: int, rows: list[Any]) -> TablePart:
+def _read_pieces(name: str, pieces: Iterable[_ArrowPiece]) -> Iterator[dict[str, Any]]:
     import pyarrow as pa
 
-    name = f"partition {part} of the DataFrame"
-    columns: dict[str, list[Any]] = {}
-    for piece in rows:
+    for piece in pieces:
         with pa.ipc.open_stream(piece) as stream:
             for batch in stream:
-                for column, values in arrow_columns(name, batch).items():
-                    columns.setdefault(column, []).append(values)
-    whole = {
-        column: np.concatenate(values)
-        if isinstance(values[0], np.ndarray)
-        else [item for some in values for item in some]
-        for column, values in columns.items()
-    }
-    return TablePart.from_columns(whole, name=name)
+                yield arrow_columns(name, batch)
 
 
 # -- small things ------------------------------------------------------------------------------------------------------
@@ -261,14 +251,8 @@ def _count_partitions(data: Any) -> int:
     return int(data.rdd.getNumPartitions() if is_frame(data) else data.getNumPartitions())
 
 
-def _count_slots(session: Any) -> int:
-    return int(session.sparkContext.defaultParallelism)
-
-
 def _estimate_bytes(state: Any) -> int:
     """About how many bytes it has."""
-    if isinstance(state, dict):
-        return sum(_estimate_bytes(value) for value in state.values())
-    if isinstance(state, tuple | list):
-        return sum(_estimate_bytes(value) for value in state)
+    if isinstance(state, dict | tuple | list):
+        return sum(_estimate_bytes(value) for value in (state.values() if isinstance(state, dict) else state))
     return int(getattr(state, "nbytes", 64))

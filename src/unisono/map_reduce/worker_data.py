@@ -7,7 +7,7 @@ import contextlib
 import mmap
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,16 @@ import numpy.typing as npt
 
 from unisono.data.tables import TablePart
 
-__all__ = ["SharedArray", "SharedSparse", "count_rows", "find_bounds", "open_shared", "share_arrays", "split"]
+__all__ = [
+    "SharedArray",
+    "SharedSparse",
+    "count_rows",
+    "find_bounds",
+    "join_batches",
+    "open_shared",
+    "share_arrays",
+    "split",
+]
 
 MAPPED_BYTES = 1 << 20  # smaller arrays travel with the function
 _ALIGN = 4096
@@ -63,6 +72,19 @@ def count_rows(data: Any) -> int:
         f"got {type(data).__name__} as data: expected arrays, sparse matrices, tensors, lists, a tuple of them, "
         "or files"
     )
+
+
+def join_batches(name: str, batches: Iterable[Mapping[str, Any]]) -> TablePart:
+    """Batches of columns, which are arrays or lists, as one table; errors call it `name`."""
+    columns: dict[str, list[Any]] = {}
+    for batch in batches:
+        for column, values in batch.items():
+            columns.setdefault(column, []).append(values)
+    whole = {
+        column: np.concatenate(parts) if isinstance(parts[0], np.ndarray) else [item for part in parts for item in part]
+        for column, parts in columns.items()
+    }
+    return TablePart.from_columns(whole, name=name)
 
 
 @dataclass(frozen=True)

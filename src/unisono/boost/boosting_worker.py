@@ -37,7 +37,7 @@ def fit_in_world(settings: BoostSettings, part: Any, world: World, evals: EvalSe
 
 
 def _grow_members(settings: BoostSettings, data: RankRows, world: World) -> TrainedModel:
-    """Member k is grown by rank k mod the size of the world, from counts that depend on k alone (and its rows)."""
+    """Grow models apart, and merge them: rank k mod N grows model k, on a bootstrap that k and its rows decide."""
     library = find_library(settings.library)
     grow = library.make_member_trainer(settings, data, _compute_mean(settings, data, world))
     grown = []

@@ -15,7 +15,7 @@ from unisono.boost.library import BoostSettings
 __all__ = ["Bagged", "Forest"]
 
 SAMPLES = ("bootstrap", "shard")
-# Which columns a tree's node may choose from differs from node to node.
+# A node chooses from a random part of the columns.
 FOREST = {
     "xgboost": {"learning_rate": 1.0, "colsample_bynode": 0.8, "reg_lambda": 1e-5},
     "lightgbm": {"learning_rate": 1.0, "feature_fraction_bynode": 0.8},
@@ -23,7 +23,7 @@ FOREST = {
 
 
 class _Ensemble(BoostedEstimator):
-    """Models that the workers grow apart from each other."""
+    """Models that each worker grows by itself."""
 
     def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> Any:
         """Fit to arrays (X dense or sparse, NaN for a missing value), or to files: `fit("data/*.parquet", "price")`."""

@@ -14,9 +14,9 @@ __all__ = ["find_own_address", "reserve_port"]
 
 
 def find_own_address(world: World) -> str:
-    """The IPv4 address of this rank's host, as the others see it; 127.0.0.1 where all are on one host.
+    """The IPv4 address at which other ranks reach this rank's host; 127.0.0.1 if all are on one host.
 
-    Of several, the interface in GLOO_SOCKET_IFNAME; else the one that leads to the launcher.
+    It is that of the interface in GLOO_SOCKET_IFNAME, or else of the one that leads to the launcher.
     """
     if len(set(world.hosts)) == 1:
         return "127.0.0.1"

@@ -15,9 +15,9 @@ Array = torch.Tensor | NDArray[Any]
 
 
 class Arrays:
-    """Tensors or arrays of equal first dimension, read by whole batches: no collating sample by sample.
+    """A dataset of tensors or arrays, one row a sample.
 
-    `whole` False reads them sample by sample, for a `collate_fn` of the user's.
+    whole: read whole batches at once; False: sample by sample, for a `collate_fn` of the user's.
     """
 
     def __init__(self, data: Any, *, whole: bool = True) -> None:
@@ -42,8 +42,7 @@ class Arrays:
         return self.take(np.asarray(indices, dtype=np.int64)) if self.whole else [self[i] for i in indices]
 
     def take(self, indices: Indices) -> Any:
-        """The rows of these indices of every array, in the structure the data came in; arrays become
-        tensors."""
+        """These rows of every array, in the structure of the data; arrays of numbers become tensors."""
         rows = torch.from_numpy(np.ascontiguousarray(indices))
 
         def pick(array: Array) -> Any:
@@ -67,7 +66,7 @@ def _is_array(x: Any) -> TypeGuard[Array]:
 
 
 def list_arrays(data: Any) -> list[tuple[str, Array]]:
-    """The arrays in `data`, each with the name an error calls it by."""
+    """The arrays in `data`, each with its name in errors."""
     if _is_array(data):
         return [("data", data)]
     pairs = data.items() if isinstance(data, Mapping) else enumerate(data)
@@ -117,5 +116,5 @@ def _is_numeric(array: NDArray[Any]) -> bool:
 
 
 def pin(batch: Any) -> Any:
-    """The batch in memory that a GPU copies from directly."""
+    """The batch with its tensors in pinned memory, from which a GPU copies directly."""
     return _map_arrays(lambda x: x.pin_memory() if isinstance(x, torch.Tensor) and x.device.type == "cpu" else x, batch)

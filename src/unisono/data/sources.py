@@ -31,18 +31,18 @@ _LOADER_OPTIONS = (  # what the DataLoader that reads here takes over from one t
 
 @dataclass
 class SampleSource:
-    """Where samples come from.
+    """A dataset, and how its samples are read.
 
     Attributes:
-        dataset: Map-style (`dataset[i]`), or iterable where `samples` is None.
+        dataset: Map-style (`dataset[i]`), or iterable if `samples` is None.
         samples: Number of samples; None for a stream.
         collate: Turns a list of samples into a batch.
         options: Further arguments of the DataLoader that reads the dataset (num_workers, pin_memory, ...).
-        sampler: A DataLoader's own sampler, where it decides the order; None where `un.shard` does.
-        batch_sampler: A DataLoader's own batch sampler, where it decides the global batches.
-        batch_size, shuffle, drop_last: What a DataLoader was set to; None where nothing was said.
+        sampler: A DataLoader's own sampler, if it decides the order; None if `un.shard` does.
+        batch_sampler: A DataLoader's own batch sampler, if it decides the global batches.
+        batch_size, shuffle, drop_last: What a DataLoader was set to; None if it was not.
         divided: Whether the samples are this rank's own, and other ranks have others.
-        seeds: Of a stream that shuffles itself, where they are known: the ranks must have the same.
+        seeds: Those of a stream that shuffles itself, if they are known: all ranks must have the same.
     """
 
     dataset: Any
@@ -62,7 +62,7 @@ class SampleSource:
         self._loader: Any = None
 
     def compute_costs(self, cost: Callable[[Any], float]) -> NDArray[np.float64]:
-        """`cost(sample)` of every sample, in order; of the path where the samples are files."""
+        """`cost(sample)` of every sample, in order; `cost(path)` if the samples are files."""
         assert self.samples is not None
         items = self.dataset.paths if isinstance(self.dataset, FileList) else self.dataset
         return np.fromiter((float(cost(items[i])) for i in range(self.samples)), np.float64, self.samples)
@@ -191,7 +191,7 @@ def open_source(
     read: Callable[[Any], Any] | None,
     options: dict[str, Any],
 ) -> SampleSource:
-    """Recognises what `data` is.
+    """The source of the user's `data`, whatever kind it is.
 
     Args:
         data: What the user gave `un.shard`.
@@ -200,7 +200,7 @@ def open_source(
         options: DataLoader options that the user gave.
 
     Returns:
-        The source to read from; raises TypeError or ValueError where it is none.
+        The source to read from. TypeError or ValueError for data that cannot be read.
     """
     from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
@@ -290,7 +290,7 @@ def _find_seed(stage: Any) -> str:
 
 
 def _open_part(part: TablePart, collate_fn: Callable[[list[Any]], Any] | None, options: dict[str, Any]) -> SampleSource:
-    """The rows that lie with this worker: whole columns where all are arrays, else row by row."""
+    """The source of this worker's rows of a table: read by columns if all are arrays, else row by row."""
     from torch.utils.data import default_collate
 
     columns = part.arrays

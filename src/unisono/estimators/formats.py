@@ -22,7 +22,7 @@ from unisono.estimators.addresses import open_file, read_size
 __all__ = ["ENDINGS", "FilePiece", "Format", "find_format"]
 
 Array = npt.NDArray[np.float64]
-_MAX_COLUMNS_OF_NONE = 1 << 20  # of a file without rows
+_MAX_COLUMNS_OF_NONE = 1 << 20  # the most columns that a file without rows may claim
 _MAX_RECORD_BYTES = 64 << 20  # of CSV: more is a quote that nobody closed
 MISSING = {"", "na", "n/a", "nan", "null", "none"}
 
@@ -49,7 +49,7 @@ class Format(Protocol):
         """These columns of the piece: rows × columns."""
 
     def describe_place(self, piece: FilePiece, row: int) -> str:
-        """Where in the file row `row` of the piece is."""
+        """The place of row `row` of the piece in its file, in words."""
 
 
 class _Csv:

@@ -21,7 +21,7 @@ __all__ = ["LeastSquares"]
 class LeastSquares(MultiOutputMixin, RegressorMixin, LinearModel):  # type: ignore[misc]
     """Linear least squares with ridge and L1 penalties, fitted by all workers together.
 
-    Minimises, over n rows (the sum of weights, where there are some),
+    Minimises, over n rows (or the sum of their weights),
 
         Σ (x w + b - y)² / 2n  +  l1 Σ |w|  +  l2 Σ w² / 2.
 
@@ -29,7 +29,7 @@ class LeastSquares(MultiOutputMixin, RegressorMixin, LinearModel):  # type: igno
 
     Arguments:
         l1, l2: the penalties.
-        fit_intercept: whether there is a b.
+        fit_intercept: whether the model has an intercept b.
         solver: "normal" (one pass, one all-reduce of XᵀX, exact; the best for up to some 2000 columns), "lbfgs",
             "accelerated" (FISTA with restarts), "gradient" (descent: the server sums the workers' gradients and
             steps; with `strategy`, any of ours through `un.parallel`), or "auto".
@@ -126,7 +126,7 @@ class LeastSquares(MultiOutputMixin, RegressorMixin, LinearModel):  # type: igno
         return scores[:, 0] if self._single else scores
 
     def _find_source(self, X: Any, y: Any, sample_weight: Any, *, reset: bool) -> tuple[Any, bool | None]:
-        """The rows, and whether there is one target (None: only the workers know)."""
+        """The rows, and whether there is one target; None if only the workers can tell."""
         elsewhere = self._find_elsewhere(X, y, sample_weight)
         if elsewhere is not None:
             return elsewhere, None
@@ -135,7 +135,7 @@ class LeastSquares(MultiOutputMixin, RegressorMixin, LinearModel):  # type: igno
         return make_rows(self, X, y, weight), y.ndim == 1
 
     def _set_columns(self, found: FitResult) -> bool:
-        """What the workers have seen of the columns; returns whether there is one target."""
+        """Set what the workers found of the columns; returns whether there is one target."""
         set_columns(self, len(found["coef"]), found["names"])
         return bool(found["coef"].shape[1] == 1)
 

@@ -42,7 +42,7 @@ class LinearModel(BaseEstimator):  # type: ignore[misc]
 
     _LOSS: str
     _SOLVERS: tuple[str, ...]
-    _file_columns: list[str] | None = None  # those that were learned from, where that was from files
+    _file_columns: list[str] | None = None  # the columns that were learned from, if the rows were in files
 
     @property
     def _fitting_workers(self) -> Workers:
@@ -109,7 +109,7 @@ class LinearModel(BaseEstimator):  # type: ignore[misc]
     # Data -------------------------------------------------------------------------------------------------------------
 
     def _find_elsewhere(self, X: Any, y: Any, sample_weight: Any) -> Any:
-        """Rows in files or in an engine's table; None where X is an array."""
+        """Rows in files or in an engine's table; None if X is an array."""
         elsewhere = find_rows_elsewhere(X, y, sample_weight, self._fitting_workers)
         self._file_columns = elsewhere.features if isinstance(elsewhere, FilePlan) else None
         return elsewhere
@@ -145,7 +145,7 @@ class LinearModel(BaseEstimator):  # type: ignore[misc]
 
 
 def _fit_on_engine(engine: Callable[..., Any], settings: FitSettings, source: Any, workers: Workers) -> FitResult:
-    """Fit by the engine's own MapReduce; `drive` runs in this process."""
+    """Fit by the engine's own MapReduce; the server's side runs in this process."""
     program = make_program(settings)
 
     def drive(ask: Any) -> FitResult:

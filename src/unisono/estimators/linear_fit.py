@@ -3,7 +3,7 @@
 1. Peek: a value near the columns' means, so that sums about it lose no digits.
 2. Normal equations: one all-reduce of the products of [X, y]; or, for the other solvers, one of the columns' sums and
    squares, and then rounds of values and gradients in columns scaled to mean 0 and deviation 1.
-3. Where a value is not a finite number: one more round names its column and place.
+3. If a value is not a finite number: one more round names its column and place.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from unisono.map_reduce import Ask, MapReduce
 __all__ = ["FitResult", "FitSettings", "MeanLoss", "Scaling", "make_program", "make_survey"]
 
 Array = npt.NDArray[np.float64]
-NORMAL_COLUMNS = 2048  # from here on the products of all columns cost more than some passes over the rows
+NORMAL_COLUMNS = 2048  # with more, the products of all columns cost more than some passes over the rows
 REFINE = 1e5  # columns with this condition number have lost 10 of 16 digits in their products
 
 
 @dataclass(frozen=True)
 class FitSettings:
-    """What to fit, and how."""
+    """The loss, the penalties and the solver of a fit, as the workers need them."""
 
     loss: str  # "squares" or "logistic"
     solver: str
@@ -40,7 +40,7 @@ class FitSettings:
     tol: float
     max_iter: int
     learning_rate: float | None = None
-    classes: int = 0  # of the logistic loss; 0: numbers in y itself, which the workers look up
+    classes: int = 0  # of the logistic loss; 0: y holds labels, which the workers number
     target: str | None = None  # the column to learn, of an engine's table
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -55,7 +55,7 @@ def make_program(settings: FitSettings) -> MapReduce:
 
 
 def make_survey(settings: FitSettings) -> MapReduce:
-    """What a solver outside of this file needs to know, as a program whose parts are tables."""
+    """A program that finds scales, labels and the loss, for solvers outside of this file; its parts are tables."""
     return MapReduce(answer, merge_peeks, functools.partial(_survey, settings))
 
 
@@ -141,7 +141,7 @@ def _raise_problem(ask: Ask, otherwise: str) -> None:
 
 
 def _solve_normal(settings: FitSettings, ask: Ask, shift: Array, columns: int) -> FitResult:
-    """Normal equations, and where the columns are nearly dependent a step with the true residual."""
+    """Solve the normal equations; if columns are nearly dependent, refine twice by the gradient over all rows."""
     moments = TableMoments.from_sums(*_ask_sums(ask, "moments", shift), shift)
     options: Any = {"l1": settings.l1, "l2": settings.l2, "tol": settings.tol, "max_iter": settings.max_iter}
     about = moments if settings.intercept else moments.center_at_zero()
@@ -171,7 +171,7 @@ def _solve_normal(settings: FitSettings, ask: Ask, shift: Array, columns: int) -
 
 @dataclass(frozen=True)
 class Scaling:
-    """Between the columns as they are and columns of mean 0 and deviation 1, in which the solvers work."""
+    """Converts between the columns as given and columns of mean 0 and deviation 1, in which the solvers work."""
 
     count: int
     weight: float
@@ -259,7 +259,7 @@ class MeanLoss:
         self.request: dict[str, Any] = {"do": "gradient", "loss": loss}
         if labels is not None:
             self.request["labels"] = labels
-        if batch is not None:  # part so and so of so many, of each worker's rows
+        if batch is not None:  # (i, n): part i of n of each worker's rows
             self.request["batch"] = batch
 
     def __call__(self, theta: Array) -> tuple[float, Array]:

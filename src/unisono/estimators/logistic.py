@@ -17,22 +17,22 @@ from unisono.world import join
 __all__ = ["LogisticRegression"]
 
 Array = npt.NDArray[np.float64]
-BATCH_ROWS = 256  # of partial_fit, where no batch_size is given
+BATCH_ROWS = 256  # of partial_fit without a batch_size
 
 
 class LogisticRegression(ClassifierMixin, LinearModel):  # type: ignore[misc]
     """Logistic regression with ridge and L1 penalties, fitted by all workers together.
 
-    Minimises, over n rows (the sum of weights, where there are some),
+    Minimises, over n rows (or the sum of their weights),
 
         - Σ log p(y | x) / n  +  l1 Σ |w|  +  l2 Σ w² / 2,
 
     where p is the logistic function of x w + b for two classes, and the softmax for more. scikit-learn's
     `LogisticRegression(C=C)` is `l2=1/(C n)`. The intercepts are not penalised. Without any penalty, classes that a
-    plane separates have no minimiser; so there is a little of l2 unless you set it to 0.
+    plane separates have no minimiser: hence the small default of l2.
 
     Arguments: those of `LeastSquares`; the solvers are "lbfgs", "accelerated" and "gradient", and "auto" is "lbfgs",
-    or "accelerated" where there is l1.
+    or "accelerated" with l1.
 
     After `fit`: `classes_`, `coef_` (1 or classes × columns), `intercept_`, `n_iter_`, `n_rows_`, and `report_` with
     what it cost.
@@ -110,7 +110,7 @@ class LogisticRegression(ClassifierMixin, LinearModel):  # type: ignore[misc]
         return self._set_model(online.coef, online.intercept)
 
     def decision_function(self, X: Any) -> Array:
-        """Scores: above 0 for the second of two classes; rows × classes where there are more."""
+        """Scores: above 0 for the second of two classes; rows × classes for more than two."""
         scores = self._compute_scores(X)
         return scores[:, 0] if scores.shape[1] == 1 else scores
 
@@ -153,5 +153,5 @@ class LogisticRegression(ClassifierMixin, LinearModel):  # type: ignore[misc]
 
 
 def _make_whole(labels: Array) -> npt.NDArray[Any]:
-    """Labels read as numbers, as integers where they are whole."""
+    """Labels that were read as numbers; as integers if all of them are whole."""
     return labels.astype(np.int64) if np.array_equal(labels, np.round(labels)) else labels

@@ -1,4 +1,4 @@
-"""`un.mapreduce`, and where a MapReduce program runs: in this world, in workers that are launched, or on an engine."""
+"""`un.mapreduce`, and how a MapReduce program runs: in this world, in launched workers, or on an engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def mapreduce(
 ) -> Any:
     """Map `data` in parallel and reduce the values: once, or round after round with a state.
 
-    Without `update`: every worker computes `map(part)`, or `map(part, state)` where a state is given, on its own
+    Without `update`: every worker computes `map(part)`, or `map(part, state)` if a state is given, on its own
     part of the data; the values are reduced, and the reduced value is returned. With `update`, this is repeated:
     the server broadcasts the state, reduces the values and makes the next state by `update(state, reduced)`; the
     last state is returned. The parts stay with their workers for all rounds.
@@ -43,11 +43,11 @@ def mapreduce(
         reduce: "sum" (numbers, arrays, tensors; also in tuples and dicts), or an associative function of two values,
             which are combined in the order of the parts.
         data: arrays, tensors, sparse matrices, lists or frames, split by rows; a tuple of them, split alike; files.
-        state, update, rounds: see above. `until(old, new)`: stop when it is true of two states.
+        state, update, rounds: see above. `until(old, new)`: stop as soon as it is true of two consecutive states.
         prepare: runs once on each part; `map` is given what it returns.
         workers: how many local workers to launch; None: the world that this process is in.
         on: where to launch them, as in `un.launch`.
-        own: in a running world, `data` is this rank's own part already.
+        own: in a running world, whether `data` is this rank's own part already, and not the whole.
 
     States and values are numbers, text, arrays, tensors, and lists, tuples and dicts of them.
 
@@ -71,7 +71,7 @@ def mapreduce(
 
 
 def run(program: MapReduce, data: Any, *, workers: int | None = None, on: Any = None, own: bool = False) -> Any:
-    """Run a program where `workers` and `on` say; returns its result."""
+    """Run a program in this world, or on the workers that `workers` and `on` name; returns its result."""
     if (engine := find_native(on)) is not None:
         return engine(program, data, workers, on)
     if workers is None and on is None:
@@ -80,8 +80,10 @@ def run(program: MapReduce, data: Any, *, workers: int | None = None, on: Any = 
 
 
 def find_native(on: Any) -> Callable[[MapReduce, Any, int | None, Any], Any] | None:
-    """The MapReduce that an engine itself has: `run(program, data, workers, on)` in the file of this folder that is
-    named for the engine. The others run it in a world that they launch."""
+    """The MapReduce of an engine's own: the function `run` in this folder's file of the engine's name.
+
+    None for engines without one: they launch a world, and the program runs in that.
+    """
     if not isinstance(on, Engine):
         return None
     name = on.name.lower()
@@ -125,7 +127,7 @@ def _run_rounds(
     rounds: int,
     until: Callable[[Any, Any], bool] | None,
 ) -> Any:
-    """The server's program."""
+    """The server's side of `mapreduce`: one round, or round after round until the last state."""
     if update is None:
         return ask(state)
     for _ in range(rounds):

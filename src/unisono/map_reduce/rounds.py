@@ -28,20 +28,23 @@ Reduce = Literal["sum"] | Callable[[Any, Any], Any]
 
 @dataclass
 class Round:
-    """One round as the server saw it; `compute_s` has every worker's seconds in `map`, where they are known."""
+    """How long a round took; `compute_s` has every worker's seconds in `map`, and is empty if they are not known."""
 
     wall_s: float
     compute_s: list[float] = field(default_factory=list)
 
 
 class Ask(Protocol):
-    """What the server's program calls: a round. `reduce="sum"` adds arrays; None is the program's own reduction."""
+    """What the server's program calls to run a round."""
 
     workers: int
     log: list[Round]
 
     def __call__(self, state: Any, *, reduce: Literal["sum"] | None = None) -> Any:
-        """Broadcast `state`, map it on every part, return the reduced value."""
+        """Broadcast `state`, map it on every part, return the reduced value.
+
+        `reduce="sum"` adds the values; None reduces them as the program says.
+        """
 
 
 @dataclass(frozen=True)
@@ -77,14 +80,14 @@ def run_in_world(program: MapReduce, part: Any, world: World) -> tuple[Any, list
 
 
 class _WorldRounds:
-    """The server's connection to all workers, and each worker's to the server."""
+    """Runs rounds in a world; an `Ask` on rank 0, which the other ranks `serve`."""
 
     def __init__(self, program: MapReduce, part: Any, world: World) -> None:
         self.program, self.part, self.world = program, part, world
         self.workers = world.size
         self.log: list[Round] = []
         self._compute_s: list[float] = []
-        self._usual_bytes = 0  # as long as the last message: one collective then carries length and message
+        self._usual_bytes = 0  # length of the last message
 
     def __call__(self, state: Any, *, reduce: Literal["sum"] | None = None) -> Any:
         start = time.perf_counter()
@@ -151,7 +154,7 @@ def sum_values(value: Any, world: World) -> Any:
 
 
 def _flatten(value: Any, leaves: list[Tensor]) -> Callable[[], Any]:
-    """Put copies of the numbers into `leaves`; returns what builds the value again from them."""
+    """Append copies of the numbers to `leaves`; returns a function that builds the value again from them."""
     if isinstance(value, tuple | list):
         parts = [_flatten(item, leaves) for item in value]
         return lambda: type(value)(part() for part in parts)
@@ -168,7 +171,7 @@ def _flatten(value: Any, leaves: list[Tensor]) -> Callable[[], Any]:
 
 
 def _combine_up_tree(value: Any, reduce: Callable[[Any, Any], Any], world: World) -> Any:
-    """All values combined in rank order, on rank 0: each rank sends once, log2(N) sends one after the other."""
+    """Combine all values in rank order; rank 0 returns the result. Each rank sends once, in log2(N) stages."""
     step = 1
     while step < world.size:
         if world.rank % (2 * step):

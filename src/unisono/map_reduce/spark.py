@@ -3,8 +3,8 @@
 1. Load: each partition becomes a block in the Python process of an executor, prepared, and stays there. What Spark
    keeps is a marker of a few bytes, whose place says which executor has the block.
 2. A round is one job over the markers: find the block, map it with the state, aggregate.
-3. Where a process has lost its block (an executor died, or another of its processes was chosen), the part is read again
-   from where it came from, mapped in the same task, and kept there.
+3. If a process does not have the block (an executor died, or Spark chose another of its processes), the part is read
+   again from its source, mapped in the same task, and kept there.
 
 An RDD of the blocks themselves would send them to Python in every round: three to four times as slow.
 """
@@ -28,9 +28,9 @@ from unisono.map_reduce.worker_data import join_batches, split
 
 __all__ = ["run"]
 
-_IN_CLOSURE_BYTES = 1 << 16  # a smaller state travels with the task
-_TURNS = 4  # so often the same part is loaded in one round
-_prepared: dict[tuple[str, int], Any] = {}  # of this Python process of an executor
+_IN_CLOSURE_BYTES = 1 << 16  # a state of up to so many bytes travels with the task, a larger one as a broadcast
+_TURNS = 4  # how often a round tries to load a part in the process that lacked it
+_prepared: dict[tuple[str, int], Any] = {}  # the blocks that this executor's process holds, by run and part
 
 
 def run(program: MapReduce, data: Any, workers: int | None, on: Any) -> Any:
@@ -53,7 +53,7 @@ def run(program: MapReduce, data: Any, workers: int | None, on: Any) -> Any:
 
 
 class _SparkRounds:
-    """The server's connection to the blocks; see rounds.Ask."""
+    """Runs rounds as Spark jobs; an `Ask` (see rounds.py)."""
 
     def __init__(self, program: MapReduce, data: Any, context: Any, parts: int) -> None:
         self.workers, self.log = parts, list[Round]()
@@ -95,8 +95,10 @@ class _SparkRounds:
         return value
 
     def _load_where_lacking(self, parts: set[int]) -> None:
-        """Load parts also in the process that lacked them: an executor's processes take turns, and the job that was to
-        load them there came to another that had them."""
+        """Load parts in the processes that lacked them.
+
+        An executor's processes take turns: the job that was to load a part there may have run in one that had it.
+        """
         for _ in range(_TURNS):
             if parts:
                 loading = self._make_rdd(sorted(parts), partial(_load_where_missing, self._run, self._packed))
@@ -124,7 +126,7 @@ class _SparkRounds:
 
 
 def _load(run_id: str, packed: Packed, part: int, elements: Iterable[Any]) -> Iterator[str]:
-    """Prepare the block and keep it here; Spark keeps only what went wrong, or an empty text."""
+    """Prepare the block and keep it in this process; Spark keeps the text of a ValueError, or an empty text."""
     try:
         _keep(run_id, packed, part, elements)
         yield ""
@@ -144,7 +146,7 @@ def _step(run_id: str, packed: Packed, small: bool, sent: Any, part: int, marker
 def _load_and_step(
     run_id: str, packed: Packed, small: bool, sent: Any, part: int, elements: Iterable[Any]
 ) -> Iterator[Answers]:
-    """One part's answer; it is noted as missing where this process had it, and another did not."""
+    """One part's answer. It lists the part as missing if this process had it: then another process still lacks it."""
     had = (run_id, part) in _prepared
     if had:
         _drain(elements)
@@ -211,14 +213,14 @@ def _combine(packed: Packed, plain_sum: bool, a: Answers, b: Answers) -> Answers
 
 
 class _WholePart:
-    """A part that the driver split off."""
+    """Marks data that is a whole part, split off by the driver."""
 
     def __init__(self, data: Any) -> None:
         self.data = data
 
 
 class _ArrowPiece(bytes):
-    """An Arrow stream of some rows of a DataFrame."""
+    """Some rows of a DataFrame, as an Arrow stream."""
 
 
 def _wrap_piece(row: Any) -> _ArrowPiece:

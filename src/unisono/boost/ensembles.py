@@ -11,6 +11,7 @@ import numpy as np
 from unisono.boost.boosted import BoostedEstimator
 from unisono.boost.boosted_fit import fit_boosted
 from unisono.boost.library import BoostSettings
+from unisono.estimators.conventions import check_count
 
 __all__ = ["Bagged", "Forest"]
 
@@ -123,8 +124,7 @@ class Bagged(_Ensemble):
 
     def read_settings(self) -> BoostSettings:
         """The settings, checked."""
-        if isinstance(self.bags, bool) or not isinstance(self.bags, int) or self.bags < 1:
-            raise ValueError(f"Bagged: got bags={self.bags!r}; expected a whole number from 1 up")
+        check_count("Bagged", "bags", self.bags, optional=False)
         settings = super().read_settings()
         if settings.params.get("early_stopping_rounds") is not None:
             raise ValueError("Bagged: the models that are merged have equal rounds: leave early_stopping_rounds away")

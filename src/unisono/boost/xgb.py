@@ -10,6 +10,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -82,23 +83,14 @@ def check(settings: BoostSettings, x: Any, y: Any) -> None:
 
 def _run_and_listen(fn: Callable[[], Any]) -> tuple[Any, list[str]]:
     """Run `fn` in a thread of its own, as XGBoost hands out messages by thread; returns its value and the messages."""
-    found: list[Any] = []
     said: list[str] = []
 
-    def run() -> None:
-        try:
-            with _Messages(said):
-                found.append((fn(), None))
-        except BaseException as error:
-            found.append((None, error))
+    def run() -> Any:
+        with _Messages(said):
+            return fn()
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join()
-    value, error = found[0]
-    if error is not None:
-        raise error
-    return value, said
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result(), said
 
 
 class _Messages:

@@ -310,20 +310,12 @@ class _Source:
             raise ValueError(f"{name} is damaged: its checksum differs")
 
 
-class _Full(Mapping[str, torch.Tensor]):
-    """Stored tensors as a mapping that reads a tensor when it is asked for."""
-
-    def __init__(self, stored: Mapping[str, Stored]) -> None:
-        self._stored = stored
+class _Full(dict[str, Any]):
+    """Stored tensors by name, each read when it is asked for."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._stored[name].full()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
-
-    def __len__(self) -> int:
-        return len(self._stored)
+        tensor: torch.Tensor = super().__getitem__(name).full()
+        return tensor
 
 
 def _assemble(tree: dict[str, Any], tensors: Mapping[str, Stored], lazy: bool) -> dict[str, Any]:

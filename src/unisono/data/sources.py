@@ -72,9 +72,16 @@ class SampleSource:
         chosen = self.batch_sampler if self.batch_sampler is not None else self.sampler
         _set_epoch(chosen, epoch)
         _set_epoch(getattr(chosen, "sampler", None), epoch)
-        drawing = chosen if hasattr(chosen, "generator") else getattr(chosen, "sampler", None)
-        with _SeededSampler(drawing, seed, epoch):
+        drawing: Any = next((s for s in (chosen, getattr(chosen, "sampler", None)) if hasattr(s, "generator")), None)
+        if drawing is None:
             drawn = list(chosen)
+        else:  # a sampler of torch's, which is to draw the same on every rank
+            kept = drawing.generator
+            drawing.generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+            try:
+                drawn = list(chosen)
+            finally:
+                drawing.generator = kept
         if self.batch_sampler is not None:
             return [np.asarray(batch, dtype=np.int64) for batch in drawn]
         order = np.asarray(drawn, dtype=np.int64)
@@ -147,22 +154,6 @@ class _ReseededDataset:
         rng.seed_all(indices.seed)
         fetch = getattr(self.dataset, "__getitems__", None)
         return fetch(indices) if callable(fetch) else [self.dataset[i] for i in indices]
-
-
-class _SeededSampler:
-    """Inside the block, a torch sampler draws from a generator keyed by (seed, epoch): the same on every rank."""
-
-    def __init__(self, sampler: Any, seed: int, epoch: int) -> None:
-        self.sampler = sampler if hasattr(sampler, "generator") else None
-        self.generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-
-    def __enter__(self) -> None:
-        if self.sampler is not None:
-            self.kept, self.sampler.generator = self.sampler.generator, self.generator
-
-    def __exit__(self, *exc: object) -> None:
-        if self.sampler is not None:
-            self.sampler.generator = self.kept
 
 
 class FileList:

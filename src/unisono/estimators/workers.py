@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.map_reduce.map_reduce import launch_workers, take_part
-from unisono.map_reduce.worker_data import open_shared
+from unisono.map_reduce.map_reduce import launch_workers
+from unisono.map_reduce.worker_data import open_shared, split
 from unisono.world import World, join
 
 __all__ = ["Workers"]
@@ -34,7 +34,7 @@ class Workers:
 
     def take_part(self, source: Any, world: World) -> Any:
         """This rank's part of the rows in a running world."""
-        return take_part(source, world, own=self.own_rows)
+        return source if self.own_rows else split(source, world.rank, world.size)
 
     def run(self, fit: Fit, settings: Any, source: Any) -> Any:
         """Launch workers, of which each calls `fit(settings, source, world)`, and return what the first one fitted.

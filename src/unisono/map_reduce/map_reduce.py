@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -12,9 +13,9 @@ from unisono.launchers import launch
 from unisono.launchers.engines.engine import Engine
 from unisono.map_reduce.rounds import Ask, MapReduce, run_in_world
 from unisono.map_reduce.worker_data import open_shared, share_arrays, split
-from unisono.world import World, join
+from unisono.world import join
 
-__all__ = ["find_native", "launch_workers", "mapreduce", "run", "take_part"]
+__all__ = ["find_native", "launch_workers", "mapreduce", "run"]
 
 
 def mapreduce(
@@ -75,7 +76,8 @@ def run(program: MapReduce, data: Any, *, workers: int | None = None, on: Any = 
     if (engine := find_native(on)) is not None:
         return engine(program, data, workers, on)
     if workers is None and on is None:
-        return run_in_world(program, take_part(data, join(), own=own), join())[0]
+        world = join()
+        return run_in_world(program, data if own else split(data, world.rank, world.size), world)[0]
     return launch_workers(_work, program, data, workers=workers, on=on)[0]
 
 
@@ -93,25 +95,18 @@ def find_native(on: Any) -> Callable[[MapReduce, Any, int | None, Any], Any] | N
     return found
 
 
-def take_part(data: Any, world: World, *, own: bool) -> Any:
-    """This rank's part of `data`."""
-    return data if own else split(data, world.rank, world.size)
-
-
 def launch_workers(
     work: Callable[[Any, Any], Any], argument: Any, data: Any, *, workers: int | None, on: Any
 ) -> list[Any]:
     """Launch workers and return each one's `work(argument, data)`. On this host they map large arrays: no copies."""
-    _check_outside_world(workers)
-    if on is not None:
-        return launch(work, args=(argument, data), output="rank0", **_launch_options(workers, on))
-    with share_arrays(data) as sent:
-        return launch(work, args=(argument, sent), output="rank0", **_launch_options(workers, None))
-
-
-def _launch_options(workers: int | None, on: Any) -> dict[str, Any]:
-    place: dict[str, Any] = {} if workers is None else {"workers": workers}
-    return place if on is None else place | {"on": on}
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            f"got workers={workers} inside a world that already runs on {os.environ['WORLD_SIZE']} workers: "
+            "leave workers= and on= away, every rank then does its part"
+        )
+    given: dict[str, Any] = {name: value for name, value in (("workers", workers), ("on", on)) if value is not None}
+    with share_arrays(data) if on is None else contextlib.nullcontext(data) as sent:
+        return launch(work, args=(argument, sent), output="rank0", **given)
 
 
 def _work(program: MapReduce, data: Any) -> Any:
@@ -146,12 +141,3 @@ def _check_arguments(map_: object, reduce: object, update: object, rounds: objec
         raise ValueError(f"mapreduce: got rounds={rounds!r}; expected a whole number from 1 up")
     if update is None and (rounds != 1 or until is not None):
         raise ValueError("mapreduce: several rounds need update=, which makes the next state from what was reduced")
-
-
-def _check_outside_world(workers: int | None) -> None:
-    """Refuse to launch workers from inside a worker."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(
-            f"got workers={workers} inside a world that already runs on {os.environ['WORLD_SIZE']} workers: "
-            "leave workers= and on= away, every rank then does its part"
-        )

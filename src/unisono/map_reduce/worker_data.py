@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -99,19 +99,11 @@ class SharedArray:
     offset: int
     shape: tuple[int, ...]
     dtype: str
-    order: str
+    order: Literal["C", "F"]
 
     def open(self) -> np.ndarray[Any, Any]:
         """The array, read-only, without copying it."""
-        fd = os.open(self.path, os.O_RDONLY)
-        try:
-            size = int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
-            start = self.offset // _ALIGN * _ALIGN
-            memory = mmap.mmap(fd, size + self.offset - start, prot=mmap.PROT_READ, offset=start)
-        finally:
-            os.close(fd)
-        line = np.frombuffer(memory, dtype=self.dtype, offset=self.offset - start, count=int(np.prod(self.shape)))
-        return line.reshape(self.shape, order="F" if self.order == "F" else "C")
+        return np.asarray(np.memmap(self.path, self.dtype, "r", self.offset, self.shape, self.order))
 
 
 @dataclass(frozen=True)
@@ -171,7 +163,7 @@ def _rebuild_tuple(data: tuple[Any, ...], items: Sequence[Any]) -> tuple[Any, ..
     return type(data)(*items) if hasattr(data, "_fields") else tuple(items)
 
 
-def _memory_order(array: np.ndarray[Any, Any]) -> str:
+def _memory_order(array: np.ndarray[Any, Any]) -> Literal["C", "F"]:
     return "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
 
 
@@ -221,7 +213,7 @@ def _fill(fd: int, arrays: Sequence[np.ndarray[Any, Any]], offsets: Sequence[int
     """Copy the arrays' bytes, on every core: most of the time goes into the first touch of fresh memory."""
     jobs: list[tuple[npt.NDArray[np.uint8], int]] = []
     for array, offset in zip(arrays, offsets, strict=True):
-        line = array.reshape(-1, order="F" if _memory_order(array) == "F" else "C").view(np.uint8)
+        line = array.reshape(-1, order=_memory_order(array)).view(np.uint8)
         starts = range(0, line.size, _COPY_BYTES)
         jobs += [(line[start : start + _COPY_BYTES], offset + start) for start in starts]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:

@@ -14,9 +14,9 @@ from unisono.world import World, join
 
 
 class Link:
-    """The ranks that a model's batch normalisations share; copies of the model keep to the same.
+    """The world of a model's `SyncBatchNorm` layers, shared by all of them and by copies of the model.
 
-    A model that was read from a file has one without a world: it joins that of its process as it is first trained.
+    After unpickling there is no world: the link joins that of its process when it is first used.
     """
 
     def __init__(self, world: World | None = None) -> None:
@@ -43,7 +43,7 @@ class Link:
         return self._joined
 
     def move(self, world: World) -> None:
-        """Go on in another world (every rank of it calls this)."""
+        """Continue in another world; every rank of it calls this."""
         if self._joined is not None:
             self._joined[1].close()
         self._joined = world, world.channel()
@@ -66,7 +66,7 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        weight = ctx.world.weight  # that of this backward pass: 1 where the program weighs its losses itself
+        weight = ctx.world.weight  # of this backward pass; 1 if the program weighs its losses itself
         total = torch.zeros_like(grads[0]) if weight == 0.0 else grads[0] * weight
         ctx.world.survive(lambda: ctx.channel.all_reduce(total, "sum", tag="batch norm").wait())
         return total / weight if weight else total, None, None
@@ -103,7 +103,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         count = torch.full((1,), float(input.numel() // self.num_features), dtype=wide.dtype, device=input.device)
         sums = self._sum(torch.cat([wide.sum(axes), count]))
         total = sums[-1].detach()
-        if few and float(total) <= 1.0:  # then few is so on every rank, and all of them raise
+        if few and float(total) <= 1.0:  # then `few` is true on every rank, and all of them raise
             raise ValueError(
                 f"SyncBatchNorm got one value for each channel over all {self.link.world.size} ranks (an input of "
                 f"shape {tuple(input.shape)}), which has no variance: leave a last batch of one sample out "
@@ -139,9 +139,9 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def watch_batch_norms(model: nn.Module, world: World) -> list[Any]:
-    """Have every plain batch normalisation say what to do where this rank's part of a batch is too small for it.
+    """Make plain batch normalisations raise a helpful error if this rank's part of a batch is a single sample.
 
-    Returns the hooks, to be removed; none in a world of one, where PyTorch's own error says all.
+    Returns the hooks, to be removed later; none in a world of one, in which PyTorch's own error is clear.
     """
     if world.size == 1:
         return []

@@ -74,7 +74,7 @@ class _Worker:
         self._made = 0
 
     def reduce(self, given: Any) -> Future[Tensor]:
-        """DDP's bucket; its buffer is the mean when the future is done."""
+        """Begin to reduce one of DDP's buckets; its buffer holds the mean when the future is done."""
         line: Tensor = given.buffer()
         if line.is_sparse:
             raise TypeError(
@@ -117,7 +117,7 @@ class _Worker:
             self._reduction.end_window()
 
     def _find_bucket(self, params: tuple[Tensor, ...]) -> Bucket:
-        """Ours for DDP's, which are laid out anew after the first backward pass: states follow by parameter."""
+        """Our bucket for one of DDP's, which DDP lays out anew after the first pass: states move by parameter."""
         if params not in self._buckets:
             named = [(self._names.setdefault(p, f"{len(self._names)}"), p) for p in params]
             mine = set(params)

@@ -81,7 +81,7 @@ def draw_digits(count: int) -> tuple[Tensor, Tensor]:
 
 
 def train(epochs: int, width: int) -> Result:
-    """Run by each worker: the program is the same for any number of them."""
+    """Train the model; every worker runs this, however many there are."""
     import torch
     from torch import nn
 
@@ -116,7 +116,7 @@ def train(epochs: int, width: int) -> Result:
 
 
 def measure(workers: int, epochs: int, width: int) -> Result | int:
-    """Train with `workers` local processes, one thread each; an exit status where that failed or was interrupted."""
+    """Train with `workers` local processes, one thread each; an exit status if that failed or was interrupted."""
     from unisono.launchers.job import Job
     from unisono.launchers.terminal import run_in_terminal
 
@@ -189,7 +189,7 @@ def draw(one: Result, many: Result, path: Path) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What the demo can be asked for."""
+    """Add the demo's options to a parser."""
     parser.add_argument("-n", "--workers", type=int, default=2, help="local workers of the second run; default: 2")
     parser.add_argument("--epochs", type=int, default=20, help="epochs of each run; default: 20")
     parser.add_argument("--width", type=int, default=48, help="channels of the first layer; default: 48")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -46,17 +46,17 @@ else:
             """Stands in for that of transformers."""
 
         class ExportableState:
-            """The same."""
+            """Stands in for that of transformers."""
 
 
 __all__ = ["Accelerator", "Callback"]
 
-FOLDER = "unisono"  # in a checkpoint of the library's own: what only we know
+FOLDER = "unisono"  # in the library's checkpoint, for the state of our methods
 _left_alone: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models around which Accelerate puts nothing
 
 
 class _Bound:
-    """A model and its optimizer under a strategy, in a loop of the library's."""
+    """A model and its optimizer, bound to a strategy, in a loop that the library runs."""
 
     def __init__(self, model: nn.Module, optimizer: Any, spec: str | Method, settings: dict[str, Any]) -> None:
         self.model, inner = model, optimizer
@@ -68,10 +68,6 @@ class _Bound:
             self.replica.watch(optimizer.scaler)
         self.agreed = Agreed(self.replica)
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Around all passes of an accumulation but the last."""
-        return self.replica.no_sync()
-
 
 class Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
     """Any of our methods under an unchanged `transformers.Trainer`.
@@ -79,7 +75,7 @@ class Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
     strategy: as for `un.parallel`: "allreduce", "powersgd(rank=4)", "local_sgd(every=8)"; `settings` override its
     fields.
 
-    The Trainer splits the data, accumulates, clips, scales, evaluates, logs and writes its checkpoints as ever. Where
+    The Trainer splits the data, accumulates, clips, scales, evaluates, logs and writes its checkpoints as ever. If
     ranks have models of their own, it evaluates and saves the one that they agree on. What only this rank knows (what a
     reducer has kept back, say) lies in the folder `unisono` of a checkpoint, and is taken up again when training is
     resumed.
@@ -98,7 +94,7 @@ class Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
         return None if self._bound is None else self._bound.replica
 
     def state(self) -> dict[str, Any]:
-        """For the Trainer's checkpoint: where ours lies. (That is written after its own.)"""
+        """What the Trainer's checkpoint notes of this callback: the folder of ours, which is written after it."""
         built = self._spec if isinstance(self._spec, str) else describe(build(self._spec, kind="strategy"))
         return {"args": {"strategy": built, **self._settings}, "attributes": {"saved_to": self.saved_to}}
 
@@ -121,7 +117,7 @@ class Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
         _left_alone.add(model)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Bind; the Trainer has loaded its own part of a checkpoint."""
+        """Bind the model, after the Trainer has loaded its own part of a checkpoint."""
         model = kwargs["model"]
         if model not in _left_alone:
             raise ValueError(
@@ -132,12 +128,12 @@ class Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
             self._bound.replica.close()
         self.saved_to = str(Path(args.output_dir).absolute())
         bound = self._bound = _Bound(model, kwargs["optimizer"], self._spec, self._settings)
-        model.no_sync = lambda: bound.no_sync()  # Accelerate asks the model; a method would be copied with it
+        model.no_sync = lambda: bound.replica.no_sync()  # Accelerate asks the model; a method would be copied with it
         if state.global_step > 0 and (folder := self._find_saved(args, state)) is not None:
             load(folder, bound.replica)
 
     def _find_saved(self, args: Any, state: Any) -> Path | None:
-        """Our part of the checkpoint that training is resumed from; None where it has none."""
+        """Our folder in the checkpoint that training is resumed from; None if it has none."""
         if type(self).__name__ not in state.stateful_callbacks:
             return None  # it was written without us, perhaps over one of ours
         noted = state.stateful_callbacks[type(self).__name__]
@@ -148,7 +144,7 @@ class Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
         return found[0] / FOLDER if found else None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The model is an ordinary one again, the same on every rank."""
+        """Unbind: the model is an ordinary one again, with the same values on every rank."""
         if self._bound is not None:
             best = args.load_best_model_at_end and state.best_model_checkpoint is not None  # has just been loaded
             self._bound.agreed.finish(keep=best)
@@ -162,7 +158,7 @@ class Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
             self._bound.agreed.take_back()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The Trainer is about to evaluate or save, or neither."""
+        """Put the agreed model in place if the Trainer is about to evaluate or save."""
         if self._bound is None:
             return
         best = args.save_strategy == "best" and control.should_evaluate
@@ -175,12 +171,12 @@ class Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.on_step_end(args, state, control, **kwargs)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """What was seen may end the training: then the best model is loaded, into a whole one."""
+        """If the evaluation ends the training, the Trainer loads the best model: into one with all its values."""
         if self._bound is not None and control.should_training_stop:
             self._bound.agreed.put()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Beside the Trainer's checkpoint: what only the ranks themselves know."""
+        """Write what ranks keep for themselves into the Trainer's checkpoint."""
         if self._bound is not None and not args.save_only_model:
             self._bound.agreed.take_back()
             save_own(Path(args.output_dir) / f"checkpoint-{state.global_step}" / FOLDER, self._bound.replica)
@@ -188,7 +184,7 @@ class Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """Accelerate's, with one of our methods in the place of DistributedDataParallel.
+    """Accelerate's own class, with one of our methods in place of DistributedDataParallel.
 
     strategy: as for `un.parallel`, with `strategy_settings`; all else as for `accelerate.Accelerator`. A model is bound
     when it and its optimizer have been prepared. `get_state_dict`, `save_model` and `save_state` give the model that
@@ -252,11 +248,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     @contextmanager
     def no_sync(self, model: nn.Module) -> Generator[None, None, None]:
         bound = self._find(model)
-        with nullcontext() if bound is None else bound.no_sync():
+        with nullcontext() if bound is None else bound.replica.no_sync():
             yield
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
-        """Refused."""
+        """Refuse: it is for DistributedDataParallel."""
         raise NotImplementedError(
             "join_uneven_inputs is for DistributedDataParallel: keep even_batches=True, or let un.shard deal the data"
         )
@@ -267,38 +263,39 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             return super().get_state_dict(model, unwrap)
         return bound.replica.consolidate().state_dict()
 
-    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Accelerate's own files, and what only the ranks themselves know."""
+    @contextmanager
+    def _whole(self) -> Generator[None, None, None]:
+        """Models and optimizers have all their values inside the block, also those that are split over the ranks."""
         for bound in self._bounds:
             bound.replica.restore()
         try:
-            where = super().save_state(output_dir, *args, **kwargs)
+            yield
         finally:
             for bound in self._bounds:
                 bound.replica.split_again()
+
+    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Write Accelerate's own files, and what ranks keep for themselves."""
+        with self._whole():
+            where = super().save_state(output_dir, *args, **kwargs)
         self.wait_for_everyone()
         for i, bound in enumerate(self._bounds):
             save_own(Path(where) / f"{FOLDER}_{i}", bound.replica)
         return where
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Accelerate's own files (by default the newest), and what each rank kept for itself."""
+        """Load Accelerate's own files (by default the newest), and what each rank kept for itself."""
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
             folders = Path(self.project_dir, "checkpoints").glob("checkpoint_*")
             input_dir = str(max(folders, key=lambda folder: int(folder.name.rpartition("_")[2])))
-        for bound in self._bounds:
-            bound.replica.restore()
-        try:
+        with self._whole():
             super().load_state(input_dir, *args, **kwargs)
-        finally:
-            for bound in self._bounds:
-                bound.replica.split_again()
         for i, bound in enumerate(self._bounds):
             if input_dir is not None and (folder := Path(input_dir) / f"{FOLDER}_{i}").is_dir():
                 load(folder, bound.replica)
 
     def free_memory(self, *objects: Any) -> Any:
-        """The models are ordinary ones again; every rank calls it."""
+        """Unbind: the models are ordinary ones again. Every rank calls it."""
         for bound in self._bounds:
             bound.agreed.finish()
         self._bounds = []

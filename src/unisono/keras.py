@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from unisono.data import Shard
 from unisono.data.settings import ShardSettings
@@ -40,7 +40,7 @@ except ImportError as error:
 
 __all__ = ["parallel", "scope"]
 
-_ATTRIBUTE = "_unisono"
+_ATTRIBUTE = "_unisono"  # of a model, for its `_Training`
 
 
 @contextmanager
@@ -90,14 +90,14 @@ def parallel(model: Any, strategy: str | Method = "allreduce", **settings: Any) 
 
 
 class _Training:
-    """What `fit`, `evaluate` and `predict` of one model do on every worker."""
+    """Replaces `fit`, `evaluate`, `predict` and `train_step` of one model by versions that run on all workers."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.world = model, join()
         self.spec: Method
         self.settings: dict[str, Any] = {}
-        self.agreed: Agreed | None = None  # while it is trained
-        self._sums = False  # what metrics have counted here is a part of the whole
+        self.agreed: Agreed | None = None  # during `fit`
+        self._sums = False  # whether metrics must be summed over the workers
         self._evaluates = self._validation_is_part = False
         self._alone = {name: getattr(model, name) for name in ("fit", "evaluate", "predict", "train_step")}
         self._alone["results"] = model._get_metrics_result_or_logs
@@ -171,8 +171,8 @@ class _Training:
         return dict(bound.arguments)
 
     def _take_part(self, arrays: tuple[Any, ...], steps: int | None) -> tuple[tuple[Any, ...], bool]:
-        """This worker's rows of arrays, and whether they are only a part: not of what cannot be cut, is read for so
-        many steps only, or has fewer rows than there are workers."""
+        """This worker's rows of arrays, and True; or all rows, and False, if the data cannot be cut, is read for some
+        steps only, or has fewer rows than there are workers."""
         if self.world.size == 1 or steps is not None or not can_convert_arrays(arrays):
             return arrays, False
         count = len(next(x for x in keras.tree.flatten(arrays) if x is not None))
@@ -185,31 +185,31 @@ class _Training:
     # While it trains -------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Bind; the model has been built, and callbacks have loaded what they load."""
+        """Bind the model, after Keras has built it and callbacks have loaded into it."""
         model, world = self.model, self.world
-        weights = _Weights(model)
         self._shim = _Optimizer(model)
-        replica = bind(weights, self._shim, self.spec, world=world, **self.settings)
+        replica = bind(_Weights(model), self._shim, self.spec, world=world, **self.settings)
         self.agreed = Agreed(replica)
         if world.size > 1:
             states = [v._value.data for v in model.optimizer.variables]
-            seeds = weights.seeds(model)
+            # What is not trained and has no fraction are the seeds that random numbers are drawn from.
+            seeds = [v._value.data for v in model.non_trainable_variables if not v._value.is_floating_point()]
             world.broadcast([*states, *seeds], tag="initial state").wait()
             for seed in seeds:
                 seed.view(-1)[0] += world.rank  # dropout's masks differ between workers
         model.optimizer.__dict__["apply"] = self._shim.apply
 
     def end(self) -> None:
-        """Keras' own optimizer again."""
+        """Give the model its plain Keras optimizer back."""
         self.agreed = None
         self.model.optimizer.__dict__.pop("apply", None)
 
     def note_learning_rate(self) -> None:
-        """Reducers that keep something back go by it."""
+        """Pass Keras' learning rate on to reducers, which rescale what they keep back by it."""
         self._shim.param_groups[0]["lr"] = float(self.model.optimizer.learning_rate)
 
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Where a batch stands in for one that is missing, nothing of it is counted."""
+        """Keras' own. A batch of weight 0, which stands in for a missing one, does not count in metrics."""
         if self.world.weight:
             return self._alone["train_step"](*args, **kwargs)
         states = [(v._value, v._value.detach().clone()) for v in self.model.metrics_variables]
@@ -228,7 +228,7 @@ class _Training:
         states = [v._value.data for v in self.model.metrics_variables]
         self.world.all_reduce(states, "sum", tag="metrics").wait()
         found = self._alone["results"](logs)
-        if found is logs and logs:  # of a train_step of the program's own
+        if found is logs and logs:  # from a train_step that the program has overridden
             names = sorted(logs)
             row = torch.tensor([float(logs[name]) for name in names], dtype=torch.float64)
             mean = self.world.all_reduce(row, "mean", tag="metrics").wait()
@@ -247,11 +247,6 @@ class _Weights(nn.Module):
             if v._value.is_floating_point():
                 self.register_buffer(_name(i, v), v._value.data)
 
-    @staticmethod
-    def seeds(model: Any) -> list[Tensor]:
-        """What random numbers are drawn from."""
-        return [v._value.data for v in model.non_trainable_variables if not v._value.is_floating_point()]
-
 
 def _name(number: int, variable: Any) -> str:
     return f"{number} {variable.path.replace('.', '_')}"
@@ -267,7 +262,7 @@ class _Optimizer(torch.optim.Optimizer):
         super().__init__(params, {"lr": float(model.optimizer.learning_rate)})
 
     def apply(self, gradients: Any, trainable_variables: Any = None) -> None:
-        """In the place of the method of Keras' optimizer."""
+        """Replaces the method `apply` of Keras' optimizer."""
         if trainable_variables is not None:
             self._variables = list(trainable_variables)
         self.step()
@@ -281,7 +276,7 @@ class _Optimizer(torch.optim.Optimizer):
 
 
 def _deal(asked: dict[str, Any], world: World) -> _Dealt:
-    """What `fit` was given, dealt among the workers."""
+    """The data of `fit`, dealt among the workers."""
     x, y, weight = asked["x"], asked["y"], asked["sample_weight"]
     endless = asked["steps_per_epoch"] is not None
     if isinstance(x, torch.utils.data.DataLoader):
@@ -306,22 +301,19 @@ class _Dealt:
         return None if self._endless else len(self._shard)
 
     def set_epoch(self, epoch: int) -> None:
-        """The order is that of this epoch, on whatever number of workers."""
+        """Take the order of this epoch, which does not depend on the number of workers."""
         if not self._endless:
             self.close()
             self._shard.set_epoch(epoch)
 
     def close(self) -> None:
-        """The batch that is out weighs nothing any more."""
+        """End the pass: the batch in use has no weight any more."""
         if self._open is not None:
             self._open.close()  # type: ignore[attr-defined]
             self._open = None
 
     def get_torch_dataloader(self) -> Iterator[Any]:
-        """For Keras."""
-        return self._read()
-
-    def _read(self) -> Iterator[Any]:
+        """The batches of a pass, as Keras asks for them."""
         self.close()
         self._open = reading = self._iterate()
         yield from reading
@@ -362,7 +354,7 @@ _WRITERS = ("ModelCheckpoint", "CSVLogger", "TensorBoard", "RemoteMonitor", "Orb
 
 
 def _choose_callbacks(given: Any, training: _Training, dealt: _Dealt) -> list[Any]:
-    """Those of this worker, and our own behind them."""
+    """The callbacks for this worker, followed by our own."""
     if isinstance(given, keras.callbacks.CallbackList):
         raise TypeError("give fit a list of callbacks, got a CallbackList: it may hold some that write on every worker")
     every = list(keras.tree.flatten(given)) if given is not None else []
@@ -371,14 +363,14 @@ def _choose_callbacks(given: Any, training: _Training, dealt: _Dealt) -> list[An
         writers = tuple(kind for name in _WRITERS if (kind := getattr(keras.callbacks, name, None)) is not None)
         every = [one for one in every if not isinstance(one, writers)]
         for one in every:
-            if isinstance(one, keras.callbacks.BackupAndRestore):  # it loads everywhere
+            if isinstance(one, keras.callbacks.BackupAndRestore):  # must load on every rank, but write on none of these
                 one._save_model = lambda *_: None
                 one.delete_checkpoint = False
     return [*every, _Follow(training, dealt, asks=asks)]
 
 
 class _Follow(keras.callbacks.Callback):  # type: ignore[misc]
-    """What is to be done between steps and epochs, after the program's own callbacks."""
+    """Our callback, which runs after the program's own: binds, deals epochs, agrees on when to stop, unbinds."""
 
     def __init__(self, training: _Training, dealt: _Dealt, *, asks: bool) -> None:
         super().__init__()
@@ -396,7 +388,7 @@ class _Follow(keras.callbacks.Callback):  # type: ignore[misc]
         self._training.note_learning_rate()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self._asks:  # one of the program's may have seen something here that others have not
+        if self._asks:  # a callback of the program may have asked to stop on this rank alone
             self._agree_to_stop()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

@@ -50,7 +50,7 @@ else:
 __all__ = ["Strategy"]
 
 T = TypeVar("T")
-_MARK = "unisono"  # in a checkpoint, and a file in the folder beside it
+_MARK = "unisono"  # key in Lightning's checkpoint, and name of a file in the folder beside it, with the same value
 _OPS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
 
 
@@ -69,13 +69,13 @@ class Strategy(ParallelStrategy):
     def __init__(self, spec: str | Method = "allreduce", **settings: Any) -> None:
         super().__init__(cluster_environment=_Place())
         self._spec, self._settings = spec, settings
-        self._agreed: Agreed | None = None  # while it trains
+        self._agreed: Agreed | None = None  # during fit
         self._resumed_from: Path | None = None
         self._failed = False
 
     @property
     def replica(self) -> Replica | None:
-        """The replica, while it trains."""
+        """The replica, during `fit`."""
         return None if self._agreed is None else self._agreed.replica
 
     @property
@@ -89,7 +89,7 @@ class Strategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Lightning asks: it then gives each worker its part of the data."""
+        """Asked by Lightning, which then gives each worker its part of the data."""
         return True
 
     @property
@@ -132,11 +132,11 @@ class Strategy(ParallelStrategy):
         self._agreed = Agreed(replica)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Others may be anywhere: nothing is exchanged any more."""
+        """Note the failure: other ranks may be anywhere, so `teardown` must not communicate."""
         self._failed = True
 
     def teardown(self) -> None:
-        """The model is an ordinary one again, the same on every rank."""
+        """Unbind: the model is an ordinary one again, with the same values on every rank."""
         if self._agreed is not None:
             if self._failed:
                 self._agreed.replica.close()
@@ -150,7 +150,7 @@ class Strategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model that the ranks agree on. Lightning calls it on every rank."""
         if self._agreed is not None:
-            self._agreed.put()  # till the next batch
+            self._agreed.put()  # until the next batch
         return dict(super().lightning_module_state_dict())
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -160,7 +160,7 @@ class Strategy(ParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Lightning's own file, and beside it what only the ranks themselves know."""
-        checkpoint[_MARK] = self.broadcast(time.time_ns())  # the two belong together
+        checkpoint[_MARK] = self.broadcast(time.time_ns())  # tells which folder belongs to this file
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
         if self._agreed is None or "optimizer_states" not in checkpoint:
             return
@@ -183,7 +183,7 @@ class Strategy(ParallelStrategy):
         return dict(super().load_checkpoint(checkpoint_path, *args, **kwargs))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Its state, and what each rank kept for itself."""
+        """Load the optimizer's state, and what each rank kept for itself."""
         if self._agreed is None:
             return
         replica = self._agreed.replica
@@ -197,12 +197,12 @@ class Strategy(ParallelStrategy):
     # While it trains -------------------------------------------------------------------------------------------------
 
     def on_validation_start(self) -> None:
-        """The model that the ranks agree on is validated."""
+        """Validate the model that the ranks agree on."""
         if self._agreed is not None:
             self._agreed.put(whole=False)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """This rank's own model again."""
+        """Train on with this rank's own model."""
         if self._agreed is not None:
             self._agreed.take_back()
 
@@ -215,7 +215,7 @@ class Strategy(ParallelStrategy):
             return self._call("validation_step", args, kwargs)
 
     def _call(self, name: str, args: Any, kwargs: Any) -> Any:
-        """Within a call of the module itself: the hooks of a method are on that (`zero(stage=3)` gathers values)."""
+        """Call a step through the module, so that hooks of our methods run (`zero(stage=3)` gathers values)."""
         module = self.lightning_module
         assert module is not None
         if self._agreed is None:
@@ -238,7 +238,7 @@ class Strategy(ParallelStrategy):
             yield
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """A tensor's mean over all workers, or what `reduce_op` says; what is no tensor stays."""
+        """A tensor's mean over all workers, or another `reduce_op`; other objects are returned as they are."""
         if not isinstance(tensor, Tensor):
             return tensor
         name = str(reduce_op).rpartition(".")[2].lower()
@@ -267,19 +267,19 @@ class Strategy(ParallelStrategy):
 
 
 def _beside(checkpoint: Any) -> Path:
-    """Where what belongs to a checkpoint of Lightning's lies."""
+    """The folder beside a checkpoint of Lightning's, for what ranks keep for themselves."""
     path = Path(checkpoint).resolve()  # `last.ckpt` may be a link
     return path.with_name(f"{path.name}.unisono")
 
 
 def _belongs(folder: Path, checkpoint: Mapping[str, Any]) -> bool:
-    """Whether it was written with this checkpoint, and not with one that was there before."""
+    """Whether the folder was written with this checkpoint, and not with an earlier one of the same name."""
     mark = folder / _MARK
     return mark.is_file() and mark.read_text() == str(checkpoint.get(_MARK))
 
 
 def _join_metrics(model: nn.Module) -> None:
-    """Let metrics of torchmetrics count what all workers have seen: by themselves they ask for a process group."""
+    """Make metrics of torchmetrics count what all workers have seen; by default they want a process group."""
     for module in model.modules():
         if isinstance(module, Metric) and module.dist_sync_fn is None:
             module.dist_sync_fn, module.distributed_available_fn = _gather_for_metric, _has_others
@@ -294,7 +294,7 @@ def _has_others() -> bool:
 
 
 class _Place(ClusterEnvironment):
-    """Who this worker is, as the world says."""
+    """Lightning's view of the world: rank, size and host of this worker."""
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -306,7 +306,7 @@ class _Place(ClusterEnvironment):
 
     @property
     def main_port(self) -> int:
-        return 0  # nobody listens: the workers have met
+        return 0  # not used: the workers are connected already
 
     @staticmethod
     def detect() -> bool:
@@ -316,17 +316,16 @@ class _Place(ClusterEnvironment):
         return join().size
 
     def set_world_size(self, size: int) -> None:
-        """Lightning may say so; the world knows."""
+        """Ignored: the world decides."""
 
     def global_rank(self) -> int:
         return join().rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Lightning may say so; the world knows."""
+        """Ignored: the world decides."""
 
     def local_rank(self) -> int:
-        world = join()
-        return [r for r in range(world.size) if world.hosts[r] == world.host].index(world.rank)
+        return join().local_rank
 
     def node_rank(self) -> int:
         world = join()

@@ -29,7 +29,7 @@ except ImportError as error:
 
 __all__ = ["NeuralNet", "NeuralNetBinaryClassifier", "NeuralNetClassifier", "NeuralNetRegressor", "ParallelMixin"]
 
-# On rank 0 alone; the others that write files (Checkpoint) are told to write nothing elsewhere, as they load too.
+# Callbacks for rank 0 alone. Checkpoint is kept on all ranks, as it also loads, but does not write on the others.
 _SHOWING = ("ProgressBar", "TensorBoard", "WandbLogger", "MlflowLogger", "NeptuneLogger", "SacredLogger")
 
 
@@ -44,7 +44,7 @@ class ParallelMixin:
     all workers have the same module. Every worker calls `fit`, with the same data and the same split.
     """
 
-    agreed_: Agreed | None = None  # while it is fitted
+    agreed_: Agreed | None = None  # during `fit`
 
     def __init__(self, *args: Any, strategy: str | Method = "allreduce", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -52,13 +52,13 @@ class ParallelMixin:
 
     @property
     def replica_(self) -> Replica | None:
-        """The replica, while it is fitted."""
+        """The replica, during `fit`."""
         return None if self.agreed_ is None else self.agreed_.replica
 
     # Before and after training ---------------------------------------------------------------------------------------
 
     def fit_loop(self, X: Any, y: Any = None, epochs: int | None = None, **fit_params: Any) -> Any:
-        """skorch's own, between binding and letting go."""
+        """skorch's own, on a module that is bound meanwhile."""
         world = join()
         replica = parallel(self._find_module(), self._find_optimizer(), self.strategy, world=world)
         self.agreed_ = Agreed(replica)
@@ -67,13 +67,13 @@ class ParallelMixin:
             self.agreed_.finish()
             world.barrier(tag="skorch")  # what rank 0 has written is there
         finally:
-            if not replica.is_closed:  # an error, or the user's
+            if not replica.is_closed:  # after an error or an interrupt
                 replica.close()
             self.agreed_ = None
         return done
 
     def _find_module(self) -> nn.Module:
-        """What has parameters: the module; with others (further modules, a criterion) all of them in one."""
+        """The module; if others have parameters too (further modules, a criterion), all of them in one."""
         names: list[str] = self._modules + self._criteria  # type: ignore[attr-defined]
         found = {name: getattr(self, f"{name}_") for name in names}
         having = {
@@ -164,7 +164,7 @@ class ParallelMixin:
 
 
 def _show_nothing(*_: Any) -> None:
-    """On other ranks than 0."""
+    """Replaces methods that print or write, on other ranks than 0."""
 
 
 class NeuralNet(ParallelMixin, skorch.NeuralNet):  # type: ignore[misc]

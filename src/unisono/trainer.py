@@ -113,7 +113,7 @@ class Trainer:
             self.replica.watch(self.scaler)
         self.history = History()
         self._stop = False
-        self._preemption: Agreement | None = None  # where there is a folder to save to
+        self._preemption: Agreement | None = None  # with a folder to save to
 
     def stop(self) -> None:
         """Ask, on any rank, that all ranks end `fit` after this epoch."""
@@ -157,7 +157,7 @@ class Trainer:
     def evaluate(self, data: Any, batch_size: int) -> Logs:
         """The loss and the metrics over all samples of `data`, each counted once, whatever the world's size.
 
-        The model is the one that the ranks agree on (`replica.consolidate()`), where theirs differ.
+        If the ranks' models differ, it is the one that they agree on (`replica.consolidate()`).
         """
         model, sums = self.replica.consolidate(), self._make_sums()
         training = model.training
@@ -173,7 +173,7 @@ class Trainer:
     # Inside ----------------------------------------------------------------------------------------------
 
     def _shard_for_evaluation(self, data: Any, batch_size: int) -> Shard:
-        """A shard the world does not know: with nothing to resume, and never the one that is trained on."""
+        """A shard that is not registered in the world: checkpoints leave it out, and it is never the one trained on."""
         from torch.utils.data import DataLoader
 
         asked = ShardSettings(batch_size, shuffle=None if isinstance(data, DataLoader) else False)
@@ -228,7 +228,7 @@ class Trainer:
         return self._summarise(sums, before, counted, began)
 
     def _forward(self, model: nn.Module, batch: Sequence[Tensor], sums: Tensor) -> Tensor:
-        """The loss of my batch; adds it and the metrics to `sums`, times my samples."""
+        """The loss of this rank's batch; adds loss and metrics to `sums`, times the number of samples."""
         if not isinstance(batch, Sequence) or len(batch) < 2:
             raise TypeError(f"got a {type(batch).__name__} as batch, expected a tuple or list: inputs, then the target")
         *inputs, target = batch
@@ -260,8 +260,10 @@ class Trainer:
             self._step_schedule(skipped=skipped)
 
     def _step_schedule(self, *, skipped: bool) -> None:
-        """Move the schedule on all ranks or on none, without asking them. Where ranks share gradients, they skip alike,
-        and a skipped step does not count. Where a rank may skip alone, every window counts."""
+        """Step the schedule on all ranks or on none, without asking them.
+
+        Ranks that share gradients skip the same steps, which do not count. If a rank may skip alone, every step counts.
+        """
         if skipped:
             if not self.replica.own_gradients or self.world.size == 1:
                 return
@@ -271,7 +273,7 @@ class Trainer:
     def _end_epoch(self, logs: Logs) -> None:
         """Record the epoch, step the schedule, and agree with all ranks on whether to go on."""
         self.history.rows.append(logs)
-        if self.world.rank == 0:  # they are the world's
+        if self.world.rank == 0:  # the values are the same on all ranks
             known = {"epoch_loss" if name == "loss" else name: logs[name] for name in logs if name not in SPLIT}
             self._record({"epoch": len(self.history), **known})
         if self.scheduler is not None and self.schedule == "epoch":
@@ -286,7 +288,7 @@ class Trainer:
         self._stop = False
 
     def _record(self, values: Mapping[str, Any]) -> None:
-        """Into the record of the run, where there is one."""
+        """Write values into the record of the run, if there is one."""
         if (recorder := find_recorder(self.world)) is not None:
             recorder.log(Logged(start_copies(values)))
 
@@ -315,7 +317,7 @@ class Trainer:
         return self._preemption is not None and self._preemption.ask(now=now)
 
     def _leave(self) -> NoReturn:
-        """End the program: all has been saved, and all ranks come here after the same step."""
+        """End the program, after the save; all ranks come here after the same step."""
         if self.world.rank == 0:
             print(
                 f"unisono: preempted at step {self.replica.step}, saved to {self.checkpoint}; "

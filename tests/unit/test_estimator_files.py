@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import tracemalloc
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from sklearn.base import clone
 
 import unisono as un
-from unisono.estimators import Files, LeastSquares, LogisticRegression
+from unisono.estimators import Files, LeastSquares, LogisticRegression, formats
 from unisono.estimators.formats import find_format
 
 NAMES = ["size", "rooms", "price"]
@@ -144,6 +145,40 @@ def test_headers_may_be_missing_and_lines_may_end_in_any_way(tmp_path):
     path = write_csv(tmp_path / "b.csv", whole)
     (tmp_path / "b.csv").write_bytes((tmp_path / "b.csv").read_bytes().rstrip(b"\n"))
     np.testing.assert_allclose(rows_of(Files(path, target="price", piece_bytes=100).plan(), 3), whole)
+
+
+def test_line_breaks_inside_quotes_are_no_ends_of_rows(tmp_path):
+    """Against `csv.reader`, for pieces of every size: quoted line breaks, doubled quotes, quotes that are mere text."""
+    random = np.random.default_rng(0)
+    notes = ["plain", "two\nlines", 'a "word"', "x,y\r\nz", "", '\n"\n"', "1,2,3\n4,5,6"]
+    for stray in (False, True):
+        path = tmp_path / f"{stray}.csv"
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            file.write('size,"what it\nis",price\n')
+            for i in range(60):
+                note = '"' + notes[random.integers(len(notes))].replace('"', '""') + '"'
+                note = '12 inch" é' if stray and i % 3 == 0 else note
+                file.write(f"{i},{note},{2 * i + 1}\n" + "\n" * (i % 7 == 0))
+        with open(path, newline="", encoding="utf-8") as file:
+            expected = [[float(row[0]), float(row[2])] for row in list(csv.reader(file))[1:] if row]
+        assert len(expected) == 60
+        for piece_bytes in (1, 7, 30, 100, 10_000):
+            plan = Files(path, columns=["size"], target="price", piece_bytes=piece_bytes).plan()
+            assert len(plan.pieces) > 1 or piece_bytes == 10_000
+            for workers in (1, 3):
+                np.testing.assert_array_equal(rows_of(plan, workers), expected)
+
+
+def test_errors_name_the_line_also_after_line_breaks_inside_quotes(tmp_path, monkeypatch):
+    path = tmp_path / "a.csv"
+    path.write_text('x,"no\nte",y\n1,"a\nb",2\n\n3,"c\nd",many\n')
+    for piece_bytes in (1, 12, 1000):
+        with pytest.raises(ValueError, match=r"a\.csv, line 6: column 'y' has 'many'"):
+            LeastSquares().fit(Files(path, columns=["x"], target="y", piece_bytes=piece_bytes))
+    path.write_text('x,y\n1,2\n"3,4\n' + "5,6\n" * 40)
+    monkeypatch.setattr(formats, "_MAX_RECORD_BYTES", 50)
+    with pytest.raises(ValueError, match=r"a\.csv, line 3 goes on for \d+ bytes: a quote is open"):
+        Files(path, target="y", piece_bytes=10).plan()
 
 
 def test_only_what_fits_is_kept_in_memory(tmp_path, monkeypatch):

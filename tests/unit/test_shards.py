@@ -188,6 +188,16 @@ def test_ranks_without_a_sample_get_the_first_one_with_weight_nought() -> None:
     assert rounds[-1] == [([8], 2.0), ([9], 2.0), ([8], 0.0), ([8], 0.0)]
 
 
+def test_batches_of_arrays_are_pinned_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: pinned.append(x.tolist()) or x)
+    given = {"x": torch.arange(4), "y": np.arange(4.0)}
+    for batch in shard(given, 2, shuffle=False, pin_memory=True, world=un.World()):
+        assert pinned[-2:] == [batch["x"].tolist(), batch["y"].tolist()]
+    assert len(pinned) == 4
+
+
 def test_drop_last_leaves_out_the_short_batch_only() -> None:
     ranks = shards(torch.arange(10), 2, 4, shuffle=False, drop_last=True)
     assert len(ranks[0]) == 2

@@ -22,7 +22,7 @@ __all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: workers need no scikit-learn, and each library only where it is asked for."""
+    """Import on first use: workers need no scikit-learn, and a library only if it is asked for."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'unisono.boost' has no attribute {name!r}")
     import importlib

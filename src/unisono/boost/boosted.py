@@ -39,7 +39,7 @@ class BoostedEstimator(BaseEstimator):  # type: ignore[misc]
 
     @property
     def library_name(self) -> str:
-        """Which library it is."""
+        """The library that grows the trees: "xgboost" or "lightgbm"."""
         return str(self.library)
 
     def keep_library_params(self, params: dict[str, Any]) -> None:
@@ -105,7 +105,7 @@ class BoostedEstimator(BaseEstimator):  # type: ignore[misc]
 
     @available_if(lambda self: self._classifies)  # type: ignore[untyped-decorator]
     def predict_proba(self, X: Any) -> Array:
-        """The probability of each class, in the order of `classes_`; only where task="classification"."""
+        """The probability of each class, in the order of `classes_`; only of a classification."""
         found = np.asarray(self._predict_raw(X))
         return np.column_stack([1.0 - found, found]) if found.ndim == 1 else found
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unisono.boost.boosted import BoostedEstimator
-from unisono.boost.boosting_worker import FitResult, fit_in_world, work
+from unisono.boost.boosting_worker import FitResult, fit_in_world, fit_launched
 from unisono.boost.library import BoostSettings, EvalSets, find_library
 from unisono.estimators.conventions import (
     check_classification_targets,
@@ -21,7 +21,7 @@ from unisono.estimators.conventions import (
     validate_data,
 )
 from unisono.estimators.files import FilePlan
-from unisono.estimators.inputs import find_rows_elsewhere, find_target, make_rows
+from unisono.estimators.inputs import find_rows_elsewhere, make_rows
 from unisono.estimators.row_blocks import Rows, is_sparse
 from unisono.estimators.workers import Workers
 from unisono.map_reduce.worker_data import share_arrays, split
@@ -56,7 +56,7 @@ def fit_boosted(
 def _run(settings: BoostSettings, source: Any, evals: EvalSets, workers: Workers) -> FitResult:
     if workers.are_launched:
         with share_arrays(evals) if workers.on is None else contextlib.nullcontext(evals) as sent:
-            found: FitResult = workers.run(work, (settings, sent), source)
+            found: FitResult = workers.run(fit_launched, (settings, sent), source)
         return found
     world = join()
     _check_same(source, evals, workers, world)
@@ -70,10 +70,10 @@ def _run(settings: BoostSettings, source: Any, evals: EvalSets, workers: Workers
 def _find_source(
     estimator: BoostedEstimator, settings: BoostSettings, workers: Workers, X: Any, y: Any, sample_weight: Any
 ) -> tuple[Any, BoostSettings, Labels | None]:
-    """The rows, the settings with what is known of them, and the labels in order, where they are known."""
+    """The rows, the settings completed by what the rows say, and the sorted labels (None: not known yet)."""
     elsewhere = find_rows_elsewhere(X, y, sample_weight, workers)
     if elsewhere is not None:
-        return elsewhere, replace(settings, target=find_target(y)), None
+        return elsewhere, replace(settings, target=y if isinstance(y, str) else None), None
     numeric = {} if settings.classification else {"y_numeric": True}
     try:
         X, y = validate_data(estimator, X, y, **_ARRAYS, **numeric)
@@ -101,7 +101,7 @@ def _find_labels(y: Array, workers: Workers) -> Labels:
 
 
 def _check_members(settings: BoostSettings, source: Any, workers: Workers) -> None:
-    """Where models are grown apart, each worker needs one to grow, and the rows that its bootstraps are drawn from."""
+    """Refuse models that are grown apart if a worker has none to grow, or does not see the rows they are drawn from."""
     if not settings.members:
         return
     if settings.sees_all_rows and not isinstance(source, Rows | FilePlan):
@@ -113,7 +113,7 @@ def _check_members(settings: BoostSettings, source: Any, workers: Workers) -> No
 
 
 def _check_eval_sets(estimator: BoostedEstimator, eval_set: Any, classes: Labels | None) -> EvalSets:
-    """Evaluation sets as arrays. Every rank evaluates all of them, so all ranks see what one process would see."""
+    """The evaluation sets as checked arrays. Every rank evaluates all of them, as one process would."""
     found = []
     for number, pair in enumerate(() if eval_set is None else eval_set):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
@@ -129,14 +129,12 @@ def _check_eval_sets(estimator: BoostedEstimator, eval_set: Any, classes: Labels
 
 
 def _check_same(source: Any, evals: EvalSets, workers: Workers, world: World) -> None:
-    """In a running world all ranks give the same table (but for own_rows) and the same evaluation sets."""
+    """Refuse ranks of a running world that give different tables (unless own_rows) or evaluation sets."""
     if world.size == 1:
         return
     mine: list[Any] = [_compute_checksum(x) + _compute_checksum(y) for x, y in evals]
     if isinstance(source, Rows) and not workers.own_rows:
         mine.append(_compute_checksum(source.x, few=True) + _compute_checksum(source.y, few=True))
-    elif isinstance(source, FilePlan):
-        mine.append([list(piece) for piece in source.pieces])
     if any(other != mine for other in world.gather_objects(mine)):
         raise ValueError(
             "the ranks were given different tables, files or evaluation sets: each rank gives the whole table and "
@@ -146,7 +144,7 @@ def _check_same(source: Any, evals: EvalSets, workers: Workers, world: World) ->
 
 
 def _add_row(error: ValueError, y: Any) -> ValueError:
-    """Add the row to scikit-learn's error: it says what is wrong with y, but not where."""
+    """Add the row to scikit-learn's error, which says what is wrong with y, but not in which row."""
     line = np.asarray(y) if "Input y contains" in str(error) else np.empty(0)
     if line.dtype.kind != "f" or line.ndim != 1 or np.isfinite(line).all():
         return error
@@ -154,14 +152,14 @@ def _add_row(error: ValueError, y: Any) -> ValueError:
 
 
 def _choose_few(x: Any, y: Array) -> tuple[Any, Array]:
-    """Choose a few rows, among them the first of each of the lowest classes, to try the settings on."""
+    """A few rows to try the settings on, among them the first row of each of the lowest 64 classes."""
     chosen = np.unique(np.concatenate([np.arange(min(8, len(y))), np.unique(y, return_index=True)[1][:64]]))
     rows = x[chosen]
     return (rows if is_sparse(rows) else np.where(np.isinf(rows), 0.0, rows)), np.nan_to_num(y[chosen])
 
 
 def _compute_checksum(x: Any, *, few: bool = False) -> list[Any]:
-    """Shape and checksum, of all or of three rows."""
+    """Shape and checksums of an array or a sparse matrix; `few`: of three of its rows only."""
     shape = list(x.shape)
     rows = x[sorted({0, shape[0] // 2, shape[0] - 1})] if few else x
     lines = [rows.data, rows.indices, rows.indptr] if is_sparse(rows) else [rows]

@@ -11,9 +11,9 @@ import torch
 from unisono.boost.library import BoostSettings, EvalSets, TrainedModel, find_library
 from unisono.boost.rank_rows import RankRows, agree_on_rows, collect_rows
 from unisono.map_reduce.worker_data import open_shared, split
-from unisono.world import World, join
+from unisono.world import World
 
-__all__ = ["FitResult", "fit_in_world", "work"]
+__all__ = ["FitResult", "fit_in_world", "fit_launched"]
 
 FitResult = dict[str, Any]
 
@@ -37,21 +37,17 @@ def fit_in_world(settings: BoostSettings, part: Any, world: World, evals: EvalSe
 
 
 def _grow_members(settings: BoostSettings, data: RankRows, world: World) -> TrainedModel:
-    """Member k is grown by rank k mod the size of the world, from counts that depend on k alone (and its rows)."""
+    """Grow models apart, and merge them: rank k mod N grows model k, on a bootstrap that k and its rows decide."""
     library = find_library(settings.library)
     grow = library.make_member_trainer(settings, data, _compute_mean(settings, data, world))
     grown = []
     for number in range(world.rank, settings.members, world.size):
-        draws = np.random.default_rng([settings.seed, number])
-        grown.append(grow(number, _draw_bootstrap(draws, data.rows)))
+        drawn = np.random.default_rng([settings.seed, number]).integers(0, data.rows, data.rows)
+        counts = np.bincount(drawn, minlength=data.rows).astype(np.float64)  # how often each row is drawn
+        grown.append(grow(number, counts))
     every = world.gather_objects([torch.frombuffer(bytearray(model), dtype=torch.uint8) for model in grown])
     models = [every[number % world.size][number // world.size].numpy().tobytes() for number in range(settings.members)]
     return TrainedModel(library.merge_models(models), {})
-
-
-def _draw_bootstrap(draws: np.random.Generator, rows: int) -> Any:
-    """How often each row is drawn, of as many draws as there are rows."""
-    return np.bincount(draws.integers(0, rows, rows), minlength=rows).astype(np.float64)
 
 
 def _compute_mean(settings: BoostSettings, data: RankRows, world: World) -> float:
@@ -61,14 +57,9 @@ def _compute_mean(settings: BoostSettings, data: RankRows, world: World) -> floa
     return sum(each[0] for each in every) / max(sum(each[1] for each in every), 1e-300)
 
 
-def work(asked: tuple[BoostSettings, Any], data: Any) -> tuple[str, Any]:
-    """What a launched worker runs. A mistake in the data comes back as text, to be raised where `fit` was called."""
+def fit_launched(asked: tuple[BoostSettings, Any], source: Any, world: World) -> FitResult | None:
+    """`fit_in_world` on a worker that was launched for the fit; rank 0 alone returns the model, which all have."""
     settings, evals = asked
-    world = join("cpu")
-    try:
-        data = open_shared(data)
-        part = split(data, 0, 1) if settings.sees_all_rows else split(data, world.rank, world.size)
-        found = fit_in_world(settings, part, world, open_shared(evals))
-    except ValueError as error:
-        return "refused", str(error)
-    return "fitted", found if world.rank == 0 else None
+    part = split(source, 0, 1) if settings.sees_all_rows else split(source, world.rank, world.size)
+    found = fit_in_world(settings, part, world, open_shared(evals))
+    return found if world.rank == 0 else None

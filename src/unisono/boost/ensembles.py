@@ -11,11 +11,12 @@ import numpy as np
 from unisono.boost.boosted import BoostedEstimator
 from unisono.boost.boosted_fit import fit_boosted
 from unisono.boost.library import BoostSettings
+from unisono.estimators.conventions import check_count
 
 __all__ = ["Bagged", "Forest"]
 
 SAMPLES = ("bootstrap", "shard")
-# Which columns a tree's node may choose from differs from node to node.
+# A node chooses from a random part of the columns.
 FOREST = {
     "xgboost": {"learning_rate": 1.0, "colsample_bynode": 0.8, "reg_lambda": 1e-5},
     "lightgbm": {"learning_rate": 1.0, "feature_fraction_bynode": 0.8},
@@ -23,7 +24,7 @@ FOREST = {
 
 
 class _Ensemble(BoostedEstimator):
-    """Models that the workers grow apart from each other."""
+    """Models that each worker grows by itself."""
 
     def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> Any:
         """Fit to arrays (X dense or sparse, NaN for a missing value), or to files: `fit("data/*.parquet", "price")`."""
@@ -123,8 +124,7 @@ class Bagged(_Ensemble):
 
     def read_settings(self) -> BoostSettings:
         """The settings, checked."""
-        if isinstance(self.bags, bool) or not isinstance(self.bags, int) or self.bags < 1:
-            raise ValueError(f"Bagged: got bags={self.bags!r}; expected a whole number from 1 up")
+        check_count("Bagged", "bags", self.bags, optional=False)
         settings = super().read_settings()
         if settings.params.get("early_stopping_rounds") is not None:
             raise ValueError("Bagged: the models that are merged have equal rounds: leave early_stopping_rounds away")

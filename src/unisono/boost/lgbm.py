@@ -31,7 +31,7 @@ __all__ = [
 
 lightgbm: Any = LazyModule("lightgbm")
 SAVED_ENDINGS = (".txt",)
-_WAIT_MINUTES = 30  # of its network: who is alive is watched beside it
+_WAIT_MINUTES = 30  # LightGBM's own timeout; supervision.py finds dead ranks much sooner
 _AFTER_S = 0.005
 _OURS = ("early_stopping_rounds", "early_stopping_round", "categorical_feature", "importance_type")
 
@@ -40,7 +40,7 @@ _OURS = ("early_stopping_rounds", "early_stopping_round", "categorical_feature",
 
 
 def _make_params(settings: BoostSettings) -> dict[str, Any]:
-    """The settings in LightGBM's own names."""
+    """The settings as LightGBM takes them."""
     params = {k: v for k, v in settings.params.items() if v is not None and k not in _OURS}
     params.setdefault("verbosity", params.pop("verbose", -1))
     if settings.classification:
@@ -110,7 +110,7 @@ def _train_together(
             # In a network, LightGBM 4.7 gives a feature another one's forced bins.
             apart = find_bins(*sample, params, categories) if "forcedbins_filename" in params else None
             held.close()
-            # A rank connects to those above it, and tries again only after 0.2 s where they do not listen yet.
+            # A rank connects to those above it. If they do not listen yet, it tries again only after 0.2 s.
             time.sleep(_AFTER_S * min(world.size - 1 - world.rank, 10))
             with connect_network(machines, port, wait_minutes=wait_minutes, params=params):
                 bins = find_bins(*sample, params, categories) if apart is None else apart
@@ -218,7 +218,7 @@ def compute_importances(booster: Any, columns: int) -> Any:
 
 
 def make_member_trainer(settings: BoostSettings, data: RankRows, mean: float) -> Callable[[int, Any], bytes]:
-    """A function of a member's number and its rows' counts that trains it; the rows are cut into bins once."""
+    """A function that trains one model, given its number and how often each row counts; bins are found once."""
     params = _make_params(settings)
     params.pop("tree_learner", None)
     if params.get("linear_tree"):

@@ -1,7 +1,7 @@
 """LightGBM's network, and the bins of its features, the same on every rank.
 
 Bins are found from a sample of all ranks' rows, as one process would take it, each rank those of some features; the
-library by itself takes a feature's bins from one rank's rows, which is wrong where rows are sorted.
+library by itself takes a feature's bins from one rank's rows, which is wrong if the rows are sorted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ lightgbm: Any = LazyModule("lightgbm")
 
 @contextmanager
 def connect_network(machines: Sequence[str], port: int, *, wait_minutes: int, params: dict[str, Any]) -> Iterator[None]:
-    """The network of this thread, between ranks in the order of `machines`."""
+    """Connect this thread to LightGBM's network; ranks are numbered in the order of `machines`."""
     count = ctypes.c_int(0)  # a call that reads the parameters: this thread is then as silent as they say
     verbosity = _format_params({"verbosity": params["verbosity"]})
     _call("LGBM_GetSampleCount", ctypes.c_int32(1), verbosity, ctypes.byref(count))
@@ -51,8 +51,8 @@ def connect_network(machines: Sequence[str], port: int, *, wait_minutes: int, pa
 
 
 def sample_columns(data: RankRows, wanted: int, world: World) -> tuple[Columns, int, int]:
-    """Rows of all ranks, in their order, as many as one process would look at; how many these are, and how many rows
-    there are in all."""
+    """A sample of all ranks' rows by columns, in their order and as large as one process would take it; its number of
+    rows, and that of all rows."""
     rows = world.gather_objects(data.rows)
     bytes_a_row = max(1, (data.x.data.nbytes if is_sparse(data.x) else data.x.nbytes) // data.rows)
     bytes_a_row = max(world.gather_objects(bytes_a_row))

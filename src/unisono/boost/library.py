@@ -1,4 +1,4 @@
-"""What a boosting library must offer here, what it is given and what it gives back."""
+"""The interface to a boosting library: its functions, the settings of a fit, and the model that comes back."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TrainedModel(NamedTuple):
 
 
 class Library(Protocol):
-    """What the file of a library offers: `xgb.py` and `lgbm.py`."""
+    """The functions of `xgb.py` and `lgbm.py`."""
 
     SAVED_ENDINGS: tuple[str, ...]  # of the files that its boosters write
 
@@ -57,7 +57,7 @@ class Library(Protocol):
         """One model of all ranks' rows, the same on every rank."""
 
     def make_member_trainer(self, settings: BoostSettings, data: RankRows, mean: float) -> Callable[[int, Any], bytes]:
-        """A function of a member's number and its rows' counts that trains it."""
+        """A function that trains one model, given its number and how often each row counts."""
 
     def merge_models(self, models: Sequence[bytes]) -> bytes:
         """One model that predicts the mean of the models' margins."""
@@ -66,7 +66,7 @@ class Library(Protocol):
         """The library's own booster."""
 
     def predict(self, booster: Any, x: Any, params: dict[str, Any]) -> Any:
-        """Numbers, or probabilities: rows, or rows × classes."""
+        """Predicted numbers, or probabilities: of shape rows, or rows × classes."""
 
     def compute_importances(self, booster: Any, columns: int) -> Any:
         """The gain of each column."""

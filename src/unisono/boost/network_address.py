@@ -14,14 +14,18 @@ __all__ = ["find_own_address", "reserve_port"]
 
 
 def find_own_address(world: World) -> str:
-    """The IPv4 address of this rank's host, as the others see it; 127.0.0.1 where all are on one host.
+    """The IPv4 address at which other ranks reach this rank's host; 127.0.0.1 if all are on one host.
 
-    Of several, the interface in GLOO_SOCKET_IFNAME; else the one that leads to the launcher.
+    It is that of the interface in GLOO_SOCKET_IFNAME, or else of the one that leads to the launcher.
     """
     if len(set(world.hosts)) == 1:
         return "127.0.0.1"
     if name := os.environ.get("GLOO_SOCKET_IFNAME", ""):
-        return _read_interface(name.split(",")[0])
+        name = name.split(",")[0]
+        try:
+            return address_of_interface(name)
+        except OSError as error:
+            raise OSError(f"GLOO_SOCKET_IFNAME={name}: that interface has no IPv4 address here ({error})") from error
     launcher = os.environ.get("UNISONO_LAUNCHER", "").rpartition(":")[0]
     for target in (launcher, os.environ.get("MASTER_ADDR", ""), "192.0.2.1"):
         found = address_towards(target) if target else ""
@@ -40,10 +44,3 @@ def reserve_port() -> Iterator[tuple[int, socket.socket]]:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("", 0))
         yield held.getsockname()[1], held
-
-
-def _read_interface(name: str) -> str:
-    try:
-        return address_of_interface(name)
-    except OSError as error:
-        raise OSError(f"GLOO_SOCKET_IFNAME={name}: that interface has no IPv4 address here ({error})") from error

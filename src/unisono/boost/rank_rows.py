@@ -63,10 +63,10 @@ def _collect_blocks(table: Table) -> RankRows:
 
 
 def find_bad_value(rows: RankRows) -> str:
-    """The first value that neither library can learn from, named by column and place; empty where there is none."""
+    """The first value that neither library can learn from, named by column and place; empty if there is none."""
     values = rows.x.data if is_sparse(rows.x) else rows.x
     if values.dtype.kind == "f" and np.isinf(values).any():
-        row, column = _find_first(np.isinf(rows.x.toarray() if is_sparse(rows.x) else rows.x))
+        row, column = np.argwhere(np.isinf(rows.x.toarray() if is_sparse(rows.x) else rows.x))[0].tolist()
         return f"Input X contains infinity (inf) in {format_column(rows.names, column)} ({rows.where(row)})"
     for name, line in (("Input y", rows.y), ("sample_weight", rows.weight)):
         if line is not None and line.dtype.kind == "f" and not np.isfinite(line).all():
@@ -79,18 +79,14 @@ def find_bad_value(rows: RankRows) -> str:
     return ""
 
 
-def _find_first(bad: Array) -> tuple[int, int]:
-    row, column = np.argwhere(bad)[0]
-    return int(row), int(column)
-
-
 def agree_on_rows(rows: RankRows, world: World, *, labels: bool, classes: int | None = None) -> list[float] | None:
-    """Check that all ranks can go on; where y holds `labels` as they are in files, number them alike on every rank.
+    """Check that every rank has rows to learn from, and number labels alike on all ranks.
 
-    Returns the labels of all ranks in order, or None where there were none to number.
+    labels: whether y holds labels. classes: how many classes y is numbered by already; None: y holds labels as they are
+    in files, which are replaced by their numbers.
 
-    `classes`: y is already numbered from 0 to so many; None: labels as they are in files. ValueError on every rank
-    where one of them has data that cannot be learned from.
+    Returns the sorted labels of all ranks, or None if there were none to number. If one rank has data that cannot be
+    learned from, every rank raises ValueError.
     """
     mine: dict[str, Any] = {"problem": find_bad_value(rows), "shape": list(rows.x.shape)}
     mine["weighted"] = rows.weight is not None

@@ -41,7 +41,7 @@ class _SharedModel(BoostedEstimator):
 class XGBoost(_SharedModel):
     """XGBoost by all workers: each holds some rows, and they sum histograms through XGBoost's own collective.
 
-    The model is the one that XGBoost would make alone, to the last digits, where a feature has at most `max_bin`
+    The model is the one that XGBoost would make alone, to the last digits, if no feature has more than `max_bin`
     different values; with more, the borders of bins are estimated from all workers' rows and differ slightly.
 
     Arguments:
@@ -71,7 +71,7 @@ class LightGBM(_SharedModel):
     """LightGBM by all workers: each holds some rows, and they sum histograms through LightGBM's own network.
 
     Every rank cuts features into the same bins, found from a sample of all ranks' rows: all of them up to 200,000
-    (`bin_construct_sample_cnt`; fewer where these are more than 256 MB). Up to there the model is the one that
+    (`bin_construct_sample_cnt`; fewer if these take more than 256 MB). Up to there the model is the one that
     LightGBM would make alone, to the last digits, but for two things: what is drawn by row (bagging, GOSS) is drawn by
     each rank for itself; and with weights or classes it estimates a leaf's rows from their hessians, so that
     min_child_samples acts slightly otherwise (min_child_weight does not).

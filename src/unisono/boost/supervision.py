@@ -77,8 +77,9 @@ def run_supervised(fn: Callable[[], T], world: World, *, timeout_s: float) -> T:
 
 
 def _exchange_beats(call: _LibraryCall, world: World, reports: queue.SimpleQueue[Any]) -> None:
-    """Tells None at each beat; at the end every rank's [when, what went wrong, whether a user's mistake], which is
-    empty for those that did not fail; or what broke the world."""
+    """Meet the other ranks at every beat, and put news into `reports`: None while all goes well; at the end, of every
+    rank [when it failed, its error, whether that is a user's mistake], empty if it did not fail; or what broke the
+    world."""
     try:
         while True:
             call.ended.wait(BEAT_S)

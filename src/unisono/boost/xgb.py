@@ -10,6 +10,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -34,15 +35,15 @@ __all__ = [
 xgboost: Any = LazyModule("xgboost")
 SAVED_ENDINGS = (".json", ".ubj")
 _OURS = ("early_stopping_rounds", "missing", "enable_categorical", "feature_types", "importance_type")
-_TRACKER_S = 0.005  # it is ready by then, and looks whether it is only every 0.1 s
-_WAIT_S = 1800  # of its collective: who is alive is watched beside it
+_TRACKER_S = 0.005  # the tracker is ready by then, and looks for workers only every 0.1 s
+_WAIT_S = 1800  # XGBoost's own timeout; supervision.py finds dead ranks much sooner
 
 
 # Settings -------------------------------------------------------------------------------------------------------------
 
 
 def _make_params(settings: BoostSettings) -> dict[str, Any]:
-    """The settings in XGBoost's own names."""
+    """The settings as XGBoost takes them."""
     params = {k: v for k, v in settings.params.items() if v is not None and k not in _OURS}
     if settings.classification:
         several = (settings.classes or 2) > 2
@@ -81,24 +82,15 @@ def check(settings: BoostSettings, x: Any, y: Any) -> None:
 
 
 def _run_and_listen(fn: Callable[[], Any]) -> tuple[Any, list[str]]:
-    """Run `fn` in a thread whose messages from XGBoost are kept: its messages go by thread."""
-    found: list[Any] = []
+    """Run `fn` in a thread of its own, as XGBoost hands out messages by thread; returns its value and the messages."""
     said: list[str] = []
 
-    def run() -> None:
-        try:
-            with _Messages(said):
-                found.append((fn(), None))
-        except BaseException as error:
-            found.append((None, error))
+    def run() -> Any:
+        with _Messages(said):
+            return fn()
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join()
-    value, error = found[0]
-    if error is not None:
-        raise error
-    return value, said
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result(), said
 
 
 class _Messages:
@@ -232,7 +224,7 @@ def compute_importances(booster: Any, columns: int) -> Any:
 
 
 def make_member_trainer(settings: BoostSettings, data: RankRows, mean: float) -> Callable[[int, Any], bytes]:
-    """A function of a member's number and its rows' counts that trains it; the rows are cut into bins once."""
+    """A function that trains one model, given its number and how often each row counts; bins are found once."""
     params = _make_params(settings)
     # All members start from the same value: their sum counts it once.
     params.setdefault("base_score", 0.5 if (settings.classes or 0) > 2 else mean)

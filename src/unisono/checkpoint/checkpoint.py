@@ -57,12 +57,12 @@ class Loaded(NamedTuple):
 
 
 class ModelPart(NamedTuple):
-    """What stands for one rank in the one model that a checkpoint gives to plain PyTorch and to other strategies.
+    """How one rank counts in the one model that a checkpoint gives to plain PyTorch and to other strategies.
 
-    Each is by the model's own parameters and buffers. What is not named stands as it is; where the ranks' differ, their
-    mean is taken, each counted once.
+    Keys are the model's own parameters and buffers. A tensor that is not named is taken as it is; if the ranks hold
+    different values, their mean is taken, with equal weights.
 
-    values: what stands in a tensor's place.
+    values: what to take in a tensor's place.
     weights: how much this rank counts in a tensor's mean.
     first: tensors of which rank 0's is taken instead of the mean.
     """
@@ -95,16 +95,16 @@ class Savable(Protocol):
         """The strategy's own state: "shared" by all ranks, and "local" to this one."""
 
     def load_state_dict(self, state: dict[str, Any], *, same_world: bool) -> None:
-        """Take it up again; from a world of another size, `state["locals"]` has every old rank's part."""
+        """Continue from a saved state; from a world of another size, `state["locals"]` has every old rank's part."""
 
     def present_ranks(self) -> list[int]:
         """The ranks that save: all, unless the strategy goes on without those that died."""
 
     def gather_present(self, obj: Any) -> dict[int, Any]:
-        """By rank, the `obj` of every rank that is there."""
+        """The `obj` of every present rank, by rank."""
 
     def model_part(self) -> ModelPart:
-        """What stands for this rank in the model that others get from the checkpoint."""
+        """How this rank counts in the model that plain PyTorch and other strategies get from the checkpoint."""
 
     def sharded_state(self) -> dict[str, Any] | None:
         """Model and optimizer with a `Piece` in place of each tensor that is split; None: nothing is."""
@@ -113,7 +113,7 @@ class Savable(Protocol):
         """Take my part of a model and an optimizer that have a `Stored` in place of each tensor."""
 
 
-EVERY_RANK = {  # what errors say of ranks that do not come (see `unisono.runtime.frames`)
+EVERY_RANK = {  # what errors say if some ranks do not call it (see `unisono.runtime.frames`)
     "save": "every rank calls un.save; rank 0 writes, and each rank the parts that only it has",
     "load": "every rank calls un.load",
 }
@@ -130,8 +130,8 @@ def save(path: str | os.PathLike[str], replica: Savable, *, keep: int | None = 3
     `extra` is any nested state that `unisono.packing.pack` takes: a scheduler's state, a GradScaler's, a
     history; a rank whose `extra` is its own gets that back in a world of the same size.
     In a run that only measures (`unisono plan`) nothing is written.
-    Where a strategy goes on without a rank that died (`parameter_server`), those that live save: the checkpoint is of
-    a world of as many. Elsewhere such a rank is `PeerLost` on all.
+    If the strategy goes on without a rank that died (`parameter_server`), the others save, as a world of their number.
+    With other strategies every rank raises `PeerLost`.
 
     Returns the checkpoint's own folder.
 
@@ -147,7 +147,7 @@ def save(path: str | os.PathLike[str], replica: Savable, *, keep: int | None = 3
     elastic = getattr(replica, "elastic", None)
     if elastic is None:
         return _save(path, _find_whole(replica), keep, extra)
-    # Once more, where a rank is lost in it; not in a step that is repeated, with this.
+    # If a rank is lost meanwhile, the save is repeated, and not the step around it.
     return str(elastic.call(lambda: _save(path, replica, keep, extra), alone=lambda: path, raises=_ALIKE))
 
 
@@ -178,7 +178,7 @@ def _check_replica(what: str, replica: object) -> None:
 
 
 def _find_whole(replica: Savable) -> Savable:
-    """What is saved: the replica; in the data axis of a mesh, the model that its ranks hold together."""
+    """The replica; of a mesh, an object that saves the model which all ranks of the mesh hold together."""
     axes = replica.world.axes
     whole: Savable = replica if axes is None else axes.make_savable(replica)
     return whole
@@ -191,12 +191,12 @@ class _Saving:
         self.root, self.replica, self.keep, self.extra = root, replica, keep, extra
         self.world = replica.world
         self.ranks = replica.present_ranks()
-        self.number = self.ranks.index(self.world.rank)  # of those that save
+        self.number = self.ranks.index(self.world.rank)  # this rank's number among those that save
         self.writing: Path | None = None
-        self.lock: io.FileIO | None = None  # of the folder that rank 0 writes
+        self.lock: io.FileIO | None = None  # held by rank 0 on the folder that it writes
 
     def gather(self, obj: Any) -> list[Any]:
-        """Every saving rank's `obj`, in order; all raise alike where one was lost since the save began."""
+        """Every saving rank's `obj`, in order; all raise alike if one was lost since the save began."""
         every = self.replica.gather_present(obj)
         if lost := [rank for rank in self.ranks if rank not in every]:
             raise PeerLost(f"rank(s) {', '.join(map(str, lost))} died while the others saved; save again")
@@ -206,7 +206,9 @@ class _Saving:
         """1. Take the state apart; rank 0 makes the hidden folder and says what its tensors are."""
         state, parts = self.replica.state_dict(), self.replica.sharded_state()
         model = _unwrap(self.replica.model)
-        part, named = self.replica.model_part(), _name_tensors(model) if parts is None else []
+        part, named = self.replica.model_part(), list[tuple[str, Tensor]]()
+        if parts is None:  # each name of a tensor that has several
+            named = [(name, x) for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)]
         whole = {
             "model": model.state_dict() if parts is None else parts["model"],
             "versions": {name: {"version": x._version} for name, x in model.named_modules(remove_duplicate=False)},
@@ -238,7 +240,7 @@ class _Saving:
         return report
 
     def write(self, reports: Sequence[Mapping[str, Any]]) -> Files:
-        """2. Rank 0 writes what it has; every rank writes where it differs from that, and what is its own."""
+        """2. Rank 0 writes the shared state; every rank writes what differs from that, and its own state."""
         rank, self.writing = self.number, self.root / reports[0]["name"]
         wholes = self._merge([report["split"] for report in reports])
         _wait_until_visible(self.writing, self.world.host)
@@ -254,7 +256,7 @@ class _Saving:
         )
 
     def _merge(self, parts: Sequence[tuple[Any, dict[str, Held]] | None]) -> dict[str, list[Any]]:
-        """Where the state is split: make the tree of all ranks' parts; dtype and shape of the whole of each piece."""
+        """Merge the trees of a state that is split over the ranks; returns dtype and shape of each whole tensor."""
         split = [part for part in parts if part is not None]
         if not split:
             return {}
@@ -272,7 +274,7 @@ class _Saving:
         return wholes
 
     def _compared(self) -> dict[str, Any]:
-        """The tree in which ranks may differ: where the state is split, all have one tree of it."""
+        """The part of the tree in which ranks may differ: without model and optimizer if those are split."""
         return {key: part for key, part in self.tree.items() if self.pieces is None or key not in SPLIT}
 
     def _digest(self) -> dict[str, bytes]:
@@ -328,8 +330,8 @@ def load(path: str | os.PathLike[str], replica: Savable, *, strict: bool = True)
     Every rank calls it. All ranks load the same one; what is damaged is skipped, with a warning that says why.
     Parameters stay the same objects. In a world of the same size training goes on bit for bit as if it had
     not stopped; in another, ranks that are new draw their RNG from rank 0's, the strategy redistributes its
-    per-rank state, and tensors of model and optimizer that differed between the ranks become their mean. So they
-    do where another strategy saved them: this one may need the same model on every rank.
+    per-rank state, and tensors of model and optimizer that differed between the ranks become their mean. They also do
+    if another strategy saved them: this one may need the same model on every rank.
     Shards that are made after this call find their position when they are made.
     A worker that replaces a lost one is given what the first workers were, whatever lies in the folder by now
     (as `extra`, rank 0's); its model comes from the others.
@@ -362,7 +364,7 @@ _ALIKE = (FileNotFoundError, CheckpointError, ValueError, TypeError)  # what `lo
 
 
 def _load(path: str | os.PathLike[str], replica: Savable, strict: bool, *, stacklevel: int) -> dict[str, Any]:
-    """The fields of `Loaded`, and the positions of the shards."""
+    """Load the newest whole checkpoint. Returns the fields of `Loaded`, and the positions of the shards."""
     world, root = replica.world, local_path(path)
     strategy, what = type(replica.strategy).__name__, f"{root} could not be loaded"
     gather = world.gather_objects
@@ -381,7 +383,7 @@ def _load(path: str | os.PathLike[str], replica: Savable, strict: bool, *, stack
 def find_newest(
     root: Path, world: World, read: Callable[[Path], Contents]
 ) -> tuple[Contents, Path, list[tuple[str, str]]]:
-    """The newest checkpoint that every rank could `read` whole, and those that are not, with the reasons."""
+    """The newest checkpoint that every rank could `read`, its folder, and the skipped ones with reasons."""
 
     def list_candidates() -> list[list[str]]:
         found = find_candidates(root) if world.rank == 0 else []
@@ -413,7 +415,7 @@ def _try_to_read(folder: Path, world: World, read: Callable[[Path], Contents]) -
 
 
 def warn_of_damage(found: Contents, folder: Path, skipped: list[tuple[str, str]], *, stacklevel: int) -> None:
-    """Say which checkpoints were damaged, and what became the mean of several ranks'."""
+    """Warn of damaged checkpoints, and of tensors that became the mean over ranks."""
     if skipped:
         lines = "".join(f"\n  skipped {where}: {why}" for where, why in skipped)
         warnings.warn(f"loaded {folder}; others beside it are damaged:{lines}", stacklevel=stacklevel)
@@ -427,7 +429,7 @@ def warn_of_damage(found: Contents, folder: Path, skipped: list[tuple[str, str]]
 
 
 def _apply_or_refuse(found: Contents, replica: Savable, *, strict: bool) -> None:
-    """A checkpoint that does not fit the model is the caller's mistake; one with parts of a wrong kind is broken."""
+    """Apply a checkpoint. If it does not fit, the caller is wrong; if parts have a wrong type, it is broken."""
     try:
         _apply(found, replica, strict=strict)
     except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
@@ -435,7 +437,7 @@ def _apply_or_refuse(found: Contents, replica: Savable, *, strict: bool) -> None
 
 
 def _apply(found: Contents, replica: Savable, *, strict: bool) -> None:
-    """Put everything in its place; what can be checked is checked before anything is touched."""
+    """Load everything into the replica and its world; checks come before the first change."""
     world, whole = replica.world, found.whole
     _apply_model_and_optimizer(found, replica, strict=strict)
     locals_ = [own["local"] for own in found.owns]
@@ -507,7 +509,7 @@ def _check_model(mine: Mapping[str, Any], saved: Mapping[str, Any], *, strict: b
 
 
 def _check_optimizer(mine: Sequence[Any], saved: Sequence[Any], kinds: tuple[str, str], *, strict: bool) -> bool:
-    """Whether the groups of parameters fit, and the classes (mine, saved)."""
+    """Whether the saved optimizer has the class (`kinds`: mine, saved) and the parameter groups of this one."""
     here, there = [len(group["params"]) for group in mine], [len(group["params"]) for group in saved]
     kind, saved_type = kinds
     if (there, saved_type) == (here, kind):
@@ -525,7 +527,7 @@ def _check_optimizer(mine: Sequence[Any], saved: Sequence[Any], kinds: tuple[str
 
 
 def _do_together(gather: Callable[[Any], list[Any]], what: str, do: Callable[[], Any]) -> list[Any]:
-    """Every rank's result of `do`, which must not talk to others; where it fails on any rank, all ranks raise.
+    """Every rank's result of `do`, which must not talk to others; if it fails on any rank, all ranks raise.
 
     A TypeError or ValueError stays itself on its own rank, as it is about what the caller gave.
     """
@@ -545,14 +547,9 @@ def _do_together(gather: Callable[[Any], list[Any]], what: str, do: Callable[[],
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
-    """The module itself, where torch.compile has put another around it."""
+    """The user's module, without the wrapper of torch.compile."""
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, nn.Module) else model
-
-
-def _name_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers by their names in the model's state, each name of those that have several."""
-    return [(name, x) for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)]
 
 
 def _shorten(error: BaseException) -> str:

@@ -1,8 +1,8 @@
-"""A checkpoint's folder: how it is named, written whole or not at all, judged, and read.
+"""A checkpoint's folder: its names, how it is written whole or not at all, checked, and read.
 
 path/step-0000000120/manifest.json                     sizes and checksums, world size, step
-                     shared.json, shared.safetensors   what rank 0 has, and every rank has alike
-                     rank-00000.json, .safetensors     where a rank differs from that, and its own part
+                     shared.json, shared.safetensors   the state of rank 0, which most ranks share
+                     rank-00000.json, .safetensors     what differs on a rank from that, and its own part
                      pieces-00000.safetensors          what a rank holds of tensors that are split over the ranks
 """
 
@@ -52,7 +52,7 @@ _MAX_MANIFEST_BYTES = 64 << 20  # some hundred thousand files
 
 
 class Candidate(NamedTuple):
-    """A folder that may be a checkpoint; `problem` says why it is not."""
+    """A folder that looks like a checkpoint; `problem` says why it is none."""
 
     path: Path
     step: int = -1
@@ -61,12 +61,12 @@ class Candidate(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """A checkpoint that was read and is whole; nothing of it is in use yet."""
+    """A checkpoint that was read and verified."""
 
     step: int
     whole: dict[str, Any]  # read lazily, its model and optimizer have a Stored in place of every tensor
     same_world: bool
-    owns: list[dict[str, Any]]  # of every rank that saved; in the same world, of mine alone
+    owns: list[dict[str, Any]]  # the own parts of every rank that saved; in the same world, this rank's alone
     averaged: list[str]
 
 
@@ -95,7 +95,7 @@ def begin_folder(root: Path, step: int) -> tuple[Path, io.FileIO]:
 
 
 def _is_in_use(folder: Path) -> bool:
-    """Whether another run is writing this folder. Where no lock tells: whether it is less than an hour old."""
+    """Whether another run is writing this folder. On a disk without locks: whether it is less than an hour old."""
     try:
         with io.FileIO(folder / _LOCK, "r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -114,7 +114,7 @@ def _is_in_use(folder: Path) -> bool:
 
 
 def write_shared(folder: Path, tree: Any, tensors: Tensors) -> Files:
-    """What rank 0 has."""
+    """Write the state of rank 0."""
     return _write_pair(folder, "shared", tree, tensors)
 
 
@@ -128,8 +128,13 @@ def write_rank(
     pieces: Mapping[str, Piece] | None = None,
     weights: Mapping[str, float] | None = None,
 ) -> Files:
-    """A rank's own part, where it differs from rank 0 (the tree, None: the same, and some tensors), its pieces, and how
-    much it counts in the mean of tensors (None: once)."""
+    """Write what belongs to one rank.
+
+    own: its own part.
+    tree, differs: the tree (None: as rank 0's) and the tensors that differ from rank 0's.
+    pieces: what it holds of split tensors.
+    weights: how much it counts in the mean of tensors; 1 unless named.
+    """
     own_tree, own_tensors = own
     differs = differs or {}
     files: Files = {}
@@ -142,7 +147,7 @@ def write_rank(
 
 
 def publish_folder(writing: Path, files: Files, *, step: int, world_size: int, is_split: bool = False) -> Path:
-    """Complete a folder with its manifest and give it its name, in one step that happens or does not."""
+    """Complete a folder with its manifest, and give it its name in one atomic step."""
     root = writing.parent
     manifest = {
         "format": _SPLIT_FORMAT if is_split else _FORMAT,
@@ -217,12 +222,14 @@ def find_candidates(root: Path) -> list[Candidate]:
 def read_folder(
     folder: Path, rank: int, world_size: int, strategy: str = "", *, lazy: bool = False, owns: bool = True
 ) -> Contents:
-    """Read and verify the shared part and mine; in a world of another size, or for another strategy than that which
-    saved it, those of all ranks. `lazy`: of model and optimizer, nothing is kept in memory. Not `owns`: for plain
-    PyTorch, which is such another strategy.
+    """Read and verify the shared part and this rank's own; if another strategy or a world of another size saved it, the
+    own parts of all ranks.
 
-    Files that are not read in one go are verified before, each by one of the ranks: all must have returned before
-    anything is used. Raises OSError or ValueError, with the reason, for what is not whole.
+    lazy: keep nothing of model and optimizer in memory.
+    owns: False leaves ranks' own parts out, for plain PyTorch, which counts as another strategy.
+
+    Files that are not read in one go are verified first, each by one of the ranks: all ranks must have returned before
+    anything is used. Raises OSError or ValueError, with the reason, for a checkpoint that is not whole.
     """
     manifest = _read_manifest(folder)
     source = _Source(folder, manifest["files"], lazy)
@@ -265,7 +272,7 @@ class _Source:
         self.folder, self.files, self.lazy = folder, files, lazy
 
     def check_sizes(self, start: str | tuple[str, ...]) -> None:
-        """The files whose names start so are there, as long as they were."""
+        """Check that the files whose names start so exist, with the size that was written."""
         for name, (size, _) in self.files.items():
             if not name.startswith(start):
                 continue
@@ -275,7 +282,7 @@ class _Source:
                 raise ValueError(f"{name} has {got} bytes; {size} were written")
 
     def verify(self, rank: int, world_size: int) -> None:
-        """My share of the files of tensors, by their checksums."""
+        """Check this rank's share of the files of tensors by their checksums."""
         names = sorted(name for name in self.files if name.endswith(".safetensors"))
         for name in names[rank::world_size]:
             self._check(name, safetensors.checksum(self.folder / name))
@@ -288,7 +295,7 @@ class _Source:
             return _expect(dict, json.loads(text), "the whole")
 
     def tensors(self, stem: str) -> dict[str, Stored]:
-        """In memory, and verified; or where they lie."""
+        """The tensors of a file: in memory and verified, or if lazy as references into the file."""
         path = self.folder / f"{stem}.safetensors"
         if self.lazy:
             return safetensors.index(path)
@@ -303,20 +310,12 @@ class _Source:
             raise ValueError(f"{name} is damaged: its checksum differs")
 
 
-class _Full(Mapping[str, torch.Tensor]):
-    """Stored tensors, read when asked for."""
-
-    def __init__(self, stored: Mapping[str, Stored]) -> None:
-        self._stored = stored
+class _Full(dict[str, Any]):
+    """Stored tensors by name, each read when it is asked for."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._stored[name].full()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
-
-    def __len__(self) -> int:
-        return len(self._stored)
+        tensor: torch.Tensor = super().__getitem__(name).full()
+        return tensor
 
 
 def _assemble(tree: dict[str, Any], tensors: Mapping[str, Stored], lazy: bool) -> dict[str, Any]:
@@ -329,7 +328,7 @@ def _assemble(tree: dict[str, Any], tensors: Mapping[str, Stored], lazy: bool) -
 
 
 def _find_absent(source: _Source, entries: Mapping[int, Any], tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Of tensors that rank 0 did not have: those of the first rank that had them."""
+    """Tensors that rank 0 did not have, from the first rank that had them."""
     found: dict[str, Stored] = {}
     for rank, entry in entries.items():
         if names := [name for name in entry["differs"] if name not in tensors and name not in found]:
@@ -343,11 +342,10 @@ def _average(
     weights: list[dict[str, float]],
     left_out: Collection[str],
 ) -> Iterator[str]:
-    """Put the mean over the ranks that saved in place of rank 0's, where model or optimizer differed, each rank counted
-    by its weight (where it has none, once); not of those `left_out`.
+    """Replace tensors of model and optimizer that differed between the ranks by their mean; yields their names.
 
-    Such are parameters between two averagings of local SGD, and the statistics of a BatchNorm that is not
-    synchronised. Only numbers with a fraction have a mean; of the others, rank 0's stay.
+    Each rank counts by its weight (1 unless named). Tensors in `left_out`, and those of whole numbers, stay rank 0's.
+    Ranks differ, for example, between two averagings of local SGD, or in the statistics of an unsynchronised BatchNorm.
     """
     for name in sorted({name for part in different for name in part}):
         first, counted = tensors.get(name), [part.get(name, 1.0) for part in weights]
@@ -363,13 +361,13 @@ def _average(
 
 
 def _make_mean(first: Stored, others: Mapping[int, Stored], weights: list[float]) -> Stored:
-    """The mean over all ranks, by their weights; those that are not among the others have the first."""
+    """The weighted mean over all ranks; a rank that is not in `others` has the values of `first`."""
     alike = sum(weight for rank, weight in enumerate(weights) if rank not in others)
 
     def read_mean(start: int, stop: int) -> torch.Tensor:
         total = torch.zeros(stop - start, dtype=torch.float64)
         for weight, x in ((alike, first), *((weights[rank], x) for rank, x in others.items())):
-            if weight:  # else it may hold what is not finite
+            if weight:  # values without weight may be NaN, which times 0 is NaN
                 total += x.read(start, stop).double() * weight
         return (total / sum(weights)).to(first.dtype)
 
@@ -422,13 +420,13 @@ def _read_text(path: Path, most: int = _MAX_NUMBER) -> bytes:
 
 # Judging --------------------------------------------------------------------------------------------------
 #
-# A checkpoint may come from anywhere. What is not as `save` writes it is refused before it is used, by a ValueError
-# that names the file.
+# A checkpoint may come from anywhere. Whatever `save` would not have written is refused before it is used, by a
+# ValueError that names the file.
 
 
 @contextmanager
 def _naming(file: str) -> Iterator[None]:
-    """Say in which file something is wrong."""
+    """Turn errors inside the block into a ValueError that names the file."""
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
@@ -461,7 +459,7 @@ def _is_numbers(value: Any, count: int) -> bool:
 
 
 def _check_wholes(wholes: Any) -> dict[str, Sequence[Any]]:
-    """The split tensors: a dtype and a shape by name."""
+    """Check the list of split tensors: a dtype and a shape by name."""
     with _naming("shared.json"):
         for name, whole in _expect(dict, wholes, "pieces").items():
             if not isinstance(whole, list) or len(whole) != 2:
@@ -470,7 +468,7 @@ def _check_wholes(wholes: Any) -> dict[str, Sequence[Any]]:
 
 
 def _check_entry(entry: dict[str, Any], rank: int) -> dict[str, Any]:
-    """A rank's own file: where it differs, what it holds of split tensors."""
+    """Check the contents of a rank's own file."""
     with _naming(f"{_name_rank(rank)}.json"):
         _get(entry, "own")
         if (tree := _get(entry, "tree")) is not None:
@@ -489,7 +487,7 @@ def _check_entry(entry: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def _find_given(tree: Mapping[str, Any]) -> set[str]:
-    """The tensors of the model of which others get no mean: consolidated ones, and the first rank's."""
+    """The names of the tensors that are not averaged: consolidated ones, and those taken from the first rank."""
     with _naming("shared.json"):
         first = [_expect(str, name, "a name in first") for name in _expect(list, tree.get("first", []), "first")]
         consolidated = _expect(dict, tree.get("consolidated", {}), "consolidated")
@@ -511,7 +509,7 @@ def _unpack_own(tree: Any, kept: Mapping[str, Stored], rank: int) -> dict[str, A
 
 
 def _check_whole(whole: dict[str, Any]) -> dict[str, Any]:
-    """What `load` and `read_checkpoint` go by is there, and of its kind."""
+    """Check that everything `load` and `read_checkpoint` use is there, and of the right type."""
     for name in ("model", "versions", "optimizer", "shards", "ledger"):
         _expect(dict, _get(whole, name), name)
     for name in ("optimizer_type", "strategy_type"):

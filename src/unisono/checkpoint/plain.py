@@ -1,4 +1,4 @@
-"""Checkpoints for programs that train nothing: full tensors for plain PyTorch, and a model's file for others."""
+"""Checkpoints outside of training: full tensors for plain PyTorch, and models exported as safetensors files."""
 
 from __future__ import annotations
 

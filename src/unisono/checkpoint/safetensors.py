@@ -1,7 +1,8 @@
 """Tensors in a safetensors file, written and read as a stream: checksummed on the way, no second copy.
 
-The `safetensors` library reads these files; it refuses to write tensors that share memory, as views into one
-flat buffer do, and it neither syncs nor checksums what it writes.
+The `safetensors` package reads these files. It is not used here: it writes tensors only whole and from memory, refuses
+those that share memory (views into one flat buffer), and neither syncs nor checksums; it reads by mapping a file by its
+name, which blocks on a FIFO and crashes if the file shrinks, and knows no ranges of a flat tensor.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 
 
 class Written(NamedTuple):
-    """What a file holds: its size, and the CRC-32 of its bytes."""
+    """The size of a file, and the CRC-32 of its bytes."""
 
     size: int
     crc32: int
@@ -102,7 +103,7 @@ def write_stream(path: Path, entries: Iterable[Entry], *, metadata: Mapping[str,
 
 
 def is_storable(dtype: torch.dtype) -> bool:
-    """Whether safetensors has a name for it."""
+    """Whether the format has a name for this dtype."""
     return dtype in _NAMES
 
 
@@ -134,7 +135,7 @@ def checksum(path: Path) -> Written:
 
 
 def open_file(path: Path) -> tuple[io.FileIO, int]:
-    """A file to read, and its size. ValueError where it is none: a FIFO would block, a device may have no end."""
+    """A file to read, and its size. ValueError for a special file: a FIFO would block, a device may have no end."""
     file = io.FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     found = os.fstat(file.fileno())
     if not stat.S_ISREG(found.st_mode):
@@ -144,7 +145,7 @@ def open_file(path: Path) -> tuple[io.FileIO, int]:
 
 
 class _Reader:
-    """Reads a file from its start to its end, and sums what it reads."""
+    """Reads a file from its start to its end, and computes its checksum on the way."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.size, self.crc = path, 0, 0
@@ -157,7 +158,7 @@ class _Reader:
         self._file.close()
 
     def fill(self, buffer: Any) -> Any:
-        """The next bytes."""
+        """Fill the buffer with the next bytes."""
         view = memoryview(buffer).cast("B")
         for start in range(0, len(view), CHUNK_BYTES):
             chunk = view[start : start + CHUNK_BYTES]
@@ -166,7 +167,7 @@ class _Reader:
         return buffer
 
     def read_layout(self) -> list[tuple[str, torch.dtype, list[int], int]]:
-        """Name, dtype, shape and place of each tensor, in the order of their bytes: those come next."""
+        """Read the header: name, dtype, shape and offset in the file of each tensor, in the order of their bytes."""
         length = int.from_bytes(self.fill(bytearray(min(8, self.size))), "little")
         if self.size < 8 or length > min(self.size - 8, _MAX_HEADER_BYTES):
             raise ValueError(f"{self.path.name} is cut short or has a broken header")
@@ -194,7 +195,7 @@ def _make_stored(path: Path, name: str, dtype: torch.dtype, shape: list[int], of
 
 
 def _parse_layout(header: bytes, body_bytes: int, name: str) -> list[tuple[str, torch.dtype, list[int], int]]:
-    """Each tensor's name, dtype, shape and place, in the order of their bytes; they fill the body without a hole."""
+    """Each tensor's name, dtype, shape and offset, in the order of their bytes, which fill the body without a hole."""
     try:
         entries = json.loads(header)
         if not isinstance(entries, dict):
@@ -216,7 +217,7 @@ def _parse_layout(header: bytes, body_bytes: int, name: str) -> list[tuple[str, 
 
 
 def _judge_entry(key: str, entry: Any, body_bytes: int) -> tuple[int, int, str, torch.dtype, list[int]]:
-    """What a header says of a tensor, each number of it checked before it is used: type, sign, and size."""
+    """A tensor's entry in the header; every number is checked for type, sign and size before it is used."""
     what = f"tensor {key[:200]!r}"
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise ValueError(f"{what} has no dtype, shape and data_offsets")

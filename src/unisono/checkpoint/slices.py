@@ -1,6 +1,6 @@
-"""Tensors in part: what one rank holds of a split tensor (`Piece`), and one that lies in a checkpoint (`Stored`).
+"""Tensors that are read in parts: `Piece`, a rank's elements of a split tensor, and `Stored`, a tensor in a checkpoint.
 
-Both are read a bounded number of bytes at a time, so that state which fits no memory can be saved and loaded.
+Both are read a bounded number of bytes at a time, so that state that is larger than memory can be saved and loaded.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Piece:
         return math.prod(self.shape)
 
     def describe(self) -> Held:
-        """What this rank holds, in plain values."""
+        """dtype and shape of the whole, and this rank's spans, as plain values that can be sent."""
         return str(self.dtype).removeprefix("torch."), list(self.shape), [[a, b] for a, b, _ in self.spans]
 
     def chunks(self, start: int, stop: int, read: Read) -> Iterator[Tensor]:
@@ -97,7 +97,7 @@ class Stored:
 
     @classmethod
     def of(cls, tensor: Tensor, name: str = "") -> Stored:
-        """One whose values lie in memory."""
+        """A `Stored` whose values lie in memory."""
         line = tensor.detach().reshape(-1)
         stored = cls(tensor.shape, tensor.dtype, [Span(0, line.numel(), lambda a, b: line[a:b])], name)
         stored._memory = tensor
@@ -131,7 +131,7 @@ class Stored:
         return out
 
     def full(self) -> Tensor:
-        """The whole tensor, in its shape; the same object each time where it lies in memory."""
+        """The whole tensor, in its shape; if it lies in memory, the same object each time."""
         if self._memory is not None:
             return self._memory
         return self.read(0, self.numel()).reshape(self.shape)
@@ -149,7 +149,7 @@ class Stored:
         return Stored(shape, dtype, [span], self.name)
 
     def _single(self, start: int, stop: int) -> Tensor | None:
-        """What one reading gives, without a copy; memory of the caller's own in any case."""
+        """Elements that a single read of a file gives, which are the caller's own without a copy; else None."""
         if self._memory is not None or not 0 < (stop - start) * self.dtype.itemsize <= CHUNK_BYTES:
             return None
         span = self._spans[bisect_right(self._starts, start) - 1]
@@ -170,7 +170,7 @@ class Stored:
 
 
 def find_gaps(holds: Sequence[dict[str, Held]]) -> list[str]:
-    """What is wrong with the pieces of all ranks (by name): different wholes, elements that none or several hold."""
+    """Problems with the pieces of all ranks: names with different wholes, elements that no rank or several hold."""
     problems = []
     for name in dict.fromkeys(name for held in holds for name in held):
         ranks = [(rank, held[name]) for rank, held in enumerate(holds) if name in held]
@@ -193,7 +193,7 @@ def _order(spans: Iterable[Any], numel: int) -> tuple[Span, ...]:
 
 
 def _find_hole(spans: Iterable[Sequence[int]], numel: int) -> str:
-    """Says where spans, in order, do not hold each of `numel` elements exactly once."""
+    """The first place at which sorted spans do not hold each of `numel` elements exactly once, in words; else empty."""
     position = 0
     for start, stop in spans:
         if start > position:

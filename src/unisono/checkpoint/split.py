@@ -33,7 +33,7 @@ def name_file(rank: int) -> str:
 
 
 def write_pieces(folder: Path, rank: int, pieces: Mapping[str, Piece]) -> tuple[safetensors.Written | None, Spans]:
-    """Write a rank's elements as a stream; says which they are. None: it holds no element, and there is no file."""
+    """Write a rank's elements as a stream; returns size and checksum (None: no elements, no file) and the spans."""
     spans = {name: held for name, piece in pieces.items() if (held := piece.describe()[2])}
     if not spans:
         return None, {}
@@ -54,9 +54,9 @@ def _name_line(name: str, start: int, stop: int) -> str:
 
 
 def merge_trees(trees: Sequence[Any]) -> Any:
-    """One packed tree with what is in any of them: a rank may leave out the state of what it holds nothing of.
+    """The union of packed trees: a rank may leave out the state of parameters of which it holds nothing.
 
-    Where two have a value in the same place, the first counts.
+    If two trees have a value in the same place, the first one's is taken.
     """
     whole = trees[0]
     for tree in trees[1:]:
@@ -78,7 +78,7 @@ def _union(a: Any, b: Any) -> Any:
 
 
 def _read_items(tree: Any) -> dict[Any, Any] | None:
-    """What a packed dict holds; None for everything else."""
+    """The items of a packed dict; None for everything else."""
     if not isinstance(tree, dict) or _read_tag(tree) not in ("", "!dict", "!ordered"):
         return None
     return dict(tree[_read_tag(tree)]) if _read_tag(tree) else tree
@@ -93,7 +93,7 @@ def _read_tag(tree: dict[str, Any]) -> str:
 
 
 def find_pieces(folder: Path, wholes: Mapping[str, Sequence[Any]], ranks: Sequence[Spans]) -> dict[str, Stored]:
-    """Every split tensor (dtype and shape by name), over the files of all ranks; ValueError where a part is missing."""
+    """The split tensors (`wholes`: dtype and shape by name) in the files of all ranks; ValueError if one lacks."""
     spans: dict[str, list[Span]] = {name: [] for name in wholes}
     kinds = {name: find_dtype(dtype) for name, (dtype, _) in wholes.items()}
     for name, (_, shape) in wholes.items():

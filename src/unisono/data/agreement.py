@@ -1,4 +1,4 @@
-"""Data are the same on every rank: lists of files, which hosts may list in different orders, and shuffled streams."""
+"""Checks that all ranks have the same data: lists of files, which hosts may list in another order, and seeds."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _MARK_BYTES = 8
 
 
 def agree_on_files(paths: Sequence[Any], world: World) -> None:
-    """Raise, on every rank, where the ranks have different files, or have them in different orders.
+    """Raise, on every rank, if the ranks have different files, or have them in different orders.
 
-    Files count by their paths below the folder that holds all of a rank's: it may have another name on each host.
+    Files are compared by their paths below the folder that holds all of a rank's files: that folder may have another
+    name on each host.
     """
     if world.size == 1 and world.elastic is None:
         return
@@ -49,7 +50,7 @@ def agree_on_files(paths: Sequence[Any], world: World) -> None:
 
 
 def agree_on_seeds(seeds: Sequence[str], world: World) -> None:
-    """Raise, on every rank, where a stream that shuffles itself does so in different ways on the ranks."""
+    """Raise, on every rank, if the ranks have different seeds for a stream that shuffles itself."""
     if len(set(world.gather_objects(_digest(seeds)))) > 1:
         raise ValueError(
             "un.shard got a WebDataset that the ranks shuffle with different seeds: samples would be read by several "
@@ -78,7 +79,7 @@ def _digest(parts: Iterable[str | bytes]) -> bytes:
 
 
 def _find_difference(every: Sequence[bytes]) -> int:
-    """The first place at which the ranks' marks differ; the end of the shortest list where they do not."""
+    """The first place at which the ranks' marks differ; the end of the shortest list if they do not."""
     lists = [np.frombuffer(marks, f"V{_MARK_BYTES}") for marks in every]
     shortest = min(len(marks) for marks in lists)
     differs = np.zeros(shortest, bool)

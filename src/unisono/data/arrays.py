@@ -15,17 +15,18 @@ Array = torch.Tensor | NDArray[Any]
 
 
 class Arrays:
-    """Tensors or arrays of equal first dimension, read by whole batches: no collating sample by sample.
+    """A dataset of tensors or arrays, one row a sample.
 
-    `whole` False reads them sample by sample, for a `collate_fn` of the user's.
+    whole: read whole batches at once; False: sample by sample, for a `collate_fn` of the user's.
     """
 
     def __init__(self, data: Any, *, whole: bool = True) -> None:
         self.data, self.whole = data, whole
         lengths = {name: _count_rows(name, array) for name, array in list_arrays(data)}
         if len(set(lengths.values())) > 1:
+            found = ", ".join(f"{name} has {length}" for name, length in lengths.items())
             raise ValueError(
-                f"un.shard got arrays of different lengths: {_format_lengths(lengths)}. Expected the same first "
+                f"un.shard got arrays of different lengths: {found}. Expected the same first "
                 "dimension for all, one row a sample. For a list of separate samples, give a Dataset "
                 "(__len__ and __getitem__)."
             )
@@ -41,8 +42,7 @@ class Arrays:
         return self.take(np.asarray(indices, dtype=np.int64)) if self.whole else [self[i] for i in indices]
 
     def take(self, indices: Indices) -> Any:
-        """The rows of these indices of every array, in the structure the data came in; arrays become
-        tensors."""
+        """These rows of every array, in the structure of the data; arrays of numbers become tensors."""
         rows = torch.from_numpy(np.ascontiguousarray(indices))
 
         def pick(array: Array) -> Any:
@@ -66,7 +66,7 @@ def _is_array(x: Any) -> TypeGuard[Array]:
 
 
 def list_arrays(data: Any) -> list[tuple[str, Array]]:
-    """The arrays in `data`, each with the name an error calls it by."""
+    """The arrays in `data`, each with its name in errors."""
     if _is_array(data):
         return [("data", data)]
     pairs = data.items() if isinstance(data, Mapping) else enumerate(data)
@@ -116,9 +116,5 @@ def _is_numeric(array: NDArray[Any]) -> bool:
 
 
 def pin(batch: Any) -> Any:
-    """The batch in memory that a GPU copies from directly."""
+    """The batch with its tensors in pinned memory, from which a GPU copies directly."""
     return _map_arrays(lambda x: x.pin_memory() if isinstance(x, torch.Tensor) and x.device.type == "cpu" else x, batch)
-
-
-def _format_lengths(lengths: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} has {length}" for name, length in lengths.items())

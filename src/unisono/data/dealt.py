@@ -1,4 +1,4 @@
-"""What a rank was given of its data: how many samples, and of which classes where those are known."""
+"""What a rank was given of its data: how many samples, and of which classes if those are known."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unisono.data.order import Indices
 
 __all__ = ["Dealt"]
 
-_MOST_CLASSES, _MOST_SAMPLES = 1000, 5_000_000  # beyond that they are not looked at
+_MOST_CLASSES, _MOST_SAMPLES = 1000, 5_000_000  # classes are not counted beyond either
 
 
 class Dealt:
@@ -33,7 +33,7 @@ class Dealt:
         self._counts = np.zeros(0, dtype=np.int64)
 
     def count(self, indices: Indices, *, with_classes: bool = False) -> None:
-        """These samples were given out; where somebody wants to know, their classes are counted too."""
+        """Count samples that were given out, and on demand their classes."""
         self.samples += len(indices)
         if not with_classes:
             return
@@ -44,12 +44,12 @@ class Dealt:
             self._counts += np.bincount(self._codes[indices], minlength=len(self._counts))
 
     def by_class(self) -> dict[str, int]:
-        """How many of each class; empty where classes are not known."""
+        """How many samples of each class; empty if classes are not known."""
         return {str(name): int(n) for name, n in zip(self._names, self._counts, strict=True) if n}
 
 
 def _find_labels(dataset: Any) -> tuple[list[Any], NDArray[np.int64] | None]:
-    """The classes, and the number of each sample's, where a dataset holds whole numbers for labels."""
+    """The classes, and each sample's class by number; None unless the dataset's labels are whole numbers."""
     labels = getattr(dataset, "targets", None)
     if isinstance(dataset, torch.utils.data.TensorDataset):
         labels = dataset.tensors[-1]

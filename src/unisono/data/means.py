@@ -14,16 +14,16 @@ __all__ = ["Means"]
 
 
 class Means:
-    """Sums of one shard on this rank, since they were last taken: each number times the samples of its batch.
+    """This rank's sums of one shard since `take` was last called: each number times the samples of its batch.
 
-    Where ranks come and go, a batch that is given out once more replaces what was added for it before.
+    In elastic runs a batch may be given out twice: the later numbers then replace the earlier ones.
     """
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[int, ...], Tensor] = {}  # by epoch and batch, where a batch may be repeated
+        self._sums: dict[tuple[int, ...], Tensor] = {}  # by epoch and batch in elastic runs, else under ()
 
     def add(self, values: tuple[Any, ...], samples: int, place: tuple[int, ...]) -> None:
-        """Of a batch with so many samples. The numbers of a GPU stay there."""
+        """Add the numbers of a batch of so many samples. Numbers on a GPU stay there."""
         numbers = [torch.as_tensor(value).detach().to(torch.float64).reshape(()) for value in values]
         before = self._sums.pop(place, None)
         if samples:  # else the batch is a stand-in, whose samples are other ranks'
@@ -33,7 +33,7 @@ class Means:
             self._sums[place] = before
 
     def take(self, world: World) -> float | tuple[float, ...]:
-        """The means over all samples of all ranks; every rank calls it. Not a number where there were none."""
+        """The means over all samples of all ranks; every rank calls it. NaN if nothing was added."""
         mine = torch.stack(list(self._sums.values())).sum(0).tolist() if self._sums else []
         self._sums = {}
         every = [sums for sums in world.gather_objects(mine) if sums]  # a rank that has come may have had no batch

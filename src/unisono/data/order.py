@@ -2,7 +2,7 @@
 
 Two questions are kept apart. The *global order* (which samples make up global batch 0, 1, 2, ...) depends on
 the seed, the epoch, the number of samples and the batch size, never on the number of workers. The *part*
-(which of a global batch's samples are mine) depends on rank and size alone, and on the ranks' speeds where samples are
+(which of a global batch's samples are mine) depends on rank and size alone, and on the ranks' speeds if samples are
 dealt by them. So the workers, and their speeds, may change between any two batches.
 """
 
@@ -37,7 +37,7 @@ def draw_permutation(n: int, *, seed: int, epoch: int, stream: int = 0) -> Indic
         stream: Tells apart independent permutations of one (seed, epoch).
 
     Returns:
-        int32 where n fits in it, else int64; shape (n,).
+        int32 if n fits in it, else int64; shape (n,).
 
     >>> sorted(draw_permutation(5, seed=0, epoch=0).tolist())
     [0, 1, 2, 3, 4]
@@ -68,7 +68,7 @@ def order_epoch(
         batch_size: Samples in a global batch; the last one may be shorter.
         seed: With epoch, decides the order.
         epoch: Which pass over the data.
-        shuffle: False keeps the samples in their own order (within each class, where `classes` is given).
+        shuffle: False keeps the samples in their own order (within each class, if `classes` is given).
         classes: A class number 0, 1, ... for each sample: see `stratify_order`.
 
     Returns:
@@ -80,7 +80,7 @@ def order_epoch(
     drawn = draw_permutation(n, seed=seed, epoch=epoch) if shuffle else np.arange(n, dtype=choose_index_dtype(n))
     if classes is None:
         return drawn
-    # Where classes do not divide evenly, some batches get one sample more of a class. Which ones is drawn as
+    # If classes do not divide evenly, some batches get one sample more of a class. Which ones is drawn as
     # well: counted through in turn, a rare class would sit in neighbouring batches.
     full = n // batch_size
     places = draw_permutation(full, seed=seed, epoch=epoch if shuffle else 0, stream=1)
@@ -141,7 +141,7 @@ def _fill_short_batch(counts: Indices, base: Indices, *, full: int, size: int) -
 
 
 def _narrow(keys: Indices) -> NDArray[np.integer]:
-    """16-bit keys where they fit: numpy sorts those by radix, six times faster."""
+    """The keys in 16 bits if they fit: numpy sorts those by radix, six times faster."""
     return keys.astype(np.uint16) if keys.size and keys.max() < 2**16 else keys
 
 
@@ -162,7 +162,7 @@ def slice_part(m: int, *, rank: int, size: int, partition: Partition) -> slice:
 
 
 def cut_by_speed(m: int, speeds: Sequence[float], *, rank: int, partition: Partition) -> slice | Indices:
-    """The part of a global batch of m samples that is `rank`'s, where samples are dealt by speed.
+    """The part of a global batch of m samples that is `rank`'s, if samples are dealt by speed.
 
     "contiguous" parts lie one after the other. Of "strided" ones each is spread evenly over the batch, as far as
     another size of every part allows: sample j of the n_i of rank i stands at (2 j + 1) / (2 n_i).
@@ -182,17 +182,17 @@ def cut_by_speed(m: int, speeds: Sequence[float], *, rank: int, partition: Parti
 
 
 def balance_parts(costs: NDArray[np.float64], size: int, speeds: Sequence[float] | None = None) -> list[Indices]:
-    """Deals a batch so that every rank needs about the same time: the longest sample first, to the rank that would have
-    it done first.
+    """Divide a batch so that every rank needs about the same time: the longest sample first, to the rank that would
+    have it done first.
 
     This is LPT (Graham, 1969): with equal speeds the heaviest rank carries at most 4/3 - 1/(3 size) of the least
     possible. Ties go to the rank with fewer samples, then to the lower rank, so that every rank computes the same
-    answer. With speeds, every rank has at least one sample where there are enough.
+    answer. With speeds, every rank has at least one sample if there are enough.
 
     Args:
         costs: Cost of each sample of the batch, shape (m,); 0 or more.
         size: Number of ranks.
-        speeds: Cost that each rank gets done in a second; None where all are the same.
+        speeds: Cost that each rank gets done in a second; None if all are the same.
 
     Returns:
         For every rank, its positions in the batch, ascending.

@@ -1,4 +1,4 @@
-"""What `un.shard` was asked for, and which settings go together; a refusal gives its reason."""
+"""The settings of `un.shard`, and which of them go together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unisono.data.sources import SampleSource, is_same_values
 
 @dataclass(frozen=True)
 class ShardSettings:
-    """What `shard` was asked for; None where the default or a DataLoader's own choice holds."""
+    """The arguments of `shard`; None for the default, or for a DataLoader's own choice."""
 
     batch_size: int | None = None
     shuffle: bool | None = None
@@ -77,7 +77,7 @@ def decide_shuffle(wanted: bool | None, source: SampleSource) -> bool:
 
 
 def decide_balance(wanted: bool | None, source: SampleSource) -> bool:
-    """Whether samples are dealt by the ranks' speeds: as was said, or as UNISONO_BALANCE says for all shards; not where
+    """Whether samples are dealt by the ranks' speeds: as `wanted`, or as UNISONO_BALANCE says for all shards; never if
     each rank has samples of its own."""
     text = os.environ.get("UNISONO_BALANCE", "").strip()
     if wanted is None and text not in ("", "0", "1"):
@@ -86,7 +86,7 @@ def decide_balance(wanted: bool | None, source: SampleSource) -> bool:
 
 
 def check_choices(settings: ShardSettings, source: SampleSource) -> None:
-    """Refuses settings that do not go together, with the reason."""
+    """Refuse settings that do not go together, with the reason."""
     if settings.partition not in (None, "contiguous", "strided"):
         raise ValueError(f"un.shard got partition={settings.partition!r}. Expected 'contiguous' or 'strided'.")
     if settings.weigh_by not in ("samples", "cost"):

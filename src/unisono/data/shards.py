@@ -21,7 +21,7 @@ from unisono.data.settings import (
     decide_shuffle,
     select_loader_options,
 )
-from unisono.data.sources import FileList, is_same_data, move_to_device, open_source, read_classes, read_costs, skip
+from unisono.data.sources import FileList, is_same_data, move_to_device, open_source, read_classes, read_costs
 from unisono.data.tables import select_batches
 from unisono.world import World, join
 
@@ -53,7 +53,7 @@ def shard(
     The global batches, `batch_size` samples each, depend on data, settings, seed and epoch, never on the
     number of workers N. Of a batch of m samples rank i gets n_i; sum n_i = m. While it is in use, `world.weight`
     is n_i * N / m, so that the replica's mean (1/N) * sum_i weight_i * g_i of gradients of mean losses is the
-    gradient on the joined batch. Where m < N, a rank without a sample gets the first one with weight 0.
+    gradient on the joined batch. If m < N, a rank without a sample gets the first one with weight 0.
     Called again with the same data and settings, as in a loop over epochs, it returns the same shard; every
     completed pass moves it to the next epoch.
 
@@ -74,7 +74,7 @@ def shard(
         partition: "contiguous" (the default) or "strided" parts of a batch, without `stratify` and `cost`.
         drop_last: Leave out a short last batch. By default no; as a DataLoader has it.
         read: For a list of files, path to sample; without it the path is the sample.
-        collate_fn, num_workers, pin_memory: As for a DataLoader; no pinning where there is no CUDA.
+        collate_fn, num_workers, pin_memory: As for a DataLoader; without CUDA nothing is pinned.
         balance: Deal every batch by the ranks' measured speeds, so that a slow one gets fewer samples (`weight` makes
             up for it). By default no, or what UNISONO_BALANCE=1 in the environment says. The same on every rank.
         epoch: Number of the first epoch.
@@ -118,7 +118,7 @@ class Shard:
         name: What a checkpoint calls it.
         world: The world whose ranks share the data.
         samples: Number of samples in the whole; None for an iterable dataset.
-        batch_size: Samples in a global batch; None where a batch sampler decides.
+        batch_size: Samples in a global batch; None if a batch sampler decides.
         epoch: The epoch that is being read, or comes next.
         batch: Global batches of this epoch that were given out.
         dealt: What this rank was given so far.
@@ -127,13 +127,13 @@ class Shard:
     """
 
     def __init__(self, data: Any, settings: ShardSettings, *, world: World, name: str, epoch: int = 0) -> None:
-        self.named = True  # by the user: not to be found by its data
+        self.named = True  # by the user: `shard` then finds it by its name, not by its data
         self.data, self.settings, self.name, self.world = data, settings, name, world
         self.source = source = open_source(
             data, collate_fn=settings.collate_fn, read=settings.read, options=select_loader_options(settings)
         )
         self.samples, self.seed = source.samples, int(settings.seed)
-        self._counts: list[int] = []  # the samples that lie with each rank, where all see different ones
+        self._counts: list[int] = []  # how many samples each rank holds, if each holds others
         if source.divided:
             self._count_samples(world)
         if isinstance(source.dataset, FileList):
@@ -158,7 +158,7 @@ class Shard:
         self.is_out = False
         self._reader = 0  # number of the newest iterator
         self._moves = 0  # how often position or world were changed
-        self._is_cut = False  # the pass under way ends here
+        self._is_cut = False  # whether the pass under way ends before its next batch
 
     def __repr__(self) -> str:
         whole = "a stream" if self.samples is None else f"{self.samples} samples"
@@ -227,7 +227,7 @@ class Shard:
         """So many batches from the first of epoch 0 on, epoch after epoch: `for x, y in shard.steps(1000): ...`
 
         It counts places in the data, not what it has given out: after a checkpoint was loaded it gives what is left, a
-        batch that is given out once more (where workers come and go) counts once, and all ranks end alike.
+        batch that is given out once more (in an elastic run) counts once, and all ranks end alike.
         """
         if self.samples is None:
             raise TypeError(f"{self.name} reads an iterable dataset: its length is not known beforehand.")
@@ -246,13 +246,13 @@ class Shard:
             raise ValueError(f"{self.name}.add takes numbers of the batch that is out: call it inside the loop")
         weights.is_needed = True  # from here on batches that are drawn ahead are followed
         samples, place = weights.about(self.name) or self._given
-        # Where ranks come and go, a batch may be given out once more: then the later numbers count.
+        # In an elastic run a batch may be given out once more: then the later numbers count.
         self._means.add(values, samples, () if self.world.elastic is None else place)
 
     def mean(self) -> float | tuple[float, ...]:
         """The means, over the samples of all ranks, of what was added since they were last asked for.
 
-        Every rank calls it, after the loop. One number where one was added at a time. It is the same on all ranks, also
+        Every rank calls it, after the loop. One number if one was added at a time. It is the same on all ranks, also
         on one that has come for a lost one and had no batch of this pass; what a lost one had added is left out.
 
         >>> import torch
@@ -311,7 +311,8 @@ class Shard:
     def _read_stream(self, world: World) -> Iterator[tuple[Any, float]]:
         assert self.batch_size is not None
         stream = self.source.read_stream(epoch=self.epoch)
-        skip(stream, self.batch * self.batch_size)
+        read = self.batch * self.batch_size
+        next(islice(stream, read, read), None)  # samples of batches that were given out before
         for first in count(self.batch):
             samples = list(islice(stream, self.batch_size))
             if not samples and first == 0:
@@ -363,8 +364,11 @@ class Shard:
             return mine, float(costs[mine].sum() * world.size / costs.sum())
         return mine, len(mine) * world.size / m
 
-    def deal_anew(self) -> None:
-        """`world.speeds` have changed: read again what processes have read ahead; all else is dealt as it is read."""
+    def redistribute(self) -> None:
+        """Called after `world.speeds` changed: read again what worker processes have read ahead.
+
+        What has not been read yet is dealt by the new speeds in any case.
+        """
         if self.samples is not None and self.source.options.get("num_workers"):
             self._moves += 1
 
@@ -386,7 +390,7 @@ class Shard:
         self._is_cut = True
 
     def move_to(self, epoch: int, batch: int) -> None:
-        """Go to where another rank is in its pass; one that is in an earlier epoch ends that here."""
+        """Go to another rank's position; a pass through an earlier epoch ends here."""
         if self.epoch < epoch:
             self._is_cut = True
         elif self.epoch == epoch:
@@ -419,7 +423,7 @@ class Shard:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved position, with its seed; ValueError where data or settings are not the saved ones."""
+        """Go to a saved position, with its seed; ValueError if data or settings are not the saved ones."""
         expected = {"samples": self.samples, "settings": self.describe_order()}
         for key, ours in expected.items():
             if state[key] != ours:

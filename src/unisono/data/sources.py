@@ -6,7 +6,6 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from types import FunctionType
 from typing import Any
 
@@ -15,25 +14,35 @@ import torch
 from numpy.typing import NDArray
 
 from unisono import rng
-from unisono.data.arrays import Arrays, is_arrays, is_same_array, list_arrays
+from unisono.data.arrays import Arrays, is_arrays, is_same_array, list_arrays, pin
 from unisono.data.order import Indices, choose_index_dtype
 from unisono.data.tables import TablePart
+
+_LOADER_OPTIONS = (  # what the DataLoader that reads here takes over from one that was given
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+)
 
 
 @dataclass
 class SampleSource:
-    """Where samples come from.
+    """A dataset, and how its samples are read.
 
     Attributes:
-        dataset: Map-style (`dataset[i]`), or iterable where `samples` is None.
+        dataset: Map-style (`dataset[i]`), or iterable if `samples` is None.
         samples: Number of samples; None for a stream.
         collate: Turns a list of samples into a batch.
         options: Further arguments of the DataLoader that reads the dataset (num_workers, pin_memory, ...).
-        sampler: A DataLoader's own sampler, where it decides the order; None where `un.shard` does.
-        batch_sampler: A DataLoader's own batch sampler, where it decides the global batches.
-        batch_size, shuffle, drop_last: What a DataLoader was set to; None where nothing was said.
+        sampler: A DataLoader's own sampler, if it decides the order; None if `un.shard` does.
+        batch_sampler: A DataLoader's own batch sampler, if it decides the global batches.
+        batch_size, shuffle, drop_last: What a DataLoader was set to; None if it was not.
         divided: Whether the samples are this rank's own, and other ranks have others.
-        seeds: Of a stream that shuffles itself, where they are known: the ranks must have the same.
+        seeds: Those of a stream that shuffles itself, if they are known: all ranks must have the same.
     """
 
     dataset: Any
@@ -53,7 +62,7 @@ class SampleSource:
         self._loader: Any = None
 
     def compute_costs(self, cost: Callable[[Any], float]) -> NDArray[np.float64]:
-        """`cost(sample)` of every sample, in order; of the path where the samples are files."""
+        """`cost(sample)` of every sample, in order; `cost(path)` if the samples are files."""
         assert self.samples is not None
         items = self.dataset.paths if isinstance(self.dataset, FileList) else self.dataset
         return np.fromiter((float(cost(items[i])) for i in range(self.samples)), np.float64, self.samples)
@@ -63,9 +72,16 @@ class SampleSource:
         chosen = self.batch_sampler if self.batch_sampler is not None else self.sampler
         _set_epoch(chosen, epoch)
         _set_epoch(getattr(chosen, "sampler", None), epoch)
-        drawing = chosen if hasattr(chosen, "generator") else getattr(chosen, "sampler", None)
-        with _SeededSampler(drawing, seed, epoch):
+        drawing: Any = next((s for s in (chosen, getattr(chosen, "sampler", None)) if hasattr(s, "generator")), None)
+        if drawing is None:
             drawn = list(chosen)
+        else:  # a sampler of torch's, which is to draw the same on every rank
+            kept = drawing.generator
+            drawing.generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+            try:
+                drawn = list(chosen)
+            finally:
+                drawing.generator = kept
         if self.batch_sampler is not None:
             return [np.asarray(batch, dtype=np.int64) for batch in drawn]
         order = np.asarray(drawn, dtype=np.int64)
@@ -77,8 +93,8 @@ class SampleSource:
         Each comes with a seed for the processes that read ahead: what they draw depends on the batch alone.
         """
         if isinstance(self.dataset, Arrays) and self.dataset.whole and not self.options.get("num_workers"):
-            pin = self.options.get("pin_memory", False)
-            return (pin(self.dataset.take(part)) if pin else self.dataset.take(part) for part, _ in parts)
+            batches = (self.dataset.take(part) for part, _ in parts)
+            return map(pin, batches) if self.options.get("pin_memory") else batches
         if self._loader is None:
             from torch.utils.data import DataLoader
 
@@ -140,22 +156,6 @@ class _ReseededDataset:
         return fetch(indices) if callable(fetch) else [self.dataset[i] for i in indices]
 
 
-class _SeededSampler:
-    """Inside the block, a torch sampler draws from a generator keyed by (seed, epoch): the same on every rank."""
-
-    def __init__(self, sampler: Any, seed: int, epoch: int) -> None:
-        self.sampler = sampler if hasattr(sampler, "generator") else None
-        self.generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-
-    def __enter__(self) -> None:
-        if self.sampler is not None:
-            self.kept, self.sampler.generator = self.sampler.generator, self.generator
-
-    def __exit__(self, *exc: object) -> None:
-        if self.sampler is not None:
-            self.sampler.generator = self.kept
-
-
 class FileList:
     """A list of files, each one sample: `read(path)`, or the path itself."""
 
@@ -182,7 +182,7 @@ def open_source(
     read: Callable[[Any], Any] | None,
     options: dict[str, Any],
 ) -> SampleSource:
-    """Recognises what `data` is.
+    """The source of the user's `data`, whatever kind it is.
 
     Args:
         data: What the user gave `un.shard`.
@@ -191,7 +191,7 @@ def open_source(
         options: DataLoader options that the user gave.
 
     Returns:
-        The source to read from; raises TypeError or ValueError where it is none.
+        The source to read from. TypeError or ValueError for data that cannot be read.
     """
     from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
@@ -281,7 +281,7 @@ def _find_seed(stage: Any) -> str:
 
 
 def _open_part(part: TablePart, collate_fn: Callable[[list[Any]], Any] | None, options: dict[str, Any]) -> SampleSource:
-    """The rows that lie with this worker: whole columns where all are arrays, else row by row."""
+    """The source of this worker's rows of a table: read by columns if all are arrays, else row by row."""
     from torch.utils.data import default_collate
 
     columns = part.arrays
@@ -293,31 +293,16 @@ def _open_part(part: TablePart, collate_fn: Callable[[list[Any]], Any] | None, o
 
 
 def _open_loader(loader: Any, collate_fn: Callable[[list[Any]], Any] | None, options: dict[str, Any]) -> SampleSource:
-    from torch.utils.data import (
-        BatchSampler,
-        DistributedSampler,
-        RandomSampler,
-        SequentialSampler,
-    )
+    from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, default_collate
 
-    own = {
-        name: getattr(loader, name)
-        for name in (
-            "num_workers",
-            "pin_memory",
-            "timeout",
-            "worker_init_fn",
-            "multiprocessing_context",
-            "prefetch_factor",
-            "persistent_workers",
-        )
-    }
+    own = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
     own["pin_memory"] = own["pin_memory"] and torch.cuda.is_available()
-    own = {**own, **options}
+    own |= options
     # A loader without batches (batch_size=None) converts single samples: its collate_fn is not for batches.
     collates = loader.batch_sampler is not None or loader.batch_size is not None
     collate_fn = collate_fn or (loader.collate_fn if collates else None)
-    source = open_source(loader.dataset, collate_fn=_drop_default(collate_fn), read=None, options=own)
+    collate_fn = None if collate_fn is default_collate else collate_fn
+    source = open_source(loader.dataset, collate_fn=collate_fn, read=None, options=own)
     source.batch_size, source.drop_last = loader.batch_size, bool(loader.drop_last)
     if source.samples is None:
         return source
@@ -344,12 +329,6 @@ def _open_loader(loader: Any, collate_fn: Callable[[list[Any]], Any] | None, opt
     elif source.batch_sampler is None:
         source.sampler = sampler
     return source
-
-
-def _drop_default(collate_fn: Callable[[list[Any]], Any] | None) -> Callable[[list[Any]], Any] | None:
-    from torch.utils.data import default_collate
-
-    return None if collate_fn is default_collate else collate_fn
 
 
 def read_numbers(name: str, values: Any, samples: int) -> NDArray[Any]:
@@ -446,11 +425,6 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
         return batch.to(device, non_blocking=batch.device.type == "cpu" and batch.is_pinned())
     move = getattr(batch, "to", None)
     return move(device) if callable(move) else batch
-
-
-def skip(stream: Iterator[Any], count: int) -> None:
-    """Reads and forgets `count` items."""
-    next(islice(stream, count, count), None)
 
 
 def is_files(data: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Data that lies with the workers: each rank holds samples of its own, and every global batch takes some of each.
+"""Tables whose rows are divided among the workers: every global batch takes some rows of each rank's own.
 
 `un.launch(train, workers=2, args=(frame,), on=un.on.spark(...))` with a Spark DataFrame or RDD, or a Ray Dataset, gives
 every worker a `TablePart` in its place: the rows of its own partitions, mapped from files that its agent wrote.

@@ -30,7 +30,7 @@ def open_file(address: str) -> IO[bytes]:
 
 
 def read_size(address: str) -> int:
-    """Read how many bytes the file has."""
+    """How many bytes the file has."""
     if "://" not in address:
         return os.path.getsize(address)
     system, path = _open_filesystem(address)

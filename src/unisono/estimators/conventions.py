@@ -52,7 +52,7 @@ def check_number(who: str, name: str, value: object, *, above_zero: bool = False
 
 
 def check_count(who: str, name: str, value: object, *, optional: bool = True) -> None:
-    """Refuse a setting of the estimator `who` that is not a whole number from 1 up, nor None where it is optional."""
+    """Refuse a setting of the estimator `who` that is not a whole number from 1 up; None is allowed if `optional`."""
     if value is None and optional:
         return
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
@@ -67,7 +67,7 @@ def check_weights(sample_weight: Any, X: Any) -> Any:
 
 
 def set_columns(estimator: Any, count: int, names: list[str] | None) -> None:
-    """Set what the workers report of the columns: of files and of tables in an engine, only they have seen them."""
+    """Set the number and the names of the columns, as the workers found them in files or in an engine's table."""
     estimator.n_features_in_ = count
     if names is not None:
         estimator.feature_names_in_ = np.array(names, dtype=object)
@@ -76,7 +76,7 @@ def set_columns(estimator: Any, count: int, names: list[str] | None) -> None:
 
 
 def gather_labels(labels: npt.NDArray[Any], world: World) -> npt.NDArray[Any]:
-    """Gather the labels of all ranks, in order."""
+    """The labels of all ranks, each once, sorted."""
     if world.size == 1 or not any(world.gather_objects(len(labels))):
         return labels
     return np.unique(np.concatenate([np.asarray(each) for each in world.gather_objects(labels.tolist()) if each]))

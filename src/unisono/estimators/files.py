@@ -30,10 +30,10 @@ class Files:
         columns: the columns to learn from; None: all others.
         weight: a column with the rows' weights.
         missing: "error", or "drop" to leave rows out that miss a value in a column in use.
-        keep_bytes: how much a worker keeps in memory between passes; what is more is read again each pass.
+        keep_bytes: how much a worker keeps in memory between passes; it reads the rest again each time.
         piece_bytes: how much is read at a time.
 
-    All files have the same columns, in any order where they have names.
+    All files have the same columns; columns with names may be in any order.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -109,7 +109,7 @@ class FilePlan:
 
 
 class FileTable:
-    """A worker's pieces, as a table."""
+    """A worker's pieces, as a `Table` (see row_blocks.py)."""
 
     def __init__(self, plan: FilePlan, pieces: Sequence[FilePiece]) -> None:
         self.plan, self.pieces = plan, pieces
@@ -138,7 +138,7 @@ class FileTable:
         raise NotImplementedError("files are learned from by fit")
 
     def _read(self, piece: FilePiece) -> tuple[Array, npt.NDArray[np.intp]]:
-        """rows × (features, target, weight), and the rows' numbers in the piece."""
+        """The values, rows × (features, target, weight), and the number of each row in the piece."""
         if piece in self._kept:
             return self._kept[piece]
         wanted = [*self.plan.features, *(c for c in (self.plan.target, self.plan.weight) if c is not None)]
@@ -155,7 +155,7 @@ class FileTable:
 
 @dataclass(frozen=True)
 class _RowPlace:
-    """Names the place of a row; the file is read again only when the name is needed."""
+    """Names the place of a row for errors; the file is read again only when an error needs it."""
 
     piece: FilePiece
     numbers: Any

@@ -1,4 +1,4 @@
-"""Tables in files, read by part: CSV by ranges of bytes, NumPy's .npy by rows, Parquet by row groups.
+"""Tables in files, read by part: CSV by records, NumPy's .npy by rows, Parquet by row groups.
 
 A format says which columns a file has, cuts it into pieces, and reads some columns of a piece as numbers.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from tokenize import TokenError
 from typing import Any, NamedTuple, Protocol
 
@@ -20,7 +22,8 @@ from unisono.estimators.addresses import open_file, read_size
 __all__ = ["ENDINGS", "FilePiece", "Format", "find_format"]
 
 Array = npt.NDArray[np.float64]
-_MAX_COLUMNS_OF_NONE = 1 << 20  # of a file without rows
+_MAX_COLUMNS_OF_NONE = 1 << 20  # the most columns that a file without rows may claim
+_MAX_RECORD_BYTES = 64 << 20  # of CSV: more is a quote that nobody closed
 MISSING = {"", "na", "n/a", "nan", "null", "none"}
 
 
@@ -46,34 +49,45 @@ class Format(Protocol):
         """These columns of the piece: rows × columns."""
 
     def describe_place(self, piece: FilePiece, row: int) -> str:
-        """Where in the file row `row` of the piece is."""
+        """The place of row `row` of the piece in its file, in words."""
 
 
 class _Csv:
-    """Text, a row a line; the first line names the columns, unless all its fields are numbers."""
+    """Text, a record a line; the first one names the columns, unless all its fields are numbers.
+
+    A quoted field may hold delimiters, line breaks and doubled quotes. A quote inside an unquoted field is a character
+    like any other, as it is for `csv.reader` and `numpy.loadtxt`.
+    """
 
     def __init__(self, delimiter: str) -> None:
         self.delimiter = delimiter
+        self._quoted = re.compile(rb'(?:\A|(?<=[%s\n]))"[^"]*(?:""[^"]*)*(?:"|\Z)' % delimiter.encode())
 
     def read_columns(self, file: str) -> tuple[list[str], bool]:
-        with open_file(file) as source:
-            line = source.readline().decode("utf-8-sig")
-        fields = [f.strip() for f in next(csv.reader([line], delimiter=self.delimiter), [])]
-        if not fields:
-            raise ValueError(f"{file} is empty: expected a line with the names of the columns")
-        if all(_is_number(field) for field in fields):
-            return [str(i) for i in range(len(fields))], False
-        return fields, True
+        return self._read_header(file)[:2]
 
     def cut_pieces(self, file: str, piece_bytes: int) -> list[FilePiece]:
-        total = read_size(file)
-        starts = range(0, total, piece_bytes)
-        return [FilePiece(file, s, min(s + piece_bytes, total), min(piece_bytes, total - s)) for s in starts]
+        """Cut between records. Only a look at all of the file tells which line breaks are inside quotes."""
+        pieces: list[FilePiece] = []
+        start, rest = 0, b""  # where the next piece begins, and what has been read of it
+        with open_file(file) as source:
+            while chunk := source.read(piece_bytes):
+                rest += chunk
+                if length := self._find_last_end(rest):
+                    pieces.append(FilePiece(file, start, start + length, length))
+                    start, rest = start + length, rest[length:]
+                elif len(rest) > _MAX_RECORD_BYTES:
+                    raise ValueError(
+                        f"{self._name_line(file, start, 1)} goes on for {len(rest)} bytes: a quote is open"
+                    )
+        return [*pieces, FilePiece(file, start, start + len(rest), len(rest))] if rest else pieces
 
     def read(self, piece: FilePiece, columns: Sequence[str]) -> Array:
-        names, named = self.read_columns(piece.file)
+        names, _, header_lines = self._read_header(piece.file)
         use = [names.index(c) for c in columns]
-        data = self._read_lines(piece, skip_header=named)
+        data = _read_bytes(piece)
+        if piece.start == 0 and header_lines:
+            data = (data.split(b"\n", header_lines)[header_lines:] or [b""])[0]
         if not data.strip():
             return np.empty((0, len(use)))
         try:
@@ -83,41 +97,64 @@ class _Csv:
                     io.BytesIO(data), delimiter=self.delimiter, usecols=use, ndmin=2, quotechar='"', comments=None
                 )
         except ValueError:  # a missing value, text, a short line: slower, and says which
-            return self._read_carefully(piece, data, names, use)
+            return self._read_carefully(piece, names, use)
 
     def describe_place(self, piece: FilePiece, row: int) -> str:
-        with open_file(piece.file) as source:
-            before, left = 0, self._find_first_line(piece)
-            while left > 0 and (chunk := source.read(min(left, 1 << 20))):
-                before, left = before + chunk.count(b"\n"), left - len(chunk)
-        header = 1 if piece.start == 0 and self.read_columns(piece.file)[1] else 0
-        return f"{piece.file}, line {before + header + row + 1}"
+        line, _ = next(islice(self._read_records(piece), row, None))
+        return self._name_line(piece.file, piece.start, line)
 
-    def _find_first_line(self, piece: FilePiece) -> int:
-        if piece.start == 0:
-            return 0
-        with open_file(piece.file) as source:
-            source.seek(piece.start - 1)
-            return piece.start - 1 + len(source.readline())
+    def _name_line(self, file: str, start: int, line: int) -> str:
+        """Line `line` (from 1 on) of what begins at byte `start`, as a line of the file."""
+        before = 0
+        with open_file(file) as source:
+            while start > 0 and (chunk := source.read(min(start, 1 << 20))):
+                before, start = before + chunk.count(b"\n"), start - len(chunk)
+        return f"{file}, line {before + line}"
 
-    def _read_lines(self, piece: FilePiece, *, skip_header: bool) -> bytes:
-        """The lines that begin inside of the piece."""
-        with open_file(piece.file) as source:
-            if piece.start:
-                source.seek(piece.start - 1)
-                source.readline()
-            elif skip_header:
-                source.readline()
-            at = source.tell()
-            if at >= piece.stop:
-                return b""
-            data = source.read(piece.stop - at)
-            return data if data.endswith(b"\n") else data + source.readline()
+    def _read_header(self, file: str) -> tuple[list[str], bool, int]:
+        """The columns, whether the file names them, and how many lines these names take."""
+        with open_file(file) as source:
+            lines = csv.reader(io.TextIOWrapper(source, "utf-8-sig", newline="\n"), delimiter=self.delimiter)
+            try:
+                fields = [f.strip() for f in next(lines, [])]
+            except csv.Error as error:
+                raise ValueError(f"{file}, line 1 is not CSV: {error}") from None
+        if not fields:
+            raise ValueError(f"{file} is empty: expected a line with the names of the columns")
+        if all(_is_number(field) for field in fields):
+            return [str(i) for i in range(len(fields))], False, 0
+        return fields, True, lines.line_num
 
-    def _read_carefully(self, piece: FilePiece, data: bytes, names: list[str], use: list[int]) -> Array:
+    def _find_last_end(self, text: bytes) -> int:
+        """Where the last whole record of `text` ends, which begins with a record; 0 if none ends."""
+        if b'"' not in text:
+            return text.rfind(b"\n") + 1
+        line = np.frombuffer(text, dtype=np.uint8)
+        quotes = np.flatnonzero(line == ord('"'))
+        opening = quotes[::2][int(quotes[0] == 0) :]
+        if np.isin(line[opening - 1], list(f'{self.delimiter}\n"'.encode())).all():  # the usual case, and fast
+            ends = np.flatnonzero(line == ord("\n"))
+            outside = ends[np.searchsorted(quotes, ends) % 2 == 0]
+            return int(outside[-1]) + 1 if len(outside) else 0
+        return self._quoted.sub(lambda found: bytes(len(found[0])), text).rfind(b"\n") + 1
+
+    def _read_records(self, piece: FilePiece) -> Iterator[tuple[int, list[str]]]:
+        """The rows of a piece, and the line of the piece in which each begins; empty lines are no rows."""
+        text = io.TextIOWrapper(io.BytesIO(_read_bytes(piece)), "utf-8-sig", newline="\n")
+        lines = csv.reader(text, delimiter=self.delimiter)
+        skip = self._read_header(piece.file)[2] if piece.start == 0 else 0
+        begin = 1
+        try:
+            for fields in lines:
+                if fields and begin > skip:
+                    yield begin, fields
+                begin = lines.line_num + 1
+        except csv.Error as error:
+            raise ValueError(f"{self._name_line(piece.file, piece.start, begin)} is not CSV: {error}") from None
+
+    def _read_carefully(self, piece: FilePiece, names: list[str], use: list[int]) -> Array:
         rows = []
-        lines = csv.reader(io.StringIO(data.decode("utf-8-sig")), delimiter=self.delimiter)
-        for i, fields in enumerate(line for line in lines if line):
+        for i, (_, fields) in enumerate(self._read_records(piece)):
             if len(fields) != len(names):
                 raise ValueError(f"{self.describe_place(piece, i)} has {len(fields)} fields, expected {len(names)}")
             row = []
@@ -254,6 +291,12 @@ def find_format(file: str) -> Format:
         if file.lower().endswith(ending):
             return kind
     raise ValueError(f"{file}: expected a name that ends in {', '.join(ENDINGS)}")
+
+
+def _read_bytes(piece: FilePiece) -> bytes:
+    with open_file(piece.file) as source:
+        source.seek(piece.start)
+        return source.read(piece.stop - piece.start)
 
 
 def _is_number(text: str) -> bool:

@@ -13,11 +13,11 @@ from unisono.estimators.row_blocks import Rows
 from unisono.estimators.workers import Workers
 from unisono.world import World, join
 
-__all__ = ["check_same_rows", "find_rows_elsewhere", "find_target", "make_rows", "names_files"]
+__all__ = ["check_same_rows", "find_rows_elsewhere", "make_rows", "names_files"]
 
 
 def find_rows_elsewhere(X: Any, y: Any, sample_weight: Any, workers: Workers) -> Any:
-    """Rows that are not arrays of this process: files, or a table that lies in an engine; None for arrays."""
+    """Rows that are not arrays of this process: files, or a table in an engine. None if X is an array."""
     if type(X).__module__.split(".")[0] not in ("pyspark", "ray"):
         return _plan_files(X, y, sample_weight, workers)
     if workers.on is None or not isinstance(y, str) or sample_weight is not None:
@@ -28,11 +28,6 @@ def find_rows_elsewhere(X: Any, y: Any, sample_weight: Any, workers: Workers) ->
     return X
 
 
-def find_target(y: Any) -> str | None:
-    """The name of the column to learn, of a table that lies in an engine."""
-    return y if isinstance(y, str) else None
-
-
 def names_files(X: Any) -> bool:
     """Whether it names files: `Files`, an address, or a list of addresses."""
     if isinstance(X, Files | str | Path):
@@ -41,13 +36,13 @@ def names_files(X: Any) -> bool:
 
 
 def make_rows(estimator: Any, X: Any, y: Any, weight: Any) -> Rows:
-    """Checked arrays as rows, with the names of the columns where scikit-learn saw some."""
+    """Checked arrays as rows, with the names of the columns if scikit-learn found any."""
     names = getattr(estimator, "feature_names_in_", None)
     return Rows(X, y[:, None] if y.ndim == 1 else y, weight, None if names is None else [str(n) for n in names])
 
 
 def check_same_rows(rows: Rows, world: World) -> None:
-    """Every rank was given the same table, of which it takes its part: look at the shape and some rows."""
+    """Refuse ranks that were given different tables, judged by the shape and by some rows."""
     if world.size == 1:
         return
     count = rows.x.shape[0]
@@ -62,7 +57,7 @@ def check_same_rows(rows: Rows, world: World) -> None:
 
 
 def _plan_files(X: Any, y: Any, sample_weight: Any, workers: Workers) -> FilePlan | None:
-    """Files that hold the rows, or None where X is an array."""
+    """Files that hold the rows, or None if X is an array."""
     if not names_files(X):
         return None
     if sample_weight is not None:
@@ -76,7 +71,7 @@ def _plan_files(X: Any, y: Any, sample_weight: Any, workers: Workers) -> FilePla
 
 
 def _plan_alike(files: Files, world: World) -> FilePlan:
-    """Where the files' pieces are; in a running world all ranks see the same, or all of them refuse."""
+    """The plan of the files, the same on every rank; if the ranks see different files, all of them refuse."""
     if world.size == 1:
         return files.plan()
     plan: FilePlan | None = None

@@ -9,22 +9,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unisono.estimators.conventions import BaseEstimator, MultiOutputMixin, RegressorMixin, set_columns
-from unisono.estimators.files import FilePlan
-from unisono.estimators.inputs import find_rows_elsewhere, find_target, make_rows
-from unisono.estimators.linear import check_arrays, compute_scores, find_workers, fit_here, read_settings, run_fit
+from unisono.estimators.conventions import MultiOutputMixin, RegressorMixin, set_columns
+from unisono.estimators.inputs import make_rows
+from unisono.estimators.linear import LinearModel
 from unisono.estimators.linear_fit import FitResult
 from unisono.estimators.moments import TableMoments, minimise
 
 __all__ = ["LeastSquares"]
 
-SOLVERS = ("auto", "normal", "lbfgs", "accelerated", "gradient")
 
-
-class LeastSquares(MultiOutputMixin, RegressorMixin, BaseEstimator):  # type: ignore[misc]
+class LeastSquares(MultiOutputMixin, RegressorMixin, LinearModel):  # type: ignore[misc]
     """Linear least squares with ridge and L1 penalties, fitted by all workers together.
 
-    Minimises, over n rows (the sum of weights, where there are some),
+    Minimises, over n rows (or the sum of their weights),
 
         Σ (x w + b - y)² / 2n  +  l1 Σ |w|  +  l2 Σ w² / 2.
 
@@ -32,7 +29,7 @@ class LeastSquares(MultiOutputMixin, RegressorMixin, BaseEstimator):  # type: ig
 
     Arguments:
         l1, l2: the penalties.
-        fit_intercept: whether there is a b.
+        fit_intercept: whether the model has an intercept b.
         solver: "normal" (one pass, one all-reduce of XᵀX, exact; the best for up to some 2000 columns), "lbfgs",
             "accelerated" (FISTA with restarts), "gradient" (descent: the server sums the workers' gradients and
             steps; with `strategy`, any of ours through `un.parallel`), or "auto".
@@ -55,6 +52,8 @@ class LeastSquares(MultiOutputMixin, RegressorMixin, BaseEstimator):  # type: ig
     >>> model.coef_.round(6).tolist(), round(float(model.intercept_), 6)
     ([2.0, -1.0], 3.0)
     """
+
+    _LOSS, _SOLVERS = "squares", ("auto", "normal", "lbfgs", "accelerated", "gradient")
 
     def __init__(
         self,
@@ -86,7 +85,7 @@ class LeastSquares(MultiOutputMixin, RegressorMixin, BaseEstimator):  # type: ig
         Files: `fit("data/*.parquet", "price")`, or `fit(Files(...))`; they are read by part, each worker its own.
         """
         source, single = self._find_source(X, y, sample_weight, reset=True)
-        found = run_fit(self, read_settings(self, "squares", SOLVERS, target=find_target(y)), source)
+        found = self._run_fit(self._read_settings(target=y if isinstance(y, str) else None), source)
         single = self._set_columns(found) if single is None else single
         self._moments = found.get("moments")
         return self._set_model(found["coef"], found["intercept"], single=single)
@@ -103,8 +102,8 @@ class LeastSquares(MultiOutputMixin, RegressorMixin, BaseEstimator):  # type: ig
                 "partial_fit starts anew: only a fit by the solver 'normal' can be gone on from", stacklevel=2
             )
         source, single = self._find_source(X, y, sample_weight, reset=first)
-        settings = read_settings(self, "squares", SOLVERS)
-        found = fit_here(self, replace(settings, solver="normal", extra={}), source)
+        settings = self._read_settings()
+        found = self._fit_here(replace(settings, solver="normal", extra={}), source)
         if single is None:
             self._set_columns(found)
             single = True
@@ -123,21 +122,20 @@ class LeastSquares(MultiOutputMixin, RegressorMixin, BaseEstimator):  # type: ig
 
     def predict(self, X: Any) -> npt.NDArray[np.float64]:
         """X coef_ + intercept_, of arrays or of files."""
-        scores = compute_scores(self, X, getattr(self, "_file_columns", None))
+        scores = self._compute_scores(X)
         return scores[:, 0] if self._single else scores
 
     def _find_source(self, X: Any, y: Any, sample_weight: Any, *, reset: bool) -> tuple[Any, bool | None]:
-        """The rows, and whether there is one target (None: only the workers know)."""
-        elsewhere = find_rows_elsewhere(X, y, sample_weight, find_workers(self))
-        self._file_columns = elsewhere.features if isinstance(elsewhere, FilePlan) else None
+        """The rows, and whether there is one target; None if only the workers can tell."""
+        elsewhere = self._find_elsewhere(X, y, sample_weight)
         if elsewhere is not None:
             return elsewhere, None
-        X, y, weight = check_arrays(self, X, y, sample_weight, reset=reset, multi_output=True, y_numeric=True)
+        X, y, weight = self._check_arrays(X, y, sample_weight, reset=reset, multi_output=True, y_numeric=True)
         y = np.asarray(y, dtype=np.float64)
         return make_rows(self, X, y, weight), y.ndim == 1
 
     def _set_columns(self, found: FitResult) -> bool:
-        """What the workers have seen of the columns; returns whether there is one target."""
+        """Set what the workers found of the columns; returns whether there is one target."""
         set_columns(self, len(found["coef"]), found["names"])
         return bool(found["coef"].shape[1] == 1)
 
@@ -146,8 +144,3 @@ class LeastSquares(MultiOutputMixin, RegressorMixin, BaseEstimator):  # type: ig
         self.coef_ = coef[:, 0].copy() if single else np.ascontiguousarray(coef.T)
         self.intercept_ = float(intercept[0]) if single else np.asarray(intercept)
         return self
-
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.input_tags.sparse = True
-        return tags

@@ -1,4 +1,4 @@
-"""What a worker answers in a linear fit: sums over its own rows, and what is wrong with them."""
+"""What a worker answers in a linear fit: sums over its own rows, or the first problem with them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ Array = npt.NDArray[np.float64]
 
 
 def answer(table: Table, request: dict[str, Any]) -> Any:
-    """Map: compute what the server asks for on my rows.
+    """The `map` of the fit: compute what the server asks for from this worker's rows.
 
-    Where rows cannot be read, that is the answer, so that no rank waits for one that has given up: the error as text
-    if the request allows text, else sums that are marked as bad. The server then asks for the problem.
+    An error of reading rows is an answer too, so that no rank waits for one that has given up: its text, if the server
+    takes text there, else sums that are marked as bad. The server then asks for the problem.
     """
     do = request["do"]
     if do == "gradient":
         rows = table if "batch" not in request else table.take_batch(*request["batch"])
-        return losses.compute_value_and_gradient(
-            _number_labels(rows, request), request["loss"], request["coef"], request["b"]
-        )
+        rows = rows if request.get("labels") is None else _LabelledTable(rows, request["labels"])
+        return losses.compute_value_and_gradient(rows, request["loss"], request["coef"], request["b"])
     if do == "curvature":
         return losses.compute_curvature(table, request["v"], request["shift"])
     try:
@@ -51,7 +50,7 @@ def _answer_problem(table: Table, request: dict[str, Any]) -> str:
 
 
 def merge_peeks(a: Any, b: Any) -> Any:
-    """Reduce: two peeks become one; of two problems, or of a peek and a problem, the first problem is kept."""
+    """The `reduce` of the fit: two peeks become one. If one of them is a problem, that remains; of two, the first."""
     if isinstance(a, str) or isinstance(b, str):
         return a if isinstance(a, str) and (a or not isinstance(b, str)) else b
     if a[:2] != b[:2]:
@@ -81,7 +80,7 @@ def _answer_scales(table: Table, request: dict[str, Any]) -> tuple[int, int, flo
 
 
 def _find_labels(table: Table) -> list[float]:
-    """The distinct values of y among my rows."""
+    """The distinct values of y in this worker's rows."""
     found: set[float] = set()
     for block in table.read_blocks():
         found.update(np.unique(block.y[np.isfinite(block.y)]).tolist())
@@ -101,7 +100,7 @@ _ANSWERS: dict[str, Callable[[Table, dict[str, Any]], Any]] = {
 
 
 class _LabelledTable:
-    """A table whose y holds labels, with the number of the class in their place."""
+    """A table whose labels in y are replaced by the number of their class."""
 
     def __init__(self, table: Table, labels: Array) -> None:
         self.table, self.labels = table, labels
@@ -113,8 +112,3 @@ class _LabelledTable:
 
     def take_batch(self, index: int, of: int) -> Table:
         return _LabelledTable(self.table.take_batch(index, of), self.labels)
-
-
-def _number_labels(table: Table, request: dict[str, Any]) -> Table:
-    labels = request.get("labels")
-    return table if labels is None else _LabelledTable(table, labels)

@@ -3,14 +3,14 @@
 1. Peek: a value near the columns' means, so that sums about it lose no digits.
 2. Normal equations: one all-reduce of the products of [X, y]; or, for the other solvers, one of the columns' sums and
    squares, and then rounds of values and gradients in columns scaled to mean 0 and deviation 1.
-3. Where a value is not a finite number: one more round names its column and place.
+3. If a value is not a finite number: one more round names its column and place.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,13 +24,13 @@ from unisono.map_reduce import Ask, MapReduce
 __all__ = ["FitResult", "FitSettings", "MeanLoss", "Scaling", "make_program", "make_survey"]
 
 Array = npt.NDArray[np.float64]
-NORMAL_COLUMNS = 2048  # from here on the products of all columns cost more than some passes over the rows
+NORMAL_COLUMNS = 2048  # with more, the products of all columns cost more than some passes over the rows
 REFINE = 1e5  # columns with this condition number have lost 10 of 16 digits in their products
 
 
 @dataclass(frozen=True)
 class FitSettings:
-    """What to fit, and how."""
+    """The loss, the penalties and the solver of a fit, as the workers need them."""
 
     loss: str  # "squares" or "logistic"
     solver: str
@@ -40,7 +40,7 @@ class FitSettings:
     tol: float
     max_iter: int
     learning_rate: float | None = None
-    classes: int = 0  # of the logistic loss; 0: numbers in y itself, which the workers look up
+    classes: int = 0  # of the logistic loss; 0: y holds labels, which the workers number
     target: str | None = None  # the column to learn, of an engine's table
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -55,70 +55,67 @@ def make_program(settings: FitSettings) -> MapReduce:
 
 
 def make_survey(settings: FitSettings) -> MapReduce:
-    """What a solver outside of this file needs to know, as a program whose parts are tables."""
+    """A program that finds scales, labels and the loss, for solvers outside of this file; its parts are tables."""
     return MapReduce(answer, merge_peeks, functools.partial(_survey, settings))
 
 
 def _fit(settings: FitSettings, ask: Ask) -> FitResult:
     """Fit; `ask` runs a round of `answer` on every worker."""
-    columns, targets, shift, labels, names = _peek(settings, ask)
-    solver = _choose_solver(settings, columns)
+    peeked = _peek(settings, ask)
+    solver = _choose_solver(settings, peeked.columns)
     if solver == "normal":
-        return _solve_normal(settings, ask, shift, columns) | {"names": names}
-    outputs = _count_outputs(settings, targets, labels)
-    scaling = Scaling.from_sums(*_ask_sums(ask, "scales", shift), shift, columns, outputs, settings)
-    smooth = MeanLoss(ask, scaling, _choose_loss(settings, labels), settings.l2, _find_lookup(settings, labels))
-    return _descend(settings, solver, smooth, scaling) | {"labels": labels, "names": names}
+        return _solve_normal(settings, ask, peeked.shift, peeked.columns) | {"names": peeked.names}
+    smooth = _scale(settings, ask, peeked)
+    return _descend(settings, solver, smooth) | {"labels": peeked.labels, "names": peeked.names}
 
 
 def _survey(settings: FitSettings, ask: Ask) -> FitResult:
-    columns, targets, shift, labels, names = _peek(settings, ask)
-    outputs = _count_outputs(settings, targets, labels)
-    scaling = Scaling.from_sums(*_ask_sums(ask, "scales", shift), shift, columns, outputs, settings)
-    smooth = MeanLoss(ask, scaling, _choose_loss(settings, labels), settings.l2, None)
+    peeked = _peek(settings, ask)
+    smooth = _scale(settings, ask, peeked)
+    scaling = smooth.scaling
     return {
-        "scaling": [scaling.count, scaling.weight, scaling.mean, scaling.deviation, outputs, scaling.intercept],
+        "scaling": [scaling.count, scaling.weight, scaling.mean, scaling.deviation, scaling.outputs, scaling.intercept],
         "steepest": smooth.estimate_steepest() if settings.learning_rate is None else 0.0,
-        "labels": labels,
-        "names": names,
-        "look_up": _find_lookup(settings, labels) is not None,
+        "labels": peeked.labels,
+        "names": peeked.names,
         "loss": smooth.loss,
     }
 
 
-def _peek(settings: FitSettings, ask: Ask) -> tuple[int, int, Array, list[float], list[str] | None]:
-    look_up = settings.loss == "logistic" and not settings.classes
-    found = ask({"do": "peek", "labels": look_up})
+class _Peek(NamedTuple):
+    """What a first look at the rows shows. shift: a value near the mean of every column; labels: those of a target
+    that the workers have to number."""
+
+    columns: int
+    targets: int
+    shift: Array
+    labels: list[float]
+    names: list[str] | None
+
+
+def _peek(settings: FitSettings, ask: Ask) -> _Peek:
+    found = ask({"do": "peek", "labels": settings.loss == "logistic" and not settings.classes})
     if isinstance(found, str):
         raise ValueError(found)
     columns, targets, peeks, labels, names = found
     if not peeks[-1]:
         _raise_problem(ask, "there are no rows to fit")
     shift = np.array(peeks[:-1]) / peeks[-1]
-    return columns, targets, shift if settings.intercept else np.zeros_like(shift), labels, names
+    return _Peek(columns, targets, shift if settings.intercept else np.zeros_like(shift), labels, names)
 
 
-def _find_lookup(settings: FitSettings, labels: list[float]) -> Array | None:
-    return np.array(labels) if settings.loss == "logistic" and not settings.classes else None
-
-
-def _count_classes(settings: FitSettings, labels: list[float]) -> int:
-    count = settings.classes or len(labels)
-    if count < 2:
-        raise ValueError(f"the target has one class only ({labels or 'the same for all rows'}): expected 2 or more")
-    return count
-
-
-def _choose_loss(settings: FitSettings, labels: list[float]) -> str:
-    if settings.loss == "squares":
-        return "squares"
-    return "binary" if _count_classes(settings, labels) == 2 else "multinomial"
-
-
-def _count_outputs(settings: FitSettings, targets: int, labels: list[float]) -> int:
-    if settings.loss == "squares":
-        return targets
-    return 1 if _count_classes(settings, labels) == 2 else _count_classes(settings, labels)
+def _scale(settings: FitSettings, ask: Ask, peeked: _Peek) -> MeanLoss:
+    """The function to minimise, in scaled columns."""
+    loss, outputs = "squares", peeked.targets
+    if settings.loss == "logistic":
+        classes = settings.classes or len(peeked.labels)
+        if classes < 2:
+            called = peeked.labels or "the same for all rows"
+            raise ValueError(f"the target has one class only ({called}): expected 2 or more")
+        loss, outputs = ("binary", 1) if classes == 2 else ("multinomial", classes)
+    sums = _ask_sums(ask, "scales", peeked.shift)
+    scaling = Scaling.from_sums(*sums, peeked.shift, peeked.columns, outputs, settings)
+    return MeanLoss(ask, scaling, loss, settings.l2, np.array(peeked.labels) if peeked.labels else None)
 
 
 def _choose_solver(settings: FitSettings, columns: int) -> str:
@@ -144,7 +141,7 @@ def _raise_problem(ask: Ask, otherwise: str) -> None:
 
 
 def _solve_normal(settings: FitSettings, ask: Ask, shift: Array, columns: int) -> FitResult:
-    """Normal equations, and where the columns are nearly dependent a step with the true residual."""
+    """Solve the normal equations; if columns are nearly dependent, refine twice by the gradient over all rows."""
     moments = TableMoments.from_sums(*_ask_sums(ask, "moments", shift), shift)
     options: Any = {"l1": settings.l1, "l2": settings.l2, "tol": settings.tol, "max_iter": settings.max_iter}
     about = moments if settings.intercept else moments.center_at_zero()
@@ -174,7 +171,7 @@ def _solve_normal(settings: FitSettings, ask: Ask, shift: Array, columns: int) -
 
 @dataclass(frozen=True)
 class Scaling:
-    """Between the columns as they are and columns of mean 0 and deviation 1, in which the solvers work."""
+    """Converts between the columns as given and columns of mean 0 and deviation 1, in which the solvers work."""
 
     count: int
     weight: float
@@ -222,7 +219,8 @@ class Scaling:
         return (len(self.mean) + self.intercept) * self.outputs
 
 
-def _descend(settings: FitSettings, solver: str, smooth: MeanLoss, scaling: Scaling) -> FitResult:
+def _descend(settings: FitSettings, solver: str, smooth: MeanLoss) -> FitResult:
+    scaling = smooth.scaling
     start, options = np.zeros(scaling.unknowns), cast(Any, {"tol": settings.tol, "max_iter": settings.max_iter})
     if solver == "lbfgs":
         if settings.l1:
@@ -232,8 +230,7 @@ def _descend(settings: FitSettings, solver: str, smooth: MeanLoss, scaling: Scal
         step = settings.learning_rate or 1.0 / smooth.estimate_steepest()
         l1 = np.zeros(scaling.unknowns)
         l1[: len(scaling.mean) * scaling.outputs] = np.repeat(settings.l1 / scaling.deviation, scaling.outputs)
-        method = solvers.descend_accelerated if solver == "accelerated" else solvers.descend
-        found = method(smooth, start, l1=l1, step=step, **options)
+        found = solvers.descend(smooth, start, l1=l1, step=step, accelerate=solver == "accelerated", **options)
     coef, intercept = scaling.unscale(found.at)
     return {
         "coef": coef,
@@ -262,7 +259,7 @@ class MeanLoss:
         self.request: dict[str, Any] = {"do": "gradient", "loss": loss}
         if labels is not None:
             self.request["labels"] = labels
-        if batch is not None:  # part so and so of so many, of each worker's rows
+        if batch is not None:  # (i, n): part i of n of each worker's rows
             self.request["batch"] = batch
 
     def __call__(self, theta: Array) -> tuple[float, Array]:

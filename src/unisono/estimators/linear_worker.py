@@ -15,10 +15,10 @@ from unisono.estimators.linear_fit import FitResult, FitSettings, make_program
 from unisono.estimators.row_blocks import Table, make_table
 from unisono.estimators.strategy_descent import fit_by_strategy
 from unisono.map_reduce.rounds import run_in_world
-from unisono.map_reduce.worker_data import open_shared, split
-from unisono.world import World, join
+from unisono.map_reduce.worker_data import split
+from unisono.world import World
 
-__all__ = ["fit_in_world", "work"]
+__all__ = ["fit_in_world", "fit_launched"]
 
 
 def fit_in_world(settings: FitSettings, part: Any, world: World, *, speedup: bool) -> FitResult:
@@ -45,12 +45,7 @@ def _compute_round(table: Table, fraction: float) -> torch.Tensor:
     return torch.from_numpy(losses.compute_value_and_gradient(table, "squares", coef, intercept, fraction))
 
 
-def work(asked: tuple[FitSettings, bool], data: Any) -> tuple[str, Any]:
-    """What a launched worker runs. A mistake in the data comes back as text, to be raised where `fit` was called."""
+def fit_launched(asked: tuple[FitSettings, bool], source: Any, world: World) -> FitResult:
+    """`fit_in_world` on a worker that was launched for the fit, which takes its part of the rows."""
     settings, speedup = asked
-    world = join("cpu")
-    try:
-        part = split(open_shared(data), world.rank, world.size)
-        return "fitted", fit_in_world(settings, part, world, speedup=speedup)
-    except ValueError as error:
-        return "refused", str(error)
+    return fit_in_world(settings, split(source, world.rank, world.size), world, speedup=speedup)

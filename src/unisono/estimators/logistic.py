@@ -8,39 +8,31 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unisono.estimators.conventions import (
-    BaseEstimator,
-    ClassifierMixin,
-    check_classification_targets,
-    gather_labels,
-    set_columns,
-)
-from unisono.estimators.files import FilePlan
-from unisono.estimators.inputs import find_rows_elsewhere, find_target, make_rows
-from unisono.estimators.linear import check_arrays, compute_scores, find_workers, read_settings, run_fit
+from unisono.estimators.conventions import ClassifierMixin, check_classification_targets, gather_labels, set_columns
+from unisono.estimators.inputs import make_rows
+from unisono.estimators.linear import LinearModel
 from unisono.estimators.online import OnlineModel
 from unisono.world import join
 
 __all__ = ["LogisticRegression"]
 
 Array = npt.NDArray[np.float64]
-SOLVERS = ("auto", "lbfgs", "accelerated", "gradient")
-BATCH_ROWS = 256  # of partial_fit, where no batch_size is given
+BATCH_ROWS = 256  # of partial_fit without a batch_size
 
 
-class LogisticRegression(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
+class LogisticRegression(ClassifierMixin, LinearModel):  # type: ignore[misc]
     """Logistic regression with ridge and L1 penalties, fitted by all workers together.
 
-    Minimises, over n rows (the sum of weights, where there are some),
+    Minimises, over n rows (or the sum of their weights),
 
         - Σ log p(y | x) / n  +  l1 Σ |w|  +  l2 Σ w² / 2,
 
     where p is the logistic function of x w + b for two classes, and the softmax for more. scikit-learn's
     `LogisticRegression(C=C)` is `l2=1/(C n)`. The intercepts are not penalised. Without any penalty, classes that a
-    plane separates have no minimiser; so there is a little of l2 unless you set it to 0.
+    plane separates have no minimiser: hence the small default of l2.
 
     Arguments: those of `LeastSquares`; the solvers are "lbfgs", "accelerated" and "gradient", and "auto" is "lbfgs",
-    or "accelerated" where there is l1.
+    or "accelerated" with l1.
 
     After `fit`: `classes_`, `coef_` (1 or classes × columns), `intercept_`, `n_iter_`, `n_rows_`, and `report_` with
     what it cost.
@@ -50,6 +42,8 @@ class LogisticRegression(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     >>> LogisticRegression(l2=0.01).fit(X, ["low", "low", "low", "high", "high"]).predict([[-1.5], [1.5]]).tolist()
     ['low', 'high']
     """
+
+    _LOSS, _SOLVERS = "logistic", ("auto", "lbfgs", "accelerated", "gradient")
 
     def __init__(
         self,
@@ -77,18 +71,17 @@ class LogisticRegression(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> LogisticRegression:
         """Fit to arrays (X dense or sparse, y of labels), or to files whose target column holds numbers."""
-        elsewhere = find_rows_elsewhere(X, y, sample_weight, find_workers(self))
-        self._file_columns = elsewhere.features if isinstance(elsewhere, FilePlan) else None
+        elsewhere = self._find_elsewhere(X, y, sample_weight)
         if elsewhere is not None:
-            found = run_fit(self, read_settings(self, "logistic", SOLVERS, target=find_target(y)), elsewhere)
+            found = self._run_fit(self._read_settings(target=y if isinstance(y, str) else None), elsewhere)
             set_columns(self, len(found["coef"]), found["names"])
             self.classes_ = _make_whole(np.array(found["labels"]))
         else:
-            X, y, weight = check_arrays(self, X, y, sample_weight)
+            X, y, weight = self._check_arrays(X, y, sample_weight)
             check_classification_targets(y)
             self.classes_ = self._find_labels(np.unique(y))
             rows = make_rows(self, X, np.searchsorted(self.classes_, y).astype(np.float64), weight)
-            found = run_fit(self, read_settings(self, "logistic", SOLVERS, classes=len(self.classes_)), rows)
+            found = self._run_fit(self._read_settings(classes=len(self.classes_)), rows)
         self._online: OnlineModel | None = None
         return self._set_model(found["coef"], found["intercept"])
 
@@ -102,7 +95,7 @@ class LogisticRegression(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         first = not hasattr(self, "classes_")
         if first and classes is None:
             raise ValueError("classes must be passed on the first call to partial_fit: all labels that will ever come")
-        X, y, weight = check_arrays(self, X, y, sample_weight, reset=first)
+        X, y, weight = self._check_arrays(X, y, sample_weight, reset=first)
         check_classification_targets(y)
         self._check_classes(np.unique(y), None if classes is None else np.unique(classes))
         online = getattr(self, "_online", None) or OnlineModel.start(
@@ -110,20 +103,20 @@ class LogisticRegression(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         )
         world = join()
         rows = make_rows(self, X, np.searchsorted(self.classes_, y).astype(np.float64), weight)
-        settings = read_settings(self, "logistic", SOLVERS, classes=len(self.classes_))
+        settings = self._read_settings(classes=len(self.classes_))
         settings = replace(settings, extra={"batch_size": self.batch_size or BATCH_ROWS})
-        online = self._online = online.improve(settings, find_workers(self).take_part(rows, world), world)
+        online = self._online = online.improve(settings, self._fitting_workers.take_part(rows, world), world)
         self.n_iter_ = getattr(self, "n_iter_", 0) + 1
         return self._set_model(online.coef, online.intercept)
 
     def decision_function(self, X: Any) -> Array:
-        """Scores: above 0 for the second of two classes; rows × classes where there are more."""
-        scores = compute_scores(self, X, getattr(self, "_file_columns", None))
+        """Scores: above 0 for the second of two classes; rows × classes for more than two."""
+        scores = self._compute_scores(X)
         return scores[:, 0] if scores.shape[1] == 1 else scores
 
     def predict_proba(self, X: Any) -> Array:
         """The chance of each class: rows × classes."""
-        scores = compute_scores(self, X, getattr(self, "_file_columns", None))
+        scores = self._compute_scores(X)
         if scores.shape[1] == 1:
             scores = np.hstack([np.zeros_like(scores), scores])
         chances = np.exp(scores - scores.max(axis=1, keepdims=True))
@@ -131,12 +124,12 @@ class LogisticRegression(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def predict(self, X: Any) -> npt.NDArray[Any]:
         """The likeliest class of each row."""
-        scores = compute_scores(self, X, getattr(self, "_file_columns", None))
+        scores = self._compute_scores(X)
         best = scores.argmax(axis=1) if scores.shape[1] > 1 else (scores[:, 0] > 0).astype(np.intp)
         return np.asarray(self.classes_[best])
 
     def _find_labels(self, labels: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        if self.own_rows and not find_workers(self).are_launched:
+        if self.own_rows and not self._fitting_workers.are_launched:
             labels = gather_labels(labels, join())
         if len(labels) < 2:
             raise ValueError(f"got one class only ({labels.tolist()}): a classifier needs rows of 2 classes or more")
@@ -158,12 +151,7 @@ class LogisticRegression(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.coef_, self.intercept_ = np.ascontiguousarray(coef.T), np.array(intercept)
         return self
 
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.input_tags.sparse = True
-        return tags
-
 
 def _make_whole(labels: Array) -> npt.NDArray[Any]:
-    """Labels read as numbers, as integers where they are whole."""
+    """Labels that were read as numbers; as integers if all of them are whole."""
     return labels.astype(np.int64) if np.array_equal(labels, np.round(labels)) else labels

@@ -50,10 +50,10 @@ STEEPNESS = {"squares": 1.0, "binary": 0.25, "multinomial": 0.5}
 
 
 def compute_value_and_gradient(table: Table, loss: str, coef: Array, intercept: Array, fraction: float = 1.0) -> Array:
-    """Over my rows, as one vector: the sum of losses, its gradient by coef (columns × outputs) and by intercept, and
-    the sum of weights.
+    """Over a table's rows, as one vector: the sum of losses, its gradient by coef (columns × outputs) and by intercept,
+    and the sum of weights.
 
-    `fraction`: only so much of the rows (to measure speed).
+    fraction: the share of the rows to go over; less than 1 to measure speed.
     """
     of = LOSSES[loss]
     total, weight, by_coef, by_intercept = 0.0, 0.0, np.zeros(coef.shape), np.zeros(coef.shape[1])
@@ -73,7 +73,7 @@ def compute_value_and_gradient(table: Table, loss: str, coef: Array, intercept: 
 
 
 def compute_curvature(table: Table, direction: Array, shift: float) -> Array:
-    """Xᵀ (X v + shift) and Σ (X v + shift) over my rows, for the largest eigenvalue."""
+    """Xᵀ (X v + shift) and Σ (X v + shift) over a table's rows: a step of power iteration."""
     by_coef, by_intercept = np.zeros(direction.shape), 0.0
     for block in table.read_blocks():
         score = np.asarray(block.x @ direction) + shift

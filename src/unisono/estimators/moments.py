@@ -60,9 +60,9 @@ class TableMoments:
 
 
 def peek(table: Table) -> Array:
-    """A value near each column's mean, from my first rows: sums of differences from it lose no digits.
+    """A value near each column's mean, from the first rows: sums of differences from it lose no digits.
 
-    The last number is 1 if I have rows, else 0. For sparse columns the value is 0: shifted, they would be dense.
+    The last number is 1 if there are rows, else 0. For sparse columns the value is 0: shifted, they would be dense.
     """
     width = table.columns + table.targets
     out = np.zeros(width + 1)
@@ -76,7 +76,7 @@ def peek(table: Table) -> Array:
 
 
 def sum_products(table: Table, shift: Array) -> tuple[int, int, float, Array, Array]:
-    """Sums about `shift` over my rows: whether a value is not finite, rows, weight, Σ z, Σ z zᵀ.
+    """Sums about `shift` over a table's rows: whether a value is not finite, rows, weight, Σ z, Σ z zᵀ.
 
     A column of ones beside z makes Σ z a part of the products, and anything that is not finite shows in them.
     """
@@ -100,21 +100,17 @@ def sum_products(table: Table, shift: Array) -> tuple[int, int, float, Array, Ar
 
 
 def _add_sparse(block: RowBlock, shift: Array, total: Array) -> None:
-    """As above, with the columns of x about 0."""
+    """Add a sparse block to `total` as `sum_products` does, with the columns of x about 0."""
     d = block.x.shape[1]
     rest = np.column_stack([block.y - shift[d:], np.ones(len(block.y))])
     x, weighted = block.x, rest
     if block.weight is not None:
         x, weighted = block.x.multiply(block.weight[:, None]).tocsr(), rest * block.weight[:, None]
     cross = np.asarray(block.x.T @ weighted)
-    total[:d, :d] += _make_dense(block.x.T @ x)
+    total[:d, :d] += (block.x.T @ x).toarray()
     total[:d, d:] += cross
     total[d:, :d] += cross.T
     total[d:, d:] += rest.T @ weighted
-
-
-def _make_dense(x: Any) -> Array:
-    return np.asarray(x.toarray() if is_sparse(x) else x, dtype=np.float64)
 
 
 @dataclass
@@ -131,8 +127,8 @@ class Solution:
 def minimise(moments: TableMoments, columns: int, *, l1: float, l2: float, tol: float, max_iter: int) -> Solution:
     """The minimiser of Σ (z w - y)² / 2n + l1 |w| + l2 w² / 2 from the moments (n: the sum of weights).
 
-    Columns are first scaled to length 1. Where they depend on each other, the solution of least length, as
-    `numpy.linalg.lstsq` gives it.
+    Columns are first scaled to length 1. If they depend on each other, it is the solution of least length, as from
+    `numpy.linalg.lstsq`.
     """
     gram, cross = moments.products[:columns, :columns] / moments.weight, moments.products[:columns, columns:]
     cross = cross / moments.weight
@@ -171,7 +167,7 @@ def _solve_ridge(gram: Array, target: Array, scale: Array, l2: float) -> tuple[A
 
 
 def _solve_lasso(gram: Array, target: Array, l1: Array, l2: Array, tol: float, max_iter: int) -> tuple[Array, int]:
-    """Coordinate descent on the quadratic, one coordinate after the other; no rows are needed."""
+    """Coordinate descent on the quadratic; needs no pass over the rows. Returns v and the number of sweeps."""
     v = np.zeros_like(target)
     left = target.copy()  # target - gram v
     diagonal = np.diag(gram) + l2

@@ -1,4 +1,4 @@
-"""Learning from rows as they come: AdaGrad (Duchi, Hazan and Singer, 2011) in columns scaled by what was seen."""
+"""Learning from rows as they come: AdaGrad (Duchi, Hazan and Singer, 2011), in columns scaled by the rows so far."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEARNING_RATE = 0.5
 
 @dataclass(frozen=True)
 class OnlineModel:
-    """A model so far: coef (columns × outputs), intercept, squared gradients, and the columns' running scales."""
+    """A model in training: coef (columns × outputs), intercept, squared gradients, and the columns' running scales."""
 
     coef: Array
     intercept: Array
@@ -53,7 +53,7 @@ class OnlineModel:
         return replace(scaled, coef=coef, intercept=intercept, squared=squared)
 
     def _include_scales(self, new: Scaling) -> OnlineModel:
-        """The model with scales that include the new rows."""
+        """This model with scales that include the new rows."""
         weight = self.weight + new.weight
         away = new.mean - self.mean
         between = away * away * (self.weight * new.weight / weight)
@@ -63,7 +63,7 @@ class OnlineModel:
     def _run_pass(
         self, settings: FitSettings, ask: Ask, rows: Scaling, loss: str, steps: int
     ) -> tuple[Array, Array, Array]:
-        """A step for every batch; in scaled columns, as a step has one length for all."""
+        """Take a step for every batch, in scaled columns: one step length then suits all of them."""
         scaling = replace(rows, mean=self.mean * settings.intercept, deviation=np.sqrt(self.variance))
         bias = self.intercept + scaling.mean @ self.coef
         theta = np.concatenate([(self.coef * scaling.deviation[:, None]).ravel(), bias if settings.intercept else []])

@@ -40,16 +40,16 @@ class RowBlock(NamedTuple):
 class Table(Protocol):
     """A worker's rows, which can be read as often as needed."""
 
-    names: Sequence[str] | None  # of the columns, where they have names
+    names: Sequence[str] | None  # of the columns, if they have names
     columns: int
     targets: int
-    rows: int  # of a stream: those of the last whole pass
+    rows: int  # of files: as counted in the last whole pass
 
     def read_blocks(self) -> Iterator[RowBlock]:
         """All rows, in blocks of some rows each."""
 
     def take_batch(self, index: int, of: int) -> Table:
-        """Part `index` of so many of my rows."""
+        """Part `index` of `of` equal parts of the rows."""
 
 
 class Rows(NamedTuple):
@@ -72,7 +72,7 @@ class Rows(NamedTuple):
 
 
 class ArrayTable:
-    """Rows in memory."""
+    """A table of arrays in memory."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
@@ -98,8 +98,10 @@ class ArrayTable:
 
 
 def make_table(data: Any, target: str | None = None) -> Table:
-    """What a worker was given, as a table: `Rows`, a part of files, a tuple (x, y) of arrays, or a part of an engine's
-    table, whose column `target` is to be learned."""
+    """A worker's data as a table: `Rows`, a part of files, a tuple (x, y) of arrays, or a part of an engine's table.
+
+    target: the column to learn, of an engine's table.
+    """
     if isinstance(data, Rows):
         return ArrayTable(data)
     if isinstance(data, Table):
@@ -114,7 +116,7 @@ def make_table(data: Any, target: str | None = None) -> Table:
 
 
 def _make_from_columns(columns: dict[str, Any], target: str | None) -> ArrayTable:
-    """A part of an engine's table: numbers a column, or vectors of numbers."""
+    """The table of an engine's columns, each of which holds numbers or vectors of numbers."""
     if target not in columns:
         raise ValueError(f"the table has no column {target!r} to learn: its columns are {', '.join(columns)}")
     parts: list[Array] = []
@@ -144,7 +146,7 @@ def format_column(names: Sequence[str] | None, column: int) -> str:
 
 
 def find_problem(block: RowBlock, names: Sequence[str] | None) -> str:
-    """The first value that is not a finite number, named by column and place; empty where all are."""
+    """The first value that is not a finite number, named by column and place; empty if all are."""
     found = _find_bad(block.x)
     if found is not None:
         row, column, value = found

@@ -1,6 +1,6 @@
-"""Solvers of the server: each asks for the value and gradient at a point, which all workers compute together.
+"""The solvers, which run on the server: all workers together compute the value and the gradient at a point.
 
-They see a smooth function, and a penalty that is handled by its proximal step.
+A solver sees a smooth function, and an l1 penalty that its proximal step takes care of.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["SolverResult", "descend", "descend_accelerated", "run_lbfgs"]
+__all__ = ["SolverResult", "descend", "run_lbfgs"]
 
 Array = npt.NDArray[np.float64]
 SmoothFunction = Callable[[Array], tuple[float, Array]]
@@ -19,7 +19,7 @@ SmoothFunction = Callable[[Array], tuple[float, Array]]
 
 @dataclass
 class SolverResult:
-    """Where a solver stopped."""
+    """The point at which a solver stopped."""
 
     at: Array
     value: float
@@ -33,8 +33,8 @@ def descend(
     """x ← prox(x - step ∇f(x)), where prox shrinks by step · l1; stops when that moves x by less than `tol`
     relative to the first move.
 
-    With `accelerate`, from a point beyond x (Beck and Teboulle, 2009), which starts anew whenever it points uphill
-    (O'Donoghue and Candès, 2015). Where the value explodes, the step is halved.
+    With `accelerate`, each step starts from a point beyond x (Beck and Teboulle, 2009); the momentum starts anew
+    whenever it points uphill (O'Donoghue and Candès, 2015). If the value explodes, the step is halved.
     """
     x, ahead, momentum = start, start, 1.0
     first, lowest, value, move = 0.0, np.inf, np.inf, np.zeros_like(start)
@@ -60,13 +60,6 @@ def descend(
         ahead = new + (momentum - 1) / following * (new - x)
         x, momentum = new, following
     return SolverResult(x, value, max_iter, False)
-
-
-def descend_accelerated(
-    smooth: SmoothFunction, start: Array, *, l1: Array, step: float, tol: float, max_iter: int
-) -> SolverResult:
-    """`descend` with momentum."""
-    return descend(smooth, start, l1=l1, step=step, tol=tol, max_iter=max_iter, accelerate=True)
 
 
 def run_lbfgs(smooth: SmoothFunction, start: Array, *, tol: float, max_iter: int) -> SolverResult:

@@ -24,7 +24,7 @@ CHECK_EPOCHS = 10  # between two looks at the loss of all rows
 
 
 class _LinearModule(nn.Module):
-    """Scores of rows as they are, from parameters for columns of mean 0 and deviation 1."""
+    """The linear model, with parameters for columns of mean 0 and deviation 1; its input is in the columns as given."""
 
     def __init__(self, scaling: Scaling) -> None:
         super().__init__()
@@ -38,14 +38,14 @@ class _LinearModule(nn.Module):
         return x @ coef + intercept, coef
 
     def unscale(self) -> tuple[Tensor, Tensor]:
-        """Coefficients and intercept for rows as they are."""
+        """Coefficients and intercept for the columns as given."""
         coef = self.coef / self.deviation[:, None]
         bias = self.bias if self.bias is not None else torch.zeros(coef.shape[1], dtype=coef.dtype)
         return coef, bias - self.mean @ coef
 
 
 def fit_by_strategy(settings: FitSettings, table: Table, world: World) -> tuple[FitResult, list[Round]]:
-    """Epochs over every rank's own rows, a batch a step, each rank the same number of steps."""
+    """Train for some epochs over every rank's own rows, a batch a step; each rank takes the same number of steps."""
     found, rounds = run_in_world(make_survey(settings), table, world)
     scaling, labels = Scaling(*found["scaling"]), found["labels"]
     model = _LinearModule(scaling)
@@ -55,7 +55,7 @@ def fit_by_strategy(settings: FitSettings, table: Table, world: World) -> tuple[
     rows = int(world.all_reduce(torch.tensor([table.rows]), "max", tag="fit").wait())
     steps = -(-rows // (settings.extra.get("batch_size") or max(rows, 1)))
     share = world.size * steps / scaling.weight  # a rank's sum over a batch, as its part of the mean over all
-    lookup = np.array(labels) if found["look_up"] else None
+    lookup = np.array(labels) if labels else None
     before, converged, epoch = np.inf, False, 0
     for epoch in range(1, settings.max_iter + 1):
         start = time.perf_counter()
@@ -76,7 +76,7 @@ def fit_by_strategy(settings: FitSettings, table: Table, world: World) -> tuple[
                 break
             before = now
     final = _LinearModule(scaling)
-    final.load_state_dict(replica.consolidate().state_dict())  # whole, also where the ranks share it out
+    final.load_state_dict(replica.consolidate().state_dict())  # all values, also if the ranks hold parts of it
     replica.close()
     whole = world.broadcast_object([t.detach().numpy() for t in final.unscale()])
     return {
@@ -92,7 +92,7 @@ def fit_by_strategy(settings: FitSettings, table: Table, world: World) -> tuple[
 
 
 def _make_batches(table: Table, steps: int, labels: Any) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """My rows in `steps` batches of equal size; some may be empty."""
+    """The table's rows in `steps` batches of about equal size; some may be empty."""
     borders = [table.rows * (i + 1) // steps for i in range(steps)]
     held: list[tuple[Any, ...]] = []
     done = 0
@@ -120,7 +120,7 @@ def _concatenate(held: list[tuple[Any, ...]], table: Table) -> tuple[Tensor, Ten
 
 
 def _compute_loss(loss: str, scores: Tensor, y: Tensor) -> Tensor:
-    """Per row."""
+    """The loss of each row."""
     if loss == "squares":
         return 0.5 * ((scores - y) ** 2).sum(dim=1)
     if loss == "binary":
@@ -129,7 +129,7 @@ def _compute_loss(loss: str, scores: Tensor, y: Tensor) -> Tensor:
 
 
 def _make_optimizer(settings: FitSettings, model: _LinearModule, step: float) -> torch.optim.Optimizer:
-    """Plain descent, or Adam under the strategy that is a form of it."""
+    """SGD; or Adam for the strategy `qadam`, which is a form of Adam."""
     if isinstance(build(settings.extra["strategy"]), qadam):
         return torch.optim.Adam(model.parameters(), lr=settings.learning_rate or 0.05)
     return torch.optim.SGD(model.parameters(), lr=step, momentum=settings.extra.get("momentum", 0.0))

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.map_reduce.map_reduce import launch_workers, take_part
-from unisono.world import World
+from unisono.map_reduce.map_reduce import launch_workers
+from unisono.map_reduce.worker_data import open_shared, split
+from unisono.world import World, join
 
 __all__ = ["Workers"]
 
-Work = Callable[[Any, Any], "tuple[str, Any] | None"]
+Fit = Callable[[Any, Any, World], Any]
 
 
 @dataclass(frozen=True)
@@ -33,16 +34,25 @@ class Workers:
 
     def take_part(self, source: Any, world: World) -> Any:
         """This rank's part of the rows in a running world."""
-        return take_part(source, world, own=self.own_rows)
+        return source if self.own_rows else split(source, world.rank, world.size)
 
-    def run(self, work: Work, settings: Any, source: Any) -> Any:
-        """Launch workers that run `work(settings, source)`, and return what was fitted.
+    def run(self, fit: Fit, settings: Any, source: Any) -> Any:
+        """Launch workers, of which each calls `fit(settings, source, world)`, and return what the first one fitted.
 
-        `work` returns ("fitted", result); or ("refused", text) for a mistake in the data, which is raised here. A
-        worker that had another part to play, such as a parameter server, has no result.
+        A ValueError of `fit`, which is about the data, is raised here. A worker that had another part to play, such as
+        a parameter server, has no result.
         """
-        results = launch_workers(work, settings, source, workers=self.count, on=self.on)
-        kind, value = next(result for result in results if result is not None)
-        if kind == "refused":
-            raise ValueError(value)
-        return value
+        results = launch_workers(_work, (fit, settings), source, workers=self.count, on=self.on)
+        problem, fitted = next(result for result in results if result is not None)
+        if problem is not None:
+            raise ValueError(problem)
+        return fitted
+
+
+def _work(asked: tuple[Fit, Any], source: Any) -> tuple[str | None, Any]:
+    """What a launched worker runs: what is wrong with the data, and what was fitted."""
+    fit, settings = asked
+    try:
+        return None, fit(settings, open_shared(source), join("cpu"))
+    except ValueError as error:
+        return str(error), None

@@ -17,128 +17,25 @@ from torch.optim import Optimizer
 
 from unisono.batch_norm import Link
 from unisono.batch_norm import SyncBatchNorm as _Joined
+from unisono.horovod import collectives, place
 from unisono.horovod import elastic as elastic
-from unisono.horovod.collectives import Adasum as Adasum
-from unisono.horovod.collectives import Average as Average
-from unisono.horovod.collectives import Max as Max
-from unisono.horovod.collectives import Min as Min
-from unisono.horovod.collectives import Product as Product
-from unisono.horovod.collectives import Sum as Sum
-from unisono.horovod.collectives import allgather as allgather
-from unisono.horovod.collectives import allgather_async as allgather_async
-from unisono.horovod.collectives import allgather_object as allgather_object
-from unisono.horovod.collectives import allreduce as allreduce
-from unisono.horovod.collectives import allreduce_ as allreduce_
-from unisono.horovod.collectives import allreduce_async as allreduce_async
-from unisono.horovod.collectives import allreduce_async_ as allreduce_async_
-from unisono.horovod.collectives import alltoall as alltoall
-from unisono.horovod.collectives import alltoall_async as alltoall_async
-from unisono.horovod.collectives import barrier as barrier
-from unisono.horovod.collectives import broadcast as broadcast
-from unisono.horovod.collectives import broadcast_ as broadcast_
-from unisono.horovod.collectives import broadcast_async as broadcast_async
-from unisono.horovod.collectives import broadcast_async_ as broadcast_async_
-from unisono.horovod.collectives import broadcast_object as broadcast_object
-from unisono.horovod.collectives import grouped_allgather as grouped_allgather
-from unisono.horovod.collectives import grouped_allgather_async as grouped_allgather_async
-from unisono.horovod.collectives import grouped_allreduce as grouped_allreduce
-from unisono.horovod.collectives import grouped_allreduce_ as grouped_allreduce_
-from unisono.horovod.collectives import grouped_allreduce_async as grouped_allreduce_async
-from unisono.horovod.collectives import grouped_allreduce_async_ as grouped_allreduce_async_
-from unisono.horovod.collectives import grouped_reducescatter as grouped_reducescatter
-from unisono.horovod.collectives import poll as poll
-from unisono.horovod.collectives import reducescatter as reducescatter
-from unisono.horovod.collectives import reducescatter_async as reducescatter_async
-from unisono.horovod.collectives import synchronize as synchronize
+from unisono.horovod.collectives import *  # noqa: F403
 from unisono.horovod.optimizer import Compression as Compression
 from unisono.horovod.optimizer import DistributedOptimizer as DistributedOptimizer
-from unisono.horovod.place import ccl_built as ccl_built
-from unisono.horovod.place import cross_rank as cross_rank
-from unisono.horovod.place import cross_size as cross_size
-from unisono.horovod.place import cuda_built as cuda_built
-from unisono.horovod.place import ddl_built as ddl_built
-from unisono.horovod.place import gloo_built as gloo_built
-from unisono.horovod.place import gloo_enabled as gloo_enabled
+from unisono.horovod.place import *  # noqa: F403
 from unisono.horovod.place import here
-from unisono.horovod.place import init as init
-from unisono.horovod.place import is_homogeneous as is_homogeneous
-from unisono.horovod.place import is_initialized as is_initialized
-from unisono.horovod.place import local_rank as local_rank
-from unisono.horovod.place import local_size as local_size
-from unisono.horovod.place import mpi_built as mpi_built
-from unisono.horovod.place import mpi_enabled as mpi_enabled
-from unisono.horovod.place import mpi_threads_supported as mpi_threads_supported
-from unisono.horovod.place import nccl_built as nccl_built
-from unisono.horovod.place import rank as rank
-from unisono.horovod.place import rocm_built as rocm_built
-from unisono.horovod.place import shutdown as shutdown
-from unisono.horovod.place import size as size
-from unisono.horovod.place import start_timeline as start_timeline
-from unisono.horovod.place import stop_timeline as stop_timeline
 from unisono.world import PeerLost, World
 
 __all__ = [
-    "Adasum",
-    "Average",
     "Compression",
     "DistributedOptimizer",
     "HorovodInternalError",
-    "Max",
-    "Min",
-    "Product",
-    "Sum",
     "SyncBatchNorm",
-    "allgather",
-    "allgather_async",
-    "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
     "elastic",
-    "gloo_built",
-    "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "poll",
-    "rank",
-    "reducescatter",
-    "reducescatter_async",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "start_timeline",
-    "stop_timeline",
-    "synchronize",
+    *collectives.__all__,
+    *(name for name in place.__all__ if name != "here"),
 ]
 
 _links: WeakKeyDictionary[World, Link] = WeakKeyDictionary()  # all layers of a world share one

@@ -14,6 +14,41 @@ from unisono.horovod.optimizer import Compression, refuse
 from unisono.horovod.place import here
 from unisono.world import World
 
+__all__ = [
+    "Adasum",
+    "Average",
+    "Max",
+    "Min",
+    "Product",
+    "Sum",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "poll",
+    "reducescatter",
+    "reducescatter_async",
+    "synchronize",
+]
+
 T = TypeVar("T")
 R = TypeVar("R")
 Op = Literal["mean", "sum", "min", "max", "product", "adasum"]
@@ -172,8 +207,8 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """My part of the rows of the mean over all workers, or of what `op` says; the first ranks have a row more where
-    they do not divide evenly."""
+    """This worker's part of the rows of the mean over all workers, or of what `op` says. If rows do not divide evenly,
+    the first ranks have one more."""
     if tensor.requires_grad:  # the same numbers, by a way that gradients pass through
         scales = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
         whole = allreduce(tensor, None, name, compression, op, **scales)
@@ -199,7 +234,7 @@ def allgather_async(tensor: Tensor, name: str | None = None) -> Handle[Tensor]:
 
 def allgather(tensor: Tensor, name: str | None = None) -> Tensor:
     """All workers' tensors, one after the other along the first dimension, which may differ. As in Horovod, the
-    gradient is the mean of all workers' for my rows."""
+    gradient is the mean of all workers' gradients for this worker's rows."""
     if tensor.requires_grad:
         return autograd.all_gather(tensor, here(), "mean", tag=name or "hvd.allgather")
     return allgather_async(tensor, name).wait()
@@ -242,7 +277,7 @@ def broadcast(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor
 def alltoall(
     tensor: Tensor, splits: Tensor | Sequence[int] | None = None, name: str | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Send `splits[r]` rows to worker r (equal parts by default); what the workers sent to me, one after the other.
+    """Send `splits[r]` rows to worker r (equal parts by default); returns what all sent here, one after the other.
     With `splits`, as in Horovod, also how many rows each of them sent."""
     world = here()
     rows = [int(n) for n in splits] if splits is not None else [len(tensor) // world.size] * world.size
@@ -279,12 +314,12 @@ def barrier() -> None:
 
 
 def synchronize(handle: Handle[T]) -> T:
-    """Wait for what `allreduce_async` or another began."""
+    """Wait for an operation that a function such as `allreduce_async` began."""
     return handle.wait()
 
 
 def poll(handle: Handle[Any]) -> bool:
-    """Whether it is done."""
+    """Whether an operation is done."""
     return handle.done()
 
 
@@ -312,7 +347,7 @@ def _scale(tensors: Tensors, factor: float) -> None:
 
 
 def _deal_rows(x: Tensor, world: World) -> list[Tensor]:
-    """One part a worker."""
+    """The rows in one part for each worker."""
     least, more = divmod(len(x), world.size)
     return list(x.split([least + (r < more) for r in range(world.size)]))
 

@@ -67,15 +67,15 @@ class TorchState:
         return dict(self._values)
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
-        """Take the program's own values."""
+        """Set the program's own values."""
         self.__dict__["_values"] = dict(values)
 
     def commit(self) -> None:
-        """Note where the program is."""
+        """Keep a copy of everything, for `restore`."""
         self.save()
 
     def save(self) -> None:
-        """The same."""
+        """The same as `commit`."""
         self.__dict__["_noted"] = copy.deepcopy(self._collect())
 
     def _collect(self) -> list[Any]:
@@ -88,14 +88,14 @@ class TorchState:
         """Nothing to do: workers that come are taken in between steps."""
 
     def restore(self) -> None:
-        """Go back to what was noted last."""
+        """Go back to the copy that was kept last."""
         states, values = copy.deepcopy(self._noted)
         for name, part in self._list_parts().items():
             part.load_state_dict(states[name])
         self.__dict__["_values"] = values
 
     def sync(self) -> None:
-        """Make all of it rank 0's."""
+        """Set everything to rank 0's values."""
         world = join()
         states, values = world.broadcast_object(self._collect())
         if world.rank != 0:
@@ -124,7 +124,7 @@ def run(function: Callable[..., T]) -> Callable[..., T]:
     """Around a training function whose first argument is the state: all workers begin with rank 0's.
 
     A worker that comes later begins the function, too, and its passes over data go on where the others are: those of
-    `un.shard` do. Where the data is divided by other means, which go by the number of workers at the start, it is
+    `un.shard` do. If the data is divided by other means, which go by the number of workers at the start, the worker is
     refused, and the others go on without it.
     """
 

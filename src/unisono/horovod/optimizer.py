@@ -79,7 +79,7 @@ def DistributedOptimizer(
 
 
 class _Parameters(nn.Module):
-    """Parameters under their names, as a model's."""
+    """A model of parameters alone, under their names."""
 
     def __init__(self, named: Iterable[tuple[str, Parameter]] | None, optimizer: Optimizer) -> None:
         super().__init__()
@@ -102,5 +102,5 @@ class _Parameters(nn.Module):
 
 
 def refuse(what: str, instead: str) -> NoReturn:
-    """Say what Horovod has and this has not."""
+    """Refuse a feature of Horovod's, and name what to use instead."""
     raise NotImplementedError(f"{what} is not offered here; use {instead}")

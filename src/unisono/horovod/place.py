@@ -9,6 +9,32 @@ import torch
 
 from unisono.world import World, join
 
+__all__ = [
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "here",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+]
+
 _world: World | None = None
 _timeline: Path | None = None
 
@@ -23,7 +49,7 @@ def init() -> None:
 
 
 def shutdown() -> None:
-    """Write the timeline, where one was begun; the world stays until the program ends."""
+    """Write the timeline, if one was started; the world stays until the program ends."""
     global _world
     if _timeline is not None:
         stop_timeline()
@@ -43,7 +69,7 @@ def here() -> World:
 
 
 def rank() -> int:
-    """My number among all workers."""
+    """This worker's number among all."""
     return here().rank
 
 
@@ -53,9 +79,8 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """My number among the workers of this host."""
-    world = here()
-    return [r for r in range(world.size) if world.hosts[r] == world.host].index(world.rank)
+    """This worker's number among those of its host."""
+    return here().local_rank
 
 
 def local_size() -> int:
@@ -64,17 +89,17 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """My host's number, among those that have a worker of my local rank."""
+    """The number of this host among those that have a worker of the same local rank."""
     return _list_peers().index(here().rank)
 
 
 def cross_size() -> int:
-    """How many hosts have a worker of my local rank."""
+    """How many hosts have a worker of the same local rank."""
     return len(_list_peers())
 
 
 def _list_peers() -> list[int]:
-    """The ranks with my local rank, one a host at most."""
+    """The ranks that have this worker's local rank on their host."""
     world, mine, seen = here(), local_rank(), dict[str, int]()
     found = []
     for r, host in enumerate(world.hosts):
@@ -85,7 +110,7 @@ def _list_peers() -> list[int]:
 
 
 def is_homogeneous() -> bool:
-    """Whether every host has as many workers."""
+    """Whether all hosts have the same number of workers."""
     hosts = list(here().hosts)
     return len({hosts.count(host) for host in hosts}) == 1
 

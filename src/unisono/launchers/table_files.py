@@ -1,7 +1,8 @@
 """A worker's part of a table, written by its agent column by column into files that only the two hold.
 
 The rows of a Spark DataFrame or a Ray Dataset come to the agent in pieces (Arrow, NumPy). Each column of numbers is
-appended to an unlinked file of its own, so that the worker maps it as one array, also where it is larger than memory.
+appended to an unlinked file of its own, so that the worker maps it as one array, also if it is larger than memory (an
+Arrow file would give it in chunks).
 Text and bytes are one file of contents and one of ends. runtime/table_part.py reads them.
 """
 
@@ -61,7 +62,7 @@ class TableFiles:
         return {"name": self.name, "rows": self.rows, "form": self.form, "columns": self._columns, "files": paths}
 
     def close(self) -> None:
-        """Let go of the files, which are gone with that."""
+        """Close the files, which have no name and vanish with that."""
         for file in self._files:
             file.close()
 
@@ -123,7 +124,7 @@ def write_listing(parts: Sequence[TableFiles]) -> IO[bytes]:
 
 
 def arrow_columns(name: str, batch: Any) -> dict[str, Any]:
-    """The columns of an Arrow record batch as `TableFiles.add` takes them, without a copy where there need be none."""
+    """The columns of an Arrow record batch as `TableFiles.add` takes them, without a copy if possible."""
     import pyarrow as pa
 
     return {

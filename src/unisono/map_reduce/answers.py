@@ -1,4 +1,7 @@
-"""Answers of parts, in any order, and how they are merged: sums at once, other functions only between neighbours."""
+"""The answers of an engine's workers, which come in any order, and how they are merged.
+
+Sums are merged as they come. Another function may depend on the order, so it combines neighbouring parts only.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,12 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 @dataclass
 class Answers:
-    """What some parts answered.
+    """What one or several parts have answered in a round.
 
-    `values` are (first part, last part, value), neighbours combined; `seconds` in `map` by part; `missing` parts whose
-    worker did not have them; `errors` are (part, type names, text, traceback).
+    values: (first part, last part, value), where `value` is that of all parts from the first to the last.
+    seconds: how long `map` took, by part.
+    missing: parts whose worker no longer has their data.
+    errors: (part, names of the error's classes, its text, its traceback).
     """
 
     values: list[tuple[int, int, Any]] = field(default_factory=list)
@@ -31,7 +36,7 @@ class Answers:
 
 
 def answer_part(part: int, map_: Callable[[Any, Any], Any], block: Any, state: Any) -> Answers:
-    """Map one part; an error becomes part of the answer."""
+    """Call `map_` on one part. An error becomes part of the answer, without the frames of this package."""
     start = time.perf_counter()
     try:
         value = map_(block, state)
@@ -59,7 +64,7 @@ def merge_answers(a: Answers, b: Answers, reduce: Literal["sum"] | Callable[[Any
 
 
 def take_value(found: Answers, parts: int) -> Any:
-    """The one value that is left; raises what went wrong: the user's ValueError as such, others as one report."""
+    """The value of all parts. An error of any part is raised: a ValueError as itself, others as a `WorkerError`."""
     if found.errors:
         part, names, text, trace = min(found.errors)
         if "ValueError" in names:
@@ -73,7 +78,7 @@ def take_value(found: Answers, parts: int) -> Any:
 
 
 def _add(a: Any, b: Any) -> Any:
-    """Numbers, arrays and tensors added, also in tuples, lists and dicts of one structure."""
+    """Add numbers, arrays and tensors, also those inside tuples, lists and dicts of one structure."""
     if isinstance(a, tuple | list):
         if len(a) != len(b):
             raise TypeError(f'reduce="sum" got values of {len(a)} and {len(b)} items: expected one structure')

@@ -1,7 +1,8 @@
-"""`un.mapreduce`, and where a MapReduce program runs: in this world, in workers that are launched, or on an engine."""
+"""`un.mapreduce`, and how a MapReduce program runs: in this world, in launched workers, or on an engine."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -12,9 +13,9 @@ from unisono.launchers import launch
 from unisono.launchers.engines.engine import Engine
 from unisono.map_reduce.rounds import Ask, MapReduce, run_in_world
 from unisono.map_reduce.worker_data import open_shared, share_arrays, split
-from unisono.world import World, join
+from unisono.world import join
 
-__all__ = ["find_native", "launch_workers", "mapreduce", "run", "take_part"]
+__all__ = ["find_native", "launch_workers", "mapreduce", "run"]
 
 
 def mapreduce(
@@ -33,7 +34,7 @@ def mapreduce(
 ) -> Any:
     """Map `data` in parallel and reduce the values: once, or round after round with a state.
 
-    Without `update`: every worker computes `map(part)`, or `map(part, state)` where a state is given, on its own
+    Without `update`: every worker computes `map(part)`, or `map(part, state)` if a state is given, on its own
     part of the data; the values are reduced, and the reduced value is returned. With `update`, this is repeated:
     the server broadcasts the state, reduces the values and makes the next state by `update(state, reduced)`; the
     last state is returned. The parts stay with their workers for all rounds.
@@ -43,11 +44,11 @@ def mapreduce(
         reduce: "sum" (numbers, arrays, tensors; also in tuples and dicts), or an associative function of two values,
             which are combined in the order of the parts.
         data: arrays, tensors, sparse matrices, lists or frames, split by rows; a tuple of them, split alike; files.
-        state, update, rounds: see above. `until(old, new)`: stop when it is true of two states.
+        state, update, rounds: see above. `until(old, new)`: stop as soon as it is true of two consecutive states.
         prepare: runs once on each part; `map` is given what it returns.
         workers: how many local workers to launch; None: the world that this process is in.
         on: where to launch them, as in `un.launch`.
-        own: in a running world, `data` is this rank's own part already.
+        own: in a running world, whether `data` is this rank's own part already, and not the whole.
 
     States and values are numbers, text, arrays, tensors, and lists, tuples and dicts of them.
 
@@ -71,17 +72,20 @@ def mapreduce(
 
 
 def run(program: MapReduce, data: Any, *, workers: int | None = None, on: Any = None, own: bool = False) -> Any:
-    """Run a program where `workers` and `on` say; returns its result."""
+    """Run a program in this world, or on the workers that `workers` and `on` name; returns its result."""
     if (engine := find_native(on)) is not None:
         return engine(program, data, workers, on)
     if workers is None and on is None:
-        return run_in_world(program, take_part(data, join(), own=own), join())[0]
+        world = join()
+        return run_in_world(program, data if own else split(data, world.rank, world.size), world)[0]
     return launch_workers(_work, program, data, workers=workers, on=on)[0]
 
 
 def find_native(on: Any) -> Callable[[MapReduce, Any, int | None, Any], Any] | None:
-    """The MapReduce that an engine itself has: `run(program, data, workers, on)` in the file of this folder that is
-    named for the engine. The others run it in a world that they launch."""
+    """The MapReduce of an engine's own: the function `run` in this folder's file of the engine's name.
+
+    None for engines without one: they launch a world, and the program runs in that.
+    """
     if not isinstance(on, Engine):
         return None
     name = on.name.lower()
@@ -91,25 +95,18 @@ def find_native(on: Any) -> Callable[[MapReduce, Any, int | None, Any], Any] | N
     return found
 
 
-def take_part(data: Any, world: World, *, own: bool) -> Any:
-    """This rank's part of `data`."""
-    return data if own else split(data, world.rank, world.size)
-
-
 def launch_workers(
     work: Callable[[Any, Any], Any], argument: Any, data: Any, *, workers: int | None, on: Any
 ) -> list[Any]:
     """Launch workers and return each one's `work(argument, data)`. On this host they map large arrays: no copies."""
-    _check_outside_world(workers)
-    if on is not None:
-        return launch(work, args=(argument, data), output="rank0", **_launch_options(workers, on))
-    with share_arrays(data) as sent:
-        return launch(work, args=(argument, sent), output="rank0", **_launch_options(workers, None))
-
-
-def _launch_options(workers: int | None, on: Any) -> dict[str, Any]:
-    place: dict[str, Any] = {} if workers is None else {"workers": workers}
-    return place if on is None else place | {"on": on}
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            f"got workers={workers} inside a world that already runs on {os.environ['WORLD_SIZE']} workers: "
+            "leave workers= and on= away, every rank then does its part"
+        )
+    given: dict[str, Any] = {name: value for name, value in (("workers", workers), ("on", on)) if value is not None}
+    with share_arrays(data) if on is None else contextlib.nullcontext(data) as sent:
+        return launch(work, args=(argument, sent), output="rank0", **given)
 
 
 def _work(program: MapReduce, data: Any) -> Any:
@@ -125,7 +122,7 @@ def _run_rounds(
     rounds: int,
     until: Callable[[Any, Any], bool] | None,
 ) -> Any:
-    """The server's program."""
+    """The server's side of `mapreduce`: one round, or round after round until the last state."""
     if update is None:
         return ask(state)
     for _ in range(rounds):
@@ -144,12 +141,3 @@ def _check_arguments(map_: object, reduce: object, update: object, rounds: objec
         raise ValueError(f"mapreduce: got rounds={rounds!r}; expected a whole number from 1 up")
     if update is None and (rounds != 1 or until is not None):
         raise ValueError("mapreduce: several rounds need update=, which makes the next state from what was reduced")
-
-
-def _check_outside_world(workers: int | None) -> None:
-    """Refuse to launch workers from inside a worker."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(
-            f"got workers={workers} inside a world that already runs on {os.environ['WORLD_SIZE']} workers: "
-            "leave workers= and on= away, every rank then does its part"
-        )

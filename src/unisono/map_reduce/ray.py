@@ -1,7 +1,7 @@
-"""MapReduce on Ray: one actor a part keeps its block between rounds; the state is put into the object store once a
-round, and the values are combined in pairs, where they lie, up to the driver.
+"""MapReduce on Ray: an actor for each part keeps its data between rounds.
 
-An actor that is lost is made again with its part, and the round goes on.
+The state is put into the object store once a round. Actors combine values in pairs, so that the driver gets few. An
+actor that dies is started again with its part, and the round goes on.
 """
 
 from __future__ import annotations
@@ -11,19 +11,16 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal
 
-import numpy as np
-
-from unisono.data.tables import TablePart
 from unisono.launchers.engines.pickled import Packed
 from unisono.launchers.engines.ray import is_dataset, read_dataset, split_dataset
 from unisono.map_reduce.answers import Answers, answer_part, merge_all, merge_answers, take_value
 from unisono.map_reduce.rounds import MapReduce, Round
-from unisono.map_reduce.worker_data import split
+from unisono.map_reduce.worker_data import join_batches, split
 
 __all__ = ["run"]
 
-_DRIVER_COMBINES = 8  # so few values are combined by the driver
-_MOST_LOSSES = 3  # of one part, in one round
+_DRIVER_COMBINES = 8  # up to so many values are combined by the driver, without the actors
+_MOST_LOSSES = 3  # how often the actor of a part may die in one round
 
 
 def run(program: MapReduce, data: Any, workers: int | None, on: Any) -> Any:
@@ -44,7 +41,7 @@ def run(program: MapReduce, data: Any, workers: int | None, on: Any) -> Any:
 
 
 class _RayRounds:
-    """The server's connection to the actors; see rounds.Ask."""
+    """Runs rounds on the actors; an `Ask` (see rounds.py)."""
 
     def __init__(
         self, program: MapReduce, data: Any, ray: Any, parts: int, options: Callable[[int], dict[str, Any]]
@@ -93,7 +90,7 @@ class _RayRounds:
         return merge_all(self._ray.get(refs), how)
 
     def _retry_lost(self, refs: list[Any], sent: Any, how: Any) -> Answers:
-        """Run the round again for the parts whose actors are gone."""
+        """The answers of all parts. A part whose actor has died gets a new actor, which runs the round again."""
         ray = self._ray
         founds = []
         for part, ref in enumerate(refs):
@@ -111,14 +108,17 @@ class _RayRounds:
 
 
 class _PartActor:
-    """Runs in Ray's process, and keeps one part."""
+    """The Ray actor that holds one part."""
 
     def load(self, part: int, packed: Packed, data: Any) -> str:
-        """Prepare my part and keep it; returns what went wrong, or an empty text."""
+        """Prepare this part and keep it. Returns the text of a ValueError, or an empty text."""
         self.part = part
         self.map, self.reduce, prepare = packed.open()
         try:
-            block = _build_table(part, data) if _is_dataset_shard(data) else data
+            block = data
+            if hasattr(data, "iter_batches") and type(data).__module__.startswith("ray."):  # a part of a Dataset
+                batches = data.iter_batches(batch_size=None, batch_format="numpy")
+                block = join_batches(f"part {part} of the Ray Dataset", batches)
             self.block = block if prepare is None else prepare(block)
         except ValueError as error:
             return str(error) or type(error).__name__
@@ -131,17 +131,3 @@ class _PartActor:
     def combine(self, plain_sum: bool, a: Answers, b: Answers | None = None) -> Answers:
         """Merge two answers."""
         return a if b is None else merge_answers(a, b, "sum" if plain_sum else self.reduce)
-
-
-def _is_dataset_shard(data: Any) -> bool:
-    """Whether it is a part of a Ray Dataset."""
-    return hasattr(data, "iter_batches") and type(data).__module__.startswith("ray.")
-
-
-def _build_table(part: int, data: Any) -> TablePart:
-    columns: dict[str, list[Any]] = {}
-    for batch in data.iter_batches(batch_size=None, batch_format="numpy"):
-        for name, values in batch.items():
-            columns.setdefault(name, []).append(values)
-    name = f"part {part} of the Ray Dataset"
-    return TablePart.from_columns({column: np.concatenate(values) for column, values in columns.items()}, name=name)

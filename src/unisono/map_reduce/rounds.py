@@ -28,20 +28,23 @@ Reduce = Literal["sum"] | Callable[[Any, Any], Any]
 
 @dataclass
 class Round:
-    """One round as the server saw it; `compute_s` has every worker's seconds in `map`, where they are known."""
+    """How long a round took; `compute_s` has every worker's seconds in `map`, and is empty if they are not known."""
 
     wall_s: float
     compute_s: list[float] = field(default_factory=list)
 
 
 class Ask(Protocol):
-    """What the server's program calls: a round. `reduce="sum"` adds arrays; None is the program's own reduction."""
+    """What the server's program calls to run a round."""
 
     workers: int
     log: list[Round]
 
     def __call__(self, state: Any, *, reduce: Literal["sum"] | None = None) -> Any:
-        """Broadcast `state`, map it on every part, return the reduced value."""
+        """Broadcast `state`, map it on every part, return the reduced value.
+
+        `reduce="sum"` adds the values; None reduces them as the program says.
+        """
 
 
 @dataclass(frozen=True)
@@ -70,25 +73,25 @@ def run_in_world(program: MapReduce, part: Any, world: World) -> tuple[Any, list
         except PeerLost:
             raise
         except Exception as error:
-            rounds.send(("failed", isinstance(error, ValueError), str(error)))
+            rounds.share(("failed", isinstance(error, ValueError), str(error)))
             raise
-        rounds.send(("ended", result, None))
+        rounds.share(("ended", result, None))
     return result, rounds.list_rounds()
 
 
 class _WorldRounds:
-    """The server's connection to all workers, and each worker's to the server."""
+    """Runs rounds in a world; an `Ask` on rank 0, which the other ranks `serve`."""
 
     def __init__(self, program: MapReduce, part: Any, world: World) -> None:
         self.program, self.part, self.world = program, part, world
         self.workers = world.size
         self.log: list[Round] = []
         self._compute_s: list[float] = []
-        self._usual_bytes = 0  # as long as the last message: one collective then carries length and message
+        self._usual_bytes = 0  # length of the last message
 
     def __call__(self, state: Any, *, reduce: Literal["sum"] | None = None) -> Any:
         start = time.perf_counter()
-        self.send(("map", state, reduce))
+        self.share(("map", state, reduce))
         value = self._round(state, reduce)
         self.log.append(Round(time.perf_counter() - start))
         return value
@@ -96,7 +99,7 @@ class _WorldRounds:
     def serve(self) -> Any:
         """Answer rank 0 until it has its result, and return that."""
         while True:
-            what, first, second = self.receive()
+            what, first, second = self.share()
             if what == "ended":
                 return first
             if what == "failed":
@@ -116,32 +119,29 @@ class _WorldRounds:
         seconds = self.world.gather_objects(self._compute_s)
         return [Round(wall, list(each)) for wall, *each in zip(walls, *seconds, strict=True)]
 
-    # Messages from rank 0 to all -------------------------------------------------------------------------------
+    def share(self, message: tuple[Any, Any, Any] | None = None) -> Any:
+        """Rank 0's message, on every rank: in one collective if it is as long as the one before, else in two.
 
-    def send(self, message: tuple[Any, Any, Any]) -> None:
+        `World.broadcast_object` takes half as long again: a gradient round is short, and its messages are alike.
+        """
         if self.world.size == 1:
-            return
-        data = np.frombuffer(packing.to_bytes(message), dtype=np.uint8)
-        head = np.zeros(8 + self._usual_bytes, dtype=np.uint8)
-        head[:8] = np.frombuffer(len(data).to_bytes(8, "little"), dtype=np.uint8)
-        fits = len(data) == self._usual_bytes
-        if fits:
-            head[8:] = data
-        self.world.broadcast(torch.from_numpy(head), tag="state").wait()
-        if not fits:
-            self.world.broadcast(torch.from_numpy(data.copy()), tag="state").wait()
-        self._usual_bytes = len(data)
-
-    def receive(self) -> Any:
-        head = torch.empty(8 + self._usual_bytes, dtype=torch.uint8)
+            return message
+        head = torch.zeros(8 + self._usual_bytes, dtype=torch.uint8)
+        data = torch.empty(0, dtype=torch.uint8)
+        if message is not None:
+            data = _to_tensor(message)
+            head[:8] = torch.tensor([len(data)]).view(torch.uint8)
+            if len(data) == self._usual_bytes:
+                head[8:] = data
         self.world.broadcast(head, tag="state").wait()
-        length = int.from_bytes(head[:8].numpy().tobytes(), "little")
-        data = head[8:]
-        if length != self._usual_bytes:
-            data = torch.empty(length, dtype=torch.uint8)
+        length = int(head[:8].view(torch.int64))
+        if length == self._usual_bytes:
+            data = head[8:]
+        else:
+            data = data if message is not None else torch.empty(length, dtype=torch.uint8)
             self.world.broadcast(data, tag="state").wait()
         self._usual_bytes = length
-        return packing.from_bytes(data.numpy().tobytes())
+        return message if message is not None else packing.from_bytes(data.numpy().tobytes())
 
 
 def sum_values(value: Any, world: World) -> Any:
@@ -154,7 +154,7 @@ def sum_values(value: Any, world: World) -> Any:
 
 
 def _flatten(value: Any, leaves: list[Tensor]) -> Callable[[], Any]:
-    """Put copies of the numbers into `leaves`; returns what builds the value again from them."""
+    """Append copies of the numbers to `leaves`; returns a function that builds the value again from them."""
     if isinstance(value, tuple | list):
         parts = [_flatten(item, leaves) for item in value]
         return lambda: type(value)(part() for part in parts)
@@ -171,7 +171,7 @@ def _flatten(value: Any, leaves: list[Tensor]) -> Callable[[], Any]:
 
 
 def _combine_up_tree(value: Any, reduce: Callable[[Any, Any], Any], world: World) -> Any:
-    """All values combined in rank order, on rank 0: each rank sends once, log2(N) sends one after the other."""
+    """Combine all values in rank order; rank 0 returns the result. Each rank sends once, in log2(N) stages."""
     step = 1
     while step < world.size:
         if world.rank % (2 * step):
@@ -184,7 +184,7 @@ def _combine_up_tree(value: Any, reduce: Callable[[Any, Any], Any], world: World
 
 
 def _send(value: Any, dst: int, world: World) -> None:
-    data = torch.from_numpy(np.frombuffer(packing.to_bytes(value), dtype=np.uint8).copy())
+    data = _to_tensor(value)
     world.send(torch.tensor([len(data)]), dst, tag="reduce").wait()
     world.send(data, dst, tag="reduce").wait()
 
@@ -195,3 +195,7 @@ def _receive(src: int, world: World) -> Any:
     data = torch.empty(int(length), dtype=torch.uint8)
     world.recv(data, src, tag="reduce").wait()
     return packing.from_bytes(data.numpy().tobytes())
+
+
+def _to_tensor(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(packing.to_bytes(value)), dtype=torch.uint8)

@@ -3,8 +3,8 @@
 1. Load: each partition becomes a block in the Python process of an executor, prepared, and stays there. What Spark
    keeps is a marker of a few bytes, whose place says which executor has the block.
 2. A round is one job over the markers: find the block, map it with the state, aggregate.
-3. Where a process has lost its block (an executor died, or another of its processes was chosen), the part is read again
-   from where it came from, mapped in the same task, and kept there.
+3. If a process does not have the block (an executor died, or Spark chose another of its processes), the part is read
+   again from its source, mapped in the same task, and kept there.
 
 An RDD of the blocks themselves would send them to Python in every round: three to four times as slow.
 """
@@ -19,21 +19,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
-
-from unisono.data.tables import TablePart
 from unisono.launchers.engines.pickled import Packed
 from unisono.launchers.engines.spark import is_frame, is_rdd
 from unisono.launchers.table_files import arrow_columns
 from unisono.map_reduce.answers import Answers, answer_part, merge_all, merge_answers, take_value
 from unisono.map_reduce.rounds import MapReduce, Round
-from unisono.map_reduce.worker_data import split
+from unisono.map_reduce.worker_data import join_batches, split
 
 __all__ = ["run"]
 
-_IN_CLOSURE_BYTES = 1 << 16  # a smaller state travels with the task
-_TURNS = 4  # so often the same part is loaded in one round
-_prepared: dict[tuple[str, int], Any] = {}  # of this Python process of an executor
+_IN_CLOSURE_BYTES = 1 << 16  # a state of up to so many bytes travels with the task, a larger one as a broadcast
+_TURNS = 4  # how often a round tries to load a part in the process that lacked it
+_prepared: dict[tuple[str, int], Any] = {}  # the blocks that this executor's process holds, by run and part
 
 
 def run(program: MapReduce, data: Any, workers: int | None, on: Any) -> Any:
@@ -42,7 +39,9 @@ def run(program: MapReduce, data: Any, workers: int | None, on: Any) -> Any:
     on.check(workers or 1)
     session, ours = on.open_session(workers or 1)
     try:
-        parts = workers or (_count_partitions(data) if is_frame(data) or is_rdd(data) else _count_slots(session))
+        parts = workers or (
+            _count_partitions(data) if is_frame(data) or is_rdd(data) else session.sparkContext.defaultParallelism
+        )
         rounds = _SparkRounds(program, data, session.sparkContext, parts)
         try:
             return program.drive(rounds)
@@ -54,7 +53,7 @@ def run(program: MapReduce, data: Any, workers: int | None, on: Any) -> Any:
 
 
 class _SparkRounds:
-    """The server's connection to the blocks; see rounds.Ask."""
+    """Runs rounds as Spark jobs; an `Ask` (see rounds.py)."""
 
     def __init__(self, program: MapReduce, data: Any, context: Any, parts: int) -> None:
         self.workers, self.log = parts, list[Round]()
@@ -96,8 +95,10 @@ class _SparkRounds:
         return value
 
     def _load_where_lacking(self, parts: set[int]) -> None:
-        """Load parts also in the process that lacked them: an executor's processes take turns, and the job that was to
-        load them there came to another that had them."""
+        """Load parts in the processes that lacked them.
+
+        An executor's processes take turns: the job that was to load a part there may have run in one that had it.
+        """
         for _ in range(_TURNS):
             if parts:
                 loading = self._make_rdd(sorted(parts), partial(_load_where_missing, self._run, self._packed))
@@ -125,7 +126,7 @@ class _SparkRounds:
 
 
 def _load(run_id: str, packed: Packed, part: int, elements: Iterable[Any]) -> Iterator[str]:
-    """Prepare the block and keep it here; Spark keeps only what went wrong, or an empty text."""
+    """Prepare the block and keep it in this process; Spark keeps the text of a ValueError, or an empty text."""
     try:
         _keep(run_id, packed, part, elements)
         yield ""
@@ -145,7 +146,7 @@ def _step(run_id: str, packed: Packed, small: bool, sent: Any, part: int, marker
 def _load_and_step(
     run_id: str, packed: Packed, small: bool, sent: Any, part: int, elements: Iterable[Any]
 ) -> Iterator[Answers]:
-    """One part's answer; it is noted as missing where this process had it, and another did not."""
+    """One part's answer. It lists the part as missing if this process had it: then another process still lacks it."""
     had = (run_id, part) in _prepared
     if had:
         _drain(elements)
@@ -186,7 +187,8 @@ def _keep(run_id: str, packed: Packed, part: int, elements: Iterable[Any]) -> No
     if len(rows) == 1 and isinstance(rows[0], _WholePart):
         data = rows[0].data
     elif rows and all(isinstance(row, _ArrowPiece) for row in rows):
-        data = _build_table(part, rows)
+        name = f"partition {part} of the DataFrame"
+        data = join_batches(name, _read_pieces(name, rows))
     else:
         data = rows
     prepare = packed.open()[2]
@@ -211,14 +213,14 @@ def _combine(packed: Packed, plain_sum: bool, a: Answers, b: Answers) -> Answers
 
 
 class _WholePart:
-    """A part that the driver split off."""
+    """Marks data that is a whole part, split off by the driver."""
 
     def __init__(self, data: Any) -> None:
         self.data = data
 
 
 class _ArrowPiece(bytes):
-    """An Arrow stream of some rows of a DataFrame."""
+    """Some rows of a DataFrame, as an Arrow stream."""
 
 
 def _wrap_piece(row: Any) -> _ArrowPiece:
@@ -235,23 +237,13 @@ def _encode_batches(batches: Iterable[Any]) -> Iterator[Any]:
         yield pa.RecordBatch.from_arrays([pa.array([sink.getvalue().to_pybytes()], pa.binary())], names=["piece"])
 
 
-def _build_table(part: int, rows: list[Any]) -> TablePart:
+def _read_pieces(name: str, pieces: Iterable[_ArrowPiece]) -> Iterator[dict[str, Any]]:
     import pyarrow as pa
 
-    name = f"partition {part} of the DataFrame"
-    columns: dict[str, list[Any]] = {}
-    for piece in rows:
+    for piece in pieces:
         with pa.ipc.open_stream(piece) as stream:
             for batch in stream:
-                for column, values in arrow_columns(name, batch).items():
-                    columns.setdefault(column, []).append(values)
-    whole = {
-        column: np.concatenate(values)
-        if isinstance(values[0], np.ndarray)
-        else [item for some in values for item in some]
-        for column, values in columns.items()
-    }
-    return TablePart.from_columns(whole, name=name)
+                yield arrow_columns(name, batch)
 
 
 # -- small things ------------------------------------------------------------------------------------------------------
@@ -261,14 +253,8 @@ def _count_partitions(data: Any) -> int:
     return int(data.rdd.getNumPartitions() if is_frame(data) else data.getNumPartitions())
 
 
-def _count_slots(session: Any) -> int:
-    return int(session.sparkContext.defaultParallelism)
-
-
 def _estimate_bytes(state: Any) -> int:
     """About how many bytes it has."""
-    if isinstance(state, dict):
-        return sum(_estimate_bytes(value) for value in state.values())
-    if isinstance(state, tuple | list):
-        return sum(_estimate_bytes(value) for value in state)
+    if isinstance(state, dict | tuple | list):
+        return sum(_estimate_bytes(value) for value in (state.values() if isinstance(state, dict) else state))
     return int(getattr(state, "nbytes", 64))

@@ -1,5 +1,7 @@
-"""Data on its way to the workers: how it is split by rows, and how large arrays reach local workers without a copy
-for each: in memory that the launching process keeps open and every worker maps."""
+"""Data on its way to the workers: split by rows, and for local workers shared instead of copied.
+
+Large arrays lie in memory that the launching process keeps open and every worker maps.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +9,26 @@ import contextlib
 import mmap
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from unisono.data.tables import TablePart
 
-__all__ = ["SharedArray", "SharedSparse", "count_rows", "find_bounds", "open_shared", "share_arrays", "split"]
+__all__ = [
+    "SharedArray",
+    "SharedSparse",
+    "count_rows",
+    "find_bounds",
+    "join_batches",
+    "open_shared",
+    "share_arrays",
+    "split",
+]
 
 MAPPED_BYTES = 1 << 20  # smaller arrays travel with the function
 _ALIGN = 4096
@@ -34,8 +45,10 @@ def find_bounds(rows: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def split(data: Any, rank: int, size: int) -> Any:
-    """Part `rank` of `size`: rows of an array, a tensor, a sparse matrix, a frame or a list; of a tuple, the same rows
-    of each; of what has a method `part(rank, size)`, what that gives; what an engine has divided already, as it is.
+    """Part `rank` of `size` of the rows of an array, a tensor, a sparse matrix, a frame or a list.
+
+    Of a tuple, the same rows of each item; of an object with a method `part(rank, size)`, what that returns. What an
+    engine has divided already stays as it is.
 
     >>> split(([1, 2, 3, 4], None), 1, 2)
     ([3, 4], None)
@@ -54,7 +67,7 @@ def split(data: Any, rank: int, size: int) -> Any:
 
 
 def count_rows(data: Any) -> int:
-    """Rows of a table, items of a list."""
+    """How many rows a table has, or items a list."""
     if hasattr(data, "shape") and len(data.shape):
         return int(data.shape[0])
     if isinstance(data, Sequence) and not isinstance(data, str | bytes):
@@ -65,27 +78,32 @@ def count_rows(data: Any) -> int:
     )
 
 
+def join_batches(name: str, batches: Iterable[Mapping[str, Any]]) -> TablePart:
+    """Batches of columns, which are arrays or lists, as one table; errors call it `name`."""
+    columns: dict[str, list[Any]] = {}
+    for batch in batches:
+        for column, values in batch.items():
+            columns.setdefault(column, []).append(values)
+    whole = {
+        column: np.concatenate(parts) if isinstance(parts[0], np.ndarray) else [item for part in parts for item in part]
+        for column, parts in columns.items()
+    }
+    return TablePart.from_columns(whole, name=name)
+
+
 @dataclass(frozen=True)
 class SharedArray:
-    """An array in memory that process `pid` holds open, or in a file."""
+    """An array in a file, or in memory that another process holds open under `path`."""
 
     path: str
     offset: int
     shape: tuple[int, ...]
     dtype: str
-    order: str
+    order: Literal["C", "F"]
 
     def open(self) -> np.ndarray[Any, Any]:
         """The array, read-only, without copying it."""
-        fd = os.open(self.path, os.O_RDONLY)
-        try:
-            size = int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
-            start = self.offset // _ALIGN * _ALIGN
-            memory = mmap.mmap(fd, size + self.offset - start, prot=mmap.PROT_READ, offset=start)
-        finally:
-            os.close(fd)
-        line = np.frombuffer(memory, dtype=self.dtype, offset=self.offset - start, count=int(np.prod(self.shape)))
-        return line.reshape(self.shape, order="F" if self.order == "F" else "C")
+        return np.asarray(np.memmap(self.path, self.dtype, "r", self.offset, self.shape, self.order))
 
 
 @dataclass(frozen=True)
@@ -106,9 +124,9 @@ class SharedSparse:
 
 @contextlib.contextmanager
 def share_arrays(data: Any) -> Iterator[Any]:
-    """`data` with large arrays replaced by where they lie; valid while the block runs, and only on this host.
+    """`data` with a `SharedArray` in place of each large array; valid inside the block, and on this host only.
 
-    Nothing is left behind, however this process ends: the memory has no name in a file system.
+    The memory has no name in a file system, so nothing is left behind, however this process ends.
     """
     arrays: list[np.ndarray[Any, Any]] = []
     _collect_arrays(data, arrays)
@@ -134,7 +152,7 @@ def share_arrays(data: Any) -> Iterator[Any]:
 
 
 def open_shared(data: Any) -> Any:
-    """What `share_arrays` replaced, mapped again; anything else as it is."""
+    """`data` with arrays again in place of what `share_arrays` put there."""
     if isinstance(data, SharedArray | SharedSparse):
         return data.open()
     return _rebuild_tuple(data, [open_shared(item) for item in data]) if isinstance(data, tuple) else data
@@ -145,7 +163,7 @@ def _rebuild_tuple(data: tuple[Any, ...], items: Sequence[Any]) -> tuple[Any, ..
     return type(data)(*items) if hasattr(data, "_fields") else tuple(items)
 
 
-def _memory_order(array: np.ndarray[Any, Any]) -> str:
+def _memory_order(array: np.ndarray[Any, Any]) -> Literal["C", "F"]:
     return "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
 
 
@@ -179,7 +197,7 @@ def _is_compressed(data: Any) -> bool:
 
 
 def _locate_in_file(data: np.ndarray[Any, Any]) -> SharedArray | None:
-    """Where an array of `numpy.load(..., mmap_mode="r")` lies, or contiguous rows of it."""
+    """The place in its file of an array of `numpy.load(..., mmap_mode="r")`, or of contiguous rows of one."""
     whole = data if isinstance(data, np.memmap) else data.base
     memory = getattr(whole, "_mmap", None)
     if not (isinstance(whole, np.memmap) and isinstance(memory, mmap.mmap) and whole.filename is not None):
@@ -192,10 +210,10 @@ def _locate_in_file(data: np.ndarray[Any, Any]) -> SharedArray | None:
 
 
 def _fill(fd: int, arrays: Sequence[np.ndarray[Any, Any]], offsets: Sequence[int]) -> None:
-    """Copy the arrays' bytes, on every core: first touch of fresh memory is most of the time."""
+    """Copy the arrays' bytes, on every core: most of the time goes into the first touch of fresh memory."""
     jobs: list[tuple[npt.NDArray[np.uint8], int]] = []
     for array, offset in zip(arrays, offsets, strict=True):
-        line = array.reshape(-1, order="F" if _memory_order(array) == "F" else "C").view(np.uint8)
+        line = array.reshape(-1, order=_memory_order(array)).view(np.uint8)
         starts = range(0, line.size, _COPY_BYTES)
         jobs += [(line[start : start + _COPY_BYTES], offset + start) for start in starts]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:

@@ -58,7 +58,7 @@ class TablePart:
 
     @property
     def arrays(self) -> Any:
-        """The columns in the form of a sample, where all of them are arrays; else None."""
+        """The columns in the form of a sample, if all of them are arrays; else None."""
         found = {name: column for name, column in self.columns.items() if isinstance(column, np.ndarray)}
         return self._shape_sample(found) if found and len(found) == len(self.columns) else None
 

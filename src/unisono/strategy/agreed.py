@@ -29,11 +29,6 @@ class Agreed:
         self._own: list[tuple[Tensor, Tensor]] | None = None  # tensors that were changed, and what they held
         self._is_whole = False
 
-    @property
-    def is_put(self) -> bool:
-        """Whether the model is the agreed one now."""
-        return self._own is not None
-
     @torch.inference_mode(False)
     @torch.no_grad()
     def put(self, *, whole: bool = True) -> None:

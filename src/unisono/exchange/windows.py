@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -82,7 +82,11 @@ class Windows:
             self.before_step()
 
     def before_step(self) -> None:
-        """End the window, where none has ended for the step that follows."""
+        """End the window, unless one has ended for the step that follows."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Stop watching."""
         raise NotImplementedError
 
 
@@ -162,6 +166,13 @@ class Counter(Windows):
         """Take the hooks off."""
         for hook in self._hooks:
             hook.remove()
+
+
+def count_windows(model: nn.Module, accumulate: int, advance: Callable[[], None], *, late: bool = False) -> Counter:
+    """Count windows by the parameter that backward reaches first, for a model that exchanges no gradients; `late`, if
+    that is on a GPU: see `Counter`."""
+    last = [p for p in model.parameters() if p.requires_grad][-1]
+    return Counter(last, accumulate=accumulate, advance=advance, late=late and last.is_cuda)
 
 
 # A hook on a parameter is kept where Python's collector does not look: it must not hold what holds the parameter.

@@ -134,10 +134,10 @@ class CrossbowReplica(PeriodicReplica):
         params, self._writer = dict(self.learners.named), self.learners.turn
         self._written.take({name: params[name] for name in names}, loaded=loaded)
 
-    def _about_to_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+    def begin_step(self, *, has_closure: bool) -> None:
         self.look_for_writes()
         self._look()
-        return super()._about_to_step(optimizer, args, kwargs)
+        super().begin_step(has_closure=has_closure)
 
     @torch.no_grad()
     def _look(self) -> None:

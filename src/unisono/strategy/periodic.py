@@ -269,6 +269,8 @@ class PeriodicReplica(Replica):
         )
 
     def close(self) -> None:
+        if self.follows_writes:
+            self.look_for_writes()
         self.world.off_weight(self)
         self._forward.remove()
         self.writes.close()

@@ -279,6 +279,8 @@ class Replica:
 
     def split_again(self) -> None:
         """Take them back after `restore()`."""
+        if type(self).restore is not Replica.restore:
+            self.start()
 
     def close(self) -> None:
         """Stop watching; the model is an ordinary one again."""
@@ -448,12 +450,14 @@ class Replica:
         """The former world ends: wait for what still arrives, forget what does not."""
 
     def progress(self) -> Any:
-        """How far this rank got: plain values, the same on ranks that went through the same exchanges."""
+        """How far this rank got: plain values, the same on ranks that went through the same exchanges. A dict may have
+        these as "reached", and beside them what others have to know (`Change.progress`)."""
         return self.step
 
     def got_as_far(self, progress: Any, source: Any) -> bool:
         """Whether a rank of the source's former world got as far as the source, by what `progress` gave."""
-        return bool(progress == source)
+        mine, theirs = (x["reached"] if isinstance(x, dict) and "reached" in x else x for x in (progress, source))
+        return bool(mine == theirs)
 
     def check_change(self, change: Change) -> None:
         """Refuse a change that loses what is needed; nothing has changed yet."""

@@ -101,6 +101,19 @@ class CrossbowReplica(PeriodicReplica):
             self.center.release(self._side.channel)
             self._side.channel.close()
             self._side = None
+        if change is None:
+            self._leave_model()
+
+    def _leave_model(self) -> None:
+        """The model holds the central model, or what the program loaded since (unless another replica trains it by
+        now)."""
+        if not bound_parameters({param: name for name, param in self.learners.named}):
+            with torch.no_grad():
+                self.center.copy_to(self.learners.params(self.learners.turn))
+                for param, value in self._find_loaded().items():
+                    param.copy_(value)
+        self.learners.close()
+        self._exchange = self._stale = None
 
     # A round: begin, step, end -----------------------------------------------------------------------------------
 
@@ -427,16 +440,3 @@ class CrossbowReplica(PeriodicReplica):
         else:
             self._all_at_center()
         return ""
-
-    def close(self) -> None:
-        """The model holds the central model, or what the program loaded since (unless another replica trains it by
-        now)."""
-        self.look_for_writes()
-        super().close()
-        if not bound_parameters({param: name for name, param in self.learners.named}):
-            with torch.no_grad():
-                self.center.copy_to(self.learners.params(self.learners.turn))
-                for param, value in self._find_loaded().items():
-                    param.copy_(value)
-        self.learners.close()
-        self._exchange = self._stale = None

@@ -208,10 +208,6 @@ class SharedReplica(Replica):
         """Give every rank a model and an optimizer state of its own."""
         self._leave(keep_memory=False)
 
-    def split_again(self) -> None:
-        """Share one model again."""
-        self.start()
-
     def stop(self, change: Change | None = None) -> None:
         """What is in the memory of the host outlives the ranks that are lost. A step that these have begun is ended, by
         the rank that all go on from. Till the new world has memory of its own, the model stays where it is."""

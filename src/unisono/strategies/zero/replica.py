@@ -428,19 +428,12 @@ class ZeroReplica(Replica):
             self._load_offloaded()
             self._join(self.units, self.world, [(r, 0) for r in range(self.world.size)])
 
-    def split_again(self) -> None:
-        """Split them again."""
-        self.start()
-
     def progress(self) -> dict[str, Any]:
-        spare = None if self._spare is None else {**self._spare.progress(), "stepped": self._stepped}
-        return {"step": self.step, "split": bool(self.units), "turns": self._turns, "spare": spare}
-
-    def got_as_far(self, progress: Any, source: Any) -> bool:
         """With copies of the shards, ranks that are a step apart go on from the same one: see `_find_holders`."""
-        if progress["spare"] is not None and source["spare"] is not None:
-            return bool(progress["turns"] == source["turns"])
-        return bool(progress == source)
+        spare = None if self._spare is None else {**self._spare.progress(), "stepped": self._stepped}
+        split, turns = bool(self.units), self._turns
+        reached = [self.step, split, turns] if spare is None else [turns]
+        return {"reached": reached, "split": split, "turns": turns, "spare": spare}
 
     def _find_holders(self, change: Change) -> tuple[int, dict[int, reshard.Holder]]:
         """How many steps to go on from (with copies), and by former rank who holds its shards then."""

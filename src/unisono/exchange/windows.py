@@ -12,10 +12,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn import Parameter
 from torch.optim import Optimizer
+
+from unisono.world import World
 
 Hook = TypeVar("Hook")
 Begin = Callable[[Optimizer, Any, dict[str, Any]], Any]
@@ -166,6 +169,102 @@ class Counter(Windows):
         """Take the hooks off."""
         for hook in self._hooks:
             hook.remove()
+
+
+class BackwardWatcher(Windows):
+    """Watches backward passes whose gradients are exchanged; gradients are scaled by `World.weight`.
+
+    A method says what happens in a pass: `begin_pass`, `take` for each gradient as soon as it has been accumulated, and
+    `end_pass`. If a peer is lost meanwhile and ranks may come and go, the rest of the pass is not exchanged.
+    """
+
+    def __init__(
+        self, params: Sequence[tuple[Any, Parameter]], world: World, *, accumulate: int, advance: Callable[[], None]
+    ) -> None:
+        """`params`: each with the key by which `take` is to know it."""
+        super().__init__(accumulate, advance)
+        self.world = world
+        hooks = [(p, partial(_on_gradient, weakref.ref(self), key)) for key, p in params]
+        self._hooks = [p.register_post_accumulate_grad_hook(hook) for p, hook in while_on(hooks)]
+        self._weights = GradientWeights([p for _, p in params], world)
+        self._task = -1  # of autograd: the pass under way
+        self._is_last = False  # this pass ends the window
+
+    def begin_pass(self, key: Any) -> None:
+        """The first gradient of a pass is there, that of `key`."""
+        raise NotImplementedError
+
+    def take(self, key: Any) -> None:
+        """The gradient of `key` has been accumulated."""
+        raise NotImplementedError
+
+    def end_pass(self) -> None:
+        """All gradients of a pass are there."""
+        raise NotImplementedError
+
+    def give_up_pass(self) -> None:
+        """A peer was lost: half of the gradients may be anything."""
+
+    def _begin(self, task: int, key: Any) -> None:
+        self._is_last = not self._local and self._passes + 1 >= self.accumulate
+        self.begin_pass(key)
+        self._task = task
+        Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        self._task = -1
+        self.world.survive(self.end_pass)
+        if self.world.elastic is not None and self.world.elastic.is_idle:
+            self.give_up_pass()
+
+    def count_pass(self) -> None:
+        self.world.survive(super().count_pass)
+
+    def close(self) -> None:
+        self._weights.close()
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _on_gradient(watcher: weakref.ref[BackwardWatcher], key: Any, _: Tensor) -> None:
+    """The hook on every parameter."""
+    alive = watcher()
+    if alive is None:
+        return
+    task = torch._C._current_graph_task_id()
+    if task != alive._task:
+        alive.world.survive(partial(alive._begin, task, key))
+    if alive.world.elastic is None or not alive.world.elastic.is_idle:
+        alive.take(key)
+
+
+class GradientWeights:
+    """Scales the gradients of the batch now at work (uneven ends; see `World.weight`)."""
+
+    def __init__(self, params: Sequence[Parameter], world: World) -> None:
+        self._params, self._world = list(params), world
+        self._hooks: list[Any] = []
+        world.on_weight(self)
+        self.weight_changed(world.weight)
+
+    def weight_changed(self, weight: float) -> None:
+        """Called by the world: batches have this weight from now on."""
+        for hook in self._hooks:
+            hook.remove()
+        scale = partial(scale_gradient, weight)
+        scaled = [(p, scale) for p in self._params] if weight != 1.0 else []
+        self._hooks = [p.register_hook(hook) for p, hook in while_on(scaled)]
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        self._world.off_weight(self)
+        for hook in self._hooks:
+            hook.remove()
+
+
+def scale_gradient(weight: float, grad: Tensor) -> Tensor:
+    """A weight of zero is a batch that does not count: its gradient is zero, also where it is not finite."""
+    return torch.zeros_like(grad) if weight == 0.0 else grad * weight
 
 
 def count_windows(model: nn.Module, accumulate: int, advance: Callable[[], None], *, late: bool = False) -> Counter:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.exchange.overlap import Exchange, scale_gradient
-from unisono.exchange.windows import Counter
+from unisono.exchange.overlap import Exchange
+from unisono.exchange.windows import Counter, scale_gradient
 from unisono.model_copies import add_hook, copy_model
 from unisono.strategy.program_writes import ProgramWrites, digest
 from unisono.strategy.replica import Change, Replica, Strategy, share, share_buffers

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 from unisono.background import Handle, SerialQueue
 from unisono.buckets import APART_BYTES, Bucket, group_into_buckets, on_device, view_like
-from unisono.exchange.windows import BackwardWatcher, TrainableParameters
+from unisono.exchange.windows import BackwardWatcher, TrainableParameters, Window
 from unisono.world import World
 
 
@@ -298,7 +298,7 @@ class Exchange(BackwardWatcher):
             self._exchange()
         else:
             self._passes += 1
-            self._ended = False
+            self.window = Window.OPEN
 
     def _exchange(self) -> None:
         """Phase 3: exchange what is left, and make every `p.grad` the mean."""
@@ -332,7 +332,7 @@ class Exchange(BackwardWatcher):
             next(memory for memory in every if memory.flat is bucket.flat).count_users()
         if self._came is not None:
             self._agree_on_order()
-        self._passes, self._kept_local, self._ended = 0, False, True
+        self._passes, self._kept_local, self.window = 0, False, Window.ENDED
         self._advance()
 
     def _settle(self, used: list[int]) -> list[int]:
@@ -370,7 +370,7 @@ class Exchange(BackwardWatcher):
 
     def before_step(self) -> None:
         """Close the window: a rank whose backward touched nothing, or a last short window, still takes part."""
-        if not self._ended and not self._kept_local and not self._local:
+        if self.window is not Window.ENDED and not self._kept_local and not self._local:
             self._build_if_changed()
             self._exchange()
 

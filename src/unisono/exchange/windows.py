@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum, auto
 from functools import partial
 from typing import Any, TypeVar
 
@@ -44,6 +45,14 @@ class TrainableParameters:
         return [(name, param) for name, param in self.named if param.requires_grad]
 
 
+class Window(Enum):
+    """How far a window is."""
+
+    OPEN = auto()  # backward passes add to it
+    ENDED = auto()  # its gradients are what the next step is made with
+    STEPPED = auto()  # the optimizer has stepped with them: the next pass opens another
+
+
 class Windows:
     """Where windows end: after `accumulate` backward passes, those inside `no_sync` left out. Then `advance()`."""
 
@@ -51,11 +60,12 @@ class Windows:
         self.accumulate, self._advance = accumulate, advance
         self._passes = 0  # of this window so far
         self._local = False  # inside no_sync
-        self._ended = False  # a window has ended for the next optimizer step
+        self.window = Window.OPEN
 
     def after_step(self) -> None:
         """The next step needs a window of its own."""
-        self._ended = False
+        if self.window is Window.ENDED:
+            self.window = Window.STEPPED
 
     def catch_up(self) -> None:
         """Count a backward pass that has not been counted yet."""
@@ -80,7 +90,7 @@ class Windows:
     def count_pass(self) -> None:
         """A pass has ended whose gradients are all there, on this rank alone."""
         self._passes += 1
-        self._ended = False
+        self.window = Window.OPEN
         if self._passes >= self.accumulate:
             self.before_step()
 
@@ -132,7 +142,7 @@ class Counter(Windows):
         if not self._local:
             self._count_due()
             self._passes += 1
-            self._ended = False
+            self.window = Window.OPEN
             if self._passes >= self.accumulate:
                 self._end_window()
 
@@ -150,7 +160,7 @@ class Counter(Windows):
         super().count_pass()
 
     def _end_window(self) -> None:
-        self._passes, self._ended, self._noted = 0, True, False
+        self._passes, self.window, self._noted = 0, Window.ENDED, False
         self._due = True
         if not self._late:
             self._count_due()
@@ -162,7 +172,7 @@ class Counter(Windows):
 
     def before_step(self) -> None:
         """A step without a window, or with a short one, ends one."""
-        if not self._ended and not self._local:
+        if self.window is not Window.ENDED and not self._local:
             self._end_window()
 
     def close(self) -> None:

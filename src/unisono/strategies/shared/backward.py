@@ -19,7 +19,7 @@ import torch
 from torch.nn import Parameter
 
 from unisono.exchange.overlap import layout_of, mean_of_sparse, sparse_values
-from unisono.exchange.windows import BackwardWatcher, TrainableParameters
+from unisono.exchange.windows import BackwardWatcher, TrainableParameters, Window
 from unisono.strategies._host_memory import HostMemory
 from unisono.strategies.shared.crossing import Crossing
 from unisono.strategies.shared.gradients import Place
@@ -107,13 +107,13 @@ class Backward(BackwardWatcher):
 
     def end_pass(self) -> None:
         if self._local:
-            self._ended = False
+            self.window = Window.OPEN
         elif self._is_last:
             if self._is_open:  # else a pass inside this one (re-entrant checkpointing) came last, and ended it
                 self._end_window()
         else:
             self._passes += 1
-            self._ended = False
+            self.window = Window.OPEN
 
     def _end_window(self) -> None:
         """Phases 2 and 3."""
@@ -148,7 +148,7 @@ class Backward(BackwardWatcher):
             if is_used:
                 place.param.grad = place.shown
         self._share_buffers(every)
-        self._passes, self._ended = 0, True
+        self._passes, self.window = 0, Window.ENDED
         self._advance()
 
     @torch.no_grad()
@@ -169,7 +169,7 @@ class Backward(BackwardWatcher):
     def before_step(self) -> None:
         """Close the window: a rank whose backward touched nothing, or a last short window, still takes part. So does
         what was kept local: the ranks have one model, which none can step with gradients of its own."""
-        if not self._ended:
+        if self.window is not Window.ENDED:
             self._open_window()
             self._end_window()
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from unisono.background import Handle, SerialQueue
-from unisono.exchange.windows import BackwardWatcher
+from unisono.exchange.windows import BackwardWatcher, Window
 from unisono.strategies.zero.gradients import ShardedGradients
 from unisono.strategies.zero.units import Unit
 from unisono.strategies.zero.values import Values
@@ -87,7 +87,7 @@ class Backward(BackwardWatcher):
     def _open_window(self) -> None:
         self.gradients.open_window()
         self._passes_reduced = 0
-        self._stale = False  # this window has ended
+        self.window = Window.OPEN
 
     def _open_pass(self) -> None:
         self._missing = {unit: len(unit.params) for unit in self.units}
@@ -133,9 +133,8 @@ class Backward(BackwardWatcher):
                 "re-entrant activation checkpointing runs a backward inside a backward, and stages 2 and 3 reduce "
                 "gradients as they come: use torch.utils.checkpoint with use_reentrant=False, or zero(stage=1)"
             )
-        if self._stale:
+        if self.window is not Window.OPEN:
             self._open_window()
-        self._ended = False
         self.gradients.forget_norms()
         self._open_pass()
 
@@ -279,17 +278,22 @@ class Backward(BackwardWatcher):
         gradients.overflow = bool(overflow)
         gradients.show_used()
         self._on_window(self.channel)
-        self._passes, self._ended, self._stale = 0, True, True
+        self._passes, self.window = 0, Window.ENDED
         self._advance()
 
     # Outside backward ------------------------------------------------------------------------------------
 
+    def count_pass(self) -> None:
+        if self.window is not Window.OPEN:  # the pass reached no parameter of this rank
+            self._open_window()
+        super().count_pass()
+
     def before_step(self) -> None:
         """Close the window: a rank whose backward touched nothing, or a last short window, still takes part."""
-        if self._ended or self._local:
+        if self.window is Window.ENDED or self._local:
             self.gradients.drop_cleared()
             return
-        if self._stale:
+        if self.window is not Window.OPEN:
             self._open_window()
         if self.stage == 1 or not self._passes_reduced:
             self._open_pass()
@@ -302,7 +306,7 @@ class Backward(BackwardWatcher):
 
     def check_ended(self) -> None:
         """Refuse a step inside a window: its gradients have not gone to the rank that keeps a copy of my shards."""
-        if not self._ended:
+        if self.window is not Window.ENDED:
             raise RuntimeError(
                 "optimizer.step() inside replica.no_sync(), and with spare=True a step needs the gradients of a whole "
                 "window: run the last backward pass before the step, or the step itself, outside the block"
@@ -311,7 +315,7 @@ class Backward(BackwardWatcher):
     def after_step(self) -> None:
         """The optimizer has stepped: the next step needs a window of its own."""
         super().after_step()
-        self.gradients.used_up = self._stale
+        self.gradients.used_up = self.window is Window.STEPPED
 
     def close(self) -> None:
         """Take the hooks off."""

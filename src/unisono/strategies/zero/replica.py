@@ -67,7 +67,6 @@ class ZeroReplica(Replica):
         self._spare: Spare | None = None
         self._stepped = 0  # `step` when the shards took their last step
         self._turns = 0  # how often the shards were set: counts of steps compare where it is the same
-        self._is_behind = False  # a step is taken that other ranks have taken
         self._in_step = False  # from the optimizer's step on, until its values are everywhere
         self._memory: HostMemory | None = None  # for values, where all ranks have one
         self._cast: Any = None  # a hook that casts what the model is given
@@ -272,7 +271,7 @@ class ZeroReplica(Replica):
     # The loop --------------------------------------------------------------------------------------------
 
     def before_step(self) -> None:
-        if not self._is_behind:
+        if self._spare is None or not self._spare.is_catching_up:
             self._end_window()
         self.fault_in_update()
         self._in_step = True
@@ -298,7 +297,7 @@ class ZeroReplica(Replica):
         if self._spare is not None:
             self._spare.end_step()
         self._stepped = self.step
-        if self._is_behind:
+        if self._spare is not None and self._spare.is_catching_up:
             return
         if self._backward is not None and self._values is not None:
             gradients = self._backward.gradients
@@ -473,7 +472,7 @@ class ZeroReplica(Replica):
         if change.progress[change.source]["split"]:
             steps, holders = self._find_holders(change)
             if self._spare is not None and change.world.rank in {r for r, _ in holders.values()}:
-                self._catch_up(self._spare, steps)
+                self._spare.catch_up(steps, self.optimizer)
             self.model.zero_grad()
             self._take_written()
             self._load_offloaded()
@@ -485,13 +484,6 @@ class ZeroReplica(Replica):
             units = self.units
             self._close_units()
             reshard.empty_parameters(units)
-
-    def _catch_up(self, spare: Spare, steps: int) -> None:
-        self._is_behind = True
-        try:
-            spare.catch_up(steps, self.optimizer)
-        finally:
-            self._is_behind = False
 
     def _go_back(self, change: Change, steps: int) -> None:
         """With copies: a window that was counted, and whose gradients no rank has stepped, did not happen."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import inspect
 import json
+import pkgutil
 import re
 import subprocess
 import sys
@@ -22,6 +24,9 @@ from architecture import (
     find_upward_imports,
     part_of,
 )
+
+from unisono import strategies
+from unisono.strategy import Replica
 
 SRC = Path(__file__).parents[2] / "src" / "unisono"
 UNISONO = Package(SRC)
@@ -82,6 +87,21 @@ def test_no_class_is_continued_in_another_file() -> None:
 
 def test_files_and_functions_are_short() -> None:
     assert find_long_code(UNISONO, file_lines=600, function_lines=52) == []
+
+
+def test_a_method_overrides_few_members_of_a_replica() -> None:
+    for found in pkgutil.walk_packages(strategies.__path__, "unisono.strategies."):
+        importlib.import_module(found.name)
+
+    def find_methods(cls: type) -> set[str]:
+        return {name for name, member in vars(cls).items() if inspect.isfunction(member) and name[0] != "_"}
+
+    heirs = [Replica]
+    for cls in heirs:
+        heirs += [heir for heir in cls.__subclasses__() if heir.__module__.startswith("unisono.strateg")]
+    overridden = {cls.__name__: sorted(find_methods(Replica) & find_methods(cls)) for cls in heirs[1:]}
+    assert len(overridden) > 10
+    assert {name: found for name, found in overridden.items() if len(found) > 15} == {}
 
 
 # The rules themselves, on trees made up for them --------------------------------------------------------------

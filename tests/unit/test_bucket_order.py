@@ -34,7 +34,7 @@ def test_buckets_follow_the_order_in_which_gradients_came_on_rank_0() -> None:
             x = torch.arange(8, dtype=torch.float64).view(2, 4) * (world.rank + t + 1) / 8
             optimizer.zero_grad(set_to_none=t != 1)  # gradients that stay are in the former buckets
             model(x, whole=world.rank == 0 or t == 2).square().mean().backward()
-            orders.append([name for bucket in replica._exchange.buckets for name in bucket.names])
+            orders.append([name for bucket in replica.windows.buckets for name in bucket.names])
             optimizer.step()
         assert orders[1] == orders[2]
         replica.close()

@@ -14,7 +14,8 @@ import unisono as un
 from unisono.exchange.windows import StepHooks
 from unisono.runs.lines import FileLines
 from unisono.runs.recorder import Facts, Recorder
-from unisono.spec import SpecError, describe
+from unisono.spec import SpecError, build, describe
+from unisono.strategy import Replica
 from unisono.strategy.changing import ChangingReplica
 from unisono.world import World
 from unisono.world.virtual import run_threads
@@ -50,6 +51,22 @@ def test_a_change_after_a_step_is_a_switch_at_that_step() -> None:
 
     for a, b in zip(run_threads(change, 2), run_threads(switch, 2), strict=True):
         assert all(map(torch.equal, a, b))
+
+
+def test_every_member_of_a_replica_is_that_of_the_one_at_work() -> None:
+    _, _, inner = started(World(), "zero(stage=1)")
+    replica = ChangingReplica(inner, build("auto", kind="strategy"), lambda: None)
+    own = {"strategy", "close", "switch", "state_dict", "load_state_dict"}
+    names = {name for name in (*dir(Replica), *vars(inner)) if not name.startswith("_")}
+    assert {name for name in names if getattr(replica, name) != getattr(inner, name)} == own
+    assert replica.write == inner.write  # type: ignore[attr-defined]  # which only some methods have
+    replica.step = 7
+    replica.world = World()
+    assert (inner.step, inner.world) == (7, replica.world)
+    replica.change("allreduce")
+    assert replica.same_parameters
+    assert not hasattr(replica, "write")
+    replica.close()
 
 
 def test_a_checkpoint_of_what_the_program_holds_is_that_of_the_strategy_at_work(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def test_one_of_two_workers_needs_what_was_predicted(make: Callable[[], Case]) -
     report = un.memory(model, optimizer, batch=batch, loss=loss, workers=2, **ROOMY)
     replica = un.parallel(model, optimizer, "allreduce(overlap=False)", world=un.simulate(2))
     assert isinstance(replica, AllReduceReplica)
-    exchange = replica._exchange
+    exchange = replica.windows
     assert isinstance(exchange, Exchange)
     peak = measured(case, optimizer) + sum(bucket.nbytes for bucket in exchange.buckets)
     replica.close()

@@ -363,7 +363,7 @@ def test_a_residual_finds_its_place_in_another_reducer(old: str, new: str) -> No
     assert before.abs().sum() > 0
     replica = replica.switch(new)
     seen = []
-    replica._reduction.reducer = replica._reduction.reducer._replace(
+    replica.reduction.reducer = replica.reduction.reducer._replace(
         stages=None, reduce=lambda bucket, state, world: seen.append(state) or (Reduced(bucket.tensors), state)
     )
     train(model, optimizer, World(), range(6, 7))

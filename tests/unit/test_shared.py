@@ -212,6 +212,22 @@ def test_windows_of_several_passes_have_the_bits_of_allreduce() -> None:
     run_both(2, work)
 
 
+def test_a_window_ended_by_sync_is_clipped_and_stepped_once() -> None:
+    def work(world: World, spec: str) -> list[Tensor]:
+        model, optimizer, replica = started(world, sgd, f"{spec}(accumulate=3)")
+        for t in range(2):
+            model(batch(t, world.rank)).square().mean().backward()
+        replica.sync()
+        nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+        optimizer.step()
+        assert replica.step == 1
+        found = values(model)
+        world.barrier()
+        return found
+
+    run_both(2, work)
+
+
 def test_a_compiled_model_has_the_bits_of_allreduce() -> None:
     def work(world: World, spec: str) -> list[Tensor]:
         model, optimizer, _ = started(world, sgd, spec)

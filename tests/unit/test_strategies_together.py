@@ -160,7 +160,7 @@ def test_the_scaler_goes_over_to_the_next_replica() -> None:
         replica.watch(scaler)
         replica = replica.switch("powersgd(rank=1)")
         assert replica.scaler is scaler
-        assert replica._reduction.scale() == 64.0
+        assert replica.reduction.scale() == 64.0
         replica.close()
 
     run_threads(work, 2)

@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import operator
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.nn import Parameter
 
 from unisono.background import Handle, SerialQueue
 from unisono.buckets import APART_BYTES, Bucket, group_into_buckets, on_device, view_like
-from unisono.exchange.windows import TrainableParameters, Windows, if_alive, while_on
+from unisono.exchange.windows import BackwardWatcher, TrainableParameters, Window
 from unisono.world import World
 
 
@@ -57,8 +55,8 @@ class Work(Protocol):
         """All means of the window are there, with `others` beside the buckets'; `void`: its pass failed."""
 
 
-class Exchange(Windows):
-    """Watches the backward passes of some parameters and exchanges their gradients, once a window.
+class Exchange(BackwardWatcher):
+    """Exchanges the gradients of some parameters, once a window.
 
     `work` turns a bucket's tensors into their mean; `advance()` is called when all of a window's gradients are
     means. `inline`: the exchange thread moves the bytes itself, instead of a thread of its own behind it. `by_ready`:
@@ -81,10 +79,10 @@ class Exchange(Windows):
         by_ready: bool = False,
         apart: bool = False,
     ) -> None:
-        super().__init__(accumulate, advance)
+        super().__init__((*named, *sparse), world, accumulate=accumulate, advance=advance)
         self.named, self.sparse = list(named), list(sparse)
         self._parameters = TrainableParameters(self.named)
-        self.world, self.channel = world, world.channel(inline=inline)
+        self.channel = world.channel(inline=inline)
         self.overlap, self.bucket_bytes = overlap, bucket_bytes
         self._work = work
         self._lane = SerialQueue("unisono exchange")
@@ -92,13 +90,7 @@ class Exchange(Windows):
         self._apart_bytes = APART_BYTES if apart and self._cuda is None else None
         self._is_alone = self._cuda is not None and world.size == 1  # nothing travels: kernels in the program's order
         self._stream = torch.cuda.Stream() if self._on_stream() else None
-        ready = weakref.WeakMethod(self._ready)
-        every = (*self.named, *self.sparse)
-        hooks = [(p, partial(if_alive, ready, name)) for name, p in every]
-        self._hooks = [p.register_post_accumulate_grad_hook(hook) for p, hook in while_on(hooks)]
-        self._weights = GradientWeights([p for _, p in every], world)
         self._kept_local = False  # gradients of a no_sync pass are waiting
-        self._task = -1
         self._came: list[str] | None = [] if by_ready else None  # gradients in order, until the ranks agree on it
         self._places: dict[str, int] = {}  # what they agreed on
         self._is_reordered = False
@@ -182,14 +174,8 @@ class Exchange(Windows):
 
     # During backward -------------------------------------------------------------------------------------
 
-    def _ready(self, name: str, param: Tensor) -> None:
-        """A parameter's gradient has been accumulated."""
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self.world.survive(lambda: self._begin(task))
-        if self.world.elastic is not None and self.world.elastic.is_idle:
-            return
-        if not self._syncing or name not in self._slots:
+    def take(self, name: str) -> None:
+        if not self._is_last or name not in self._slots:
             return
         if name in self._fired:
             if self.overlap:
@@ -213,7 +199,7 @@ class Exchange(Windows):
                     self._fill(full, range(len(full.params)))
                 self._launch()
 
-    def _begin(self, task: int) -> None:
+    def begin_pass(self, name: str) -> None:
         if self._launched:  # a backward pass that failed half-way left these
             self._run(self._work.drain)
             self._run(lambda: self._work.end_window(void=True))
@@ -223,9 +209,6 @@ class Exchange(Windows):
         self._reset()
         if self._came:  # of a pass that failed
             self._came = []
-        self._task = task
-        self._syncing = not self._local and self._passes + 1 >= self.accumulate
-        Variable._execution_engine.queue_callback(self._end)
 
     def _fill(self, bucket: Bucket, which: Sequence[int]) -> list[bool]:
         """Bring gradients into their bucket; False where there is none."""
@@ -305,20 +288,17 @@ class Exchange(Windows):
 
         return self._lane.submit(job)
 
-    def _end(self) -> None:
-        self._task = -1
-        self.world.survive(self._end_pass)
-        if self.world.elastic is not None and self.world.elastic.is_idle:  # half of it may be anything
-            torch._foreach_zero_([p.grad for _, p in self.named if p.grad is not None])
+    def give_up_pass(self) -> None:
+        torch._foreach_zero_([p.grad for _, p in self.named if p.grad is not None])
 
-    def _end_pass(self) -> None:
+    def end_pass(self) -> None:
         if self._local:
             self._kept_local = True
-        elif self._syncing:
+        elif self._is_last:
             self._exchange()
         else:
             self._passes += 1
-            self._ended = False
+            self.window = Window.OPEN
 
     def _exchange(self) -> None:
         """Phase 3: exchange what is left, and make every `p.grad` the mean."""
@@ -352,7 +332,7 @@ class Exchange(Windows):
             next(memory for memory in every if memory.flat is bucket.flat).count_users()
         if self._came is not None:
             self._agree_on_order()
-        self._passes, self._kept_local, self._ended = 0, False, True
+        self._passes, self._kept_local, self.window = 0, False, Window.ENDED
         self._advance()
 
     def _settle(self, used: list[int]) -> list[int]:
@@ -386,19 +366,17 @@ class Exchange(Windows):
 
     def count_pass(self) -> None:
         self._kept_local = False
-        self.world.survive(super().count_pass)
+        super().count_pass()
 
     def before_step(self) -> None:
         """Close the window: a rank whose backward touched nothing, or a last short window, still takes part."""
-        if not self._ended and not self._kept_local and not self._local:
+        if self.window is not Window.ENDED and not self._kept_local and not self._local:
             self._build_if_changed()
             self._exchange()
 
     def close(self) -> None:
         """Take the hooks off; gradients stay where they are."""
-        self._weights.close()
-        for hook in self._hooks:
-            hook.remove()
+        super().close()
         self._lane.close()
         self.channel.close()
 
@@ -492,35 +470,6 @@ class _Memory:
 
 # Of a tensor that one list, or one object, holds: of what `sys.getrefcount(views[k])` counts.
 UNSHARED = next(sys.getrefcount(views[k]) for views in [[torch.empty(1, dtype=torch.uint8)]] for k in [0])
-
-
-class GradientWeights:
-    """Scales the gradients of the batch now at work (uneven ends; see `World.weight`)."""
-
-    def __init__(self, params: Sequence[Parameter], world: World) -> None:
-        self._params, self._world = list(params), world
-        self._hooks: list[Any] = []
-        world.on_weight(self)
-        self.weight_changed(world.weight)
-
-    def weight_changed(self, weight: float) -> None:
-        """From now on it is this."""
-        for hook in self._hooks:
-            hook.remove()
-        scale = partial(scale_gradient, weight)
-        scaled = [(p, scale) for p in self._params] if weight != 1.0 else []
-        self._hooks = [p.register_hook(hook) for p, hook in while_on(scaled)]
-
-    def close(self) -> None:
-        """Take the hooks off."""
-        self._world.off_weight(self)
-        for hook in self._hooks:
-            hook.remove()
-
-
-def scale_gradient(weight: float, grad: Tensor) -> Tensor:
-    """A weight of zero is a batch that does not count: its gradient is zero, also where it is not finite."""
-    return torch.zeros_like(grad) if weight == 0.0 else grad * weight
 
 
 def sparse_values(params: Iterable[Parameter]) -> list[Tensor]:

@@ -9,13 +9,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum, auto
 from functools import partial
 from typing import Any, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn import Parameter
 from torch.optim import Optimizer
+
+from unisono.world import World
 
 Hook = TypeVar("Hook")
 Begin = Callable[[Optimizer, Any, dict[str, Any]], Any]
@@ -41,6 +45,14 @@ class TrainableParameters:
         return [(name, param) for name, param in self.named if param.requires_grad]
 
 
+class Window(Enum):
+    """How far a window is."""
+
+    OPEN = auto()  # backward passes add to it
+    ENDED = auto()  # its gradients are what the next step is made with
+    STEPPED = auto()  # the optimizer has stepped with them: the next pass opens another
+
+
 class Windows:
     """Where windows end: after `accumulate` backward passes, those inside `no_sync` left out. Then `advance()`."""
 
@@ -48,11 +60,12 @@ class Windows:
         self.accumulate, self._advance = accumulate, advance
         self._passes = 0  # of this window so far
         self._local = False  # inside no_sync
-        self._ended = False  # a window has ended for the next optimizer step
+        self.window = Window.OPEN
 
     def after_step(self) -> None:
         """The next step needs a window of its own."""
-        self._ended = False
+        if self.window is Window.ENDED:
+            self.window = Window.STEPPED
 
     def catch_up(self) -> None:
         """Count a backward pass that has not been counted yet."""
@@ -77,12 +90,16 @@ class Windows:
     def count_pass(self) -> None:
         """A pass has ended whose gradients are all there, on this rank alone."""
         self._passes += 1
-        self._ended = False
+        self.window = Window.OPEN
         if self._passes >= self.accumulate:
             self.before_step()
 
     def before_step(self) -> None:
-        """End the window, where none has ended for the step that follows."""
+        """End the window, unless one has ended for the step that follows."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Stop watching."""
         raise NotImplementedError
 
 
@@ -125,7 +142,7 @@ class Counter(Windows):
         if not self._local:
             self._count_due()
             self._passes += 1
-            self._ended = False
+            self.window = Window.OPEN
             if self._passes >= self.accumulate:
                 self._end_window()
 
@@ -143,7 +160,7 @@ class Counter(Windows):
         super().count_pass()
 
     def _end_window(self) -> None:
-        self._passes, self._ended, self._noted = 0, True, False
+        self._passes, self.window, self._noted = 0, Window.ENDED, False
         self._due = True
         if not self._late:
             self._count_due()
@@ -155,13 +172,116 @@ class Counter(Windows):
 
     def before_step(self) -> None:
         """A step without a window, or with a short one, ends one."""
-        if not self._ended and not self._local:
+        if self.window is not Window.ENDED and not self._local:
             self._end_window()
 
     def close(self) -> None:
         """Take the hooks off."""
         for hook in self._hooks:
             hook.remove()
+
+
+class BackwardWatcher(Windows):
+    """Watches backward passes whose gradients are exchanged; gradients are scaled by `World.weight`.
+
+    A method says what happens in a pass: `begin_pass`, `take` for each gradient as soon as it has been accumulated, and
+    `end_pass`. If a peer is lost meanwhile and ranks may come and go, the rest of the pass is not exchanged.
+    """
+
+    def __init__(
+        self, params: Sequence[tuple[Any, Parameter]], world: World, *, accumulate: int, advance: Callable[[], None]
+    ) -> None:
+        """`params`: each with the key by which `take` is to know it."""
+        super().__init__(accumulate, advance)
+        self.world = world
+        hooks = [(p, partial(_on_gradient, weakref.ref(self), key)) for key, p in params]
+        self._hooks = [p.register_post_accumulate_grad_hook(hook) for p, hook in while_on(hooks)]
+        self._weights = GradientWeights([p for _, p in params], world)
+        self._task = -1  # of autograd: the pass under way
+        self._is_last = False  # this pass ends the window
+
+    def begin_pass(self, key: Any) -> None:
+        """The first gradient of a pass is there, that of `key`."""
+        raise NotImplementedError
+
+    def take(self, key: Any) -> None:
+        """The gradient of `key` has been accumulated."""
+        raise NotImplementedError
+
+    def end_pass(self) -> None:
+        """All gradients of a pass are there."""
+        raise NotImplementedError
+
+    def give_up_pass(self) -> None:
+        """A peer was lost: half of the gradients may be anything."""
+
+    def _begin(self, task: int, key: Any) -> None:
+        self._is_last = not self._local and self._passes + 1 >= self.accumulate
+        self.begin_pass(key)
+        self._task = task
+        Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        self._task = -1
+        self.world.survive(self.end_pass)
+        if self.world.elastic is not None and self.world.elastic.is_idle:
+            self.give_up_pass()
+
+    def count_pass(self) -> None:
+        self.world.survive(super().count_pass)
+
+    def close(self) -> None:
+        self._weights.close()
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _on_gradient(watcher: weakref.ref[BackwardWatcher], key: Any, _: Tensor) -> None:
+    """The hook on every parameter."""
+    alive = watcher()
+    if alive is None:
+        return
+    task = torch._C._current_graph_task_id()
+    if task != alive._task:
+        alive.world.survive(partial(alive._begin, task, key))
+    if alive.world.elastic is None or not alive.world.elastic.is_idle:
+        alive.take(key)
+
+
+class GradientWeights:
+    """Scales the gradients of the batch now at work (uneven ends; see `World.weight`)."""
+
+    def __init__(self, params: Sequence[Parameter], world: World) -> None:
+        self._params, self._world = list(params), world
+        self._hooks: list[Any] = []
+        world.on_weight(self)
+        self.weight_changed(world.weight)
+
+    def weight_changed(self, weight: float) -> None:
+        """Called by the world: batches have this weight from now on."""
+        for hook in self._hooks:
+            hook.remove()
+        scale = partial(scale_gradient, weight)
+        scaled = [(p, scale) for p in self._params] if weight != 1.0 else []
+        self._hooks = [p.register_hook(hook) for p, hook in while_on(scaled)]
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        self._world.off_weight(self)
+        for hook in self._hooks:
+            hook.remove()
+
+
+def scale_gradient(weight: float, grad: Tensor) -> Tensor:
+    """A weight of zero is a batch that does not count: its gradient is zero, also where it is not finite."""
+    return torch.zeros_like(grad) if weight == 0.0 else grad * weight
+
+
+def count_windows(model: nn.Module, accumulate: int, advance: Callable[[], None], *, late: bool = False) -> Counter:
+    """Count windows by the parameter that backward reaches first, for a model that exchanges no gradients; `late`, if
+    that is on a GPU: see `Counter`."""
+    last = [p for p in model.parameters() if p.requires_grad][-1]
+    return Counter(last, accumulate=accumulate, advance=advance, late=late and last.is_cuda)
 
 
 # A hook on a parameter is kept where Python's collector does not look: it must not hold what holds the parameter.

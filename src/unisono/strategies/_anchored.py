@@ -1,11 +1,12 @@
 """Anchors: the last model that all ranks agreed on, and the exchange of how far each has moved from it since.
 
-`Anchors` holds all fragments of a model and what of them is under way, `AnchoredReplica` is the replica that local_sgd
-and diloco build on: they say when to exchange, and what to do with the mean.
+`Anchors` holds all fragments of a model and what of them is under way. `AnchoredReplica` is the replica of local_sgd
+and of diloco; their `Rounds` say when to exchange, and what to do with the mean.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -342,7 +343,7 @@ class Anchors:
     def progress(self) -> dict[str, Any]:
         """When each fragment was last agreed on, which exchanges begun since arrived, and how much this rank counts."""
         return {
-            "agreed": list(self._agreed),
+            "reached": list(self._agreed),
             "begun": sorted(self._begun),
             "arrived": sorted(self.pending),
             "weights": [self.weight(i) for i in range(self._count)],
@@ -388,8 +389,24 @@ class Anchors:
             fragment.reduction.take_unsent(unsent.only(list(fragment.params)))
 
 
+class Rounds(ABC):
+    """A method: when the ranks exchange their differences to the last agreed model, and what follows from the mean."""
+
+    @abstractmethod
+    def meet(self, replica: AnchoredReplica) -> None:
+        """Window `replica.met` has ended on every rank: exchange what is due, by `replica.anchors`."""
+
+    @abstractmethod
+    def shared_state(self, replica: AnchoredReplica) -> dict[str, Any]:
+        """What all ranks have alike, and the method has to go on with."""
+
+    @abstractmethod
+    def load_shared(self, replica: AnchoredReplica, shared: dict[str, Any]) -> None:
+        """Take it, from a checkpoint or from the rank that all go on from in a new world."""
+
+
 class AnchoredReplica(PeriodicReplica):
-    """Local training whose differences to the last agreed model are exchanged. A method says when, in `meet()`."""
+    """Local training whose differences to the last agreed model are exchanged in the `rounds` of a method."""
 
     own_optimizer: ClassVar[bool] = True
     slow_ranks = "deal"
@@ -401,16 +418,21 @@ class AnchoredReplica(PeriodicReplica):
         world: World,
         strategy: Strategy,
         anchors: Anchors,
+        rounds: Rounds,
         *,
         accumulate: int,
     ) -> None:
-        self.anchors = anchors
+        self.anchors, self.rounds = anchors, rounds
         super().__init__(model, optimizer, world, strategy, accumulate=accumulate)
         anchors.warn_if_more_than_dense()
 
     def start(self) -> None:
         self.anchors.start(self.world)
         self.follows_writes = self.anchors.follows_writes and bool(self.anchors.fragments)
+
+    def meet(self) -> None:
+        self.anchors.update_learning_rates()
+        self.rounds.meet(self)
 
     def take_writes(self, names: Sequence[str], *, loaded: bool) -> None:
         self.anchors.take_writes(names, loaded=loaded)
@@ -443,7 +465,7 @@ class AnchoredReplica(PeriodicReplica):
         return ModelPart(weights=self.anchors.weights())
 
     def shared_state(self) -> dict[str, Any]:
-        return {**super().shared_state(), **self.anchors.shared_state()}
+        return {**super().shared_state(), **self.anchors.shared_state(), **self.rounds.shared_state(self)}
 
     def local_state(self) -> dict[str, Any]:
         return self.anchors.local_state()
@@ -458,6 +480,7 @@ class AnchoredReplica(PeriodicReplica):
             )
         super().load_shared(shared)
         self.anchors.load_shared(shared)
+        self.rounds.load_shared(self, shared)
 
     def load_local(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]], *, same_world: bool) -> None:
         self.anchors.load_locals(shared, locals_, same_world=same_world)
@@ -481,15 +504,6 @@ class AnchoredReplica(PeriodicReplica):
     def progress(self) -> dict[str, Any]:
         return self.anchors.progress()
 
-    def got_as_far(self, progress: Any, source: Any) -> bool:
-        return bool(progress["agreed"] == source["agreed"])
-
-    def check_change(self, change: Change) -> None:
-        """An exchange counts where it has arrived at all who stayed."""
-        every = change.progress
-        begun = {index for r in change.stayed for index in every[r]["begun"]}
-        self._dropped = {i for i in begun if any(i not in every[r]["arrived"] for r in change.stayed)}
-
     def take_model(self, change: Change) -> str:
         """With the anchors: see `carry`."""
         return (
@@ -499,7 +513,9 @@ class AnchoredReplica(PeriodicReplica):
         )
 
     def carry(self, change: Change, shared: dict[str, Any]) -> str:
-        dropped = self._dropped
+        """An exchange counts if it has arrived at all who stayed."""
+        every = [change.progress[r] for r in change.stayed]
+        dropped = {i for mine in every for i in mine["begun"] if any(i not in other["arrived"] for other in every)}
         shared["under way"] = {i: saved for i, saved in shared["under way"].items() if int(i) not in dropped}
         if shared["anchors"] is None or not self.anchors.fragments:  # all who stayed have the same parameters
             share(self.model, change.world, change.source)

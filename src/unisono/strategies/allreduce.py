@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -15,11 +13,11 @@ from unisono.buckets import BUCKET_BYTES, LARGE_BUCKET_BYTES
 from unisono.checks import Note
 from unisono.exchange.overlap import Exchange, split_sparse
 from unisono.exchange.reduction import Reduction, check_real, overlap_pays
-from unisono.exchange.windows import Counter, Windows
+from unisono.exchange.windows import count_windows
 from unisono.facts import Convergence, Example, Facts
 from unisono.reducer import Reducer
 from unisono.reducers.dense import dense
-from unisono.strategy import Accumulate, BucketBytes, Buffers, Change, Replica, Strategy, Unsent
+from unisono.strategy import Accumulate, BucketBytes, Buffers, Change, Replica, Strategy
 from unisono.strategy.mistakes import GradientProbe
 from unisono.world import World
 
@@ -65,6 +63,7 @@ class AllReduceReplica(Replica):
     """Gradients through buckets and a reducer; in a world of one there is only counting to do."""
 
     strategy: allreduce
+    reduction: Reduction
     slow_ranks = "deal"
     same_parameters = True
 
@@ -73,8 +72,7 @@ class AllReduceReplica(Replica):
         self.reducer = strategy.reducer if strategy.reducer is not None else dense()
         if self.reducer.check is not None:
             self.reducer.check(optimizer, world)
-        self._reduction = Reduction(self.reducer, optimizer, partial(self.share_buffers, strategy.buffers), "gradients")
-        self._exchange: Exchange | Counter | None = None
+        self.reduction = Reduction(self.reducer, optimizer, partial(self.share_buffers, strategy.buffers), "gradients")
         self._probe: GradientProbe | None = None
         try:
             self.start()
@@ -84,9 +82,7 @@ class AllReduceReplica(Replica):
 
     def start(self) -> None:
         if self.world.size == 1 and self.reducer.exact:
-            last = [p for p in self.model.parameters() if p.requires_grad][-1]  # the first that backward reaches
-            accumulate = self.strategy.accumulate
-            self._exchange = Counter(last, accumulate=accumulate, advance=self.advance, late=last.is_cuda)
+            self.windows = count_windows(self.model, self.strategy.accumulate, self.advance, late=True)
             return
         dense_ones, sparse_ones = split_sparse(self.model)
         check_real(self.reducer, dense_ones)
@@ -94,11 +90,11 @@ class AllReduceReplica(Replica):
             self._probe = GradientProbe(self.model.parameters(), self.world)
         pays = overlap_pays(self.world)
         overlap = pays if self.strategy.overlap is None else self.strategy.overlap
-        self._exchange = Exchange(
+        self.windows = Exchange(
             dense_ones,
             sparse_ones,
             self.world,
-            self._reduction,
+            self.reduction,
             bucket_bytes=self._bucket_bytes(overlap),
             overlap=overlap,
             inline=self.reducer.stages is None or not pays,
@@ -107,7 +103,7 @@ class AllReduceReplica(Replica):
             by_ready=self.strategy.order == "ready",
             apart=self._apart,
         )
-        self._reduction.warn_if_more_than_dense(self.world)
+        self.reduction.warn_if_more_than_dense(self.world)
 
     @property
     def _apart(self) -> bool:
@@ -126,59 +122,21 @@ class AllReduceReplica(Replica):
             self._probe.compare()
         super().advance()
 
-    def before_step(self) -> None:
-        if self._exchange is not None:
-            self._exchange.before_step()
-
-    def after_step(self) -> None:
-        if self._exchange is not None:
-            self._exchange.after_step()
-
-    def find_windows(self) -> Windows | None:
-        return self._exchange
-
-    def watch(self, scaler: torch.amp.GradScaler) -> None:
-        super().watch(scaler)
-        self._reduction.scale = scaler.get_scale
-
     def shared_state(self) -> dict[str, Any]:
-        if self._exchange is not None:
-            self._exchange.catch_up()
-        return {**super().shared_state(), "reducer": self._reduction.state_dict()["shared"]}
-
-    def local_state(self) -> dict[str, Any]:
-        return {"reducer": self._reduction.state_dict()["local"]}
-
-    def load_local(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]], *, same_world: bool) -> None:
-        if "each" in shared.get("reducer", ()):  # else it is another strategy's checkpoint
-            self._reduction.load_state_dict(shared["reducer"], [part["reducer"] for part in locals_])
-
-    def unsent(self) -> Unsent:
-        return self._reduction.unsent()
-
-    def take_unsent(self, unsent: Unsent) -> None:
-        if unsent.unit == "gradients":
-            self._reduction.take_unsent(unsent)
-        else:
-            super().take_unsent(unsent)
+        if self.windows is not None:
+            self.windows.catch_up()
+        return super().shared_state()
 
     def stop(self, change: Change | None = None) -> None:
-        if self._exchange is not None:
-            self._exchange.close()
-            self._exchange = None
         if self._probe is not None:
             self._probe.close()
             self._probe = None
 
     def progress(self) -> list[Any]:
-        return [self.step, self._reduction.keeps_own]
+        return [self.step, self.reduction.keeps_own]
 
     def carry(self, change: Change, shared: dict[str, Any]) -> str:
         """Bring the reducer's state into the new world."""
-        self._reduction.move(shared["reducer"], keep=change.keeps, factor=change.factor)
+        super().carry(change, shared)
         _, keeps_own = change.progress[change.source]
         return change.describe_unsent() if keeps_own else ""
-
-    def close(self) -> None:
-        super().close()
-        self.stop()

@@ -318,12 +318,11 @@ class AsyncAverageReplica(PeriodicReplica):
         if self._averager is not None:
             self._averager.pause(False)
 
-    def _about_to_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+    def begin_step(self, *, has_closure: bool) -> None:
         if self._averager is not None:
             self._averager.stepping(True)
-        if self._warming:  # with a closure, each call's gradients are averaged
-            return Replica._about_to_step(self, optimizer, args, kwargs)
-        return super()._about_to_step(optimizer, args, kwargs)
+        if not self._warming:  # else, with a closure, each call's gradients are averaged
+            super().begin_step(has_closure=has_closure)
 
     def after_step(self) -> None:
         if self._averager is not None:

@@ -16,7 +16,7 @@ from unisono.buckets import BUCKET_BYTES
 from unisono.checks import AtLeast, Range
 from unisono.facts import Convergence, Example, Facts
 from unisono.reducer import Reducer
-from unisono.strategies._anchored import AnchoredReplica, Anchors, Every
+from unisono.strategies._anchored import AnchoredReplica, Anchors, Every, Rounds
 from unisono.strategies._fragment import Fragment
 from unisono.strategy import Accumulate, BucketBytes, Buffers, Replica, Strategy
 from unisono.world import World
@@ -89,57 +89,54 @@ class diloco(Strategy):
             )
 
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
-        return DiLoCoReplica(model, optimizer, world, self)
-
-
-class DiLoCoReplica(AnchoredReplica):
-    """Fragments, each begun and applied at windows that all ranks count alike."""
-
-    strategy: diloco
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: diloco) -> None:
-        self.mix = (0.5 if strategy.delay else 0.0) if strategy.mix is None else strategy.mix
-        self._outer: torch.optim.SGD | None = None
         anchors = Anchors(
             model,
             optimizer,
-            reducer=strategy.reducer,
-            buffers=strategy.buffers,
-            bucket_bytes=strategy.bucket_bytes,
-            fragments=strategy.fragments,
-            behind=strategy.delay > 0,
+            reducer=self.reducer,
+            buffers=self.buffers,
+            bucket_bytes=self.bucket_bytes,
+            fragments=self.fragments,
+            behind=self.delay > 0,
             always=True,  # the outer optimizer has its effect on one worker too
         )
-        super().__init__(model, optimizer, world, strategy, anchors, accumulate=strategy.accumulate)
+        return AnchoredReplica(model, optimizer, world, self, anchors, DiLoCo(self), accumulate=self.accumulate)
 
-    def meet(self) -> None:
+
+class DiLoCo(Rounds):
+    """Fragments, each begun and applied at windows that all ranks count alike."""
+
+    def __init__(self, strategy: diloco) -> None:
+        self._strategy = strategy
+        self._mix = (0.5 if strategy.delay else 0.0) if strategy.mix is None else strategy.mix
+        self._outer: torch.optim.SGD | None = None
+
+    def meet(self, replica: AnchoredReplica) -> None:
         """1. begin: the fragments whose window this is; 2. apply: those whose delay is over."""
-        anchors = self.anchors
-        anchors.update_learning_rates()
-        every, count = self.strategy.every, len(anchors.fragments)
+        anchors, window = replica.anchors, replica.met
+        every, count = self._strategy.every, len(anchors.fragments)
         for f, fragment in enumerate(anchors.fragments):
-            if (self.met - (f + 1) * every // count) % every == 0:
-                anchors.begin(fragment, self.met, delay=self.strategy.delay)
+            if (window - (f + 1) * every // count) % every == 0:
+                anchors.begin(fragment, window, delay=self._strategy.delay)
         for fragment in anchors.fragments:
             pending = anchors.pending.get(fragment.index)
-            if pending is not None and self.met >= pending.due:
-                self._apply(fragment)
+            if pending is not None and window >= pending.due:
+                self._apply(anchors, fragment, window)
 
-    def _apply(self, fragment: Fragment) -> None:
-        means, _ = self.anchors.finish(fragment, self.met)
+    def _apply(self, anchors: Anchors, fragment: Fragment, window: int) -> None:
+        means, _ = anchors.finish(fragment, window)
         outer = self._outer_optimizer(fragment)
-        for name in self.anchors.loaded:  # the momentum was that of another model
+        for name in anchors.loaded:  # the momentum was that of another model
             outer.state.pop(fragment.anchors[name], None)
         for name, mean in means.items():
             fragment.anchors[name].grad = mean
         outer.step()
         for name in means:
             fragment.anchors[name].grad = None
-        fragment.return_to_anchors(self.mix)
+        fragment.return_to_anchors(self._mix)
 
     def _outer_optimizer(self, fragment: Fragment) -> torch.optim.SGD:
         """One for all fragments: it steps where there is a gradient."""
-        strategy, anchors = self.strategy, list(fragment.anchors.values())
+        strategy, anchors = self._strategy, list(fragment.anchors.values())
         if self._outer is None:
             nesterov = strategy.nesterov and strategy.outer_momentum > 0
             self._outer = torch.optim.SGD(
@@ -150,15 +147,14 @@ class DiLoCoReplica(AnchoredReplica):
         group["params"] += [anchor for anchor in anchors if anchor not in known]
         return self._outer
 
-    def shared_state(self) -> dict[str, Any]:
+    def shared_state(self, replica: AnchoredReplica) -> dict[str, Any]:
         states = self._outer.state if self._outer is not None else {}
-        anchors = {name: a for fragment in self.anchors.fragments for name, a in fragment.anchors.items()}
+        anchors = {name: a for fragment in replica.anchors.fragments for name, a in fragment.anchors.items()}
         momenta = {n: states[a].get("momentum_buffer") for n, a in anchors.items() if a in states}
-        return {**super().shared_state(), "outer": momenta}
+        return {"outer": momenta}
 
-    def load_shared(self, shared: dict[str, Any]) -> None:
-        super().load_shared(shared)
-        for fragment in self.anchors.fragments:
+    def load_shared(self, replica: AnchoredReplica, shared: dict[str, Any]) -> None:
+        for fragment in replica.anchors.fragments:
             states = self._outer_optimizer(fragment).state
             for name, anchor in fragment.anchors.items():
                 states.pop(anchor, None)

@@ -177,14 +177,13 @@ class GossipReplica(PeriodicReplica):
         super().advance()
         self._unmixed += 1
 
-    def _about_to_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
-        changed = super()._about_to_step(optimizer, args, kwargs)
+    def begin_step(self, *, has_closure: bool) -> None:
+        super().begin_step(has_closure=has_closure)
         if self._closure is not None and self._due(self.step + 1):  # backward comes inside the step: mix after it
             self._mix_all(0)
             with torch.no_grad():
                 self._begin(self.step + 1)
                 self._before = self.lines.copy()
-        return changed
 
     def before_step(self) -> None:
         super().before_step()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -17,7 +18,7 @@ from unisono.buckets import BUCKET_BYTES
 from unisono.checks import AtLeast
 from unisono.facts import Convergence, Example, Facts
 from unisono.reducer import Reducer
-from unisono.strategies._anchored import AnchoredReplica, Anchors, Every
+from unisono.strategies._anchored import AnchoredReplica, Anchors, Every, Rounds
 from unisono.strategy import Accumulate, BucketBytes, Buffers, Replica, Strategy, take_weighted_mean
 from unisono.world import World
 
@@ -73,57 +74,42 @@ class local_sgd(Strategy):
         return "it averages the optimizer's states" if self.momentum == "average" else ""
 
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
-        return LocalSGDReplica(model, optimizer, world, self)
+        anchors = Anchors(model, optimizer, reducer=self.reducer, buffers=self.buffers, bucket_bytes=self.bucket_bytes)
+        return AnchoredReplica(model, optimizer, world, self, anchors, LocalSGD(self), accumulate=self.accumulate)
 
 
-class LocalSGDReplica(AnchoredReplica):
-    """One fragment, exchanged between two windows while the program waits."""
+class LocalSGD(Rounds):
+    """All parameters together, exchanged between two windows while the program waits."""
 
-    strategy: local_sgd
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: local_sgd) -> None:
+    def __init__(self, strategy: local_sgd) -> None:
+        self._strategy = strategy
         self._since: int | None = strategy.start if strategy.start != "decay" else None  # local from here on
-        anchors = Anchors(
-            model, optimizer, reducer=strategy.reducer, buffers=strategy.buffers, bucket_bytes=strategy.bucket_bytes
-        )
-        super().__init__(model, optimizer, world, strategy, anchors, accumulate=strategy.accumulate)
 
-    def meet(self) -> None:
-        self.anchors.update_learning_rates()
-        if not self._due():
+    def meet(self, replica: AnchoredReplica) -> None:
+        anchors, window, since = replica.anchors, replica.met, self._since
+        if since is not None and window > since and (window - since) % self._strategy.every:
             return
-        fell = self.anchors.fell[0]
-        if self.anchors.fragments:
-            fell = self._average()
-        if fell and self._since is None:
-            self._since = self.met
-            self.world.ledger.event("local phase", since=self.met, every=self.strategy.every)
+        fell = anchors.fell[0]  # of a learning rate
+        for fragment in anchors.fragments:  # one, or none in a world of one
+            weight = anchors.begin(fragment, window, agree_on_decay=since is None)
+            means, fell = anchors.finish(fragment, window)
+            torch._foreach_sub_([fragment.anchors[name] for name in means], list(means.values()))  # x0 - mean(x0 - x_i)
+            fragment.return_to_anchors()
+            if self._strategy.momentum == "average" and replica.world.size > 1:
+                anchors.run(partial(average_momentum, replica.optimizer, weight))
+        if fell and since is None:
+            self._since = window
+            replica.world.ledger.event("local phase", since=window, every=self._strategy.every)
 
-    def _due(self) -> bool:
-        since = self._since
-        return since is None or self.met <= since or (self.met - since) % self.strategy.every == 0
+    def shared_state(self, replica: AnchoredReplica) -> dict[str, Any]:
+        return {"since": self._since}
 
-    def _average(self) -> bool:
-        """Exchange, and go on from the mean; whether a learning rate fell on some rank."""
-        [fragment] = self.anchors.fragments
-        weight = self.anchors.begin(fragment, self.met, agree_on_decay=self._since is None)
-        means, fell = self.anchors.finish(fragment, self.met)
-        torch._foreach_sub_([fragment.anchors[name] for name in means], list(means.values()))
-        fragment.return_to_anchors()
-        if self.strategy.momentum == "average" and self.world.size > 1:
-            self.anchors.run(lambda channel: average_momentum(self.optimizer, channel, weight))
-        return fell
-
-    def shared_state(self) -> dict[str, Any]:
-        return {**super().shared_state(), "since": self._since}
-
-    def load_shared(self, shared: dict[str, Any]) -> None:
-        super().load_shared(shared)
-        if self.strategy.start == "decay":
+    def load_shared(self, replica: AnchoredReplica, shared: dict[str, Any]) -> None:
+        if self._strategy.start == "decay":
             self._since = shared.get("since")
 
 
-def average_momentum(optimizer: Optimizer, world: World, weight: float) -> None:
+def average_momentum(optimizer: Optimizer, weight: float, world: World) -> None:
     """The mean of every optimizer state that has its parameter's shape and that all ranks have; this one's counts
     `weight` times.
 

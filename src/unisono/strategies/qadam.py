@@ -18,7 +18,7 @@ from unisono.buckets import BUCKET_BYTES, Bucket
 from unisono.checks import AtLeast, Note
 from unisono.exchange.overlap import Exchange
 from unisono.exchange.reduction import Reduction, overlap_pays
-from unisono.exchange.windows import Counter, Windows
+from unisono.exchange.windows import count_windows
 from unisono.facts import Convergence, Example, Facts
 from unisono.reducer import Reduced, Reducer, Stages, State, staged, stages_of
 from unisono.spec import build
@@ -96,13 +96,14 @@ class QAdamReplica(Replica):
     """Gradients, then momenta, through buckets; the optimizer's hooks make its step once v is frozen."""
 
     strategy: qadam
+    reduction: Reduction
     slow_ranks = "deal"
     same_parameters = True
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: qadam) -> None:
         super().__init__(model, optimizer, world, strategy)
         self.reducer: Reducer = strategy.reducer if strategy.reducer is not None else build("bytegrad", kind="reducer")
-        self._reduction = Reduction(
+        self.reduction = Reduction(
             staged(lambda bucket: {"momenta": self.reducer.init(bucket)}, self._stages),
             optimizer,
             partial(self.share_buffers, "broadcast"),
@@ -111,7 +112,6 @@ class QAdamReplica(Replica):
         self._frozen: dict[str, float] = {}  # by parameter: 1 - b2^T
         self._switched = False
         self._held: list[tuple[Tensor, Tensor]] = []  # gradients that the optimizer is not to see
-        self._exchange: Exchange | Counter | None = None
         try:
             if self.reducer.check is not None:
                 self.reducer.check(optimizer, world)
@@ -123,15 +123,14 @@ class QAdamReplica(Replica):
     def start(self) -> None:
         accumulate, named = self.strategy.accumulate, list(self.model.named_parameters())
         if self.world.size == 1:
-            last = [p for _, p in named if p.requires_grad][-1]
-            self._exchange = Counter(last, accumulate=accumulate, advance=self.advance)
+            self.windows = count_windows(self.model, accumulate, self.advance)
             return
         pays = overlap_pays(self.world)
-        self._exchange = Exchange(
+        self.windows = Exchange(
             named,
             [],
             self.world,
-            self._reduction,
+            self.reduction,
             bucket_bytes=self.strategy.bucket_bytes,
             overlap=pays if self.strategy.overlap is None else self.strategy.overlap,
             inline=not pays,
@@ -161,7 +160,7 @@ class QAdamReplica(Replica):
 
     def _momenta(self, bucket: Bucket, groups: dict[Tensor, dict[str, Any]]) -> list[Tensor]:
         """b1 m of every tensor, in the units and the sense of the gradients."""
-        scale = self._reduction.scale()
+        scale = self.reduction.scale()
         views = bucket.views(torch.zeros_like(bucket.flat))
         for view, param in zip(views, bucket.params, strict=True):
             state = self.optimizer.state.get(param)
@@ -172,13 +171,9 @@ class QAdamReplica(Replica):
 
     # The step ----------------------------------------------------------------------------------------------------
 
-    def sync(self) -> None:
-        assert self._exchange is not None
-        self._exchange.before_step()
-
     @torch.no_grad()
     def before_step(self) -> None:
-        self.sync()
+        super().before_step()
         overflow = getattr(self.optimizer, "found_inf", None)  # a fused Adam is asked to step, and does not
         if self.step <= self.strategy.warmup or (overflow is not None and float(overflow)):
             return
@@ -234,28 +229,12 @@ class QAdamReplica(Replica):
         for param, grad in self._held:
             param.grad = grad
         self._held = []
-        if self._exchange is not None:
-            self._exchange.after_step()
+        super().after_step()
 
     # Around it ---------------------------------------------------------------------------------------------------
 
-    def find_windows(self) -> Windows | None:
-        return self._exchange
-
-    def watch(self, scaler: torch.amp.GradScaler) -> None:
-        super().watch(scaler)
-        self._reduction.scale = scaler.get_scale
-
     def shared_state(self) -> dict[str, Any]:
-        return {
-            **super().shared_state(),
-            "frozen": dict(self._frozen),
-            "switched": self._switched,
-            "reducer": self._reduction.state_dict()["shared"],
-        }
-
-    def local_state(self) -> dict[str, Any]:
-        return {"reducer": self._reduction.state_dict()["local"]}
+        return {**super().shared_state(), "frozen": dict(self._frozen), "switched": self._switched}
 
     def load_shared(self, shared: dict[str, Any]) -> None:
         super().load_shared(shared)
@@ -263,11 +242,11 @@ class QAdamReplica(Replica):
 
     def load_local(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]], *, same_world: bool) -> None:
         if "frozen" in shared:  # else it is another strategy's checkpoint
-            self._reduction.load_state_dict(shared["reducer"], [part["reducer"] for part in locals_])
+            super().load_local(shared, locals_, same_world=same_world)
 
     def unsent(self) -> Unsent:
         """In momenta; as gradients they would be 1 / (1 - b1) times as much."""
-        kept, beta1 = self._reduction.unsent(), self._beta1()
+        kept, beta1 = self.reduction.unsent(), self._beta1()
         return kept.convert("gradients", lambda name: 1.0 / (1.0 - beta1.get(name, 0.0)))
 
     def take_unsent(self, unsent: Unsent) -> None:
@@ -275,23 +254,13 @@ class QAdamReplica(Replica):
             super().take_unsent(unsent)
             return
         beta1 = self._beta1()
-        self._reduction.take_unsent(unsent.convert("momenta", lambda name: 1.0 - beta1.get(name, 0.0)))
+        self.reduction.take_unsent(unsent.convert("momenta", lambda name: 1.0 - beta1.get(name, 0.0)))
 
     def _beta1(self) -> dict[str, float]:
         """By parameter: how much of the momentum stays from step to step."""
         betas = {p: group["betas"][0] for group in self.optimizer.param_groups for p in group["params"]}
         return {name: betas[p] for name, p in self.model.named_parameters() if p in betas}
 
-    def stop(self, change: Change | None = None) -> None:
-        if self._exchange is not None:
-            self._exchange.close()
-            self._exchange = None
-
     def carry(self, change: Change, shared: dict[str, Any]) -> str:
-        self.load_shared(shared)
-        self._reduction.move(shared["reducer"], keep=change.keeps, factor=change.factor)
+        super().carry(change, shared)
         return "frozen v as well"
-
-    def close(self) -> None:
-        super().close()
-        self.stop()

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-import torch
-from torch import nn
-
-from unisono.checkpoint import ModelPart
-from unisono.exchange.windows import StepHooks, Windows
+from unisono.exchange.windows import StepHooks
 from unisono.runs import recording
-from unisono.strategy.replica import Replica, Strategy, Unsent
+from unisono.strategy.replica import Replica, Strategy
 from unisono.strategy.switching import switch
-from unisono.world import World
-
-if TYPE_CHECKING:
-    from unisono.strategy.healing import Healing
 
 
 class ChangingReplica(Replica):
-    """Stands in front of `inner`, the replica at work, and passes everything on to it.
+    """Stands in front of `inner`, the replica at work. What this class does not define is inner's: the members of
+    `Replica`, which the class gets below its definition, and whatever else the method at work has.
 
     `between_steps` is called after each step of the optimizer, once `inner` has done its part: there, and nowhere
     else, the strategy may change, by `change` or `replace`.
@@ -54,115 +46,29 @@ class ChangingReplica(Replica):
             self._hook.remove()
         self._hook = StepHooks.of(self.inner.optimizer).watch(None, self._between_steps)
 
-    # What it has is inner's -------------------------------------------------------------------------------------
-
-    @property
-    def model(self) -> nn.Module:  # type: ignore[override]
-        """The program's model."""
-        return self.inner.model
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:  # type: ignore[override]
-        """The program's optimizer."""
-        return self.inner.optimizer
-
-    @property
-    def world(self) -> World:
-        """The world that `inner` is in."""
-        return self.inner.world
-
-    @world.setter
-    def world(self, world: World) -> None:
-        self.inner.world = world
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:  # type: ignore[override]
-        """The one that it was told to watch."""
-        return self.inner.scaler
-
-    @property
-    def step(self) -> int:
-        """Windows of backward passes so far, under all strategies."""
-        return self.inner.step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self.inner.step = step
-
-    @property
-    def healing(self) -> Healing | None:
-        """Where ranks come and go."""
-        return self.inner.healing
-
-    @healing.setter
-    def healing(self, healing: Healing | None) -> None:
-        self.inner.healing = healing
-
-    @property
-    def own_gradients(self) -> bool:  # type: ignore[override]
-        """Whether ranks' gradients differ now."""
-        return self.inner.own_gradients
-
-    @property
-    def own_optimizer(self) -> bool:  # type: ignore[override]
-        """Whether ranks' optimizer states differ now."""
-        return self.inner.own_optimizer
-
-    @property
-    def not_measured(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The parts of a step that the ledger cannot tell apart under the strategy at work."""
-        return self.inner.not_measured
-
-    @property
-    def bytes_by_formula(self) -> bool:  # type: ignore[override]
-        """Whether the ledger's bytes are computed, not counted, under the strategy at work."""
-        return self.inner.bytes_by_formula
-
     def __getattr__(self, name: str) -> Any:
-        """What only some methods have, such as `write`."""
-        if name == "inner":  # not set yet
+        if name == "inner":  # it is about to be made
             raise AttributeError(name)
         return getattr(self.inner, name)
 
-    @property
-    def is_closed(self) -> bool:  # type: ignore[override]
-        """Whether nothing is watched any more."""
-        return self.inner.is_closed
-
-    # What it does is inner's ------------------------------------------------------------------------------------
-
-    def before_step(self) -> None:
-        self.inner.before_step()
-
-    def after_step(self) -> None:
-        self.inner.after_step()
-
-    def forget_writes(self) -> None:
-        self.inner.forget_writes()
-
-    def find_windows(self) -> Windows | None:
-        return self.inner.find_windows()
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self.inner.no_sync()
-
-    def watch(self, scaler: torch.amp.GradScaler) -> None:
-        self.inner.watch(scaler)
-
-    def sync(self) -> None:
-        self.inner.sync()
+    def __setattr__(self, name: str, value: Any) -> None:
+        mine = name in ("inner", "strategy") or name.startswith("_") or not hasattr(vars(self).get("inner"), name)
+        if mine:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.inner, name, value)
 
     def state_dict(self) -> dict[str, Any]:
         return {**self.inner.state_dict(), "shared": self.shared_state()}
 
-    def consolidate(self) -> nn.Module:
-        return self.inner.consolidate()
+    def load_state_dict(self, state: dict[str, Any], *, same_world: bool = True) -> None:
+        super().load_state_dict(state, same_world=same_world)  # by `load_shared`, which may put another to work
+        self.forget_writes()
 
-    def restore(self) -> None:
-        self.inner.restore()
-
-    def split_again(self) -> None:
-        self.inner.split_again()
+    def switch(self, strategy: str | Strategy) -> Replica:
+        new = self.inner.switch(strategy)
+        self.close()
+        return new
 
     def close(self) -> None:
         if self._hook is not None:
@@ -170,43 +76,13 @@ class ChangingReplica(Replica):
             self._hook = None
         self.inner.close()
 
-    def shared_state(self) -> dict[str, Any]:
-        return self.inner.shared_state()
 
-    def local_state(self) -> dict[str, Any]:
-        return self.inner.local_state()
+def _of_inner(name: str) -> property:
+    return property(
+        lambda replica: getattr(replica.inner, name), lambda replica, value: setattr(replica.inner, name, value)
+    )
 
-    def load_shared(self, shared: dict[str, Any]) -> None:
-        self.inner.load_shared(shared)
 
-    def load_local(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]], *, same_world: bool) -> None:
-        self.inner.load_local(shared, locals_, same_world=same_world)
-
-    def model_part(self) -> ModelPart:
-        return self.inner.model_part()
-
-    def present_ranks(self) -> list[int]:
-        return self.inner.present_ranks()
-
-    def gather_present(self, obj: Any) -> dict[int, Any]:
-        return self.inner.gather_present(obj)
-
-    def sharded_state(self) -> dict[str, Any] | None:
-        return self.inner.sharded_state()
-
-    def load_sharded_state(self, whole: dict[str, Any], *, same_world: bool) -> None:
-        self.inner.load_sharded_state(whole, same_world=same_world)
-
-    def switch(self, strategy: str | Strategy) -> Replica:
-        new = self.inner.switch(strategy)
-        self.close()
-        return new
-
-    def unsent(self) -> Unsent | None:
-        return self.inner.unsent()
-
-    def take_unsent(self, unsent: Unsent) -> None:
-        self.inner.take_unsent(unsent)
-
-    def rebind(self, world: World, *, source: int = 0) -> str:
-        return self.inner.rebind(world, source=source)
+for _name in vars(Replica):
+    if not _name.startswith("__") and _name not in vars(ChangingReplica):
+        setattr(ChangingReplica, _name, _of_inner(_name))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.exchange.overlap import Exchange, scale_gradient
-from unisono.exchange.windows import Counter, Windows
+from unisono.exchange.overlap import Exchange
+from unisono.exchange.windows import Counter, scale_gradient
 from unisono.model_copies import add_hook, copy_model
 from unisono.strategy.program_writes import ProgramWrites, digest
 from unisono.strategy.replica import Change, Replica, Strategy, share, share_buffers
@@ -40,6 +40,7 @@ class PeriodicReplica(Replica):
     `meet()`, and `begin()`.
     """
 
+    windows: Counter | Exchange
     own_gradients: ClassVar[bool] = True
     own_models: ClassVar[bool] = False  # ranks' parameters differ: the model to evaluate is their mean
     follows_writes = False  # hears of what the program writes to trainable parameters
@@ -49,7 +50,7 @@ class PeriodicReplica(Replica):
     ) -> None:
         super().__init__(model, optimizer, world, strategy)
         self.accumulate = accumulate
-        self.windows: Counter | Exchange = self.new_counter()
+        self.windows = self.new_counter()
         self._unmet = 0  # windows that have ended, and after which the ranks have not met
         self._ended: list[float] = []  # of each of these, the mean weight of its batches
         self._passes: list[float] = []  # the weights of this window's batches so far
@@ -95,6 +96,8 @@ class PeriodicReplica(Replica):
 
     def meet_if_due(self) -> None:
         """Meet, if a window has ended since."""
+        if self.is_closed:
+            return
         self.look_for_writes()
         self.windows.catch_up()
         if self._unmet:
@@ -140,14 +143,12 @@ class PeriodicReplica(Replica):
         passes, self._passes = self._passes or [self.world.weight], []
         self._ended.append(sum(passes) / len(passes))
 
-    def _about_to_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+    def begin_step(self, *, has_closure: bool) -> None:
         self.look_for_writes()
         self._leave_closure()  # of a step before this one that failed
-        changed = super()._about_to_step(optimizer, args, kwargs)
-        if changed is not None:  # ranks may call their closures more or less often
+        if has_closure:  # ranks may call their closures more or less often
             self._closure = self.windows.no_sync()
             self._closure.__enter__()
-        return changed
 
     def _leave_closure(self) -> bool:
         closure, self._closure = self._closure, None
@@ -155,13 +156,10 @@ class PeriodicReplica(Replica):
             closure.__exit__(None, None, None)
         return closure is not None
 
-    def before_step(self) -> None:
-        self.windows.before_step()
-
     def after_step(self) -> None:
         if self._leave_closure():
             self.windows.before_step()
-        self.windows.after_step()
+        super().after_step()
         self.windows.catch_up()
         self._meet_all()
 
@@ -178,9 +176,6 @@ class PeriodicReplica(Replica):
 
         scaler.update = update_and_meet  # type: ignore[method-assign]
         self._unwatch.append(partial(_restore_update, scaler, update_and_meet, update))
-
-    def find_windows(self) -> Windows:
-        return self.windows
 
     def _follow_weight(self) -> None:
         self.world.on_weight(self)
@@ -258,7 +253,6 @@ class PeriodicReplica(Replica):
         self.world.off_weight(self)
         super().enter(world)
         self._forget_windows()
-        self.windows.close()
         self.windows = self.new_counter()
         self._follow_weight()
 
@@ -277,9 +271,9 @@ class PeriodicReplica(Replica):
         )
 
     def close(self) -> None:
-        super().close()
+        if self.follows_writes:
+            self.look_for_writes()
         self.world.off_weight(self)
-        self.windows.close()
         self._forward.remove()
         self.writes.close()
         self._forget_windows()
@@ -287,7 +281,7 @@ class PeriodicReplica(Replica):
         for restore in self._unwatch:
             restore()
         self._unwatch = []
-        self.stop()
+        super().close()
 
 
 def _restore_update(scaler: torch.amp.GradScaler, ours: Callable[..., None], before: Callable[..., None]) -> None:

@@ -20,6 +20,7 @@ from unisono.buckets import load_optimizer
 from unisono.checkpoint import ModelPart
 from unisono.checks import AtLeast, check_settings
 from unisono.exchange.overlap import is_held
+from unisono.exchange.reduction import Reduction
 from unisono.exchange.reduction import Unsent as Unsent
 from unisono.exchange.windows import StepHooks, Windows
 from unisono.runtime import status, stops
@@ -106,7 +107,8 @@ class Replica:
 
     Three groups of methods:
 
-    - during training, called by hooks on the optimizer: `before_step`, `after_step`;
+    - during training, called by hooks on the optimizer: `before_step`, `after_step`. A method sets `windows`, which
+      watches backward passes, in `start`, and `reduction` if a reducer may keep something back to send it later;
     - state: `shared_state`, `load_shared`, `local_state` and `load_local` for checkpoints and new worlds, `unsent` and
       `take_unsent` for `switch`;
     - another world: `rebind` is the same for all methods; they override its steps `check_change`, `settle`, `stop`,
@@ -129,6 +131,8 @@ class Replica:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: Strategy) -> None:
         self.model, self.optimizer, self.world, self.strategy = model, optimizer, world, strategy
+        self.windows: Windows | None = None  # ends windows of backward passes
+        self.reduction: Reduction | None = None  # a reducer at work on gradients
         self.scaler: torch.amp.GradScaler | None = None  # the one that it was told to watch
         self._late_buffers: list[tuple[Tensor, Tensor]] = []  # and what they are to be after the step
         self.step = 0  # windows of backward passes so far (not optimizer steps: AMP may skip those)
@@ -155,9 +159,23 @@ class Replica:
     # Training ----------------------------------------------------------------------------------------------------
 
     def _on_step_begin(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
-        if self.healing is None:
-            return self._about_to_step(optimizer, args, kwargs)
-        return self.healing.before_step(optimizer, lambda: self._about_to_step(optimizer, args, kwargs))
+        """With a closure (LBFGS), backward happens inside the step, as often as it is called: `before_step` comes after
+        each call of it."""
+        closure = kwargs["closure"] if "closure" in kwargs else args[1] if len(args) > 1 else None
+
+        def end_window(loss: Any = None) -> Any:
+            self.before_step()
+            self.fault_in_update()
+            return loss
+
+        def begin() -> Any:
+            self.begin_step(has_closure=closure is not None)
+            if closure is None:
+                return end_window()
+            rest = {name: value for name, value in kwargs.items() if name != "closure"}
+            return (args[0], lambda: end_window(closure()), *args[2:]), rest
+
+        return begin() if self.healing is None else self.healing.before_step(optimizer, begin)
 
     def _on_step_end(self) -> None:
         for buffer, value in self._late_buffers:
@@ -168,28 +186,23 @@ class Replica:
         else:
             self.healing.after_step(self.after_step)
 
-    def _about_to_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
-        """With a closure (LBFGS), backward happens inside the step, as often as it is called."""
-        closure = kwargs["closure"] if "closure" in kwargs else args[1] if len(args) > 1 else None
-        if closure is None:
-            return self._end_window()
-        rest = {name: value for name, value in kwargs.items() if name != "closure"}
-        return (args[0], _then(closure, self._end_window), *args[2:]), rest
-
-    def _end_window(self) -> None:
-        self.before_step()
-        self.fault_in_update()
-
     def fault_in_update(self) -> None:
         """A fault on purpose in the optimizer's step happens here, unless it has."""
         if self._faults is not None:
             self._faults.in_update()
 
+    def begin_step(self, *, has_closure: bool) -> None:
+        """`optimizer.step()` was called; if it has a closure, backward is still to come."""
+
     def before_step(self) -> None:
-        """The optimizer is about to step."""
+        """The optimizer is about to step with the gradients that there are: end the window."""
+        if self.windows is not None:
+            self.windows.before_step()
 
     def after_step(self) -> None:
         """The optimizer has stepped."""
+        if self.windows is not None:
+            self.windows.after_step()
 
     def share_buffers(self, how: Buffers, world: World) -> None:
         """Make the model's buffers the same on every rank. Those that a graph still holds are written after the step:
@@ -231,32 +244,28 @@ class Replica:
     def forget_writes(self) -> None:
         """Parameters are what a checkpoint, another world or a switch made them: the program did not write them."""
 
-    def find_windows(self) -> Windows | None:
-        """What counts the windows now; None where a method has none of ours."""
-        return None
-
     def no_sync(self) -> AbstractContextManager[None]:
         """Exchange nothing inside the block: gradients stay local and add up."""
-        windows = self.find_windows()
-        return nullcontext() if windows is None else windows.no_sync()
+        return nullcontext() if self.windows is None else self.windows.no_sync()
 
     def one_pass(self) -> AbstractContextManager[None]:
         """Count all backward passes inside the block as one, which ends with the block: those of microbatches, say.
         The gradients are exchanged after it, where that pass is the window's last."""
-        windows = self.find_windows()
-        if windows is None:
+        if self.windows is None:
             raise ValueError(f"{type(self.strategy).__name__} cannot take several backward passes as one")
-        return windows.one_pass()
+        return self.windows.one_pass()
 
     def sync(self) -> None:
         """End the window now, on every rank: what has added up so far is exchanged. `optimizer.step()` does it
         too; call it before clipping or AMP's unscaling where the last window of an epoch may be short."""
-        self.world.survive(self.before_step)
+        self.world.survive(self.before_step if self.windows is None else self.windows.before_step)
 
     def watch(self, scaler: torch.amp.GradScaler) -> None:
         """Follow the loss scale of AMP: a method that keeps part of a gradient for later keeps it in the units of
         its step. Without it, that part counts twice or half once, after each change of the scale."""
         self.scaler = scaler
+        if self.reduction is not None:
+            self.reduction.scale = scaler.get_scale
 
     def consolidate(self) -> nn.Module:
         """The model to evaluate or to save: here, the model itself."""
@@ -270,6 +279,8 @@ class Replica:
 
     def split_again(self) -> None:
         """Take them back after `restore()`."""
+        if type(self).restore is not Replica.restore:
+            self.start()
 
     def close(self) -> None:
         """Stop watching; the model is an ordinary one again."""
@@ -283,6 +294,14 @@ class Replica:
         self.world.ledger.leave(self)
         with _replicas_lock:
             _replicas.discard(self)
+        self.stop()
+        self.close_windows()
+
+    def close_windows(self) -> None:
+        """Watch backward passes no more."""
+        windows, self.windows = self.windows, None
+        if windows is not None:
+            windows.close()
 
     # State -------------------------------------------------------------------------------------------------------
 
@@ -298,11 +317,12 @@ class Replica:
 
     def shared_state(self) -> dict[str, Any]:
         """What all ranks have alike, beside model and optimizer. It takes no other rank to find out."""
-        return {"step": self.step}
+        kept = {} if self.reduction is None else {"reducer": self.reduction.state_dict()["shared"]}
+        return {"step": self.step, **kept}
 
     def local_state(self) -> dict[str, Any]:
         """What is this rank's own."""
-        return {}
+        return {} if self.reduction is None else {"reducer": self.reduction.state_dict()["local"]}
 
     def load_shared(self, shared: dict[str, Any]) -> None:
         """Take `shared_state()`: a checkpoint's, or that of the rank that all go on from in a new world."""
@@ -311,6 +331,8 @@ class Replica:
     def load_local(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]], *, same_world: bool) -> None:
         """Take `local_state()`: in the same world mine is the only one of `locals_`, else every former rank's is
         there. `shared` is the checkpoint's, and has been taken."""
+        if self.reduction is not None and "each" in shared.get("reducer", ()):  # else it is another strategy's
+            self.reduction.load_state_dict(shared["reducer"], [part["reducer"] for part in locals_])
 
     def model_part(self) -> ModelPart:
         """What stands for this rank in the model that a checkpoint gives to plain PyTorch and to other strategies: it
@@ -350,10 +372,13 @@ class Replica:
 
     def unsent(self) -> Unsent | None:
         """What this rank has kept back to send later, with the unit it is in; None where a method keeps nothing."""
-        return None
+        return None if self.reduction is None else self.reduction.unsent()
 
     def take_unsent(self, unsent: Unsent) -> None:
         """Send later what another method has kept back; ValueError where there is no way to do that."""
+        if self.reduction is not None and unsent.unit == self.reduction.unit:
+            self.reduction.take_unsent(unsent)
+            return
         if unsent.is_empty:
             return
         name = type(self.strategy).__name__
@@ -425,12 +450,14 @@ class Replica:
         """The former world ends: wait for what still arrives, forget what does not."""
 
     def progress(self) -> Any:
-        """How far this rank got: plain values, the same on ranks that went through the same exchanges."""
+        """How far this rank got: plain values, the same on ranks that went through the same exchanges. A dict may have
+        these as "reached", and beside them what others have to know (`Change.progress`)."""
         return self.step
 
     def got_as_far(self, progress: Any, source: Any) -> bool:
         """Whether a rank of the source's former world got as far as the source, by what `progress` gave."""
-        return bool(progress == source)
+        mine, theirs = (x["reached"] if isinstance(x, dict) and "reached" in x else x for x in (progress, source))
+        return bool(mine == theirs)
 
     def check_change(self, change: Change) -> None:
         """Refuse a change that loses what is needed; nothing has changed yet."""
@@ -441,6 +468,7 @@ class Replica:
     def enter(self, world: World) -> None:
         """Be in another world. Gradients that were not stepped are those of the former one: a rank that comes has
         none."""
+        self.close_windows()
         self.world = world
         if self._faults is not None:
             self._faults.enter(world)
@@ -458,6 +486,8 @@ class Replica:
     def carry(self, change: Change, shared: dict[str, Any]) -> str:
         """Take the source's `shared_state()`, and keep what is this rank's own; says what became of that, or ""."""
         self.load_shared(shared)
+        if self.reduction is not None:
+            self.reduction.move(shared["reducer"], keep=change.keeps, factor=change.factor)
         return ""
 
 
@@ -480,15 +510,6 @@ def _survive_losses(consolidate: Callable[[Any], nn.Module]) -> Callable[[Any], 
         return made
 
     return call
-
-
-def _then(closure: Callable[[], Any], call: Callable[[], None]) -> Callable[[], Any]:
-    def both() -> Any:
-        loss = closure()
-        call()
-        return loss
-
-    return both
 
 
 def bound_parameters(names: dict[nn.Parameter, str]) -> list[str]:

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unisono.background import Handle, SerialQueue
-from unisono.exchange.overlap import scale_gradient
+from unisono.exchange.windows import scale_gradient
 from unisono.world import World
 
 State = dict[Any, Any]

@@ -101,6 +101,19 @@ class CrossbowReplica(PeriodicReplica):
             self.center.release(self._side.channel)
             self._side.channel.close()
             self._side = None
+        if change is None:
+            self._leave_model()
+
+    def _leave_model(self) -> None:
+        """The model holds the central model, or what the program loaded since (unless another replica trains it by
+        now)."""
+        if not bound_parameters({param: name for name, param in self.learners.named}):
+            with torch.no_grad():
+                self.center.copy_to(self.learners.params(self.learners.turn))
+                for param, value in self._find_loaded().items():
+                    param.copy_(value)
+        self.learners.close()
+        self._exchange = self._stale = None
 
     # A round: begin, step, end -----------------------------------------------------------------------------------
 
@@ -134,10 +147,10 @@ class CrossbowReplica(PeriodicReplica):
         params, self._writer = dict(self.learners.named), self.learners.turn
         self._written.take({name: params[name] for name in names}, loaded=loaded)
 
-    def _about_to_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+    def begin_step(self, *, has_closure: bool) -> None:
         self.look_for_writes()
         self._look()
-        return super()._about_to_step(optimizer, args, kwargs)
+        super().begin_step(has_closure=has_closure)
 
     @torch.no_grad()
     def _look(self) -> None:
@@ -427,16 +440,3 @@ class CrossbowReplica(PeriodicReplica):
         else:
             self._all_at_center()
         return ""
-
-    def close(self) -> None:
-        """The model holds the central model, or what the program loaded since (unless another replica trains it by
-        now)."""
-        self.look_for_writes()
-        super().close()
-        if not bound_parameters({param: name for name, param in self.learners.named}):
-            with torch.no_grad():
-                self.center.copy_to(self.learners.params(self.learners.turn))
-                for param, value in self._find_loaded().items():
-                    param.copy_(value)
-        self.learners.close()
-        self._exchange = self._stale = None

@@ -93,10 +93,6 @@ class ServedReplica(PeriodicReplica):
 
     # Training ---------------------------------------------------------------------------------------------------
 
-    def sync(self) -> None:
-        """End the window; what it gave is pushed when the optimizer steps."""
-        self.windows.before_step()
-
     def before_step(self) -> None:
         """Push the gradients, pull the parameters, and leave the optimizer nothing to do."""
         self.windows.before_step()

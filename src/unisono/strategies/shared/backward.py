@@ -16,12 +16,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd import Variable
 from torch.nn import Parameter
 
-from unisono.exchange.overlap import GradientWeights, layout_of, mean_of_sparse, sparse_values
-from unisono.exchange.windows import TrainableParameters, Windows, if_alive, while_on
+from unisono.exchange.overlap import layout_of, mean_of_sparse, sparse_values
+from unisono.exchange.windows import BackwardWatcher, TrainableParameters, Window
 from unisono.strategies._host_memory import HostMemory
 from unisono.strategies.shared.crossing import Crossing
 from unisono.strategies.shared.gradients import Place
@@ -33,8 +31,8 @@ _TILE_BYTES = 1 << 20  # of a mean, at a time: large enough for Python, small en
 Named = Sequence[tuple[str, Parameter]]
 
 
-class Backward(Windows):
-    """Watches backward passes, and ends their windows."""
+class Backward(BackwardWatcher):
+    """Gradients on their way into the lines of the host, and from there into means."""
 
     def __init__(
         self,
@@ -48,22 +46,15 @@ class Backward(Windows):
         share_buffers: Callable[[World], None],
         crossing: Crossing | None,
     ) -> None:
-        super().__init__(accumulate, advance)
-        self.lines, self.sparse, self.memory, self.world = list(lines), list(sparse), memory, world
+        named = [(name, param) for line in lines for name, param in zip(line.names, line.params, strict=True)]
+        super().__init__((*named, *sparse), world, accumulate=accumulate, advance=advance)
+        self.lines, self.sparse, self.memory = list(lines), list(sparse), memory
         self._share_buffers, self.crossing = share_buffers, crossing
         touch = weakref.WeakMethod(self._touch)
         note = partial(_call, touch)
         self.places = [Place(line, slot, memory.rank, note) for line in lines for slot in range(len(line.params))]
         self._by_name = {place.name: place for place in self.places}
-        named = [(place.name, place.param) for place in self.places]
         self._parameters = TrainableParameters(named)
-        ready = weakref.WeakMethod(self._ready)
-        every = (*named, *self.sparse)
-        hooks = [(p, partial(if_alive, ready, name)) for name, p in every]
-        self._hooks = [p.register_post_accumulate_grad_hook(hook) for p, hook in while_on(hooks)]
-        self._weights = GradientWeights([p for _, p in every], world)
-        self._task = -1
-        self._syncing = False
         self._is_open = False  # a window: nobody reads my line
         self._is_read = False  # others may be reading my line, until the step has ended
         self._was_touched = False  # the program looked at gradients of this window
@@ -76,24 +67,15 @@ class Backward(Windows):
 
     # During backward ----------------------------------------------------------------------------------------------
 
-    def _ready(self, name: str, param: Tensor) -> None:
-        """A parameter's gradient has been accumulated."""
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self.world.survive(lambda: self._begin(task))
-        if self.world.elastic is not None and self.world.elastic.is_idle:
-            return
+    def take(self, name: str) -> None:
         place = self._by_name.get(name)
-        if self._syncing and place is not None and not place.fired:
+        if self._is_last and place is not None and not place.fired:
             place.fired = True
             place.fill()
 
-    def _begin(self, task: int) -> None:
-        self._task = task
-        self._syncing = not self._local and self._passes + 1 >= self.accumulate
-        if self._syncing:
+    def begin_pass(self, name: str) -> None:
+        if self._is_last:
             self._open_window()
-        Variable._execution_engine.queue_callback(self._end)
 
     def _open_window(self) -> None:
         """From here on this rank writes to its line: nobody may read it any more."""
@@ -119,22 +101,19 @@ class Backward(Windows):
         if self.crossing is not None:
             self.crossing.set_pieces(self.lines, self.parts)
 
-    def _end(self) -> None:
-        self._task = -1
-        self.world.survive(self._end_pass)
-        if self.world.elastic is not None and self.world.elastic.is_idle:  # half of it may be anything
-            for place in self.places:
-                place.param.grad = None
+    def give_up_pass(self) -> None:
+        for place in self.places:
+            place.param.grad = None
 
-    def _end_pass(self) -> None:
+    def end_pass(self) -> None:
         if self._local:
-            self._ended = False
-        elif self._syncing:
+            self.window = Window.OPEN
+        elif self._is_last:
             if self._is_open:  # else a pass inside this one (re-entrant checkpointing) came last, and ended it
                 self._end_window()
         else:
             self._passes += 1
-            self._ended = False
+            self.window = Window.OPEN
 
     def _end_window(self) -> None:
         """Phases 2 and 3."""
@@ -169,7 +148,7 @@ class Backward(Windows):
             if is_used:
                 place.param.grad = place.shown
         self._share_buffers(every)
-        self._passes, self._ended = 0, True
+        self._passes, self.window = 0, Window.ENDED
         self._advance()
 
     @torch.no_grad()
@@ -190,7 +169,7 @@ class Backward(Windows):
     def before_step(self) -> None:
         """Close the window: a rank whose backward touched nothing, or a last short window, still takes part. So does
         what was kept local: the ranks have one model, which none can step with gradients of its own."""
-        if not self._ended:
+        if self.window is not Window.ENDED:
             self._open_window()
             self._end_window()
 
@@ -221,9 +200,7 @@ class Backward(Windows):
 
     def close(self) -> None:
         """Take the hooks off, and give out gradients that stay what they are."""
-        self._weights.close()
-        for hook in self._hooks:
-            hook.remove()
+        super().close()
         for place in self.places:
             if place.param.grad is place.shown or place.param.grad is place.mine:
                 place.param.grad = None

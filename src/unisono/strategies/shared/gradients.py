@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from unisono.exchange.overlap import UNSHARED
+from unisono.strategies._lazy_gradient import LazyGradient
 from unisono.strategies.shared.lines import Line
 from unisono.world.transports.arithmetic import combine
 
@@ -145,7 +146,7 @@ class Place:
         if is_readable:
             former._read(to_change=True)
         former.is_over, former.shown = not is_readable, self.shown
-        self.shown.place = lambda: former  # type: ignore[assignment]  # which lives as long as the gradient
+        self.shown.owner = lambda: former  # which lives as long as the gradient
         self.shown = MeanGradient(self.param, self)
 
     def take_over(self) -> None:
@@ -230,14 +231,12 @@ def _empty_like(view: Tensor) -> Tensor:
     return line.as_strided(view.shape, view.stride())
 
 
-class MeanGradient(Tensor):
+class MeanGradient(LazyGradient):
     """`p.grad`: reads as the mean over all ranks, and may be changed in place, on every rank alike.
 
     Norms, `mul_`, `div_`, `zero_` and a GradScaler's unscaling need no memory; anything else that changes it makes a
     copy of this rank's own.
     """
-
-    place: weakref.ref[Place]
 
     @staticmethod
     def __new__(cls, param: Parameter, place: Place) -> MeanGradient:
@@ -247,21 +246,25 @@ class MeanGradient(Tensor):
         return made
 
     def __init__(self, param: Parameter, place: Place) -> None:
-        self.place = weakref.ref(place)
+        self.owner = weakref.ref(place)
+
+    def _read(self, *, to_change: bool) -> Tensor:
+        place: Place = self.find_owner()
+        return place.read(to_change=to_change)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"MeanGradient({find_place(self).read(to_change=False)!r})"
+        return f"MeanGradient({self._read(to_change=False)!r})"
 
     # What torch asks of the memory itself
 
     def numpy(self, *, force: bool = False) -> Any:
-        return find_place(self).read(to_change=True).numpy(force=force)
+        return self._read(to_change=True).numpy(force=force)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return find_place(self).read(to_change=False).__array__(*args, **kwargs)
+        return self._read(to_change=False).__array__(*args, **kwargs)
 
     def tolist(self) -> Any:
-        return find_place(self).read(to_change=False).tolist()
+        return self._read(to_change=False).tolist()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         memo[id(self)] = made = self.clone()
@@ -270,137 +273,56 @@ class MeanGradient(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.clone().__reduce_ex__(protocol)
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        handler = _HANDLERS.get(func.overloadpacket)
-        if handler is not None:
-            done = handler(*args, **(kwargs or {}))
-            if done is not NotImplemented:
-                return done
-        return _on_values(func, args, kwargs or {})
+    # What needs no memory
 
-
-def find_place(gradient: MeanGradient) -> Place:
-    """Whose gradient it is."""
-    place = gradient.place()
-    if place is None:
-        raise RuntimeError("the replica that this gradient belongs to is closed")
-    return place
-
-
-def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """Any operation, on the gradient as a plain tensor. What shares memory with it may be written to later."""
-    schema = func._schema
-    makes_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-    written: list[tuple[Tensor, Tensor]] = []  # my copies, and what stands for them
-
-    def unwrap(x: Any, to_change: bool) -> Any:
-        if isinstance(x, MeanGradient):
-            plain = find_place(x).read(to_change=to_change)
-            written.append((plain, x))
-            return plain
-        if isinstance(x, (list, tuple)):
-            return type(x)(unwrap(one, to_change) for one in x)
-        return x
-
-    writes = {a.name: a.alias_info is not None and a.alias_info.is_write for a in schema.arguments}
-    names = [a.name for a in schema.arguments]
-    plain_args = [unwrap(x, writes[name] or makes_view) for name, x in zip(names, args, strict=False)]
-    plain_kwargs = {name: unwrap(x, writes.get(name, False) or makes_view) for name, x in kwargs.items()}
-    with torch._C._AutoDispatchBelowAutograd():
-        result = func(*plain_args, **plain_kwargs)
-    return next((shown for plain, shown in written if plain is result), result)
-
-
-def _detach(x: MeanGradient) -> MeanGradient:
-    return x
-
-
-def _add_(x: Any, other: Tensor, alpha: float = 1) -> Any:
-    """Autograd adds another pass's gradient: kept apart, since the others may not read or write yet."""
-    if torch._C._current_graph_task_id() == -1 or not isinstance(x, MeanGradient) or alpha != 1:
-        return NotImplemented
-    place = find_place(x)
-    place.local = other.detach() if place.local is None else place.local + other
-    return x
-
-
-def _norm(x: MeanGradient, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    if dim is not None or keepdim or not isinstance(x, MeanGradient):
-        return NotImplemented
-    raw, changes = find_place(x).read_unchanged()
-    found = torch.linalg.vector_norm(raw, order, dtype=dtype)
-    do_changes(found, [(how, abs(factor)) for how, factor in changes])
-    return found
-
-
-def _plain_norm(x: MeanGradient, p: Any = 2, *rest: Any, **kwargs: Any) -> Any:
-    return NotImplemented if rest or kwargs else _norm(x, 2 if p is None else p)
-
-
-def _foreach_norm(xs: Sequence[MeanGradient], order: Any = 2, dtype: Any = None) -> Any:
-    return [torch.linalg.vector_norm(x, order, dtype=dtype) for x in xs]
-
-
-def _change(how: str) -> Callable[..., Any]:
-    def change(x: Any, factor: Any, **kwargs: Any) -> Any:
-        if kwargs or not isinstance(x, MeanGradient) or (isinstance(factor, Tensor) and factor.numel() != 1):
+    def add_pass(self, other: Tensor, alpha: float) -> Any:
+        """Kept apart, since the others may not read or write yet."""
+        if torch._C._current_graph_task_id() == -1 or alpha != 1:
             return NotImplemented
-        find_place(x).change(how, factor)
-        return x
+        place = self.find_owner()
+        place.local = other.detach() if place.local is None else place.local + other
+        return self
 
-    return change
+    def find_norm(self, order: float, dtype: torch.dtype | None) -> Tensor:
+        raw, changes = self.find_owner().read_unchanged()
+        found: Tensor = torch.linalg.vector_norm(raw, order, dtype=dtype)
+        do_changes(found, [(how, abs(factor)) for how, factor in changes])
+        return found
 
+    def change(self, how: str, number: Any) -> None:
+        self.find_owner().change(how, number)
 
-def _change_each(how: str) -> Callable[..., Any]:
-    def change(xs: Sequence[Any], factor: Any) -> Any:
-        factors = factor if isinstance(factor, (list, tuple)) else [factor] * len(xs)
-        for x, each in zip(xs, factors, strict=True):
-            if how == "mul":
-                x.mul_(each)
-            else:
-                x.div_(each)
-        return None
+    def clear(self) -> None:
+        self.find_owner().clear()
 
-    return change
+    @classmethod
+    def unscale_all(cls, gradients: Sequence[MeanGradient], found_inf: Tensor, factor: Tensor) -> None:
+        for gradient in gradients:
+            raw, _ = gradient.find_owner().read_unchanged()
+            if raw.numel() and not math.isfinite(torch.linalg.vector_norm(raw, math.inf).item()):
+                found_inf.fill_(1.0)
+            gradient.change("mul", factor)
 
+    @classmethod
+    def on_values(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """On the gradient as a plain tensor. What shares memory with it may be written to later."""
+        schema = func._schema
+        makes_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+        written: list[tuple[Tensor, Tensor]] = []  # my copies, and what stands for them
 
-def _zero_(x: MeanGradient) -> MeanGradient:
-    find_place(x).clear()
-    return x
+        def unwrap(x: Any, to_change: bool) -> Any:
+            if isinstance(x, MeanGradient):
+                plain = x._read(to_change=to_change)
+                written.append((plain, x))
+                return plain
+            if isinstance(x, (list, tuple)):
+                return type(x)(unwrap(one, to_change) for one in x)
+            return x
 
-
-def _foreach_zero_(xs: Sequence[Tensor]) -> None:
-    for x in xs:
-        x.zero_()
-
-
-def _unscale(xs: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """A GradScaler looks for values that are not finite, and divides by its scale."""
-    for x in xs:
-        if not isinstance(x, MeanGradient):
-            torch._amp_foreach_non_finite_check_and_unscale_([x], found_inf, inv_scale)
-            continue
-        raw, _ = find_place(x).read_unchanged()
-        if raw.numel() and not math.isfinite(torch.linalg.vector_norm(raw, math.inf).item()):
-            found_inf.fill_(1.0)
-        find_place(x).change("mul", inv_scale)
-
-
-_aten = torch.ops.aten
-_HANDLERS: dict[Any, Any] = {
-    _aten.detach: _detach,
-    _aten.add_: _add_,
-    _aten.linalg_vector_norm: _norm,
-    _aten.norm: _plain_norm,
-    _aten._foreach_norm: _foreach_norm,
-    _aten.mul_: _change("mul"),
-    _aten.div_: _change("div"),
-    _aten._foreach_mul_: _change_each("mul"),
-    _aten._foreach_div_: _change_each("div"),
-    _aten.zero_: _zero_,
-    _aten._foreach_zero_: _foreach_zero_,
-    _aten._amp_foreach_non_finite_check_and_unscale_: _unscale,
-}
+        writes = {a.name: a.alias_info is not None and a.alias_info.is_write for a in schema.arguments}
+        names = [a.name for a in schema.arguments]
+        plain_args = [unwrap(x, writes[name] or makes_view) for name, x in zip(names, args, strict=False)]
+        plain_kwargs = {name: unwrap(x, writes.get(name, False) or makes_view) for name, x in kwargs.items()}
+        with torch._C._AutoDispatchBelowAutograd():
+            result = func(*plain_args, **plain_kwargs)
+        return next((shown for plain, shown in written if plain is result), result)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from unisono.exchange.overlap import split_sparse
 from unisono.exchange.reduction import check_real
-from unisono.exchange.windows import Counter, Windows
+from unisono.exchange.windows import count_windows
 from unisono.reducers.dense import dense
 from unisono.runtime.frames import warn_user
 from unisono.strategies._host_memory import HostMemory, move_in, move_out
@@ -49,7 +49,6 @@ class SharedReplica(Replica):
         self._backward: Backward | None = None
         self._step: HostStep | None = None
         self._crossing: Crossing | None = None
-        self._counter: Counter | None = None
         self._writes: Writes | None = None
         self._probe: GradientProbe | None = None
         self._is_stepping = False
@@ -62,8 +61,7 @@ class SharedReplica(Replica):
     def start(self) -> None:
         """Move parameters and optimizer state into memory of the host; the values are those of its first rank."""
         if self.world.size == 1:
-            last = [p for p in self.model.parameters() if p.requires_grad][-1]  # the first that backward reaches
-            self._counter = Counter(last, accumulate=self.strategy.accumulate, advance=self.advance)
+            self.windows = count_windows(self.model, self.strategy.accumulate, self.advance)
             return
         named, sparse = split_sparse(self.model)
         check_real(self.reducer, named)
@@ -74,7 +72,7 @@ class SharedReplica(Replica):
         self._state = HostState(self.optimizer, self._lines, memory)
         self._crossing = Crossing(self.world, self.reducer, self.optimizer) if memory.hosts > 1 else None
         self._probe = GradientProbe(self.model.parameters(), self.world) if self.reducer.exact else None
-        self._backward = Backward(
+        self.windows = self._backward = Backward(
             self._lines,
             sparse,
             memory,
@@ -111,11 +109,9 @@ class SharedReplica(Replica):
         super().advance()
 
     def before_step(self) -> None:
-        if self._counter is not None:
-            self._counter.before_step()
+        super().before_step()
         if self._backward is None or self._step is None or self._memory is None or self._writes is None:
             return
-        self._backward.before_step()
         if not self._step.is_skipped:
             self._step.prepare(self._backward.places)
             self._writes.begin_step(f"optimizer.step() of window {self.step}", self._step.describe())
@@ -124,12 +120,10 @@ class SharedReplica(Replica):
         self._backward.hide()  # the optimizer's own code finds nothing to step
 
     def after_step(self) -> None:
-        if self._counter is not None:
-            self._counter.after_step()
+        super().after_step()
         if self._backward is None or self._memory is None or self._step is None or self._writes is None:
             return
         self._backward.show()
-        self._backward.after_step()
         if not self._is_stepping:
             return
         self._is_stepping = False
@@ -156,9 +150,6 @@ class SharedReplica(Replica):
             ". Do not save or use this model: start the run anew from its last checkpoint. Where lost workers are "
             "replaced (unisono run -n MIN:MAX) the others end such a step"
         )
-
-    def find_windows(self) -> Windows | None:
-        return self._backward or self._counter
 
     def watch(self, scaler: torch.amp.GradScaler) -> None:
         super().watch(scaler)
@@ -217,22 +208,16 @@ class SharedReplica(Replica):
         """Give every rank a model and an optimizer state of its own."""
         self._leave(keep_memory=False)
 
-    def split_again(self) -> None:
-        """Share one model again."""
-        self.start()
-
-    def check_change(self, change: Change) -> None:
-        """What is in the memory of the host outlives the ranks that are lost: see `stop`."""
-
     def stop(self, change: Change | None = None) -> None:
-        """A step that lost ranks have begun is ended, by the rank that all go on from. Till the new world has memory
-        of its own, the model stays where it is."""
+        """What is in the memory of the host outlives the ranks that are lost. A step that these have begun is ended, by
+        the rank that all go on from. Till the new world has memory of its own, the model stays where it is."""
         if change is not None and self._step is not None and change.world.rank == change.source:
             self._step.finish(self._step.find_torn())
         self._leave(keep_memory=change is not None and change.world.size > 1)
 
     def _leave(self, *, keep_memory: bool) -> None:
-        for part in (self._backward, self._probe, self._counter, self._crossing):
+        self.close_windows()
+        for part in (self._probe, self._crossing):
             if part is not None:
                 part.close()
         if not keep_memory:
@@ -242,13 +227,9 @@ class SharedReplica(Replica):
                 move_out(line.params, line.views)
         if self._memory is not None:
             self._memory.close()
-        self._backward = self._probe = self._counter = self._crossing = self._writes = None
+        self._backward = self._probe = self._crossing = self._writes = None
         self._memory = self._state = self._step = None
         self._lines, self._is_stepping = [], False
 
     def take_model(self, change: Change) -> str:
         return super().take_model(change) + ", one for all ranks of a host"
-
-    def close(self) -> None:
-        super().close()
-        self.stop()

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Collection, Container, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from unisono.strategies._lazy_gradient import LazyGradient
 from unisono.strategies.zero.units import Unit
 from unisono.world import World
 
@@ -285,14 +286,13 @@ class ShardedGradients:
         return not all(bool(torch.isfinite(x).all()) for x in shards)
 
 
-class ShardedGradient(Tensor):
+class ShardedGradient(LazyGradient):
     """The mean gradient of a parameter, of which every rank holds a part.
 
     `norm()`, `torch.nn.utils.clip_grad_norm_`, `mul_` and `zero_` do what they do on a whole gradient; each must be
     called on every rank. `full()` gathers it. Anything else is refused.
     """
 
-    owner: weakref.ref[ShardedGradients]
     number: int
     local: Tensor | None
     cleared: bool
@@ -315,144 +315,75 @@ class ShardedGradient(Tensor):
 
     def full(self) -> Tensor:
         """The whole gradient, on every rank; every rank calls it."""
-        return _owner_of(self).full(self.number)
+        return self.find_owner().full(self.number)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ShardedGradient(shape={list(self.shape)}, dtype={self.dtype}; full() gathers it on every rank)"
 
+    def find_owner(self) -> ShardedGradients:
+        owner: ShardedGradients = super().find_owner()
+        owner.check(self)
+        return owner
+
+    def add_pass(self, other: Tensor, alpha: float) -> Any:
+        """Kept until it is reduced."""
+        if isinstance(other, ShardedGradient) or alpha != 1:
+            raise NotImplementedError("only a backward pass may add to a gradient that is split over the ranks")
+        self.local = other.detach() if self.local is None else self.local + other
+        self.tasks.add(torch._C._current_graph_task_id())
+        return self
+
+    def find_norm(self, order: float, dtype: torch.dtype | None) -> Tensor:
+        found = self.find_owner().norm(self.number, order)
+        return found if dtype is None else found.to(dtype)
+
+    def change(self, how: str, number: Any) -> None:
+        self.find_owner().scale([self.number], number if how == "mul" else 1.0 / number)
+
+    def clear(self) -> None:
+        self.local, self.cleared = None, True
+        self.find_owner().clear(self.number)
+
+    def limit(self, low: Any, high: Any) -> Any:
+        self.find_owner().clamp(self.number, low, high)
+        return self
+
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        handler = _HANDLERS.get(func.overloadpacket)
-        if handler is None:
-            raise NotImplementedError(
-                f"{func.overloadpacket} of a gradient that is split over the ranks: norms, clipping, mul_ and zero_ "
-                "work on it; for anything else take grad.full(), on every rank"
-            )
-        return handler(*args, **(kwargs or {}))
+    def multiply_all(cls, gradients: Sequence[ShardedGradient], factor: Any) -> None:
+        for owner, numbers in _by_owner(gradients).items():
+            owner.scale(numbers, factor)
 
+    @classmethod
+    def unscale_all(cls, gradients: Sequence[ShardedGradient], found_inf: Tensor, factor: Tensor) -> None:
+        for owner, numbers in _by_owner(gradients).items():
+            owner.unscale(numbers, found_inf, factor)
 
-def _owner_of(gradient: ShardedGradient) -> ShardedGradients:
-    owner = gradient.owner()
-    if owner is None:
-        raise RuntimeError("the replica that this gradient belongs to is closed")
-    owner.check(gradient)
-    return owner
-
-
-def _detach(x: ShardedGradient) -> ShardedGradient:
-    return x
-
-
-def _add_(x: ShardedGradient, other: Tensor, alpha: float = 1) -> ShardedGradient:
-    """Autograd adds another backward pass's gradient: kept until it is reduced."""
-    if not isinstance(x, ShardedGradient):
+    @classmethod
+    def on_values(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        what = func.overloadpacket
         raise NotImplementedError(
-            "a gradient that is split over the ranks cannot be added to a tensor, as p.data.add_(p.grad) does: call "
-            "optimizer.step(), or train with allreduce, under which every rank has whole gradients"
+            _REFUSALS.get(what)
+            or f"{what} of a gradient that is split over the ranks: norms, clipping, mul_ and zero_ work on it; for "
+            "anything else take grad.full(), on every rank"
         )
-    if isinstance(other, ShardedGradient) or alpha != 1:
-        raise NotImplementedError("only a backward pass may add to a gradient that is split over the ranks")
-    x.local = other.detach() if x.local is None else x.local + other
-    x.tasks.add(torch._C._current_graph_task_id())
-    return x
 
 
-def _norm(x: ShardedGradient, order: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    if dim is not None or keepdim:
-        raise NotImplementedError("the norm of a split gradient along a dimension: take grad.full(), on every rank")
-    found = _owner_of(x).norm(x.number, float(order))
-    return found if dtype is None else found.to(dtype)
-
-
-def _plain_norm(x: ShardedGradient, p: float = 2, *rest: Any, **kwargs: Any) -> Tensor:
-    if rest or kwargs:
-        raise NotImplementedError("the norm of a split gradient along a dimension: take grad.full(), on every rank")
-    return _norm(x, p)
-
-
-def _mul_(x: ShardedGradient, factor: Any) -> ShardedGradient:
-    _owner_of(x).scale([x.number], factor)
-    return x
-
-
-def _div_(x: ShardedGradient, divisor: Any) -> ShardedGradient:
-    return _mul_(x, 1.0 / divisor)
-
-
-def _zero_(x: ShardedGradient) -> ShardedGradient:
-    x.local, x.cleared = None, True
-    _owner_of(x).clear(x.number)
-    return x
-
-
-def _clamp_(x: ShardedGradient, min: Any = None, max: Any = None) -> ShardedGradient:  # noqa: A002 - torch's names
-    _owner_of(x).clamp(x.number, min, max)
-    return x
-
-
-def _foreach_norm(xs: Sequence[Tensor], order: float = 2, dtype: Any = None) -> list[Tensor]:
-    return [torch.linalg.vector_norm(x, order, dtype=dtype) for x in xs]
-
-
-def _each(change: Callable[..., Any]) -> Callable[..., None]:
-    """The operation on a list of gradients, each with a number of its own or all with the same."""
-
-    def change_each(xs: Sequence[Tensor], given: Any = None) -> None:
-        every = given if isinstance(given, (list, tuple)) else [given] * len(xs)
-        for x, one in zip(xs, every, strict=True):
-            change(x, one)
-
-    return change_each
-
-
-def _foreach_mul_(xs: Sequence[Tensor], factor: Any) -> None:
-    if isinstance(factor, (list, tuple)):
-        _each(Tensor.mul_)(xs, factor)
-        return
-    plain, by_owner = _sort_out(xs)
-    _each(Tensor.mul_)(plain, factor)
-    for owner, numbers in by_owner.items():
-        owner.scale(numbers, factor)
-
-
-def _unscale(xs: Sequence[Tensor], found_inf: Tensor, factor: Tensor) -> None:
-    """A GradScaler looks for values that are not finite, and divides by its scale."""
-    plain, by_owner = _sort_out(xs)
-    if plain:
-        torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, factor)
-    for owner, numbers in by_owner.items():
-        owner.unscale(numbers, found_inf, factor)
-
-
-def _sort_out(xs: Sequence[Tensor]) -> tuple[list[Tensor], dict[ShardedGradients, list[int]]]:
-    """Those of a list that are not split, and the numbers of the others."""
-    by_owner: dict[ShardedGradients, list[int]] = {}
-    for x in xs:
-        if isinstance(x, ShardedGradient):
-            by_owner.setdefault(_owner_of(x), []).append(x.number)
-    return [x for x in xs if not isinstance(x, ShardedGradient)], by_owner
-
-
-_aten = torch.ops.aten
-_HANDLERS: dict[Any, Any] = {
-    _aten.detach: _detach,
-    _aten.add_: _add_,
-    _aten.linalg_vector_norm: _norm,
-    _aten.norm: _plain_norm,
-    _aten._foreach_norm: _foreach_norm,
-    _aten.mul_: _mul_,
-    _aten.div_: _div_,
-    _aten._foreach_mul_: _foreach_mul_,
-    _aten._foreach_div_: _each(Tensor.div_),
-    _aten.zero_: _zero_,
-    _aten._foreach_zero_: _each(lambda x, _: x.zero_()),
-    _aten.clamp_: _clamp_,
-    _aten._foreach_clamp_min_: _each(lambda x, low: x.clamp_(min=low)),
-    _aten._foreach_clamp_max_: _each(lambda x, high: x.clamp_(max=high)),
-    _aten._amp_foreach_non_finite_check_and_unscale_: _unscale,
+_NO_DIMENSION = "the norm of a split gradient along a dimension: take grad.full(), on every rank"
+_REFUSALS: dict[Any, str] = {
+    torch.ops.aten.linalg_vector_norm: _NO_DIMENSION,
+    torch.ops.aten.norm: _NO_DIMENSION,
+    torch.ops.aten.add_: (
+        "a gradient that is split over the ranks cannot be added to a tensor, as p.data.add_(p.grad) does: call "
+        "optimizer.step(), or train with allreduce, under which every rank has whole gradients"
+    ),
 }
+
+
+def _by_owner(gradients: Sequence[ShardedGradient]) -> dict[ShardedGradients, list[int]]:
+    found: dict[ShardedGradients, list[int]] = {}
+    for x in gradients:
+        found.setdefault(x.find_owner(), []).append(x.number)
+    return found
 
 
 def sum_powers(x: Tensor, order: float) -> Tensor:

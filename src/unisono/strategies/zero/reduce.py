@@ -11,20 +11,16 @@ Three phases, in one backward:
 from __future__ import annotations
 
 import sys
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.utils.checkpoint import CheckpointFunction
 
 from unisono.background import Handle, SerialQueue
-from unisono.exchange.overlap import scale_gradient
-from unisono.exchange.windows import Windows, if_alive
+from unisono.exchange.windows import BackwardWatcher, Window
 from unisono.strategies.zero.gradients import ShardedGradients
 from unisono.strategies.zero.units import Unit
 from unisono.strategies.zero.values import Values
@@ -34,8 +30,8 @@ from unisono.world import World
 LINES_IN_FLIGHT = 3  # units of gradients that are being reduced, where that overlaps with backward
 
 
-class Backward(Windows):
-    """Watches the backward passes of the trainable units, whose reduced gradients are in `gradients`.
+class Backward(BackwardWatcher):
+    """Reduces the gradients of the trainable units; the reduced ones are in `gradients`.
 
     stage: 1 keeps the gradients of a window's passes whole and reduces with the last one, 2 and 3 reduce with every
         pass and add up shards.
@@ -60,10 +56,11 @@ class Backward(Windows):
         on_window: Callable[[World], None],
         on_pass: Callable[[], None],
     ) -> None:
-        super().__init__(accumulate, advance)
-        self.units, self.world, self.stage = list(units), world, stage
+        self.gradients = ShardedGradients(units, world)
+        params = [(number, unit.params[slot]) for number, (unit, slot) in enumerate(self.gradients.places)]
+        super().__init__(params, world, accumulate=accumulate, advance=advance)
+        self.units, self.stage = list(units), stage
         self.channel = world.channel(inline=True)
-        self.gradients = ShardedGradients(self.units, world)
         self._values = values
         self._on_reduced, self._on_window, self._on_pass = on_reduced, on_window, on_pass
         on_cpu = units[0].params[0].device.type == "cpu"  # on a GPU, work is in the background anyway
@@ -74,19 +71,9 @@ class Backward(Windows):
         self._lines = [self._make_line() for _ in range(LINES_IN_FLIGHT if self._lane else 1)]
         self._running: deque[tuple[Handle[None], Tensor]] = deque()
         self._position = {unit: i for i, unit in enumerate(self.units)}
-        ready = weakref.WeakMethod(self._ready)
-        self._hooks = [
-            unit.params[slot].register_post_accumulate_grad_hook(partial(if_alive, ready, number))
-            for number, (unit, slot) in enumerate(self.gradients.places)
-        ]
-        self._weighting: list[Any] = []
         self._same_data = SameData(world)
-        self._task = -1
-        self._reducing = False
         self._open_window()
         self._open_pass()
-        world.on_weight(self)
-        self.weight_changed(world.weight)
 
     def _make_line(self) -> Tensor:
         if self._joins:
@@ -100,7 +87,7 @@ class Backward(Windows):
     def _open_window(self) -> None:
         self.gradients.open_window()
         self._passes_reduced = 0
-        self._stale = False  # this window has ended
+        self.window = Window.OPEN
 
     def _open_pass(self) -> None:
         self._missing = {unit: len(unit.params) for unit in self.units}
@@ -109,16 +96,16 @@ class Backward(Windows):
 
     # During backward -------------------------------------------------------------------------------------
 
-    def _ready(self, number: int, _param: Tensor) -> None:
-        self.world.survive(lambda: self._take_in(number))
+    @property
+    def _is_reducing(self) -> bool:
+        """Whether the pass under way is reduced."""
+        return self.stage > 1 or self._is_last
+
+    def take(self, number: int) -> None:
+        if self._is_reducing:
+            self.world.survive(lambda: self._take_in(number))
 
     def _take_in(self, number: int) -> None:
-        """A parameter's gradient has been accumulated."""
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._begin(task, number)
-        if not self._reducing:
-            return
         unit, slot = self.gradients.places[number]
         if number in self._fired:
             if self._position[unit] > self._next:
@@ -133,7 +120,7 @@ class Backward(Windows):
         while self._next >= 0 and not self._missing[self.units[self._next]]:
             self._launch()
 
-    def _begin(self, task: int, number: int) -> None:
+    def begin_pass(self, number: int) -> None:
         self._on_pass()
         failed = self._task != -1 and not _in_checkpoint()  # the pass before this one did not end
         if failed and self.gradients.holds_any_of(self._task, self._fired - {number}):
@@ -146,19 +133,14 @@ class Backward(Windows):
                 "re-entrant activation checkpointing runs a backward inside a backward, and stages 2 and 3 reduce "
                 "gradients as they come: use torch.utils.checkpoint with use_reentrant=False, or zero(stage=1)"
             )
-        if self._stale:
+        if self.window is not Window.OPEN:
             self._open_window()
-        self._ended = False
         self.gradients.forget_norms()
         self._open_pass()
-        self._task = task
-        self._last = not self._local and self._passes + 1 >= self.accumulate
-        self._reducing = self.stage > 1 or self._last
-        Variable._execution_engine.queue_callback(self._end)
 
     def _launch(self) -> None:
         """Begin phase 2 for the next unit."""
-        unit, last = self.units[self._next], self._last
+        unit, last = self.units[self._next], self._is_last
         self._next -= 1
         line = self._take_line()
         try:
@@ -260,12 +242,8 @@ class Backward(Windows):
                 old[part.at : part.at + part.length].zero_()
         old.add_(mean)
 
-    def _end(self) -> None:
-        self._task = -1
-        self.world.survive(self._end_pass)
-
-    def _end_pass(self) -> None:
-        if self._reducing:
+    def end_pass(self) -> None:
+        if self._is_reducing:
             self._launch_all()
             self._passes_reduced += 1
         if self._local:
@@ -300,24 +278,26 @@ class Backward(Windows):
         gradients.overflow = bool(overflow)
         gradients.show_used()
         self._on_window(self.channel)
-        self._passes, self._ended, self._stale = 0, True, True
+        self._passes, self.window = 0, Window.ENDED
         self._advance()
 
     # Outside backward ------------------------------------------------------------------------------------
 
     def count_pass(self) -> None:
-        self.world.survive(super().count_pass)
+        if self.window is not Window.OPEN:  # the pass reached no parameter of this rank
+            self._open_window()
+        super().count_pass()
 
     def before_step(self) -> None:
         """Close the window: a rank whose backward touched nothing, or a last short window, still takes part."""
-        if self._ended or self._local:
+        if self.window is Window.ENDED or self._local:
             self.gradients.drop_cleared()
             return
-        if self._stale:
+        if self.window is not Window.OPEN:
             self._open_window()
         if self.stage == 1 or not self._passes_reduced:
             self._open_pass()
-            self._last = True
+            self._is_last = True
             self._launch_all()
         else:
             for unit in reversed(self.units):
@@ -326,7 +306,7 @@ class Backward(Windows):
 
     def check_ended(self) -> None:
         """Refuse a step inside a window: its gradients have not gone to the rank that keeps a copy of my shards."""
-        if not self._ended:
+        if self.window is not Window.ENDED:
             raise RuntimeError(
                 "optimizer.step() inside replica.no_sync(), and with spare=True a step needs the gradients of a whole "
                 "window: run the last backward pass before the step, or the step itself, outside the block"
@@ -335,23 +315,11 @@ class Backward(Windows):
     def after_step(self) -> None:
         """The optimizer has stepped: the next step needs a window of its own."""
         super().after_step()
-        self.gradients.used_up = self._stale
-
-    def weight_changed(self, weight: float) -> None:
-        """Scale the gradients of the batch now at work (uneven ends; see `World.weight`)."""
-        for hook in self._weighting:
-            hook.remove()
-        self._weighting = []
-        if weight != 1.0:
-            self._weighting = [
-                unit.params[slot].register_hook(partial(scale_gradient, weight)) for unit, slot in self.gradients.places
-            ]
+        self.gradients.used_up = self.window is Window.STEPPED
 
     def close(self) -> None:
         """Take the hooks off."""
-        self.world.off_weight(self)
-        for hook in (*self._hooks, *self._weighting):
-            hook.remove()
+        super().close()
         for unit, slot in self.gradients.places:
             unit.params[slot].grad = None
         if self._lane is not None:

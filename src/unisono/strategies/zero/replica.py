@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.exchange.reduction import overlap_pays
-from unisono.exchange.windows import Counter, Windows
+from unisono.exchange.windows import count_windows
 from unisono.strategies._host_memory import HostMemory, move_out
 from unisono.strategies.zero import checkpoint, reshard
 from unisono.strategies.zero.gather import GatheredValues
@@ -59,7 +59,6 @@ class ZeroReplica(Replica):
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: zero) -> None:
         super().__init__(model, optimizer, world, strategy)
         self.units: list[Unit] = []
-        self._counter: Counter | None = None  # where nothing is split
         self._backward: Backward | None = None
         self._values: Values | None = None
         self._state_dict: checkpoint.WholeStateDict | None = None
@@ -68,7 +67,6 @@ class ZeroReplica(Replica):
         self._spare: Spare | None = None
         self._stepped = 0  # `step` when the shards took their last step
         self._turns = 0  # how often the shards were set: counts of steps compare where it is the same
-        self._is_behind = False  # a step is taken that other ranks have taken
         self._in_step = False  # from the optimizer's step on, until its values are everywhere
         self._memory: HostMemory | None = None  # for values, where all ranks have one
         self._cast: Any = None  # a hook that casts what the model is given
@@ -94,8 +92,7 @@ class ZeroReplica(Replica):
         self._in_step = False
         if not self.splits:
             self._materialise_rest(replacements)
-            last = [p for p in self.model.parameters() if p.requires_grad][-1]
-            self._counter = Counter(last, accumulate=self.strategy.accumulate, advance=self.advance)
+            self.windows = count_windows(self.model, self.strategy.accumulate, self.advance)
             return
         self.units = self._make_units(self.world.size, self.world.rank)
         self._trainable = [unit for unit in self.units if unit.trainable]
@@ -207,7 +204,7 @@ class ZeroReplica(Replica):
             wait = None if offload is None else offload.wait
             self._values = WholeValues(self.model, self._trainable, self._channel, wait)
         self._frozen = [(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
-        self._backward = Backward(
+        self.windows = self._backward = Backward(
             self._trainable,
             world,
             stage=s.stage,
@@ -258,25 +255,30 @@ class ZeroReplica(Replica):
         """Remove all hooks and units."""
         if self._cast is not None:
             self._cast.remove()
-        watchers = (self._state_dict, self._optimizer_state, self._counter, self._backward, self._values)
-        for part in (*watchers, self._offload, self._spare):
+        for part in (self._state_dict, self._optimizer_state):
             if part is not None:
                 part.close()
+        self.close_windows()
+        for other in (self._values, self._offload, self._spare):
+            if other is not None:
+                other.close()
         if self.units:
             self._channel.close()
-        self._cast = self._state_dict = self._counter = self._backward = self._values = self._offload = None
+        self._cast = self._state_dict = self._backward = self._values = self._offload = None
         self._spare = self._memory = self._optimizer_state = None
         self.units = []
 
     # The loop --------------------------------------------------------------------------------------------
 
     def before_step(self) -> None:
-        if self._is_behind:
-            return
-        if self._counter is not None:
-            self._counter.before_step()
-        if self._backward is not None:
-            self._backward.before_step()
+        if self._spare is None or not self._spare.is_catching_up:
+            self._end_window()
+        self.fault_in_update()
+        self._in_step = True
+        self._shards.begin_step()  # off the device they have no gradients: the optimizer finds nothing to step
+
+    def _end_window(self) -> None:
+        super().before_step()
         if self._values is not None and not self._in_step:
             self._values.refuse_written()
         if not isinstance(self._values, CommonValues):  # there all ranks have to have written the same
@@ -288,28 +290,22 @@ class ZeroReplica(Replica):
         if isinstance(self._values, CommonValues):
             self._values.begin_step(self.step, self.optimizer.param_groups)
 
-    def _end_window(self) -> None:
-        super()._end_window()
-        self._in_step = True
-        self._shards.begin_step()  # off the device they have no gradients: the optimizer finds nothing to step
-
     @torch.no_grad()
     def after_step(self) -> None:
         """Send the new values of my shards to every rank: at once, or when a module needs them."""
         self._shards.end_step()
-        if self._counter is not None:
-            self._counter.after_step()
         if self._spare is not None:
             self._spare.end_step()
         self._stepped = self.step
-        if self._backward is None or self._values is None or self._is_behind:
+        if self._spare is not None and self._spare.is_catching_up:
             return
-        gradients = self._backward.gradients
-        if self._offload is not None:
-            self._offload.step(gradients.factor(), {unit: gradients.absent(unit) for unit in self._trainable})
-        self._values.renew()
-        self._in_step = False
-        self._backward.after_step()
+        if self._backward is not None and self._values is not None:
+            gradients = self._backward.gradients
+            if self._offload is not None:
+                self._offload.step(gradients.factor(), {unit: gradients.absent(unit) for unit in self._trainable})
+            self._values.renew()
+            self._in_step = False
+        super().after_step()
 
     def _take_written(self) -> None:
         """Let what the program wrote to parameters since the last step count; not while values that were stepped are
@@ -337,14 +333,6 @@ class ZeroReplica(Replica):
                 "in bf16, which needs none (precision='bf16'), or keep optimizer_on='device'"
             )
         super().watch(scaler)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Do not end the window with passes inside the block. Stage 1 keeps their gradients whole; stages 2 and 3,
-        which exist to avoid that, reduce them at once and add up shards: the sum is the same."""
-        return super().no_sync()
-
-    def find_windows(self) -> Windows | None:
-        return self._backward or self._counter
 
     # State -----------------------------------------------------------------------------------------------
 
@@ -439,19 +427,12 @@ class ZeroReplica(Replica):
             self._load_offloaded()
             self._join(self.units, self.world, [(r, 0) for r in range(self.world.size)])
 
-    def split_again(self) -> None:
-        """Split them again."""
-        self.start()
-
     def progress(self) -> dict[str, Any]:
-        spare = None if self._spare is None else {**self._spare.progress(), "stepped": self._stepped}
-        return {"step": self.step, "split": bool(self.units), "turns": self._turns, "spare": spare}
-
-    def got_as_far(self, progress: Any, source: Any) -> bool:
         """With copies of the shards, ranks that are a step apart go on from the same one: see `_find_holders`."""
-        if progress["spare"] is not None and source["spare"] is not None:
-            return bool(progress["turns"] == source["turns"])
-        return bool(progress == source)
+        spare = None if self._spare is None else {**self._spare.progress(), "stepped": self._stepped}
+        split, turns = bool(self.units), self._turns
+        reached = [self.step, split, turns] if spare is None else [turns]
+        return {"reached": reached, "split": split, "turns": turns, "spare": spare}
 
     def _find_holders(self, change: Change) -> tuple[int, dict[int, reshard.Holder]]:
         """How many steps to go on from (with copies), and by former rank who holds its shards then."""
@@ -479,7 +460,7 @@ class ZeroReplica(Replica):
 
     def stop(self, change: Change | None = None) -> None:
         """For another world, model and optimizer become whole, from those who hold the shards of the source's world;
-        without one, they keep what this rank has of them."""
+        without one, they keep what this rank has of them: `restore()` first, on every rank, for all."""
         if change is None:
             units, memory = self.units, self._memory
             self._close_units()
@@ -491,7 +472,7 @@ class ZeroReplica(Replica):
         if change.progress[change.source]["split"]:
             steps, holders = self._find_holders(change)
             if self._spare is not None and change.world.rank in {r for r, _ in holders.values()}:
-                self._catch_up(self._spare, steps)
+                self._spare.catch_up(steps, self.optimizer)
             self.model.zero_grad()
             self._take_written()
             self._load_offloaded()
@@ -503,13 +484,6 @@ class ZeroReplica(Replica):
             units = self.units
             self._close_units()
             reshard.empty_parameters(units)
-
-    def _catch_up(self, spare: Spare, steps: int) -> None:
-        self._is_behind = True
-        try:
-            spare.catch_up(steps, self.optimizer)
-        finally:
-            self._is_behind = False
 
     def _go_back(self, change: Change, steps: int) -> None:
         """With copies: a window that was counted, and whose gradients no rank has stepped, did not happen."""
@@ -564,11 +538,6 @@ class ZeroReplica(Replica):
         if self.units:
             self._shards.put_back()
         self._unwatch()
-
-    def close(self) -> None:
-        """Stop watching. The model keeps what this rank has of it: `restore()` first, on every rank, for all."""
-        super().close()
-        self.stop()
 
 
 def unwrap(model: nn.Module) -> nn.Module:

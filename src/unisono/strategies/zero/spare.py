@@ -42,6 +42,7 @@ class Spare:
         self._broke_off = False
         self._window = 0  # that the step belongs to
         self.steps = 0
+        self.is_catching_up = False  # the optimizer takes a step that other ranks have taken
 
     # A step ----------------------------------------------------------------------------------------------
 
@@ -99,7 +100,11 @@ class Spare:
             assert self._ready is not None
             for leaf, grad, _ in self._ready:
                 leaf.grad = grad
-            optimizer.step()
+            self.is_catching_up = True
+            try:
+                optimizer.step()
+            finally:
+                self.is_catching_up = False
 
     def close(self) -> None:
         """Let go of the channel."""

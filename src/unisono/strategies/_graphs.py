@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from unisono.buckets import FlatLayout
+from unisono.buckets import FlatLayout, find_wide_dtype
 from unisono.world import World
 
 Graph = Literal["all", "shift_one", "ring", "exponential"]
@@ -65,17 +65,13 @@ class Lines:
             groups.setdefault((param.dtype, param.device), []).append(param)
         self.params = [p for group in groups.values() for p in group]
         # Contiguous: a line is mixed with other ranks' lines, number by number.
-        self._layouts = [FlatLayout(group, align_bytes=0, contiguous=True) for group in groups.values()]
-        self._wide = wide
+        self._layouts = [FlatLayout(group, aligned=False, contiguous=True) for group in groups.values()]
+        self._kinds = [(find_wide_dtype(dtype) if wide else dtype, device) for dtype, device in groups]
 
     def new(self) -> list[Tensor]:
         """Lines of unset memory."""
-        made = []
-        for layout in self._layouts:
-            first = layout.tensors[0]
-            small = self._wide and first.is_floating_point() and first.element_size() < 4
-            made.append(torch.empty(layout.numel, dtype=torch.float32 if small else first.dtype, device=first.device))
-        return made
+        pairs = zip(self._layouts, self._kinds, strict=True)
+        return [torch.empty(layout.numel, dtype=dtype, device=device) for layout, (dtype, device) in pairs]
 
     def copy(self) -> list[Tensor]:
         """Lines with the parameters' values."""

@@ -7,7 +7,7 @@ wait, or has died, holds up nobody else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from unisono import packing
 from unisono.background import Handle, SerialQueue
+from unisono.buckets import FlatLayout
 from unisono.kernels.noise import noise
 from unisono.reducer import Codec
-from unisono.strategies.parameter_server.server import Answer, ByteLayout, Grads, Server, Settings, Values
+from unisono.strategies.parameter_server.server import Answer, Grads, Server, Settings, Values
 from unisono.world import PeerLost, World
 from unisono.world.ledger import Record
 
@@ -30,16 +31,18 @@ _WORKER, _SERVER = 0, 1  # ranks in the world of a pair
 class Coder:
     """Gradients as bytes by a codec; with `feedback`, what did not get through is added to the next ones."""
 
-    def __init__(self, codec: Codec, layout: ByteLayout, *, feedback: bool, seed: tuple[int, int]) -> None:
-        """`seed`: the worker and the server, so that each pair draws its own random numbers."""
-        self.codec, self.layout, self.seed = codec, layout, seed
-        self.residual = torch.zeros(sum(layout.counts), dtype=torch.float32) if feedback else None
+    def __init__(self, codec: Codec, like: Iterable[Tensor], *, feedback: bool, seed: tuple[int, int]) -> None:
+        """`like`: tensors of the gradients' shapes. `seed`: the worker and the server, so that each pair draws its own
+        random numbers."""
+        self.codec, self.seed = codec, seed
+        self.counts = [x.numel() for x in like]
+        self.residual = torch.zeros(sum(self.counts), dtype=torch.float32) if feedback else None
         self.rates: list[float] = []  # that the residual was met with
 
     def encode(self, grads: Grads, step: int, rates: list[float]) -> Tensor:
         """The code of gradients (None: zeros); `rates` are their learning rates now."""
-        line = torch.zeros(sum(self.layout.counts), dtype=torch.float32)
-        for part, grad in zip(line.split(self.layout.counts), grads, strict=True):
+        line = torch.zeros(sum(self.counts), dtype=torch.float32)
+        for part, grad in zip(line.split(self.counts), grads, strict=True):
             if grad is not None:
                 part.copy_(grad.reshape(-1))
         if self.residual is not None:
@@ -52,13 +55,13 @@ class Coder:
 
     def decode(self, code: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         """The gradients of a code, as tensors like these."""
-        parts = self.codec.decode(code, sum(self.layout.counts)).split(self.layout.counts)
+        parts = self.codec.decode(code, sum(self.counts)).split(self.counts)
         return [part.view(x.shape).to(x.dtype) for part, x in zip(parts, like, strict=True)]
 
     def _rescale(self, rates: list[float]) -> None:
         """What was kept counts at the learning rate that it was met with."""
         assert self.residual is not None
-        for part, old, new in zip(self.residual.split(self.layout.counts), self.rates, rates, strict=False):
+        for part, old, new in zip(self.residual.split(self.counts), self.rates, rates, strict=False):
             if old > 0 and new > 0 and old != new:
                 part.mul_(old / new)
         self.rates = rates
@@ -72,7 +75,7 @@ class LocalLink:
     def __init__(self, server: Server, worker: int, targets: Sequence[Tensor], coder: Coder | None) -> None:
         self.server, self.worker, self.targets, self.coder = server, worker, targets, coder
         # What the targets were made: without staleness the server stands still until this worker's next push.
-        self.pulled = server.values if server.staleness == 0 else server.layout.views(server.layout.empty())
+        self.pulled = server.values if server.staleness == 0 else server.layout.views(torch.zeros_like(server.line))
         self.note_pulled()
         self._given: tuple[Grads | None, Settings | None, Values] = (None, None, [])
 
@@ -131,8 +134,8 @@ class RemoteLink:
     def __init__(self, pair: World, rank: int, workers: int, targets: Sequence[Tensor], coder: Coder | None) -> None:
         """`rank`: the server's, in the world of all."""
         self.pair, self.rank, self.targets, self.coder = pair, rank, targets, coder
-        self.layout = ByteLayout(targets)
-        self._line = self.layout.empty()
+        self.layout = FlatLayout(targets, torch.uint8, contiguous=True)
+        self._line = torch.zeros(self.layout.numel, dtype=torch.uint8)
         self._views = self.pulled = self.layout.views(self._line)  # from pull to push: what the targets were made
         self.note_pulled()
         self._head = torch.zeros(4 + workers, dtype=torch.int64)
@@ -246,7 +249,7 @@ class RequestLoop:
     def __init__(self, server: Server, pair: World, worker: int, like: Sequence[Tensor], coder: Coder | None) -> None:
         self.server, self.pair, self.worker, self.coder = server, pair, worker, coder
         self._head = torch.zeros(3 + len(like), dtype=torch.int64)
-        self._line, self._copy = server.layout.empty(), server.layout.empty()
+        self._line, self._copy = torch.zeros_like(server.line), torch.zeros_like(server.line)
         self._views = server.layout.views(self._line)
         self._copies = server.layout.views(self._copy)
         self._closing = False

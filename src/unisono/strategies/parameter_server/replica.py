@@ -21,7 +21,7 @@ from unisono.strategies.parameter_server.placement import (
     split_parameters,
 )
 from unisono.strategies.parameter_server.protocol import Coder, LocalLink, RemoteLink
-from unisono.strategies.parameter_server.server import ByteLayout, Grads, Server, Settings, Values, options_of
+from unisono.strategies.parameter_server.server import Grads, Server, Settings, Values, options_of
 from unisono.strategy import Change, ModelPart, PeriodicReplica
 from unisono.world import PeerLost, World
 from unisono.world.operations import put_back
@@ -260,7 +260,7 @@ class ServedReplica(PeriodicReplica):
                 named[p]: piece.clone()
                 for link, part in zip(self._links, self._parts, strict=True)
                 if link.coder is not None and link.coder.residual is not None
-                for p, piece in zip(part, link.coder.residual.split(link.coder.layout.counts), strict=True)
+                for p, piece in zip(part, link.coder.residual.split(link.coder.counts), strict=True)
             },
             "rates": [link.coder.rates if link.coder is not None else [] for link in self._links],
         }
@@ -273,7 +273,7 @@ class ServedReplica(PeriodicReplica):
             if self.world.rank == 0:
                 link.put(part, [dict(self.optimizer.state.get(p, {})) for p in part])
             if link.coder is not None and link.coder.residual is not None:
-                for p, piece in zip(part, link.coder.residual.split(link.coder.layout.counts), strict=True):
+                for p, piece in zip(part, link.coder.residual.split(link.coder.counts), strict=True):
                     found = [own["residuals"][named[p]] for own in locals_ if named[p] in own.get("residuals", {})]
                     piece.copy_(torch.stack(found).double().sum(0) / len(locals_)) if found else piece.zero_()
                 rates = locals_[0].get("rates", [])
@@ -332,7 +332,7 @@ def _server(
 def _coder(strategy: parameter_server, part: Sequence[Parameter], worker: int, server: int) -> Coder | None:
     if strategy.reducer is None or strategy.reducer.codec is None:
         return None
-    return Coder(strategy.reducer.codec, ByteLayout(part), feedback=strategy.feedback, seed=(worker, server))
+    return Coder(strategy.reducer.codec, part, feedback=strategy.feedback, seed=(worker, server))
 
 
 def _has_changed(x: Tensor, before: Tensor) -> bool:

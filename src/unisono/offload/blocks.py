@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from unisono.background import Handle
-from unisono.offload.optimizers import Rule, Scalars, read_settings
+from unisono.offload.optimizers import GroupStep, Rule, Scalars, Settings, read_settings
 from unisono.offload.requests import make_buffer
 
 Home = Literal["cpu", "disk", "staged", "resident"]  # see `plan`
@@ -43,13 +43,10 @@ class Run:
 
 @dataclass
 class Batch:
-    """Runs that one call can step."""
+    """Runs that one call can step, and that step of theirs."""
 
-    group: int
-    fresh: bool
-    scalars: Scalars  # as every call of this step gets them
-    after: Scalars  # as they are when the step is done
-    runs: list[Run]
+    step: GroupStep
+    runs: list[Run] = field(default_factory=list)
 
     def spans(self) -> list[tuple[int, int]]:
         """The elements of the runs, neighbours as one."""
@@ -75,8 +72,8 @@ class Runs:
         self._runs = [Run(run.start, run.stop, run.group) for run in self.given]
         self._cells: dict[tuple[int, int, int], tuple[object, list[Cell]]] = {}
 
-    def batches(self, absent: Iterable[tuple[int, int]], rule: Rule) -> list[Batch]:
-        """Group the runs outside the `absent` ranges: those that agree form a batch."""
+    def batches(self, absent: Iterable[tuple[int, int]], rule: Rule, groups: Sequence[Settings]) -> list[Batch]:
+        """Group the runs outside the `absent` ranges: those that agree form a batch. `groups`: the settings of all."""
         holes = list(absent)
         for start, stop in holes:
             self._cut(start)
@@ -90,8 +87,7 @@ class Runs:
                 keys[id(run.scalars)] = _key(run.scalars)
             key = (run.group, keys[id(run.scalars)])
             if key not in found:
-                scalars = rule.advance(run.scalars)
-                found[key] = Batch(run.group, run.scalars is None, scalars, scalars, [])
+                found[key] = Batch(GroupStep(rule, groups[run.group], run.scalars))
             found[key].runs.append(run)
         return list(found.values())
 
@@ -99,7 +95,7 @@ class Runs:
         """Keep the scalars that a step has left, for its runs."""
         for batch in batches:
             for run in batch.runs:
-                run.scalars = batch.after
+                run.scalars = batch.step.after
         self._join()
 
     def cells(self, batches: Sequence[Batch], start: int, stop: int, size: int) -> list[Cell]:

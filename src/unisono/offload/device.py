@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from unisono.background import Handle
-from unisono.offload.blocks import Batch, Block, Chunk
+from unisono.offload.blocks import Block, Chunk
 from unisono.offload.fused import Rounding, round_bits
 from unisono.offload.optimizers import Rule, make_rule
 from unisono.offload.stepper import StepSettings
@@ -100,28 +100,17 @@ class Kernel:
         for name in narrow:
             lines[name] = self._line(name, block.length, block.dtype).copy_(held[name])
         gradient = self._multiply(gradient, block, scale)
-        batches = block.steps.batches(absent, self._rule)
+        batches = block.steps.batches(absent, self._rule, now.groups)
         for batch in batches:
-            self._step(batch, lines, gradient, now)
+            spans = batch.spans()
+            values, grads = ([x[a:b] for a, b in spans] for x in (lines["master"], gradient))
+            batch.step.step(values, grads, [[lines[name][a:b] for a, b in spans] for name in batch.step.lines])
         block.steps.advance(batches)
         for stream, name in enumerate(narrow):
             place = self._rounding.find_place(now.step, block.index, stream)
             round_bits(lines[name].view(torch.int32), self._rounding.table, place)
             held[name].copy_(lines[name])
         target.copy_(lines["master"])
-
-    def _step(self, batch: Batch, lines: Mapping[str, Tensor], gradient: Tensor, now: StepSettings) -> None:
-        group = now.groups[batch.group]
-        spans = batch.spans()
-        first = self._rule.find_state(group).lines
-        mine = {name: [lines[name][a:b] for a, b in spans] for name in first}
-        if batch.fresh:
-            for name, value in first.items():
-                for line in mine[name]:
-                    line.fill_(value)
-        params = [lines["master"][a:b] for a, b in spans]
-        grads = [gradient[a:b] for a, b in spans]
-        batch.after = self._rule.apply(group, batch.scalars, batch.fresh, params, grads, mine)
 
     def _multiply(self, gradient: Tensor, block: Block, scale: Scale) -> Tensor:
         """Return the gradient to step with, in memory of our own unless it can be used as it is."""

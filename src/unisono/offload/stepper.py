@@ -21,7 +21,7 @@ from unisono.offload.blocks import IDLE, Batch, Block, Cell, Chunk, MemoryChunk,
 from unisono.offload.chunks import CHUNK_ELEMENTS, ChunkBuffers, bytes_on_disk, place_on_disk
 from unisono.offload.disk import Disk
 from unisono.offload.fused import Rounding, compile_step_tiles, round_bits, step_tiles
-from unisono.offload.optimizers import Rule, Settings, StateSpec, make_rule, read_settings
+from unisono.offload.optimizers import GroupStep, Rule, Settings, make_rule, read_settings
 
 __all__ = ["Block", "Run", "StepSettings", "Stepper", "disk_bytes"]
 
@@ -33,10 +33,9 @@ _OWN_CELL = 1 << 18  # for an optimizer without a fused kernel, which steps a ce
 
 
 class StepSettings(NamedTuple):
-    """The settings of all param groups for one step, what each keeps under them, and the step's number."""
+    """The settings of all param groups for one step, and the step's number."""
 
     groups: list[Settings]
-    states: list[StateSpec]
     step: int
 
 
@@ -103,10 +102,9 @@ class Stepper:
 
     def begin(self) -> StepSettings:
         """Begin a step: the groups' settings as they are now hold for it, whatever a scheduler changes meanwhile."""
-        groups = [read_settings(group) for group in self.optimizer.param_groups]
         self.steps += 1
-        self._settings = settings = StepSettings(groups, [self._rule.find_state(group) for group in groups], self.steps)
-        return settings
+        self._settings = StepSettings([read_settings(group) for group in self.optimizer.param_groups], self.steps)
+        return self._settings
 
     def step(
         self,
@@ -148,7 +146,7 @@ class Stepper:
             _check_line("gradient", gradient, block.length)
             if out is not None:
                 _check_line("out", out, block.length)
-            batches = block.steps.batches(absent, self._rule)
+            batches = block.steps.batches(absent, self._rule, settings.groups)
             self._check_state(block, settings)
             begin = partial(self._begin_chunk, block, batches, settings, gradient, out, float(scale))
             if block.home == "cpu":
@@ -183,7 +181,7 @@ class Stepper:
         mine, into = gradient[start:stop], None if out is None else out[start:stop]
         make = _make_fused_step if self._rule.has_kernel else _make_own_step
         steps = {
-            i: make(self._rule, settings, batch, lines, mine, into, scale, self._rounding.table, places)
+            i: make(batch.step, lines, mine, into, scale, self._rounding.table, places)
             for i, batch in enumerate(batches)
         }
         return self._workers.start({**steps, IDLE: partial(_copy_out, lines["master"], into)}, cells)
@@ -212,7 +210,7 @@ class Stepper:
     def _check_state(self, block: Block, settings: StepSettings) -> None:
         """Refuse settings that need state which the block has no lines for."""
         for group in block.steps.groups(0, block.length):
-            missing = set(settings.states[group].lines) - set(block.first)
+            missing = set(self._rule.find_state(settings.groups[group]).lines) - set(block.first)
             if missing:
                 raise ValueError(
                     f"group {group} of {type(self.optimizer).__name__} now needs {sorted(missing)}, which it did not "
@@ -255,12 +253,12 @@ StepSpans = Callable[["_Worker", Spans], None]
 
 
 def _make_fused_step(
-    rule: Rule, settings: StepSettings, batch: Batch, lines: Mapping[str, Tensor], gradient: Tensor,
-    out: Tensor | None, scale: float, table: Tensor, places: Mapping[str, int],
+    now: GroupStep, lines: Mapping[str, Tensor], gradient: Tensor, out: Tensor | None, scale: float, table: Tensor,
+    places: Mapping[str, int],
 ) -> StepSpans:  # fmt: skip
-    kept, master = settings.states[batch.group].lines, lines["master"]
-    count = batch.scalars.get("step", master)
-    head = (*rule.find_kernel(settings.groups[batch.group]), count, batch.fresh, list(kept.values()))
+    assert now.kernel is not None
+    kept, master = now.lines, lines["master"]
+    head = (*now.kernel, now.scalars.get("step", master), now.is_fresh, list(kept.values()))
     state = [lines[name] for name in kept]
     narrow = any(line.dtype != master.dtype for line in state)
     begins = [places[name] for name in kept]
@@ -278,11 +276,9 @@ def _make_fused_step(
 
 
 def _make_own_step(
-    rule: Rule, settings: StepSettings, batch: Batch, lines: Mapping[str, Tensor], gradient: Tensor,
-    out: Tensor | None, scale: float, table: Tensor, places: Mapping[str, int],
+    now: GroupStep, lines: Mapping[str, Tensor], gradient: Tensor, out: Tensor | None, scale: float, table: Tensor,
+    places: Mapping[str, int],
 ) -> StepSpans:  # fmt: skip
-    kept, group = settings.states[batch.group].lines, settings.groups[batch.group]
-
     def step(worker: _Worker, spans: Spans) -> None:
         for low, high in zip(spans[::2], spans[1::2], strict=True):
             step_span(worker, low, high)
@@ -290,12 +286,11 @@ def _make_own_step(
     def step_span(worker: _Worker, low: int, high: int) -> None:
         n, master = high - low, lines["master"][low:high]
         grad = worker.scratch(0, n, master.dtype)[:n].copy_(gradient[low:high]).mul_(scale)
-        wide = {name: lines[name][low:high] for name in kept}
+        wide = {name: lines[name][low:high] for name in now.lines}
         narrow = any(line.dtype != master.dtype for line in wide.values())
         if narrow:
             wide = {k: worker.scratch(i + 1, n, master.dtype)[:n].copy_(x) for i, (k, x) in enumerate(wide.items())}
-        pieces = {name: [line] for name, line in wide.items()}
-        batch.after = rule.apply(group, batch.scalars, batch.fresh, [master], [grad], pieces)
+        now.step([master], [grad], [[line] for line in wide.values()])
         if narrow:
             for name, line in wide.items():
                 round_bits(line.view(torch.int32), table, places[name] + low)

@@ -21,7 +21,7 @@ _PARTS = 8  # parts of a bucket kept: those of methods that choose anew come and
 
 
 class FlatLayout:
-    """Where tensors lie in a line of memory: one after the other, each on a boundary of a cache line.
+    """Where tensors lie in a line of memory: one after the other, each on a boundary.
 
     starts, lengths: of each tensor, in elements of the line. shapes: those that the tensors had when this was made.
     numel: elements of the line, up to a boundary behind the last tensor.
@@ -32,17 +32,18 @@ class FlatLayout:
         tensors: Sequence[Tensor],
         dtype: torch.dtype | None = None,
         *,
-        aligned: bool = True,
+        align_bytes: int = _ALIGN_BYTES,
         contiguous: bool = False,
     ) -> None:
         """`dtype`: that of the line, if it is not the tensors' own; a line of torch.uint8 holds their bytes, whatever
-        their dtypes. `aligned=False`: without gaps. `contiguous`: row by row, whatever the tensors' memory order."""
+        their dtypes. `align_bytes`: from one boundary to the next, those of cache lines by default; 0: there are no
+        gaps. `contiguous`: views are row by row, whatever the tensors' memory order."""
         in_bytes = dtype == torch.uint8
         self.shapes = [x.shape for x in tensors]
         self.lengths = [x.numel() * x.element_size() if in_bytes else x.numel() for x in tensors]
         self._strides = [None if contiguous else _find_dense_strides(x) for x in tensors]
         self._dtypes = [x.dtype if in_bytes else None for x in tensors]
-        step = alignment(dtype or tensors[0].dtype) if aligned and tensors else 1
+        step = max(1, align_bytes // (dtype or tensors[0].dtype).itemsize) if tensors else 1
         *self.starts, self.numel = accumulate((-(-n // step) * step for n in self.lengths), initial=0)
 
     def views(self, line: Tensor) -> list[Tensor]:
@@ -106,9 +107,9 @@ class Bucket:
         self.apart = [
             k for k, p in enumerate(self.params) if apart_bytes is not None and p.numel() * p.itemsize >= apart_bytes
         ]
-        self._layout = FlatLayout([p for k, p in enumerate(self.params) if k not in self.apart])
-        self.starts = self._layout.starts
-        numel = self._layout.numel
+        self.layout = FlatLayout([p for k, p in enumerate(self.params) if k not in self.apart])
+        self.starts = self.layout.starts
+        numel = self.layout.numel
         self._parts: dict[tuple[int, ...], Bucket] = {}
         self.use(flat(numel, first.dtype) if numel or not self.apart else torch.empty(0, dtype=first.dtype))
 
@@ -130,12 +131,12 @@ class Bucket:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of a line in this bucket's layout, in the parameters' shapes and strides."""
-        return self._layout.views(flat)
+        return self.layout.views(flat)
 
     def zero_gaps(self) -> None:
         """Make what lies between the tensors zero again, where a method wrote over it."""
         if self._gaps is None:
-            self._gaps = self._layout.gaps(self.flat)
+            self._gaps = self.layout.gaps(self.flat)
         if self._gaps:
             torch._foreach_zero_(self._gaps)
 

@@ -16,12 +16,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from unisono.background import Handle
+from unisono.buckets import FlatLayout
 from unisono.offload.optimizers import GroupStep, Rule, Scalars, Settings, read_settings
 from unisono.offload.requests import make_buffer
 
@@ -345,6 +346,11 @@ class Block(OptimizerState):
             self.first |= rule.find_state(read_settings(groups[group])).lines
         self.dtypes = {"master": self.dtype, **_state_dtypes(list(self.first), self.dtype, moments)}
 
+    def lay_out(self, count: int, align_bytes: int) -> FlatLayout:
+        """Where `count` elements of every line lie in a piece of memory, counted in bytes."""
+        lines = [torch.empty(count, dtype=dtype, device="meta") for dtype in self.dtypes.values()]
+        return FlatLayout(lines, torch.uint8, align_bytes=align_bytes, contiguous=True)
+
     # State
 
     def names(self) -> list[str]:
@@ -358,10 +364,8 @@ class Block(OptimizerState):
             found = make_buffer((stop - start) * dtype.itemsize).view(dtype)  # direct I/O needs no copy there
         else:
             found = torch.empty(stop - start, dtype=dtype)
-        spans = list(self._overlaps(start, stop))
-        reads = [
-            c.read(name, low - c.start, high - c.start, found[low - start : high - start]) for c, low, high in spans
-        ]
+        spans = list(_overlaps(self.chunks, start, stop))
+        reads = [c.read(name, low, high, found[c.start + low - start :][: high - low]) for c, low, high in spans]
         for handle in reads:
             handle.wait()
         return found.to(self.dtype)
@@ -385,20 +389,24 @@ class Block(OptimizerState):
             raise ValueError(f"got the state {sorted(scalars)}: expected lines {self.names()} and {sorted(known)}")
         for name, value in lines.items():
             line = value.detach().flatten()
-            for chunk, low, high in self._overlaps(start, stop):
-                chunk.write(name, low - chunk.start, line[low - start : high - start])
+            for chunk, low, high in _overlaps(self.chunks, start, stop):
+                chunk.write(name, low, line[chunk.start + low - start :][: high - low])
         if start < stop and (scalars or (not known and set(lines) - {"master"})):
             self.steps.set_scalars(start, stop, self.rule.read_scalars(scalars))
 
     def reset(self, *, start: int = 0, stop: int | None = None) -> None:
         self.steps.set_scalars(start, self._end(start, stop), None)
 
-    def _overlaps(self, start: int, stop: int) -> Iterator[tuple[Chunk, int, int]]:
-        """The chunks that have elements within [start, stop), and which."""
-        for chunk in self.chunks:
-            low, high = max(start, chunk.start), min(stop, chunk.stop)
-            if low < high:
-                yield chunk, low, high
+
+_P = TypeVar("_P", Chunk, Block)
+
+
+def _overlaps(parts: Iterable[_P], start: int, stop: int) -> Iterator[tuple[_P, int, int]]:
+    """The parts that have elements within [start, stop), and which of their own these are."""
+    for part in parts:
+        low, high = max(start, part.start), min(stop, part.stop)
+        if low < high:
+            yield part, low - part.start, high - part.start
 
 
 def _state_dtypes(names: Sequence[str], master: torch.dtype, moments: torch.dtype) -> dict[str, torch.dtype]:
@@ -439,12 +447,12 @@ class Shard(OptimizerState):
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         stop = self._end(start, stop)
         self._check_name(name)
-        found = [block.read(name, low, high) for block, low, high in self._overlaps(start, stop)]
+        found = [block.read(name, low, high) for block, low, high in _overlaps(self.blocks, start, stop)]
         return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0, dtype=torch.float32)
 
     def scalars(self, at: int | None = None) -> dict[str, Any] | None:
         at = 0 if at is None else at
-        for block, low, _ in self._overlaps(at, self._end(at, at + 1)):
+        for block, low, _ in _overlaps(self.blocks, at, self._end(at, at + 1)):
             return block.scalars(low)
         return None
 
@@ -453,7 +461,7 @@ class Shard(OptimizerState):
         stop = self._end(start, stop)
         self._check_lines(values, start, stop)
         names = self.names()
-        for block, low, high in self._overlaps(start, stop):
+        for block, low, high in _overlaps(self.blocks, start, stop):
             at = block.start + low - start
             mine = {k: v.flatten()[at : at + high - low] if k in names else v for k, v in values.items()}
             block.load(mine, start=low, stop=high)
@@ -461,12 +469,5 @@ class Shard(OptimizerState):
             self.compute.detach()[start:stop].copy_(values["master"].flatten())
 
     def reset(self, *, start: int = 0, stop: int | None = None) -> None:
-        for block, low, high in self._overlaps(start, self._end(start, stop)):
+        for block, low, high in _overlaps(self.blocks, start, self._end(start, stop)):
             block.reset(start=low, stop=high)
-
-    def _overlaps(self, start: int, stop: int) -> Iterator[tuple[Block, int, int]]:
-        """The blocks that have elements within [start, stop), and which of their own."""
-        for block in self.blocks:
-            low, high = max(start, block.start), min(stop, block.stop)
-            if low < high:
-                yield block, low - block.start, high - block.start

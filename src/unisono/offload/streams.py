@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unisono.offload.requests import make_buffer
 
-_LINE_BYTES = 256  # lines in a slab begin on such a border
+LINE_BYTES = 256  # lines in a slab begin on such a border
 
 
 class Mark(Protocol):
@@ -131,7 +131,7 @@ class Slab:
     @staticmethod
     def bytes_for(n: int, dtype: torch.dtype) -> int:
         """The bytes that a line of `n` elements takes up."""
-        return -(-n * dtype.itemsize // _LINE_BYTES) * _LINE_BYTES
+        return -(-n * dtype.itemsize // LINE_BYTES) * LINE_BYTES
 
     def take_line(self, n: int, dtype: torch.dtype) -> Tensor:
         """A new line of `n` elements, all zero."""

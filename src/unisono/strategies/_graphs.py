@@ -65,7 +65,7 @@ class Lines:
             groups.setdefault((param.dtype, param.device), []).append(param)
         self.params = [p for group in groups.values() for p in group]
         # Contiguous: a line is mixed with other ranks' lines, number by number.
-        self._layouts = [FlatLayout(group, aligned=False, contiguous=True) for group in groups.values()]
+        self._layouts = [FlatLayout(group, align_bytes=0, contiguous=True) for group in groups.values()]
         self._kinds = [(find_wide_dtype(dtype) if wide else dtype, device) for dtype, device in groups]
 
     def new(self) -> list[Tensor]:

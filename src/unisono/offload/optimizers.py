@@ -317,13 +317,8 @@ def _run_steps(rule: OwnRule, group: Settings, start: Tensor, grads: Sequence[Te
         if _find_numbers(after) != before or _find_numbers(after["param_groups"][0]) != _find_numbers(group):
             raise _make_refusal(rule._class.__name__, "it changes its own settings as it steps")
     lines = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == leaf.shape}
-    return leaf.detach(), StateSpec(
-        {k: _first_value(opening.get(k)) for k in lines}, tuple(k for k in state if k not in lines)
-    )
-
-
-def _first_value(line: Tensor | None) -> float:
-    return 0.0 if line is None else float(line.flatten()[0])
+    first = {k: 0.0 if opening.get(k) is None else float(opening[k].flatten()[0]) for k in lines}
+    return leaf.detach(), StateSpec(first, tuple(k for k in state if k not in lines))
 
 
 def _find_numbers(attributes: Mapping[str, Any]) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class ServedReplica(PeriodicReplica):
             self._parts,
             range(n - count, n) if own else range(count),
             workers,
-            server=partial(_server, optimizer, workers, strategy),
+            server=lambda part: Server(part, optimizer, workers, staleness=strategy.staleness, delay=strategy.delay),
             coder=partial(_coder, strategy),
         )
         if own:
@@ -321,12 +321,6 @@ class ServedReplica(PeriodicReplica):
                 self._fetch()
         finally:
             super().close()
-
-
-def _server(
-    optimizer: Optimizer, workers: Sequence[int], strategy: parameter_server, part: Sequence[Parameter]
-) -> Server:
-    return Server(part, optimizer, workers, staleness=strategy.staleness, delay=strategy.delay)
 
 
 def _coder(strategy: parameter_server, part: Sequence[Parameter], worker: int, server: int) -> Coder | None:

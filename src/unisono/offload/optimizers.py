@@ -20,7 +20,7 @@ Settings = Mapping[str, Any]  # one param group without its parameters
 Scalars = Mapping[str, Any]  # what the optimizer keeps once for a parameter, such as "step"
 Lines = Mapping[str, list[Tensor]]  # by name, a tensor for each piece
 
-_REFUSED = {
+WHOLE = {  # torch's optimizers that cannot step a part of a parameter, and why
     "LBFGS": "it calls a closure several times and looks at all parameters together",
     "SparseAdam": "it needs sparse gradients",
     "Muon": "it orthogonalises whole matrices",
@@ -250,9 +250,8 @@ def make_rule(optimizer: torch.optim.Optimizer) -> Rule:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"got {type(optimizer).__name__}: expected a torch.optim.Optimizer")
     name = type(optimizer).__name__
-    for base in type(optimizer).__mro__:
-        if base.__name__ in _REFUSED and base.__module__.startswith("torch."):
-            raise _make_refusal(name, _REFUSED[base.__name__])
+    if reason := find_need_of_whole(optimizer):
+        raise _make_refusal(name, reason)
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(f"{name}(differentiable=True) keeps a graph of its steps: set differentiable=False")
     rule, kernels = _FUSED.get(type(optimizer), (None, ()))
@@ -262,6 +261,12 @@ def make_rule(optimizer: torch.optim.Optimizer) -> Rule:
     for group in optimizer.param_groups:
         own.find_state(read_settings(group))
     return own
+
+
+def find_need_of_whole(optimizer: torch.optim.Optimizer) -> str:
+    """Why an optimizer of torch's, or one derived from it, cannot step a part of a parameter; "" if it can."""
+    bases = [base.__name__ for base in type(optimizer).__mro__ if base.__module__.startswith("torch.")]
+    return next((WHOLE[name] for name in bases if name in WHOLE), "")
 
 
 def read_settings(group: Mapping[str, Any]) -> Settings:

@@ -15,30 +15,29 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from unisono.offload.optimizers import GroupStep, OwnRule, Rule, Scalars, make_rule, read_settings
+from unisono.offload.optimizers import (
+    GroupStep,
+    OwnRule,
+    Rule,
+    Scalars,
+    find_need_of_whole,
+    make_rule,
+    read_settings,
+)
 from unisono.strategies._host_memory import HostMemory
 from unisono.strategies.shared.lines import Line
 
 __all__ = ["HostState", "ParameterState", "StepCount", "check_optimizer", "choose_rule"]
 
-_WHOLE = {
-    "LBFGS": "it looks at all parameters at once",
-    "Adafactor": "it factors whole matrices",
-    "Muon": "it orthogonalises whole matrices",
-    "SparseAdam": "it needs sparse gradients",
-}
-
 
 def check_optimizer(optimizer: Optimizer) -> None:
     """Refuse an optimizer that needs whole parameters; one that torch does not bring is tried on a small matrix."""
-    name = type(optimizer).__name__
-    for base in type(optimizer).__mro__:
-        if base.__name__ in _WHOLE and base.__module__.startswith("torch."):
-            raise ValueError(
-                f"shared lets every worker step a part of each parameter, and {name} cannot step a part of one: "
-                f"{_WHOLE[base.__name__]}. Use an optimizer that steps every element by itself (SGD, AdamW, ...), or "
-                "the allreduce strategy"
-            )
+    if reason := find_need_of_whole(optimizer):
+        raise ValueError(
+            f"shared lets every worker step a part of each parameter, and {type(optimizer).__name__} cannot step a "
+            f"part of one: {reason}. Use an optimizer that steps every element by itself (SGD, AdamW, ...), or the "
+            "allreduce strategy"
+        )
     for group in optimizer.param_groups:
         choose_rule(optimizer, group).find_state(read_settings(group))
 

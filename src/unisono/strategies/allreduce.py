@@ -19,7 +19,7 @@ from unisono.exchange.windows import Counter, Windows
 from unisono.facts import Convergence, Example, Facts
 from unisono.reducer import Reducer
 from unisono.reducers.dense import dense
-from unisono.strategy import Accumulate, BucketBytes, Buffers, Change, Replica, Strategy, Unsent
+from unisono.strategy import Accumulate, BucketBytes, Buffers, Change, Replica, Residual, Strategy
 from unisono.strategy.mistakes import GradientProbe
 from unisono.world import World
 
@@ -153,10 +153,10 @@ class AllReduceReplica(Replica):
         if "each" in shared.get("reducer", ()):  # else it is another strategy's checkpoint
             self._reduction.load_state_dict(shared["reducer"], [part["reducer"] for part in locals_])
 
-    def unsent(self) -> Unsent:
+    def unsent(self) -> Residual:
         return self._reduction.unsent()
 
-    def take_unsent(self, unsent: Unsent) -> None:
+    def take_unsent(self, unsent: Residual) -> None:
         if unsent.unit == "gradients":
             self._reduction.take_unsent(unsent)
         else:

@@ -11,7 +11,7 @@ from torch import nn
 
 from unisono.checkpoint import ModelPart
 from unisono.exchange.windows import StepHooks, Windows
-from unisono.strategy.replica import Replica, Strategy, Unsent
+from unisono.strategy.replica import Replica, Residual, Strategy
 from unisono.strategy.switching import switch
 from unisono.world import World
 
@@ -173,10 +173,10 @@ class ChangingReplica(Replica):
         self.close()
         return new
 
-    def unsent(self) -> Unsent | None:
+    def unsent(self) -> Residual | None:
         return self.inner.unsent()
 
-    def take_unsent(self, unsent: Unsent) -> None:
+    def take_unsent(self, unsent: Residual) -> None:
         self.inner.take_unsent(unsent)
 
     def rebind(self, world: World, *, source: int = 0) -> str:

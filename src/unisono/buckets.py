@@ -125,7 +125,7 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory."""
+        """Bytes of the bucket, tensors with memory of their own included."""
         numel = self.flat.numel() + sum(self.params[k].numel() for k in self.apart)
         return numel * self.flat.element_size()
 
@@ -209,7 +209,7 @@ def group_into_buckets(named: Sequence[tuple[str, Parameter]], bucket_bytes: int
 
 
 def on_device(device: torch.device, n: int, dtype: torch.dtype) -> Tensor:
-    """Memory of a device."""
+    """Unset memory for `n` numbers on a device."""
     return torch.empty(n, dtype=dtype, device=device)
 
 

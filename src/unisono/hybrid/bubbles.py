@@ -32,7 +32,7 @@ class Course:
         self.size = 2 * len(self._ranks) + len(self._slots)
 
     def fill(self, numbers: Tensor, rank: int, done: Sequence[tuple[Action, float, float]]) -> None:
-        """Enter what a rank did."""
+        """Write what a rank did in this step into the numbers."""
         if not done:
             return
         at, cells = 2 * self._ranks.index(rank), numbers.numpy()  # the same memory, faster to write one by one
@@ -72,7 +72,7 @@ class Bubble:
         self.clear()
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Forget all steps so far."""
         self.steps, self.seconds, self.idle_s, self.outside_s = 0, 0.0, 0.0, 0.0
         self._taken, self._due = 0, float("-inf")
         self._parts = {"bubble": 0.0, "imbalance": 0.0, "uneven": 0.0, "messages": 0.0}

@@ -50,7 +50,7 @@ class Batch:
     runs: list[Run] = field(default_factory=list)
 
     def spans(self) -> list[tuple[int, int]]:
-        """The elements of the runs, neighbours as one."""
+        """The elements of the runs as ranges; adjoining runs are one range."""
         found: list[tuple[int, int]] = []
         for run in self.runs:
             if found and found[-1][1] == run.start:
@@ -257,7 +257,7 @@ class Chunk:
         raise NotImplementedError
 
     def release(self) -> None:
-        """The lines have been changed."""
+        """Called when the lines have been changed: they may be written back."""
 
     def prefetch(self) -> None:
         """Begin to read the lines."""
@@ -329,7 +329,7 @@ class Block(OptimizerState):
 
     @property
     def stop(self) -> int:
-        """The end of its elements in their shard."""
+        """Where the block's elements end in their shard."""
         return self.start + self.length
 
     @property

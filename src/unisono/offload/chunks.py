@@ -37,7 +37,7 @@ class DiskChunk(Chunk):
         return dict(zip(self._dtypes, self._layout.views(memory), strict=True))
 
     def fill(self, memory: Tensor) -> None:
-        """Write what an empty chunk holds."""
+        """Fill a buffer with the first values of a chunk that was never written."""
         memory.zero_()
         for name, line in self.lines(memory).items():
             line.fill_(self.first.get(name, 0.0))
@@ -253,7 +253,7 @@ def place_on_disk(block: Block, buffers: ChunkBuffers, chunk_elements: int) -> N
 
 
 def bytes_on_disk(block: Block, chunk_elements: int) -> int:
-    """What a block takes there."""
+    """Bytes that a block takes on disk."""
     spans = _spans(block.length, chunk_elements)
     return sum(block.lay_out(stop - start, ALIGNMENT).numel for start, stop in spans)
 

@@ -224,7 +224,7 @@ class DeviceStepper:
         )
 
     def _forget_loaded(self) -> None:
-        """Load again what was loaded ahead: it is out of date."""
+        """Drop what was loaded ahead, since it is out of date: it is loaded again."""
         self.wait()
         self._loaded.clear()
 

@@ -44,7 +44,7 @@ class KernelCall(NamedTuple):
 
 
 class Rule(ABC):
-    """What an optimizer keeps, and how it steps."""
+    """The state that an optimizer keeps for a parameter, and how it steps a piece of one."""
 
     has_kernel = False  # a fused one on the CPU: see `find_kernel`
 

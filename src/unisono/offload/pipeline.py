@@ -37,7 +37,7 @@ __all__ = ["HostStreams", "Pipeline", "Run", "Shard", "clip_ranges"]
 
 
 class _ReachedMark:
-    """A mark that is reached."""
+    """A mark that has been reached from the start: work on the CPU is done at once."""
 
     def hold(self) -> None: ...
 

@@ -204,7 +204,7 @@ class Stepper:
                 self.buffers.flush()
 
     def close(self) -> None:
-        """End the threads. The disk stays open: it is its owner's."""
+        """End the threads. The disk stays open: whoever made it closes it."""
         self._workers.close()
 
     def _check_state(self, block: Block, settings: StepSettings) -> None:
@@ -302,7 +302,7 @@ def _make_own_step(
 
 
 def _copy_out(master: Tensor, out: Tensor | None, _worker: _Worker, spans: Spans) -> None:
-    """Elements without a gradient: their values as they are."""
+    """Copy the values of elements without a gradient out as they are."""
     if out is not None:
         for low, high in zip(spans[::2], spans[1::2], strict=True):
             out[low:high].copy_(master[low:high])
@@ -328,7 +328,7 @@ class _Worker:
 
 
 class _Countdown:
-    """Cells that are being stepped."""
+    """Counts the cells of a chunk that are still to be stepped."""
 
     def __init__(self, count: int) -> None:
         self._left, self._lock, self._ended = count, threading.Lock(), threading.Event()
@@ -337,7 +337,7 @@ class _Countdown:
             self._ended.set()
 
     def end_one(self, error: BaseException | None) -> None:
-        """One more is done, or has failed."""
+        """Count one cell as stepped, or as failed with `error`."""
         with self._lock:
             self._left -= 1
             self._error = self._error or error
@@ -345,7 +345,7 @@ class _Countdown:
                 self._ended.set()
 
     def wait(self) -> None:
-        """Until all are; raises what went wrong."""
+        """Wait until all cells are stepped; raises the first error."""
         self._ended.wait()
         if self._error is not None:
             raise self._error

@@ -58,7 +58,7 @@ class Streams(Protocol):
 
 
 class CudaMark:
-    """An event."""
+    """A CUDA event as a mark."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self.device = device
@@ -73,7 +73,7 @@ class CudaMark:
 
 
 class CudaQueue:
-    """A stream."""
+    """A CUDA stream as a queue."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

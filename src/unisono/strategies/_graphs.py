@@ -27,7 +27,7 @@ class Neighbours(NamedTuple):
 
     @property
     def own(self) -> float:
-        """What my own values count."""
+        """The weight of this rank's own values in the mean."""
         return 1.0 - self.weight * len(self.heard)
 
 
@@ -84,7 +84,7 @@ class Lines:
         torch._foreach_copy_(self.views(lines), [p.detach() for p in self.params])
 
     def put(self, lines: Sequence[Tensor]) -> None:
-        """Make the lines' values the parameters'."""
+        """Copy the lines' values into the parameters."""
         torch._foreach_copy_([p.detach() for p in self.params], self.views(lines))
 
     def views(self, lines: Sequence[Tensor]) -> list[Tensor]:
@@ -124,7 +124,7 @@ class ExchangedParameters:
         self._known = set(self.params)
 
     def check(self) -> None:
-        """Refuse parameters that were unfrozen since."""
+        """Refuse parameters that were unfrozen since the exchange began."""
         for name, param in self._model.named_parameters():
             if param.requires_grad and param not in self._known:
                 raise RuntimeError(

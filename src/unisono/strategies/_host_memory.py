@@ -45,7 +45,7 @@ class HostMemory:
 
     @property
     def rank(self) -> int:
-        """Mine on this host."""
+        """This process's rank within its host."""
         return self.home.rank
 
     @property
@@ -98,7 +98,7 @@ class HostMemory:
         return largest[: len(numbers)]
 
     def close(self) -> None:
-        """Meet no more. Memory stays as long as a tensor lies in it."""
+        """Close the worlds in which ranks meet. Memory stays as long as a tensor lies in it."""
         self._views.clear()
         for world in dict.fromkeys((self.every, self.home)):
             world.close()

@@ -54,7 +54,7 @@ class Coder:
         return code
 
     def decode(self, code: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-        """The gradients of a code, as tensors like these."""
+        """Decode gradients, into tensors of the shapes and dtypes of `like`."""
         parts = self.codec.decode(code, sum(self.counts)).split(self.counts)
         return [part.view(x.shape).to(x.dtype) for part, x in zip(parts, like, strict=True)]
 
@@ -89,7 +89,7 @@ class LocalLink:
         self._given = grads, settings, written
 
     def pull(self) -> Answer:
-        """Wait until I may go on, and copy the parameters into mine."""
+        """Wait until this worker may go on, and copy the server's parameters into its own."""
         answer = self.server.push(self.worker, *self._given)
         self._given = (None, None, [])
         if self.pulled is not self.server.values:
@@ -98,7 +98,7 @@ class LocalLink:
         return answer
 
     def note_pulled(self) -> None:
-        """The targets are what the server holds."""
+        """Note that the targets now hold what the server holds."""
         if self.pulled is not self.server.values:
             _copy_all(self.targets, self.pulled)
 
@@ -121,18 +121,18 @@ class LocalLink:
         self.server.confirm_settled(self.worker, wait=True)
 
     def disconnect(self) -> None:
-        """Tell the server that this worker comes no more."""
+        """Tell the server that this worker has left."""
         self.server.leave(self.worker)
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """No-op: there is no connection."""
 
 
 class RemoteLink:
     """A worker's link to a server in another process."""
 
     def __init__(self, pair: World, rank: int, workers: int, targets: Sequence[Tensor], coder: Coder | None) -> None:
-        """`rank`: the server's, in the world of all."""
+        """`rank`: the server's rank in the world of all workers."""
         self.pair, self.rank, self.targets, self.coder = pair, rank, targets, coder
         self.layout = FlatLayout(targets, torch.uint8, contiguous=True)
         self._line = torch.zeros(self.layout.numel, dtype=torch.uint8)
@@ -180,10 +180,10 @@ class RemoteLink:
         self._answer()
 
     def wait_until_all_settled(self) -> None:
-        """The server waits for that."""
+        """No-op: the server itself waits until all have their answers."""
 
     def close(self) -> None:
-        """Let go of the world of the two."""
+        """Close the world of worker and server."""
         self.pair.close()
 
     def disconnect(self) -> None:
@@ -262,7 +262,7 @@ class RequestLoop:
         self._lane.close()
 
     def close(self) -> None:
-        """End without the worker's leave."""
+        """Stop serving, though the worker has not left."""
         self._closing = True
         self.server.close()
         self.pair.close()
@@ -279,7 +279,7 @@ class RequestLoop:
             self.server.leave(self.worker)
 
     def _serve(self) -> bool:
-        """One request; False after the last."""
+        """Serve one request; returns False once the worker has left."""
         assert self.pair.transport is not None
         self.pair.transport.recv(self._head, _WORKER)  # not in the ledger: an idle server moves nothing
         kind, text_bytes, line_bytes, *there = self._head.tolist()

@@ -195,7 +195,7 @@ class ServedReplica(PeriodicReplica):
         return made
 
     def average(self, tensors: Sequence[Tensor]) -> None:
-        """Over the workers that live."""
+        """Replace tensors by their mean over the workers that have not left."""
         every = list(self.gather_present(list(tensors)).values()) if tensors else []
         for x, *each in zip(tensors, *every, strict=True):
             fractions = x.is_floating_point() or x.is_complex()
@@ -238,7 +238,7 @@ class ServedReplica(PeriodicReplica):
         self._at_home = True
 
     def present_ranks(self) -> list[int]:
-        """The workers that live, by what the first server knows."""
+        """The workers that have not left, by what the first server knows."""
         return sorted(self.gather_present(None))
 
     def gather_present(self, obj: Any) -> dict[int, Any]:

@@ -110,7 +110,7 @@ class Server:
             )
 
     def read(self, worker: int, into: Sequence[Tensor]) -> None:
-        """Copy the parameters as they are now."""
+        """Copy the parameters as they are now into `into`."""
         with self._changed:
             self._seen[worker] = self.version
             for target, param in zip(into, self._params, strict=True):
@@ -161,7 +161,7 @@ class Server:
                     self._optimizer.state[param] = {k: _copy_to_host(v) for k, v in state.items()}
 
     def leave(self, worker: int) -> None:
-        """This worker comes no more."""
+        """Forget a worker that has left: nobody waits for it any more."""
         with self._changed:
             self._clocks.pop(worker, None)
             self._resting.discard(worker)
@@ -170,7 +170,7 @@ class Server:
             self._look_again()
 
     def close(self) -> None:
-        """Let go of all that wait here."""
+        """Raise an error in every call that waits here."""
         with self._changed:
             self._failure = self._failure or RuntimeError("the server was closed")
             self._changed.notify_all()
@@ -282,7 +282,7 @@ class Server:
                 self._raise_failure()
 
     def _take_written(self, workers: Iterable[int]) -> None:
-        """All these workers have said what they wrote."""
+        """Compare what these workers' programs wrote, refuse differences, and write it to the parameters."""
         written = {w: self._written.pop(w, []) for w in sorted(workers)}
         first = next((values for values in written.values() if values), [])
         wrote = [w for w, values in written.items() if _are_equal(values, first)]

@@ -42,7 +42,7 @@ class Line:
         self.gradient_views = [self._layout.views(line) for line in self.gradients]
 
     def view(self, line: Tensor) -> list[Tensor]:
-        """A line of this layout in the parameters' shapes and strides."""
+        """Views of a line of this layout, in the parameters' shapes and strides."""
         return self._layout.views(line)
 
     def bounds(self, slot: int) -> tuple[int, int]:
@@ -63,12 +63,12 @@ class Line:
 
 
 def cut_tiles(pieces: Sequence[Piece], tile: int) -> list[Piece]:
-    """The same elements, at most `tile` at a time."""
+    """Cut pieces into tiles of at most `tile` elements."""
     return [Piece(slot, at, min(stop, at + tile)) for slot, start, stop in pieces for at in range(start, stop, tile)]
 
 
 def group_lines(named: Sequence[tuple[str, Parameter]], memory: HostMemory) -> list[Line]:
-    """The lines of some parameters: one for each dtype."""
+    """Lay parameters out in lines of the host's memory: one line for each dtype."""
     kinds: dict[torch.dtype, list[tuple[str, Parameter]]] = {}
     for name, param in named:
         kinds.setdefault(param.dtype, []).append((name, param))

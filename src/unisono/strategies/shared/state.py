@@ -101,7 +101,7 @@ class HostState:
         return list(zip(self.optimizer.param_groups, self._groups, strict=True))
 
     def rule(self, group: Mapping[str, Any], line: Line) -> Rule:
-        """By which parameters of a group are stepped."""
+        """The rule by which a group's parameters in a line are stepped."""
         own = group.get("fused") is False or bool(group.get("foreach"))
         key = (own, line.dtype.is_floating_point)
         if key not in self._rules:
@@ -165,11 +165,11 @@ class HostState:
         return {key: self._state[one.line, key][1][one.slot] for key in keys}
 
     def tiles(self, line: Line, keys: Iterable[str], start: int, stop: int) -> list[Tensor]:
-        """The state of some elements, by the names of its lines."""
+        """The state of elements [start, stop) of a line of parameters: a tensor for each key."""
         return [self._state[line, key][0][start:stop] for key in keys]
 
     def has_room(self, line: Line, keys: Iterable[str]) -> bool:
-        """Whether there is memory for such lines."""
+        """Whether all these lines of state have memory."""
         return all((line, key) in self._state for key in keys)
 
     def advance(self, some: Sequence[ParameterState], step: GroupStep) -> None:
@@ -192,7 +192,7 @@ class HostState:
     # The end ------------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Give every rank a state of its own."""
+        """Copy the optimizer's state out of the host's memory: every rank has its own from now on."""
         for one in self._known.values():
             state = self.optimizer.state.get(one.param, {})
             for key, view in one.lines.items():

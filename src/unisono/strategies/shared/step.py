@@ -57,7 +57,7 @@ class Plan:
 
 
 class HostStep:
-    """Steps this rank's part."""
+    """Steps this rank's part of the parameters, tile by tile."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class HostStep:
     # 1 ------------------------------------------------------------------------------------------------------------
 
     def prepare(self, places: Sequence[Place]) -> None:
-        """Find out what this step does to which parameter."""
+        """Plan the step: which parameters are stepped alike, and how the mean of each gradient is found."""
         self.state.adopt()
         if not self._places:
             self._places = {id(place.param): place for place in places}
@@ -147,7 +147,7 @@ class HostStep:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Step my part."""
+        """Step this rank's part by the plan."""
         plan = self.plan
         assert plan is not None
         self.number = plan.number
@@ -210,14 +210,14 @@ class HostStep:
         step.step(values, gradients, [list(lines) for lines in zip(*states, strict=True)])
 
     def _step_half(self, plan: Plan, i: int, cohort: Cohort, tile: Piece) -> Piece:
-        """Step the first half of a tile; gives the rest."""
+        """Step the first half of a tile; returns the second half."""
         middle = tile.start + (tile.stop - tile.start) // 32 * 16
         if middle > tile.start:
             self._step_tiles(plan, i, cohort, [tile._replace(stop=middle)])
         return tile._replace(start=middle)
 
     def _tiles(self, plan: Plan, rank: int) -> list[tuple[int, Piece]]:
-        """What a rank steps, with the numbers of the lines."""
+        """The tiles that a rank steps, each with the number of its line."""
         found = []
         for i, pieces in enumerate(self._find_pieces(rank, plan.by_slot)):
             small = all(cohort.step.kernel is not None for cohort in plan.by_slot[i].values())
@@ -251,7 +251,7 @@ class HostStep:
     # A rank that is lost in its step ------------------------------------------------------------------------------
 
     def _kept_tiles(self, i: int, cohort: Cohort, tile: Piece, rank: int) -> list[tuple[Tensor, Tensor]]:
-        """Memory for a tile of values and state, and these."""
+        """Pairs of spare memory and what is copied there before a tile is stepped: its values and its state."""
         assert self._kept is not None
         _, start, stop = tile
         parts = [self.lines[i].values[start:stop], *self.state.tiles(self.lines[i], cohort.step.lines, start, stop)]

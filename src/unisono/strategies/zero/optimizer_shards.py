@@ -101,7 +101,7 @@ class OptimizerShards:
                 group["params"] = [leaf for p in group["params"] for leaf in self._of.get(p, [p])]
 
     def end_step(self) -> None:
-        """Let them hold the program's parameters again."""
+        """Let the optimizer's groups hold the program's parameters again."""
         for group, params in zip(self.optimizer.param_groups, self._whole or (), strict=False):
             group["params"] = params
         self._whole = None

@@ -86,11 +86,11 @@ class Unit:
 
     @property
     def tag(self) -> str:
-        """For the ledger."""
+        """The name of this unit's messages in the ledger."""
         return f"unit/{self.index}"
 
     def views(self, line: Tensor) -> list[Tensor]:
-        """The parameters' shapes in a line of this layout."""
+        """Views of a line of this layout, in the parameters' shapes."""
         return self.layout.views(line)
 
     def shards(self, line: Tensor) -> list[Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -154,7 +154,7 @@ class Stepper:
             assert self.buffers is not None
             self.buffers.check()
             for number in range(self._unfinished.get(index, 0), len(block.chunks)):
-                begin(block.chunks[number]).wait()
+                begin(block.chunks[number])()
                 self._unfinished[index] = number + 1
                 block.chunks[number].release()
             self._unfinished.pop(index, None)
@@ -170,7 +170,7 @@ class Stepper:
         out: Tensor | None,
         scale: float,
         chunk: Chunk,
-    ) -> _Countdown:
+    ) -> Callable[[], None]:
         start, stop = chunk.start, chunk.stop
         cells = block.steps.cells(batches, start, stop, self._workers.choose_cell(stop - start, self._rule))
         lines, places = chunk.open(), dict.fromkeys(block.first, 0)
@@ -186,8 +186,8 @@ class Stepper:
         }
         return self._workers.start({**steps, IDLE: partial(_copy_out, lines["master"], into)}, cells)
 
-    def _finish(self, block: Block, batches: Sequence[Batch], running: _Countdown) -> None:
-        running.wait()
+    def _finish(self, block: Block, batches: Sequence[Batch], wait: Callable[[], None]) -> None:
+        wait()
         with self._lock:
             block.steps.advance(batches)
 
@@ -327,30 +327,6 @@ class _Worker:
         return line
 
 
-class _Countdown:
-    """Counts the cells of a chunk that are still to be stepped."""
-
-    def __init__(self, count: int) -> None:
-        self._left, self._lock, self._ended = count, threading.Lock(), threading.Event()
-        self._error: BaseException | None = None
-        if not count:
-            self._ended.set()
-
-    def end_one(self, error: BaseException | None) -> None:
-        """Count one cell as stepped, or as failed with `error`."""
-        with self._lock:
-            self._left -= 1
-            self._error = self._error or error
-            if not self._left:
-                self._ended.set()
-
-    def wait(self) -> None:
-        """Wait until all cells are stepped; raises the first error."""
-        self._ended.wait()
-        if self._error is not None:
-            raise self._error
-
-
 class _Workers:
     """Runs the cells of a chunk: on threads of our own with one torch thread each, or within torch's parallel calls.
 
@@ -374,34 +350,38 @@ class _Workers:
         cells = max(1, _CELLS // self._threads) * self._threads
         return -(-length // (cells * _CELL)) * _CELL
 
-    def start(self, steps: Mapping[int, StepSpans], cells: Sequence[Cell]) -> _Countdown:
-        """Step all cells: in the background where there are threads for it, each taking the next that nobody has.
+    def start(self, steps: Mapping[int, StepSpans], cells: Sequence[Cell]) -> Callable[[], None]:
+        """Step all cells: in the background if there are threads, each taking the next cell that no other has taken.
+        Call what is returned to wait until all are stepped: it raises the first error.
 
         steps: by the number of the batch.
         """
-        running = _Countdown(len(cells))
+        if self._pool is not None:
+            return partial(_wait_for, [self._pool.submit(self._run, steps, cell) for cell in cells])
         for cell in cells:
-            if self._pool is None:
-                self._run(steps, cell, running)
-            else:
-                self._pool.submit(self._run, steps, cell, running)
-        return running
+            self._run(steps, cell)
+        return lambda: None
 
-    def _run(self, steps: Mapping[int, StepSpans], cell: Cell, running: _Countdown) -> None:
-        worker, error = self._idle.pop(), None
+    def _run(self, steps: Mapping[int, StepSpans], cell: Cell) -> None:
+        worker = self._idle.pop()
         try:
             with torch.no_grad():
                 for batch, spans in cell.items():
                     steps[batch](worker, spans)
-        except BaseException as raised:  # `wait` raises it
-            error = raised
-        self._idle.append(worker)
-        running.end_one(error)
+        finally:
+            self._idle.append(worker)
 
     def close(self) -> None:
         """End the threads."""
         if self._pool is not None:
             self._pool.shutdown()
+
+
+def _wait_for(running: Sequence[Future[None]]) -> None:
+    errors = [one.exception() for one in running]  # waits for all of them
+    for error in errors:
+        if error is not None:
+            raise error
 
 
 def _make_pool(count: int) -> ThreadPoolExecutor:

@@ -212,7 +212,7 @@ def time_parts(side: str, repeats: int) -> dict[str, float]:
         (gradients.Place, "fill", "fill"),
         (steps.HostStep, "prepare", "plan"),
         (steps.HostStep, "_take_mean", "mean"),
-        (steps, "call_kernel", "kernel"),
+        (steps.GroupStep, "step", "kernel"),
         (HostMemory, "meet", "meet"),
         (torch.Tensor, "backward", "backward"),
     ):

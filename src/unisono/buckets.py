@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,31 +21,58 @@ _PARTS = 8  # parts of a bucket kept: those of methods that choose anew come and
 
 
 class FlatLayout:
-    """Where each of some tensors of one dtype lies in a flat line: in order, each on a boundary of `align_bytes`.
+    """Where tensors lie in a line of memory: one after the other, each on a boundary.
 
-    `contiguous`: views have the tensors' shapes, but not their memory order.
+    starts, lengths: of each tensor, in elements of the line. shapes: those that the tensors had when this was made.
+    numel: elements of the line, up to a boundary behind the last tensor.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], *, align_bytes: int = _ALIGN_BYTES, contiguous: bool = False) -> None:
-        self.tensors, self._contiguous = list(tensors), contiguous
-        self.starts, at = [], 0
-        step = max(1, align_bytes // tensors[0].element_size()) if tensors else 1
-        for x in tensors:
-            self.starts.append(at)
-            at += -(-x.numel() // step) * step
-        self.numel = at
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        dtype: torch.dtype | None = None,
+        *,
+        align_bytes: int = _ALIGN_BYTES,
+        contiguous: bool = False,
+    ) -> None:
+        """`dtype`: that of the line, if it is not the tensors' own; a line of torch.uint8 holds their bytes, whatever
+        their dtypes. `align_bytes`: from one boundary to the next, those of cache lines by default; 0: there are no
+        gaps. `contiguous`: views are row by row, whatever the tensors' memory order."""
+        in_bytes = dtype == torch.uint8
+        self.shapes = [x.shape for x in tensors]
+        self.lengths = [x.numel() * x.element_size() if in_bytes else x.numel() for x in tensors]
+        self._strides = [None if contiguous else _find_dense_strides(x) for x in tensors]
+        self._dtypes = [x.dtype if in_bytes else None for x in tensors]
+        step = max(1, align_bytes // (dtype or tensors[0].dtype).itemsize) if tensors else 1
+        *self.starts, self.numel = accumulate((-(-n // step) * step for n in self.lengths), initial=0)
 
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """Views of a line in this layout, in the tensors' shapes and strides."""
-        lines = [flat[s : s + x.numel()] for s, x in zip(self.starts, self.tensors, strict=True)]
-        view = _view_shape if self._contiguous else view_like
-        return [view(line, x) for line, x in zip(lines, self.tensors, strict=True)]
+    def views(self, line: Tensor) -> list[Tensor]:
+        """The tensors in a line of this layout."""
+        found = []
+        for i, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
+            part, strides, dtype = line[start : start + length], self._strides[i], self._dtypes[i]
+            if dtype is not None:
+                part = part.view(dtype)
+            shape = self.shapes[i]
+            found.append(part.view(shape) if strides is None else part.as_strided(shape, strides))
+        return found
 
-    def gaps(self, flat: Tensor) -> list[Tensor]:
-        """What lies between the tensors."""
-        ends = [s + x.numel() for s, x in zip(self.starts, self.tensors, strict=True)]
-        nexts = [*self.starts[1:], self.numel]
-        return [flat[a:b] for a, b in zip(ends, nexts, strict=True) if b > a]
+    def overlaps(self, low: int, high: int) -> Iterator[tuple[int, int, int]]:
+        """Each tensor with elements between two places of the line: its number, and where these begin and end."""
+        for i, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
+            first, last = max(low, start), min(high, start + length)
+            if first < last:
+                yield i, first, last
+
+    def gaps(self, line: Tensor) -> list[Tensor]:
+        """What lies between the tensors of a line, and behind the last."""
+        ends = [start + length for start, length in zip(self.starts, self.lengths, strict=True)]
+        return [line[a:b] for a, b in zip(ends, [*self.starts[1:], line.numel()], strict=True) if b > a]
+
+
+def alignment(dtype: torch.dtype) -> int:
+    """Elements from one boundary to the next: tensors, and the parts of ranks, begin there."""
+    return max(1, _ALIGN_BYTES // dtype.itemsize)
 
 
 class Bucket:
@@ -79,9 +107,9 @@ class Bucket:
         self.apart = [
             k for k, p in enumerate(self.params) if apart_bytes is not None and p.numel() * p.itemsize >= apart_bytes
         ]
-        self._layout = FlatLayout([p for k, p in enumerate(self.params) if k not in self.apart])
-        self.starts = self._layout.starts
-        numel = self._layout.numel
+        self.layout = FlatLayout([p for k, p in enumerate(self.params) if k not in self.apart])
+        self.starts = self.layout.starts
+        numel = self.layout.numel
         self._parts: dict[tuple[int, ...], Bucket] = {}
         self.use(flat(numel, first.dtype) if numel or not self.apart else torch.empty(0, dtype=first.dtype))
 
@@ -97,18 +125,18 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory."""
+        """Bytes of the bucket, tensors with memory of their own included."""
         numel = self.flat.numel() + sum(self.params[k].numel() for k in self.apart)
         return numel * self.flat.element_size()
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of a line in this bucket's layout, in the parameters' shapes and strides."""
-        return self._layout.views(flat)
+        return self.layout.views(flat)
 
     def zero_gaps(self) -> None:
         """Make what lies between the tensors zero again, where a method wrote over it."""
         if self._gaps is None:
-            self._gaps = self._layout.gaps(self.flat)
+            self._gaps = self.layout.gaps(self.flat)
         if self._gaps:
             torch._foreach_zero_(self._gaps)
 
@@ -131,16 +159,18 @@ class Bucket:
         return part
 
 
-def _view_shape(line: Tensor, param: Tensor) -> Tensor:
-    return line.view(param.shape)
-
-
 def view_like(line: Tensor, param: Tensor) -> Tensor:
     """`line` in the shape of `param`, and in its memory order where that is dense."""
-    dense = torch.empty_strided(param.shape, param.stride(), device="meta") if param.numel() else param
-    if param.numel() and dense.untyped_storage().nbytes() == param.numel() * dense.element_size():
-        return line.as_strided(param.shape, param.stride(), line.storage_offset())
-    return line.view(param.shape)
+    strides = _find_dense_strides(param)
+    return line.view(param.shape) if strides is None else line.as_strided(param.shape, strides)
+
+
+def _find_dense_strides(x: Tensor) -> tuple[int, ...] | None:
+    """The strides of a tensor; None if its elements do not lie side by side."""
+    if not x.numel():
+        return None
+    dense = torch.empty_strided(x.shape, x.stride(), device="meta")
+    return x.stride() if dense.untyped_storage().nbytes() == x.numel() * dense.element_size() else None
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -179,7 +209,7 @@ def group_into_buckets(named: Sequence[tuple[str, Parameter]], bucket_bytes: int
 
 
 def on_device(device: torch.device, n: int, dtype: torch.dtype) -> Tensor:
-    """Memory of a device."""
+    """Unset memory for `n` numbers on a device."""
     return torch.empty(n, dtype=dtype, device=device)
 
 
@@ -202,5 +232,9 @@ def split_evenly(named: Sequence[tuple[str, Parameter]], count: int) -> list[lis
 
 def widen(param: Tensor) -> Tensor:
     """A copy that small changes add up in: float32 of 16-bit numbers."""
-    dtype = torch.float32 if param.is_floating_point() and param.element_size() < 4 else param.dtype
-    return param.detach().to(dtype, copy=True)
+    return param.detach().to(find_wide_dtype(param.dtype), copy=True)
+
+
+def find_wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that small changes add up in: float32 for floating point numbers of fewer bits."""
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from unisono.buckets import Bucket
+from unisono.buckets import Bucket, find_wide_dtype
 from unisono.world import World
 
 State = dict[str, Any]
@@ -149,8 +149,7 @@ def all_reduce_bytes(nbytes: int, size: int) -> int:
 
 def residual_like(bucket: Bucket) -> Tensor:
     """An empty residual: float32 for 16-bit buckets, so that small parts add up."""
-    dtype = torch.float32 if bucket.flat.element_size() < 4 else bucket.dtype
-    return torch.zeros(bucket.flat.numel(), dtype=dtype, device=bucket.device)
+    return torch.zeros(bucket.flat.numel(), dtype=find_wide_dtype(bucket.dtype), device=bucket.device)
 
 
 class SpareLines:

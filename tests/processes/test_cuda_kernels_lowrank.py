@@ -37,12 +37,12 @@ def bucket_on(device: str, tensors: list[Tensor]) -> Bucket:
     return Bucket(0, named, lambda n, dtype: torch.empty(n, dtype=dtype, device=device))
 
 
-def layout_of(rank: int) -> tuple[lowrank.Layout, int]:
+def layout_of(rank: int) -> tuple[lowrank.Factors, int]:
     matrices, at = [], 0
     for n, m in [shape for shape in SHAPES if len(shape) == 2 and math.prod(shape)]:
         matrices.append(lowrank.Matrix(at, n, m, min(rank, n, m)))
         at += -(-n * m // 16) * 16
-    return lowrank.Layout(matrices, [(at, 7), (at + 16, 5000)]), at + 5016
+    return lowrank.Factors(matrices, [(at, 7), (at + 16, 5000)]), at + 5016
 
 
 @contextmanager

@@ -136,18 +136,6 @@ def test_a_scale_on_the_device_is_used_by_all_lanes() -> None:
     pipeline.close()
 
 
-def test_squared_norm_is_on_the_device() -> None:
-    pipeline, _ = built()
-    given = [gradient(0, u) for u in range(len(LENGTHS))]
-    for u, one in enumerate(given):
-        pipeline.offer(u, one.cuda())
-    norm = pipeline.squared_norm()
-    assert norm.is_cuda
-    assert float(norm) == pytest.approx(sum(float(g.double().square().sum()) for g in given), rel=1e-4)
-    pipeline.step()
-    pipeline.close()
-
-
 def test_sixteen_bit_moments_stay_near_full_ones() -> None:
     pipeline, compute = built(gpu_share=0.5, resident=frozenset({0}), moments=torch.bfloat16)
     for _ in train(pipeline, compute):

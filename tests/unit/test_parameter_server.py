@@ -419,14 +419,13 @@ def test_feedback_sends_in_time_what_did_not_get_through() -> None:
     from unisono.kernels.noise import Noise
     from unisono.reducer import Codec
     from unisono.strategies.parameter_server.protocol import Coder
-    from unisono.strategies.parameter_server.server import ByteLayout
 
     def half(x: Tensor, _: Noise) -> Tensor:
         return x.round().view(torch.uint8)
 
     codec = Codec(half, lambda code, n: code.view(torch.float32), lambda n: 4 * n)
     like = [torch.zeros(3), torch.zeros(2, 2)]
-    coder = Coder(codec, ByteLayout(like), feedback=True, seed=(0, 0))
+    coder = Coder(codec, like, feedback=True, seed=(0, 0))
     grads = [torch.tensor([0.3, 0.2, -0.7]), torch.full((2, 2), 0.125)]
     total = [torch.zeros(3), torch.zeros(2, 2)]
     for step in range(40):
@@ -676,9 +675,9 @@ def test_bytes_sent_are_a_gradient_a_push_and_the_parameters_a_pull() -> None:
         replica.close()
         return sums
 
-    from unisono.strategies.parameter_server.server import ByteLayout
+    from unisono.buckets import FlatLayout
 
-    nbytes = ByteLayout(make().parameters()).nbytes
+    nbytes = FlatLayout(list(make().parameters()), torch.uint8).numel
     server_side, *workers = run_threads(work, 3)
     assert server_side["pull"] == 2 * 5 * nbytes
     for sums in workers:

@@ -328,17 +328,6 @@ def test_a_scale_that_is_still_on_its_way_is_waited_for() -> None:
     late.close()
 
 
-def test_squared_norm_is_that_of_the_window() -> None:
-    pipeline, _ = built(adamw)
-    for given in random_gradients(2):
-        for u, gradient in given.items():
-            pipeline.offer(u, gradient)
-        expected = sum(float(g.double().square().sum()) for g in given.values())
-        assert float(pipeline.squared_norm()) == pytest.approx(expected, rel=1e-5)
-        pipeline.step()
-    pipeline.close()
-
-
 def test_gradients_of_higher_precision_are_kept_so(late: LateStreams) -> None:
     gradients = random_gradients(3, torch.float32)
     pipeline, compute = built(adamw, streams=late, gpu_share=0.5, gradients=torch.float32)

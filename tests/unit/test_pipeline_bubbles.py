@@ -184,7 +184,7 @@ def test_the_loss_counts_as_computed() -> None:
     timed(torch.ones(()), torch.ones(()))
     numbers = torch.zeros(two.size, dtype=torch.float64)
     two.bubbles[1].fill(numbers)
-    course = two.bubbles[1]._course
+    course = two.bubbles[1]._times
     assert course is not None
     assert course.list_seconds(numbers.tolist())[1, "F", 0] == pytest.approx(1.5)
 

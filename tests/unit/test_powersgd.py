@@ -359,7 +359,7 @@ def test_orthonormal_columns_whatever_they_were(kind: str, scales: list[float]) 
     elif kind == "all zero":
         x.zero_()
     x *= torch.tensor(scales)[:, None]
-    layout = lowrank.Layout([lowrank.Matrix(0, 300, 1, 4)])
+    layout = lowrank.Factors([lowrank.Matrix(0, 300, 1, 4)])
     line = torch.empty(4 * 300)
     lowrank.orthonormalise(layout, x.view(-1), line)
     made = line.view(4, 300).double()

@@ -336,7 +336,8 @@ def test_many_blocks_are_stepped_one_by_one() -> None:
 
 def test_cells_are_counted_from_the_beginning_of_a_chunk() -> None:
     runs = Runs([Run(0, 150, 0), Run(160, 1000, 1)], 1000, 2)
-    batches = runs.batches([], make_rule(torch.optim.SGD([torch.zeros(1)], lr=0.1)))
+    sgd = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    batches = runs.batches([], make_rule(sgd), [sgd.defaults, sgd.defaults])
     cells = runs.cells(batches, 100, 500, 128)
     assert cells == [{0: [0, 50], 1: [60, 128]}, {1: [128, 256]}, {1: [256, 384]}, {1: [384, 400]}]
 

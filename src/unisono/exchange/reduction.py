@@ -28,7 +28,7 @@ Unit = Literal["gradients", "momenta", "parameters"]
 _UNSENT = ("residual", "velocity")  # what is still to be sent: scaled with the size of the world
 
 
-class Unsent(NamedTuple):
+class Residual(NamedTuple):
     """What a rank has kept back to send later, by parameter, and in which unit: of gradients, of an optimizer's
     momenta, or of differences between parameters. A method that takes it over in another unit must convert it."""
 
@@ -43,7 +43,7 @@ class Unsent(NamedTuple):
         """Whether nothing was kept back."""
         return not any(_is_unsent(path) for entries in self.local.values() for path in entries)
 
-    def convert(self, unit: Unit, factor: Callable[[str], float]) -> Unsent:
+    def convert(self, unit: Unit, factor: Callable[[str], float]) -> Residual:
         """The same in another unit: times `factor(name)` for each parameter."""
         local = {
             name: {path: x * factor(name) if _is_unsent(path) else x for path, x in entries.items()}
@@ -51,7 +51,7 @@ class Unsent(NamedTuple):
         }
         return self._replace(unit=unit, local=local)
 
-    def only(self, names: Sequence[str]) -> Unsent:
+    def only(self, names: Sequence[str]) -> Residual:
         """That of some parameters."""
         each = {name: entries for name, entries in self.shared["each"].items() if name in names}
         local = {name: entries for name, entries in self.local.items() if name in names}
@@ -358,12 +358,12 @@ class Reduction:
             kept["local"][name] = {path: value for path, value in entries.items() if not _is_unsent(path)}
         self.load_state_dict(kept["shared"], [kept["local"]])
 
-    def unsent(self) -> Unsent:
+    def unsent(self) -> Residual:
         """What this rank has kept back, with what all ranks know of it."""
         kept = self.state_dict()
-        return Unsent(self.unit, self.reducer.spec or "the reducer", kept["shared"], kept["local"], self.scale)
+        return Residual(self.unit, self.reducer.spec or "the reducer", kept["shared"], kept["local"], self.scale)
 
-    def take_unsent(self, unsent: Unsent) -> None:
+    def take_unsent(self, unsent: Residual) -> None:
         """Go on with what another method kept back, in this one's unit."""
         assert unsent.unit == self.unit, f"{unsent.unit} where {self.unit} are sent"
         self.load_state_dict(unsent.shared, [unsent.local])

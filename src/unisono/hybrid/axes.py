@@ -77,8 +77,7 @@ class Mesh:
     def __init__(self, world: World, sizes: tuple[int, int, int], backend: str | None = None) -> None:
         self.world, self.sizes = world, sizes
         ds, ts, ps = sizes
-        d, t, p = self._find_place(world.rank)
-        self.place = (d, t, p)
+        self.place = (world.rank // ts % ds, world.rank % ts, world.rank // (ds * ts))
         every = range(ps), range(ds), range(ts)
         self.data = world.split([[self._rank(d, t, p) for d in every[1]] for p in every[0] for t in every[2]])
         self.model = world.split([[self._rank(d, t, p) for p in every[0] for t in every[2]] for d in every[1]])
@@ -101,10 +100,6 @@ class Mesh:
     def _rank(self, d: int, t: int, p: int) -> int:
         ds, ts, _ = self.sizes
         return (p * ds + d) * ts + t
-
-    def _find_place(self, rank: int) -> tuple[int, int, int]:
-        ds, ts, _ = self.sizes
-        return rank // ts % ds, rank % ts, rank // (ds * ts)
 
     @property
     def tensor(self) -> DeviceMesh | None:

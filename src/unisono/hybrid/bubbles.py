@@ -14,14 +14,14 @@ from torch import Tensor
 from unisono.costs.pipelines import UNITS, Action, replay_schedule, say_formula
 from unisono.world.ledger import Ledger
 
-__all__ = ["Bubble", "Course"]
+__all__ = ["Bubble", "StepTimes"]
 
 WARM_UP = 3  # steps that do not count once there are more: ranks meet, shapes are learnt
 _EVERY_S = 0.25  # how often a step is taken apart
 _KINDS = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_one_chunk": "W"}
 
 
-class Course:
+class StepTimes:
     """Numbers of one step, of all ranks of the pipeline, as they travel: when each began and ended, how long each
     action took."""
 
@@ -32,7 +32,7 @@ class Course:
         self.size = 2 * len(self._ranks) + len(self._slots)
 
     def fill(self, numbers: Tensor, rank: int, done: Sequence[tuple[Action, float, float]]) -> None:
-        """Enter what a rank did."""
+        """Write what a rank did in this step into the numbers."""
         if not done:
             return
         at, cells = 2 * self._ranks.index(rank), numbers.numpy()  # the same memory, faster to write one by one
@@ -67,12 +67,12 @@ class Bubble:
         self._done: list[tuple[Action, float, float]] = []
         self._all_steps = 0
         self._about: dict[str, Any] = {}
-        self._course: Course | None = None
+        self._times: StepTimes | None = None
         self._rank, self._one_clock, self._ideal = 0, True, 0.0
         self.clear()
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Forget all steps so far."""
         self.steps, self.seconds, self.idle_s, self.outside_s = 0, 0.0, 0.0, 0.0
         self._taken, self._due = 0, float("-inf")
         self._parts = {"bubble": 0.0, "imbalance": 0.0, "uneven": 0.0, "messages": 0.0}
@@ -92,9 +92,9 @@ class Bubble:
 
     def follow(
         self, order: Mapping[int, Sequence[Action]], *, rank: int, one_clock: bool, schedule: str, chunks: int
-    ) -> Course:
+    ) -> StepTimes:
         """The schedule of the steps to come."""
-        self._course = Course(order)
+        self._times = StepTimes(order)
         self._rank, self._one_clock = rank, one_clock
         self._ideal = replay_schedule(order, lambda action: UNITS[action[1]]).bubble
         micro = 1 + max(m for actions in order.values() for _, _, m in actions)
@@ -102,7 +102,7 @@ class Bubble:
         self._about["here"] = sorted({stage for stage, _, _ in order[rank]})
         self._about["formula"] = say_formula(schedule.lower(), chunks=chunks)
         self._ledger.accounts["pipeline"] = self.describe
-        return self._course
+        return self._times
 
     def watch(self, stage: Any) -> None:
         """Note when a stage computes."""
@@ -139,14 +139,14 @@ class Bubble:
 
     def fill(self, numbers: Tensor) -> None:
         """Enter what this rank did, for all ranks."""
-        assert self._course is not None
-        self._course.fill(numbers, self._rank, self._done)
+        assert self._times is not None
+        self._times.fill(numbers, self._rank, self._done)
 
     def end_step(self, start: float, end: float, numbers: Sequence[float]) -> None:
         """A step is over, from `start` to `end` of this rank's call; `numbers` are those of all ranks. The time between
         computations goes into the ledger as "bubble"."""
-        assert self._course is not None
-        begin, finish = self._course.find_ends(numbers, one_clock=self._one_clock)
+        assert self._times is not None
+        begin, finish = self._times.find_ends(numbers, one_clock=self._one_clock)
         length, busy = finish - begin, 0.0
         at, until = (begin, finish) if self._one_clock else (start, end)
         for _, a, b in [*sorted(self._done, key=lambda one: one[1]), (None, until, until)]:
@@ -162,17 +162,17 @@ class Bubble:
         self.outside_s += max(0.0, end - start - length)
         if end >= self._due:
             self._due = end + _EVERY_S
-            self._take_apart(length, self._course.list_seconds(numbers))
+            self._take_apart(length, self._times.list_seconds(numbers))
 
     # What makes the difference --------------------------------------------------------------------------------------
 
     def _take_apart(self, length: float, seconds: Mapping[Action, float]) -> None:
         """The bubble of this step: at best, by stages that differ, by microbatches that differ, and by messages."""
-        assert self._course is not None
+        assert self._times is not None
         means, kinds = _mean_by_kind(seconds), {}  # type: dict[tuple[int, str], float], dict[int, list[float]]
         for (stage, kind), mean in means.items():
             kinds.setdefault(stage, [0.0, 0.0])[0 if kind == "F" else 1] += mean
-        order = self._course.order
+        order = self._times.order
         even = replay_schedule(order, lambda action: means[action[:2]])
         actual = replay_schedule(order, lambda action: seconds[action])
         if not length or not even.length:

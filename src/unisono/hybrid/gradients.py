@@ -102,17 +102,17 @@ class Copies:
             self._watcher = StepHooks.of(replica.optimizer).watch(None, self.agree_on_values)
 
     def close(self) -> None:
-        """Another replica follows."""
+        """Stop watching the optimizer: another replica takes this one's place."""
         if self._watcher is not None:
             self._watcher.remove()
 
     def agree_on_gradients(self) -> None:
-        """A window has ended."""
+        """Called at the end of a window: take the mean of the copies' gradients."""
         grads = [p.grad for p in self._params if p.grad is not None]
         if self._takes_gradients and grads:
             self._world.all_reduce([g.detach() for g in grads], "mean", tag="copies").wait()
 
     def agree_on_values(self) -> None:
-        """The optimizer has stepped."""
+        """Called after a step: take the mean of the copies' values."""
         if self._params:
             self._world.all_reduce([p.detach() for p in self._params], "mean", tag="copies").wait()

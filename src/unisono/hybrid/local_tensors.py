@@ -38,7 +38,7 @@ class Split:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank of the axis has all of it."""
+        """Whether every rank of the axis has the whole parameter."""
         return not any(isinstance(one, Shard) for one in self.placements)
 
     @property
@@ -48,7 +48,7 @@ class Split:
         return tuple(shape), tuple(offset)
 
     def wrap(self, part: Tensor) -> Tensor:
-        """The whole, as torch computes with it."""
+        """The whole parameter as the DTensor that torch computes with."""
         return DTensor.from_local(
             part, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )

@@ -69,7 +69,7 @@ class MeshState:
 
     @property
     def step(self) -> int:
-        """Windows so far."""
+        """How many windows this rank has trained."""
         return self.replica.step
 
     def present_ranks(self) -> list[int]:
@@ -77,11 +77,11 @@ class MeshState:
         return list(range(self.world.size))
 
     def gather_present(self, obj: Any) -> dict[int, Any]:
-        """By rank, the `obj` of every rank."""
+        """Every rank's `obj`, in the order of ranks."""
         return dict(enumerate(self.world.gather_objects(obj)))
 
     def model_part(self) -> ModelPart:
-        """Nothing stands for the model but its pieces."""
+        """No part of the model stands for the whole: it is saved in pieces."""
         return ModelPart()
 
     # What all ranks know ---------------------------------------------------------------------------------------------

@@ -29,13 +29,13 @@ class Matrix(NamedTuple):
     rank: int
 
 
-class Layout:
-    """Where the matrices of a line and their factors lie; and `rest`, the parts of it (start, length) that travel
-    as they are, one after the other.
+class Factors:
+    """Which matrices of a line are approximated, and where their factors lie in lines of their own: `p_at` and `q_at`
+    are where each matrix's factors begin, in lines of `p_size` and `q_size` numbers.
 
-    `p_at` and `q_at` are where each matrix's factors begin in the two lines, of `p_size` and `q_size` numbers.
+    `rest`: the parts of the line (start, length) that travel as they are, one after the other.
 
-    >>> layout = Layout([Matrix(0, 6, 5, 2), Matrix(32, 3, 4, 2), Matrix(48, 6, 5, 2)])
+    >>> layout = Factors([Matrix(0, 6, 5, 2), Matrix(32, 3, 4, 2), Matrix(48, 6, 5, 2)])
     >>> layout.p_at, layout.p_size, layout.q_size
     ([6, 0, 18], 30, 28)
     """
@@ -52,9 +52,8 @@ class Layout:
 
     def view_p(self, line: Tensor) -> list[Tensor]:
         """Each matrix's P^T, (rank, rows), in a line."""
-        return [
-            line[at : at + m.rank * m.rows].view(m.rank, -1) for m, at in zip(self.matrices, self.p_at, strict=True)
-        ]
+        pairs = zip(self.matrices, self.p_at, strict=True)
+        return [line[at : at + m.rank * m.rows].view(m.rank, -1) for m, at in pairs]
 
     def view_q(self, line: Tensor) -> list[Tensor]:
         """Each matrix's Q^T, (rank, columns), in a line."""
@@ -82,7 +81,7 @@ def _place(order: list[int], sizes: list[int]) -> tuple[list[int], int]:
 # The interface -----------------------------------------------------------------------------------------------
 
 
-def make_basis(layout: Layout, q: Tensor, noise: Tensor, out: Tensor) -> None:
+def make_basis(layout: Factors, q: Tensor, noise: Tensor, out: Tensor) -> None:
     """Orthonormal columns that span those of every Q. Where Q has no direction left (it is zero after a
     gradient of zero), `noise` gives one: otherwise it would stay zero for ever."""
     if fast := _triton(layout, q):
@@ -93,7 +92,7 @@ def make_basis(layout: Layout, q: Tensor, noise: Tensor, out: Tensor) -> None:
         target.copy_(_orthonormalise(_normalise(x.double()) + _NOISE * fresh.double()))
 
 
-def orthonormalise(layout: Layout, p: Tensor, out: Tensor) -> None:
+def orthonormalise(layout: Factors, p: Tensor, out: Tensor) -> None:
     """Every P with its columns made orthonormal; zero stays zero, what is not finite stays so."""
     if fast := _triton(layout, p):
         fast.orthonormalise(layout, p, None, out, p=True)
@@ -102,7 +101,7 @@ def orthonormalise(layout: Layout, p: Tensor, out: Tensor) -> None:
         target.copy_(_orthonormalise(x.double()))
 
 
-def multiply_left(layout: Layout, flat: Tensor, residual: Tensor | None, q: Tensor, out: Tensor, rest: Tensor) -> None:
+def multiply_left(layout: Factors, flat: Tensor, residual: Tensor | None, q: Tensor, out: Tensor, rest: Tensor) -> None:
     """P = M Q into `out`, for M = flat + residual; and that sum into `rest` for what is no matrix.
 
     Where `flat` has the dtype of the factors, its matrices are M after.
@@ -122,7 +121,7 @@ def multiply_left(layout: Layout, flat: Tensor, residual: Tensor | None, q: Tens
             torch._foreach_add_(parts, layout.view_rest(residual))
 
 
-def multiply_right(layout: Layout, flat: Tensor, residual: Tensor | None, p: Tensor, out: Tensor) -> None:
+def multiply_right(layout: Factors, flat: Tensor, residual: Tensor | None, p: Tensor, out: Tensor) -> None:
     """Q = M^T P into `out`, after `multiply_left`."""
     if fast := _triton(layout, p):
         fast.multiply_right(layout, flat, residual, p, out)
@@ -134,7 +133,7 @@ def multiply_right(layout: Layout, flat: Tensor, residual: Tensor | None, p: Ten
 
 
 def finish(
-    layout: Layout,
+    layout: Factors,
     flat: Tensor,
     residual: Tensor | None,
     after: Tensor | None,
@@ -168,7 +167,7 @@ def finish(
             torch._foreach_zero_(layout.view_rest(after))
 
 
-def multiply_factors(layout: Layout, p: Tensor, q: Tensor, rest: Tensor, flat: Tensor) -> None:
+def multiply_factors(layout: Factors, p: Tensor, q: Tensor, rest: Tensor, flat: Tensor) -> None:
     """Every P Q^T, and the rest, into their places in a line."""
     for m, p_t, q_t in zip(layout.matrices, layout.view_p(p), layout.view_q(q), strict=True):
         flat[m.start : m.start + m.rows * m.columns].view(m.rows, -1).copy_(p_t.t() @ q_t)
@@ -232,7 +231,7 @@ def _add_residual(g: Tensor, e: Tensor | None, dtype: torch.dtype) -> Tensor:
     return g.to(dtype) if e is None else e + g
 
 
-def _triton(layout: Layout, x: Tensor) -> Any:
+def _triton(layout: Factors, x: Tensor) -> Any:
     """The Triton kernels where they can be used: float32 factors on CUDA, of no more columns than they hold."""
     if not x.is_cuda:
         return None

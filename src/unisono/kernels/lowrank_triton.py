@@ -10,7 +10,7 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-from unisono.kernels.lowrank import Layout
+from unisono.kernels.lowrank import Factors
 
 MOST = 16  # columns that fit into the registers of a program
 _ROWS = 8  # of a matrix that one program of `multiply_left` multiplies
@@ -26,7 +26,7 @@ _BACK = tl.constexpr(1.0 + 0.5e-12)  # what the shift takes from rows that are o
 class _Tables:
     """A layout on a device: what every program of every kernel works on."""
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    def __init__(self, layout: Factors, device: torch.device) -> None:
         self.rank = triton.next_power_of_2(max(m.rank for m in layout.matrices))
         self.count = len(layout.matrices)
         # start, rows, columns, rank, place of P, of Q, of the partial sums of Q; without a rank: start, length, kind
@@ -65,7 +65,7 @@ class _Tables:
             self._begun[key] = compiled[(programs, 1, 1)]
 
 
-def _tables(layout: Layout, device: torch.device) -> _Tables:
+def _tables(layout: Factors, device: torch.device) -> _Tables:
     if device not in layout.tables:
         layout.tables[device] = _Tables(layout, device)
     found: _Tables = layout.tables[device]
@@ -80,7 +80,7 @@ def _columns(rank: int) -> int:
 # What the interface calls ------------------------------------------------------------------------------------
 
 
-def orthonormalise(layout: Layout, x: Tensor, noise: Tensor | None, out: Tensor, *, p: bool) -> None:
+def orthonormalise(layout: Factors, x: Tensor, noise: Tensor | None, out: Tensor, *, p: bool) -> None:
     """See `lowrank.orthonormalise` and, with noise, `lowrank.make_basis`."""
     tables = _tables(layout, x.device)
     block = max(16, min(1024, 4096 // tables.rank**2))
@@ -89,7 +89,7 @@ def orthonormalise(layout: Layout, x: Tensor, noise: Tensor | None, out: Tensor,
     tables.run(_orthonormalise, tables.count, tensors, *where, noise is not None, tables.rank, block)
 
 
-def multiply_left(layout: Layout, flat: Tensor, residual: Tensor | None, q: Tensor, out: Tensor, rest: Tensor) -> None:
+def multiply_left(layout: Factors, flat: Tensor, residual: Tensor | None, q: Tensor, out: Tensor, rest: Tensor) -> None:
     """See `lowrank.multiply_left`."""
     tables = _tables(layout, q.device)
     kept, inplace = residual is not None, flat.dtype == q.dtype
@@ -98,7 +98,7 @@ def multiply_left(layout: Layout, flat: Tensor, residual: Tensor | None, q: Tens
     tables.run(_left, len(tables.left), tensors, tables.rank, _ROWS, columns, _COPY, kept, inplace)
 
 
-def multiply_right(layout: Layout, flat: Tensor, residual: Tensor | None, p: Tensor, out: Tensor) -> None:
+def multiply_right(layout: Factors, flat: Tensor, residual: Tensor | None, p: Tensor, out: Tensor) -> None:
     """See `lowrank.multiply_right`."""
     tables = _tables(layout, p.device)
     apart = residual is not None and flat.dtype != p.dtype
@@ -109,7 +109,7 @@ def multiply_right(layout: Layout, flat: Tensor, residual: Tensor | None, p: Ten
 
 
 def finish(
-    layout: Layout,
+    layout: Factors,
     flat: Tensor,
     residual: Tensor | None,
     after: Tensor | None,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from unisono.kernels.noise import CHUNK, Noise, draw
 
-Factors = list[Tensor]
+RowFactors = list[Tensor]
 _MANY = 1 << 20  # numbers whose scales are worked out at a time
 _ONE = 1 << 23  # a float32 has 23 bits after the point: rounding up is a carry out of them
 
@@ -109,7 +109,7 @@ def level_values(levels: Levels) -> Tensor:
     return torch.cat([values, -values.flip(0)]).float()
 
 
-def _encode_chunk(x: Tensor, levels: Levels, noise: Noise, factors: Factors, codes: Tensor, scratch: Tensor) -> None:
+def _encode_chunk(x: Tensor, levels: Levels, noise: Noise, factors: RowFactors, codes: Tensor, scratch: Tensor) -> None:
     n = x.numel()
     ratio, size, word, spare = scratch[:, :n].unbind()
     r, t = ratio.view(torch.float32), size.view(torch.float32)
@@ -130,7 +130,7 @@ def _encode_chunk(x: Tensor, levels: Levels, noise: Noise, factors: Factors, cod
     _pack(scratch[1], scratch[3], n, levels.bits, codes)
 
 
-def _factors(by: Tensor) -> Factors:
+def _factors(by: Tensor) -> RowFactors:
     """What to multiply rows by to divide them by their scales (by 1 where that is 0): reciprocals, and a power of two
     first where a scale is so near an end of float32's range that it has none."""
     power = torch.where(by < 2.0**-63, 2.0**64, torch.where(by > 2.0**63, 2.0**-64, 1.0))
@@ -138,7 +138,7 @@ def _factors(by: Tensor) -> Factors:
     return [power, reciprocal] if bool((power != 1).any()) else [reciprocal]
 
 
-def _multiply(x: Tensor, factors: Factors, out: Tensor) -> None:
+def _multiply(x: Tensor, factors: RowFactors, out: Tensor) -> None:
     """Every row times its factors, one after the other."""
     rows = out.view(len(factors[0]), -1)
     torch.mul(x.view(rows.shape), factors[0][:, None], out=rows)

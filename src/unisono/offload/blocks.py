@@ -16,13 +16,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from unisono.background import Handle
-from unisono.offload.optimizers import Rule, Scalars, read_settings
+from unisono.buckets import FlatLayout
+from unisono.offload.optimizers import GroupStep, Rule, Scalars, Settings, read_settings
 from unisono.offload.requests import make_buffer
 
 Home = Literal["cpu", "disk", "staged", "resident"]  # see `plan`
@@ -43,16 +44,13 @@ class Run:
 
 @dataclass
 class Batch:
-    """Runs that one call can step."""
+    """Runs that one call can step, and that step of theirs."""
 
-    group: int
-    fresh: bool
-    scalars: Scalars  # as every call of this step gets them
-    after: Scalars  # as they are when the step is done
-    runs: list[Run]
+    step: GroupStep
+    runs: list[Run] = field(default_factory=list)
 
     def spans(self) -> list[tuple[int, int]]:
-        """The elements of the runs, neighbours as one."""
+        """The elements of the runs as ranges; adjoining runs are one range."""
         found: list[tuple[int, int]] = []
         for run in self.runs:
             if found and found[-1][1] == run.start:
@@ -75,8 +73,8 @@ class Runs:
         self._runs = [Run(run.start, run.stop, run.group) for run in self.given]
         self._cells: dict[tuple[int, int, int], tuple[object, list[Cell]]] = {}
 
-    def batches(self, absent: Iterable[tuple[int, int]], rule: Rule) -> list[Batch]:
-        """Group the runs outside the `absent` ranges: those that agree form a batch."""
+    def batches(self, absent: Iterable[tuple[int, int]], rule: Rule, groups: Sequence[Settings]) -> list[Batch]:
+        """Group the runs outside the `absent` ranges: those that agree form a batch. `groups`: the settings of all."""
         holes = list(absent)
         for start, stop in holes:
             self._cut(start)
@@ -90,8 +88,7 @@ class Runs:
                 keys[id(run.scalars)] = _key(run.scalars)
             key = (run.group, keys[id(run.scalars)])
             if key not in found:
-                scalars = rule.advance(run.scalars)
-                found[key] = Batch(run.group, run.scalars is None, scalars, scalars, [])
+                found[key] = Batch(GroupStep(rule, groups[run.group], run.scalars))
             found[key].runs.append(run)
         return list(found.values())
 
@@ -99,7 +96,7 @@ class Runs:
         """Keep the scalars that a step has left, for its runs."""
         for batch in batches:
             for run in batch.runs:
-                run.scalars = batch.after
+                run.scalars = batch.step.after
         self._join()
 
     def cells(self, batches: Sequence[Batch], start: int, stop: int, size: int) -> list[Cell]:
@@ -260,7 +257,7 @@ class Chunk:
         raise NotImplementedError
 
     def release(self) -> None:
-        """The lines have been changed."""
+        """Called when the lines have been changed: they may be written back."""
 
     def prefetch(self) -> None:
         """Begin to read the lines."""
@@ -332,7 +329,7 @@ class Block(OptimizerState):
 
     @property
     def stop(self) -> int:
-        """The end of its elements in their shard."""
+        """Where the block's elements end in their shard."""
         return self.start + self.length
 
     @property
@@ -349,6 +346,11 @@ class Block(OptimizerState):
             self.first |= rule.find_state(read_settings(groups[group])).lines
         self.dtypes = {"master": self.dtype, **_state_dtypes(list(self.first), self.dtype, moments)}
 
+    def lay_out(self, count: int, align_bytes: int) -> FlatLayout:
+        """Where `count` elements of every line lie in a piece of memory, counted in bytes."""
+        lines = [torch.empty(count, dtype=dtype, device="meta") for dtype in self.dtypes.values()]
+        return FlatLayout(lines, torch.uint8, align_bytes=align_bytes, contiguous=True)
+
     # State
 
     def names(self) -> list[str]:
@@ -362,10 +364,8 @@ class Block(OptimizerState):
             found = make_buffer((stop - start) * dtype.itemsize).view(dtype)  # direct I/O needs no copy there
         else:
             found = torch.empty(stop - start, dtype=dtype)
-        spans = list(self._overlaps(start, stop))
-        reads = [
-            c.read(name, low - c.start, high - c.start, found[low - start : high - start]) for c, low, high in spans
-        ]
+        spans = list(_overlaps(self.chunks, start, stop))
+        reads = [c.read(name, low, high, found[c.start + low - start :][: high - low]) for c, low, high in spans]
         for handle in reads:
             handle.wait()
         return found.to(self.dtype)
@@ -389,20 +389,24 @@ class Block(OptimizerState):
             raise ValueError(f"got the state {sorted(scalars)}: expected lines {self.names()} and {sorted(known)}")
         for name, value in lines.items():
             line = value.detach().flatten()
-            for chunk, low, high in self._overlaps(start, stop):
-                chunk.write(name, low - chunk.start, line[low - start : high - start])
+            for chunk, low, high in _overlaps(self.chunks, start, stop):
+                chunk.write(name, low, line[chunk.start + low - start :][: high - low])
         if start < stop and (scalars or (not known and set(lines) - {"master"})):
             self.steps.set_scalars(start, stop, self.rule.read_scalars(scalars))
 
     def reset(self, *, start: int = 0, stop: int | None = None) -> None:
         self.steps.set_scalars(start, self._end(start, stop), None)
 
-    def _overlaps(self, start: int, stop: int) -> Iterator[tuple[Chunk, int, int]]:
-        """The chunks that have elements within [start, stop), and which."""
-        for chunk in self.chunks:
-            low, high = max(start, chunk.start), min(stop, chunk.stop)
-            if low < high:
-                yield chunk, low, high
+
+_P = TypeVar("_P", Chunk, Block)
+
+
+def _overlaps(parts: Iterable[_P], start: int, stop: int) -> Iterator[tuple[_P, int, int]]:
+    """The parts that have elements within [start, stop), and which of their own these are."""
+    for part in parts:
+        low, high = max(start, part.start), min(stop, part.stop)
+        if low < high:
+            yield part, low - part.start, high - part.start
 
 
 def _state_dtypes(names: Sequence[str], master: torch.dtype, moments: torch.dtype) -> dict[str, torch.dtype]:
@@ -443,12 +447,12 @@ class Shard(OptimizerState):
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         stop = self._end(start, stop)
         self._check_name(name)
-        found = [block.read(name, low, high) for block, low, high in self._overlaps(start, stop)]
+        found = [block.read(name, low, high) for block, low, high in _overlaps(self.blocks, start, stop)]
         return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0, dtype=torch.float32)
 
     def scalars(self, at: int | None = None) -> dict[str, Any] | None:
         at = 0 if at is None else at
-        for block, low, _ in self._overlaps(at, self._end(at, at + 1)):
+        for block, low, _ in _overlaps(self.blocks, at, self._end(at, at + 1)):
             return block.scalars(low)
         return None
 
@@ -457,7 +461,7 @@ class Shard(OptimizerState):
         stop = self._end(start, stop)
         self._check_lines(values, start, stop)
         names = self.names()
-        for block, low, high in self._overlaps(start, stop):
+        for block, low, high in _overlaps(self.blocks, start, stop):
             at = block.start + low - start
             mine = {k: v.flatten()[at : at + high - low] if k in names else v for k, v in values.items()}
             block.load(mine, start=low, stop=high)
@@ -465,12 +469,5 @@ class Shard(OptimizerState):
             self.compute.detach()[start:stop].copy_(values["master"].flatten())
 
     def reset(self, *, start: int = 0, stop: int | None = None) -> None:
-        for block, low, high in self._overlaps(start, self._end(start, stop)):
+        for block, low, high in _overlaps(self.blocks, start, self._end(start, stop)):
             block.reset(start=low, stop=high)
-
-    def _overlaps(self, start: int, stop: int) -> Iterator[tuple[Block, int, int]]:
-        """The blocks that have elements within [start, stop), and which of their own."""
-        for block in self.blocks:
-            low, high = max(start, block.start), min(stop, block.stop)
-            if low < high:
-                yield block, low - block.start, high - block.start

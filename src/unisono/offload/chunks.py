@@ -7,7 +7,6 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,17 +14,11 @@ from torch import Tensor
 from unisono.background import Handle
 from unisono.offload.blocks import Block, Chunk
 from unisono.offload.disk import Disk, align
+from unisono.offload.requests import ALIGNMENT
 
 CHUNK_ELEMENTS = 4 << 20  # 48 MB for Adam
 CHUNK_BUFFERS = 5
 _READ_AHEAD = 2
-Dtypes = Mapping[str, torch.dtype]
-
-
-class _Field(NamedTuple):
-    offset: int  # bytes
-    nbytes: int
-    dtype: torch.dtype
 
 
 class DiskChunk(Chunk):
@@ -33,18 +26,18 @@ class DiskChunk(Chunk):
 
     def __init__(self, block: Block, start: int, stop: int, buffers: ChunkBuffers) -> None:
         super().__init__(start, stop)
-        self.fields, nbytes = _layout(block.dtypes, stop - start)
-        self.region, self.first = buffers.disk.place(nbytes), block.first
+        self._layout, self._dtypes = block.lay_out(stop - start, ALIGNMENT), block.dtypes
+        self.region, self.first = buffers.disk.place(self._layout.numel), block.first
         self.empty = True
         self.following: DiskChunk | None = None  # of the same block
         self._buffers = buffers
 
     def lines(self, memory: Tensor) -> dict[str, Tensor]:
         """The lines in a buffer that holds this chunk."""
-        return {name: memory[f.offset : f.offset + f.nbytes].view(f.dtype) for name, f in self.fields.items()}
+        return dict(zip(self._dtypes, self._layout.views(memory), strict=True))
 
     def fill(self, memory: Tensor) -> None:
-        """Write what an empty chunk holds."""
+        """Fill a buffer with the first values of a chunk that was never written."""
         memory.zero_()
         for name, line in self.lines(memory).items():
             line.fill_(self.first.get(name, 0.0))
@@ -67,8 +60,8 @@ class DiskChunk(Chunk):
             return Handle.of(into.fill_(self.first.get(name, 0.0)))
         if buffer is not None and buffer.reading is None:
             return Handle.of(into.copy_(self.lines(buffer.memory)[name][low:high]))
-        where = self.fields[name]
-        return self._buffers.disk.read(self.region.slice(where.offset + low * where.dtype.itemsize, into.nbytes), into)
+        begin = self._layout.starts[list(self._dtypes).index(name)] + low * self._dtypes[name].itemsize
+        return self._buffers.disk.read(self.region.slice(begin, into.nbytes), into)
 
     def write(self, name: str, low: int, values: Tensor) -> None:
         line = self.lines(self._buffers.open(self))[name]
@@ -260,20 +253,12 @@ def place_on_disk(block: Block, buffers: ChunkBuffers, chunk_elements: int) -> N
 
 
 def bytes_on_disk(block: Block, chunk_elements: int) -> int:
-    """What a block takes there."""
+    """Bytes that a block takes on disk."""
     spans = _spans(block.length, chunk_elements)
-    return sum(align(_layout(block.dtypes, stop - start)[1]) for start, stop in spans)
+    return sum(block.lay_out(stop - start, ALIGNMENT).numel for start, stop in spans)
 
 
 def _spans(length: int, elements: int) -> Iterator[tuple[int, int]]:
     """Chunks end on a border that no fused kernel's vectors cross, so that they step like the whole."""
     size = max(1, -(-elements // 1024)) * 1024
     return ((start, min(length, start + size)) for start in range(0, length, size))
-
-
-def _layout(dtypes: Dtypes, n: int) -> tuple[dict[str, _Field], int]:
-    fields, offset = {}, 0
-    for name, dtype in dtypes.items():
-        fields[name] = _Field(offset, n * dtype.itemsize, dtype)
-        offset += align(n * dtype.itemsize)
-    return fields, offset

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from unisono.background import Handle
-from unisono.offload.blocks import Batch, Block, Chunk
+from unisono.buckets import FlatLayout
+from unisono.offload.blocks import Block, Chunk
 from unisono.offload.fused import Rounding, round_bits
 from unisono.offload.optimizers import Rule, make_rule
 from unisono.offload.stepper import StepSettings
-from unisono.offload.streams import Mark, Slab, Streams
+from unisono.offload.streams import LINE_BYTES, Mark, Slab, Streams
 
 STAGING_BUFFERS = 3  # one is loaded, one stepped, one stored
 _SEED = 1
@@ -34,10 +35,12 @@ class DeviceChunk(Chunk):
 
     def __init__(self, block: Block, turn: int, store: Tensor, work: Tensor, on_write: Callable[[], None]) -> None:
         super().__init__(0, block.length)
-        nbytes = _count_bytes(block)
+        layout = _lay_out(block)
         self.turn = turn  # among the staged blocks
-        self.store, self.work = store[:nbytes], work[:nbytes]
-        self._store_lines, self._work_lines = _view_lines(block, self.store), _view_lines(block, self.work)
+        self.store, self.work = store[: layout.numel], work[: layout.numel]
+        self._store_lines, self._work_lines = (
+            dict(zip(block.dtypes, layout.views(memory), strict=True)) for memory in (self.store, self.work)
+        )
         self._on_write = on_write
 
     def open(self) -> Mapping[str, Tensor]:
@@ -51,17 +54,9 @@ class DeviceChunk(Chunk):
         self._store_lines[name][low : low + values.numel()].copy_(values)
 
 
-def _count_bytes(block: Block) -> int:
-    return sum(Slab.bytes_for(block.length, dtype) for dtype in block.dtypes.values())
-
-
-def _view_lines(block: Block, memory: Tensor) -> dict[str, Tensor]:
-    """The lines of a block in its memory: the master, then the optimizer's state."""
-    found, at = {}, 0
-    for name, dtype in block.dtypes.items():
-        found[name] = memory[at : at + block.length * dtype.itemsize].view(dtype)
-        at += Slab.bytes_for(block.length, dtype)
-    return found
+def _lay_out(block: Block) -> FlatLayout:
+    """Where the lines of a block lie in its memory: the master, then the optimizer's state."""
+    return block.lay_out(block.length, LINE_BYTES)
 
 
 class Kernel:
@@ -100,28 +95,17 @@ class Kernel:
         for name in narrow:
             lines[name] = self._line(name, block.length, block.dtype).copy_(held[name])
         gradient = self._multiply(gradient, block, scale)
-        batches = block.steps.batches(absent, self._rule)
+        batches = block.steps.batches(absent, self._rule, now.groups)
         for batch in batches:
-            self._step(batch, lines, gradient, now)
+            spans = batch.spans()
+            values, grads = ([x[a:b] for a, b in spans] for x in (lines["master"], gradient))
+            batch.step.step(values, grads, [[lines[name][a:b] for a, b in spans] for name in batch.step.lines])
         block.steps.advance(batches)
         for stream, name in enumerate(narrow):
             place = self._rounding.find_place(now.step, block.index, stream)
             round_bits(lines[name].view(torch.int32), self._rounding.table, place)
             held[name].copy_(lines[name])
         target.copy_(lines["master"])
-
-    def _step(self, batch: Batch, lines: Mapping[str, Tensor], gradient: Tensor, now: StepSettings) -> None:
-        group = now.groups[batch.group]
-        spans = batch.spans()
-        first = self._rule.find_state(group).lines
-        mine = {name: [lines[name][a:b] for a, b in spans] for name in first}
-        if batch.fresh:
-            for name, value in first.items():
-                for line in mine[name]:
-                    line.fill_(value)
-        params = [lines["master"][a:b] for a, b in spans]
-        grads = [gradient[a:b] for a, b in spans]
-        batch.after = self._rule.apply(group, batch.scalars, batch.fresh, params, grads, mine)
 
     def _multiply(self, gradient: Tensor, block: Block, scale: Scale) -> Tensor:
         """Return the gradient to step with, in memory of our own unless it can be used as it is."""
@@ -153,9 +137,9 @@ class DeviceStepper:
         for index, block in enumerate(blocks):
             block.prepare(index, rule, optimizer.param_groups, moments)
         staged = [block for block in blocks if block.home == "staged"]
-        most = max((_count_bytes(block) for block in staged), default=0)
+        most = max((_lay_out(block).numel for block in staged), default=0)
         self._buffers = [self._make_memory(most) for _ in range(min(buffers, len(staged)))]
-        self.slab = Slab(sum(_count_bytes(block) for block in staged), pinned=device.type == "cuda")
+        self.slab = Slab(sum(_lay_out(block).numel for block in staged), pinned=device.type == "cuda")
         self._chunks: dict[Block, DeviceChunk] = {}
         self._staged: list[DeviceChunk] = []  # in their turns
         self._resident: list[DeviceChunk] = []
@@ -168,7 +152,7 @@ class DeviceStepper:
 
     def _place(self, block: Block) -> None:
         """Give a block its memory."""
-        nbytes = _count_bytes(block)
+        nbytes = _lay_out(block).numel
         if block.home == "staged":
             turn = len(self._staged)
             store = self.slab.take_line(nbytes, torch.uint8)
@@ -240,7 +224,7 @@ class DeviceStepper:
         )
 
     def _forget_loaded(self) -> None:
-        """Load again what was loaded ahead: it is out of date."""
+        """Drop what was loaded ahead, since it is out of date: it is loaded again."""
         self.wait()
         self._loaded.clear()
 

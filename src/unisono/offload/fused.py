@@ -61,7 +61,7 @@ def step_tiles(
                 g.copy_(gradient[at:end])
                 if scale != 1.0:
                     g.mul_(scale)
-            state: list[Tensor] = []
+            state: list[list[Tensor]] = []
             for i in range(len(lines)):
                 line = lines[i][at:end]
                 if line.dtype != p.dtype:
@@ -69,13 +69,13 @@ def step_tiles(
                     line.copy_(lines[i][at:end])
                 if fresh:
                     line.fill_(first[i])
-                state.append(line)
+                state.append([line])
             held[0] = p
-            call_kernel(kind, numbers, flags, step, fresh, held, g, state)
+            call_kernel(kind, numbers, flags, [step], fresh, held, [g], state)
             for i in range(len(lines)):
                 if lines[i].dtype != p.dtype:
                     round_bits(bits[i][:size], table, places[i] + at)
-                    lines[i][at:end].copy_(state[i])
+                    lines[i][at:end].copy_(state[i][0])
             if out is not None:
                 out[at:end].copy_(p)
             done += size
@@ -87,32 +87,37 @@ def call_kernel(
     kind: int,
     numbers: list[float],
     flags: list[bool],
-    step: Tensor,
+    steps: list[Tensor],
     fresh: bool,
-    held: list[Tensor],
-    g: Tensor,
-    state: list[Tensor],
+    values: list[Tensor],
+    grads: list[Tensor],
+    state: list[list[Tensor]],
 ) -> None:
-    """One call of a fused kernel on the values in `held`; the other arguments are those of `step_tiles`."""
+    """One call of a fused kernel on tensors that are stepped alike.
+
+    steps: for each tensor, how many steps it has taken after this one. state: a list of tensors for each line. The
+    other arguments are those of `step_tiles`.
+    """
     lr, decay, maximize = numbers[0], numbers[1], flags[0]
     if kind == 0:  # beta1, beta2, eps; amsgrad
         torch._fused_adam_(
-            held, [g], state[0:1], state[1:2], state[2:3], [step], lr=lr, beta1=numbers[2], beta2=numbers[3],
-            weight_decay=decay, eps=numbers[4], amsgrad=flags[1], maximize=maximize,
+            values, grads, state[0], state[1], state[2] if flags[1] else [], steps, lr=lr, beta1=numbers[2],
+            beta2=numbers[3], weight_decay=decay, eps=numbers[4], amsgrad=flags[1], maximize=maximize,
         )  # fmt: skip
     elif kind == 1:
         torch._fused_adamw_(
-            held, [g], state[0:1], state[1:2], state[2:3], [step], lr=lr, beta1=numbers[2], beta2=numbers[3],
-            weight_decay=decay, eps=numbers[4], amsgrad=flags[1], maximize=maximize,
+            values, grads, state[0], state[1], state[2] if flags[1] else [], steps, lr=lr, beta1=numbers[2],
+            beta2=numbers[3], weight_decay=decay, eps=numbers[4], amsgrad=flags[1], maximize=maximize,
         )  # fmt: skip
     elif kind == 2:  # momentum, dampening; nesterov
         torch._fused_sgd_(
-            held, [g], state, weight_decay=decay, momentum=numbers[2], lr=lr, dampening=numbers[3], nesterov=flags[1],
-            maximize=maximize, is_first_step=fresh and len(state) > 0,
+            values, grads, state[0] if len(state) > 0 else [], weight_decay=decay, momentum=numbers[2], lr=lr,
+            dampening=numbers[3], nesterov=flags[1], maximize=maximize, is_first_step=fresh and len(state) > 0,
         )  # fmt: skip
     else:  # decay of the learning rate, eps
         torch._fused_adagrad_(
-            held, [g], state, [step], lr=lr, lr_decay=numbers[2], weight_decay=decay, eps=numbers[3], maximize=maximize
+            values, grads, state[0], steps, lr=lr, lr_decay=numbers[2], weight_decay=decay, eps=numbers[3],
+            maximize=maximize,
         )  # fmt: skip
 
 

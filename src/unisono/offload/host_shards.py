@@ -17,7 +17,7 @@ from unisono.offload.stepper import Stepper, StepSettings
 
 
 class _Update(NamedTuple):
-    """One step, and what of it is still to be done."""
+    """One step: its settings, and the gradients that are still to be applied."""
 
     settings: StepSettings
     gradients: dict[int, Tensor]
@@ -98,7 +98,7 @@ class HostShards:
             self._go_on()
 
     def wait(self, u: int) -> None:
-        """Nothing is ever under way."""
+        """No-op: `step` returns when everything has been stepped."""
 
     def values(self, u: int) -> Tensor:
         """The values of unit `u`, on the host, in the dtype that computes."""

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unisono.offload.fused import ADAGRAD, ADAM, ADAMW, SGD
+from unisono.offload.fused import ADAGRAD, ADAM, ADAMW, SGD, call_kernel
 
 Settings = Mapping[str, Any]  # one param group without its parameters
 Scalars = Mapping[str, Any]  # what the optimizer keeps once for a parameter, such as "step"
 Lines = Mapping[str, list[Tensor]]  # by name, a tensor for each piece
 
-_REFUSED = {
+WHOLE = {  # torch's optimizers that cannot step a part of a parameter, and why
     "LBFGS": "it calls a closure several times and looks at all parameters together",
     "SparseAdam": "it needs sparse gradients",
     "Muon": "it orthogonalises whole matrices",
@@ -44,7 +44,7 @@ class KernelCall(NamedTuple):
 
 
 class Rule(ABC):
-    """What an optimizer keeps, and how it steps."""
+    """The state that an optimizer keeps for a parameter, and how it steps a piece of one."""
 
     has_kernel = False  # a fused one on the CPU: see `find_kernel`
 
@@ -71,25 +71,56 @@ class Rule(ABC):
     def apply(
         self, group: Settings, scalars: Scalars, fresh: bool, params: list[Tensor], grads: list[Tensor], lines: Lines
     ) -> Scalars:
-        """Step pieces in place, all of them in one call; returns the scalars after it.
-
-        `fresh` pieces have no state yet, and lines that hold the first values.
-
-        >>> adamw = torch.optim.AdamW([torch.zeros(1)], lr=0.5, weight_decay=0.0)
-        >>> rule, x, m, v = make_rule(adamw), torch.zeros(2), torch.zeros(2), torch.zeros(2)
-        >>> settings, lines = adamw.param_groups[0], {"exp_avg": [m], "exp_avg_sq": [v]}
-        >>> _ = rule.apply(settings, rule.advance(None), True, [x], [torch.ones(2)], lines)
-        >>> [round(value, 6) for value in x.tolist()]
-        [-0.5, -0.5]
-        """
+        """Step pieces in place without a fused kernel, all of them in one call; returns the scalars after it."""
         raise NotImplementedError
 
 
-class _FusedRule(Rule):
+class GroupStep:
+    """One step of elements that belong to one param group and have been stepped equally often.
+
+    lines: the state that is kept for each element, with its first values. scalars: what is kept once for a parameter,
+    as every call of this step gets it; `after`: as it is when the step is done.
+
+    >>> adamw = torch.optim.AdamW([torch.zeros(1)], lr=0.5, weight_decay=0.0)
+    >>> step = GroupStep(make_rule(adamw), adamw.param_groups[0], None)
+    >>> x, m, v = torch.zeros(2), torch.zeros(2), torch.zeros(2)
+    >>> step.step([x], [torch.ones(2)], [[m], [v]])
+    >>> [round(value, 6) for value in x.tolist()]
+    [-0.5, -0.5]
+    """
+
+    def __init__(self, rule: Rule, settings: Settings, before: Scalars | None) -> None:
+        """`before`: the scalars so far; None before the first step."""
+        self.settings, self.is_fresh = settings, before is None
+        self.lines = rule.find_state(settings).lines
+        self.scalars = self.after = rule.advance(before)
+        self.kernel = rule.find_kernel(settings) if rule.has_kernel else None
+        self._rule = rule
+
+    def step(self, params: list[Tensor], grads: list[Tensor], state: Sequence[list[Tensor]]) -> None:
+        """Step tensors in place, all of them in one call. `state`: for each of `lines`, a tensor for each of `params`;
+        before the first step they may hold anything."""
+        if self.is_fresh:
+            for tensors, first in zip(state, self.lines.values(), strict=True):
+                for x in tensors:
+                    x.fill_(first)
+        if self.kernel is None:
+            lines = dict(zip(self.lines, state, strict=True))
+            self.after = self._rule.apply(self.settings, self.scalars, self.is_fresh, params, grads, lines)
+            return
+        count: Tensor | None = self.scalars.get("step")
+        if count is not None and params[0].is_cuda:
+            # The kernel reads the count on the device. It is written by a kernel: a copy would wait for the host.
+            count = torch.full((), float(count), dtype=torch.float32, device=params[0].device)
+        steps = [] if count is None else [count] * len(params)
+        call_kernel(*self.kernel, steps, self.is_fresh, params, grads, list(state))
+
+
+class _CountingRule(Rule):
+    """A fused kernel that is given the count of steps."""
+
     has_kernel = True
 
-
-class _CountingRule(_FusedRule):
     def advance(self, scalars: Scalars | None) -> Scalars:
         return {"step": torch.tensor(0.0 if scalars is None else float(scalars["step"]), dtype=torch.float32).add_(1)}
 
@@ -109,28 +140,11 @@ class FusedAdam(_CountingRule):
         numbers = _floats(group["lr"], group["weight_decay"], *group["betas"], group["eps"])
         return KernelCall(kind, numbers, [group["maximize"], group["amsgrad"]])
 
-    def apply(
-        self, group: Settings, scalars: Scalars, fresh: bool, params: list[Tensor], grads: list[Tensor], lines: Lines
-    ) -> Scalars:
-        fused: Any = torch._fused_adamw_ if group.get("decoupled_weight_decay") else torch._fused_adam_
-        # The kernel reads the count of steps on the device; it is written by a kernel, a copy would wait for the host.
-        step = torch.full((), float(scalars["step"]), dtype=torch.float32, device=params[0].device)
-        fused(
-            *(params, grads, lines["exp_avg"], lines["exp_avg_sq"], lines.get("max_exp_avg_sq", [])),
-            [step] * len(params),
-            lr=float(group["lr"]),
-            beta1=float(group["betas"][0]),
-            beta2=float(group["betas"][1]),
-            weight_decay=float(group["weight_decay"]),
-            eps=float(group["eps"]),
-            amsgrad=group["amsgrad"],
-            maximize=group["maximize"],
-        )
-        return scalars
 
-
-class FusedSGD(_FusedRule):
+class FusedSGD(Rule):
     """SGD; its momentum begins as the first gradient."""
+
+    has_kernel = True
 
     def find_state(self, group: Settings) -> StateSpec:
         return StateSpec({"momentum_buffer": 0.0} if group["momentum"] else {}, ())
@@ -138,23 +152,6 @@ class FusedSGD(_FusedRule):
     def find_kernel(self, group: Settings) -> KernelCall:
         numbers = _floats(group["lr"], group["weight_decay"], group["momentum"], group["dampening"])
         return KernelCall(SGD, numbers, [group["maximize"], group["nesterov"]])
-
-    def apply(
-        self, group: Settings, scalars: Scalars, fresh: bool, params: list[Tensor], grads: list[Tensor], lines: Lines
-    ) -> Scalars:
-        torch._fused_sgd_(
-            params,
-            grads,
-            lines.get("momentum_buffer", []),
-            weight_decay=float(group["weight_decay"]),
-            momentum=float(group["momentum"]),
-            lr=float(group["lr"]),
-            dampening=float(group["dampening"]),
-            nesterov=group["nesterov"],
-            maximize=group["maximize"],
-            is_first_step=fresh and group["momentum"] != 0,
-        )
-        return scalars
 
 
 class FusedAdagrad(_CountingRule):
@@ -235,7 +232,7 @@ class OwnRule(Rule):
         return vars(twin)
 
 
-_FUSED: dict[type[torch.optim.Optimizer], tuple[type[_FusedRule], tuple[str, ...]]] = {
+_FUSED: dict[type[torch.optim.Optimizer], tuple[type[Rule], tuple[str, ...]]] = {
     torch.optim.Adam: (FusedAdam, ("_fused_adam_", "_fused_adamw_")),
     torch.optim.AdamW: (FusedAdam, ("_fused_adam_", "_fused_adamw_")),
     torch.optim.SGD: (FusedSGD, ("_fused_sgd_",)),
@@ -253,9 +250,8 @@ def make_rule(optimizer: torch.optim.Optimizer) -> Rule:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"got {type(optimizer).__name__}: expected a torch.optim.Optimizer")
     name = type(optimizer).__name__
-    for base in type(optimizer).__mro__:
-        if base.__name__ in _REFUSED and base.__module__.startswith("torch."):
-            raise _make_refusal(name, _REFUSED[base.__name__])
+    if reason := find_need_of_whole(optimizer):
+        raise _make_refusal(name, reason)
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(f"{name}(differentiable=True) keeps a graph of its steps: set differentiable=False")
     rule, kernels = _FUSED.get(type(optimizer), (None, ()))
@@ -265,6 +261,12 @@ def make_rule(optimizer: torch.optim.Optimizer) -> Rule:
     for group in optimizer.param_groups:
         own.find_state(read_settings(group))
     return own
+
+
+def find_need_of_whole(optimizer: torch.optim.Optimizer) -> str:
+    """Why an optimizer of torch's, or one derived from it, cannot step a part of a parameter; "" if it can."""
+    bases = [base.__name__ for base in type(optimizer).__mro__ if base.__module__.startswith("torch.")]
+    return next((WHOLE[name] for name in bases if name in WHOLE), "")
 
 
 def read_settings(group: Mapping[str, Any]) -> Settings:
@@ -320,13 +322,8 @@ def _run_steps(rule: OwnRule, group: Settings, start: Tensor, grads: Sequence[Te
         if _find_numbers(after) != before or _find_numbers(after["param_groups"][0]) != _find_numbers(group):
             raise _make_refusal(rule._class.__name__, "it changes its own settings as it steps")
     lines = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == leaf.shape}
-    return leaf.detach(), StateSpec(
-        {k: _first_value(opening.get(k)) for k in lines}, tuple(k for k in state if k not in lines)
-    )
-
-
-def _first_value(line: Tensor | None) -> float:
-    return 0.0 if line is None else float(line.flatten()[0])
+    first = {k: 0.0 if opening.get(k) is None else float(opening[k].flatten()[0]) for k in lines}
+    return leaf.detach(), StateSpec(first, tuple(k for k in state if k not in lines))
 
 
 def _find_numbers(attributes: Mapping[str, Any]) -> dict[str, Any]:

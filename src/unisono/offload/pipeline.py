@@ -37,7 +37,7 @@ __all__ = ["HostStreams", "Pipeline", "Run", "Shard", "clip_ranges"]
 
 
 class _ReachedMark:
-    """A mark that is reached."""
+    """A mark that has been reached from the start: work on the CPU is done at once."""
 
     def hold(self) -> None: ...
 
@@ -153,7 +153,6 @@ class Pipeline:
         self._shards = list(shards)
         self._make_blocks(spans, moments, buffers)
         self._transits = self._make_transits(gradients)
-        self._square = torch.zeros((), dtype=torch.float64, device=device)
         self._arrived: dict[int, Mark] = {}
         self._count = 0
         self._update: _Update | None = None
@@ -241,8 +240,6 @@ class Pipeline:
         if (former := self._arrived.pop(u, None)) is not None:
             former.wait()
         with torch.no_grad():
-            wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-            self._square += torch.linalg.vector_norm(gradient, dtype=wide).double().square_()
             gradient = gradient.detach().to(transit.sent[side].dtype)
             transit.kept[side].copy_(gradient[transit.border :])
         mark = self.streams.now()
@@ -252,10 +249,6 @@ class Pipeline:
             mark = self._down.run(lambda: sent.copy_(gradient[: transit.border], non_blocking=True), after=[mark])
         self._arrived[u] = mark
         return mark
-
-    def squared_norm(self) -> Tensor:
-        """The sum of squares of all gradients offered since the last step, on the device."""
-        return self._square.clone()
 
     def step(
         self, scale: Scale = 1.0, absent: Mapping[int, Ranges] | None = None, *, delay: bool | None = None
@@ -285,7 +278,6 @@ class Pipeline:
         )
         self._update, self._arrived = update, {}
         self._count += 1
-        self._square.zero_()
         self._lane.submit(lambda: self._step_host(update))
         if self._device is not None:
             self._step_device(update, self._device)

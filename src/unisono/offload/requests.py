@@ -133,7 +133,10 @@ class Requests:
                 self._since = time.perf_counter()
             self._under_way += 1
             if not self._threads:
-                self._start_threads()
+                names = [f"unisono-disk-{i}" for i in range(self._wanted)]
+                self._threads = [threading.Thread(target=self._serve, name=name, daemon=True) for name in names]
+                for thread in self._threads:
+                    thread.start()
             self._signal.notify(len(requests))
         return Handle(transfer.result, transfer.finished.is_set)
 
@@ -166,12 +169,6 @@ class Requests:
         """Where a transfer is cut: on borders in the file, so that no two requests share a block."""
         size, nbytes = self.request_bytes, transfer.memory.nbytes
         return [0, *range(size - transfer.start % ALIGNMENT, nbytes, size), nbytes]
-
-    def _start_threads(self) -> None:
-        for i in range(self._wanted):
-            self._threads.append(threading.Thread(target=self._serve, name=f"unisono-disk-{i}", daemon=True))
-        for thread in self._threads:
-            thread.start()
 
     def _serve(self) -> None:
         while True:

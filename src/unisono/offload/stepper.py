@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -21,7 +21,7 @@ from unisono.offload.blocks import IDLE, Batch, Block, Cell, Chunk, MemoryChunk,
 from unisono.offload.chunks import CHUNK_ELEMENTS, ChunkBuffers, bytes_on_disk, place_on_disk
 from unisono.offload.disk import Disk
 from unisono.offload.fused import Rounding, compile_step_tiles, round_bits, step_tiles
-from unisono.offload.optimizers import Rule, Settings, StateSpec, make_rule, read_settings
+from unisono.offload.optimizers import GroupStep, Rule, Settings, make_rule, read_settings
 
 __all__ = ["Block", "Run", "StepSettings", "Stepper", "disk_bytes"]
 
@@ -33,10 +33,9 @@ _OWN_CELL = 1 << 18  # for an optimizer without a fused kernel, which steps a ce
 
 
 class StepSettings(NamedTuple):
-    """The settings of all param groups for one step, what each keeps under them, and the step's number."""
+    """The settings of all param groups for one step, and the step's number."""
 
     groups: list[Settings]
-    states: list[StateSpec]
     step: int
 
 
@@ -103,10 +102,9 @@ class Stepper:
 
     def begin(self) -> StepSettings:
         """Begin a step: the groups' settings as they are now hold for it, whatever a scheduler changes meanwhile."""
-        groups = [read_settings(group) for group in self.optimizer.param_groups]
         self.steps += 1
-        self._settings = settings = StepSettings(groups, [self._rule.find_state(group) for group in groups], self.steps)
-        return settings
+        self._settings = StepSettings([read_settings(group) for group in self.optimizer.param_groups], self.steps)
+        return self._settings
 
     def step(
         self,
@@ -148,7 +146,7 @@ class Stepper:
             _check_line("gradient", gradient, block.length)
             if out is not None:
                 _check_line("out", out, block.length)
-            batches = block.steps.batches(absent, self._rule)
+            batches = block.steps.batches(absent, self._rule, settings.groups)
             self._check_state(block, settings)
             begin = partial(self._begin_chunk, block, batches, settings, gradient, out, float(scale))
             if block.home == "cpu":
@@ -156,7 +154,7 @@ class Stepper:
             assert self.buffers is not None
             self.buffers.check()
             for number in range(self._unfinished.get(index, 0), len(block.chunks)):
-                begin(block.chunks[number]).wait()
+                begin(block.chunks[number])()
                 self._unfinished[index] = number + 1
                 block.chunks[number].release()
             self._unfinished.pop(index, None)
@@ -172,7 +170,7 @@ class Stepper:
         out: Tensor | None,
         scale: float,
         chunk: Chunk,
-    ) -> _Countdown:
+    ) -> Callable[[], None]:
         start, stop = chunk.start, chunk.stop
         cells = block.steps.cells(batches, start, stop, self._workers.choose_cell(stop - start, self._rule))
         lines, places = chunk.open(), dict.fromkeys(block.first, 0)
@@ -183,13 +181,13 @@ class Stepper:
         mine, into = gradient[start:stop], None if out is None else out[start:stop]
         make = _make_fused_step if self._rule.has_kernel else _make_own_step
         steps = {
-            i: make(self._rule, settings, batch, lines, mine, into, scale, self._rounding.table, places)
+            i: make(batch.step, lines, mine, into, scale, self._rounding.table, places)
             for i, batch in enumerate(batches)
         }
         return self._workers.start({**steps, IDLE: partial(_copy_out, lines["master"], into)}, cells)
 
-    def _finish(self, block: Block, batches: Sequence[Batch], running: _Countdown) -> None:
-        running.wait()
+    def _finish(self, block: Block, batches: Sequence[Batch], wait: Callable[[], None]) -> None:
+        wait()
         with self._lock:
             block.steps.advance(batches)
 
@@ -206,13 +204,13 @@ class Stepper:
                 self.buffers.flush()
 
     def close(self) -> None:
-        """End the threads. The disk stays open: it is its owner's."""
+        """End the threads. The disk stays open: whoever made it closes it."""
         self._workers.close()
 
     def _check_state(self, block: Block, settings: StepSettings) -> None:
         """Refuse settings that need state which the block has no lines for."""
         for group in block.steps.groups(0, block.length):
-            missing = set(settings.states[group].lines) - set(block.first)
+            missing = set(self._rule.find_state(settings.groups[group]).lines) - set(block.first)
             if missing:
                 raise ValueError(
                     f"group {group} of {type(self.optimizer).__name__} now needs {sorted(missing)}, which it did not "
@@ -255,12 +253,12 @@ StepSpans = Callable[["_Worker", Spans], None]
 
 
 def _make_fused_step(
-    rule: Rule, settings: StepSettings, batch: Batch, lines: Mapping[str, Tensor], gradient: Tensor,
-    out: Tensor | None, scale: float, table: Tensor, places: Mapping[str, int],
+    now: GroupStep, lines: Mapping[str, Tensor], gradient: Tensor, out: Tensor | None, scale: float, table: Tensor,
+    places: Mapping[str, int],
 ) -> StepSpans:  # fmt: skip
-    kept, master = settings.states[batch.group].lines, lines["master"]
-    count = batch.scalars.get("step", master)
-    head = (*rule.find_kernel(settings.groups[batch.group]), count, batch.fresh, list(kept.values()))
+    assert now.kernel is not None
+    kept, master = now.lines, lines["master"]
+    head = (*now.kernel, now.scalars.get("step", master), now.is_fresh, list(kept.values()))
     state = [lines[name] for name in kept]
     narrow = any(line.dtype != master.dtype for line in state)
     begins = [places[name] for name in kept]
@@ -278,11 +276,9 @@ def _make_fused_step(
 
 
 def _make_own_step(
-    rule: Rule, settings: StepSettings, batch: Batch, lines: Mapping[str, Tensor], gradient: Tensor,
-    out: Tensor | None, scale: float, table: Tensor, places: Mapping[str, int],
+    now: GroupStep, lines: Mapping[str, Tensor], gradient: Tensor, out: Tensor | None, scale: float, table: Tensor,
+    places: Mapping[str, int],
 ) -> StepSpans:  # fmt: skip
-    kept, group = settings.states[batch.group].lines, settings.groups[batch.group]
-
     def step(worker: _Worker, spans: Spans) -> None:
         for low, high in zip(spans[::2], spans[1::2], strict=True):
             step_span(worker, low, high)
@@ -290,12 +286,11 @@ def _make_own_step(
     def step_span(worker: _Worker, low: int, high: int) -> None:
         n, master = high - low, lines["master"][low:high]
         grad = worker.scratch(0, n, master.dtype)[:n].copy_(gradient[low:high]).mul_(scale)
-        wide = {name: lines[name][low:high] for name in kept}
+        wide = {name: lines[name][low:high] for name in now.lines}
         narrow = any(line.dtype != master.dtype for line in wide.values())
         if narrow:
             wide = {k: worker.scratch(i + 1, n, master.dtype)[:n].copy_(x) for i, (k, x) in enumerate(wide.items())}
-        pieces = {name: [line] for name, line in wide.items()}
-        batch.after = rule.apply(group, batch.scalars, batch.fresh, [master], [grad], pieces)
+        now.step([master], [grad], [[line] for line in wide.values()])
         if narrow:
             for name, line in wide.items():
                 round_bits(line.view(torch.int32), table, places[name] + low)
@@ -307,7 +302,7 @@ def _make_own_step(
 
 
 def _copy_out(master: Tensor, out: Tensor | None, _worker: _Worker, spans: Spans) -> None:
-    """Elements without a gradient: their values as they are."""
+    """Copy the values of elements without a gradient out as they are."""
     if out is not None:
         for low, high in zip(spans[::2], spans[1::2], strict=True):
             out[low:high].copy_(master[low:high])
@@ -330,30 +325,6 @@ class _Worker:
         if line is None or line.numel() < n:
             line = self._memory[number, dtype] = torch.empty(n, dtype=dtype)
         return line
-
-
-class _Countdown:
-    """Cells that are being stepped."""
-
-    def __init__(self, count: int) -> None:
-        self._left, self._lock, self._ended = count, threading.Lock(), threading.Event()
-        self._error: BaseException | None = None
-        if not count:
-            self._ended.set()
-
-    def end_one(self, error: BaseException | None) -> None:
-        """One more is done, or has failed."""
-        with self._lock:
-            self._left -= 1
-            self._error = self._error or error
-            if not self._left:
-                self._ended.set()
-
-    def wait(self) -> None:
-        """Until all are; raises what went wrong."""
-        self._ended.wait()
-        if self._error is not None:
-            raise self._error
 
 
 class _Workers:
@@ -379,34 +350,38 @@ class _Workers:
         cells = max(1, _CELLS // self._threads) * self._threads
         return -(-length // (cells * _CELL)) * _CELL
 
-    def start(self, steps: Mapping[int, StepSpans], cells: Sequence[Cell]) -> _Countdown:
-        """Step all cells: in the background where there are threads for it, each taking the next that nobody has.
+    def start(self, steps: Mapping[int, StepSpans], cells: Sequence[Cell]) -> Callable[[], None]:
+        """Step all cells: in the background if there are threads, each taking the next cell that no other has taken.
+        Call what is returned to wait until all are stepped: it raises the first error.
 
         steps: by the number of the batch.
         """
-        running = _Countdown(len(cells))
+        if self._pool is not None:
+            return partial(_wait_for, [self._pool.submit(self._run, steps, cell) for cell in cells])
         for cell in cells:
-            if self._pool is None:
-                self._run(steps, cell, running)
-            else:
-                self._pool.submit(self._run, steps, cell, running)
-        return running
+            self._run(steps, cell)
+        return lambda: None
 
-    def _run(self, steps: Mapping[int, StepSpans], cell: Cell, running: _Countdown) -> None:
-        worker, error = self._idle.pop(), None
+    def _run(self, steps: Mapping[int, StepSpans], cell: Cell) -> None:
+        worker = self._idle.pop()
         try:
             with torch.no_grad():
                 for batch, spans in cell.items():
                     steps[batch](worker, spans)
-        except BaseException as raised:  # `wait` raises it
-            error = raised
-        self._idle.append(worker)
-        running.end_one(error)
+        finally:
+            self._idle.append(worker)
 
     def close(self) -> None:
         """End the threads."""
         if self._pool is not None:
             self._pool.shutdown()
+
+
+def _wait_for(running: Sequence[Future[None]]) -> None:
+    errors = [one.exception() for one in running]  # waits for all of them
+    for error in errors:
+        if error is not None:
+            raise error
 
 
 def _make_pool(count: int) -> ThreadPoolExecutor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unisono.offload.requests import make_buffer
 
-_LINE_BYTES = 256  # lines in a slab begin on such a border
+LINE_BYTES = 256  # lines in a slab begin on such a border
 
 
 class Mark(Protocol):
@@ -58,7 +58,7 @@ class Streams(Protocol):
 
 
 class CudaMark:
-    """An event."""
+    """A CUDA event as a mark."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self.device = device
@@ -73,7 +73,7 @@ class CudaMark:
 
 
 class CudaQueue:
-    """A stream."""
+    """A CUDA stream as a queue."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -131,7 +131,7 @@ class Slab:
     @staticmethod
     def bytes_for(n: int, dtype: torch.dtype) -> int:
         """The bytes that a line of `n` elements takes up."""
-        return -(-n * dtype.itemsize // _LINE_BYTES) * _LINE_BYTES
+        return -(-n * dtype.itemsize // LINE_BYTES) * LINE_BYTES
 
     def take_line(self, n: int, dtype: torch.dtype) -> Tensor:
         """A new line of `n` elements, all zero."""

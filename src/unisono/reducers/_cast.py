@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from unisono.buckets import Bucket
-from unisono.reducer import Codec, Reduced, Stages, State, all_reduce_bytes
+from unisono.reducer import Codec, Reduced, Reducer, Stages, State, all_reduce_bytes, staged
 from unisono.world import World
 
 _lines: weakref.WeakKeyDictionary[Bucket, weakref.WeakKeyDictionary[World, dict[torch.dtype, Tensor]]]
 _lines = weakref.WeakKeyDictionary()
 
 
-def cast_stages(dtype: torch.dtype, bucket: Bucket, state: State, world: World) -> Stages:
+def build_cast(dtype: torch.dtype) -> Reducer:
+    """The reducer that casts to `dtype`. Sends an all-reduce of 2 bytes a number."""
+
+    def sends(bucket: Bucket, size: int) -> int:
+        return all_reduce_bytes(bucket.flat.numel() * min(dtype.itemsize, bucket.flat.element_size()), size)
+
+    codec = Codec(
+        encode=lambda x, noise: x.detach().reshape(-1).to(dtype).view(torch.uint8),
+        decode=lambda code, n: code.view(dtype)[:n].to(torch.float32),
+        nbytes=lambda n: n * dtype.itemsize,
+    )
+    return staged(lambda bucket: {}, partial(_stages, dtype), sends=sends, codec=codec)
+
+
+def _stages(dtype: torch.dtype, bucket: Bucket, state: State, world: World) -> Stages:
     """The mean of a bucket in `dtype`; one of 16 bits goes as it is."""
     if bucket.flat.element_size() <= dtype.itemsize:
         handle = world.all_reduce(bucket.flat, "mean", tag=bucket.tag)
@@ -33,20 +48,6 @@ def cast_stages(dtype: torch.dtype, bucket: Bucket, state: State, world: World) 
         return [x.to(dtype).to(x.dtype) for x in given]
 
     return Reduced(bucket.tensors, sent), state
-
-
-def cast_bytes(dtype: torch.dtype, bucket: Bucket, size: int) -> int:
-    """What one rank sends: an all-reduce of 2 bytes a number."""
-    return all_reduce_bytes(bucket.flat.numel() * min(dtype.itemsize, bucket.flat.element_size()), size)
-
-
-def cast_codec(dtype: torch.dtype) -> Codec:
-    """Numbers as the bytes of their 16-bit form."""
-    return Codec(
-        encode=lambda x, noise: x.detach().reshape(-1).to(dtype).view(torch.uint8),
-        decode=lambda code, n: code.view(dtype)[:n].to(torch.float32),
-        nbytes=lambda n: n * dtype.itemsize,
-    )
 
 
 def _find_line(bucket: Bucket, dtype: torch.dtype, world: World) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -20,40 +21,31 @@ class Signs:
     bucket's tensors and n bits, 1 where a number is negative: 4 T + n/8 bytes."""
 
     def __init__(self, bucket: Bucket) -> None:
-        self.starts = bucket.starts
-        self.counts = [x.numel() for x in bucket.tensors]
+        self.layout = bucket.layout
+        self.starts, self.counts = self.layout.starts, self.layout.lengths
         self.n, self.device = bucket.flat.numel(), bucket.device
-        ends = [*self.starts[1:], self.n]
-        self._gaps = [(a + n, b) for a, n, b in zip(self.starts, self.counts, ends, strict=True) if a + n < b]
         if bucket.flat.is_cuda:  # whose each eight numbers are: tensors start at multiples of eight
-            eights = torch.tensor([(b - a) // 8 for a, b in zip(self.starts, ends, strict=True)])
-            whose = torch.repeat_interleave(torch.arange(len(ends), dtype=torch.int32), eights)
+            eights = torch.tensor([(b - a) // 8 for a, b in pairwise([*self.starts, self.n])])
+            whose = torch.repeat_interleave(torch.arange(len(eights), dtype=torch.int32), eights)
             self._whose = whose.to(self.device)
 
     def nbytes(self, n: int) -> int:
         """Bytes of a message of n numbers, a multiple of 8."""
         return 4 * len(self.starts) + n // 8
 
-    def find_tensors(self, lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
-        """Where tensors lie in numbers lo..hi: (from, to, which), counted from lo; padding and empty ones left out."""
-        for i, (start, count) in enumerate(zip(self.starts, self.counts, strict=True)):
-            a, b = max(start, lo), min(start + count, hi)
-            if a < b:
-                yield a - lo, b - lo, i
-
     def average_magnitudes(self, line: Tensor, lo: int = 0) -> Tensor:
         """The mean magnitude of each tensor's numbers in a line: T floats; 0 where it has none, NaN where one is
         not finite."""
         floats = torch.zeros(len(self.starts), dtype=torch.float32, device=self.device)
-        found = list(self.find_tensors(lo, lo + line.numel()))
+        found = list(self.layout.overlaps(lo, lo + line.numel()))
         if found:
             wide = torch.float64 if line.dtype == torch.float64 else torch.float32
-            pieces_of = [line[a:b] for a, b, _ in found]
+            pieces_of = [line[a - lo : b - lo] for _, a, b in found]
             norms = (
                 torch._foreach_norm(pieces_of, 1, dtype=wide) if line.is_cuda else [*map(_sum_magnitudes, pieces_of)]
             )
-            sizes = torch._foreach_div(norms, [float(b - a) for a, b, _ in found])
-            pieces = dict(zip((i for _, _, i in found), sizes, strict=True))
+            sizes = torch._foreach_div(norms, [float(b - a) for _, a, b in found])
+            pieces = dict(zip((i for i, _, _ in found), sizes, strict=True))
             empty = floats.new_zeros((), dtype=wide)
             floats.copy_(torch.stack([pieces.get(i, empty) for i in range(len(self.starts))]))
         return floats + (floats - floats)
@@ -91,9 +83,9 @@ class Signs:
             values = torch.where(negative, -size, size).view(-1)
             out.add_(values) if add else out.copy_(values)
             return
-        for first, last, i in self.find_tensors(lo, lo + out.numel()):
-            for a in range(first, last, CHUNK):
-                b = min(a + CHUNK, last)
+        for i, first, last in self.layout.overlaps(lo, lo + out.numel()):
+            for a in range(first - lo, last - lo, CHUNK):
+                b = min(a + CHUNK, last - lo)
                 negative = bits.unpack(packed[a // 8 : -(-b // 8)])[: b - a]
                 values = negative.to(out.dtype).mul_(-2).add_(1).mul_(floats[i])
                 if add:
@@ -103,8 +95,8 @@ class Signs:
 
     def zero_gaps(self, line: Tensor) -> None:
         """Zeros between the tensors, where `decode` left others."""
-        if line.is_cuda and self._gaps:
-            torch._foreach_zero_([line[a:b] for a, b in self._gaps])
+        if line.is_cuda and (gaps := self.layout.gaps(line)):
+            torch._foreach_zero_(gaps)
 
     def _chunk_length(self) -> int:
         return CHUNK if self.device.type == "cpu" else max(self.n, 1)

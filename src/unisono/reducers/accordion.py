@@ -243,7 +243,7 @@ def _find_residuals(state: State, path: str = "") -> list[tuple[str, State]]:
 
 
 def _add_flushed(reduced: Reduced, flushed: Flushed, bucket: Bucket) -> Reduced:
-    """What was flushed got through as well."""
+    """Count what was flushed as sent."""
     if not flushed:
         return reduced
 

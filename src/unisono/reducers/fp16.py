@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from unisono.buckets import Bucket
 from unisono.facts import Convergence, Example, Facts
-from unisono.reducer import Reducer, Stages, State, staged
-from unisono.reducers._cast import cast_bytes, cast_codec, cast_stages
-from unisono.world import World
+from unisono.reducer import Reducer
+from unisono.reducers._cast import build_cast
 
 FACTS = Facts(
     [Example("fp16", memory=False, bytes=lambda sizes: sizes.all_reduce(2 * sizes.numbers))],
@@ -30,13 +28,4 @@ def fp16() -> Reducer:
     >>> build("fp16", kind="reducer").exact
     False
     """
-
-    def stages(bucket: Bucket, state: State, world: World) -> Stages:
-        return cast_stages(torch.float16, bucket, state, world)
-
-    return staged(
-        lambda bucket: {},
-        stages,
-        sends=lambda bucket, size: cast_bytes(torch.float16, bucket, size),
-        codec=cast_codec(torch.float16),
-    )
+    return build_cast(torch.float16)

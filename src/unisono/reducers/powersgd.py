@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from unisono.buckets import Bucket
+from unisono.buckets import Bucket, find_wide_dtype
 from unisono.checks import AtLeast, Range, validate
 from unisono.facts import Convergence, Example, Facts, Sizes
 from unisono.kernels import lowrank
@@ -86,7 +86,7 @@ def powersgd(
     min_saving: compress a tensor only where its factors are this many times smaller.
     seed: of the first Q, which depends on the parameter's name and on nothing else.
 
-    >>> from unisono.buckets import Bucket
+    >>> from unisono.buckets import Bucket, find_wide_dtype
     >>> bucket = Bucket(0, [("weight", torch.zeros(64, 64))], lambda n, dtype: torch.empty(n, dtype=dtype))
     >>> _ = bucket.tensors[0].copy_(torch.outer(torch.arange(64.0), torch.ones(64)))  # a matrix of rank one
     >>> reducer = powersgd(rank=1)
@@ -115,7 +115,7 @@ def powersgd(
 
     def sends(bucket: Bucket, size: int) -> int:
         matrices, rest = _split_tensors(bucket, rank, min_saving)
-        width = _factor_dtype(bucket).itemsize
+        width = find_wide_dtype(bucket.dtype).itemsize
         first = sum(m.rank * m.rows for m in matrices.values()) * width
         first += sum(bucket.params[i].numel() for i in rest) * bucket.dtype.itemsize
         second = sum(m.rank * m.columns for m in matrices.values()) * width
@@ -165,10 +165,6 @@ def _phases(plan: _Plan, bucket: Bucket, state: State, world: World) -> Stages:
     return Reduced(bucket.tensors, partial(plan.sent, bucket, mine, given), memory.overflow), after
 
 
-def _factor_dtype(bucket: Bucket) -> torch.dtype:
-    return torch.float32 if bucket.dtype.itemsize < 4 else bucket.dtype
-
-
 def _split_tensors(bucket: Bucket, rank: int, min_saving: float) -> tuple[dict[int, lowrank.Matrix], list[int]]:
     """The tensors to compress, as matrices, and those that travel as they are.
 
@@ -176,7 +172,7 @@ def _split_tensors(bucket: Bucket, rank: int, min_saving: float) -> tuple[dict[i
     """
     matrices: dict[int, lowrank.Matrix] = {}
     rest = []
-    widths = _factor_dtype(bucket).itemsize, bucket.dtype.itemsize
+    widths = find_wide_dtype(bucket.dtype).itemsize, bucket.dtype.itemsize
     for i, (x, start) in enumerate(zip(bucket.tensors, bucket.starts, strict=True)):
         if x.dim() >= 2 and x.numel():
             rows = x.shape[max(range(x.dim()), key=lambda d: (x.stride(d) if x.shape[d] > 1 else 0, -d))]
@@ -193,8 +189,8 @@ def _split_tensors(bucket: Bucket, rank: int, min_saving: float) -> tuple[dict[i
 class _Memory:
     """Memory for a step. P, what is not compressed, and Q lie in one line, where their dtypes are one."""
 
-    def __init__(self, layout: lowrank.Layout, bucket: Bucket) -> None:
-        dtype, sizes = _factor_dtype(bucket), [layout.p_size, sum(layout.rest_sizes), layout.q_size]
+    def __init__(self, layout: lowrank.Factors, bucket: Bucket) -> None:
+        dtype, sizes = find_wide_dtype(bucket.dtype), [layout.p_size, sum(layout.rest_sizes), layout.q_size]
         new = partial(torch.empty, device=bucket.device)
         self.unit, self.basis = new(layout.p_size, dtype=dtype), new(layout.q_size, dtype=dtype)
         if bucket.dtype == dtype:
@@ -243,9 +239,9 @@ class _Plan:
         self._places = {i: k for k, i in enumerate(matrices)}
         self._count = len(bucket.params)
         parts = [(bucket.starts[i], bucket.params[i].numel()) for i in rest]
-        self.layout = lowrank.Layout(list(matrices.values()), parts)
+        self.layout = lowrank.Factors(list(matrices.values()), parts)
         self.memory = _Memory(self.layout, bucket)
-        self.noise = torch.empty(self.layout.q_size, dtype=_factor_dtype(bucket), device=bucket.device)
+        self.noise = torch.empty(self.layout.q_size, dtype=find_wide_dtype(bucket.dtype), device=bucket.device)
         for i, view in zip(matrices, self.layout.view_q(self.noise), strict=True):
             view.copy_(_draw_first_q(seed, bucket.names[i], view.shape))
         self.graphs = Graphs()

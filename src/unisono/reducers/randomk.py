@@ -167,7 +167,7 @@ class _Workspace:
             torch._foreach_copy_(self._view_vectors(flat), line[len(places) :].split([n for _, n in self._dense]))
 
     def _view_vectors(self, flat: Tensor) -> list[Tensor]:
-        """The tensors that go in full."""
+        """Views of the tensors that are sent in full."""
         return [flat[at : at + n] for at, n in self._dense]
 
     def sent(self, bucket: Bucket, places: Tensor, given: Tensor) -> list[Tensor]:

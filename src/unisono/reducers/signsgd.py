@@ -104,7 +104,7 @@ def signsgd(*, seed: int = 0) -> Reducer:
 def _vote_on_cuda(
     fast: SignsOnCuda, bucket: Bucket, source: Noise, flipped: bool, world: World
 ) -> Generator[None, None, None]:
-    """The same as in `stages`, a launch a phase for all tensors."""
+    """What `stages` does, with one kernel launch in each phase for all tensors."""
     every, tables = fast.find_messages(world.size), fast.tables
     lasting = [bucket.flat, every]
 

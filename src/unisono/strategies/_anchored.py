@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from unisono.background import Handle
 from unisono.buckets import split_evenly
 from unisono.checks import AtLeast
-from unisono.exchange.reduction import LearningRates, Unsent, check_real, overlap_pays
+from unisono.exchange.reduction import LearningRates, Residual, check_real, overlap_pays
 from unisono.exchange.side_channel import SideChannel
 from unisono.reducer import Reducer
 from unisono.reducers.dense import dense
@@ -370,7 +370,7 @@ class Anchors:
         for (fragment, name), total in zip(named, sums, strict=True):
             fragment.params[name].detach().copy_(fragment.anchors[name] - total / len(stayed))
 
-    def unsent(self) -> Unsent | None:
+    def unsent(self) -> Residual | None:
         """What the fragments' reducers have kept back, of all parameters."""
         parts = [fragment.reduction.unsent() for fragment in self.fragments]
         if not parts:
@@ -383,7 +383,7 @@ class Anchors:
         local = {name: entries for part in parts for name, entries in part.local.items()}
         return parts[0]._replace(shared=shared, local=local)
 
-    def take_unsent(self, unsent: Unsent) -> None:
+    def take_unsent(self, unsent: Residual) -> None:
         """Each fragment's reducer goes on with what was kept back of its parameters."""
         for fragment in self.fragments:
             fragment.reduction.take_unsent(unsent.only(list(fragment.params)))
@@ -485,10 +485,10 @@ class AnchoredReplica(PeriodicReplica):
     def load_local(self, shared: dict[str, Any], locals_: Sequence[dict[str, Any]], *, same_world: bool) -> None:
         self.anchors.load_locals(shared, locals_, same_world=same_world)
 
-    def unsent(self) -> Unsent | None:
+    def unsent(self) -> Residual | None:
         return self.anchors.unsent()
 
-    def take_unsent(self, unsent: Unsent) -> None:
+    def take_unsent(self, unsent: Residual) -> None:
         if unsent.unit == "parameters" and self.anchors.fragments:
             self.anchors.take_unsent(unsent)
         else:

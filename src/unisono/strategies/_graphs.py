@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from unisono.buckets import FlatLayout
+from unisono.buckets import FlatLayout, find_wide_dtype
 from unisono.world import World
 
 Graph = Literal["all", "shift_one", "ring", "exponential"]
@@ -27,7 +27,7 @@ class Neighbours(NamedTuple):
 
     @property
     def own(self) -> float:
-        """What my own values count."""
+        """The weight of this rank's own values in the mean."""
         return 1.0 - self.weight * len(self.heard)
 
 
@@ -66,16 +66,12 @@ class Lines:
         self.params = [p for group in groups.values() for p in group]
         # Contiguous: a line is mixed with other ranks' lines, number by number.
         self._layouts = [FlatLayout(group, align_bytes=0, contiguous=True) for group in groups.values()]
-        self._wide = wide
+        self._kinds = [(find_wide_dtype(dtype) if wide else dtype, device) for dtype, device in groups]
 
     def new(self) -> list[Tensor]:
         """Lines of unset memory."""
-        made = []
-        for layout in self._layouts:
-            first = layout.tensors[0]
-            small = self._wide and first.is_floating_point() and first.element_size() < 4
-            made.append(torch.empty(layout.numel, dtype=torch.float32 if small else first.dtype, device=first.device))
-        return made
+        pairs = zip(self._layouts, self._kinds, strict=True)
+        return [torch.empty(layout.numel, dtype=dtype, device=device) for layout, (dtype, device) in pairs]
 
     def copy(self) -> list[Tensor]:
         """Lines with the parameters' values."""
@@ -88,7 +84,7 @@ class Lines:
         torch._foreach_copy_(self.views(lines), [p.detach() for p in self.params])
 
     def put(self, lines: Sequence[Tensor]) -> None:
-        """Make the lines' values the parameters'."""
+        """Copy the lines' values into the parameters."""
         torch._foreach_copy_([p.detach() for p in self.params], self.views(lines))
 
     def views(self, lines: Sequence[Tensor]) -> list[Tensor]:
@@ -128,7 +124,7 @@ class ExchangedParameters:
         self._known = set(self.params)
 
     def check(self) -> None:
-        """Refuse parameters that were unfrozen since."""
+        """Refuse parameters that were unfrozen since the exchange began."""
         for name, param in self._model.named_parameters():
             if param.requires_grad and param not in self._known:
                 raise RuntimeError(

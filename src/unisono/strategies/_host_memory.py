@@ -20,11 +20,10 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from unisono.buckets import alignment
 from unisono.world import Mismatch, World
 
 __all__ = ["HostMemory", "cut", "move_in", "move_out"]
-
-_CACHE_LINE = 64  # bytes: parts begin on such borders, as tensors in a line do (`unisono.buckets.FlatLayout`)
 
 _NUMBERS = 6  # that travel with a meeting: all meetings are alike, so that ranks in different ones can say so
 
@@ -46,7 +45,7 @@ class HostMemory:
 
     @property
     def rank(self) -> int:
-        """Mine on this host."""
+        """This process's rank within its host."""
         return self.home.rank
 
     @property
@@ -73,14 +72,14 @@ class HostMemory:
 
     def lines(self, n: int, dtype: torch.dtype) -> list[Tensor]:
         """Such a line for each rank of my host; the others see mine too."""
-        step = _elements(dtype)
+        step = alignment(dtype)
         room = -(-n // step) * step
         whole = self.line(room * self.size, dtype)
         return [whole[r * room : r * room + n] for r in range(self.size)]
 
     def part(self, line: Tensor) -> tuple[int, int]:
         """Where my part of a line begins and ends."""
-        return cut(line.numel(), self.rank, self.size, step=_elements(line.dtype))
+        return cut(line.numel(), self.rank, self.size, step=alignment(line.dtype))
 
     def meet(self, what: str, numbers: Sequence[int] = (), *, everywhere: bool = False) -> list[int]:
         """Wait until all ranks of my host have come (`everywhere`: those of all hosts) to do the same; gives the
@@ -99,7 +98,7 @@ class HostMemory:
         return largest[: len(numbers)]
 
     def close(self) -> None:
-        """Meet no more. Memory stays as long as a tensor lies in it."""
+        """Close the worlds in which ranks meet. Memory stays as long as a tensor lies in it."""
         self._views.clear()
         for world in dict.fromkeys((self.every, self.home)):
             world.close()
@@ -133,7 +132,3 @@ def move_out(params: Sequence[Tensor], views: Sequence[Tensor]) -> None:
     for param, view in zip(params, views, strict=True):
         if param.data_ptr() == view.data_ptr():
             param.data = param.detach().clone(memory_format=torch.preserve_format)
-
-
-def _elements(dtype: torch.dtype) -> int:
-    return max(1, _CACHE_LINE // dtype.itemsize)

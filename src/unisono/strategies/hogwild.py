@@ -127,7 +127,7 @@ def _allocate_shared(model: nn.Module, world: World) -> list[Tensor]:
         return [p.data for p in params]
     views: dict[Tensor, Tensor] = {}
     for dtype in dict.fromkeys(p.dtype for p in params):
-        layout = FlatLayout([p for p in params if p.dtype == dtype])
-        line = world.shared(max(1, layout.numel), dtype)
-        views |= dict(zip(layout.tensors, layout.views(line), strict=True))
+        some = [p for p in params if p.dtype == dtype]
+        layout = FlatLayout(some)
+        views |= zip(some, layout.views(world.shared(max(1, layout.numel), dtype)), strict=True)
     return [views[p] for p in params]

@@ -22,7 +22,7 @@ from unisono.exchange.windows import count_windows
 from unisono.facts import Convergence, Example, Facts
 from unisono.reducer import Reduced, Reducer, Stages, State, staged, stages_of
 from unisono.spec import build
-from unisono.strategy import Accumulate, BucketBytes, Change, Replica, Strategy, Unsent
+from unisono.strategy import Accumulate, BucketBytes, Change, Replica, Residual, Strategy
 from unisono.world import World
 
 FACTS = Facts(
@@ -244,12 +244,12 @@ class QAdamReplica(Replica):
         if "frozen" in shared:  # else it is another strategy's checkpoint
             super().load_local(shared, locals_, same_world=same_world)
 
-    def unsent(self) -> Unsent:
+    def unsent(self) -> Residual:
         """In momenta; as gradients they would be 1 / (1 - b1) times as much."""
         kept, beta1 = self.reduction.unsent(), self._beta1()
         return kept.convert("gradients", lambda name: 1.0 / (1.0 - beta1.get(name, 0.0)))
 
-    def take_unsent(self, unsent: Unsent) -> None:
+    def take_unsent(self, unsent: Residual) -> None:
         if unsent.unit != "gradients":
             super().take_unsent(unsent)
             return

@@ -21,7 +21,7 @@ from unisono.checkpoint import ModelPart
 from unisono.checks import AtLeast, check_settings
 from unisono.exchange.overlap import is_held
 from unisono.exchange.reduction import Reduction
-from unisono.exchange.reduction import Unsent as Unsent
+from unisono.exchange.reduction import Residual as Residual
 from unisono.exchange.windows import StepHooks, Windows
 from unisono.runtime import status, stops
 from unisono.strategy.fault_watch import FaultWatch
@@ -370,11 +370,11 @@ class Replica:
 
         return switch(self, strategy)
 
-    def unsent(self) -> Unsent | None:
+    def unsent(self) -> Residual | None:
         """What this rank has kept back to send later, with the unit it is in; None where a method keeps nothing."""
         return None if self.reduction is None else self.reduction.unsent()
 
-    def take_unsent(self, unsent: Unsent) -> None:
+    def take_unsent(self, unsent: Residual) -> None:
         """Send later what another method has kept back; ValueError where there is no way to do that."""
         if self.reduction is not None and unsent.unit == self.reduction.unit:
             self.reduction.take_unsent(unsent)

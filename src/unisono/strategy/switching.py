@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.buckets import load_optimizer
-from unisono.exchange.reduction import Unsent
+from unisono.exchange.reduction import Residual
 from unisono.spec import build, describe
 from unisono.strategy.program_writes import digest
 from unisono.strategy.replica import Replica, Strategy
@@ -73,7 +73,7 @@ def _gather(model: nn.Module, consolidated: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _hand_over(unsent: Unsent, new: Replica) -> None:
+def _hand_over(unsent: Residual, new: Replica) -> None:
     """What was still to be sent goes to the new replica. Differences of parameters that it has no use for are applied
     now: that is what sending them would have done."""
     taken = new.unsent()

@@ -37,7 +37,7 @@ class Connections:
         return found
 
     def leave(self) -> None:
-        """Tell the servers that I come no more."""
+        """Tell the servers that this worker has left."""
         with self._lock:
             left, self._left = self._left, True
         if not left:

@@ -7,7 +7,7 @@ wait, or has died, holds up nobody else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from unisono import packing
 from unisono.background import Handle, SerialQueue
+from unisono.buckets import FlatLayout
 from unisono.kernels.noise import noise
 from unisono.reducer import Codec
-from unisono.strategies.parameter_server.server import Answer, ByteLayout, Grads, Server, Settings, Values
+from unisono.strategies.parameter_server.server import Answer, Grads, Server, Settings, Values
 from unisono.world import PeerLost, World
 from unisono.world.ledger import Record
 
@@ -30,16 +31,18 @@ _WORKER, _SERVER = 0, 1  # ranks in the world of a pair
 class Coder:
     """Gradients as bytes by a codec; with `feedback`, what did not get through is added to the next ones."""
 
-    def __init__(self, codec: Codec, layout: ByteLayout, *, feedback: bool, seed: tuple[int, int]) -> None:
-        """`seed`: the worker and the server, so that each pair draws its own random numbers."""
-        self.codec, self.layout, self.seed = codec, layout, seed
-        self.residual = torch.zeros(sum(layout.counts), dtype=torch.float32) if feedback else None
+    def __init__(self, codec: Codec, like: Iterable[Tensor], *, feedback: bool, seed: tuple[int, int]) -> None:
+        """`like`: tensors of the gradients' shapes. `seed`: the worker and the server, so that each pair draws its own
+        random numbers."""
+        self.codec, self.seed = codec, seed
+        self.counts = [x.numel() for x in like]
+        self.residual = torch.zeros(sum(self.counts), dtype=torch.float32) if feedback else None
         self.rates: list[float] = []  # that the residual was met with
 
     def encode(self, grads: Grads, step: int, rates: list[float]) -> Tensor:
         """The code of gradients (None: zeros); `rates` are their learning rates now."""
-        line = torch.zeros(sum(self.layout.counts), dtype=torch.float32)
-        for part, grad in zip(line.split(self.layout.counts), grads, strict=True):
+        line = torch.zeros(sum(self.counts), dtype=torch.float32)
+        for part, grad in zip(line.split(self.counts), grads, strict=True):
             if grad is not None:
                 part.copy_(grad.reshape(-1))
         if self.residual is not None:
@@ -51,14 +54,14 @@ class Coder:
         return code
 
     def decode(self, code: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-        """The gradients of a code, as tensors like these."""
-        parts = self.codec.decode(code, sum(self.layout.counts)).split(self.layout.counts)
+        """Decode gradients, into tensors of the shapes and dtypes of `like`."""
+        parts = self.codec.decode(code, sum(self.counts)).split(self.counts)
         return [part.view(x.shape).to(x.dtype) for part, x in zip(parts, like, strict=True)]
 
     def _rescale(self, rates: list[float]) -> None:
         """What was kept counts at the learning rate that it was met with."""
         assert self.residual is not None
-        for part, old, new in zip(self.residual.split(self.layout.counts), self.rates, rates, strict=False):
+        for part, old, new in zip(self.residual.split(self.counts), self.rates, rates, strict=False):
             if old > 0 and new > 0 and old != new:
                 part.mul_(old / new)
         self.rates = rates
@@ -72,7 +75,7 @@ class LocalLink:
     def __init__(self, server: Server, worker: int, targets: Sequence[Tensor], coder: Coder | None) -> None:
         self.server, self.worker, self.targets, self.coder = server, worker, targets, coder
         # What the targets were made: without staleness the server stands still until this worker's next push.
-        self.pulled = server.values if server.staleness == 0 else server.layout.views(server.layout.empty())
+        self.pulled = server.values if server.staleness == 0 else server.layout.views(torch.zeros_like(server.line))
         self.note_pulled()
         self._given: tuple[Grads | None, Settings | None, Values] = (None, None, [])
 
@@ -86,7 +89,7 @@ class LocalLink:
         self._given = grads, settings, written
 
     def pull(self) -> Answer:
-        """Wait until I may go on, and copy the parameters into mine."""
+        """Wait until this worker may go on, and copy the server's parameters into its own."""
         answer = self.server.push(self.worker, *self._given)
         self._given = (None, None, [])
         if self.pulled is not self.server.values:
@@ -95,7 +98,7 @@ class LocalLink:
         return answer
 
     def note_pulled(self) -> None:
-        """The targets are what the server holds."""
+        """Note that the targets now hold what the server holds."""
         if self.pulled is not self.server.values:
             _copy_all(self.targets, self.pulled)
 
@@ -118,21 +121,21 @@ class LocalLink:
         self.server.confirm_settled(self.worker, wait=True)
 
     def disconnect(self) -> None:
-        """Tell the server that this worker comes no more."""
+        """Tell the server that this worker has left."""
         self.server.leave(self.worker)
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """No-op: there is no connection."""
 
 
 class RemoteLink:
     """A worker's link to a server in another process."""
 
     def __init__(self, pair: World, rank: int, workers: int, targets: Sequence[Tensor], coder: Coder | None) -> None:
-        """`rank`: the server's, in the world of all."""
+        """`rank`: the server's rank in the world of all workers."""
         self.pair, self.rank, self.targets, self.coder = pair, rank, targets, coder
-        self.layout = ByteLayout(targets)
-        self._line = self.layout.empty()
+        self.layout = FlatLayout(targets, torch.uint8, contiguous=True)
+        self._line = torch.zeros(self.layout.numel, dtype=torch.uint8)
         self._views = self.pulled = self.layout.views(self._line)  # from pull to push: what the targets were made
         self.note_pulled()
         self._head = torch.zeros(4 + workers, dtype=torch.int64)
@@ -177,10 +180,10 @@ class RemoteLink:
         self._answer()
 
     def wait_until_all_settled(self) -> None:
-        """The server waits for that."""
+        """No-op: the server itself waits until all have their answers."""
 
     def close(self) -> None:
-        """Let go of the world of the two."""
+        """Close the world of worker and server."""
         self.pair.close()
 
     def disconnect(self) -> None:
@@ -246,7 +249,7 @@ class RequestLoop:
     def __init__(self, server: Server, pair: World, worker: int, like: Sequence[Tensor], coder: Coder | None) -> None:
         self.server, self.pair, self.worker, self.coder = server, pair, worker, coder
         self._head = torch.zeros(3 + len(like), dtype=torch.int64)
-        self._line, self._copy = server.layout.empty(), server.layout.empty()
+        self._line, self._copy = torch.zeros_like(server.line), torch.zeros_like(server.line)
         self._views = server.layout.views(self._line)
         self._copies = server.layout.views(self._copy)
         self._closing = False
@@ -259,7 +262,7 @@ class RequestLoop:
         self._lane.close()
 
     def close(self) -> None:
-        """End without the worker's leave."""
+        """Stop serving, though the worker has not left."""
         self._closing = True
         self.server.close()
         self.pair.close()
@@ -276,7 +279,7 @@ class RequestLoop:
             self.server.leave(self.worker)
 
     def _serve(self) -> bool:
-        """One request; False after the last."""
+        """Serve one request; returns False once the worker has left."""
         assert self.pair.transport is not None
         self.pair.transport.recv(self._head, _WORKER)  # not in the ledger: an idle server moves nothing
         kind, text_bytes, line_bytes, *there = self._head.tolist()

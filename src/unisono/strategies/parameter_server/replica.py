@@ -21,7 +21,7 @@ from unisono.strategies.parameter_server.placement import (
     split_parameters,
 )
 from unisono.strategies.parameter_server.protocol import Coder, LocalLink, RemoteLink
-from unisono.strategies.parameter_server.server import ByteLayout, Grads, Server, Settings, Values, options_of
+from unisono.strategies.parameter_server.server import Grads, Server, Settings, Values, options_of
 from unisono.strategy import Change, ModelPart, PeriodicReplica
 from unisono.world import PeerLost, World
 from unisono.world.operations import put_back
@@ -75,7 +75,7 @@ class ServedReplica(PeriodicReplica):
             self._parts,
             range(n - count, n) if own else range(count),
             workers,
-            server=partial(_server, optimizer, workers, strategy),
+            server=lambda part: Server(part, optimizer, workers, staleness=strategy.staleness, delay=strategy.delay),
             coder=partial(_coder, strategy),
         )
         if own:
@@ -191,7 +191,7 @@ class ServedReplica(PeriodicReplica):
         return made
 
     def average(self, tensors: Sequence[Tensor]) -> None:
-        """Over the workers that live."""
+        """Replace tensors by their mean over the workers that have not left."""
         every = list(self.gather_present(list(tensors)).values()) if tensors else []
         for x, *each in zip(tensors, *every, strict=True):
             fractions = x.is_floating_point() or x.is_complex()
@@ -234,7 +234,7 @@ class ServedReplica(PeriodicReplica):
         self._at_home = True
 
     def present_ranks(self) -> list[int]:
-        """The workers that live, by what the first server knows."""
+        """The workers that have not left, by what the first server knows."""
         return sorted(self.gather_present(None))
 
     def gather_present(self, obj: Any) -> dict[int, Any]:
@@ -256,7 +256,7 @@ class ServedReplica(PeriodicReplica):
                 named[p]: piece.clone()
                 for link, part in zip(self._links, self._parts, strict=True)
                 if link.coder is not None and link.coder.residual is not None
-                for p, piece in zip(part, link.coder.residual.split(link.coder.layout.counts), strict=True)
+                for p, piece in zip(part, link.coder.residual.split(link.coder.counts), strict=True)
             },
             "rates": [link.coder.rates if link.coder is not None else [] for link in self._links],
         }
@@ -269,7 +269,7 @@ class ServedReplica(PeriodicReplica):
             if self.world.rank == 0:
                 link.put(part, [dict(self.optimizer.state.get(p, {})) for p in part])
             if link.coder is not None and link.coder.residual is not None:
-                for p, piece in zip(part, link.coder.residual.split(link.coder.layout.counts), strict=True):
+                for p, piece in zip(part, link.coder.residual.split(link.coder.counts), strict=True):
                     found = [own["residuals"][named[p]] for own in locals_ if named[p] in own.get("residuals", {})]
                     piece.copy_(torch.stack(found).double().sum(0) / len(locals_)) if found else piece.zero_()
                 rates = locals_[0].get("rates", [])
@@ -319,16 +319,10 @@ class ServedReplica(PeriodicReplica):
             super().close()
 
 
-def _server(
-    optimizer: Optimizer, workers: Sequence[int], strategy: parameter_server, part: Sequence[Parameter]
-) -> Server:
-    return Server(part, optimizer, workers, staleness=strategy.staleness, delay=strategy.delay)
-
-
 def _coder(strategy: parameter_server, part: Sequence[Parameter], worker: int, server: int) -> Coder | None:
     if strategy.reducer is None or strategy.reducer.codec is None:
         return None
-    return Coder(strategy.reducer.codec, ByteLayout(part), feedback=strategy.feedback, seed=(worker, server))
+    return Coder(strategy.reducer.codec, part, feedback=strategy.feedback, seed=(worker, server))
 
 
 def _has_changed(x: Tensor, before: Tensor) -> bool:

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unisono import packing
+from unisono.buckets import FlatLayout
 from unisono.strategy.program_writes import digest
 
 Grads = Sequence[Tensor | None]
@@ -35,28 +36,6 @@ class Answer(NamedTuple):
     ahead: int
     missed: int
     clocks: list[int]
-
-
-class ByteLayout:
-    """Tensors one after the other in a line of bytes, each on a border of 64."""
-
-    def __init__(self, like: Iterable[Tensor]) -> None:
-        self._parts: list[tuple[int, int, torch.dtype, torch.Size]] = []
-        at = 0
-        for x in like:
-            nbytes = x.numel() * x.element_size()
-            self._parts.append((at, nbytes, x.dtype, x.shape))
-            at += -(-nbytes // 64) * 64
-        self.nbytes = at
-        self.counts = [shape.numel() for _, _, _, shape in self._parts]
-
-    def empty(self) -> Tensor:
-        """A line for them."""
-        return torch.zeros(self.nbytes, dtype=torch.uint8)
-
-    def views(self, line: Tensor) -> list[Tensor]:
-        """The tensors of a line."""
-        return [line[at : at + n].view(dtype).view(shape) for at, n, dtype, shape in self._parts]
 
 
 class Server:
@@ -84,10 +63,10 @@ class Server:
     ) -> None:
         """`params`: my part of what `optimizer` holds; values and optimizer state are copied from there."""
         self._changed = threading.Condition(threading.RLock())
-        self.layout = ByteLayout(params)
+        self.layout = FlatLayout(params, torch.uint8, contiguous=True)
         self.staleness, self.delay = staleness, delay
-        self._line = self.layout.empty()
-        self._params = [Parameter(x, x.is_floating_point() or x.is_complex()) for x in self.layout.views(self._line)]
+        self.line = torch.zeros(self.layout.numel, dtype=torch.uint8)
+        self._params = [Parameter(x, x.is_floating_point() or x.is_complex()) for x in self.layout.views(self.line)]
         self.values = [p.detach() for p in self._params]
         self._optimizer = optimizer_over(optimizer, dict(zip(params, self._params, strict=True)))
         self.put(params, [optimizer.state.get(p, {}) for p in params])
@@ -110,7 +89,7 @@ class Server:
         self._gathers = 0
         self._gathered = b""
         self._settles = 0
-        self._settled: tuple[Tensor, bytes] = (self._line, b"")
+        self._settled: tuple[Tensor, bytes] = (self.line, b"")
 
     # What workers ask for ---------------------------------------------------------------------------------------
 
@@ -131,7 +110,7 @@ class Server:
             )
 
     def read(self, worker: int, into: Sequence[Tensor]) -> None:
-        """Copy the parameters as they are now."""
+        """Copy the parameters as they are now into `into`."""
         with self._changed:
             self._seen[worker] = self.version
             for target, param in zip(into, self._params, strict=True):
@@ -170,7 +149,7 @@ class Server:
     def fetch(self) -> tuple[Tensor, list[dict[str, Any]]]:
         """The parameters as they are now, and the optimizer's state of each."""
         with self._changed:
-            return self._line.clone(), [copy.deepcopy(dict(self._optimizer.state.get(p, {}))) for p in self._params]
+            return self.line.clone(), [copy.deepcopy(dict(self._optimizer.state.get(p, {}))) for p in self._params]
 
     def put(self, params: Sequence[Tensor], states: Sequence[dict[str, Any]]) -> None:
         """Go on with these parameters and optimizer states."""
@@ -182,7 +161,7 @@ class Server:
                     self._optimizer.state[param] = {k: _copy_to_host(v) for k, v in state.items()}
 
     def leave(self, worker: int) -> None:
-        """This worker comes no more."""
+        """Forget a worker that has left: nobody waits for it any more."""
         with self._changed:
             self._clocks.pop(worker, None)
             self._resting.discard(worker)
@@ -191,7 +170,7 @@ class Server:
             self._look_again()
 
     def close(self) -> None:
-        """Let go of all that wait here."""
+        """Raise an error in every call that waits here."""
         with self._changed:
             self._failure = self._failure or RuntimeError("the server was closed")
             self._changed.notify_all()
@@ -303,7 +282,7 @@ class Server:
                 self._raise_failure()
 
     def _take_written(self, workers: Iterable[int]) -> None:
-        """All these workers have said what they wrote."""
+        """Compare what these workers' programs wrote, refuse differences, and write it to the parameters."""
         written = {w: self._written.pop(w, []) for w in sorted(workers)}
         first = next((values for values in written.values() if values), [])
         wrote = [w for w, values in written.items() if _are_equal(values, first)]

@@ -42,7 +42,7 @@ class Crossing:
         self._buckets: list[tuple[Bucket, int, list[Piece]]] = []  # with the number of their line
 
     def set_pieces(self, lines: Sequence[Line], parts: Sequence[Sequence[Piece]]) -> None:
-        """My part is another from now on."""
+        """Exchange these pieces from now on."""
         self._buckets = []
         self._owners.clear()
         for number, (line, pieces) in enumerate(zip(lines, parts, strict=True)):
@@ -72,7 +72,7 @@ class Crossing:
         return self.reduction.learning_rate_fell()
 
     def set_decayed(self, decayed: bool) -> None:
-        """Whether one fell on some rank."""
+        """Tell the reducer whether a learning rate fell on any rank."""
         self.reduction.set_decayed(decayed)
 
     def end_window(self, every: World, others: Sequence[Tensor]) -> None:
@@ -85,12 +85,12 @@ class Crossing:
         self.reduction.end_window(void=bool(overflow))
 
     def close(self) -> None:
-        """Let go of the world between hosts."""
+        """Close the world between hosts."""
         self._world.close()
 
 
 def _group(pieces: Sequence[Piece], most: int) -> list[list[Piece]]:
-    """Pieces that travel together: about so many elements."""
+    """Group pieces that travel together, of about `most` elements in all."""
     groups: list[list[Piece]] = []
     room = 0
     for piece in pieces:
@@ -108,7 +108,7 @@ def _name(line: Line, piece: Piece) -> str:
 
 
 def _find_rows(line: Line, slot: int) -> int:
-    """Elements of a row, of a parameter that is a matrix; else 0."""
+    """Elements in a row of a parameter that is a matrix; 0 for any other."""
     param = line.params[slot]
     return param.numel() // param.shape[0] if param.dim() > 1 and param.is_contiguous() else 0
 

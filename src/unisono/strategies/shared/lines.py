@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from unisono.buckets import FlatLayout
+from unisono.buckets import FlatLayout, alignment
 from unisono.strategies._host_memory import HostMemory, cut
-
-_CACHE_LINE = 64
 
 
 class Piece(NamedTuple):
@@ -44,44 +42,33 @@ class Line:
         self.gradient_views = [self._layout.views(line) for line in self.gradients]
 
     def view(self, line: Tensor) -> list[Tensor]:
-        """A line of this layout in the parameters' shapes and strides."""
+        """Views of a line of this layout, in the parameters' shapes and strides."""
         return self._layout.views(line)
 
     def bounds(self, slot: int) -> tuple[int, int]:
         """Where a parameter begins and ends in the line."""
         start = self._layout.starts[slot]
-        return start, start + self.params[slot].numel()
+        return start, start + self._layout.lengths[slot]
 
     def pieces(self, rank: int, parts: int, slots: Container[int] | None = None) -> list[Piece]:
         """What is the part of `rank`, of so many: an equal share of the elements of some parameters (None: of those
         that are trainable)."""
-        step = max(1, _CACHE_LINE // self.dtype.itemsize)
         chosen = [s for s, p in enumerate(self.params) if (p.requires_grad if slots is None else s in slots)]
-        bounds = [(slot, *self.bounds(slot)) for slot in chosen if self.params[slot].numel()]
-        padded = [-(-(stop - start) // step) * step for _, start, stop in bounds]
-        low, high = cut(sum(padded), rank, parts, step=step) if rank < parts else (0, 0)
-        return list(_overlaps(bounds, padded, low, high))
-
-
-def _overlaps(bounds: Sequence[tuple[int, int, int]], padded: Sequence[int], low: int, high: int) -> Iterator[Piece]:
-    """The pieces between two places, where the parameters stand one behind the other without those left out."""
-    at = 0
-    for (slot, start, stop), room in zip(bounds, padded, strict=True):
-        first, last = max(low, at), min(high, at + room)
-        if first < last:
-            piece = Piece(slot, start + first - at, min(stop, start + last - at))
-            if piece.start < piece.stop:
-                yield piece
-        at += room
+        # The chosen parameters one behind the other, without those that nobody steps.
+        together = FlatLayout([self.params[s] for s in chosen], self.dtype, contiguous=True)
+        low, high = cut(together.numel, rank, parts, step=alignment(self.dtype)) if rank < parts else (0, 0)
+        moved = [self._layout.starts[s] - at for s, at in zip(chosen, together.starts, strict=True)]
+        found = together.overlaps(low, high)
+        return [Piece(chosen[k], first + moved[k], last + moved[k]) for k, first, last in found]
 
 
 def cut_tiles(pieces: Sequence[Piece], tile: int) -> list[Piece]:
-    """The same elements, at most `tile` at a time."""
+    """Cut pieces into tiles of at most `tile` elements."""
     return [Piece(slot, at, min(stop, at + tile)) for slot, start, stop in pieces for at in range(start, stop, tile)]
 
 
 def group_lines(named: Sequence[tuple[str, Parameter]], memory: HostMemory) -> list[Line]:
-    """The lines of some parameters: one for each dtype."""
+    """Lay parameters out in lines of the host's memory: one line for each dtype."""
     kinds: dict[torch.dtype, list[tuple[str, Parameter]]] = {}
     for name, param in named:
         kinds.setdefault(param.dtype, []).append((name, param))

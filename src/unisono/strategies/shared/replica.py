@@ -22,7 +22,7 @@ from unisono.strategies.shared.crossing import Crossing
 from unisono.strategies.shared.lines import Line, Piece, group_lines
 from unisono.strategies.shared.state import HostState
 from unisono.strategies.shared.step import HostStep
-from unisono.strategy import Change, Replica, Unsent
+from unisono.strategy import Change, Replica, Residual
 from unisono.strategy.mistakes import GradientProbe
 from unisono.world import PeerLost, World
 
@@ -193,7 +193,7 @@ class SharedReplica(Replica):
         if self._crossing is not None and same_world and mine and "each" in shared.get("reducer", ()):
             self._crossing.reduction.load_state_dict(shared["reducer"], mine)
 
-    def unsent(self) -> Unsent | None:
+    def unsent(self) -> Residual | None:
         if self._crossing is not None and self._crossing.reduction.keeps_own and self.world.rank == 0:
             warn_user(_DROPPED)
         return None

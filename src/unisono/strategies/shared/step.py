@@ -21,13 +21,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from unisono.offload.fused import ADAGRAD, call_kernel
-from unisono.offload.optimizers import KernelCall, Rule, Scalars, Settings, read_settings
+from unisono.offload.optimizers import GroupStep, Settings, read_settings
 from unisono.strategies._host_memory import HostMemory
 from unisono.strategies._writes import describe_settings
 from unisono.strategies.shared.gradients import Mean, Place, do_changes
 from unisono.strategies.shared.lines import Line, Piece, cut_tiles
-from unisono.strategies.shared.state import Age, Held, HostState
+from unisono.strategies.shared.state import HostState, ParameterState, StepCount
 from unisono.world.transports.arithmetic import combine
 
 TILE_BYTES = 512 << 10  # of parameters, at a time: with gradient and state it stays in the cache
@@ -38,40 +37,27 @@ _TO_END_S = 2.0  # that ranks which are still there have for their parts, before
 
 
 @dataclass(eq=False)
-class Course:
-    """Parameters that are stepped alike."""
+class Cohort:
+    """Parameters of one line and one param group that have been stepped equally often, and this step of theirs."""
 
-    settings: Settings
-    rule: Rule
-    line: Line
-    age: Age
-    keys: list[str]  # of the lines of state
-    first: list[float]  # what these hold before the first step
-    held: list[Held] = field(default_factory=list)
-    scalars: Scalars = field(default_factory=dict)  # for this step, and after it
-    kernel: KernelCall | None = None
-    count: Tensor = field(default_factory=lambda: torch.tensor(0.0, dtype=torch.float32))
-    is_stepped: bool = False
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether they have no state yet."""
-        return self.age.scalars is None
+    step: GroupStep
+    count: StepCount
+    members: list[ParameterState] = field(default_factory=list)
 
 
 @dataclass
 class Plan:
-    """A step: for every line the course of each parameter, and every rank's tiles."""
+    """A step: for every line the cohort of each parameter, and how the mean of its gradient is found."""
 
     number: int
-    courses: list[Course]
-    by_slot: list[dict[int, Course]]  # by line
+    cohorts: list[Cohort]
+    by_slot: list[dict[int, Cohort]]  # by line
     means: list[dict[int, Mean]]
     scale: list[tuple[str, Any]]  # what a GradScaler leaves to the optimizer
 
 
 class HostStep:
-    """Steps this rank's part."""
+    """Steps this rank's part of the parameters, tile by tile."""
 
     def __init__(
         self,
@@ -101,57 +87,46 @@ class HostStep:
     # 1 ------------------------------------------------------------------------------------------------------------
 
     def prepare(self, places: Sequence[Place]) -> None:
-        """Find out what this step does to which parameter."""
+        """Plan the step: which parameters are stepped alike, and how the mean of each gradient is found."""
         self.state.adopt()
         if not self._places:
             self._places = {id(place.param): place for place in places}
-        by_slot: dict[Line, dict[int, Course]] = {line: {} for line in self.lines}
+        by_slot: dict[Line, dict[int, Cohort]] = {line: {} for line in self.lines}
         means: dict[Line, dict[int, Mean]] = {line: {} for line in self.lines}
-        found: dict[Any, Course] = {}
+        found: dict[Any, Cohort] = {}
         for i, (group, some) in enumerate(self.state.groups()):
             settings: Settings | None = None
-            for held in some:
-                place = self._places[id(held.param)]
+            for one in some:
+                place = self._places[id(one.param)]
                 place.take_over()
-                if not place.used or held.param.grad is None:
+                if not place.used or one.param.grad is None:
                     continue
                 settings = read_settings(group) if settings is None else settings
-                key = (i, held.line, held.age)
-                course = found.get(key)
-                if course is None:
-                    course = found[key] = self._start_course(settings, held.line, held.age)
-                course.held.append(held)
-                by_slot[held.line][held.slot] = course
-                means[held.line][held.slot] = place.describe()
-        if any(not self.state.has_room(course.line, course.keys) for course in found.values()):
+                key = (i, one.line, one.count)
+                cohort = found.get(key)
+                if cohort is None:
+                    step = GroupStep(self.state.rule(settings, one.line), settings, one.count.scalars)
+                    cohort = found[key] = Cohort(step, one.count)
+                cohort.members.append(one)
+                by_slot[one.line][one.slot] = cohort
+                means[one.line][one.slot] = place.describe()
+        if any(not self.state.has_room(line, cohort.step.lines) for (_, line, _), cohort in found.items()):
             self.state.allocate()
         if self._keeps_tile:
-            self._make_room(max((len(course.keys) for course in found.values()), default=0))
-        alike, scale = list(found.values()), self._find_scale()
-        self.plan = Plan(self.number + 1, alike, list(by_slot.values()), list(means.values()), scale)
-
-    def _start_course(self, settings: Settings, line: Line, age: Age) -> Course:
-        rule = self.state.rule(settings, line)
-        spec = rule.find_state(settings)
-        course = Course(settings, rule, line, age, list(spec.lines), list(spec.lines.values()))
-        if rule.has_kernel:
-            course.kernel, course.scalars = rule.find_kernel(settings), rule.advance(age.scalars)
-            course.count = course.scalars.get("step", course.count)
-        return course
-
-    def _find_scale(self) -> list[tuple[str, Any]]:
+            self._make_room(max((len(cohort.step.lines) for cohort in found.values()), default=0))
         scale = getattr(self.optimizer, "grad_scale", None)  # a GradScaler's, where the optimizer says fused=True
-        return [] if scale is None else [("div", scale.detach().clone())]
+        divisor = [] if scale is None else [("div", scale.detach().clone())]
+        self.plan = Plan(self.number + 1, list(found.values()), list(by_slot.values()), list(means.values()), divisor)
 
     def describe(self) -> list[str]:
         """What must be alike on all ranks of a host for them to step one model, in words."""
         assert self.plan is not None
         found = []
-        for course in self.plan.courses:
-            step = (course.age.scalars or {}).get("step", 0)
+        for cohort in self.plan.cohorts:
+            step = (cohort.count.scalars or {}).get("step", 0)
             count = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
-            taken = f"{len(course.held)} parameters to step that have taken {count} steps"
-            found += [*describe_settings(course.settings), taken]
+            taken = f"{len(cohort.members)} parameters to step that have taken {count} steps"
+            found += [*describe_settings(cohort.step.settings), taken]
         return found
 
     @property
@@ -172,13 +147,13 @@ class HostStep:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Step my part."""
+        """Step this rank's part by the plan."""
         plan = self.plan
         assert plan is not None
         self.number = plan.number
         self._step_part(plan, self.memory.rank, 0, self._in_the_middle)
-        for course in plan.courses:
-            self._end_course(course)
+        for cohort in plan.cohorts:
+            self._end_cohort(cohort)
 
     def _step_part(self, plan: Plan, rank: int, begin: int, in_the_middle: Callable[[], None] | None = None) -> None:
         """The tiles of a rank's part, from the one with the number `begin` on."""
@@ -186,101 +161,75 @@ class HostStep:
         mark[_DONE], mark[_AT_WORK] = begin, 0
         mark[_STEP] = plan.number
         if self._kept is None and in_the_middle is None:
-            for i, course, some in self._batches(plan, tiles):
-                self._step_batch(plan, i, course, some)
+            for i, cohort, some in self._batches(plan, tiles):
+                self._step_tiles(plan, i, cohort, some)
             begin = len(tiles)
         for number, (i, tile) in enumerate(tiles[begin:], begin):
-            course = plan.by_slot[i][tile.slot]
+            cohort = plan.by_slot[i][tile.slot]
             if self._kept is not None:
-                for kept, x in self._kept_tiles(i, course, tile, rank):
+                for kept, x in self._kept_tiles(i, cohort, tile, rank):
                     kept.copy_(x)
                 mark[_AT_WORK] = number + 1
             if in_the_middle is not None and number == len(tiles) // 2:
-                tile = self._step_half(plan, i, course, tile)
+                tile = self._step_half(plan, i, cohort, tile)
                 in_the_middle()
-            self._step_tile(plan, i, course, tile)
+            self._step_tiles(plan, i, cohort, [tile])
             mark[_DONE] = number + 1
         mark[_DONE], mark[_AT_WORK] = len(tiles), 0
         mark[_ENDED] = plan.number
 
-    def _batches(self, plan: Plan, tiles: Sequence[tuple[int, Piece]]) -> Iterator[tuple[int, Course, list[Piece]]]:
+    def _batches(self, plan: Plan, tiles: Sequence[tuple[int, Piece]]) -> Iterator[tuple[int, Cohort, list[Piece]]]:
         """Tiles that one call steps: of parameters that are stepped alike and lie close to each other. Where tensors
         are small, calls take longer than what they do."""
         some: list[Piece] = []
         for number, (i, tile) in enumerate(tiles):
-            course = plan.by_slot[i][tile.slot]
+            cohort = plan.by_slot[i][tile.slot]
             some.append(tile)
             after = tiles[number + 1] if number + 1 < len(tiles) else None
             room = TILE_BYTES // self.lines[i].dtype.itemsize
             if (
                 after is None
-                or course.kernel is None
-                or course.kernel.kind == ADAGRAD  # its kernel takes one tensor here
-                or plan.by_slot[after[0]].get(after[1].slot) is not course
+                or cohort.step.kernel is None
+                or plan.by_slot[after[0]].get(after[1].slot) is not cohort
                 or after[1].stop - some[0].start > room
             ):
-                yield i, course, some
+                yield i, cohort, some
                 some = []
 
-    def _step_batch(self, plan: Plan, i: int, course: Course, tiles: Sequence[Piece]) -> None:
-        line, means = self.lines[i], [plan.means[i][tile.slot] for tile in tiles]
-        first, last = tiles[0].start, tiles[-1].stop
-        if len(tiles) > 1 and not plan.scale and all(mean.lies_ready for mean in means):
-            gradient = line.gradients[0][first:last]
-        elif len(tiles) > 1 and not plan.scale and all(mean.is_untouched for mean in means):
-            gradient = self._buffers[i][: last - first]
-            combine([ranks[first:last] for ranks in line.gradients], "mean", gradient)
+    def _step_tiles(self, plan: Plan, i: int, cohort: Cohort, tiles: Sequence[Piece]) -> None:
+        """Step tiles of line `i` that lie close to each other, in one call."""
+        line, step, first, last = self.lines[i], cohort.step, tiles[0].start, tiles[-1].stop
+        if len(tiles) > 1 and not plan.scale and all(plan.means[i][tile.slot].is_untouched for tile in tiles):
+            mean = self._buffers[i][: last - first]
+            combine([ranks[first:last] for ranks in line.gradients], "mean", mean)
+            gradients = [mean[start - first : stop - first] for _, start, stop in tiles]
         else:
-            for tile in tiles:
-                self._step_tile(plan, i, course, tile)
-            return
+            gradients = [self._take_mean(plan, i, tile, tile.start - first) for tile in tiles]
         values = [line.values[start:stop] for _, start, stop in tiles]
-        gradients = [gradient[start - first : stop - first] for _, start, stop in tiles]
-        states = [self.state.tiles(line, course.keys, start, stop) for _, start, stop in tiles]
-        if course.is_fresh:
-            for state in states:
-                for x, value in zip(state, course.first, strict=True):
-                    x.fill_(value)
-        lines = dict(zip(course.keys, map(list, zip(*states, strict=True)), strict=True))
-        course.rule.apply(course.settings, course.scalars, course.is_fresh, values, gradients, lines)
+        states = [self.state.tiles(line, step.lines, start, stop) for _, start, stop in tiles]
+        step.step(values, gradients, [list(lines) for lines in zip(*states, strict=True)])
 
-    def _step_half(self, plan: Plan, i: int, course: Course, tile: Piece) -> Piece:
-        """Step the first half of a tile; gives the rest."""
+    def _step_half(self, plan: Plan, i: int, cohort: Cohort, tile: Piece) -> Piece:
+        """Step the first half of a tile; returns the second half."""
         middle = tile.start + (tile.stop - tile.start) // 32 * 16
         if middle > tile.start:
-            self._step_tile(plan, i, course, tile._replace(stop=middle))
+            self._step_tiles(plan, i, cohort, [tile._replace(stop=middle)])
         return tile._replace(start=middle)
 
     def _tiles(self, plan: Plan, rank: int) -> list[tuple[int, Piece]]:
-        """What a rank steps, with the numbers of the lines."""
+        """The tiles that a rank steps, each with the number of its line."""
         found = []
         for i, pieces in enumerate(self._find_pieces(rank, plan.by_slot)):
-            small = all(course.kernel is not None for course in plan.by_slot[i].values())
+            small = all(cohort.step.kernel is not None for cohort in plan.by_slot[i].values())
             nbytes = TILE_BYTES if small else OWN_TILE_BYTES
             tiles = cut_tiles(pieces, nbytes // self.lines[i].dtype.itemsize)
             found += [(i, tile) for tile in tiles]
         return found
 
-    def _step_tile(self, plan: Plan, i: int, course: Course, tile: Piece) -> None:
-        line, (_, start, stop) = self.lines[i], tile
-        values = line.values[start:stop]
-        state = self.state.tiles(line, course.keys, start, stop)
-        gradient = self._take_mean(plan, i, tile)
-        if course.kernel is None:
-            lines = {key: [x] for key, x in zip(course.keys, state, strict=True)}
-            scalars = course.age.scalars or {}
-            course.scalars = course.rule.apply(course.settings, scalars, course.is_fresh, [values], [gradient], lines)
-            course.is_stepped = True
-            return
-        if course.is_fresh:
-            for x, first in zip(state, course.first, strict=True):
-                x.fill_(first)
-        call_kernel(*course.kernel, course.count, course.is_fresh, [values], gradient, state)
-
-    def _take_mean(self, plan: Plan, i: int, tile: Piece) -> Tensor:
-        """The gradient that a tile is stepped with."""
+    def _take_mean(self, plan: Plan, i: int, tile: Piece, at: int) -> Tensor:
+        """The gradient that a tile is stepped with; in the buffer from `at` on, unless it lies ready."""
         line, (slot, start, stop) = self.lines[i], tile
-        mean, buffer = plan.means[i][slot], self._buffers[i][: stop - start]
+        mean, buffer = plan.means[i][slot], self._buffers[i][at : at + stop - start]
         if mean.lies_ready and not plan.scale:
             return line.gradients[0][start:stop]
         if mean.own is not None:
@@ -291,24 +240,21 @@ class HostStep:
         do_changes(buffer, plan.scale)
         return buffer
 
-    def _end_course(self, course: Course) -> None:
-        if course.kernel is None and not course.is_stepped:  # no tile of it is mine: what it keeps once changes alike
-            one = torch.zeros(1, dtype=course.line.dtype)
-            lines = {key: [torch.zeros_like(one)] for key in course.keys}
-            scalars = course.age.scalars or {}
-            course.scalars = course.rule.apply(
-                course.settings, scalars, course.is_fresh, [one], [torch.ones_like(one)], lines
-            )
-        if course.keys or course.scalars:
-            self.state.grow_older(course.held, course.keys, course.scalars)
+    def _end_cohort(self, cohort: Cohort) -> None:
+        step = cohort.step
+        if step.kernel is None and step.after is step.scalars:  # none of its tiles is mine: its scalars change alike
+            one = torch.zeros(1, dtype=cohort.members[0].line.dtype)
+            step.step([one], [torch.ones_like(one)], [[torch.zeros_like(one)] for _ in step.lines])
+        if step.lines or step.after:
+            self.state.advance(cohort.members, step)
 
     # A rank that is lost in its step ------------------------------------------------------------------------------
 
-    def _kept_tiles(self, i: int, course: Course, tile: Piece, rank: int) -> list[tuple[Tensor, Tensor]]:
-        """Memory for a tile of values and state, and these."""
+    def _kept_tiles(self, i: int, cohort: Cohort, tile: Piece, rank: int) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of spare memory and what is copied there before a tile is stepped: its values and its state."""
         assert self._kept is not None
         _, start, stop = tile
-        parts = [self.lines[i].values[start:stop], *self.state.tiles(self.lines[i], course.keys, start, stop)]
+        parts = [self.lines[i].values[start:stop], *self.state.tiles(self.lines[i], cohort.step.lines, start, stop)]
         room = OWN_TILE_BYTES // self.lines[i].dtype.itemsize
         memory = self._kept[i][rank]
         return [(memory[k * room : k * room + stop - start], x) for k, x in enumerate(parts)]

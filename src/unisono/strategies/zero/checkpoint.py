@@ -59,7 +59,7 @@ def load_model(
         unit, slot = places[param]
         stored = as_stored(saved[name])
         if whole:
-            start = unit.starts[slot]
+            start = unit.layout.starts[slot]
             stored.read(0, stored.numel(), out=unit.full[start : start + stored.numel()])
         for one, part in ((u, part) for u in unit.held for part in u.parts):
             if part.slot == slot and offload is not None and unit.trainable:

@@ -150,7 +150,7 @@ class Offloading:
         self.engine.step(scale, ranges, delay=delay)
 
     def wait(self, unit: Unit) -> None:
-        """Until a unit has its new values."""
+        """Wait until a unit has its new values."""
         if self._engine is not None:
             self._engine.wait(self._at[unit])
 
@@ -159,7 +159,7 @@ class Offloading:
         return unit.shard if self._engine is None else self._engine.values(self._at[unit])
 
     def finish(self) -> None:
-        """Until all have; what an error of the disk broke off goes on."""
+        """Wait until all units have their new values; a step that an error of the disk broke off is resumed."""
         if self._engine is not None:
             self._engine.retry()
             self._engine.finish()
@@ -233,14 +233,14 @@ class Offloading:
                     yield unit, i, part, lines, own
 
     def set_master(self, unit: Unit, values: Tensor) -> None:
-        """Someone else has set the values of my shard."""
+        """Set the master values of this rank's shard."""
         for part in unit.parts:
             stop = part.at + part.length
             mine = values[part.at : stop].detach().to("cpu", unit.master_dtype)
             self.state(unit).load({"master": mine}, start=part.at, stop=stop)
 
     def load_values(self, unit: Unit, part: Part, stored: Stored) -> None:
-        """Set the values of one parameter's elements here."""
+        """Set the master values of a part from a checkpoint."""
         values = read_part(stored, part, unit.master_dtype)
         self.state(unit).load({"master": values}, start=part.at, stop=part.at + part.length)
 

@@ -17,18 +17,13 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from unisono.checkpoint.slices import Piece, Stored
+from unisono.offload.optimizers import WHOLE
 from unisono.strategies.zero.units import Part, Unit
 from unisono.world import World
 
 # An element's step depends on that element alone: a part of a parameter can be stepped by itself.
 ELEMENTWISE = {
     *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "ASGD", "RMSprop", "Rprop"),
-}
-WHOLE = {
-    "LBFGS": "it looks at all parameters at once",
-    "Adafactor": "it factors whole matrices",
-    "Muon": "it orthogonalises whole matrices",
-    "SparseAdam": "it needs sparse gradients",
 }
 
 EVERY_RANK = {  # what errors say of ranks that do not come (see `unisono.runtime.frames`)
@@ -106,7 +101,7 @@ class OptimizerShards:
                 group["params"] = [leaf for p in group["params"] for leaf in self._of.get(p, [p])]
 
     def end_step(self) -> None:
-        """Let them hold the program's parameters again."""
+        """Let the optimizer's groups hold the program's parameters again."""
         for group, params in zip(self.optimizer.param_groups, self._whole or (), strict=False):
             group["params"] = params
         self._whole = None

@@ -73,7 +73,7 @@ class Spare:
         self._is_changing = True
 
     def end_step(self) -> None:
-        """Both have been stepped."""
+        """Called after the step: this rank's shards and the spare copies have been stepped."""
         if self._ready is None:
             return
         self.steps += 1
@@ -81,7 +81,7 @@ class Spare:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Inside the block all shards get other values."""
+        """While the block writes new values to all shards, they are of no use to others."""
         self._is_changing = True
         yield
         self._is_changing = self._broke_off = False  # not if it breaks off
@@ -107,7 +107,7 @@ class Spare:
                 self.is_catching_up = False
 
     def close(self) -> None:
-        """Let go of the channel."""
+        """Close the channel."""
         self._channel.close()
 
 

@@ -5,8 +5,7 @@ A `Unit` has a shard on each rank; a `Part` is what lies of one parameter in my 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from unisono.buckets import group_into_buckets
+from unisono.buckets import FlatLayout, alignment, find_wide_dtype, group_into_buckets
 
-_ALIGN = 64  # bytes: a parameter starts on a cache line, and so does a shard
 _SMALL = 64  # a module this many times smaller than a unit may be stays with its parent
 _TILE = 1 << 20  # elements that are compared at a time
 UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # these have no forward
@@ -56,8 +54,7 @@ class Unit:
     master_dtype: torch.dtype  # what the optimizer steps in
     original_dtype: torch.dtype  # that the parameters came in
     steps_here: bool = True  # the optimizer steps `leaves`; else someone else does (see offload)
-    shapes: list[torch.Size] = field(init=False)
-    starts: list[int] = field(init=False)
+    layout: FlatLayout = field(init=False)
     full: Tensor = field(init=False)
     shard: Tensor = field(init=False)
     master: Tensor = field(init=False)
@@ -66,15 +63,16 @@ class Unit:
     spare: Unit | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        step = max(1, _ALIGN // self.dtype.itemsize)
-        self.shapes = [p.shape for p in self.params]
-        self.starts, at = [], 0
-        for shape in self.shapes:
-            self.starts.append(at)
-            at += -(-math.prod(shape) // step) * step
-        self.shard_length = -(-at // (self.size * step)) * step
+        self.layout = FlatLayout(self.params, self.dtype, contiguous=True)
+        self.shapes = self.layout.shapes
+        step = alignment(self.dtype)
+        self.shard_length = -(-self.layout.numel // (self.size * step)) * step
         self.numel = self.shard_length * self.size
-        self.parts = list(self._find_parts())
+        low, high = self.rank * self.shard_length, (self.rank + 1) * self.shard_length
+        self.parts = [
+            Part(slot, first - low, first - self.layout.starts[slot], last - first)
+            for slot, first, last in self.layout.overlaps(low, high)
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -88,23 +86,12 @@ class Unit:
 
     @property
     def tag(self) -> str:
-        """For the ledger."""
+        """The name of this unit's messages in the ledger."""
         return f"unit/{self.index}"
 
-    def _find_parts(self) -> Iterator[Part]:
-        low, high = self.rank * self.shard_length, (self.rank + 1) * self.shard_length
-        for slot, (start, shape) in enumerate(zip(self.starts, self.shapes, strict=True)):
-            first, last = max(low, start), min(high, start + math.prod(shape))
-            if first < last:
-                yield Part(slot, first - low, first - start, last - first)
-
     def views(self, line: Tensor) -> list[Tensor]:
-        """The parameters' shapes in a line of this layout."""
-        lengths = [math.prod(shape) for shape in self.shapes]
-        return [
-            line[start : start + n].view(shape)
-            for start, n, shape in zip(self.starts, lengths, self.shapes, strict=True)
-        ]
+        """Views of a line of this layout, in the parameters' shapes."""
+        return self.layout.views(line)
 
     def shards(self, line: Tensor) -> list[Tensor]:
         """Every rank's shard of a line of this layout."""
@@ -122,7 +109,7 @@ class Unit:
     def find_moved(self) -> list[int]:
         """Which parameters the program gave other memory than that of the values here (`p.data = x`)."""
         begin, size = self.full.data_ptr(), self.dtype.itemsize
-        every = enumerate(zip(self.params, self.starts, strict=True))
+        every = enumerate(zip(self.params, self.layout.starts, strict=True))
         return [i for i, (p, start) in every if p.numel() and p.data_ptr() != begin + start * size]
 
     @torch.no_grad()
@@ -151,8 +138,8 @@ class Unit:
     def lines(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Tensors in the parameters' shapes as flat ones, whose concatenation is a line of this layout: with zeros in
         its gaps, and behind them."""
-        found = []
-        for tensor, start, after in zip(tensors, self.starts, [*self.starts[1:], self.numel], strict=True):
+        found, starts = [], self.layout.starts
+        for tensor, start, after in zip(tensors, starts, [*starts[1:], self.numel], strict=True):
             found.append(tensor.contiguous().view(-1))
             if gap := after - start - tensor.numel():
                 found.append(torch.zeros(gap, dtype=self.dtype))
@@ -160,10 +147,8 @@ class Unit:
 
     def zero_gaps(self, line: Tensor) -> None:
         """Make what lies between the parameters, and behind them, zero."""
-        ends = [s + math.prod(shape) for s, shape in zip(self.starts, self.shapes, strict=True)]
-        for low, high in zip(ends, [*self.starts[1:], self.numel], strict=True):
-            if high > low:
-                line[low:high].zero_()
+        for gap in self.layout.gaps(line):
+            gap.zero_()
 
 
 # Which parameters make a unit --------------------------------------------------------------------------------
@@ -263,9 +248,6 @@ def _make_unit(
     compute = dtype if dtype is not None and first.is_floating_point() else first.dtype
     names, params = [n for n, _ in named], [p for _, p in named]
     master = first.dtype if first.requires_grad else compute
-    return Unit(index, names, params, owner, compute, size, rank, first.requires_grad, _widen(master), first.dtype)
-
-
-def _widen(dtype: torch.dtype) -> torch.dtype:
-    """The optimizer steps 16-bit parameters in fp32."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    return Unit(
+        index, names, params, owner, compute, size, rank, first.requires_grad, find_wide_dtype(master), first.dtype
+    )

@@ -201,10 +201,10 @@ class CommonValues(Values):
         self._world.survive(lambda: self._memory.meet("the end of a step"))
 
     def gather_all(self, why: str = "") -> None:
-        """They are here."""
+        """No-op: full values are always in shared memory."""
 
     def begin_writing(self) -> None:
-        """Wait until nobody needs the old ones."""
+        """Wait until no rank needs the old values."""
         self._memory.meet("load_state_dict")
 
     def write(self, change: Callable[[], Any]) -> None:

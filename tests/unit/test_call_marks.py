@@ -14,7 +14,6 @@ from test_world import run_hosts, run_messages, run_shared
 
 from unisono import Mismatch, PeerLost, World, run_threads
 from unisono.runtime.frames import find_site
-from unisono.world.call_marks import VARIABLE
 from unisono.world.transports import Side
 from unisono.world.transports.meeting_page import _SIDE, _SIDE_TOP, PAGE_NAME, MeetingPage
 
@@ -185,7 +184,7 @@ def test_the_world_goes_on_after_what_was_told() -> None:
 
 
 def test_nothing_is_compared_where_checks_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "off")
+    monkeypatch.setenv("UNISONO_CHECKS", "off")
 
     def work(world: World) -> float:
         x = torch.ones(2, 3) if world.rank else torch.ones(3, 2)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import hashlib
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,13 @@ from torch.optim import Optimizer
 
 from unisono.compare.recorder import Recorder
 from unisono.model_copies import add_hook
+from unisono.runtime.variables import read_observer_settings
 from unisono.spec import describe
 from unisono.strategy import Replica, Strategy, binding
 from unisono.world import World
 
-__all__ = ["SETTINGS", "Settings", "bind"]
+__all__ = ["Settings", "bind"]
 
-SETTINGS = "UNISONO_REHEARSAL"  # JSON, for the workers
 _recorders: list[_Recorder] = []
 
 
@@ -56,7 +55,7 @@ class _Notes:
 
 def bind(model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: World) -> Replica:
     """Bind the strategy, and record what follows; of several models, the first one's."""
-    settings = Settings(**json.loads(os.environ[SETTINGS]))
+    settings = Settings(**read_observer_settings())
     if _recorders:
         replica = binding.bind_for(model, optimizer, strategy, world)
     else:

@@ -6,13 +6,17 @@ worker was doing when it was killed without warning. Writing is a store into map
 
 from __future__ import annotations
 
+import contextlib
+import json
 import mmap
 import os
 import struct
 from dataclasses import dataclass
 from time import monotonic
+from typing import Any
 
 from unisono.runtime.memfd import anonymous_file
+from unisono.runtime.variables import read_worker_number
 
 __all__ = [
     "StatusPage",
@@ -24,6 +28,7 @@ __all__ = [
     "note_wish",
     "read_step",
     "read_summons",
+    "tell_launcher",
 ]
 
 _MAGIC = b"unisono status 1"
@@ -121,12 +126,12 @@ def _find_row() -> tuple[mmap.mmap | None, int]:
     """
     try:
         fd = int(os.environ["UNISONO_STATUS_FD"])
-        rank = int(os.environ.get("UNISONO_PLACE") or os.environ["RANK"])
+        rank = read_worker_number()
         page = mmap.mmap(fd, os.fstat(fd).st_size)
         magic, rows = _HEADER.unpack_from(page, 0)
     except (KeyError, ValueError, OSError, struct.error):
         return None, 0
-    if magic != _MAGIC or not 0 <= rank < rows:
+    if magic != _MAGIC or rank is None or not 0 <= rank < rows:
         return None, 0
     return page, _row(rank)
 
@@ -169,6 +174,12 @@ def note_wish(*, preemptible: bool) -> bool:
         return False
     _page[_offset + _WISH_AT] = preemptible
     return True
+
+
+def tell_launcher(kind: str, **values: Any) -> None:
+    """Write a short message to the launcher, in one piece; for a worker that is attached."""
+    with contextlib.suppress(OSError):  # the launcher is gone, and this process is about to go
+        os.write(int(os.environ["UNISONO_REPORT_FD"]), f"{json.dumps({'kind': kind, **values})}\n".encode())
 
 
 def beat() -> None:

@@ -13,7 +13,6 @@ What comes after what is remembered, so that the rank that is out of turn can be
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,17 +24,11 @@ from unisono.runtime.frames import find_site, warn_user
 from unisono.world.ledger import Ledger
 from unisono.world.transports import Mismatch, PeerLost, Side
 
-__all__ = ["CallHistory", "CallMark", "Verdict", "are_checks_on", "judge_sides", "note_trouble", "shapes_of"]
+__all__ = ["CallHistory", "CallMark", "Verdict", "judge_sides", "note_trouble", "shapes_of"]
 
-VARIABLE = "UNISONO_CHECKS"
 _MOST = 4096  # calls that are remembered
 _FEW = 4  # tensors of a list whose shapes count
 _whats: dict[Any, int] = {}
-
-
-def are_checks_on() -> bool:
-    """Whether calls are marked and parameters compared; UNISONO_CHECKS=off, the same on every rank, ends that."""
-    return os.environ.get(VARIABLE, "on") != "off"
 
 
 class CallMark:

@@ -16,8 +16,9 @@ from torch import Tensor
 from unisono import packing
 from unisono.background import Handle, SerialQueue, in_background
 from unisono.runtime import status, stops
+from unisono.runtime.variables import are_checks_on
 from unisono.runtime.watchdog import find_watchdog
-from unisono.world.call_marks import CallHistory, CallMark, are_checks_on, note_trouble
+from unisono.world.call_marks import CallHistory, CallMark, note_trouble
 from unisono.world.ledger import Ledger, Record
 from unisono.world.transports import Mismatch, Op, PeerLost, Transport
 from unisono.world.transports.cuda_route import Route, choose_route

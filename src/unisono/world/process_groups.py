@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from unisono.runtime.variables import read_timeout_s
 from unisono.world.ledger import Ledger
-from unisono.world.rendezvous import TIMEOUT_S, meet_in_store
+from unisono.world.rendezvous import meet_in_store
 from unisono.world.world import World
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def _meet(group: Any, given: Any) -> World:
         dist.PrefixStore(f"unisono/world/{number}", _get_process_group_store(group)),
         rank,
         size,
-        timeout_s=TIMEOUT_S,
+        timeout_s=read_timeout_s(),
         ledger=ledger if ledger is not None else Ledger(rank),
         name=f"world of {named}{group.group_name}",
         inline=False,

@@ -18,6 +18,7 @@ from unisono.runtime.frames import hide_frames_of_uncaught, warn_user
 from unisono.runtime.machine import read_boot_id
 from unisono.runtime.membership import HostsMembership, Membership, Seat, find_membership
 from unisono.runtime.place import Place, number, read_place
+from unisono.runtime.variables import read_host, read_timeout_s
 from unisono.world.elastic import Elastic
 from unisono.world.ledger import Ledger
 from unisono.world.stores import MEETING_S, agree_on_attempt, open_engine_store, open_store, open_torch_store
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["accelerate", "enter", "find_joined", "join", "meet", "meet_in_store"]
 
-TIMEOUT_S = 1800.0
 _meetings = itertools.count()
 _process: list[World] = []
 
@@ -99,7 +99,7 @@ def meet(device: str | torch.device | None = None) -> World:
         return World(None, device=chosen, hosts=[socket.gethostname()])
     if "UNISONO_REPORT_FD" not in os.environ:  # else the launcher prints the error
         hide_frames_of_uncaught()
-    timeout_s = float(os.environ.get("UNISONO_TIMEOUT_S", TIMEOUT_S))
+    timeout_s = read_timeout_s()
     fd = _find_inherited_page()
     if fd is not None and local_size == size:
         from unisono.world.transports.shared import SharedTransport
@@ -129,7 +129,7 @@ def _meet_elastic(membership: Membership, place: Place, device: str | torch.devi
     fd = _find_inherited_page()
     take = _take_seat
     if isinstance(membership, HostsMembership):
-        store = _open_store(place, float(os.environ.get("UNISONO_TIMEOUT_S", TIMEOUT_S)))
+        store = _open_store(place, read_timeout_s())
         take = partial(_take_seat_over_hosts, membership, store)
     if membership.joining:
         world = World(None, device=chosen, hosts=[socket.gethostname()])
@@ -152,7 +152,7 @@ def _take_seat(seat: Seat, device: torch.device) -> World:
         return World(None, device=device, hosts=hosts, name=name)
     from unisono.world.transports.shared import SharedTransport
 
-    timeout_s = float(os.environ.get("UNISONO_TIMEOUT_S", TIMEOUT_S))
+    timeout_s = read_timeout_s()
     transport = SharedTransport.from_inherited(seat.page_fd, seat.rank, seat.size, timeout_s=timeout_s, pids=seat.pids)
     accelerated = _connect_nccl(transport, device, timeout_s) if _wants_nccl(transport, device) else None
     return World(transport, device=device, hosts=hosts, accelerated=accelerated, name=name)
@@ -162,14 +162,14 @@ def _take_seat_over_hosts(membership: HostsMembership, store: Store, seat: Seat,
     """The same where the workers are on several hosts: they meet in the launcher's store."""
     name = "world" if seat.generation == 0 else f"world.{seat.generation}"
     if seat.size == 1:
-        return World(None, device=device, hosts=[os.environ.get("UNISONO_HOST", socket.gethostname())], name=name)
+        return World(None, device=device, hosts=[read_host()], name=name)
     from torch.distributed import PrefixStore
 
     from unisono.world.transports.interruption import InterruptibleStore, Interruption
     from unisono.world.transports.silence import find_address
     from unisono.world.transports.two_level import connect
 
-    timeout_s = float(os.environ.get("UNISONO_TIMEOUT_S", TIMEOUT_S))
+    timeout_s = read_timeout_s()
     address = find_address(store)
     interruption = Interruption(spared=None if address is None else address[1])
     membership.watch(seat.generation, interruption.end)
@@ -319,7 +319,7 @@ def accelerate(world: World, device: torch.device) -> None:
     if world.transport is not None and not world.is_device_known:
         world.is_device_known = True
         if _wants_nccl(world.transport, device):
-            timeout_s = float(os.environ.get("UNISONO_TIMEOUT_S", TIMEOUT_S))
+            timeout_s = read_timeout_s()
             world.use_nccl(_connect_nccl(world.transport, device, timeout_s))
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from unisono.background import Handle
 from unisono.runtime.place_sampler import PlaceSampler
 from unisono.runtime.processor_wait import ProcessorWait
-from unisono.world.call_marks import are_checks_on
+from unisono.runtime.variables import are_checks_on
 from unisono.world.ledger import KEPT
 from unisono.world.links import LinkProbe
 from unisono.world.speeds import Balance, deal_by_speed

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from unisono.background import close_queues
 from unisono.runtime.ending import describe_ending
 from unisono.runtime.machine import read_boot_id, read_namespaces
+from unisono.runtime.variables import read_host
 from unisono.world.transports import Mismatch, PeerLost, Side
 from unisono.world.transports.silence import find_address, has_ended, limit_silence, probe
 
@@ -35,7 +36,7 @@ class Liveness:
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
-        self._host = os.environ.get("UNISONO_HOST", socket.gethostname())
+        self._host = read_host()
         store.set(f"who/{rank}", json.dumps([self._host, identify_machine(), os.getpid()]))
         self._pid, self._address = os.getpid(), find_address(store)
         _known.add(self)

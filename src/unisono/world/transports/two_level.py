@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from unisono.runtime.machine import read_boot_id, read_namespaces
+from unisono.runtime.variables import may_share_memory, read_host
 from unisono.world.transports import UNKNOWN, Mark, Mismatch, Op, PeerLost, Transport, find_group
 from unisono.world.transports.arithmetic import widen
 from unisono.world.transports.gloo import GlooTransport
@@ -87,7 +87,7 @@ def connect(
 
 def _identify_host() -> tuple[str, str]:
     """This host's name, and a key that two ranks share just when they can share memory."""
-    name = os.environ.get("UNISONO_HOST", socket.gethostname())
+    name = read_host()
     if not is_supported():
         return name, f"{name} {os.getpid()}"
     return name, " ".join([read_boot_id(), name, str(os.getuid()), *read_namespaces("net", "pid")])
@@ -103,7 +103,7 @@ def _share_memory(
     pids: Sequence[int],
 ) -> tuple[bool, SharedTransport | None]:
     """Whether every rank anywhere can share memory on its host, and mine with the others of my host, if any."""
-    works = is_supported() and os.environ.get("UNISONO_SHARED_MEMORY", "1") != "0"
+    works = is_supported() and may_share_memory()
     fd = os.memfd_create(PAGE_NAME, os.MFD_CLOEXEC) if works and rank == mine[0] else -1
     try:
         if rank == mine[0]:

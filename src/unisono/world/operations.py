@@ -93,7 +93,7 @@ class Operations:
         record = self.record("call", "", 0)
 
         def job() -> T:
-            self.base.sequence, self.base.mark = record.sequence + 1, record.mark
+            self.base.begin(record.sequence + 1, record.mark)
             try:
                 return run()
             except (Mismatch, PeerLost) as error:
@@ -157,7 +157,7 @@ class Operations:
             if self._watchdog is not None:
                 self._watchdog.enter(doing, base.timeout_s)
             if queue == "main":
-                base.sequence, base.mark = record.sequence + 1, record.mark
+                base.begin(record.sequence + 1, record.mark)
             record.start = self.ledger.clock()
             try:
                 with route.around():

@@ -72,8 +72,12 @@ class Transport(ABC):
     size: int
     reads_peers = False  # reductions of large private tensors read them where they are, not in memory of `empty`
     sequence = 0  # the number of the collective now running, from 1: the same on every rank, or orders differ
-    mark: Mark | None = None  # and what it is
+    mark: Mark | None = None  # what it is, and where it was called
     timeout_s = float("inf")  # that a rank waits for another
+
+    def begin(self, sequence: int, mark: Mark | None) -> None:
+        """Take the number and the mark of the collective that follows."""
+        self.sequence, self.mark = sequence, mark
 
     @abstractmethod
     def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
@@ -180,6 +184,14 @@ def warn_of_each_other(mine: str, rank: int, theirs: str) -> None:
         "different places of the program and wait for each other. Every rank makes the same calls in the same order, "
         "and as many passes over data as the others"
     )
+
+
+def gather_bytes(data: bytes, sizes: Sequence[int], gather: Callable[[Tensor, list[Tensor]], object]) -> list[bytes]:
+    """Every rank's bytes, by an all-gather of tensors; `sizes`: how many each rank has."""
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    outs = [torch.empty(n, dtype=torch.uint8) for n in sizes]
+    gather(mine, outs)
+    return [out.numpy().tobytes() for out in outs]
 
 
 def find_group(groups: Sequence[Sequence[int]], rank: int, size: int) -> list[int]:

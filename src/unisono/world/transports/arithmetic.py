@@ -21,6 +21,7 @@ _WIDE = {
     for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
     if hasattr(torch, name)
 }
+NATIVE = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)  # that gloo adds itself
 _SIGN = -(2**63)
 _STEPS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -77,6 +78,12 @@ def cut_share(length: int, rank: int, size: int) -> tuple[int, int]:
 def widen(x: Tensor) -> Tensor:
     """`x` in a dtype that sums without loss or overflow: itself, or a copy where its own is narrow."""
     return x.to(_WIDE.get(x.dtype, x.dtype))
+
+
+def multiply(x: Tensor, times: int) -> None:
+    """Replace `x` by the sum of `times` tensors equal to it, for every dtype."""
+    if not x.is_meta:
+        x.copy_(widen(x).mul(times))
 
 
 def combine(parts: Sequence[Tensor], op: Op, out: Tensor) -> None:

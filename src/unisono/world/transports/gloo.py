@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono.world.transports import UNKNOWN, Mark, Mismatch, Op, PeerLost, Side, Transport, find_group
-from unisono.world.transports.arithmetic import combine
+from unisono.world.transports import UNKNOWN, Mark, Mismatch, Op, PeerLost, Side, Transport, find_group, gather_bytes
+from unisono.world.transports.arithmetic import NATIVE, combine
 from unisono.world.transports.liveness import Liveness
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ _AHEAD = 8  # receives posted before they are needed
 SMALL = 64 << 10
 _LARGE = 4 << 20  # bytes from which on a mean goes in two parts
 _HEAD = 8  # the first is an eighth: on 10 Gbit/s the rest is divided in less time than that takes
-NATIVE = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
 _OPS = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.SUM,
@@ -359,10 +358,7 @@ class GlooTransport(Transport):
         sizes = [struct.unpack_from("q", text)[0] for text in texts]
         if max(sizes) <= _INLINE:
             return [text[8 : 8 + n] for text, n in zip(texts, sizes, strict=True)]
-        x = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        outs = [torch.empty(n, dtype=torch.uint8) for n in sizes]
-        self._ring(x, outs)
-        return [out.numpy().tobytes() for out in outs]
+        return gather_bytes(data, sizes, self._ring)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Transport:
         mine = find_group(groups, self.rank, self.size)

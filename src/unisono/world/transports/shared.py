@@ -22,7 +22,17 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from unisono.world.transports import DTYPE_CODES, DTYPES, SMALL_BYTES, Mark, Mismatch, Op, Transport, find_group
+from unisono.world.transports import (
+    DTYPE_CODES,
+    DTYPES,
+    SMALL_BYTES,
+    Mark,
+    Mismatch,
+    Op,
+    Transport,
+    find_group,
+    gather_bytes,
+)
 from unisono.world.transports.arithmetic import combine, cut_share, cut_tiles
 from unisono.world.transports.direct_messages import DirectMessages, count_outbox_bytes
 from unisono.world.transports.mapped import MappedMemory, allow_reading, open_published, publish
@@ -91,23 +101,9 @@ class SharedTransport(Transport):
         finally:
             os.close(fd)
 
-    @property
-    def sequence(self) -> int:
-        """The number of the collective now running: the page shows it to the others."""
-        return self._page.sequence
-
-    @sequence.setter
-    def sequence(self, value: int) -> None:
-        self._page.sequence = value
-
-    @property
-    def mark(self) -> Mark | None:
-        """What it is: shown likewise."""
-        return self._page.mark
-
-    @mark.setter
-    def mark(self, value: Mark | None) -> None:
-        self._page.mark = value
+    def begin(self, sequence: int, mark: Mark | None) -> None:
+        self.sequence = self._page.sequence = sequence  # the page shows both to the other ranks
+        self.mark = self._page.mark = mark
 
     # Collectives -----------------------------------------------------------------------------------------
 
@@ -265,10 +261,7 @@ class SharedTransport(Transport):
         sizes = [struct.unpack_from("q", item, len(_MARK))[0] for item in found]
         if max(sizes) <= _INLINE:
             return [item[len(_MARK) + 8 :] for item in found]
-        x = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        outs = [torch.empty(n, dtype=torch.uint8) for n in sizes]
-        self.all_gather(x, outs)
-        return [out.numpy().tobytes() for out in outs]
+        return gather_bytes(data, sizes, self.all_gather)
 
     # Groups and memory -----------------------------------------------------------------------------------
 
@@ -370,7 +363,7 @@ class SharedTransport(Transport):
 
     def _check_marks(self, what: str) -> None:
         """Compare what the ranks called, beyond its size, and where."""
-        mark = self._page.mark
+        mark = self.mark
         if mark is None:
             return
         whats, wheres = self._page.read_marks()

@@ -159,6 +159,7 @@ class TwoLevelTransport(Transport):
         """`flat` joins all ranks, `inside` those of my host, `across` the leaders (None if I am not one)."""
         self.rank, self.size, self.timeout_s = flat.rank, flat.size, flat.timeout_s
         self._flat, self._inside, self._across = flat, inside, across
+        self._levels = [transport for transport in (inside, across, flat) if transport is not None]
         self._hosts = list(hosts)
         self._is_lost = False
         self._groups = [[r for r in range(self.size) if hosts[r] == h] for h in dict.fromkeys(hosts)]
@@ -167,16 +168,10 @@ class TwoLevelTransport(Transport):
         if isinstance(inside, SharedTransport):
             inside.call_others("local rank")
 
-    @property
-    def mark(self) -> Mark | None:
-        """What the collective now running is: all that it is made of carry it."""
-        return self._flat.mark
-
-    @mark.setter
-    def mark(self, value: Mark | None) -> None:
-        for transport in (self._inside, self._across, self._flat):
-            if transport is not None:
-                transport.mark = value
+    def begin(self, sequence: int, mark: Mark | None) -> None:
+        super().begin(sequence, mark)
+        for transport in self._levels:  # without a number: the collective may be several operations of theirs
+            transport.begin(0, mark)
 
     @classmethod
     def build(cls, flat: Transport, inside: Transport | None, hosts: Sequence[str]) -> TwoLevelTransport:
@@ -259,32 +254,31 @@ class TwoLevelTransport(Transport):
     def all_to_all(self, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> float:
         return self._flat.all_to_all(parts, outs)
 
+    def _reach(self, rank: int) -> tuple[Transport, int]:
+        """The transport for messages between `rank` and me, and its rank there."""
+        if self._inside is not None and rank in self._mine:
+            return self._inside, self._mine.index(rank)
+        return self._flat, rank
+
     def send(self, x: Tensor, dst: int) -> None:
-        if self._inside is not None and dst in self._mine:
-            self._inside.send(x, self._mine.index(dst))
-        else:
-            self._flat.send(x, dst)
+        transport, number = self._reach(dst)
+        transport.send(x, number)
 
     def recv(self, x: Tensor, src: int) -> None:
-        if self._inside is not None and src in self._mine:
-            self._inside.recv(x, self._mine.index(src))
-        else:
-            self._flat.recv(x, src)
+        transport, number = self._reach(src)
+        transport.recv(x, number)
 
     def send_labelled(self, x: Tensor, dst: int, label: int) -> None:
-        if self._inside is not None and dst in self._mine:
-            self._inside.send_labelled(x, self._mine.index(dst), label)
-        else:
-            self._flat.send_labelled(x, dst, label)
+        transport, number = self._reach(dst)
+        transport.send_labelled(x, number, label)
 
     def recv_labelled(self, src: int, find: Callable[[int, int, torch.dtype], Tensor]) -> None:
-        if self._inside is not None and src in self._mine:
-            self._inside.recv_labelled(self._mine.index(src), find)
-        else:
-            self._flat.recv_labelled(src, find)
+        transport, number = self._reach(src)
+        transport.recv_labelled(number, find)
 
     def has_room(self, dst: int, nbytes: int) -> bool:
-        return self._inside is not None and dst in self._mine and self._inside.has_room(self._mine.index(dst), nbytes)
+        transport, number = self._reach(dst)
+        return transport.has_room(number, nbytes)
 
     @_fail_together
     def exchange(self, data: bytes) -> list[bytes]:
@@ -292,9 +286,8 @@ class TwoLevelTransport(Transport):
 
     def set_timeout(self, seconds: float) -> None:
         self.timeout_s = seconds
-        for transport in (self._inside, self._across, self._flat):
-            if transport is not None:
-                transport.set_timeout(seconds)
+        for transport in self._levels:
+            transport.set_timeout(seconds)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Transport:
         members = find_group(groups, self.rank, self.size)
@@ -328,11 +321,9 @@ class TwoLevelTransport(Transport):
 
     def abandon(self, why: Exception) -> None:
         self._is_lost = True
-        for transport in (self._inside, self._across, self._flat):
-            if transport is not None:
-                transport.abandon(why)
+        for transport in self._levels:
+            transport.abandon(why)
 
     def close(self) -> None:
-        for transport in (self._inside, self._across, self._flat):
-            if transport is not None:
-                transport.close()
+        for transport in self._levels:
+            transport.close()

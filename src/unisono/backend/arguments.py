@@ -17,9 +17,7 @@ __all__ = [
     "check_multiple",
     "check_shapes",
     "find_splits",
-    "flatten",
     "provide",
-    "put_back",
     "reduce_options",
     "root_options",
 ]
@@ -28,11 +26,6 @@ __all__ = [
 def as_list(tensors: Any) -> list[Tensor]:
     """One tensor or several, as a list."""
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
-
-
-def flatten(x: Tensor) -> Tensor:
-    """The tensor as one contiguous line."""
-    return x.detach().contiguous().view(-1)
 
 
 def provide(out: Tensor, given: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
@@ -57,12 +50,6 @@ def _find_span(x: Tensor) -> tuple[int, int]:
     """Where its memory begins and ends."""
     elements = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
     return x.data_ptr(), x.data_ptr() + elements * x.element_size()
-
-
-def put_back(out: Tensor, target: Tensor) -> None:
-    """Copy a result into the tensor that it is for, where that is not its own memory."""
-    if out.numel() and out.data_ptr() != target.data_ptr():
-        out.detach().copy_(target.view(out.shape))
 
 
 def reduce_options(kind: Any, given: Any, timeout: Any) -> Any:

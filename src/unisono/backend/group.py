@@ -27,9 +27,7 @@ from unisono.backend.arguments import (
     check_multiple,
     check_shapes,
     find_splits,
-    flatten,
     provide,
-    put_back,
     reduce_options,
     root_options,
 )
@@ -38,6 +36,7 @@ from unisono.backend.messages import Messages
 from unisono.backend.operators import Reduction, reduce_sparse
 from unisono.backend.works import Work
 from unisono.background import SerialQueue, Wakes
+from unisono.world.operations import flatten, put_back
 from unisono.world.rendezvous import accelerate, meet_in_store
 from unisono.world.transports import PeerLost
 from unisono.world.world import World

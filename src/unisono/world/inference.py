@@ -16,7 +16,7 @@ from torch import Tensor
 
 from unisono.background import Handle
 
-__all__ = ["in_plain_memory", "leave_inference"]
+__all__ = ["in_plain_memory", "leave_inference", "name_frame"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -30,8 +30,13 @@ def in_plain_memory(collective: F) -> F:
             return leave_inference(collective, args, kwargs)
         return collective(*args, **kwargs)
 
+    return name_frame(call, collective)
+
+
+def name_frame(call: Callable[..., Any], collective: F) -> F:
+    """`call`, whose frame has the name of the collective that it wraps: errors name the program's call by it."""
     made = cast(FunctionType, call)
-    made.__code__ = made.__code__.replace(co_name=collective.__name__)  # errors name the call by it
+    made.__code__ = made.__code__.replace(co_name=collective.__name__)
     return cast(F, made)
 
 

@@ -390,11 +390,12 @@ def _divide(step: int, start: float, end: float, records: Sequence[Record], span
     """
     if not records and not spans:  # a world of one
         return Row(step, start, end - start, end - start, 0.0, 0.0, 0.0, 0.0, 0, 0)
-    forming = [(max(s.start, start), min(s.end, end)) for s in spans if s.kind == "forming"]
-    blocked = _merge([*forming, *((max(s.start, start), min(s.end, end)) for s in spans if s.kind == "blocked")])
-    loading = _merge((max(s.start, start), min(s.end, end)) for s in spans if s.kind == "data")
-    idle = _merge((max(s.start, start), min(s.end, end)) for s in spans if s.kind == "bubble")
-    late = _merge([*forming, *((r.start, r.last) for r in records)])
+
+    def cut(*kinds: str) -> list[Interval]:
+        return [(max(s.start, start), min(s.end, end)) for s in spans if s.kind in kinds]
+
+    blocked, loading, idle = _merge(cut("forming", "blocked")), _merge(cut("data")), _merge(cut("bubble"))
+    late = _merge([*cut("forming"), *((r.start, r.last) for r in records)])
     moving = _merge((r.start if r.last != r.last else max(r.start, r.last), r.end) for r in records)
     still, waiting = _sum_lengths(blocked), _sum_overlap(blocked, late)
     data = _sum_lengths(loading) - _sum_overlap(loading, blocked)

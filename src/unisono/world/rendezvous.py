@@ -110,8 +110,15 @@ def meet(device: str | torch.device | None = None) -> World:
         from unisono.world.transports.two_level import connect
 
         transport, hosts = connect(_open_store(place, timeout_s), rank, size, timeout_s=timeout_s)
-    accelerated = _connect_nccl(transport, chosen, timeout_s) if _wants_nccl(transport, chosen) else None
-    return World(transport, device=chosen, hosts=hosts, accelerated=accelerated, ledger=_find_ledger())
+    return _make_world(transport, hosts, chosen, ledger=_find_ledger())
+
+
+def _make_world(
+    transport: Transport, hosts: list[str], device: torch.device, *, name: str = "world", ledger: Ledger | None = None
+) -> World:
+    """The world over a transport; CUDA tensors travel by NCCL if every rank has a device of its own."""
+    accelerated = _connect_nccl(transport, device) if _wants_nccl(transport, device) else None
+    return World(transport, device=device, hosts=hosts, accelerated=accelerated, name=name, ledger=ledger)
 
 
 def _find_ledger() -> Ledger | None:
@@ -152,10 +159,10 @@ def _take_seat(seat: Seat, device: torch.device) -> World:
         return World(None, device=device, hosts=hosts, name=name)
     from unisono.world.transports.shared import SharedTransport
 
-    timeout_s = read_timeout_s()
-    transport = SharedTransport.from_inherited(seat.page_fd, seat.rank, seat.size, timeout_s=timeout_s, pids=seat.pids)
-    accelerated = _connect_nccl(transport, device, timeout_s) if _wants_nccl(transport, device) else None
-    return World(transport, device=device, hosts=hosts, accelerated=accelerated, name=name)
+    transport = SharedTransport.from_inherited(
+        seat.page_fd, seat.rank, seat.size, timeout_s=read_timeout_s(), pids=seat.pids
+    )
+    return _make_world(transport, hosts, device, name=name)
 
 
 def _take_seat_over_hosts(membership: HostsMembership, store: Store, seat: Seat, device: torch.device) -> World:
@@ -169,15 +176,13 @@ def _take_seat_over_hosts(membership: HostsMembership, store: Store, seat: Seat,
     from unisono.world.transports.silence import find_address
     from unisono.world.transports.two_level import connect
 
-    timeout_s = read_timeout_s()
     address = find_address(store)
     interruption = Interruption(spared=None if address is None else address[1])
     membership.watch(seat.generation, interruption.end)
     meeting = InterruptibleStore(PrefixStore(f"generation/{seat.generation}", store), interruption)
-    options: dict[str, Any] = {"timeout_s": timeout_s, "interruption": interruption, "pids": seat.pids}
+    options: dict[str, Any] = {"timeout_s": read_timeout_s(), "interruption": interruption, "pids": seat.pids}
     transport, hosts = connect(meeting, seat.rank, seat.size, **options)
-    accelerated = _connect_nccl(transport, device, timeout_s) if _wants_nccl(transport, device) else None
-    return World(transport, device=device, hosts=hosts, accelerated=accelerated, name=name)
+    return _make_world(transport, hosts, device, name=name)
 
 
 def _find_inherited_page() -> int | None:
@@ -319,8 +324,7 @@ def accelerate(world: World, device: torch.device) -> None:
     if world.transport is not None and not world.is_device_known:
         world.is_device_known = True
         if _wants_nccl(world.transport, device):
-            timeout_s = read_timeout_s()
-            world.use_nccl(_connect_nccl(world.transport, device, timeout_s))
+            world.use_nccl(_connect_nccl(world.transport, device))
 
 
 def _wants_nccl(transport: Transport, device: torch.device) -> bool:
@@ -332,7 +336,7 @@ def _wants_nccl(transport: Transport, device: torch.device) -> bool:
     return dist.is_nccl_available() and b"" not in every and len(set(every)) == len(every)
 
 
-def _connect_nccl(transport: Transport, device: torch.device, timeout_s: float) -> Transport:
+def _connect_nccl(transport: Transport, device: torch.device) -> Transport:
     """Meet over `transport`: rank 0 keeps the store in which NCCL's first key is passed on."""
     from torch.distributed import PrefixStore
 
@@ -341,6 +345,6 @@ def _connect_nccl(transport: Transport, device: torch.device, timeout_s: float) 
     def share(text: str) -> str:
         return transport.exchange(text.encode())[0].decode()
 
-    rank, address = transport.rank, os.environ.get("MASTER_ADDR", "127.0.0.1")
+    rank, address, timeout_s = transport.rank, os.environ.get("MASTER_ADDR", "127.0.0.1"), read_timeout_s()
     store = open_torch_store(share, rank, towards=address, timeout_s=min(MEETING_S, timeout_s))
     return NcclTransport(PrefixStore("nccl", store), rank, transport.size, device, timeout_s=timeout_s)

@@ -6,8 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from functools import wraps
-from types import FunctionType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from unisono import packing
 from unisono.background import Handle
 from unisono.world.batch_weights import BatchWeights, WeightListener
 from unisono.world.call_marks import shapes_of
-from unisono.world.inference import in_plain_memory, leave_inference
+from unisono.world.inference import in_plain_memory, leave_inference, name_frame
 from unisono.world.ledger import Ledger
 from unisono.world.operations import (
     Operations,
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 __all__ = ["Axes", "WeightListener", "World", "WorldFollower"]
 F = TypeVar("F", bound=Callable[..., Any])
 _NARROWED = ("rank", "size", "hosts", "host", "local_rank", "local_size", "name", "transport", "_operations")
-_PLACE = (*_NARROWED, "_children", "_splits")
 
 
 def _survivable(*, changes: bool, handle: bool, alone: Callable[..., Any]) -> Callable[[F], F]:
@@ -70,9 +68,7 @@ def _survivable(*, changes: bool, handle: bool, alone: Callable[..., Any]) -> Ca
             )
             return Handle.of(value) if handle else value
 
-        made = cast(FunctionType, call)
-        made.__code__ = made.__code__.replace(co_name=collective.__name__)  # errors name the call by it
-        return cast(F, made)
+        return name_frame(call, collective)
 
     return decorate
 
@@ -487,12 +483,15 @@ class World:
         """
         rest = [r for r in range(self.size) if r not in ranks]
         other = self.split([list(ranks), rest] if rest else [list(ranks)])
-        for name in _NARROWED:
+        self._trade(other, _NARROWED)
+        self._whole = other
+        return other
+
+    def _trade(self, other: World, names: Sequence[str]) -> None:
+        for name in names:
             mine, theirs = getattr(self, name), getattr(other, name)
             setattr(self, name, theirs)
             setattr(other, name, mine)
-        self._whole = other
-        return other
 
     # Ranks that come and go ------------------------------------------------------------------------------
 
@@ -503,10 +502,7 @@ class World:
 
     def adopt(self, other: World) -> World:
         """From here on this world is `other`, for all that hold it; returns the world as it was, to be closed."""
-        for name in _PLACE:
-            mine, theirs = getattr(self, name), getattr(other, name)
-            setattr(self, name, theirs)
-            setattr(other, name, mine)
+        self._trade(other, (*_NARROWED, "_children", "_splits"))
         self.ledger.rank = self.rank
         return other
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol
@@ -9,6 +11,8 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from unisono.background import close_queues
+from unisono.runtime.ending import describe_ending
 from unisono.runtime.frames import CalledByAll, warn_user
 
 Op = Literal["sum", "mean", "max", "min", "product", "and", "or", "xor"]
@@ -175,6 +179,29 @@ class Transport(ABC):
 
     def close(self) -> None:  # noqa: B027 (not every transport holds something)
         """Let go of sockets, threads and memory."""
+
+
+class _Ending(Protocol):
+    def end(self, how: str, /) -> None:
+        """Tell the other ranks that this program has ended: "has ended its program with status 0"."""
+
+
+_told_at_exit: weakref.WeakSet[_Ending] = weakref.WeakSet()
+
+
+def tell_at_exit(one: _Ending) -> None:
+    """Have `one.end(how)` called at the end of the program."""
+    _told_at_exit.add(one)
+
+
+@atexit.register
+def _tell_the_others() -> None:
+    """Once what was queued has been sent: no rank is to wait for this one any more."""
+    known = list(_told_at_exit)
+    if known:
+        close_queues()
+    for one in known:
+        one.end(describe_ending())
 
 
 def warn_of_each_other(mine: str, rank: int, theirs: str) -> None:

@@ -9,9 +9,7 @@ program makes in that very moment would be taken for one of them.)
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +20,7 @@ from typing import Any
 from torch.distributed import Store
 
 from unisono.world.transports import PeerLost
+from unisono.world.transports.silence import find_peer_port, list_sockets
 
 __all__ = ["InterruptibleStore", "Interruption"]
 
@@ -59,7 +58,7 @@ class Interruption:
         while True:
             with self._lock:
                 known, before = set(self._sockets), list(self._connecting)
-            present = {number for number, _ in _list_sockets()}
+            present = _number_sockets()
             _shut_down(known.union(*(present - old for old in before)), self._spared)
             if not before:
                 return
@@ -69,13 +68,13 @@ class Interruption:
     def connecting(self) -> Iterator[None]:
         """A group of gloo connects in this block."""
         self.check()
-        before = {number for number, _ in _list_sockets()}
+        before = _number_sockets()
         with self._lock:
             self._connecting.append(before)
         try:
             yield
         finally:
-            found = {number for number, _ in _list_sockets()} - before
+            found = _number_sockets() - before
             with self._lock:
                 self._connecting.remove(before)
                 self._sockets |= found
@@ -136,24 +135,13 @@ class InterruptibleStore(Store):
     deleteKey = delete_key  # by which torch's C++ looks for it
 
 
-def _list_sockets() -> list[tuple[int, int]]:
-    """The sockets of this process: the kernel's number of each, and a descriptor."""
-    found = []
-    for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
-        with contextlib.suppress(OSError):  # closed meanwhile, or the descriptor of the listing itself
-            target = os.readlink(f"/proc/self/fd/{name}")
-            if target.startswith("socket:["):
-                found.append((int(target[8:-1]), int(name)))
-    return found
+def _number_sockets() -> set[int]:
+    return {number for number, _ in list_sockets()}
 
 
 def _shut_down(numbers: set[int], spared: int | None) -> None:
     """Shut down the TCP connections among these sockets; their owner finds them closed."""
-    for number, descriptor in _list_sockets():
-        if number not in numbers:
-            continue
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as sock:
-            is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
-            is_same = os.fstat(sock.fileno()).st_ino == number
-            if is_tcp and is_same and sock.getpeername()[1] != spared:  # one that listens has no other end: an OSError
+    for number, sock in list_sockets():
+        if number in numbers and find_peer_port(sock) not in (None, spared):
+            with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)

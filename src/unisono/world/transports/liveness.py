@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
-import select
 import socket
 import time
-import weakref
 from typing import TYPE_CHECKING
 
-from unisono.background import close_queues
-from unisono.runtime.ending import describe_ending
 from unisono.runtime.machine import read_boot_id, read_namespaces
 from unisono.runtime.variables import read_host
-from unisono.world.transports import Mismatch, PeerLost, Side
+from unisono.world.transports import Mismatch, PeerLost, Side, tell_at_exit
+from unisono.world.transports.meeting_page import ProcessWatch
 from unisono.world.transports.silence import find_address, has_ended, limit_silence, probe
 
 if TYPE_CHECKING:
@@ -39,7 +35,7 @@ class Liveness:
         self._host = read_host()
         store.set(f"who/{rank}", json.dumps([self._host, identify_machine(), os.getpid()]))
         self._pid, self._address = os.getpid(), find_address(store)
-        _known.add(self)
+        tell_at_exit(self)
 
     def end(self, how: str) -> None:
         """Tell the others that my program has ended: "has ended its program with status 0"."""
@@ -127,18 +123,7 @@ class Liveness:
         )
 
 
-_known: weakref.WeakSet[Liveness] = weakref.WeakSet()
 _silent: set[tuple[str, int] | None] = set()  # servers of stores that did not answer
-
-
-@atexit.register
-def _tell_the_others() -> None:
-    """At the end of the program, once what was queued has been sent: nobody is to wait for this rank any more."""
-    known = list(_known)
-    if known:
-        close_queues()
-    for liveness in known:
-        liveness.end(describe_ending())
 
 
 def identify_machine() -> str:
@@ -150,15 +135,13 @@ def identify_machine() -> str:
 
 
 def _has_died(pid: int) -> bool:
-    if pid == os.getpid() or not hasattr(os, "pidfd_open"):
+    if not hasattr(os, "pidfd_open"):
         return False
     try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
+        watch = ProcessWatch([pid])
+    except PeerLost:
         return True
     try:
-        poll = select.poll()
-        poll.register(fd, select.POLLIN)
-        return bool(poll.poll(0))
+        return watch.has_died(0)
     finally:
-        os.close(fd)
+        watch.close()

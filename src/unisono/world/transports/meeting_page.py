@@ -7,7 +7,6 @@ The page is a memfd: it has no name in any file system and the kernel frees it w
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import mmap
 import os
@@ -23,9 +22,9 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from unisono.background import LongWait, close_queues, watch_long_waits
+from unisono.background import LongWait, watch_long_waits
 from unisono.runtime import stops
-from unisono.runtime.ending import ENDED, describe_ending
+from unisono.runtime.ending import ENDED
 from unisono.runtime.frames import find_current_call
 from unisono.world.transports import (
     DTYPE_CODES,
@@ -36,6 +35,7 @@ from unisono.world.transports import (
     Op,
     PeerLost,
     Side,
+    tell_at_exit,
     warn_of_each_other,
 )
 from unisono.world.transports.arithmetic import combine
@@ -197,6 +197,7 @@ class MeetingPage:
         self._pid = os.getpid()  # a forked child is not the one that others wait for
         struct.pack_into("i", self.memory, rank * ROW + _PID, self._pid)
         _pages.add(self)
+        tell_at_exit(self)
         rows = [r * ROW for r in range(size)]
         self._neighbours = Neighbours(self.memory, rank, [row + _PID for row in rows], [row + _LATE for row in rows])
         self._watch: ProcessWatch | None = ProcessWatch(pids) if pids else None
@@ -415,16 +416,6 @@ def _show_wait(is_waiting: bool) -> None:
     _program_waits = str(find_current_call() or "") if is_waiting and pages else ""
     for page in pages:
         page.show_wait(_program_waits)
-
-
-@atexit.register
-def _tell_the_others() -> None:
-    """At the end of the program, once what was queued has been sent: nobody is to wait for this rank any more."""
-    pages = list(_pages)
-    if pages:
-        close_queues()
-    for page in pages:
-        page.end(describe_ending())
 
 
 class SmallAllReduce:

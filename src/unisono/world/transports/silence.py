@@ -1,8 +1,8 @@
 """How long a call of a store may wait for a host that says nothing: the kernel counts, on its connections.
 
 A call such as `check` or `add` waits for the answer without a limit, and a host that is cut off sends neither an answer
-nor an end. Our own store (locked_store.py) does this for its connections. torch does not give its sockets away:
-they are found among this process's descriptors by the store's port.
+nor an end. Our own store (locked_store.py) does this for its connections. Those of
+torch's own stores are found among this process's sockets by the store's port.
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store
 
-__all__ = ["find_address", "has_ended", "is_closed", "limit_silence", "limit_silence_of", "probe"]
+__all__ = [
+    "find_address",
+    "find_peer_port",
+    "has_ended",
+    "is_closed",
+    "limit_silence",
+    "limit_silence_of",
+    "list_sockets",
+    "probe",
+]
 
 _LONGEST_S = 32_000  # what Linux takes for TCP_KEEPIDLE
 
@@ -49,8 +58,9 @@ def limit_silence(store: Store, seconds: float) -> None:
     if hasattr(inner, "limit_silence"):
         inner.limit_silence(seconds)
         return
-    for sock in _connections(address[1]):
-        limit_silence_of(sock, seconds)
+    for _, sock in list_sockets():
+        if find_peer_port(sock) == address[1]:
+            limit_silence_of(sock, seconds)
 
 
 def limit_silence_of(sock: socket.socket, seconds: float) -> None:
@@ -73,7 +83,7 @@ def has_ended(store: Store) -> bool:
         return False
     if hasattr(inner, "has_ended"):
         return bool(inner.has_ended())
-    return any(map(is_closed, _connections(address[1])))
+    return any(find_peer_port(sock) == address[1] and is_closed(sock) for _, sock in list_sockets())
 
 
 def is_closed(sock: socket.socket) -> bool:
@@ -95,12 +105,23 @@ def probe(address: tuple[str, int], seconds: float) -> OSError | None:
     return None
 
 
-def _connections(port: int) -> Iterator[socket.socket]:
-    """This process's connections to that port, by descriptors of our own."""
-    for name in os.listdir("/proc/self/fd"):
+def list_sockets() -> Iterator[tuple[int, socket.socket]]:
+    """This process's sockets: the kernel's number of each, and a descriptor of our own, which is closed after its turn.
+
+    torch and gloo do not give their sockets away: this is how they are found.
+    """
+    for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
         with contextlib.suppress(OSError):  # the descriptor of the listing itself, or one that was just closed
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as sock:
-                if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getpeername()[1] == port:
-                    yield sock
+                yield os.fstat(sock.fileno()).st_ino, sock
+
+
+def find_peer_port(sock: socket.socket) -> int | None:
+    """The port at the other end of a TCP connection; None for any other socket, and for one that listens."""
+    is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
+    try:
+        return int(sock.getpeername()[1]) if is_tcp else None
+    except OSError:
+        return None

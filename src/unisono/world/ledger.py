@@ -37,7 +37,7 @@ class Record:
     start: float = float("nan")
     last: float = float("nan")
     end: float = float("nan")
-    mark: Any = None  # while it is under way: what ranks compare (call_marks.py)
+    signature: Any = None  # while it is under way: what ranks compare (call_signatures.py)
 
 
 @dataclass(slots=True)
@@ -192,7 +192,7 @@ class Ledger:
     def close_record(self, record: Record) -> None:
         """Enter a finished collective."""
         record.step = self.step_count
-        record.mark = None
+        record.signature = None
         self.records.append(record)
         self._fresh.append(record)
         with self._counting:
@@ -316,7 +316,7 @@ class Ledger:
             for kind, rows in (*kinds, ("span", self.spans), ("event", self.events)):
                 for row in list(rows):
                     values: dict[str, Any] = {"type": kind, "rank": self.rank, **asdict(row)}
-                    values.pop("mark", None)
+                    values.pop("signature", None)
                     file.write(json.dumps(as_json(values)) + "\n")
 
     def gather(self, world: World) -> Report:

@@ -18,7 +18,7 @@ from unisono.background import Handle, SerialQueue, in_background
 from unisono.runtime import status, stops
 from unisono.runtime.variables import are_checks_on
 from unisono.runtime.watchdog import find_watchdog
-from unisono.world.call_marks import CallHistory, CallMark, note_trouble
+from unisono.world.call_signatures import Call, CallHistory, note_trouble
 from unisono.world.ledger import Ledger, Record
 from unisono.world.transports import Mismatch, Op, PeerLost, Transport
 from unisono.world.transports.cuda_route import Route, choose_route
@@ -85,7 +85,7 @@ class Operations:
         record = Record(op, tag, bytes_sent, channel, sequence)
         if self._history is not None and queue == "main":
             key = (how, dtype, *shapes)
-            record.mark = CallMark(self._history, op, tag, key, sequence + 1, self.base.rank, self.ledger.step_count)
+            record.signature = Call(self._history, op, tag, key, sequence + 1, self.base.rank, self.ledger.step_count)
         return record
 
     def call(self, run: Callable[[], T]) -> T:
@@ -93,11 +93,11 @@ class Operations:
         record = self.record("call", "", 0)
 
         def job() -> T:
-            self.base.begin(record.sequence + 1, record.mark)
+            self.base.begin(record.sequence + 1, record.signature)
             try:
                 return run()
             except (Mismatch, PeerLost) as error:
-                note_trouble(error, record.mark, self.ledger)
+                note_trouble(error, record.signature, self.ledger)
                 raise
 
         return job() if self.inline else self._queue("main").submit(job).wait()
@@ -112,7 +112,7 @@ class Operations:
         plain = x.layout == torch.strided and x.is_contiguous() and not x.is_conj() and not x.is_neg()
         line = x if plain else flatten(x)
         record.start = self.ledger.clock()
-        posted = self.base.post(line, op, record.sequence + 1, record.mark)
+        posted = self.base.post(line, op, record.sequence + 1, record.signature)
         if posted is None:
             return None
         finish, ready = posted
@@ -124,7 +124,7 @@ class Operations:
             try:
                 record.last = finish()
             except (Mismatch, PeerLost) as error:
-                note_trouble(error, record.mark, self.ledger)
+                note_trouble(error, record.signature, self.ledger)
                 raise
             finally:
                 if self._watchdog is not None:
@@ -149,7 +149,7 @@ class Operations:
         route = Route(base) if like is None or not like.is_cuda else choose_route(base, self.accelerated, like)
 
         if self._history is not None and self.accelerated is not None and route.transport is self.accelerated:
-            self._history.roll(record.mark)  # on GPUs ranks do not meet on the host
+            self._history.roll(record.signature)  # on GPUs ranks do not meet on the host
 
         def job() -> T:
             doing = self._describe(record)
@@ -157,13 +157,13 @@ class Operations:
             if self._watchdog is not None:
                 self._watchdog.enter(doing, base.timeout_s)
             if queue == "main":
-                base.begin(record.sequence + 1, record.mark)
+                base.begin(record.sequence + 1, record.signature)
             record.start = self.ledger.clock()
             try:
                 with route.around():
                     record.last, value = run(route.transport)
             except (Mismatch, PeerLost) as error:
-                note_trouble(error, record.mark, self.ledger)
+                note_trouble(error, record.signature, self.ledger)
                 raise
             finally:
                 if self._watchdog is not None:

@@ -54,7 +54,7 @@ def after_step(world: World, treatment: Treatment) -> None:
 
 
 class StragglerWatch:
-    """One rank's side of the checks in one world."""
+    """One rank's part in the checks in one world."""
 
     def __init__(self, world: World) -> None:
         self.name = world.name

@@ -14,7 +14,7 @@ from torch import Tensor
 from unisono import packing
 from unisono.background import Handle
 from unisono.world.batch_weights import BatchWeights, WeightListener
-from unisono.world.call_marks import shapes_of
+from unisono.world.call_signatures import shapes_of
 from unisono.world.inference import in_plain_memory, leave_inference, name_frame
 from unisono.world.ledger import Ledger
 from unisono.world.operations import (

@@ -29,8 +29,8 @@ class PeerLost(CalledByAll, RuntimeError):
     ended: int | None = None  # the rank whose program has ended well, so that it will never make this call
 
 
-class Side(NamedTuple):
-    """What one rank called, for a report: `what` and `where` are those of its mark."""
+class CallDescription(NamedTuple):
+    """What one rank called, for a report: `what` and `where` are those of its signature."""
 
     rank: int
     what: int
@@ -39,17 +39,17 @@ class Side(NamedTuple):
     place: str  # "train.py:88"
 
 
-class Mark(Protocol):
-    """What a rank is about to do, in two numbers (see world/call_marks.py); a transport compares them."""
+class CallSignature(Protocol):
+    """What a rank is about to do, in two numbers (see world/call_signatures.py); a transport compares them."""
 
     what: int
     where: int
 
     @property
-    def side(self) -> Side:
+    def description(self) -> CallDescription:
         """In words."""
 
-    def check_places(self, wheres: Sequence[int], hear: Callable[[], Sequence[Side]]) -> None:
+    def check_places(self, wheres: Sequence[int], hear: Callable[[], Sequence[CallDescription]]) -> None:
         """Every rank's `where`: raises Mismatch where they are out of turn."""
 
 
@@ -58,9 +58,9 @@ class Mismatch(CalledByAll, ValueError):
 
     __module__ = "unisono"
 
-    def __init__(self, *args: object, sides: Sequence[Side] = ()) -> None:
+    def __init__(self, *args: object, calls: Sequence[CallDescription] = ()) -> None:
         super().__init__(*args)
-        self.sides = tuple(sides)  # of the ranks that said so
+        self.calls = tuple(calls)  # of the ranks that said so
         self.is_noted = False  # in the ledger
 
 
@@ -76,12 +76,12 @@ class Transport(ABC):
     size: int
     reads_peers = False  # reductions of large private tensors read them where they are, not in memory of `empty`
     sequence = 0  # the number of the collective now running, from 1: the same on every rank, or orders differ
-    mark: Mark | None = None  # what it is, and where it was called
+    signature: CallSignature | None = None  # what it is, and where it was called
     timeout_s = float("inf")  # that a rank waits for another
 
-    def begin(self, sequence: int, mark: Mark | None) -> None:
-        """Take the number and the mark of the collective that follows."""
-        self.sequence, self.mark = sequence, mark
+    def begin(self, sequence: int, signature: CallSignature | None) -> None:
+        """Take the number and the signature of the collective that follows."""
+        self.sequence, self.signature = sequence, signature
 
     @abstractmethod
     def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
@@ -140,11 +140,11 @@ class Transport(ABC):
         """The transport of my group; every rank of this one calls it with the same groups."""
 
     def post(
-        self, x: Tensor, op: Op, sequence: int, mark: Mark | None = None
+        self, x: Tensor, op: Op, sequence: int, signature: CallSignature | None = None
     ) -> tuple[Callable[[], float], Callable[[], bool]] | None:
         """Begin a small all-reduce without blocking: what ends it, and whether that would be at once.
 
-        None where it is not offered. `sequence` and `mark` are the collective's.
+        None where it is not offered. `sequence` and `signature` are the collective's.
         """
         return None
 
@@ -160,7 +160,7 @@ class Transport(ABC):
     def release(self, x: Tensor) -> None:  # noqa: B027 (only shared memory has something to do)
         """Give memory of `empty` back."""
 
-    def hear_sides(self) -> list[Side]:
+    def exchange_descriptions(self) -> list[CallDescription]:
         """Tell what I have called and hear it from the others, where ranks are known to disagree; [] if that cannot be
         done."""
         return []

@@ -20,7 +20,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono.world.transports import UNKNOWN, Mark, Mismatch, Op, PeerLost, Side, Transport, find_group, gather_bytes
+from unisono.world.transports import (
+    UNKNOWN,
+    CallDescription,
+    CallSignature,
+    Mismatch,
+    Op,
+    PeerLost,
+    Transport,
+    find_group,
+    gather_bytes,
+)
 from unisono.world.transports.arithmetic import NATIVE, combine
 from unisono.world.transports.liveness import Liveness
 
@@ -113,10 +123,10 @@ def _translate_errors(method: F) -> F:
             raise
         except (Mismatch, RuntimeError) as error:
             problem, mismatch = str(error), error if isinstance(error, Mismatch) else None
-            sides = mismatch.sides if mismatch is not None else None
+            calls = mismatch.calls if mismatch is not None else None
             traceback.clear_frames(error.__traceback__)
             del mismatch
-        raise self._explain_failure(method.__name__, problem, sides)
+        raise self._explain_failure(method.__name__, problem, calls)
 
     return run  # type: ignore[return-value]
 
@@ -369,8 +379,8 @@ class GlooTransport(Transport):
             store, mine.index(self.rank), len(mine), timeout_s=self.timeout_s, interruption=self._interruption
         )
 
-    def hear_sides(self) -> list[Side]:
-        return self._liveness.hear_sides(self.mark.side) if self.mark is not None else []
+    def exchange_descriptions(self) -> list[CallDescription]:
+        return self._liveness.exchange_descriptions(self.signature.description) if self.signature is not None else []
 
     def set_timeout(self, seconds: float) -> None:
         self.timeout_s = seconds
@@ -403,7 +413,7 @@ class GlooTransport(Transport):
 
     def _begin_to_agree(self, what: str, sign: str) -> tuple[Tensor, Tensor, list[Any]]:
         """My sign, the place for that of the previous rank, and what has to end before it is there."""
-        mine = _encode(f"{what} {sign}" + (f" as collective {self.sequence}" if self.sequence else ""), self.mark)
+        mine = _encode(f"{what} {sign}" + (f" as collective {self.sequence}" if self.sequence else ""), self.signature)
         theirs = torch.empty(_SIGN, dtype=torch.uint8)
         tag = self.next_round()
         receiving = self.group.recv([theirs], (self.rank - 1) % self.size, tag)
@@ -416,32 +426,32 @@ class GlooTransport(Transport):
 
     def _compare(self, what: str, mine: Tensor, theirs: Tensor, rank: int) -> None:
         if theirs.equal(mine):
-            if self.mark is not None:
-                self.mark.check_places([self.mark.where], list)
+            if self.signature is not None:
+                self.signature.check_places([self.signature.where], list)
             return
-        (here, my_side), (there, their_side) = _split_sign(mine, self.rank), _split_sign(theirs, rank)
-        sides = [side for side in (my_side, their_side) if side.what]
-        if here != there or (len(sides) == 2 and my_side.what != their_side.what):
-            both = " and ".join(f"rank {side.rank} has {side.text}" for side in (their_side, my_side))
-            raise Mismatch(f"{what}: the ranks disagree; {both}", sides=sides)
-        if self.mark is not None:
-            self.mark.check_places([side.where for side in (my_side, their_side)], lambda: sides)
+        (here, my_call), (there, their_call) = _split_sign(mine, self.rank), _split_sign(theirs, rank)
+        calls = [call for call in (my_call, their_call) if call.what]
+        if here != there or (len(calls) == 2 and my_call.what != their_call.what):
+            both = " and ".join(f"rank {call.rank} has {call.text}" for call in (their_call, my_call))
+            raise Mismatch(f"{what}: the ranks disagree; {both}", calls=calls)
+        if self.signature is not None:
+            self.signature.check_places([call.where for call in (my_call, their_call)], lambda: calls)
 
-    def _explain_failure(self, what: str, problem: str, sides: Sequence[Side] | None) -> Exception:
+    def _explain_failure(self, what: str, problem: str, calls: Sequence[CallDescription] | None) -> Exception:
         """What to raise: my own finding, another rank's, or who is missing. The others learn it, or see me leave.
 
-        `sides`: of ranks that disagree; None where they do not.
+        `calls`: of ranks that disagree; None where they do not.
         """
-        if sides is not None:
-            self.abandon(found := Mismatch(problem, sides=sides))
-            found.sides = tuple(self.hear_sides()) or found.sides
+        if calls is not None:
+            self.abandon(found := Mismatch(problem, calls=calls))
+            found.calls = tuple(self.exchange_descriptions()) or found.calls
             return found
         self._gloo = None
         if self._interruption is not None and self._interruption.has_ended(_TO_BE_TOLD_S):
             return PeerLost(f"{self._interruption.why}; waited for it in {what}")
         if (report := self._liveness.read_report()) is not None:
             if isinstance(report, Mismatch):
-                report.sides = tuple(self.hear_sides()) or report.sides
+                report.calls = tuple(self.exchange_descriptions()) or report.calls
             return report
         missing, is_certain = self._liveness.describe_missing()
         if is_certain:
@@ -509,23 +519,23 @@ def _copy_parts(x: Tensor, parts: Sequence[Tensor]) -> None:
         part.copy_(done)
 
 
-def _encode(text: str, mark: Mark | None = None) -> Tensor:
-    """As many bytes for all: a mark's numbers, the text, and as much as fits of where the call stands."""
-    if mark is not None:
-        side = mark.side
-        numbers = f"{side.what:08x}{side.where:08x}{side.rank:06x}"
-        text = f"{numbers}{text}{_PLACE}{side.place} {side.text.rpartition(', ')[2]}"
+def _encode(text: str, signature: CallSignature | None = None) -> Tensor:
+    """As many bytes for all: a signature's numbers, the text, and as much as fits of where the call stands."""
+    if signature is not None:
+        call = signature.description
+        numbers = f"{call.what:08x}{call.where:08x}{call.rank:06x}"
+        text = f"{numbers}{text}{_PLACE}{call.place} {call.text.rpartition(', ')[2]}"
     return torch.frombuffer(bytearray(text.encode()[:_SIGN].ljust(_SIGN)), dtype=torch.uint8)
 
 
-def _split_sign(sign: Tensor, rank: int) -> tuple[str, Side]:
-    """What it says of the operation, and its rank's side."""
+def _split_sign(sign: Tensor, rank: int) -> tuple[str, CallDescription]:
+    """What it says of the operation, and its rank's call."""
     text, _, place = _decode(sign).partition(_PLACE)
-    if not place:  # without a mark
-        return text, Side(rank, 0, 0, text, "")
+    if not place:  # without a signature
+        return text, CallDescription(rank, 0, 0, text, "")
     what, where, rank = (int(text[i:j], 16) for i, j in ((0, 8), (8, 16), (16, 22)))
     text, line = text[22:], place.partition(" ")[0]
-    return text, Side(rank, what, where, f"{text} at {place}" if line else f"{text},{place}", line)
+    return text, CallDescription(rank, what, where, f"{text} at {place}" if line else f"{text},{place}", line)
 
 
 def _decode(sign: Tensor) -> str:

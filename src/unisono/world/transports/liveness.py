@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from unisono.runtime.machine import read_boot_id, read_namespaces
 from unisono.runtime.variables import read_host
-from unisono.world.transports import Mismatch, PeerLost, Side, tell_at_exit
+from unisono.world.transports import CallDescription, Mismatch, PeerLost, tell_at_exit
 from unisono.world.transports.meeting_page import ProcessWatch
 from unisono.world.transports.silence import find_address, has_ended, limit_silence, probe
 
@@ -49,8 +49,8 @@ class Liveness:
     def report(self, why: Exception) -> None:
         """Tell the others why I leave."""
         try:
-            sides = why.sides if isinstance(why, Mismatch) else ()
-            self._store.set("wrong", json.dumps([isinstance(why, Mismatch), str(why), sides]))
+            calls = why.calls if isinstance(why, Mismatch) else ()
+            self._store.set("wrong", json.dumps([isinstance(why, Mismatch), str(why), calls]))
         except RuntimeError:
             return  # the store went with a rank
 
@@ -60,21 +60,21 @@ class Liveness:
         try:
             if not self._store.check(["wrong"]):
                 return None
-            is_mismatch, text, sides = json.loads(self._store.get("wrong"))
+            is_mismatch, text, calls = json.loads(self._store.get("wrong"))
         except RuntimeError:
             _silent.add(self._address)
             return None
-        return Mismatch(text, sides=[Side(*side) for side in sides]) if is_mismatch else PeerLost(text)
+        return Mismatch(text, calls=[CallDescription(*call) for call in calls]) if is_mismatch else PeerLost(text)
 
-    def hear_sides(self, mine: Side) -> list[Side]:
+    def exchange_descriptions(self, mine: CallDescription) -> list[CallDescription]:
         """Tell the others what I have called, and hear it from those that tell it within a moment."""
-        found: dict[int, Side] = {}
+        found: dict[int, CallDescription] = {}
         deadline = time.monotonic() + _TO_TELL_S
         try:
-            self._store.set(f"side/{self._rank}", json.dumps(mine))
+            self._store.set(f"call/{self._rank}", json.dumps(mine))
             while len(found) < self._size:
-                told = [r for r in range(self._size) if r not in found and self._store.check([f"side/{r}"])]
-                found |= {r: Side(*json.loads(self._store.get(f"side/{r}"))) for r in told}
+                told = [r for r in range(self._size) if r not in found and self._store.check([f"call/{r}"])]
+                found |= {r: CallDescription(*json.loads(self._store.get(f"call/{r}"))) for r in told}
                 if time.monotonic() > deadline:
                     break
                 time.sleep(0.01)

@@ -28,7 +28,7 @@ from torch import Tensor
 from unisono.runtime.link_text import Link, parse_link
 from unisono.runtime.machine import read_boot_id
 from unisono.runtime.wire import Wire
-from unisono.world.transports import Op, Side, Transport, find_group
+from unisono.world.transports import CallDescription, Op, Transport, find_group
 from unisono.world.transports.arithmetic import NATIVE, count_bytes
 from unisono.world.transports.gloo import SEGMENT, SMALL, TINY, goes_at_once
 from unisono.world.transports.mapped import open_published, publish
@@ -194,8 +194,8 @@ class ShapedTransport(Transport):
     def release(self, x: Tensor) -> None:
         self._inner.release(x)
 
-    def hear_sides(self) -> list[Side]:
-        return self._inner.hear_sides()
+    def exchange_descriptions(self) -> list[CallDescription]:
+        return self._inner.exchange_descriptions()
 
     def abandon(self, why: Exception) -> None:
         self._inner.abandon(why)
@@ -207,7 +207,7 @@ class ShapedTransport(Transport):
 
     def _run(self, cost: _Cost, run: Callable[[], float]) -> float:
         """Do it, agree on when the last link has passed its bytes, and wait until then and for the latency."""
-        self._inner.begin(self.sequence, self.mark)
+        self._inner.begin(self.sequence, self.signature)
         cost = self._ring(_SIGN_BYTES, _SIGN_BYTES, 1) + cost
         end = self._wire.take(self._host, self._link, up=cost.up, down=cost.down)
         last = run()

@@ -26,7 +26,7 @@ from unisono.world.transports import (
     DTYPE_CODES,
     DTYPES,
     SMALL_BYTES,
-    Mark,
+    CallSignature,
     Mismatch,
     Op,
     Transport,
@@ -101,16 +101,16 @@ class SharedTransport(Transport):
         finally:
             os.close(fd)
 
-    def begin(self, sequence: int, mark: Mark | None) -> None:
+    def begin(self, sequence: int, signature: CallSignature | None) -> None:
         self.sequence = self._page.sequence = sequence  # the page shows both to the other ranks
-        self.mark = self._page.mark = mark
+        self.signature = self._page.signature = signature
 
     # Collectives -----------------------------------------------------------------------------------------
 
     def post(
-        self, x: Tensor, op: Op, sequence: int, mark: Mark | None = None
+        self, x: Tensor, op: Op, sequence: int, signature: CallSignature | None = None
     ) -> tuple[Callable[[], float], Callable[[], bool]] | None:
-        return self._small.post(x, op, sequence, mark) if x.numel() * x.element_size() <= SMALL_BYTES else None
+        return self._small.post(x, op, sequence, signature) if x.numel() * x.element_size() <= SMALL_BYTES else None
 
     def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
         total, dtype = sum(p.numel() for p in parts), parts[0].dtype
@@ -190,7 +190,7 @@ class SharedTransport(Transport):
         heads, last = self._begin("all_to_all", "sum", parts[0].dtype, longest, place, same=False)
         if sum(head[5] for head in heads) % WEIGHTS:
             every = [json.loads(one) for one in self.exchange(json.dumps(sizes).encode())]
-            raise Mismatch(describe_uneven(every), sides=self._page.hear_sides(self.mark))
+            raise Mismatch(describe_uneven(every), calls=self._page.exchange_descriptions(self.signature))
         self._pass_pieces(parts, outs, parts[0].dtype, None, longest=max(head[3] for head in heads))
         return last
 
@@ -255,9 +255,9 @@ class SharedTransport(Transport):
     def exchange(self, data: bytes) -> list[bytes]:
         found = self._page.meet(_MARK + struct.pack("q", len(data)) + data[:_INLINE], "an exchange of objects")
         if strays := [r for r, item in enumerate(found) if not item.startswith(_MARK)]:
-            sides = self._page.hear_sides(self.mark)
-            raise Mismatch(f"an exchange of objects or shapes: rank {strays[0]} is in another collective", sides=sides)
-        self._check_marks("an exchange of objects or shapes")
+            calls = self._page.exchange_descriptions(self.signature)
+            raise Mismatch(f"an exchange of objects or shapes: rank {strays[0]} is in another collective", calls=calls)
+        self._check_signatures("an exchange of objects or shapes")
         sizes = [struct.unpack_from("q", item, len(_MARK))[0] for item in found]
         if max(sizes) <= _INLINE:
             return [item[len(_MARK) + 8 :] for item in found]
@@ -356,22 +356,22 @@ class SharedTransport(Transport):
                 + ("" if len(set(numbers)) == 1 else f" as collective {numbers[r]}")
                 for r, h in enumerate(heads)
             ]
-            sides = self._page.hear_sides(self.mark)
-            raise Mismatch(f"{what}: the ranks disagree; " + "; ".join(each), sides=sides)
-        self._check_marks(what)
+            calls = self._page.exchange_descriptions(self.signature)
+            raise Mismatch(f"{what}: the ranks disagree; " + "; ".join(each), calls=calls)
+        self._check_signatures(what)
         return heads, last
 
-    def _check_marks(self, what: str) -> None:
+    def _check_signatures(self, what: str) -> None:
         """Compare what the ranks called, beyond its size, and where."""
-        mark = self.mark
-        if mark is None:
+        signature = self.signature
+        if signature is None:
             return
-        whats, wheres = self._page.read_marks()
-        if whats.count(mark.what) != self.size and 0 not in whats:
-            sides = self._page.hear_sides(mark)
-            each = "; ".join(f"rank {side.rank} has {side.text}" for side in sides)
-            raise Mismatch(f"{what}: the ranks disagree; {each}", sides=sides)
-        mark.check_places(wheres, lambda: self._page.hear_sides(mark))
+        whats, wheres = self._page.read_signatures()
+        if whats.count(signature.what) != self.size and 0 not in whats:
+            calls = self._page.exchange_descriptions(signature)
+            each = "; ".join(f"rank {call.rank} has {call.text}" for call in calls)
+            raise Mismatch(f"{what}: the ranks disagree; {each}", calls=calls)
+        signature.check_places(wheres, lambda: self._page.exchange_descriptions(signature))
 
     def _check_small(self, rank: int) -> None:
         """A rank that does not come may have posted this very collective as a small one."""
@@ -379,7 +379,7 @@ class SharedTransport(Transport):
             raise Mismatch(
                 f"collective {self.sequence}: the ranks disagree; rank {rank} has a small all_reduce, "
                 f"rank {self.rank} a large one or another collective",
-                sides=self._page.hear_sides(self.mark),
+                calls=self._page.exchange_descriptions(self.signature),
             )
 
     def _reduce_in_place(self, x: Tensor, op: Op) -> None:

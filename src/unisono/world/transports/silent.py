@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from unisono.world.transports import UNKNOWN, Mark, Op, Transport, find_group
+from unisono.world.transports import UNKNOWN, CallSignature, Op, Transport, find_group
 from unisono.world.transports.arithmetic import NATIVE, count_bytes, multiply
 
 Among = Literal["all", "inside", "across"]
@@ -60,7 +60,7 @@ class SilentTransport(Transport):
         return UNKNOWN
 
     def post(
-        self, x: Tensor, op: Op, sequence: int, mark: Mark | None = None
+        self, x: Tensor, op: Op, sequence: int, signature: CallSignature | None = None
     ) -> tuple[Callable[[], float], Callable[[], bool]] | None:
         return (lambda: self.all_reduce([x], op), lambda: True) if self._posts else None
 

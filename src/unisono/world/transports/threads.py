@@ -18,7 +18,16 @@ from unisono.runtime import stops
 from unisono.runtime.frames import find_current_call
 from unisono.runtime.huge_pages import map_shared
 from unisono.runtime.memfd import anonymous_file
-from unisono.world.transports import Mark, Mismatch, Op, PeerLost, Transport, find_group, warn_of_each_other
+from unisono.world.transports import (
+    CallDescription,
+    CallSignature,
+    Mismatch,
+    Op,
+    PeerLost,
+    Transport,
+    find_group,
+    warn_of_each_other,
+)
 from unisono.world.transports.arithmetic import combine
 from unisono.world.transports.mapped import map_view
 
@@ -133,7 +142,7 @@ class ThreadTransport(Transport):
         hub = self.hub
         with hub.changed:
             now = hub.round
-            hub.items[self.rank], hub.times[self.rank] = (what, sign, item, self.mark), time.perf_counter()
+            hub.items[self.rank], hub.times[self.rank] = (what, sign, item, self.signature), time.perf_counter()
             hub.here.add(self.rank)
             if len(hub.here) == hub.size:
                 hub.found = (list(hub.items), max(hub.times))
@@ -142,13 +151,17 @@ class ThreadTransport(Transport):
                 hub.changed.notify_all()
             hub.wait_for(lambda: hub.round > now, what, range(hub.size), self.rank)
             found, last = hub.found
-        marks: list[Mark] = [mark for _, _, _, mark in found if mark is not None]
-        whats = {mark.what for mark in marks} if len(marks) == self.size else set()
+        signatures: list[CallSignature] = [signature for _, _, _, signature in found if signature is not None]
+        whats = {one.what for one in signatures} if len(signatures) == self.size else set()
+
+        def describe() -> list[CallDescription]:
+            return [one.description for one in signatures]
+
         if any(other[:2] != found[0][:2] for other in found) or len(whats) > 1:
             each = ", ".join(f"rank {r} has {other} {sign}" for r, (other, sign, _, _) in enumerate(found))
-            raise Mismatch(f"{what}: the ranks disagree; {each}", sides=[mark.side for mark in marks])
-        if self.mark is not None and whats and sign != "end":
-            self.mark.check_places([mark.where for mark in marks], lambda: [mark.side for mark in marks])
+            raise Mismatch(f"{what}: the ranks disagree; {each}", calls=describe())
+        if self.signature is not None and whats and sign != "end":
+            self.signature.check_places([one.where for one in signatures], describe)
         return [item for _, _, item, _ in found], last
 
     def _end(self, what: str) -> None:

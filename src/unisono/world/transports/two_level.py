@@ -17,7 +17,7 @@ from torch import Tensor
 
 from unisono.runtime.machine import read_boot_id, read_namespaces
 from unisono.runtime.variables import may_share_memory, read_host
-from unisono.world.transports import UNKNOWN, Mark, Mismatch, Op, PeerLost, Transport, find_group
+from unisono.world.transports import UNKNOWN, CallSignature, Mismatch, Op, PeerLost, Transport, find_group
 from unisono.world.transports.arithmetic import widen
 from unisono.world.transports.gloo import GlooTransport
 from unisono.world.transports.mapped import open_published, publish
@@ -141,10 +141,10 @@ def _fail_together(method: F) -> F:
         except (Mismatch, PeerLost) as error:
             text = str(error)
             why = type(error)(text if text.startswith("on host ") else f"on host {self._hosts[self.rank]}: {text}")
-            sides = error.sides if isinstance(error, Mismatch) else ()
+            calls = error.calls if isinstance(error, Mismatch) else ()
         self.abandon(why)
         if isinstance(why, Mismatch):
-            why.sides = tuple(self._flat.hear_sides()) or sides
+            why.calls = tuple(self._flat.exchange_descriptions()) or calls
         raise why
 
     return run  # type: ignore[return-value]
@@ -168,10 +168,10 @@ class TwoLevelTransport(Transport):
         if isinstance(inside, SharedTransport):
             inside.call_others("local rank")
 
-    def begin(self, sequence: int, mark: Mark | None) -> None:
-        super().begin(sequence, mark)
+    def begin(self, sequence: int, signature: CallSignature | None) -> None:
+        super().begin(sequence, signature)
         for transport in self._levels:  # without a number: the collective may be several operations of theirs
-            transport.begin(0, mark)
+            transport.begin(0, signature)
 
     @classmethod
     def build(cls, flat: Transport, inside: Transport | None, hosts: Sequence[str]) -> TwoLevelTransport:

@@ -199,7 +199,7 @@ def read_all(data: Any, options: dict[str, Any], size: int, rng: random.Random) 
             speeds = rng.choice([None, tuple(draw_speeds(rng, size))])
             for world, one in zip(worlds, ranks, strict=True):
                 world.speeds = speeds
-                one.deal_anew()
+                one.redistribute()
     return seen
 
 
@@ -229,7 +229,7 @@ def test_ranks_that_read_ahead_deal_by_new_speeds_from_the_next_batch_on() -> No
         lengths.append([len(values(batch)) for batch in batches])
         for world, one in zip(worlds, ranks, strict=True):
             world.speeds = (1.5, 0.5) if one.batch < 3 else None
-            one.deal_anew()
+            one.redistribute()
     assert lengths == [[8, 8], [12, 4], [12, 4], [8, 8]]
     assert sorted(seen) == list(range(64))
 

@@ -139,7 +139,7 @@ class Messages:
         except Exception as error:
             if match is not None and match is not own:
                 match.work.execute(partial(_raise, error))
-                match.work.settle()
+                match.work.resolve_future()
             raise
         with self._lock:
             match = match or self._take_match(src, tag)  # its receive may have begun in between
@@ -167,7 +167,7 @@ class Messages:
             deliver()  # inside its own work, which ends with this
         else:
             match.work.execute(deliver)
-            match.work.settle()
+            match.work.resolve_future()
 
     def _deliver(self, wanted: _Receive, src: int, line: Tensor) -> None:
         wanted.work.source = src

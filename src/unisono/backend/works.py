@@ -37,7 +37,7 @@ class Work(dist.Work):
         self._done = threading.Event()
         self._error: BaseException | None = None
         self._future: _Future | None = None
-        self._is_settled = False
+        self._is_resolved = False
         self._lock = threading.Lock()
         self._lane: SerialQueue | None = None
         self._handle: Handle[None] | None = None
@@ -45,7 +45,7 @@ class Work(dist.Work):
     def begin(self, lane: SerialQueue, run: Callable[[], None], *, wakes: Wakes) -> Work:
         """Queue `run`; `wakes`: as of `SerialQueue.submit`."""
         self._lane = lane
-        self._handle = lane.submit(lambda: self.execute(run), after=self.settle, wakes=wakes)
+        self._handle = lane.submit(lambda: self.execute(run), after=self.resolve_future, wakes=wakes)
         return self
 
     def execute(self, run: Callable[[], None]) -> None:
@@ -67,13 +67,13 @@ class Work(dist.Work):
         self.ended = self._ledger.clock()
         self._done.set()
 
-    def settle(self) -> None:
+    def resolve_future(self) -> None:
         """Give the result to the future, if somebody asked for one."""
         with self._lock:
             future = self._future
-            if future is None or self._is_settled or not self._done.is_set():
+            if future is None or self._is_resolved or not self._done.is_set():
                 return
-            self._is_settled = True
+            self._is_resolved = True
         future.work = None
         if self._error is None:
             future.set_result(self._tensors)
@@ -148,7 +148,7 @@ class Work(dist.Work):
                 devices: Any = sorted({t.device for t in self._tensors if t.is_cuda}, key=str)
                 self._future = _Future(devices=devices)
                 self._future.work = self
-        self.settle()
+        self.resolve_future()
         return self._future
 
 
@@ -175,7 +175,7 @@ class _Future(torch.futures.Future[Any]):
         if work is not None and not work.is_completed():
             with suppress(Exception):  # the future has it, too
                 work.wait()
-            work.settle()
+            work.resolve_future()
 
 
 _BEGINS_NONE = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"

@@ -363,7 +363,7 @@ class Shard:
             return mine, float(costs[mine].sum() * world.size / costs.sum())
         return mine, len(mine) * world.size / m
 
-    def deal_anew(self) -> None:
+    def redistribute(self) -> None:
         """`world.speeds` have changed: read again what processes have read ahead; all else is dealt as it is read."""
         if self.samples is not None and self.source.options.get("num_workers"):
             self._moves += 1

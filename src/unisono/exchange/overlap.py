@@ -186,7 +186,7 @@ class Exchange(Windows):
         """A parameter's gradient has been accumulated."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
-            self.world.survive(lambda: self._begin(task))
+            self.world.run_tolerating_loss(lambda: self._begin(task))
         if self.world.elastic is not None and self.world.elastic.is_idle:
             return
         if not self._syncing or name not in self._slots:
@@ -307,7 +307,7 @@ class Exchange(Windows):
 
     def _end(self) -> None:
         self._task = -1
-        self.world.survive(self._end_pass)
+        self.world.run_tolerating_loss(self._end_pass)
         if self.world.elastic is not None and self.world.elastic.is_idle:  # half of it may be anything
             torch._foreach_zero_([p.grad for _, p in self.named if p.grad is not None])
 
@@ -386,7 +386,7 @@ class Exchange(Windows):
 
     def count_pass(self) -> None:
         self._kept_local = False
-        self.world.survive(super().count_pass)
+        self.world.run_tolerating_loss(super().count_pass)
 
     def before_step(self) -> None:
         """Close the window: a rank whose backward touched nothing, or a last short window, still takes part."""

@@ -25,7 +25,7 @@ from unisono.runtime.frames import warn_user
 
 __all__ = ["BatchWeights", "Drawn", "WeightListener", "watch_calls"]
 
-Place = tuple[StorageWeakRef, int, int]  # of a tensor: from where to where in a storage, in bytes
+MemorySpan = tuple[StorageWeakRef, int, int]  # of a tensor: from where to where in a storage, in bytes
 _MOST_BATCHES, _MOST_TENSORS = 64, 32  # that are remembered, and looked at in a batch
 
 
@@ -45,7 +45,7 @@ class Drawn:
         self.weight, self.shard, self.about = weight, shard, about
         self.by_thread = by_thread  # one of the program's, that draws ahead
         tensors = list(_list_tensors(batch))
-        self._places = [_find_place(x) for x in tensors]
+        self._spans = [_find_span(x) for x in tensors]
         self.sizes = _list_sizes(tensors)
         self.is_used = False  # the model was called with it, or with one that was drawn later
         self.is_done = False  # and gradients were taken since, where gradients are on
@@ -54,12 +54,12 @@ class Drawn:
     @property
     def is_alive(self) -> bool:
         """Whether somebody holds some of its memory."""
-        return any(not storage.expired() for storage, _, _ in self._places)
+        return any(not storage.expired() for storage, _, _ in self._spans)
 
-    def holds(self, place: Place) -> bool:
+    def holds(self, place: MemorySpan) -> bool:
         """Whether a tensor at this place lies in the batch's memory, or a part of it does."""
         storage, start, stop = place
-        return any(storage == known and start < end and begin < stop for known, begin, end in self._places)
+        return any(storage == known and start < end and begin < stop for known, begin, end in self._spans)
 
 
 class _Call:
@@ -230,7 +230,7 @@ class BatchWeights:
         return _Call(found[0], len({d.weight for d in found}) == 1)
 
     def _find_owners(self, x: Tensor) -> list[Drawn]:
-        place = _find_place(x)
+        place = _find_span(x)
         return [d for d in self._drawn if d.holds(place)]
 
     def _note_use(self, call: _Call) -> None:
@@ -383,7 +383,7 @@ def _find_by_size(batches: Sequence[Drawn], inputs: Any) -> _Call | None:
     return _Call(found[0], True) if len({d.weight for d in found}) == 1 else None
 
 
-def _find_place(x: Tensor) -> Place:
+def _find_span(x: Tensor) -> MemorySpan:
     last = sum(stride * (size - 1) for stride, size in zip(x.stride(), x.shape, strict=True))
     start = int(x.storage_offset()) * x.element_size()
     return StorageWeakRef(x.untyped_storage()), start, start + (last + 1) * x.element_size() if x.numel() else start

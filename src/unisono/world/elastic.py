@@ -18,7 +18,7 @@ from torch import Tensor
 
 from unisono import packing
 from unisono.background import Handle, in_background
-from unisono.runtime.membership import Membership, Seat
+from unisono.runtime.membership import Assignment, Membership
 from unisono.world.transports import PeerLost
 
 if TYPE_CHECKING:
@@ -71,10 +71,14 @@ class Elastic:
     """Of a world that `un.join()` gave, in a run whose launcher replaces workers."""
 
     def __init__(
-        self, world: World, membership: Membership, solo: World, take_seat: Callable[[Seat, torch.device], World]
+        self,
+        world: World,
+        membership: Membership,
+        solo: World,
+        form_generation: Callable[[Assignment, torch.device], World],
     ) -> None:
         self.membership = membership
-        self.take_seat = take_seat  # makes a generation of the world, at the place that the launcher gave
+        self.form_generation = form_generation  # makes a generation of the world, at the place that the launcher gave
         self.solo = solo  # stands for the world in a worker that has not been let in yet
         self.is_closed = False  # the run goes on, but cannot be joined: too much would have to be remembered
         self.broken: PeerLost | None = None  # a peer is lost, and the world has not been formed anew
@@ -140,8 +144,8 @@ class Elastic:
         if self.healer is not None:
             self.healer.after_batch(shard)
 
-    def survive(self, call: Callable[[], Any]) -> Any:
-        """See `World.survive`."""
+    def run_tolerating_loss(self, call: Callable[[], Any]) -> Any:
+        """See `World.run_tolerating_loss`."""
         if self.is_idle:
             return None
         try:

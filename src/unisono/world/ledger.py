@@ -329,7 +329,7 @@ class Ledger:
 
         return gather(self, world)
 
-    def settle(self, last_arrivals: dict[tuple[str, int], float]) -> None:
+    def fill_in_arrivals(self, last_arrivals: dict[tuple[str, int], float]) -> None:
         """Fill in when the last rank arrived, by (channel, sequence), and divide the rows anew."""
         changed = set()
         for record in list(self.records):

@@ -16,7 +16,7 @@ import torch
 from unisono.runtime import debugger
 from unisono.runtime.frames import hide_frames_of_uncaught, warn_user
 from unisono.runtime.machine import read_boot_id
-from unisono.runtime.membership import HostsMembership, Membership, Seat, find_membership
+from unisono.runtime.membership import Assignment, HostsMembership, Membership, find_membership
 from unisono.runtime.place import Place, number, read_place
 from unisono.runtime.variables import read_host, read_timeout_s
 from unisono.world.elastic import Elastic
@@ -134,41 +134,43 @@ def _meet_elastic(membership: Membership, place: Place, device: str | torch.devi
     chosen = _choose_device(device, place.local_rank, place.local_size)
     solo = World(None, device=chosen, hosts=[socket.gethostname()])
     fd = _find_inherited_page()
-    take = _take_seat
+    form = _form_generation
     if isinstance(membership, HostsMembership):
         store = _open_store(place, read_timeout_s())
-        take = partial(_take_seat_over_hosts, membership, store)
+        form = partial(_form_generation_over_hosts, membership, store)
     if membership.joining:
         world = World(None, device=chosen, hosts=[socket.gethostname()])
         world.rank = world.local_rank = place.rank
         world.size = world.local_size = place.size
         world.hosts = (world.host,) * place.size
     else:
-        world = take(Seat(0, place.rank, place.size, page_fd=-1 if fd is None else fd), chosen)
-    world.elastic = Elastic(world, membership, solo, take)
+        world = form(Assignment(0, place.rank, place.size, page_fd=-1 if fd is None else fd), chosen)
+    world.elastic = Elastic(world, membership, solo, form)
     return world
 
 
-def _take_seat(seat: Seat, device: torch.device) -> World:
+def _form_generation(given: Assignment, device: torch.device) -> World:
     """A generation of a world on this host, at the place that the launcher gave."""
-    hosts = [socket.gethostname()] * seat.size
-    name = "world" if seat.generation == 0 else f"world.{seat.generation}"
-    if seat.size == 1:
-        if seat.page_fd >= 0:
-            os.close(seat.page_fd)
+    hosts = [socket.gethostname()] * given.size
+    name = "world" if given.generation == 0 else f"world.{given.generation}"
+    if given.size == 1:
+        if given.page_fd >= 0:
+            os.close(given.page_fd)
         return World(None, device=device, hosts=hosts, name=name)
     from unisono.world.transports.shared import SharedTransport
 
     transport = SharedTransport.from_inherited(
-        seat.page_fd, seat.rank, seat.size, timeout_s=read_timeout_s(), pids=seat.pids
+        given.page_fd, given.rank, given.size, timeout_s=read_timeout_s(), pids=given.pids
     )
     return _make_world(transport, hosts, device, name=name)
 
 
-def _take_seat_over_hosts(membership: HostsMembership, store: Store, seat: Seat, device: torch.device) -> World:
+def _form_generation_over_hosts(
+    membership: HostsMembership, store: Store, given: Assignment, device: torch.device
+) -> World:
     """The same where the workers are on several hosts: they meet in the launcher's store."""
-    name = "world" if seat.generation == 0 else f"world.{seat.generation}"
-    if seat.size == 1:
+    name = "world" if given.generation == 0 else f"world.{given.generation}"
+    if given.size == 1:
         return World(None, device=device, hosts=[read_host()], name=name)
     from torch.distributed import PrefixStore
 
@@ -178,10 +180,10 @@ def _take_seat_over_hosts(membership: HostsMembership, store: Store, seat: Seat,
 
     address = find_address(store)
     interruption = Interruption(spared=None if address is None else address[1])
-    membership.watch(seat.generation, interruption.end)
-    meeting = InterruptibleStore(PrefixStore(f"generation/{seat.generation}", store), interruption)
-    options: dict[str, Any] = {"timeout_s": read_timeout_s(), "interruption": interruption, "pids": seat.pids}
-    transport, hosts = connect(meeting, seat.rank, seat.size, **options)
+    membership.watch(given.generation, interruption.end)
+    meeting = InterruptibleStore(PrefixStore(f"generation/{given.generation}", store), interruption)
+    options: dict[str, Any] = {"timeout_s": read_timeout_s(), "interruption": interruption, "pids": given.pids}
+    transport, hosts = connect(meeting, given.rank, given.size, **options)
     return _make_world(transport, hosts, device, name=name)
 
 

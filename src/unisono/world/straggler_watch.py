@@ -176,7 +176,7 @@ class StragglerWatch:
         new = deal_by_speed(sum(shares), speeds)
         world.speeds = None if max(new) - min(new) <= 1 else speeds
         for shard in _list_balanced(world):
-            shard.deal_anew()
+            shard.redistribute()
         self._opened = self._steps  # what was measured before says nothing of the new shares
         return shares, new
 

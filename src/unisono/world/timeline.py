@@ -93,7 +93,7 @@ def gather(ledger: Ledger, world: World) -> Report:
         for columns in arrivals:
             for key, at in _from_columns(columns):
                 latest[key] = max(latest.get(key, at), at)
-        ledger.settle({key: at - offset for key, at in latest.items()})
+        ledger.fill_in_arrivals({key: at - offset for key, at in latest.items()})
     mine = {
         "totals": asdict(ledger.totals()),
         "rows": [asdict(r) for r in list(ledger.rows)],

@@ -495,10 +495,10 @@ class World:
 
     # Ranks that come and go ------------------------------------------------------------------------------
 
-    def survive(self, call: Callable[[], Any]) -> Any:
+    def run_tolerating_loss(self, call: Callable[[], Any]) -> Any:
         """Do `call`, in which this rank exchanges something; where a peer is lost in a world that heals, note it: the
         rest of the window is not exchanged, and the world is formed anew with the next batch."""
-        return call() if self.elastic is None else self.elastic.survive(call)
+        return call() if self.elastic is None else self.elastic.run_tolerating_loss(call)
 
     def adopt(self, other: World) -> World:
         """From here on this world is `other`, for all that hold it; returns the world as it was, to be closed."""

@@ -80,7 +80,7 @@ class Backward(Windows):
         """A parameter's gradient has been accumulated."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
-            self.world.survive(lambda: self._begin(task))
+            self.world.run_tolerating_loss(lambda: self._begin(task))
         if self.world.elastic is not None and self.world.elastic.is_idle:
             return
         place = self._by_name.get(name)
@@ -121,7 +121,7 @@ class Backward(Windows):
 
     def _end(self) -> None:
         self._task = -1
-        self.world.survive(self._end_pass)
+        self.world.run_tolerating_loss(self._end_pass)
         if self.world.elastic is not None and self.world.elastic.is_idle:  # half of it may be anything
             for place in self.places:
                 place.param.grad = None

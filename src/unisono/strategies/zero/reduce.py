@@ -110,7 +110,7 @@ class Backward(Windows):
     # During backward -------------------------------------------------------------------------------------
 
     def _ready(self, number: int, _param: Tensor) -> None:
-        self.world.survive(lambda: self._take_in(number))
+        self.world.run_tolerating_loss(lambda: self._take_in(number))
 
     def _take_in(self, number: int) -> None:
         """A parameter's gradient has been accumulated."""
@@ -262,7 +262,7 @@ class Backward(Windows):
 
     def _end(self) -> None:
         self._task = -1
-        self.world.survive(self._end_pass)
+        self.world.run_tolerating_loss(self._end_pass)
 
     def _end_pass(self) -> None:
         if self._reducing:
@@ -306,7 +306,7 @@ class Backward(Windows):
     # Outside backward ------------------------------------------------------------------------------------
 
     def count_pass(self) -> None:
-        self.world.survive(super().count_pass)
+        self.world.run_tolerating_loss(super().count_pass)
 
     def before_step(self) -> None:
         """Close the window: a rank whose backward touched nothing, or a last short window, still takes part."""

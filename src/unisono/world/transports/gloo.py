@@ -251,7 +251,7 @@ class GlooTransport(Transport):
 
         flow = _Flow(self, _cut_pieces(chunks[order[0]], room))
         flow.receive(came, arrived)
-        flow.settle()
+        flow.finish()
         if op == "mean":
             out.mul_(1.0 / self.size)
         return UNKNOWN
@@ -276,7 +276,7 @@ class GlooTransport(Transport):
         passed = len(pieces) - len(lists[-1])
         flow = _Flow(self, lists[0])
         flow.receive(pieces, lambda i: flow.send(pieces[i]) if i < passed else None)
-        flow.settle()
+        flow.finish()
 
     @_translate_errors
     def broadcast(self, parts: Sequence[Tensor], src: int) -> float:
@@ -300,7 +300,7 @@ class GlooTransport(Transport):
         if place > 0:
             last = place == self.size - 1
             flow.receive(pieces, lambda i: None if last else flow.send(pieces[i]))
-        flow.settle()
+        flow.finish()
         return UNKNOWN
 
     @_translate_errors
@@ -497,7 +497,7 @@ class _Flow:
             posted.popleft().wait()
             arrived(i)
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Wait until all that was sent has left."""
         for work, _ in self._sending.values():
             work.wait()

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unisono.world.transports.arithmetic import count_span_bytes
+
 __all__ = [
     "as_list",
     "check_count",
@@ -42,14 +44,7 @@ def provide(out: Tensor, given: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
 
 def _overlap(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors may have memory in common."""
-    (a, b), (c, d) = _find_span(x), _find_span(y)
-    return a < d and c < b
-
-
-def _find_span(x: Tensor) -> tuple[int, int]:
-    """Where its memory begins and ends."""
-    elements = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
-    return x.data_ptr(), x.data_ptr() + elements * x.element_size()
+    return x.data_ptr() < y.data_ptr() + count_span_bytes(y) and y.data_ptr() < x.data_ptr() + count_span_bytes(x)
 
 
 def reduce_options(kind: Any, given: Any, timeout: Any) -> Any:

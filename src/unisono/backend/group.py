@@ -283,12 +283,13 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
         """Every rank gets the root's tensors."""
         parts, opts = as_list(tensors), root_options(dist.BroadcastOptions, opts, (timeout,))
-        return self._begin("broadcast", parts, opts, lambda: self._broadcast(parts, opts.rootRank))
 
-    def _broadcast(self, parts: list[Tensor], root: int) -> None:
-        if any(part.layout != torch.strided for part in parts):
-            raise TypeError("broadcast takes dense tensors: send indices and values of a sparse one by themselves")
-        self.world.broadcast(parts, root).wait()
+        def run() -> None:
+            if any(part.layout != torch.strided for part in parts):
+                raise TypeError("broadcast takes dense tensors: send indices and values of a sparse one by themselves")
+            self.world.broadcast(parts, opts.rootRank).wait()
+
+        return self._begin("broadcast", parts, opts, run)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
         """Every rank gets every rank's tensor, in a list."""

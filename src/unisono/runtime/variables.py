@@ -17,6 +17,7 @@ __all__ = [
     "are_checks_on",
     "may_share_memory",
     "name_observer",
+    "read_attempt",
     "read_host",
     "read_observer_module",
     "read_observer_settings",
@@ -106,6 +107,11 @@ def are_checks_on() -> bool:
 def may_share_memory() -> bool:
     """Whether the workers of one host may exchange tensors in memory that they share."""
     return os.environ.get("UNISONO_SHARED_MEMORY", "1") != "0"
+
+
+def read_attempt() -> str:
+    """The name of this start of the workers, from our launcher or torchrun: a restart uses other keys of the store."""
+    return os.environ.get("UNISONO_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def read_worker_number() -> int | None:

@@ -22,10 +22,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from unisono.background import in_background
 from unisono.model_copies import add_hook
 from unisono.runtime.frames import warn_user
+from unisono.world.transports.arithmetic import count_span_bytes
 
 __all__ = ["BatchWeights", "Drawn", "WeightListener", "watch_calls"]
 
-MemorySpan = tuple[StorageWeakRef, int, int]  # of a tensor: from where to where in a storage, in bytes
+MemorySpan = tuple[StorageWeakRef, int, int]  # of a tensor: its storage, first byte and end
 _MOST_BATCHES, _MOST_TENSORS = 64, 32  # that are remembered, and looked at in a batch
 
 
@@ -384,9 +385,8 @@ def _find_by_size(batches: Sequence[Drawn], inputs: Any) -> _Call | None:
 
 
 def _find_span(x: Tensor) -> MemorySpan:
-    last = sum(stride * (size - 1) for stride, size in zip(x.stride(), x.shape, strict=True))
     start = int(x.storage_offset()) * x.element_size()
-    return StorageWeakRef(x.untyped_storage()), start, start + (last + 1) * x.element_size() if x.numel() else start
+    return StorageWeakRef(x.untyped_storage()), start, start + count_span_bytes(x)
 
 
 def _list_sizes(values: Any) -> set[int]:

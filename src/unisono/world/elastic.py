@@ -185,7 +185,7 @@ class Elastic:
             return self._take_handed(inputs, raises)
         if self.is_repeating:
             return alone()
-        before = _copy(inputs)
+        before = [x.detach().clone() for x in _list_tensors(inputs)]
         self.in_call = True
         try:
             with self.inside():
@@ -307,7 +307,3 @@ def _list_tensors(values: tuple[Any, ...]) -> list[Tensor]:
         elif isinstance(value, list | tuple):
             found += _list_tensors(tuple(value))
     return found
-
-
-def _copy(values: tuple[Any, ...]) -> list[Tensor]:
-    return [x.detach().clone() for x in _list_tensors(values)]

@@ -64,13 +64,7 @@ def leave_inference(collective: Callable[..., Any], args: tuple[Any, ...], kwarg
         with torch.inference_mode():
             for mine, copied in copies:
                 mine.copy_(copied)
-        return _exchange(found, {id(copied): mine for mine, copied in copies})
+        own = {id(copied): mine for mine, copied in copies}  # the program's tensors, in the place of their copies
+        return [own.get(id(x), x) for x in found] if isinstance(found, list) else own.get(id(found), found)
 
     return Handle(finish, given.done)
-
-
-def _exchange(found: Any, by: dict[int, Tensor]) -> Any:
-    """What was found, with the program's own tensors in the place of their copies."""
-    if isinstance(found, list):
-        return [by.get(id(x), x) for x in found]
-    return by.get(id(found), found)

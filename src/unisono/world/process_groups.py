@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,12 +33,8 @@ def as_world(given: Any) -> World:
     world = _worlds.get(group)
     if world is None:
         world = _worlds[group] = _meet(group, given)
-        world.on_close = lambda: _forget(group)
+        world.on_close = partial(_worlds.pop, group, None)
     return world
-
-
-def _forget(group: Any) -> None:
-    _worlds.pop(group, None)
 
 
 def _find_group(given: Any) -> ProcessGroup:

@@ -18,7 +18,7 @@ from unisono.runtime.frames import hide_frames_of_uncaught, warn_user
 from unisono.runtime.machine import read_boot_id
 from unisono.runtime.membership import Assignment, HostsMembership, Membership, find_membership
 from unisono.runtime.place import Place, number, read_place
-from unisono.runtime.variables import read_host, read_timeout_s
+from unisono.runtime.variables import read_attempt, read_host, read_timeout_s
 from unisono.world.elastic import Elastic
 from unisono.world.ledger import Ledger
 from unisono.world.stores import MEETING_S, agree_on_attempt, open_engine_store, open_store, open_torch_store
@@ -258,7 +258,7 @@ def _open_store(place: Place, timeout_s: float) -> Store:
     import torch.distributed as dist
 
     meeting, patience_s = next(_meetings), min(MEETING_S, timeout_s)
-    attempt = os.environ.get("UNISONO_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    attempt = read_attempt()
     if dist.is_initialized():
         from torch.distributed.distributed_c10d import _get_default_store
 

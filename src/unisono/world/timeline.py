@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -88,11 +87,10 @@ def gather(ledger: Ledger, world: World) -> Report:
         if r.last != r.last and r.op not in ("send", "recv")
     }
     if any(world.gather_objects(bool(unknown))):
-        arrivals = world.gather_objects(_to_columns(unknown))
         latest: dict[tuple[str, int], float] = {}
-        for columns in arrivals:
-            for key, at in _from_columns(columns):
-                latest[key] = max(latest.get(key, at), at)
+        for arrivals in world.gather_objects([[*key, at] for key, at in unknown.items()]):
+            for channel, sequence, at in arrivals:
+                latest[channel, sequence] = max(latest.get((channel, sequence), at), at)
         ledger.fill_in_arrivals({key: at - offset for key, at in latest.items()})
     mine = {
         "totals": asdict(ledger.totals()),
@@ -132,20 +130,3 @@ def _measure_offset(world: World) -> float:
                 if back - sent < best:
                     best, offset = back - sent, float(token[0]) - (sent + back) / 2
     return offset
-
-
-def _to_columns(times: dict[tuple[str, int], float]) -> dict[str, tuple[list[int], list[float]]]:
-    columns: dict[str, tuple[list[int], list[float]]] = {}
-    for (channel, sequence), at in times.items():
-        numbers, starts = columns.setdefault(channel, ([], []))
-        numbers.append(sequence)
-        starts.append(at)
-    return columns
-
-
-def _from_columns(columns: dict[str, Sequence[Sequence[float]]]) -> list[tuple[tuple[str, int], float]]:
-    return [
-        ((channel, int(number)), at)
-        for channel, (numbers, starts) in columns.items()
-        for number, at in zip(numbers, starts, strict=True)
-    ]

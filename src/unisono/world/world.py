@@ -148,7 +148,7 @@ class World:
         self.pending_shards: dict[str, Any] = {}
         self.stragglers: tuple[Straggler, ...] = ()  # ranks that are slower than the others now
         self.speeds: tuple[float, ...] | None = None  # to deal samples by (`un.shard(balance=True)`); None: evenly
-        self.on_close: Callable[[], None] | None = None
+        self.on_close: Callable[[], object] | None = None  # called when this world has been closed
         self.elastic: Elastic | None = None  # where ranks come and go
         self.axes: Axes | None = None  # where this is the data axis of a mesh
         self.is_device_known = False  # whether it was decided how CUDA tensors travel, where that is done late

@@ -55,6 +55,12 @@ def count_bytes(parts: Sequence[Tensor]) -> int:
     return sum(p.numel() * p.element_size() for p in parts)
 
 
+def count_span_bytes(x: Tensor) -> int:
+    """Bytes of memory from the first element of `x` to its last; more than its elements have if they lie apart."""
+    elements = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    return elements * x.element_size()
+
+
 def cut_tiles(parts: Sequence[Tensor], start: int, stop: int, room: int) -> Iterator[tuple[Tensor, int]]:
     """Views of the elements from `start` to `stop` of a concatenation, each inside one part and of at most `room`, with
     their places."""
@@ -106,7 +112,7 @@ def combine(parts: Sequence[Tensor], op: Op, out: Tensor) -> None:
         wide = torch.empty_like(out, dtype=_WIDE[dtype])
         _fold([p.to(wide.dtype) for p in parts], op, wide)
         out.copy_(wide)
-    elif len(parts) > 1 and _is_among(out, parts[1:]):
+    elif len(parts) > 1 and any(p.data_ptr() == out.data_ptr() for p in parts[1:]):
         kept = torch.empty_like(out)
         _fold(parts, op, kept)
         out.copy_(kept)
@@ -127,15 +133,9 @@ def _fold(parts: Sequence[Tensor], op: Op, out: Tensor) -> None:
         out.mul_(1.0 / len(parts))
 
 
-def _is_among(out: Tensor, parts: Sequence[Tensor]) -> bool:
-    return any(p.data_ptr() == out.data_ptr() for p in parts)
-
-
 def _combine_uint64(parts: Sequence[Tensor], op: Op, out: Tensor) -> None:
     signed = [p.view(torch.int64) for p in parts]
-    flip = (
-        _SIGN if op in ("max", "min") else 0
-    )  # order of unsigned numbers = order of signed ones with the top bit flipped
+    flip = _SIGN if op in ("max", "min") else 0  # the order of signed numbers is that of unsigned ones with it flipped
     kept = torch.empty_like(signed[0])
     _fold([p ^ flip for p in signed], op, kept)
     out.view(torch.int64).copy_(kept ^ flip)

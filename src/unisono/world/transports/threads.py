@@ -73,7 +73,8 @@ class Hub:
             self._compare_waits(me, ranks)
             if stops.clock() - began > self.timeout_s:
                 wait.end()
-                raise PeerLost(f"{what}: no answer within {self.timeout_s:g} s{self._describe_waits(me, ranks)}")
+                waits = "".join(f"; rank {r} waits in {where}" for r, where in self._find_waits(me, ranks).items())
+                raise PeerLost(f"{what}: no answer within {self.timeout_s:g} s{waits}")
         wait.end()
         if not ready():
             gone = " and ".join(f"rank {r} {why}" for r, why in sorted(self.left.items()) if r in ranks)
@@ -86,9 +87,6 @@ class Hub:
         """Which of those that have not come wait in another call of the program than I."""
         found = {r: self.members[r].waits for r in ranks if r in self.members and r not in self.here}
         return {r: where for r, where in found.items() if where and where != self.members[me].waits}
-
-    def _describe_waits(self, me: int, ranks: Sequence[int]) -> str:
-        return "".join(f"; rank {r} waits in {where}" for r, where in self._find_waits(me, ranks).items())
 
     def _compare_waits(self, me: int, ranks: Sequence[int]) -> None:
         """Say once where the programs of two ranks have waited for long, in different calls."""

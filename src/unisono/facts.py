@@ -16,7 +16,7 @@ Grade = Literal["exact", "rounded", "compressed", "other"]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the bytes of a reduction follow from: the shapes of a bucket's float32 tensors, the ranks, the step.
+    """What the bytes of a reduction depend on: the shapes of a bucket's float32 tensors, the ranks, the step.
 
     >>> Sizes([(10, 3), (5,)], ranks=4, step=0).all_reduce(100)
     150
@@ -55,7 +55,7 @@ class Sizes:
         return 64 * math.ceil(n / self.ranks / 64)
 
     def sent_by(self, spec: str, shapes: Sequence[tuple[int, ...]] | None = None) -> int:
-        """What another method's example sends for these tensors (None: for all): for methods around others."""
+        """Bytes that another method's example sends for these tensors (None: all); for methods that wrap others."""
         return self.look_up(spec, self if shapes is None else Sizes(shapes, self.ranks, self.step, self.look_up))
 
 

@@ -304,7 +304,7 @@ class _Unpacker:
         return self._built[name, dtype_name]
 
     def _take(self, name: Any) -> torch.Tensor:
-        """A tensor that is copied: once. Else a short text could ask for copies without end."""
+        """A tensor that the caller copies; each only once, or a short text could ask for copies without end."""
         if _expect(str, name) in self._copied:
             raise ValueError(f"two values in the place of {_shorten(name)}")
         self._copied.add(name)
@@ -367,7 +367,7 @@ def count_shape_bytes(shape: Any, itemsize: int) -> int:
 
 
 def _check_shape(shape: Any) -> list[int]:
-    """A list of whole numbers, not too many; each fits 64 bits, so that their product is no long one."""
+    """A shape of at most `_MAX_DIMENSIONS` whole numbers of 64 bits, so that their product stays short."""
     if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS:
         raise ValueError(f"a broken shape {_shorten(shape)}")
     if not all(type(n) is int and 0 <= n <= _MAX_BYTES for n in shape):
@@ -401,7 +401,7 @@ def _read_hex(text: Any) -> int:
 
 
 def _shorten(value: Any) -> str:
-    """A value in a message, not at any length. (A long number has no decimal text at all.)"""
+    """A value for an error message, cut if long. (A very long number has no decimal text at all.)"""
     try:
         text = repr(value)
     except (ValueError, RecursionError):

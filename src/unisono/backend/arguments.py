@@ -48,7 +48,7 @@ def _overlap(x: Tensor, y: Tensor) -> bool:
 
 
 def reduce_options(kind: Any, given: Any, timeout: Any) -> Any:
-    """The options: as given, or made of an operator and a timeout."""
+    """The options of a reduction: as given, or made of an operator and a timeout."""
     if given is not None and hasattr(given, "reduceOp"):
         return given
     options = kind()
@@ -60,7 +60,7 @@ def reduce_options(kind: Any, given: Any, timeout: Any) -> Any:
 
 
 def root_options(kind: Any, given: Any, more: Sequence[Any]) -> Any:
-    """The same for what has a root: `pg.broadcast(x, root)`, `pg.reduce(x, root, op)`."""
+    """The options of an operation with a root: `pg.broadcast(x, root)`, `pg.reduce(x, root, op)`."""
     if given is not None and hasattr(given, "rootRank"):
         return given
     options = kind()

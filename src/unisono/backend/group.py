@@ -98,43 +98,43 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return f"group {self._name}" if self._desc == "undefined" else f"{self._desc} {self._name}"
 
     def getBackendName(self) -> str:
-        """As torch's C++ asks."""
+        """The backend's name, for torch's C++."""
         return "unisono"
 
     def name(self) -> str:
-        """The same, as its Python does."""
+        """The backend's name, for torch's Python."""
         return "unisono"
 
     def getGroupName(self) -> str:
-        """The name that torch gave it."""
+        """The name that torch gave this group."""
         return self._name
 
     def setGroupName(self, name: str) -> None:
-        """Take the name that torch gives it."""
+        """Set the name that torch gives this group."""
         self._name = name
 
     def getGroupDesc(self) -> str:
-        """What the program calls it."""
+        """The description that the program gave this group."""
         return self._desc
 
     def setGroupDesc(self, desc: str) -> None:
-        """Take what the program calls it: operations to come have that in the ledger."""
+        """Set the program's description of this group; later operations have it in the ledger."""
         self._desc = desc
         self.world.rename(self._describe())
 
     @property
     def group_name(self) -> str:
-        """The name that torch gave it."""
+        """The name that torch gave this group."""
         return self._name
 
     @property
     def pg_name(self) -> str:
-        """The same; some of torch's callers want it by this name."""
+        """The same as `group_name`, which some of torch's callers ask for by this name."""
         return self._name
 
     @property
     def group_desc(self) -> str:
-        """What the program calls it."""
+        """The description that the program gave this group."""
         return self._desc
 
     @property
@@ -155,14 +155,14 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def options(self) -> Any:
-        """Its options, as torch's own backends have them."""
+        """Options of this group, as torch's own backends have them."""
         found = dist.ProcessGroup.Options("unisono") if hasattr(dist.ProcessGroup, "Options") else None
         if found is not None:
             found._timeout = self._timeout
         return found
 
     def get_group_store(self) -> dist.Store:
-        """The store that it met in."""
+        """The store in which the ranks of this group met."""
         return self._store
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
@@ -174,7 +174,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     set_timeout = _set_default_timeout
 
     def _set_sequence_number_for_group(self) -> None:
-        """Operations are numbered from the start."""
+        """No-op: operations are numbered from the start."""
 
     def _get_sequence_number_for_group(self) -> int:
         return self._begun
@@ -189,7 +189,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     # Reductions ----------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
-        """Every tensor becomes its reduction over the ranks."""
+        """Replace every tensor by its reduction over the ranks."""
         parts, opts = as_list(tensors), reduce_options(dist.AllreduceOptions, opts, timeout)
         reduction = Reduction(opts.reduceOp, parts[0].dtype, self.size())
 
@@ -205,7 +205,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return work
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        """The same of several tensors in one."""
+        """All-reduce several tensors in one operation."""
         parts, opts = list(tensors), reduce_options(dist.AllreduceCoalescedOptions, opts, None)
         if not parts:
             return self._begin("all_reduce", [], opts, lambda: None)
@@ -218,7 +218,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         reduction.after(parts)
 
     def reduce(self, tensors: Any, opts: Any = None, *more: Any) -> Work:
-        """The root's tensor becomes the reduction; the others keep theirs."""
+        """Replace the root's tensor by the reduction; the other ranks keep theirs."""
         parts, opts = as_list(tensors), root_options(dist.ReduceOptions, opts, more)
         reduction = Reduction(opts.reduceOp, parts[0].dtype, self.size())
 
@@ -229,7 +229,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return self._begin("reduce", parts, opts, run)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
-        """Each rank's tensor of the lists is reduced and goes to that rank."""
+        """Reduce lists of one tensor for each rank; each rank gets its own."""
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
         opts = reduce_options(dist.ReduceScatterOptions, opts, timeout)
@@ -252,7 +252,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter_tensor_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
-        """A tensor is reduced, and each rank gets its part of it."""
+        """Reduce tensors, and give each rank its part of each."""
         opts = reduce_options(dist.ReduceScatterOptions, opts, None)
         pairs = list(zip(outputs, inputs, strict=True))
         for out, given in pairs:
@@ -281,7 +281,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     # Copies --------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
-        """Every rank gets the root's tensors."""
+        """Copy the root's tensors to every rank."""
         parts, opts = as_list(tensors), root_options(dist.BroadcastOptions, opts, (timeout,))
 
         def run() -> None:
@@ -292,14 +292,14 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return self._begin("broadcast", parts, opts, run)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
-        """Every rank gets every rank's tensor, in a list."""
+        """Gather every rank's tensor on every rank, in a list."""
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
         opts = opts if opts is not None else AllgatherOptions()
         return self._gather_lists(outputs, inputs, opts)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        """The same of several tensors: `outputs[rank][i]`, as gloo has them."""
+        """Gather several tensors: `outputs[rank][i]`, as gloo has them."""
         opts = opts if opts is not None else AllgatherOptions()
         return self._gather_lists([list(each) for each in zip(*outputs, strict=True)], inputs, opts)
 
@@ -331,7 +331,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     def allgather_into_tensor_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
-        """Every rank gets every rank's tensor, one behind the other in one tensor."""
+        """Gather every rank's tensor on every rank, one behind the other in one tensor."""
         opts = opts if opts is not None else AllgatherOptions()
         pairs = list(zip(outputs, inputs, strict=True))
         for out, given in pairs:
@@ -348,7 +348,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Work:
-        """The root gets every rank's tensor."""
+        """Gather every rank's tensor on the root."""
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs] if outputs else [], [inputs]
         opts = root_options(dist.GatherOptions, opts, more)
@@ -368,7 +368,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return self._begin("gather", outs, opts, run)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Work:
-        """Each rank gets its tensor of the root's list."""
+        """Send each rank its tensor of the root's list."""
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs] if inputs else []
         opts = root_options(dist.ScatterOptions, opts, more)
@@ -390,7 +390,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     def alltoall(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None, timeout: Any = None
     ) -> Work:
-        """The i-th tensor goes to rank i."""
+        """Send the i-th tensor to rank i."""
         opts = opts if opts is not None else dist.AllToAllOptions()
         outs, parts = list(outputs), list(inputs)
         check_count("all_to_all", outs, self.size())
@@ -400,7 +400,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     def alltoall_base(
         self, output: Tensor, given: Tensor, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> Work:
-        """The same with parts of one tensor."""
+        """Send the i-th part of a tensor to rank i."""
         opts = opts if opts is not None else dist.AllToAllOptions()
         sizes_out = find_splits(output, output_splits, self.size())
         sizes_in = find_splits(given, input_splits, self.size())
@@ -421,7 +421,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             put_back(out, target)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
-        """All ranks have come here."""
+        """Wait until all ranks have called this."""
         opts = opts if isinstance(opts, dist.BarrierOptions) else dist.BarrierOptions()
         if timeout is not None:
             opts.timeout = timeout
@@ -429,21 +429,21 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return self._begin("barrier", [], opts, self.world.barrier)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """A barrier whose error names who did not come: here, every one's does."""
+        """A barrier whose error names the ranks that did not come, as every error of this backend does."""
         self.barrier(timeout=timeout).wait()
 
     # Messages ------------------------------------------------------------------------------------------------
 
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> Work:
-        """To one rank."""
+        """Send a tensor to one rank."""
         return self._coalesce(self._messages.send(tensors[0], dst, tag, self._work("send", tensors)))
 
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> Work:
-        """From one rank."""
+        """Receive a tensor from one rank."""
         return self._coalesce(self._messages.receive(tensors[0], src, tag, self._work("recv", tensors)))
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
-        """From whichever rank sends first."""
+        """Receive a tensor from whichever rank sends first."""
         return self._messages.receive(tensors[0], None, tag, self._work("recv", tensors))
 
     def _start_coalescing(self, device: Any) -> None:
@@ -487,7 +487,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return made
 
     def in_order(self, call: Callable[[World], T]) -> T:
-        """`call(world)` behind all collectives so far; waits for it."""
+        """Run `call(world)` after all collectives so far, and return its result."""
         found: list[T] = []
         self._begin("call", [], None, lambda: found.append(call(self.world))).wait()
         return found[0]
@@ -535,7 +535,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return work.begin(self._lane("main"), run, wakes=wakes)
 
     def _within(self, seconds: float, run: Callable[[], None]) -> Callable[[], None]:
-        """`run` with a timeout of its own."""
+        """`run` under another timeout than the group's."""
         transport = self.world.transport
 
         def limited() -> None:
@@ -550,7 +550,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return limited if transport is not None else run
 
     def _on_device(self, device: torch.device, run: Callable[[], None]) -> Callable[[], None]:
-        """`run` once the caller's stream has come this far; it has ended when the device has."""
+        """`run` after what the caller's stream holds now; it returns when the device has finished."""
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(device))
 

@@ -89,7 +89,7 @@ class Messages:
         return work.begin(self._lane(where), lambda: run(wanted), wakes=wakes)
 
     def _read_for(self, wanted: _Receive) -> None:
-        """Read messages of its rank until the one of `wanted` has come."""
+        """Read messages of one rank until the one of `wanted` has come."""
         assert wanted.source is not None
         try:
             with self._reading[wanted.source]:
@@ -100,7 +100,7 @@ class Messages:
             self._forget(wanted)  # where its rank was lost
 
     def _read_from_any(self, wanted: _Receive) -> None:
-        """The same from whichever rank has sent something."""
+        """Read from whichever rank has sent something until the message of `wanted` has come."""
         others = [r for r in range(self._world.size) if r != self._world.rank]
         transport = self._world.transport
         assert transport is not None

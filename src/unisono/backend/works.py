@@ -49,7 +49,7 @@ class Work(dist.Work):
         return self
 
     def execute(self, run: Callable[[], None]) -> None:
-        """Do it here and now, and note its error for who waits."""
+        """Run the operation in this thread, and keep its error for whoever waits."""
         if self._done.is_set():  # a message that another receive has taken along
             return
         try:
@@ -62,13 +62,13 @@ class Work(dist.Work):
             self.finish()
 
     def finish(self, error: BaseException | None = None) -> None:
-        """It has ended."""
+        """Note that the operation has ended, with its error if it failed."""
         self._error = self._error or error
         self.ended = self._ledger.clock()
         self._done.set()
 
     def resolve_future(self) -> None:
-        """Give the result to the future, if somebody asked for one."""
+        """Complete the future with the result, if one was asked for."""
         with self._lock:
             future = self._future
             if future is None or self._is_resolved or not self._done.is_set():
@@ -83,7 +83,7 @@ class Work(dist.Work):
     # What torch and its users call ---------------------------------------------------------------------------
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Until it has ended; raises its error, or GroupTimeout after `timeout`."""
+        """Wait for the operation; raises its error, or GroupTimeout after `timeout`."""
         if not self._done.is_set():
             began = self._ledger.clock()
             self._await(timeout.total_seconds())
@@ -119,29 +119,29 @@ class Work(dist.Work):
         return self._done.is_set() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Its error, if there was one."""
+        """The operation's error, if it failed."""
         return self._error
 
     def result(self) -> list[Tensor]:
-        """Its tensors."""
+        """The tensors that hold the result."""
         return self._tensors
 
     def synchronize(self) -> None:
-        """As `wait`."""
+        """The same as `wait`."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """As `wait`: results are there when the host knows it."""
+        """The same as `wait`: results are on the device when the host is told so."""
         self.wait()
 
     def source_rank(self) -> int:
-        """Who sent what was received."""
+        """The rank that sent the received message."""
         return self.source
 
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of its tensors."""
+        """A future of the result's tensors."""
         with self._lock:
             self.by_future = True
             if self._future is None:

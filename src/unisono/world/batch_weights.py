@@ -31,14 +31,14 @@ _MOST_BATCHES, _MOST_TENSORS = 64, 32  # that are remembered, and looked at in a
 
 
 class WeightListener(Protocol):
-    """One that follows the weight of this rank's batch (`World.weight`)."""
+    """An object that is told of changes of this rank's batch weight (`World.weight`)."""
 
     def weight_changed(self, weight: float, /) -> None:
-        """The weight is another from now on."""
+        """Called when the weight has changed."""
 
 
 class Drawn:
-    """A batch that a shard has given out: where its tensors lie, which are not kept alive."""
+    """A batch that a shard has given out, known by the memory of its tensors, which are not kept alive."""
 
     def __init__(
         self, weight: float, batch: Any = None, shard: str = "", *, about: Any = None, by_thread: bool = False
@@ -54,7 +54,7 @@ class Drawn:
 
     @property
     def is_alive(self) -> bool:
-        """Whether somebody holds some of its memory."""
+        """Whether some of the batch's memory is still in use."""
         return any(not storage.expired() for storage, _, _ in self._spans)
 
     def holds(self, place: MemorySpan) -> bool:
@@ -64,14 +64,14 @@ class Drawn:
 
 
 class _Call:
-    """A call of the model. `is_sure`: its batch is known; None: it is no batch's, and goes with the one in use."""
+    """A call of the model. `is_sure`: whether its batch is known; None: it belongs to none, and uses the last one."""
 
     def __init__(self, drawn: Drawn, is_sure: bool | None) -> None:
         self.drawn, self.is_sure = drawn, is_sure
 
 
 class BatchWeights:
-    """Of one world on this rank; nothing is followed while all parts are even."""
+    """The batch weights of one world on this rank; nothing is tracked while all parts are even."""
 
     def __init__(self) -> None:
         self.is_needed = False  # some shard has uneven parts
@@ -96,7 +96,7 @@ class BatchWeights:
 
     @property
     def weight(self) -> float:
-        """Of the batch in use."""
+        """The weight of the batch in use."""
         return self._current.weight
 
     def about(self, shard: str) -> Any:
@@ -104,7 +104,7 @@ class BatchWeights:
         return self._current.about if self._current.shard == shard else None
 
     def set(self, weight: float) -> None:
-        """The program says it: until the next batch is drawn."""
+        """Use a weight that the program gives, until the next batch is drawn."""
         self._set = Drawn(weight)
         self._take(self._set)
 
@@ -119,7 +119,7 @@ class BatchWeights:
         self._listeners.add(listener)
 
     def remove(self, listener: WeightListener) -> None:
-        """Tell a listener no more."""
+        """Remove a listener."""
         self._listeners.discard(listener)
 
     # Shards ------------------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class BatchWeights:
             self._take(self._find_outer())
 
     def forget(self, shard: str) -> None:
-        """What a shard gave out belongs to a world that is no more."""
+        """Forget the batches of a shard: they belong to a former generation of the world."""
         with self._lock:
             self._drawn = [d for d in self._drawn if d.shard != shard]
 
@@ -164,7 +164,7 @@ class BatchWeights:
     # Calls of the model ------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """A model is bound whose calls are seen, in this thread."""
+        """Called when a model is bound, in the thread that will call it."""
         self._thread = threading.get_ident()
 
     def begin_call(self, inputs: Any, *, is_whole: bool) -> None:
@@ -187,7 +187,7 @@ class BatchWeights:
             self._speak(_UNSURE)
 
     def _is_waiting(self, drawn: Drawn) -> bool:
-        """Whether a batch is still to be used; what a pass gives that no training goes along with may never be."""
+        """Whether a batch is still to be used; one from a pass without training may never be."""
         return not drawn.is_used and (drawn.by_thread or drawn.shard in self._trained)
 
     def _find(self, inputs: Any) -> _Call:
@@ -219,7 +219,7 @@ class BatchWeights:
         return drawn.is_known and drawn.is_alive and fits
 
     def _find_by_memory(self, inputs: Any) -> _Call | None:
-        """By the first input that is a batch's; another input may be one of another weight."""
+        """Find the batch of a call by the first input that lies in one; others may lie in batches of other weights."""
         found = []
         for x in _list_tensors(inputs) if self._drawn else ():
             owners = self._find_owners(x)
@@ -244,7 +244,7 @@ class BatchWeights:
                 self._draws_ahead = any(self._is_waiting(d) or d.by_thread for d in self._drawn)
 
     def end_call(self, outputs: Any) -> None:
-        """The backward pass through these brings the weight of their batch along."""
+        """Have the backward pass through these outputs set the weight of their batch."""
         call, self._call = self._call or (self._pending() if self._pending is not None else None), None
         if call is None or not torch.is_grad_enabled():
             return
@@ -255,7 +255,7 @@ class BatchWeights:
             self._pending = weakref.ref(call)
 
     def arrive(self, call: _Call) -> None:
-        """A backward pass has reached a call's outputs."""
+        """Called when a backward pass has reached the outputs of a call."""
         call.drawn.is_done = True
         task = torch._C._current_graph_task_id()
         if task != self._task:
@@ -306,7 +306,7 @@ class BatchWeights:
         return weighed
 
     def arrive_weighed(self) -> None:
-        """A backward pass begins from a loss that the program has weighed: gradients count as they are."""
+        """Called when a backward pass begins from a loss that the program has weighed itself."""
         self._task, self._is_weighed = torch._C._current_graph_task_id(), True
         self._take(Drawn(1.0))
 
@@ -377,7 +377,7 @@ def watch_calls(modules: Iterable[nn.Module], owner: Any, *, is_whole: bool) -> 
 
 
 def _find_by_size(batches: Sequence[Drawn], inputs: Any) -> _Call | None:
-    """By sizes of a first dimension that some of the batches have, and not all."""
+    """Find the batch of a call by sizes of a first dimension that some of the batches have, and not all."""
     sizes = _list_sizes(inputs)
     common = set.intersection(*(d.sizes for d in batches))
     found = [d for d in batches if (d.sizes - common) & sizes]
@@ -390,7 +390,7 @@ def _find_span(x: Tensor) -> MemorySpan:
 
 
 def _list_sizes(values: Any) -> set[int]:
-    """Of the first dimensions of the tensors in it."""
+    """The sizes of the first dimensions of the tensors in `values`."""
     return {x.shape[0] for x in _list_tensors(values) if x.dim()}
 
 

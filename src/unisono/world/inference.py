@@ -22,7 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def in_plain_memory(collective: F) -> F:
-    """A collective that may be called inside `torch.inference_mode()`."""
+    """Decorate a collective so that it may be called inside `torch.inference_mode()`."""
 
     @wraps(collective)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -41,7 +41,7 @@ def name_frame(call: Callable[..., Any], collective: F) -> F:
 
 
 def leave_inference(collective: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call it with copies of tensors that were made in inference mode; these get what the copies then hold."""
+    """Call a collective with copies of tensors made in inference mode, and copy the results back to them."""
     copies: list[tuple[Tensor, Tensor]] = []
 
     def copy(x: Any) -> Any:

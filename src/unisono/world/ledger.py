@@ -148,7 +148,7 @@ class Sent:
 
 
 class LedgerListener(Protocol):
-    """Is told of each step and event as it is entered, in the thread that enters it (see unisono.runs)."""
+    """Called for each step and event as it is entered, in the thread that enters it (see unisono.runs)."""
 
     def on_row(self, row: Row) -> None: ...
 
@@ -257,7 +257,7 @@ class Ledger:
             self.listener.on_row(row)
 
     def measure(self, owner: object) -> Row | None:
-        """The step as it would be, were it to end now; None where `owner` is not the one that ends it."""
+        """The row of the current step if it ended now; None if `owner` is not the one that ends steps."""
         if (counts := self._owner()) is not None and counts is not owner:
             return None
         return _divide(self.step_count, self._open_since, self.clock(), list(self._fresh), list(self._fresh_spans))
@@ -287,7 +287,7 @@ class Ledger:
         return sums
 
     def sent(self) -> Sent:
-        """All collectives so far, those of unfinished steps too."""
+        """Counts of all collectives so far, including those of the unfinished step."""
         with self._counting:
             return Sent(self._collectives, sum(self._bytes_by_tag.values()), dict(self._bytes_by_tag))
 
@@ -358,7 +358,7 @@ def _check_plain(kind: str, value: Any) -> None:
 
 
 def as_json(value: Any) -> Any:
-    """As JSON can hold it: it has no inf and no nan, they become null."""
+    """A copy for JSON, which has no inf and nan: they become None."""
     if isinstance(value, dict):
         return {key: as_json(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -367,7 +367,7 @@ def as_json(value: Any) -> Any:
 
 
 def _take(fresh: deque[E], step: int) -> list[E]:
-    """What is there now, as a step's; taken out one by one: other threads may be appending."""
+    """Remove all entries and assign them to `step`; one by one, since other threads may be appending."""
     if not fresh:
         return []
     entries = [fresh.popleft() for _ in range(len(fresh))]

@@ -29,13 +29,13 @@ _kept: list[LockedStore] = []  # torch's C++ holds a store without its Python ob
 
 
 class _Connection:
-    """One question at a time, and its answer."""
+    """A connection to the store's server, for one question at a time."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel, self._reader = channel, MessageReader()
 
     def ask(self, kind: str, parts: Sequence[bytes], timeout_s: float | None) -> tuple[str, list[bytes]]:
-        """TimeoutError where the answer does not come in time."""
+        """Send a question and wait for its answer; TimeoutError if that does not come in time."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         sock = self.channel.sock
         sock.settimeout(None)
@@ -71,7 +71,7 @@ class LockedStore(Store):
     # -- what torch asks -----------------------------------------------------------------------------------------------
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Keep a value under a key."""
+        """Set a key."""
         self._ask("S", [key.encode(), _to_bytes(value)])
 
     def get(self, key: str) -> bytes:
@@ -79,7 +79,7 @@ class LockedStore(Store):
         return self._ask("G", [key.encode()], self.timeout)[0]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Until all keys are there."""
+        """Wait until all keys are there."""
         self._ask("W", _encode_keys(keys), self.timeout if timeout is None else timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -119,7 +119,7 @@ class LockedStore(Store):
         return self._ask("G", _encode_keys(keys), self.timeout)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Keep several values."""
+        """Set several keys."""
         pairs = zip(keys, values, strict=True)
         self._ask("M", [part for key, value in pairs for part in (key.encode(), _to_bytes(value))])
 
@@ -139,7 +139,7 @@ class LockedStore(Store):
         return int(self._ask("L", [key.encode()])[0])
 
     def clone(self) -> LockedStore:
-        """This store: threads do not wait for each other in it."""
+        """This store itself: it can be used by several threads at once."""
         return self
 
     deleteKey, getNumKeys = delete_key, num_keys  # by which torch's C++ looks for them
@@ -155,7 +155,7 @@ class LockedStore(Store):
 
     @property
     def is_broken(self) -> bool:
-        """Whether a question could not be asked: then none can be."""
+        """Whether the connection has failed; all later questions fail too."""
         return bool(self._broken)
 
     def has_ended(self) -> bool:

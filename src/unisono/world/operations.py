@@ -50,7 +50,7 @@ class Operations:
 
     @property
     def base(self) -> Transport:
-        """The transport for the memory of the host."""
+        """The transport for CPU tensors."""
         assert self._transport is not None, "a world of one moves nothing"
         return self._transport
 
@@ -192,7 +192,7 @@ class Operations:
         return Handle(wait, handle.done)
 
     def disown(self, owner: int) -> None:
-        """This process is a forked child of the one that the world belongs to."""
+        """Refuse operations from now on: this process was forked from the one that the world belongs to."""
         self._owner = self._owner or owner
 
     def close(self) -> None:
@@ -220,7 +220,7 @@ class Operations:
         return self._queues[name]
 
     def _record_blocked(self, start: float, end: float) -> None:
-        """The program waited for an exchange, unless this is a thread that works behind it."""
+        """Enter into the ledger that the program waited for an exchange, unless this is a background thread."""
         if not in_background():
             self.ledger.close_span("blocked", start, end)
             if stops.active:
@@ -247,20 +247,20 @@ def _keep_until_now(run: Callable[[Transport], object], value: T) -> T:
 
 
 def flatten(x: Tensor) -> Tensor:
-    """`x` as one contiguous line: the same memory where it can be."""
+    """`x` as one contiguous line: a view if possible, else a copy."""
     if x.layout != torch.strided:
         raise TypeError(f"a collective takes dense tensors, got layout {x.layout}: send its indices and values")
     return x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def put_back(x: Tensor, line: Tensor) -> None:
-    """Copy the result into `x` where `flatten` had to copy."""
+    """Copy the result into `x` if `flatten` had to copy."""
     if x.numel() and x.data_ptr() != line.data_ptr():
         narrow(x.detach(), x.stride()).copy_(narrow(line.view(x.shape), x.stride()))
 
 
 def narrow(x: Tensor, strides: Sequence[int]) -> Tensor:
-    """The elements of `x` at which a tensor of these strides has memory of its own: one of those that are expanded."""
+    """The elements of `x` with memory of their own in a tensor of these strides: one of each expanded dimension."""
     for dim, stride in enumerate(strides):
         if stride == 0:
             x = x[(slice(None),) * dim + (slice(1),)]
@@ -336,7 +336,7 @@ def split_rows(x: Tensor, size: int) -> list[Tensor]:
 
 
 def check_rank(what: str, rank: int, me: int, size: int, *, other: bool = False) -> None:
-    """Refuse a rank that is not here, or is me where another is meant."""
+    """Refuse a rank that is not in this world; with `other`, also this rank itself."""
     if isinstance(rank, bool) or not isinstance(rank, int):
         raise TypeError(f"{what} needs a rank as a whole number, got {rank!r}")
     if not 0 <= rank < size or (other and rank == me):

@@ -61,7 +61,7 @@ def _find_group(given: Any) -> ProcessGroup:
 
 
 def _meet(group: Any, given: Any) -> World:
-    """The group's ranks, in an order of their own: the group's own collectives are apart."""
+    """A world of the group's ranks; its collectives do not mix with the group's own."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_process_group_store
 

@@ -122,7 +122,7 @@ def _make_world(
 
 
 def _find_ledger() -> Ledger | None:
-    """That of the default process group, where it is of our backend: then all is in one."""
+    """The ledger of the default process group, if that is of our backend: then both write to one."""
     import torch.distributed as dist
 
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -130,7 +130,7 @@ def _find_ledger() -> Ledger | None:
 
 
 def _meet_elastic(membership: Membership, place: Place, device: str | torch.device | None) -> World:
-    """The first generation of a world whose ranks come and go; or a world of one, in a worker that comes later."""
+    """The first generation of an elastic world; a world of one in a worker that joins later."""
     chosen = _choose_device(device, place.local_rank, place.local_size)
     solo = World(None, device=chosen, hosts=[socket.gethostname()])
     fd = _find_inherited_page()
@@ -150,7 +150,7 @@ def _meet_elastic(membership: Membership, place: Place, device: str | torch.devi
 
 
 def _form_generation(given: Assignment, device: torch.device) -> World:
-    """A generation of a world on this host, at the place that the launcher gave."""
+    """The world of a generation whose workers are all on this host."""
     hosts = [socket.gethostname()] * given.size
     name = "world" if given.generation == 0 else f"world.{given.generation}"
     if given.size == 1:
@@ -168,7 +168,7 @@ def _form_generation(given: Assignment, device: torch.device) -> World:
 def _form_generation_over_hosts(
     membership: HostsMembership, store: Store, given: Assignment, device: torch.device
 ) -> World:
-    """The same where the workers are on several hosts: they meet in the launcher's store."""
+    """The world of a generation over several hosts, whose workers meet in the launcher's store."""
     name = "world" if given.generation == 0 else f"world.{given.generation}"
     if given.size == 1:
         return World(None, device=device, hosts=[read_host()], name=name)
@@ -197,7 +197,7 @@ def _find_inherited_page() -> int | None:
 
 
 def _find_place() -> Place:
-    """My rank, the size of the world, and the same on this host."""
+    """This process's rank, the size of the world, and the same within its host."""
     import torch.distributed as dist
 
     place = read_place() or _find_mpi_place() or Place("", 0, 1)
@@ -304,7 +304,7 @@ def meet_in_store(
 
 
 def _await_all(store: Store, rank: int, size: int, timeout_s: float) -> None:
-    """Until every rank is here; the store's own patience may be longer than a group's."""
+    """Wait until every rank has come; the store's own timeout may be longer than the group's."""
     keys = [f"here/{r}" for r in range(size)]
     store.set(keys[rank], "")
     try:

@@ -87,7 +87,7 @@ class Balance:
         return _share_work(fast, fixed=self.fixed, samples=sum(counts))
 
     def _pays(self, wanted: Sequence[float], counts: Sequence[int], fast: Sequence[float]) -> bool:
-        """Whether a step would be shorter by more than little."""
+        """Whether other shares would make a step shorter by at least `LEAST_GAIN`."""
         after = self._predict(deal_by_speed(sum(counts), wanted), fast)
         return after < (1.0 - LEAST_GAIN) * self._predict(counts, fast)
 

@@ -144,7 +144,7 @@ def _listen(host: str, port: int) -> socket.socket | None:
 
 
 def _await_server(host: str, port: int, timeout_s: float) -> None:
-    """Until the store's process listens: torch itself tries a refused connection for longer than it is told to."""
+    """Wait until the store's process listens: torch itself retries a refused connection for longer than its timeout."""
     deadline = time.monotonic() + timeout_s
     while (why := probe((host, port), max(0.1, min(3.0, deadline - time.monotonic())))) is not None:
         if time.monotonic() > deadline:

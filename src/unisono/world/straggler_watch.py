@@ -130,7 +130,7 @@ class StragglerWatch:
     # Where a slow rank spends its time ---------------------------------------------------------------------------
 
     def _sample(self, world: World, numbers: Sequence[Numbers]) -> None:
-        """Look at this rank's program until the next check, where that may find it slow."""
+        """If the next check may find this rank slow, sample its program until then."""
         if self._sampler is not None:
             self._sampler.stop("code")
             self._sampler = None
@@ -139,7 +139,7 @@ class StragglerWatch:
             self._sampler = PlaceSampler(threading.get_ident(), interval_s)
 
     def _find_places(self, world: World, found: Sequence[Straggler]) -> list[str]:
-        """Of every rank, where it spends its time, if it has been found to be slow; asked where one has."""
+        """For every rank that was found to be slow, the place where it spends its time; exchanged if there is one."""
         if not found:
             return []
         assert self._channel is not None
@@ -160,7 +160,7 @@ class StragglerWatch:
     # Treatment -------------------------------------------------------------------------------------------------------
 
     def _find_shares(self, world: World, numbers: Sequence[Numbers]) -> list[int] | None:
-        """The samples of each rank in a full batch; None where they are not dealt by speed."""
+        """The samples of each rank in a full batch; None if they are not dealt by speed."""
         batches = {int(n.samples) for n in numbers}
         if len(batches) > 1 or min(batches) < world.size:
             return None
@@ -169,7 +169,7 @@ class StragglerWatch:
     def _deal(
         self, world: World, numbers: Sequence[Numbers], shares: Sequence[int]
     ) -> tuple[Sequence[int], Sequence[int]] | None:
-        """Deal by other speeds from now on, where that makes steps shorter: the shares before and after."""
+        """Deal by new speeds if that makes steps shorter; returns the shares before and after, None if they stay."""
         speeds = self._balance.propose([n.own_s for n in numbers], shares)
         if speeds is None or not self._agree(world, speeds):
             return None
@@ -249,7 +249,7 @@ def _list_balanced(world: World) -> list[Any]:
 
 
 def _count_samples(world: World) -> float:
-    """In a global batch of what is being read, where it is dealt by speed; else 0."""
+    """Samples in a global batch of the shard that is being read, if it is dealt by speed; else 0."""
     reading = [shard for shard in _list_balanced(world) if shard.is_out]
     return float(reading[0].batch_size or _BATCH * world.size) if reading else 0.0
 

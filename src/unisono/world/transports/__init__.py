@@ -47,10 +47,10 @@ class CallSignature(Protocol):
 
     @property
     def description(self) -> CallDescription:
-        """In words."""
+        """The call in words, for the other ranks."""
 
     def check_places(self, wheres: Sequence[int], hear: Callable[[], Sequence[CallDescription]]) -> None:
-        """Every rank's `where`: raises Mismatch where they are out of turn."""
+        """Compare every rank's `where`; raises Mismatch if a rank is out of turn."""
 
 
 class Mismatch(CalledByAll, ValueError):
@@ -92,7 +92,7 @@ class Transport(ABC):
         """Reduce `x`; rank r's `counts[r]` elements of the result go to its `out`."""
 
     def reduce_scatter_parts(self, parts: Sequence[Tensor], counts: Sequence[int], op: Op, out: Tensor) -> float:
-        """The same of a list."""
+        """Reduce-scatter the concatenation of `parts`."""
         return self.reduce_scatter(torch.cat(list(parts)), counts, op, out)
 
     @abstractmethod
@@ -158,15 +158,14 @@ class Transport(ABC):
         raise ValueError(f"ranks that talk by {self.name} have no memory in common: start them on one host")
 
     def release(self, x: Tensor) -> None:  # noqa: B027 (only shared memory has something to do)
-        """Give memory of `empty` back."""
+        """Free memory that came from `empty`."""
 
     def exchange_descriptions(self) -> list[CallDescription]:
-        """Tell what I have called and hear it from the others, where ranks are known to disagree; [] if that cannot be
-        done."""
+        """Every rank's call, exchanged after ranks were found to disagree; [] if that cannot be done."""
         return []
 
     def set_timeout(self, seconds: float) -> None:  # noqa: B027 (not every transport waits by itself)
-        """How long to wait for another rank from now on."""
+        """Set how long to wait for another rank from now on."""
 
     def has_message(self, src: int) -> bool:
         """Whether `recv` from rank `src` would begin at once."""
@@ -175,10 +174,10 @@ class Transport(ABC):
         )
 
     def abandon(self, why: Exception) -> None:  # noqa: B027 (threads share their fate anyway)
-        """Tell the other ranks that I give up, so that they do not wait for me."""
+        """Tell the other ranks that this one gives up, so that they do not wait for it."""
 
     def close(self) -> None:  # noqa: B027 (not every transport holds something)
-        """Let go of sockets, threads and memory."""
+        """Release sockets, threads and memory."""
 
 
 class _Ending(Protocol):
@@ -196,7 +195,7 @@ def tell_at_exit(one: _Ending) -> None:
 
 @atexit.register
 def _tell_the_others() -> None:
-    """Once what was queued has been sent: no rank is to wait for this one any more."""
+    """Send what is queued, then tell the other ranks, so that none waits for this one any more."""
     known = list(_told_at_exit)
     if known:
         close_queues()

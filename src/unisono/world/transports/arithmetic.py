@@ -51,7 +51,7 @@ def check_op(dtype: torch.dtype, op: Op) -> None:
 
 
 def count_bytes(parts: Sequence[Tensor]) -> int:
-    """Bytes of their elements."""
+    """Bytes of the elements of these tensors."""
     return sum(p.numel() * p.element_size() for p in parts)
 
 
@@ -121,7 +121,7 @@ def combine(parts: Sequence[Tensor], op: Op, out: Tensor) -> None:
 
 
 def _fold(parts: Sequence[Tensor], op: Op, out: Tensor) -> None:
-    """`out` must be none of parts[1:]."""
+    """Combine in the tensors' own dtype; `out` must be none of parts[1:]."""
     step = _STEPS[op]
     if len(parts) == 1:
         out.copy_(parts[0])

@@ -200,7 +200,7 @@ class GlooTransport(Transport):
         combine([line[_SIGN : _SIGN + nbytes].view(x.dtype) for line in came], op, x)
 
     def _native(self, x: Tensor, op: Op) -> None:
-        """Divided before summing, so that nothing overflows: the rest while the first part of a large one travels."""
+        """All-reduce by gloo. A mean is divided first, so that nothing overflows: a large one in two parts."""
         first = x.numel() // _HEAD if op == "mean" and x.numel() * x.element_size() >= _LARGE else 0
         works = []
         for part in (x[:first], x[first:]) if first else (x,):
@@ -412,7 +412,7 @@ class GlooTransport(Transport):
         self._end_to_agree(what, *self._begin_to_agree(what, sign))
 
     def _begin_to_agree(self, what: str, sign: str) -> tuple[Tensor, Tensor, list[Any]]:
-        """My sign, the place for that of the previous rank, and what has to end before it is there."""
+        """My sign, the memory for the previous rank's, and the messages that are under way."""
         mine = _encode(f"{what} {sign}" + (f" as collective {self.sequence}" if self.sequence else ""), self.signature)
         theirs = torch.empty(_SIGN, dtype=torch.uint8)
         tag = self.next_round()
@@ -520,7 +520,7 @@ def _copy_parts(x: Tensor, parts: Sequence[Tensor]) -> None:
 
 
 def _encode(text: str, signature: CallSignature | None = None) -> Tensor:
-    """As many bytes for all: a signature's numbers, the text, and as much as fits of where the call stands."""
+    """A sign of `_SIGN` bytes: the signature's numbers, the text, and as much as fits of where the call stands."""
     if signature is not None:
         call = signature.description
         numbers = f"{call.what:08x}{call.where:08x}{call.rank:06x}"
@@ -529,7 +529,7 @@ def _encode(text: str, signature: CallSignature | None = None) -> Tensor:
 
 
 def _split_sign(sign: Tensor, rank: int) -> tuple[str, CallDescription]:
-    """What it says of the operation, and its rank's call."""
+    """What a sign says of the operation, and the call of its rank."""
     text, _, place = _decode(sign).partition(_PLACE)
     if not place:  # without a signature
         return text, CallDescription(rank, 0, 0, text, "")
@@ -543,5 +543,5 @@ def _decode(sign: Tensor) -> str:
 
 
 def _digest(counts: Sequence[int]) -> str:
-    """Some letters that tell lists of sizes apart."""
+    """A short text that differs between lists of sizes."""
     return f"{crc32(str(list(counts)).encode()):08x}"

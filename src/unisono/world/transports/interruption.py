@@ -29,7 +29,7 @@ _SHORTEST_S, _LONGEST_S = 0.001, 0.05  # between two looks into the store
 
 
 class Interruption:
-    """Of one generation. `end` may come at any time, also before anything is waited for.
+    """Ends the waits of one generation. `end` may be called at any time, also before anything is waited for.
 
     `spared`: the port of the store, whose connections stay.
     """
@@ -43,16 +43,16 @@ class Interruption:
         self.stores: list[Store] = []  # torch's C++ holds a store without its Python object, which would then be gone
 
     def check(self) -> None:
-        """Raise PeerLost where it has ended."""
+        """Raise PeerLost if this generation has ended."""
         if self.why:
             raise PeerLost(self.why)
 
     def has_ended(self, within_s: float) -> bool:
-        """Whether it ends in that time."""
+        """Whether this generation has ended, or does so within that time."""
         return self._ended.wait(within_s)
 
     def end(self, why: str) -> None:
-        """A peer is lost: nobody of this generation waits any more."""
+        """End all waits of this generation, as a peer is lost."""
         self.why = self.why or why
         self._ended.set()
         while True:
@@ -66,7 +66,7 @@ class Interruption:
 
     @contextmanager
     def connecting(self) -> Iterator[None]:
-        """A group of gloo connects in this block."""
+        """Context in which a gloo group connects: its sockets are noted."""
         self.check()
         before = _number_sockets()
         with self._lock:
@@ -93,7 +93,7 @@ class InterruptibleStore(Store):
         interruption.stores.append(self)
 
     def set(self, key: str, value: str | bytes) -> None:
-        """See torch's."""
+        """As torch's store does."""
         self._interruption.check()
         self.underlying_store.set(key, value)
 
@@ -103,7 +103,7 @@ class InterruptibleStore(Store):
         return bytes(self.underlying_store.get(key))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Until all keys are there."""
+        """Wait until all keys are there."""
         limit_s = (self.timeout if timeout is None else timeout).total_seconds()
         deadline, pause_s = time.monotonic() + limit_s, _SHORTEST_S
         while True:
@@ -116,20 +116,20 @@ class InterruptibleStore(Store):
             pause_s = min(_LONGEST_S, 2 * pause_s)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """See torch's."""
+        """As torch's store does."""
         return bool(self.underlying_store.check(list(keys)))
 
     def add(self, key: str, value: int) -> int:
-        """See torch's."""
+        """As torch's store does."""
         self._interruption.check()
         return int(self.underlying_store.add(key, value))
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        """See torch's."""
+        """As torch's store does."""
         return bytes(self.underlying_store.compare_set(key, expected, desired))
 
     def delete_key(self, key: str) -> bool:
-        """See torch's."""
+        """As torch's store does."""
         return bool(self.underlying_store.delete_key(key))
 
     deleteKey = delete_key  # by which torch's C++ looks for it

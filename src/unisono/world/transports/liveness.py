@@ -47,7 +47,7 @@ class Liveness:
             return  # the store went with a rank
 
     def report(self, why: Exception) -> None:
-        """Tell the others why I leave."""
+        """Tell the other ranks why this one leaves."""
         try:
             calls = why.calls if isinstance(why, Mismatch) else ()
             self._store.set("wrong", json.dumps([isinstance(why, Mismatch), str(why), calls]))
@@ -127,7 +127,7 @@ _silent: set[tuple[str, int] | None] = set()  # servers of stores that did not a
 
 
 def identify_machine() -> str:
-    """The same for two processes just when they can see each other by number."""
+    """A key that two processes share if and only if they see each other by process id."""
     try:
         return " ".join([read_boot_id(), *read_namespaces("pid")])
     except OSError:

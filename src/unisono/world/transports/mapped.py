@@ -25,7 +25,7 @@ def publish(fd: int) -> str:
 
 
 def open_published(address: str) -> int:
-    """A descriptor of my own for what `publish` named."""
+    """A new descriptor of what `publish` named."""
     return os.open(address, os.O_RDWR | os.O_CLOEXEC)
 
 
@@ -85,7 +85,7 @@ class MappedMemory:
         self.address = self.mine.untyped_storage().data_ptr()
 
     def prepare(self, rank: int) -> None:
-        """All of this rank's memory is about to be filled: have it on huge pages, where that is possible."""
+        """Put a rank's memory, all of which is about to be filled, on huge pages if possible."""
         memory = self.ranks[rank].untyped_storage()
         fill_with_huge_pages(memory.data_ptr(), memory.nbytes())
 

@@ -111,7 +111,7 @@ class Counters:
         _LIBC.syscall(_FUTEX, ctypes.c_void_p(self._base + offset), 1, 0x7FFFFFFF, None, None, 0)
 
     def spin(self, offset: int, target: int) -> bool:
-        """Look again for a while; whether the counter has reached `target`."""
+        """Poll for a short while; whether the counter has reached `target`."""
         view, at = self._view, offset >> 2
         for _ in range(SPINS):  # noqa: SIM110 (a generator would be slower)
             if (view[at] - target) & 0xFFFFFFFF < 0x80000000:
@@ -134,7 +134,7 @@ def is_behind(counter: int, target: int) -> bool:
 
 
 class ProcessWatch:
-    """Tells whether a peer process is still there."""
+    """Tells whether the processes of the other ranks are still alive."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self.pids = list(pids)
@@ -214,7 +214,7 @@ class MeetingPage:
         return self._watch.pids
 
     def arrive(self, item: bytes = b"") -> None:
-        """Put my item up and count me in; does not wait."""
+        """Publish this rank's item and its arrival; does not wait."""
         self._round += 1
         at = self.rank * ROW + _SLOTS + (self._round & 1) * _SLOT
         signature = self.signature
@@ -257,7 +257,7 @@ class MeetingPage:
         fence()
 
     def _check_peer(self, at: int, target: int, rank: int, what: str, began: float) -> None:
-        """Raise where `rank` has left or died, or has been waited for too long."""
+        """Raise if `rank` has left or died, or has been waited for too long."""
         who = f"{self.noun} {rank}" + (f" (process {self._watch.pids[rank]})" if self._watch is not None else "")
         waited_s = time.perf_counter() - stops.ended_s - began
         waited = f"waited {waited_s:.1f} s for it in {what}"
@@ -302,12 +302,12 @@ class MeetingPage:
                 raise
 
     def give_up(self, error: Exception) -> Exception:
-        """Tell those who wait for me that I shall not come to another meeting."""
+        """Tell ranks that wait for this one that it will not come to another meeting; returns `error`."""
         self._leave((_DISAGREES if isinstance(error, Mismatch) else _GAVE_UP) + str(error))
         return error
 
     def end(self, how: str) -> None:
-        """The same where I have ended: "has ended its program with status 0"."""
+        """Tell ranks that wait for this one how it has ended: "has ended its program with status 0"."""
         if self._pid == os.getpid() and not self.memory[self.rank * ROW + _REASON]:
             self._leave(how)
 
@@ -349,7 +349,7 @@ class MeetingPage:
         return [int(_TOP.unpack_from(self.memory, r * ROW + slot)[1]) for r in range(self.size)]
 
     def read_signatures(self) -> tuple[list[int], list[int]]:
-        """The same of their signatures: what, and where."""
+        """Every rank's signature in the meeting that just ended: what, and where."""
         slot = _SLOTS + (self._round & 1) * _SLOT
         tops = [_TOP.unpack_from(self.memory, r * ROW + slot) for r in range(self.size)]
         return [top[2] for top in tops], [top[3] for top in tops]
@@ -410,7 +410,7 @@ _pages: weakref.WeakSet[MeetingPage] = weakref.WeakSet()
 
 @watch_long_waits
 def _show_wait(is_waiting: bool) -> None:
-    """On all pages: the ranks may wait for each other on different ones."""
+    """Show a long wait on all pages: ranks may wait for each other on different ones."""
     global _program_waits
     pages = list(_pages)
     _program_waits = str(find_current_call() or "") if is_waiting and pages else ""

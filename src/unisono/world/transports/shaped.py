@@ -48,7 +48,7 @@ class _Cost:
     hops: int = 0
 
     def __add__(self, other: _Cost) -> _Cost:
-        """One after the other."""
+        """The cost of one operation after the other."""
         return _Cost(self.up + other.up, self.down + other.down, self.hops + other.hops)
 
 
@@ -227,21 +227,21 @@ class ShapedTransport(Transport):
         return (self._links[source].latency_s + self._links[target].latency_s) / 2
 
     def _ring(self, up: float, down: float, hops: int) -> _Cost:
-        """To the next rank and from the previous one, as far as they are on other hosts."""
+        """The cost of a ring: bytes to the next rank and from the previous one count if these are on other hosts."""
         is_up = self._hosts[(self.rank + 1) % self.size] != self._host
         is_down = self._hosts[self.rank - 1] != self._host
         return _Cost(is_up * up, is_down * down, hops)
 
     def _gather(self, sizes: Sequence[float]) -> _Cost:
-        """A ring in which each rank passes on what comes, but for what the next one has."""
+        """The cost of a ring in which each rank passes on what it gets, but for the next rank's own."""
         up, down = sum(sizes) - sizes[(self.rank + 1) % self.size], sum(sizes) - sizes[self.rank]
         return self._ring(up, down, self.size - 1)
 
     def _direct(self, nbytes: float) -> _Cost:
-        """So many bytes to all other ranks together, and from them."""
+        """The cost of `nbytes` to all other ranks together, and as many from them."""
         far = sum(host != self._host for host in self._hosts) / max(1, self.size - 1)
         return _Cost(far * nbytes, far * nbytes, 1)
 
     def _count_far(self, parts: Sequence[Tensor]) -> int:
-        """Bytes for other hosts, or from them."""
+        """Bytes of the parts that go to other hosts, or come from them."""
         return count_bytes([part for host, part in zip(self._hosts, parts, strict=True) if host != self._host])

@@ -95,7 +95,7 @@ class SharedTransport(Transport):
     def from_inherited(
         cls, fd: int, rank: int, size: int, *, timeout_s: float, pids: Sequence[int] = ()
     ) -> SharedTransport:
-        """From a descriptor that the launcher left open, or sent."""
+        """A transport over a page that the launcher left open, or sent; closes the descriptor."""
         try:
             return cls(fd, rank, size, timeout_s=timeout_s, pids=pids)
         finally:
@@ -374,7 +374,7 @@ class SharedTransport(Transport):
         signature.check_places(wheres, lambda: self._page.exchange_descriptions(signature))
 
     def _check_small(self, rank: int) -> None:
-        """A rank that does not come may have posted this very collective as a small one."""
+        """Called for a rank that does not come: Mismatch if it has posted this collective as a small one."""
         if self.sequence and self._small.holds(rank, self.sequence):
             raise Mismatch(
                 f"collective {self.sequence}: the ranks disagree; rank {rank} has a small all_reduce, "
@@ -464,7 +464,7 @@ class PeerMemory:
         self.works = self._find_out() if works is None else works
 
     def _find_out(self) -> bool:
-        """Let each rank read a word of all others."""
+        """Find out whether each rank can read the memory of all others, by one word."""
         tries = hasattr(_LIBC, "process_vm_readv") and os.environ.get(PEER_MEMORY, "1") != "0"
         if tries:
             allow_reading()
@@ -556,7 +556,7 @@ class PeerMemory:
         self._page.meet(what="reduce_scatter")
 
     def _find_scratch(self, dtype: torch.dtype) -> Tensor:
-        """Memory for a tile of each rank."""
+        """Scratch memory for a tile of each rank."""
         if self._scratch is None:
             size = len(self._pids)
             self._scratch = torch.empty(size, min(_READ, _READ_BY_ALL // size // 16 * 16), dtype=torch.uint8)
@@ -581,7 +581,7 @@ def list_pieces(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _take(here: list[Piece], there: list[Piece]) -> tuple[list[Piece], list[Piece], list[Piece], list[Piece]]:
-    """As much of both as one call takes, and the rest."""
+    """Split both lists into what one call of the kernel takes, and the rest."""
     end = sum(n for _, n in here)
     if len(here) <= _MOST_PIECES and len(there) <= _MOST_PIECES and end <= _MOST_BYTES:
         return here, there, [], []

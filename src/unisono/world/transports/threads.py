@@ -114,7 +114,7 @@ _thread = _Thread()
 
 
 def be(member: Member | None) -> None:
-    """This thread runs the program of that rank."""
+    """Declare that this thread runs the program of a rank."""
     _thread.member = member
 
 
@@ -163,7 +163,7 @@ class ThreadTransport(Transport):
         return [item for _, _, item, _ in found], last
 
     def _end(self, what: str) -> None:
-        """All have read what the others brought."""
+        """Wait until all ranks have read what the others brought."""
         self._meet(what, "end")
 
     def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
@@ -242,7 +242,7 @@ class ThreadTransport(Transport):
         return line, view
 
     def close(self) -> None:
-        """Others would wait for me in vain."""
+        """Tell the other ranks that this one will not come any more."""
         with self.hub.changed:
             self.hub.left.setdefault(self.rank, self.member.why)
             self.hub.changed.notify_all()

@@ -130,7 +130,7 @@ def _share_memory(
 
 
 def _fail_together(method: F) -> F:
-    """When a phase fails on one rank, the others are waiting for it, on this host and on others: tell them."""
+    """Decorate a collective: if a phase fails here, tell the ranks that wait for this one, on all hosts."""
 
     @wraps(method)
     def run(self: TwoLevelTransport, *args: Any) -> Any:
@@ -151,7 +151,7 @@ def _fail_together(method: F) -> F:
 
 
 class TwoLevelTransport(Transport):
-    """Some ranks a host, on several hosts."""
+    """One rank of several hosts with several ranks each."""
 
     name = "shared memory and messages"
 

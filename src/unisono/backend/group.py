@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions
 
 from unisono.backend import accounts
 from unisono.backend.arguments import (
@@ -295,12 +294,10 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         """Gather every rank's tensor on every rank, in a list."""
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        opts = opts if opts is not None else AllgatherOptions()
         return self._gather_lists(outputs, inputs, opts)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         """Gather several tensors: `outputs[rank][i]`, as gloo has them."""
-        opts = opts if opts is not None else AllgatherOptions()
         return self._gather_lists([list(each) for each in zip(*outputs, strict=True)], inputs, opts)
 
     def _gather_lists(self, outputs: Any, inputs: Any, opts: Any) -> Work:
@@ -332,7 +329,6 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
         """Gather every rank's tensor on every rank, one behind the other in one tensor."""
-        opts = opts if opts is not None else AllgatherOptions()
         pairs = list(zip(outputs, inputs, strict=True))
         for out, given in pairs:
             check_multiple("all_gather", out, given, self.size())
@@ -391,7 +387,6 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None, timeout: Any = None
     ) -> Work:
         """Send the i-th tensor to rank i."""
-        opts = opts if opts is not None else dist.AllToAllOptions()
         outs, parts = list(outputs), list(inputs)
         check_count("all_to_all", outs, self.size())
         check_count("all_to_all", parts, self.size())
@@ -401,7 +396,6 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         self, output: Tensor, given: Tensor, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> Work:
         """Send the i-th part of a tensor to rank i."""
-        opts = opts if opts is not None else dist.AllToAllOptions()
         sizes_out = find_splits(output, output_splits, self.size())
         sizes_in = find_splits(given, input_splits, self.size())
 
@@ -522,7 +516,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return Work(what, self._describe(), self.ledger, tensors)
 
     def _begin(self, what: str, tensors: Sequence[Tensor], opts: Any, run: Callable[[], None]) -> Work:
-        """Queue a collective; `tensors` are what its future gives."""
+        """Queue a collective; `tensors` are what its future gives, `opts` torch's options (None: the defaults)."""
         work = self._work(what, tensors)
         seconds = opts.timeout.total_seconds() if opts is not None else -1.0
         if seconds > 0 and seconds != self._timeout.total_seconds():

@@ -62,7 +62,7 @@ class Armed:
         print(f"unisono: fault: rank {self.rank} {self._describe()} at step {step}", file=sys.stderr, flush=True)
         if _listener is not None:
             _listener(self.fault, step)
-        status.tell_launcher("fault", number=self.number, time=time.monotonic())
+        status.report("fault", number=self.number, time=time.monotonic())
         if self.fault.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.fault.kind == "stop":

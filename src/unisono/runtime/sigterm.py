@@ -88,4 +88,4 @@ def _note(signum: int, frame: FrameType | None) -> None:
 def _tell_launcher(*, wanted: bool) -> None:
     """On the status page; and on the pipe for reports, which is there where the page is, so that it looks."""
     if status.note_wish(preemptible=wanted):
-        status.tell_launcher("preemptible", wanted=wanted)
+        status.report("preemptible", wanted=wanted)

@@ -28,7 +28,7 @@ __all__ = [
     "note_wish",
     "read_regroup_request",
     "read_step",
-    "tell_launcher",
+    "report",
 ]
 
 _MAGIC = b"unisono status 1"
@@ -176,12 +176,6 @@ def note_wish(*, preemptible: bool) -> bool:
     return True
 
 
-def tell_launcher(kind: str, **values: Any) -> None:
-    """Write a short message to the launcher, in one piece; for a worker that is attached."""
-    with contextlib.suppress(OSError):  # the launcher is gone, and this process is about to go
-        os.write(int(os.environ["UNISONO_REPORT_FD"]), f"{json.dumps({'kind': kind, **values})}\n".encode())
-
-
 def beat() -> None:
     """Show that this process is not stopped."""
     if _page is not None:
@@ -196,3 +190,10 @@ def read_regroup_request() -> int:
 def read_step() -> int | None:
     """The last step that this process has noted."""
     return _step
+
+
+def report(kind: str, **fields: Any) -> None:
+    """Tell the launcher something by a JSON line on the report pipe; short, since it is written in one piece."""
+    line = json.dumps({"kind": kind, **fields}) + "\n"
+    with contextlib.suppress(OSError):  # the launcher is gone, and this process is about to go
+        os.write(int(os.environ["UNISONO_REPORT_FD"]), line.encode())

@@ -103,4 +103,4 @@ def find_watchdog() -> Watchdog | None:
 
 
 def _tell_launcher(kind: str, what: str, waited_s: float, deadline_s: float) -> None:
-    status.tell_launcher(kind, what=what[:200], waited_s=waited_s, deadline_s=deadline_s)
+    status.report(kind, what=what[:200], waited_s=waited_s, deadline_s=deadline_s)

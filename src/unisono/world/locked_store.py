@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from torch.distributed import DistNetworkError, DistStoreError, Store
 from unisono.runtime.channel import Channel, NotProven, connect_once
 from unisono.runtime.store_messages import ANSWER, MessageReader, send_message
 from unisono.world.transports import PeerLost
-from unisono.world.transports.silence import is_closed, limit_silence_of
+from unisono.world.transports.connections import describe_no_store, is_closed, limit_silence_of
 
 __all__ = ["LockedStore"]
 
@@ -230,11 +229,7 @@ class LockedStore(Store):
                         "must be given the same secret, and the port must be the store's own"
                     ) from None
                 if time.monotonic() > deadline:
-                    raise PeerLost(
-                        f"no store answers at {self.host}:{self.port} within {timeout_s:g} s ({error}): the process "
-                        "that keeps it, rank 0 or the launcher, has not started or cannot be reached from host "
-                        f"{socket.gethostname()}"
-                    ) from None
+                    raise describe_no_store(self.host, self.port, timeout_s, error) from None
             time.sleep(0.02)
 
     def _drop(self, connection: _Connection) -> None:

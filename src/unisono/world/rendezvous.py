@@ -174,8 +174,8 @@ def _form_generation_over_hosts(
         return World(None, device=device, hosts=[read_host()], name=name)
     from torch.distributed import PrefixStore
 
+    from unisono.world.transports.connections import find_address
     from unisono.world.transports.interruption import InterruptibleStore, Interruption
-    from unisono.world.transports.silence import find_address
     from unisono.world.transports.two_level import connect
 
     address = find_address(store)

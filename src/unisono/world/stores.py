@@ -29,7 +29,7 @@ from unisono.runtime.place import Place
 from unisono.runtime.secret import read_store_secret
 from unisono.runtime.store_server import StoreServer
 from unisono.world.transports import PeerLost
-from unisono.world.transports.silence import probe
+from unisono.world.transports.connections import describe_no_store, probe
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
@@ -148,10 +148,7 @@ def _await_server(host: str, port: int, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while (why := probe((host, port), max(0.1, min(3.0, deadline - time.monotonic())))) is not None:
         if time.monotonic() > deadline:
-            raise PeerLost(
-                f"no store answers at {host}:{port} within {timeout_s:g} s ({why}): the process that keeps it, rank 0 "
-                f"or the launcher, has not started or cannot be reached from host {socket.gethostname()}"
-            )
+            raise describe_no_store(host, port, timeout_s, why)
         time.sleep(0.02)
 
 

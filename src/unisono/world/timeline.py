@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -92,21 +93,13 @@ def gather(ledger: Ledger, world: World) -> Report:
             for channel, sequence, at in arrivals:
                 latest[channel, sequence] = max(latest.get((channel, sequence), at), at)
         ledger.fill_in_arrivals({key: at - offset for key, at in latest.items()})
-    mine = {
-        "totals": asdict(ledger.totals()),
-        "rows": [asdict(r) for r in list(ledger.rows)],
-        "records": [asdict(r) for r in list(ledger.records)],
-        "spans": [asdict(s) for s in list(ledger.spans)],
-        "events": [asdict(e) for e in list(ledger.events)],
-    }
-    every = world.gather_objects(mine)
+    kept: dict[str, Any] = {"rows": Row, "records": Record, "spans": Span, "events": Event}
+    mine = {name: [asdict(entry) for entry in list(getattr(ledger, name))] for name in kept}
+    every = world.gather_objects({"totals": asdict(ledger.totals()), **mine})
     return Report(
         ranks=[Totals(**e["totals"]) for e in every],
         offsets=offsets,
-        rows=[[Row(**r) for r in e["rows"]] for e in every],
-        records=[[Record(**r) for r in e["records"]] for e in every],
-        spans=[[Span(**s) for s in e["spans"]] for e in every],
-        events=[[Event(**x) for x in e["events"]] for e in every],
+        **{name: [[kind(**entry) for entry in e[name]] for e in every] for name, kind in kept.items()},
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from torch.distributed import Store
 
 from unisono.world.transports import PeerLost
-from unisono.world.transports.silence import find_peer_port, list_sockets
+from unisono.world.transports.connections import find_peer_port, list_sockets
 
 __all__ = ["InterruptibleStore", "Interruption"]
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from unisono.runtime.machine import read_boot_id, read_namespaces
 from unisono.runtime.variables import read_host
 from unisono.world.transports import CallDescription, Mismatch, PeerLost, tell_at_exit
+from unisono.world.transports.connections import find_address, has_ended, limit_silence, probe
 from unisono.world.transports.meeting_page import ProcessWatch
-from unisono.world.transports.silence import find_address, has_ended, limit_silence, probe
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -39,7 +39,7 @@ from unisono.world.transports import (
     warn_of_each_other,
 )
 from unisono.world.transports.arithmetic import combine
-from unisono.world.transports.lateness import BYTES, Neighbours
+from unisono.world.transports.neighbour_stacks import BYTES, Neighbours
 
 PAGE_NAME = "unisono-meeting-page"  # launchers that make the page give it this name
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -49,8 +49,8 @@ _CHECK_S = 0.05
 SPINS = 1000  # looks before sleeping, some 50 us: a wake-up costs as much
 
 # The page: a row of meetings for each rank, a row of small all-reduces for each, a row for each pair of ranks.
-# counter, process id, what lateness.py has there, two slots of (arrival time, number and signature of the collective,
-# item), why the rank left, where it waits, and what it called if the ranks disagree
+# counter, process id, what neighbour_stacks.py has there, two slots of (arrival time, number and signature of the
+# collective, item), why the rank left, where it waits, and what it called if the ranks disagree
 ROW = 1664
 _COUNT, _PID, _LATE, _SLOTS, _REASON, _WAITS, _DESCRIPTION = 0, 4, 8, 32, 512, 1024, 1280
 _GAVE_UP = "gave up: "

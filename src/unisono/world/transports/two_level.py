@@ -19,11 +19,11 @@ from unisono.runtime.machine import read_boot_id, read_namespaces
 from unisono.runtime.variables import may_share_memory, read_host
 from unisono.world.transports import UNKNOWN, CallSignature, Mismatch, Op, PeerLost, Transport, find_group
 from unisono.world.transports.arithmetic import widen
+from unisono.world.transports.connections import limit_silence
 from unisono.world.transports.gloo import GlooTransport
 from unisono.world.transports.mapped import open_published, publish
 from unisono.world.transports.meeting_page import PAGE_NAME, is_supported
 from unisono.world.transports.shared import SharedTransport
-from unisono.world.transports.silence import limit_silence
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -1,4 +1,4 @@
-"""How long a call of a store may wait for a host that says nothing: the kernel counts, on its connections.
+"""The TCP connections of this process: found, probed, and limited in how long they wait for a silent host.
 
 A call such as `check` or `add` waits for the answer without a limit, and a host that is cut off sends neither an answer
 nor an end. Our own store (locked_store.py) does this for its connections. Those of
@@ -14,12 +14,15 @@ import socket
 import sys
 from typing import TYPE_CHECKING, Any
 
+from unisono.world.transports import PeerLost
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch.distributed import Store
 
 __all__ = [
+    "describe_no_store",
     "find_address",
     "find_peer_port",
     "has_ended",
@@ -103,6 +106,14 @@ def probe(address: tuple[str, int], seconds: float) -> OSError | None:
     except OSError as error:
         return error
     return None
+
+
+def describe_no_store(host: str, port: int, timeout_s: float, why: OSError) -> PeerLost:
+    """The error for a store that could not be reached in time."""
+    return PeerLost(
+        f"no store answers at {host}:{port} within {timeout_s:g} s ({why}): the process that keeps it, rank 0 or the "
+        f"launcher, has not started or cannot be reached from host {socket.gethostname()}"
+    )
 
 
 def list_sockets() -> Iterator[tuple[int, socket.socket]]:

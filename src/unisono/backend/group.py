@@ -349,12 +349,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             outputs, inputs = [outputs] if outputs else [], [inputs]
         opts = root_options(dist.GatherOptions, opts, more)
         x, is_root = inputs[0], self.rank() == opts.rootRank
-        outs = list(outputs[0]) if is_root and outputs else []
-        if is_root:
-            check_count("gather", outs, self.size())
-            check_shapes("gather", x, outs)
-        elif outputs:
-            raise ValueError("gather: only the root rank gives a list of outputs")
+        outs = self._take_list("gather", x, outputs, "outputs", is_root=is_root)
 
         def run() -> None:
             none = x.new_empty(0)
@@ -369,12 +364,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             outputs, inputs = [outputs], [inputs] if inputs else []
         opts = root_options(dist.ScatterOptions, opts, more)
         out, is_root = outputs[0], self.rank() == opts.rootRank
-        given = list(inputs[0]) if is_root and inputs else []
-        if is_root:
-            check_count("scatter", given, self.size())
-            check_shapes("scatter", out, given)
-        elif inputs:
-            raise ValueError("scatter: only the root rank gives a list of inputs")
+        given = self._take_list("scatter", out, inputs, "inputs", is_root=is_root)
 
         def run() -> None:
             none = out.new_empty(0)
@@ -382,6 +372,16 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             self._swap(given if is_root else [none] * self.size(), outs)
 
         return self._begin("scatter", [out], opts, run)
+
+    def _take_list(self, what: str, like: Tensor, lists: Any, noun: str, *, is_root: bool) -> list[Tensor]:
+        """The root's list of one tensor for each rank, checked; empty on the other ranks, which must not give one."""
+        if not is_root and lists:
+            raise ValueError(f"{what}: only the root rank gives a list of {noun}")
+        found = list(lists[0]) if lists else []
+        if is_root:
+            check_count(what, found, self.size())
+            check_shapes(what, like, found)
+        return found
 
     def alltoall(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None, timeout: Any = None

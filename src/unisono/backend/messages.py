@@ -57,7 +57,7 @@ class Messages:
             torch.cuda.current_stream(x.device).synchronize()
 
         def run() -> None:
-            self._world.send_labelled(x.detach().cpu(), dst, tag).wait()
+            self._world.send(x.detach().cpu(), dst, label=tag).wait()
 
         def has_room() -> bool:
             transport = self._world.transport

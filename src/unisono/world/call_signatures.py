@@ -104,18 +104,14 @@ class CallHistory:
         self._agreed: set[int] = set()
         self._apart: set[frozenset[int]] = set()  # places that met each other, and were let pass
         self._after: dict[int, int] = {}
-        self._known: dict[int, Call] = {}
         self._last = 0
 
     def follow(self, call: Call) -> int:
         """Note the next call; returns the number of the call that came here the last time (0: not known)."""
         this = call.what ^ call.where
         expected = self._after.get(self._last, 0)
-        if this not in self._known:
-            if len(self._known) >= _MOST:
-                self._known.clear()
-                self._after.clear()
-            self._known[this] = call
+        if len(self._after) >= _MOST and self._last not in self._after:
+            self._after.clear()
         self._after[self._last] = self._last = this
         return expected
 
@@ -148,10 +144,6 @@ class CallHistory:
                 f"ranks make one collective at different places of the program: {each}. If that is not meant, one of "
                 "them has skipped a call, and they exchange different things"
             )
-
-    def find(self, number: int) -> Call | None:
-        """The call with this number, if it was made before."""
-        return self._known.get(number)
 
     def comes_after(self, number: int) -> int:
         """The number of the call that followed this one the last time."""

@@ -158,7 +158,7 @@ class World:
         self._operations = Operations(name, transport, accelerated, self.ledger, inline=inline)
         self._splits = 0
         self._children: weakref.WeakKeyDictionary[World, None] = weakref.WeakKeyDictionary()  # dropped: they end
-        self._whole: World | None = None  # this world as it was before `narrow`
+        self._whole: World | None = None  # this world as it was before `narrow`, kept alive
         self._parent: weakref.ref[World] | None = None
         self.batch_weights = BatchWeights()
 
@@ -363,18 +363,21 @@ class World:
         return self._operations.run(record, pieces[0], run)
 
     @in_plain_memory
-    def send(self, x: Tensor, dst: int, *, tag: str = "") -> Handle[Tensor]:
+    def send(self, x: Tensor, dst: int, *, tag: str = "", label: int | None = None) -> Handle[Tensor]:
         """Send `x` to rank `dst`, which receives into a tensor of the same size and dtype.
 
-        The handle may end only when the other receives: where two ranks send to each other, begin both
-        sends and receives, then wait.
+        `label`: a number that says what it is, for a rank that calls `recv_labelled`. The handle may end only when the
+        other receives: if two ranks send to each other, begin both sends and receives, then wait.
         """
         check_rank("send", dst, self.rank, self.size, other=True)
         record = self._operations.record("send", tag, count_bytes([x]), queue=f"send-{dst}")
         line = flatten(x)
 
         def run(transport: Transport) -> tuple[float, Tensor]:
-            transport.send(line, dst)
+            if label is None:
+                transport.send(line, dst)
+            else:
+                transport.send_labelled(line, dst, label)
             return math.nan, x
 
         return self._operations.run(record, x, run, queue=f"send-{dst}")
@@ -392,18 +395,6 @@ class World:
             return math.nan, x
 
         return self._operations.run(record, x, run, queue=f"recv-{src}")
-
-    def send_labelled(self, x: Tensor, dst: int, label: int) -> Handle[Tensor]:
-        """Send `x` with a number that says what it is, to a rank that calls `recv_labelled`."""
-        check_rank("send", dst, self.rank, self.size, other=True)
-        record = self._operations.record("send", "", count_bytes([x]), queue=f"send-{dst}")
-        line = flatten(x)
-
-        def run(transport: Transport) -> tuple[float, Tensor]:
-            transport.send_labelled(line, dst, label)
-            return math.nan, x
-
-        return self._operations.run(record, x, run, queue=f"send-{dst}")
 
     def recv_labelled(self, src: int, find: Callable[[int, int, torch.dtype], Tensor]) -> Handle[None]:
         """Receive the next message of rank `src` into the line of memory that `find(label, numel, dtype)` gives."""

@@ -43,7 +43,7 @@ class SettingTypeError(TypeError, ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class AtLeast:
-    """A whole number from `least` on, to `most` where that is given; `counts` says what it counts.
+    """A whole number from `least` on, to `most` if that is given; `counts` says what it counts.
 
     >>> check_setting("accumulate", 0, typing.Annotated[int, AtLeast(1, "backward passes a window")])
     Traceback (most recent call last):
@@ -283,7 +283,7 @@ def _accepts(value: Any, hint: Annotation, *, rules: bool = True) -> bool:
 
 
 def _applies(rule: Rule, value: Any) -> bool:
-    """Whether a rule speaks of such a value: bounds do of numbers, where None or a word is accepted as well."""
+    """Whether a rule speaks of such a value: bounds only of numbers, as None or a word may be accepted as well."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number if isinstance(rule, AtLeast | Range) else value is not None
 
@@ -328,7 +328,7 @@ def _join(words: Sequence[str]) -> str:
 
 
 def _advise(name: str, value: Any, hint: Annotation, owner: str) -> str:
-    """What to do instead, where that is known."""
+    """What to do instead, if that is known."""
     if isinstance(value, str) and owner and _takes_object(hint):
         return f"; as text, write it into the spec: '{owner}({name}={value})'"
     percent = any(getattr(rule, "percent", False) for rule in hint.rules)

@@ -72,7 +72,7 @@ class Example:
 
     Of a reducer:
     memory: it keeps what it did not send, and sends it later.
-    conserves: what was given and not sent is what is kept (not where momentum is kept too).
+    conserves: what was given and not sent is what is kept (not if momentum is kept too).
     bytes: a closed form of the bytes that one rank sends, which the ledger's count must equal (None: the data decide).
 
     Of a strategy:
@@ -105,7 +105,7 @@ class Convergence:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is true of a method. Its module has them as `FACTS`; the first example is the one tried where one will do.
+    """What is true of a method. Its module has them as `FACTS`; the first example is used if one is enough.
 
     refuses: settings that it refuses, and a word of the reason: `{"k=0": "fraction"}`.
     convergence: its effect on training; None: that of the methods that it is put around. `unisono plan` tries a method

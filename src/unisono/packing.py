@@ -48,7 +48,7 @@ def pack(obj: Any, *, leaves: type | tuple[type, ...] = ()) -> tuple[Any, Tensor
     Accepts None, bool, int, float (inf and nan too), str, bytes, list, tuple, dict, OrderedDict and Counter
     with keys of str or int, torch tensors of every dtype, numpy arrays and scalars, torch.Size, torch.dtype
     and torch.device; `unpack` gives each back with its own type and value. A tensor that occurs twice is kept
-    once, and is one object again after `unpack`. Tensors are referred to, not copied, where they already lie
+    once, and is one object again after `unpack`. Tensors are referred to, not copied, if they already lie
     contiguous on the CPU; after `unpack` they lie there, detached. What stands for a tensor, of a class among
     `leaves`, is kept in its place.
 
@@ -344,7 +344,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def find_dtype(name: Any) -> torch.dtype:
-    """The dtype of a name that was read; ValueError where this torch has none of that name."""
+    """The dtype of a name that was read; ValueError if this torch has none of that name."""
     dtype = _DTYPES.get(name) if isinstance(name, str) else None
     if dtype is None:
         raise ValueError(f"an unknown dtype {_shorten(name)}; this torch is {torch.__version__}")

@@ -31,7 +31,7 @@ def as_list(tensors: Any) -> list[Tensor]:
 
 
 def provide(out: Tensor, given: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
-    """Contiguous memory for a result, and the same as a line: the tensor's own where it can be.
+    """Contiguous memory for a result, and the same as a line: the tensor's own if possible.
 
     `given`: what the ranks still read while results come; on the host's memory, results do not go there.
     """

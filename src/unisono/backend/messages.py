@@ -35,7 +35,7 @@ class _Receive:
         self.x, self.source, self.tag, self.work = x, source, tag, work
 
     def takes_directly(self, numel: int, dtype: torch.dtype) -> bool:
-        """Whether such a message can be received where it belongs."""
+        """Whether such a message can be received into `x` itself."""
         x = self.x
         return x.is_contiguous() and not x.is_cuda and (x.numel(), x.dtype) == (numel, dtype)
 
@@ -97,7 +97,7 @@ class Messages:
                     if self._read(wanted.source, wanted):
                         return
         finally:
-            self._forget(wanted)  # where its rank was lost
+            self._forget(wanted)  # if its rank was lost
 
     def _read_from_any(self, wanted: _Receive) -> None:
         """Read from whichever rank has sent something until the message of `wanted` has come."""

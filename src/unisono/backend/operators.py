@@ -62,7 +62,7 @@ class Reduction:
 
 
 def reduce_sparse(world: World, x: Tensor, op: Op) -> None:
-    """Replace a sparse tensor by the sum over the ranks: indices and values of all, added where they meet."""
+    """Replace a sparse tensor by the sum over the ranks: indices and values of all, added at equal indices."""
     if op not in ("sum", "mean"):
         raise ValueError(f"sparse tensors are summed, or their mean is taken; got {op!r}")
     mine = x.coalesce()

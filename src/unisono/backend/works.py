@@ -32,7 +32,7 @@ class Work(dist.Work):
         self.submitted = ledger.clock()
         self.ended = float("nan")
         self.is_receive = False  # which another receive of its lane may end
-        self.by_future = False  # waited for through a future, where no wait of the program is seen
+        self.by_future = False  # waited for through a future: then the program's wait is not seen
         self._group, self._ledger, self._tensors = group, ledger, list(tensors)
         self._done = threading.Event()
         self._error: BaseException | None = None

@@ -125,7 +125,7 @@ def _list_methods(folders: Iterable[str]) -> set[str]:
 
 
 def find_unknown(text: str) -> str | None:
-    """What is wrong with the first name in a strategy's spec that no method has; None where all are known.
+    """What is wrong with the first name in a strategy's spec that no method has; None if all are known.
 
     Arguments are not looked at, but for the methods among them that are written with parentheses.
 

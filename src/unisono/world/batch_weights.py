@@ -49,7 +49,7 @@ class Drawn:
         self._spans = [_find_span(x) for x in tensors]
         self.sizes = _list_sizes(tensors)
         self.is_used = False  # the model was called with it, or with one that was drawn later
-        self.is_done = False  # and gradients were taken since, where gradients are on
+        self.is_done = False  # and gradients were taken since, if they are enabled
         self.is_known = False  # by its memory: the program has not copied it
 
     @property
@@ -168,7 +168,7 @@ class BatchWeights:
         self._thread = threading.get_ident()
 
     def begin_call(self, inputs: Any, *, is_whole: bool) -> None:
-        """The model is called (or, where it is not `is_whole`, a module in it): find out with which batch."""
+        """Find the batch that the model (without `is_whole`: a module in it) is called with."""
         self._thread = threading.get_ident()
         if self._set is not None:
             self._is_seen, self._call = True, _Call(self._set, True)
@@ -267,7 +267,7 @@ class BatchWeights:
             self._speak(_MIXED)
 
     def end_window(self) -> bool:
-        """A window of backward passes has ended; False where the model was not seen to be called before it."""
+        """End a window of backward passes; False if no call of the model was seen in it."""
         was_seen, self._is_seen = self._is_seen, False
         if was_seen or self._set is not None or not self._drawn:
             return True

@@ -54,7 +54,7 @@ class LockedStore(Store):
     timeout: timedelta  # torch's: how long `get` and `wait` wait
 
     def __init__(self, host: str, port: int, secret: bytes, *, timeout_s: float) -> None:
-        """Waits up to `timeout_s` for the store's process; PeerLost where it does not come."""
+        """Waits up to `timeout_s` for the store's process; PeerLost if it does not come."""
         super().__init__()
         self.host, self.port, self._secret = host, port, secret
         self.set_timeout(timedelta(seconds=timeout_s))
@@ -86,7 +86,7 @@ class LockedStore(Store):
         return self._ask("C", _encode_keys(keys)) == [b"1"]
 
     def add(self, key: str, value: int) -> int:
-        """Add to the number under a key (0 where there is none), and return the sum."""
+        """Add to the number under a key (0 if there is none), and return the sum."""
         return int(self._ask("A", [key.encode(), b"%d" % value])[0])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:

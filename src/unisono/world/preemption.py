@@ -30,7 +30,7 @@ def preempted(world: World | None = None) -> bool:
     """Whether it is time to save and leave: a worker, or the launcher, has got SIGTERM.
 
     Every rank calls it after every step, and all get the same answer at the same call: False, and True from some call
-    on. That is after the step under way and the next one, or within a second where steps are short. The first call
+    on. That is after the step under way and the next one, or within a second if steps are short. The first call
     makes this process note SIGTERM instead of ending at once; a second SIGTERM, two seconds later, ends it. After each
     step of a loop:
 

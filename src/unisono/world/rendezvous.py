@@ -43,10 +43,10 @@ _thread = _Thread()
 
 
 def join(device: str | torch.device | None = None) -> World:
-    """The world that this process was started in; a world of one where it was started alone.
+    """The world that this process was started in; a world of one if it was started alone.
 
     Reads what the launcher left (`unisono run`, `torchrun`, or an initialised torch.distributed), meets the
-    other ranks, and returns the same world each time. `device` is "cpu" or "cuda"; by default CUDA where
+    other ranks, and returns the same world each time. `device` is "cpu" or "cuda"; by default CUDA if
     there is one for every worker of this host.
     """
     if _thread.world is not None:
@@ -209,7 +209,7 @@ def _find_place() -> Place:
 
 
 def _find_mpi_place() -> Place | None:
-    """The world of mpi4py, where the program uses it and the engine left no variables that we know."""
+    """The world of mpi4py, if the program uses it and the engine left no variables that we know."""
     if "mpi4py.MPI" not in sys.modules:
         return None
     from mpi4py import MPI
@@ -319,7 +319,7 @@ def _await_all(store: Store, rank: int, size: int, timeout_s: float) -> None:
 
 
 def accelerate(world: World, device: torch.device) -> None:
-    """Have CUDA tensors of `world` travel from device to device, where each rank has one of its own.
+    """Send CUDA tensors of `world` from device to device, if each rank has one of its own.
 
     Decided once: with the first CUDA tensor, when every rank has chosen its device. Every rank calls it alike.
     """

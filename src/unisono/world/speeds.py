@@ -61,7 +61,7 @@ class Balance:
         return [self.fixed + n for n in counts]
 
     def propose(self, own_s: Sequence[float], counts: Sequence[int]) -> tuple[float, ...] | None:
-        """Speeds to deal by from now on, with a mean of 1; None where the shares stay as they are.
+        """Speeds to deal by from now on, with a mean of 1; None if the shares stay as they are.
 
         `own_s`: seconds a step of each rank's own time; `counts`: the samples that it had in it.
         """

@@ -1,4 +1,4 @@
-"""Where workers meet that an engine started without a launcher of ours: plain mpirun, srun or torchrun.
+"""Stores for workers that an engine started without a launcher of ours: plain mpirun, srun or torchrun.
 
 - mpi4py's world, where the program has it already: rank 0 opens a store and MPI carries its address and secret.
 - All on one host: rank 0 tells the others the store's port and secret through a local socket named after the job.
@@ -99,7 +99,7 @@ _served: dict[tuple[str, int], StoreServer] = {}
 
 
 def open_tcp_store(host: str, port: int, *, serve: bool, timeout_s: float = MEETING_S) -> TCPStore:
-    """torch's store at an address; `serve`: this process keeps it, and listens only there where that can be.
+    """torch's store at an address; `serve`: this process keeps it, and listens only there if possible.
 
     A name may mean another address here than on other hosts: then all addresses of this host are listened to.
     """

@@ -35,13 +35,13 @@ Treatment = Literal["deal", "name", "ignore"]
 EVERY_STEPS, EVERY_S = 20, 2.0  # from one check to the next: the later of the two
 _MOST_STEPS = KEPT // 2
 _LEAST_LOOK_S, _MOST_LOOK_S = 0.002, 0.05  # between two looks at a program that may be slow
-_BATCH = 64  # samples a rank to reckon with, where a batch sampler decides
+_BATCH = 64  # samples a rank that are assumed if a batch sampler decides
 
 
 def after_step(world: World, treatment: Treatment) -> None:
     """Called by a replica when it has counted a step.
 
-    `treatment`: what a method allows. "deal": its results stay the same where samples are dealt by speed; "name": they
+    `treatment`: what a method allows. "deal": its results stay the same if samples are dealt by speed; "name": they
     do not, so stragglers are only named; "ignore": its ranks do not wait for each other.
     """
     if world.size == 1 or treatment == "ignore" or not are_checks_on():
@@ -70,7 +70,7 @@ class StragglerWatch:
         self._sampler: PlaceSampler | None = None  # while this rank is suspected
 
     def count_step(self, world: World, treatment: Treatment) -> None:
-        """A step has been counted: begin a check or take its result, where that is due."""
+        """Called after each step: begin a check or take its result, if that is due."""
         if world.ledger.step_count == self._counted:
             return
         self._counted = world.ledger.step_count

@@ -27,7 +27,7 @@ class Numbers(NamedTuple):
     kept_off_s: float  # ready to compute, while others had the cores
     wall_s: float  # 0: this rank measured nothing
     bytes_sent: float = 0.0
-    samples: float = 0.0  # in a global batch, where they may be dealt by speed
+    samples: float = 0.0  # in a global batch, if they may be dealt by speed
     from_previous_s: float = 0.0  # for some bytes from the host before mine, in the order of the hosts; 0: not measured
     from_next_s: float = 0.0  # and from the one after it
 
@@ -124,7 +124,7 @@ def _compare(
     """Of every rank, how many times the others' time it takes for the same work, and why; no cause: not too long.
 
     `work`: how much each had, with a mean of 1.
-    The others are their median, of an even number the lower one: where half of all ranks are slow, those still are.
+    The others are their median, of an even number the lower one: if half of all ranks are slow, those still are.
     """
     found = [_compare_own(rank, numbers, work) for rank in range(len(numbers))]
     if len(set(hosts)) > 1:

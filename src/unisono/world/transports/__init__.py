@@ -67,7 +67,7 @@ class Mismatch(CalledByAll, ValueError):
 class Transport(ABC):
     """Blocking collectives on flat, contiguous tensors of one device.
 
-    Every collective returns when the last rank arrived, in seconds of `time.perf_counter`, or NaN where the
+    Every collective returns when the last rank arrived, in seconds of `time.perf_counter`, or NaN if the
     transport cannot know. A tensor list stands for its concatenation: nothing is copied to join it.
     """
 

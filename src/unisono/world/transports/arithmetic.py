@@ -82,7 +82,7 @@ def cut_share(length: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def widen(x: Tensor) -> Tensor:
-    """`x` in a dtype that sums without loss or overflow: itself, or a copy where its own is narrow."""
+    """`x` in a dtype that sums without loss or overflow: itself, or a copy if its own is narrow."""
     return x.to(_WIDE.get(x.dtype, x.dtype))
 
 

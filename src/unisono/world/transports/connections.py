@@ -80,7 +80,7 @@ def limit_silence_of(sock: socket.socket, seconds: float) -> None:
 
 def has_ended(store: Store) -> bool:
     """Whether a store's server has closed a connection of this process: torch would print its own frames, and then
-    raise, where that is used."""
+    raise, if that were used."""
     inner, address = _find_inner(store), find_address(store)
     if address is None or sys.platform != "linux":
         return False

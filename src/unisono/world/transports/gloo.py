@@ -1,4 +1,4 @@
-"""Messages between hosts through torch.distributed's gloo, with our own rings where gloo's are slow.
+"""Messages between hosts through torch.distributed's gloo, with our own rings in place of gloo's slow ones.
 
 Gloo's all-reduce is near the bandwidth bound. Its reduce-scatter sends as much as an all-reduce and its
 broadcast is an unpipelined tree: here they are a segmented ring and a pipelined chain of sends and receives.
@@ -61,7 +61,7 @@ _SIGN = 128  # bytes that a rank tells its neighbour before an operation
 _PLACE = "\x1f"  # in it, before where the call stands
 _ATTEMPTS = 3  # to connect
 _PATIENCE_S = 30.0  # for the others to fail as well
-_TO_BE_TOLD_S = 1.0  # who is lost, where the launcher says so
+_TO_BE_TOLD_S = 1.0  # that the launcher has to say who is lost
 _INLINE = 512 - 8  # bytes of an object that travel with its size
 
 
@@ -357,7 +357,7 @@ class GlooTransport(Transport):
 
     @_translate_errors
     def exchange(self, data: bytes) -> list[bytes]:
-        """Every rank's size and first bytes in one round; the rest, where there is any, in another."""
+        """Every rank's size and first bytes in one round; the rest, if there is any, in another."""
         self._agree("exchange", "of objects or shapes")
         mine = torch.zeros(8 + _INLINE, dtype=torch.uint8)
         head = bytearray(struct.pack("q", len(data)) + data[:_INLINE])
@@ -462,7 +462,7 @@ class GlooTransport(Transport):
 class _Flow:
     """The messages of one ring or chain: to the next rank and from the previous one, in order.
 
-    Receives are posted ahead, so that a message finds its place ready. Where memory is used again (`receive`
+    Receives are posted ahead, so that a message finds its place ready. If memory is used again (`receive`
     of a piece that was sent before), what was sent from it must have left.
     """
 

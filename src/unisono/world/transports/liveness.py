@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 DYING_S = 0.5  # a process that was killed may outlive its connections by a moment
 PATIENCE_S = 2.0  # for ranks to answer; the processes of this machine are looked up
-_TO_TELL_S = 1.0  # that ranks wait for what each other called, where they disagree
+_TO_TELL_S = 1.0  # that ranks which disagree wait for each other's calls
 _SILENCE_S = 2.0  # of the store's host, when who is missing is asked for
 
 

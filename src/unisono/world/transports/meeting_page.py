@@ -67,7 +67,7 @@ PAIR_BYTES = 64  # chunks posted, chunks taken
 
 _VIEWS = 4096  # kept for shapes that come again
 _DESCRIPTION_TOP = struct.Struct("IiII")  # how often the ranks have disagreed; rank in the world, what, where
-_TO_TELL_S = 1.0  # that ranks wait for what each other called, where they disagree
+_TO_TELL_S = 1.0  # that ranks which disagree wait for each other's calls
 OP_CODES: dict[str, int] = {"sum": 0, "mean": 1, "max": 2, "min": 3, "product": 4, "and": 5, "or": 6, "xor": 7}
 
 
@@ -176,7 +176,7 @@ class MeetingPage:
         pids: Sequence[int] = (),
         check: Callable[[], None] | None = None,
     ) -> None:
-        """`fd` is a memfd that all share. `pids`: every rank's process, where that is known: one that dies before it
+        """`fd` is a memfd that all share. `pids`: every rank's process, if known: one that dies before it
         comes is noticed then. `check`: raises PeerLost where waiting is to end."""
         self.rank, self.size, self.spin = rank, size, spin
         self.noun = "rank"  # what the others here are called
@@ -284,7 +284,7 @@ class MeetingPage:
             )
 
     def lose(self, rank: int, what: str, why: str) -> Exception:
-        """The error for `rank`, which could not be used as it should be: how it ended, where that is seen soon."""
+        """The error for `rank`, whose memory or messages failed: how it ended, if that shows within a moment."""
         who, until = f"{self.noun} {rank} (process {self.pids[rank]})", time.perf_counter() + 20 * _CHECK_S
         assert self._watch is not None
         while not (died := self._watch.has_died(rank)) and time.perf_counter() < until:
@@ -327,7 +327,7 @@ class MeetingPage:
             self.memory[start : start + room] = where.encode()[:room].ljust(room, b"\0")
 
     def _compare_waits(self, rank: int) -> None:
-        """Say once where my program waits for long, and that of `rank`, which I wait for, in another call."""
+        """Warn once if my program and that of `rank`, which I wait for, have waited for long in different calls."""
         global _has_warned
         theirs = self.read_wait(rank) if _program_waits and self.rank < rank and not _has_warned else ""
         if theirs and theirs != _program_waits:
@@ -335,7 +335,7 @@ class MeetingPage:
             warn_of_each_other(_program_waits, rank, theirs)
 
     def read_wait(self, rank: int) -> str:
-        """Which call of the program `rank` has waited in for long; "" where it has not."""
+        """Which call of the program `rank` has waited in for long; "" if it has not."""
         return self._read(rank * ROW + _WAITS, rank * ROW + _DESCRIPTION)
 
     def read_sequence(self, rank: int) -> int:

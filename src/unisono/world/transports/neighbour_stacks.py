@@ -1,4 +1,4 @@
-"""Where no launcher of ours watches (torchrun, MPI): a rank that waits for long reads the stacks of its host's ranks
+"""If no launcher of ours watches (torchrun, MPI): a rank that waits for long reads the stacks of its host's ranks
 itself, and says who keeps the others waiting.
 
 What ranks need to know of each other for that lies in their rows of the meeting page.

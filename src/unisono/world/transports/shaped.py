@@ -1,5 +1,5 @@
-"""Messages between emulated hosts of one machine, held back as slow links would: where the kernel does not do it, and
-for latency.
+"""Messages between emulated hosts of one machine, held back as slow links would: for latency, and for rates if the
+kernel does not shape them.
 
 Messages move as fast as the machine does it (gloo.py); then every rank waits until the time at which they would have
 arrived over the links that UNISONO_NET names. Links and times are in memory that all ranks map (runtime/wire.py).
@@ -61,7 +61,7 @@ def shape(inner: Transport, nets: Sequence[str], hosts: Sequence[str]) -> Transp
 
 
 def _open_wire(inner: Transport, hosts: int) -> Wire:
-    """Rank 0 makes it. Where processes cannot open each other's memory, each has its host's link for itself."""
+    """The wire that rank 0 makes. If processes cannot open each other's memory, each has its host's link for itself."""
     fd = Wire.create(hosts)
     mine = f"{_read_machine()} {publish(fd)}"
     machine, _, address = inner.exchange(mine.encode())[0].decode().rpartition(" ")

@@ -40,7 +40,7 @@ from unisono.world.transports.meeting_page import ITEM_LIMIT, OP_CODES, PAGE_NAM
 from unisono.world.transports.sent_sizes import WEIGHTS, describe_uneven, weigh_sizes
 from unisono.world.transports.stage import Stage, count_stage_bytes, cut_blocks
 
-PRIVATE_BYTES = 256 << 10  # from here on private memory is read where it is, where that can be
+PRIVATE_BYTES = 256 << 10  # from this size on private memory is read from the other processes, if possible
 PEER_MEMORY = "UNISONO_PEER_MEMORY"  # "0": never
 _TILE = 1 << 20  # bytes reduced at a time in place: large enough for Python, small enough for the cache
 _READ, _READ_BY_ALL = 2 << 20, 8 << 20  # bytes of a rank that are read at a time, and of all ranks together
@@ -480,7 +480,7 @@ class PeerMemory:
         return self._copy(rank, here, there) == _WORD.size and found.raw == told[_WORD.size :]
 
     def _copy(self, rank: int, here: Sequence[Piece], there: Sequence[Piece]) -> int:
-        """One call; the bytes that were copied, -1 where none could be."""
+        """One call; the bytes that were copied, -1 if none could be."""
         mine = (_Vector * len(here))(*(_Vector(*piece) for piece in here))
         theirs = (_Vector * len(there))(*(_Vector(*piece) for piece in there))
         copied: int = _LIBC.process_vm_readv(

@@ -89,7 +89,7 @@ class Hub:
         return {r: where for r, where in found.items() if where and where != self.members[me].waits}
 
     def _compare_waits(self, me: int, ranks: Sequence[int]) -> None:
-        """Say once where the programs of two ranks have waited for long, in different calls."""
+        """Warn once if the programs of two ranks have waited for long in different calls."""
         member = self.members[me]
         for rank, where in self._find_waits(me, ranks).items():
             if rank > me and member.waits and not member.has_warned:

@@ -46,7 +46,7 @@ def connect(
 ) -> tuple[Transport, list[str]]:
     """Meet the other ranks in `store`; the best transport for where they are, and every rank's host.
 
-    `interruption`: by which another thread ends what this rank waits for; `pids`: every rank's process, where known.
+    `interruption`: by which another thread ends what this rank waits for; `pids`: every rank's process, if known.
     """
     from torch.distributed import PrefixStore
 

@@ -1,8 +1,8 @@
 """The TCP connections of this process: found, probed, and limited in how long they wait for a silent host.
 
 A call such as `check` or `add` waits for the answer without a limit, and a host that is cut off sends neither an answer
-nor an end. Our own store (locked_store.py) does this for its connections. Those of
-torch's own stores are found among this process's sockets by the store's port.
+nor an end: so the kernel counts on the connection. Our own store (locked_store.py) asks it to. The connections of
+torch's stores are found among this process's sockets by the store's port.
 """
 
 from __future__ import annotations

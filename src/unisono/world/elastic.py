@@ -71,14 +71,10 @@ class Elastic:
     """State of a world whose launcher replaces lost workers; `World.elastic` of what `un.join()` returned."""
 
     def __init__(
-        self,
-        world: World,
-        membership: Membership,
-        solo: World,
-        form_generation: Callable[[Assignment, torch.device], World],
+        self, world: World, membership: Membership, solo: World, form: Callable[[Assignment, torch.device], World]
     ) -> None:
         self.membership = membership
-        self.form_generation = form_generation  # makes the world of a generation
+        self.form_generation = form  # makes the world of a generation
         self.solo = solo  # stands for the world in a worker that has not been let in yet
         self.is_closed = False  # the run goes on, but cannot be joined: too much would have to be remembered
         self.broken: PeerLost | None = None  # a peer is lost, and the world has not been formed anew

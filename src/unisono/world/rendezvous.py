@@ -134,10 +134,10 @@ def _meet_elastic(membership: Membership, place: Place, device: str | torch.devi
     chosen = _choose_device(device, place.local_rank, place.local_size)
     solo = World(None, device=chosen, hosts=[socket.gethostname()])
     fd = _find_inherited_page()
-    form = _form_generation
+    form = _form_on_host
     if isinstance(membership, HostsMembership):
         store = _open_store(place, read_timeout_s())
-        form = partial(_form_generation_over_hosts, membership, store)
+        form = partial(_form_over_hosts, membership, store)
     if membership.joining:
         world = World(None, device=chosen, hosts=[socket.gethostname()])
         world.rank = world.local_rank = place.rank
@@ -149,7 +149,7 @@ def _meet_elastic(membership: Membership, place: Place, device: str | torch.devi
     return world
 
 
-def _form_generation(given: Assignment, device: torch.device) -> World:
+def _form_on_host(given: Assignment, device: torch.device) -> World:
     """The world of a generation whose workers are all on this host."""
     hosts = [socket.gethostname()] * given.size
     name = "world" if given.generation == 0 else f"world.{given.generation}"
@@ -165,9 +165,7 @@ def _form_generation(given: Assignment, device: torch.device) -> World:
     return _make_world(transport, hosts, device, name=name)
 
 
-def _form_generation_over_hosts(
-    membership: HostsMembership, store: Store, given: Assignment, device: torch.device
-) -> World:
+def _form_over_hosts(membership: HostsMembership, store: Store, given: Assignment, device: torch.device) -> World:
     """The world of a generation over several hosts, whose workers meet in the launcher's store."""
     name = "world" if given.generation == 0 else f"world.{given.generation}"
     if given.size == 1:

@@ -21,18 +21,6 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store
 
-__all__ = [
-    "describe_no_store",
-    "find_address",
-    "find_peer_port",
-    "has_ended",
-    "is_closed",
-    "limit_silence",
-    "limit_silence_of",
-    "list_sockets",
-    "probe",
-]
-
 _LONGEST_S = 32_000  # what Linux takes for TCP_KEEPIDLE
 
 

@@ -358,7 +358,7 @@ def _check_plain(kind: str, value: Any) -> None:
 
 
 def as_json(value: Any) -> Any:
-    """A copy for JSON, which has no inf and nan: they become None."""
+    """As JSON can hold it: it has no inf and no nan, they become null."""
     if isinstance(value, dict):
         return {key: as_json(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

@@ -5,6 +5,7 @@ Every rank calls them, and runs the backward pass through them: that exchanges, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -15,80 +16,73 @@ from unisono.world import World
 __all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast"]
 
 Mean = Literal["mean", "sum"]
+Map = Callable[[Tensor], Tensor]
 
 
 def all_reduce(x: Tensor, world: World, op: Mean = "mean", *, tag: str = "") -> Tensor:
     """The mean or the sum over the ranks; so it is of their gradients."""
-    found: Tensor = _Reduce.apply(x, world, op, tag)  # type: ignore[no-untyped-call]
-    return found
+
+    def reduce(values: Tensor) -> Tensor:
+        return _reduce(values, world, op, tag)
+
+    return _differentiate(x, reduce, reduce)
 
 
 def all_gather(x: Tensor, world: World, op: Mean = "sum", *, tag: str = "") -> Tensor:
     """All ranks' rows, one after the other. The gradient is the sum of all ranks' for my rows, or their mean."""
-    found: Tensor = _Gather.apply(x, world, op, tag)  # type: ignore[no-untyped-call]
-    return found
+    parts = world.all_gather(x.detach(), tag=tag).wait()
+    before = sum(len(part) for part in parts[: world.rank])
+    mine = slice(before, before + len(x))
+
+    def keep_mine(grad: Tensor) -> Tensor:
+        return _reduce(grad, world, op, tag)[mine]
+
+    return _differentiate(x, lambda _: torch.cat(parts), keep_mine)
 
 
 def broadcast(x: Tensor, src: int, world: World, op: Mean = "sum", *, tag: str = "") -> Tensor:
     """Rank `src`'s tensor. The gradient is the sum of all ranks' there, or their mean, and zero elsewhere."""
-    found: Tensor = _Broadcast.apply(x, src, world, op, tag)  # type: ignore[no-untyped-call]
-    return found
+
+    def send(values: Tensor) -> Tensor:
+        found: Tensor = world.broadcast(values.clone(), src, tag=tag).wait()
+        return found
+
+    def send_back(grad: Tensor) -> Tensor:
+        found = _reduce(grad, world, op, tag)
+        return found if world.rank == src else torch.zeros_like(found)
+
+    return _differentiate(x, send, send_back)
 
 
 def all_to_all(x: Tensor, rows: list[int], world: World, *, tag: str = "") -> tuple[Tensor, list[int]]:
     """`rows[r]` of my rows to rank r; what the ranks sent to me, and how many rows each. Gradients go back."""
     counts = world.all_gather(torch.tensor(rows), even=True, tag=tag).wait()
     received = [int(count[world.rank]) for count in counts]
-    found: Tensor = _Exchange.apply(x, rows, received, world, tag)  # type: ignore[no-untyped-call]
+
+    def swap(values: Tensor, sizes: list[int]) -> Tensor:
+        return torch.cat(world.all_to_all(list(values.split(sizes)), tag=tag).wait())
+
+    found = _differentiate(x, lambda values: swap(values, rows), lambda grad: swap(grad.contiguous(), received))
     return found, received
 
 
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, world: World, op: Mean, tag: str) -> Tensor:
-        ctx.world, ctx.op, ctx.tag = world, op, tag
-        found: Tensor = world.all_reduce(x.clone(), op, tag=tag).wait()
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.world.all_reduce(grads[0].clone(), ctx.op, tag=ctx.tag).wait(), None, None, None
+def _reduce(x: Tensor, world: World, op: Mean, tag: str) -> Tensor:
+    found: Tensor = world.all_reduce(x.clone(), op, tag=tag).wait()
+    return found
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, world: World, op: Mean, tag: str) -> Tensor:
-        parts = world.all_gather(x, tag=tag).wait()
-        before = sum(len(part) for part in parts[: world.rank])
-        ctx.world, ctx.op, ctx.tag, ctx.mine = world, op, tag, slice(before, before + len(x))
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        found = ctx.world.all_reduce(grads[0].clone(), ctx.op, tag=ctx.tag).wait()
-        return found[ctx.mine], None, None, None
-
-
-class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, src: int, world: World, op: Mean, tag: str) -> Tensor:
-        ctx.world, ctx.op, ctx.tag, ctx.src = world, op, tag, src
-        found: Tensor = world.broadcast(x.clone(), src, tag=tag).wait()
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        found = ctx.world.all_reduce(grads[0].clone(), ctx.op, tag=ctx.tag).wait()
-        return found if ctx.world.rank == ctx.src else torch.zeros_like(found), None, None, None, None
+def _differentiate(x: Tensor, forward: Map, backward: Map) -> Tensor:
+    """`forward(x)`, whose gradient is what `backward` makes of the gradient of the result."""
+    found: Tensor = _Exchange.apply(x, forward, backward)  # type: ignore[no-untyped-call]
+    return found
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: list[int], received: list[int], world: World, tag: str) -> Tensor:
-        ctx.received, ctx.world, ctx.tag = received, world, tag
-        return torch.cat(world.all_to_all(list(x.split(rows)), tag=tag).wait())
+    def forward(ctx: Any, x: Tensor, forward: Map, backward: Map) -> Tensor:
+        ctx.give_back = backward
+        return forward(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        parts = list(grads[0].contiguous().split(ctx.received))
-        return torch.cat(ctx.world.all_to_all(parts, tag=ctx.tag).wait()), None, None, None, None
+        return ctx.give_back(grads[0]), None, None

@@ -17,16 +17,16 @@ T = TypeVar("T")
 
 
 class JobWatch(Protocol):
-    """One that follows the jobs of queues: who hands them over, runs them and waits for them, and when."""
+    """Observer of the jobs of queues: which thread submits, runs and waits for them, and when."""
 
     def submit(self, *, moves: bool) -> int:
-        """A job is handed over here; gives its number. `moves`: it does nothing but move bytes."""
+        """Called when a job is submitted; returns a number for it. `moves`: the job only moves bytes."""
 
     def run(self, job: int) -> AbstractContextManager[None]:
-        """Around its work."""
+        """Context around the run of a job."""
 
     def wait(self, job: int) -> AbstractContextManager[None]:
-        """Around the wait for it."""
+        """Context around the wait for a job."""
 
 
 class _Thread(threading.local):
@@ -47,7 +47,7 @@ def watch_long_waits(call: Callable[[bool], None]) -> None:
 
 
 class LongWait:
-    """Around a wait: `check()` now and then."""
+    """A wait that watchers are told of if it takes long: call `check()` now and then, `end()` after it."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -61,7 +61,7 @@ class LongWait:
                 call(True)
 
     def end(self) -> None:
-        """The wait is over."""
+        """Tell the watchers that the wait is over."""
         if self._is_long:
             for call in _watchers:
                 call(False)
@@ -171,7 +171,7 @@ class SerialQueue:
         _queues.add(self)
 
     def begin_anew(self) -> None:
-        """Without jobs and thread: as at first, and in a forked child, where the thread and its locks are not."""
+        """Reset to no jobs and no thread: at first, and in a forked child, which does not have the thread."""
         self._jobs: deque[_Job] = deque()
         self._signal = threading.Condition()
         self._running = threading.Lock()
@@ -204,7 +204,7 @@ class SerialQueue:
         return Handle(lambda: self._result(job), job.finished.is_set)
 
     def try_run(self, run: Callable[[], None], when: Callable[[], bool]) -> bool:
-        """Run a job here and now, where none is queued or runs and `when()` allows it; whether it was run."""
+        """Run a job in this thread if none is queued or running and `when()` allows it; whether it was run."""
         if self._jobs or not self._running.acquire(blocking=False):
             return False
         try:
@@ -256,7 +256,7 @@ class SerialQueue:
         return job.value
 
     def _run_next(self) -> None:
-        """The next job, by who holds `_running`, which is free after it."""
+        """Run the next job; the caller holds `_running`, which is released."""
         try:
             job = self._jobs.popleft()
             job()
@@ -285,7 +285,7 @@ class SerialQueue:
             self._thread.join(timeout=timeout_s)
 
     def __del__(self) -> None:
-        """Dropped without `close()`, and nothing is queued: the thread goes too."""
+        """End the thread of a queue that was dropped without `close()`."""
         with self._signal:
             self._signal.notify_all()
 

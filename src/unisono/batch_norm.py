@@ -61,14 +61,14 @@ class _SumOverRanks(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, channel: World, world: World) -> Tensor:
         ctx.channel, ctx.world = channel, world
         total = x.clone()
-        world.survive(lambda: channel.all_reduce(total, "sum", tag="batch norm").wait())
+        world.run_tolerating_loss(lambda: channel.all_reduce(total, "sum", tag="batch norm").wait())
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         weight = ctx.world.weight  # of this backward pass; 1 if the program weighs its losses itself
         total = torch.zeros_like(grads[0]) if weight == 0.0 else grads[0] * weight
-        ctx.world.survive(lambda: ctx.channel.all_reduce(total, "sum", tag="batch norm").wait())
+        ctx.world.run_tolerating_loss(lambda: ctx.channel.all_reduce(total, "sum", tag="batch norm").wait())
         return total / weight if weight else total, None, None
 
 

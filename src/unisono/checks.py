@@ -12,9 +12,10 @@ import math
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 __all__ = [
+    "Annotation",
     "AtLeast",
     "Note",
     "Range",
@@ -24,6 +25,7 @@ __all__ = [
     "check_setting",
     "check_settings",
     "find_fault",
+    "read_annotation",
     "read_annotations",
     "validate",
 ]
@@ -41,7 +43,7 @@ class SettingTypeError(TypeError, ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class AtLeast:
-    """A whole number from `least` on, to `most` where that is given; `counts` says what it counts.
+    """A whole number from `least` on, to `most` if that is given; `counts` says what it counts.
 
     >>> check_setting("accumulate", 0, typing.Annotated[int, AtLeast(1, "backward passes a window")])
     Traceback (most recent call last):
@@ -197,7 +199,8 @@ def check_setting(name: str, value: Any, annotation: Any, *, owner: str = "") ->
     """Refuse one value that its annotation does not accept; `owner` is the method that it is a setting of."""
     fault = find_fault(name, value, annotation, owner=owner)
     if fault:
-        raise ValueError(fault) if _accepts(value, annotation, rules=False) else SettingTypeError(fault)
+        fits = _accepts(value, read_annotation(annotation), rules=False)
+        raise ValueError(fault) if fits else SettingTypeError(fault)
 
 
 def find_fault(name: str, value: Any, annotation: Any, *, owner: str = "") -> str:
@@ -206,15 +209,55 @@ def find_fault(name: str, value: Any, annotation: Any, *, owner: str = "") -> st
     >>> find_fault("place", "there", Literal["beside", "own"] | None)
     "place must be 'beside', 'own' or None, got 'there'"
     """
-    if _accepts(value, annotation):
+    hint = read_annotation(annotation)
+    if _accepts(value, hint):
         return ""
-    meaning, expected = _meaning(annotation), _join(_expected(annotation))
+    meaning, expected = _meaning(hint), _join(_expected(hint))
     said = f"{name} {meaning}: expected {expected}" if meaning else f"{name} must be {expected}"
-    return f"{said}, got {value!r}{_hint(name, value, annotation, owner)}"
+    return f"{said}, got {value!r}{_advise(name, value, hint, owner)}"
+
+
+# Reading annotations ----------------------------------------------------------------------------------------------
+
+
+class Annotation(NamedTuple):
+    """An annotation taken apart.
+
+    kind: how a value fits: it is one of `members` ("choice"), fits one of them ("union"), is a list whose items fit
+        them ("list"), or is of a class ("type"); "any": the annotation says nothing of values.
+    type: The annotation itself, without its rules.
+    members: Values of a choice; else annotations: of a union's alternatives, or of a list's items (one for all).
+    is_fixed: Whether a list has exactly one item for each member.
+    """
+
+    kind: Literal["any", "type", "choice", "union", "list"]
+    type: Any
+    members: tuple[Any, ...] = ()
+    is_fixed: bool = False
+    rules: tuple[Rule, ...] = ()
+
+
+def read_annotation(hint: Any) -> Annotation:
+    """Take an annotation apart, for whoever checks, converts or describes values by it."""
+    origin, members = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        rules = tuple(rule for rule in hint.__metadata__ if isinstance(rule, Rule))
+        return read_annotation(members[0])._replace(rules=rules)
+    if origin in (typing.Union, types.UnionType):
+        return Annotation("union", hint, tuple(map(read_annotation, members)))
+    if origin is Literal:
+        return Annotation("choice", hint, members)
+    if (origin or hint) in (list, tuple, Sequence):
+        is_fixed = origin is tuple and members[-1] is not Ellipsis
+        items = members if is_fixed else members[:1]
+        return Annotation("list", hint, tuple(map(read_annotation, items)), is_fixed)
+    if origin is not None or not isinstance(hint, type) or hint in (Any, object):
+        return Annotation("any", hint)
+    return Annotation("type", hint)
 
 
 def read_annotations(method: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of a method's settings, by name; none where they cannot be resolved."""
+    """The annotations of a method's settings, by name; none if they cannot be resolved."""
     plain_class = inspect.isclass(method) and not dataclasses.is_dataclass(method)
     try:
         return typing.get_type_hints(method.__init__ if plain_class else method, include_extras=True)
@@ -222,39 +265,27 @@ def read_annotations(method: Callable[..., Any]) -> dict[str, Any]:
         return {}
 
 
-# Reading annotations ----------------------------------------------------------------------------------------------
-
-
-def _accepts(value: Any, hint: Any, *, rules: bool = True) -> bool:
-    origin, members = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Annotated:
-        fits = _accepts(value, members[0], rules=rules)
-        return fits and not (rules and any(_applies(rule, value) and not rule.accepts(value) for rule in _rules(hint)))
-    if origin in (typing.Union, types.UnionType):
-        return any(_accepts(value, member, rules=rules) for member in members)
-    if origin is Literal:
-        return any(value == member and type(value) is type(member) for member in members)
-    if (origin or hint) in (list, tuple, Sequence):
+def _accepts(value: Any, hint: Annotation, *, rules: bool = True) -> bool:
+    if hint.kind == "union":
+        fits = any(_accepts(value, member, rules=rules) for member in hint.members)
+    elif hint.kind == "choice":
+        fits = any(value == member and type(value) is type(member) for member in hint.members)
+    elif hint.kind == "list":
         if not isinstance(value, list | tuple):
             return False
-        fixed = origin is tuple and members[-1] is not Ellipsis
-        items = members if fixed else (members[0] if members else Any,) * len(value)
-        return len(items) == len(value) and all(_accepts(x, m, rules=rules) for x, m in zip(value, items, strict=True))
-    if origin is not None or not isinstance(hint, type) or hint in (Any, object):
-        return True  # a kind of annotation that says nothing of values
-    if hint in (int, float):
-        return type(value) is int or (hint is float and isinstance(value, float))
-    return isinstance(value, hint)
+        items = hint.members if hint.is_fixed else (hint.members or (Annotation("any", Any),)) * len(value)
+        fits = len(items) == len(value) and all(_accepts(x, m, rules=rules) for x, m in zip(value, items, strict=True))
+    elif hint.type in (int, float):
+        fits = type(value) is int or (hint.type is float and isinstance(value, float))
+    else:
+        fits = hint.kind == "any" or isinstance(value, hint.type)
+    return fits and not (rules and any(_applies(rule, value) and not rule.accepts(value) for rule in hint.rules))
 
 
 def _applies(rule: Rule, value: Any) -> bool:
-    """Whether a rule speaks of such a value: bounds do of numbers, where None or a word is accepted as well."""
+    """Whether a rule speaks of such a value: bounds only of numbers, as None or a word may be accepted as well."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number if isinstance(rule, AtLeast | Range) else value is not None
-
-
-def _rules(hint: Any) -> list[Rule]:
-    return [rule for rule in getattr(hint, "__metadata__", ()) if isinstance(rule, Rule)]
 
 
 _KINDS: Mapping[Any, list[str]] = {
@@ -266,31 +297,29 @@ _KINDS: Mapping[Any, list[str]] = {
 }
 
 
-def _expected(hint: Any) -> list[str]:
+def _expected(hint: Annotation) -> list[str]:
     """What is accepted, as alternatives."""
-    origin, members = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Annotated:
-        first, *rest = _expected(members[0])
-        for rule in _rules(hint):
-            if isinstance(rule, Note):
-                first, rest = rule.expected(_join([first, *rest])), []
-            else:  # bounds stand with the number, which is named first: `int | None`
-                first = rule.expected(first)
-        return [first, *rest]
-    if origin in (typing.Union, types.UnionType):
-        return [words for member in members for words in _expected(member)]
-    if origin is Literal:
-        return [repr(member) for member in members]
-    if (origin or hint) in (list, tuple, Sequence):
-        each = "" if not members or (origin is tuple and members[-1] is not Ellipsis) else _join(_expected(members[0]))
-        return [f"a list, each {each}" if each else f"a list such as {hint}" if members else "a list"]
-    name = getattr(hint, "__name__", str(hint))
-    return _KINDS.get(hint) or [f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name} object"]
+    if hint.kind == "union":
+        found = [words for member in hint.members for words in _expected(member)]
+    elif hint.kind == "choice":
+        found = [repr(member) for member in hint.members]
+    elif hint.kind == "list":
+        each = _join(_expected(hint.members[0])) if hint.members and not hint.is_fixed else ""
+        found = [f"a list, each {each}" if each else f"a list such as {hint.type}" if hint.members else "a list"]
+    else:
+        name = getattr(hint.type, "__name__", str(hint.type))
+        found = _KINDS.get(hint.type) or [f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name} object"]
+    for rule in hint.rules:
+        if isinstance(rule, Note):
+            found = [rule.expected(_join(found))]
+        else:  # bounds stand with the number, which is named first: `int | None`
+            found = [rule.expected(found[0]), *found[1:]]
+    return found
 
 
-def _meaning(hint: Any) -> str:
-    found = [rule.meaning for rule in _rules(hint) if rule.meaning]
-    inside = (_meaning(member) for member in typing.get_args(hint) if typing.get_origin(hint) is not Literal)
+def _meaning(hint: Annotation) -> str:
+    found = [rule.meaning for rule in hint.rules if rule.meaning]
+    inside = (_meaning(member) for member in hint.members if hint.kind != "choice")
     return found[0] if found else next((words for words in inside if words), "")
 
 
@@ -298,18 +327,18 @@ def _join(words: Sequence[str]) -> str:
     return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
-def _hint(name: str, value: Any, hint: Any, owner: str) -> str:
-    """What to do instead, where that is known."""
+def _advise(name: str, value: Any, hint: Annotation, owner: str) -> str:
+    """What to do instead, if that is known."""
     if isinstance(value, str) and owner and _takes_object(hint):
         return f"; as text, write it into the spec: '{owner}({name}={value})'"
-    percent = any(getattr(rule, "percent", False) for rule in _rules(hint))
+    percent = any(getattr(rule, "percent", False) for rule in hint.rules)
     if percent and isinstance(value, int | float) and 1 < value <= 100:
         return f"; for {value:g} %, write {name}={value / 100:g}"
     return ""
 
 
-def _takes_object(hint: Any) -> bool:
+def _takes_object(hint: Annotation) -> bool:
     """Whether it takes what only a spec can write as text: a reducer, say."""
-    if typing.get_origin(hint) is not Literal and typing.get_args(hint):
-        return any(_takes_object(member) for member in typing.get_args(hint))
-    return isinstance(hint, type) and hint.__module__ != "builtins"
+    if hint.kind in ("union", "list"):
+        return any(_takes_object(member) for member in hint.members)
+    return isinstance(hint.type, type) and hint.type.__module__ != "builtins"

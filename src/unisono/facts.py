@@ -16,7 +16,7 @@ Grade = Literal["exact", "rounded", "compressed", "other"]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the bytes of a reduction follow from: the shapes of a bucket's float32 tensors, the ranks, the step.
+    """What the bytes of a reduction depend on: the shapes of a bucket's float32 tensors, the ranks, the step.
 
     >>> Sizes([(10, 3), (5,)], ranks=4, step=0).all_reduce(100)
     150
@@ -55,7 +55,7 @@ class Sizes:
         return 64 * math.ceil(n / self.ranks / 64)
 
     def sent_by(self, spec: str, shapes: Sequence[tuple[int, ...]] | None = None) -> int:
-        """What another method's example sends for these tensors (None: for all): for methods around others."""
+        """Bytes that another method's example sends for these tensors (None: all); for methods that wrap others."""
         return self.look_up(spec, self if shapes is None else Sizes(shapes, self.ranks, self.step, self.look_up))
 
 
@@ -72,7 +72,7 @@ class Example:
 
     Of a reducer:
     memory: it keeps what it did not send, and sends it later.
-    conserves: what was given and not sent is what is kept (not where momentum is kept too).
+    conserves: what was given and not sent is what is kept (not if momentum is kept too).
     bytes: a closed form of the bytes that one rank sends, which the ledger's count must equal (None: the data decide).
 
     Of a strategy:
@@ -105,7 +105,7 @@ class Convergence:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is true of a method. Its module has them as `FACTS`; the first example is the one tried where one will do.
+    """What is true of a method. Its module has them as `FACTS`; the first example is used if one is enough.
 
     refuses: settings that it refuses, and a word of the reason: `{"k=0": "fraction"}`.
     convergence: its effect on training; None: that of the methods that it is put around. `unisono plan` tries a method

@@ -48,7 +48,7 @@ def pack(obj: Any, *, leaves: type | tuple[type, ...] = ()) -> tuple[Any, Tensor
     Accepts None, bool, int, float (inf and nan too), str, bytes, list, tuple, dict, OrderedDict and Counter
     with keys of str or int, torch tensors of every dtype, numpy arrays and scalars, torch.Size, torch.dtype
     and torch.device; `unpack` gives each back with its own type and value. A tensor that occurs twice is kept
-    once, and is one object again after `unpack`. Tensors are referred to, not copied, where they already lie
+    once, and is one object again after `unpack`. Tensors are referred to, not copied, if they already lie
     contiguous on the CPU; after `unpack` they lie there, detached. What stands for a tensor, of a class among
     `leaves`, is kept in its place.
 
@@ -304,7 +304,7 @@ class _Unpacker:
         return self._built[name, dtype_name]
 
     def _take(self, name: Any) -> torch.Tensor:
-        """A tensor that is copied: once. Else a short text could ask for copies without end."""
+        """A tensor that the caller copies; each only once, or a short text could ask for copies without end."""
         if _expect(str, name) in self._copied:
             raise ValueError(f"two values in the place of {_shorten(name)}")
         self._copied.add(name)
@@ -344,7 +344,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def find_dtype(name: Any) -> torch.dtype:
-    """The dtype of a name that was read; ValueError where this torch has none of that name."""
+    """The dtype of a name that was read; ValueError if this torch has none of that name."""
     dtype = _DTYPES.get(name) if isinstance(name, str) else None
     if dtype is None:
         raise ValueError(f"an unknown dtype {_shorten(name)}; this torch is {torch.__version__}")
@@ -367,7 +367,7 @@ def count_shape_bytes(shape: Any, itemsize: int) -> int:
 
 
 def _check_shape(shape: Any) -> list[int]:
-    """A list of whole numbers, not too many; each fits 64 bits, so that their product is no long one."""
+    """A shape of at most `_MAX_DIMENSIONS` whole numbers of 64 bits, so that their product stays short."""
     if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS:
         raise ValueError(f"a broken shape {_shorten(shape)}")
     if not all(type(n) is int and 0 <= n <= _MAX_BYTES for n in shape):
@@ -401,7 +401,7 @@ def _read_hex(text: Any) -> int:
 
 
 def _shorten(value: Any) -> str:
-    """A value in a message, not at any length. (A long number has no decimal text at all.)"""
+    """A value for an error message, cut if long. (A very long number has no decimal text at all.)"""
     try:
         text = repr(value)
     except (ValueError, RecursionError):

@@ -29,7 +29,7 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(state: Mapping[str, Any], device: torch.device) -> None:
-    """Set all generators; a GPU's only where the state has one and this rank has a GPU."""
+    """Set all generators; a GPU's only if the state has one and this rank has a GPU."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

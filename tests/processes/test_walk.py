@@ -59,7 +59,7 @@ NOTES = {  # they move nothing
     "runtime/status.py": {"note", "beat"},
     "runtime/frames.py": {"find_site"},
     "runtime/watchdog.py": {"__init__", "enter", "leave", "look", "_watch"},
-    "world/call_marks.py": {"<genexpr>", "__init__", "agree", "check_places", "follow", "shapes_of"},
+    "world/call_signatures.py": {"<genexpr>", "__init__", "agree", "check_places", "follow", "shapes_of"},
     "strategies/zero/on_use.py": {"__torch_function__", "hide", "show"},
     "strategies/zero/values.py": {"gather_late", "refuse_written"},  # at stage 3 there is nothing to do
     "strategy/program_writes.py": {"__init__", "code"},  # the program wrote nothing

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from unisono import World
 from unisono.launchers.coordinator import Action, Coordinator, Dismiss, End, Form, GiveUp, Start, Summon
-from unisono.runtime.membership import Dismissed, ResultLog, Seat
+from unisono.runtime.membership import Assignment, Dismissed, ResultLog
 from unisono.runtime.memfd import anonymous_file
 from unisono.world import PeerLost
 from unisono.world.elastic import Elastic
@@ -156,15 +156,15 @@ class ThreadMembership:
         self.generation, self.joining = 0, joining
 
     @property
-    def is_summoned(self) -> bool:
+    def is_regroup_requested(self) -> bool:
         return self._life.run.summoned > self.generation
 
-    def come(self, *, is_open: bool = True) -> Seat:
-        seat = self._life.run.come(self._life, is_open=is_open)
-        self.generation, self.joining = seat.generation, False
-        return seat
+    def join_generation(self, *, is_open: bool = True) -> Assignment:
+        given = self._life.run.come(self._life, is_open=is_open)
+        self.generation, self.joining = given.generation, False
+        return given
 
-    def settle(self) -> None:
+    def acknowledge(self) -> None:
         self._life.run.settle(self._life)
 
 
@@ -187,7 +187,7 @@ class Run:
         self._log_fd = anonymous_file("unisono-results")
         self.log = ResultLog(self._log_fd)
         self._hubs = {0: Hub(workers, PATIENCE_S)}
-        self._answers: dict[int, Seat | None] = {}
+        self._answers: dict[int, Assignment | None] = {}
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._live = 0
@@ -216,7 +216,7 @@ class Run:
 
     # A worker's end
 
-    def come(self, life: Life, *, is_open: bool) -> Seat:
+    def come(self, life: Life, *, is_open: bool) -> Assignment:
         with self._changed:
             event = life.find_event(life.comings, coming=True)
             life.comings += 1
@@ -227,10 +227,10 @@ class Run:
             self._changed.wait_for(lambda: life.number in self._answers or bool(self.given_up))
             if self.given_up:
                 raise Died
-            seat = self._answers.pop(life.number)
-        if seat is None:
+            given = self._answers.pop(life.number)
+        if given is None:
             raise Dismissed(0)
-        return seat
+        return given
 
     def settle(self, life: Life) -> None:
         with self._changed:
@@ -262,7 +262,7 @@ class Run:
                 self.generations.append(workers)
                 self._hubs[generation] = Hub(len(workers), PATIENCE_S)
                 for rank, worker in enumerate(workers):
-                    self._answers[worker] = Seat(generation, rank, len(workers), workers)
+                    self._answers[worker] = Assignment(generation, rank, len(workers), workers)
             case Dismiss(worker) | End(worker):
                 self._answers[worker] = None
             case GiveUp(why):
@@ -315,10 +315,10 @@ class Run:
     def _join(self, life: Life, *, joining: bool) -> World:
         """As `un.join()` does it."""
 
-        def take_seat(seat: Seat, device: torch.device) -> World:
-            transport = FaultyTransport(self._hubs[seat.generation], seat.rank, life) if seat.size > 1 else None
-            name = f"world.{seat.generation}"
-            return World(transport, device=device, hosts=["localhost"] * seat.size, name=name)
+        def form_generation(given: Assignment, device: torch.device) -> World:
+            transport = FaultyTransport(self._hubs[given.generation], given.rank, life) if given.size > 1 else None
+            name = f"world.{given.generation}"
+            return World(transport, device=device, hosts=["localhost"] * given.size, name=name)
 
         if joining:
             world = World()
@@ -326,9 +326,9 @@ class Run:
             world.rank, world.size, world.hosts = size, size + 1, ("localhost",) * (size + 1)
         else:
             first = self.generations[0]
-            world = take_seat(Seat(0, life.number, len(first), first), torch.device("cpu"))
+            world = form_generation(Assignment(0, life.number, len(first), first), torch.device("cpu"))
         membership: Any = ThreadMembership(life, joining=joining)
-        world.elastic = Elastic(world, membership, World(), take_seat)
+        world.elastic = Elastic(world, membership, World(), form_generation)
         return world
 
 

@@ -104,7 +104,7 @@ from pathlib import Path
 losses, sleep_s, status = json.loads(sys.argv[1])
 if losses is None:
     sys.exit("said")
-folder = Path(os.environ["UNISONO_COMPARE_FOLDER"])
+folder = Path(json.loads(os.environ["UNISONO_OBSERVER"].partition(" ")[2])["folder"])
 fields = ["step", "end", "wall", "compute", "communication", "waiting", "compression", "data", "hidden"]
 fields += ["bytes_sent", "loss", "finite", "samples", "arrivals"]
 about = {"start": 0.0, "not_measured": [], "bytes_by_formula": False, "fields": fields}

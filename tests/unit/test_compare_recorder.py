@@ -14,16 +14,19 @@ from torch import nn
 
 import unisono as un
 from unisono.compare import recorder
-from unisono.compare.steps import FOLDER, STEPS
+from unisono.runtime.variables import name_observer
 from unisono.world.virtual import run_threads
+
+
+def observe(folder: Path, monkeypatch: pytest.MonkeyPatch, steps: int | None = None) -> None:
+    for name, value in name_observer("unisono.compare.recorder", folder=str(folder), steps=steps).items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(autouse=True)
 def observed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """`un.parallel` hands over to the recorder, which writes into a folder of the test."""
-    monkeypatch.setenv("UNISONO_OBSERVER", "unisono.compare.recorder")
-    monkeypatch.setenv(FOLDER, str(tmp_path))
-    monkeypatch.delenv(STEPS, raising=False)
+    observe(tmp_path, monkeypatch)
     found = torch.autograd.backward
     yield tmp_path
     for left in list(recorder._recorders.values()):
@@ -133,7 +136,7 @@ def test_a_scaled_loss_counts_as_it_was_before(observed: Path) -> None:
 
 
 def test_a_program_ends_after_so_many_steps_on_every_rank(observed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(STEPS, "3")
+    observe(observed, monkeypatch, steps=3)
 
     def work(world: un.World) -> tuple[int, object]:
         model, optimizer, _ = make(world)

@@ -112,9 +112,9 @@ def test_an_unknown_last_arrival_counts_as_communication_until_it_is_settled(boo
     book.close_span("blocked", 101.0, 104.0)
     step_at(book, 105.0)
     assert (book.rows[0].communication, book.rows[0].waiting) == (3.0, 0.0)
-    book.settle({("world", 7): 103.0, ("world", 8): 1.0, ("other", 7): 104.0})
+    book.fill_in_arrivals({("world", 7): 103.0, ("world", 8): 1.0, ("other", 7): 104.0})
     assert (book.rows[0].communication, book.rows[0].waiting) == (1.0, 2.0)
-    book.settle({("world", 7): 101.0})  # known now: it stays
+    book.fill_in_arrivals({("world", 7): 101.0})  # known now: it stays
     assert book.rows[0].waiting == 2.0
 
 
@@ -124,7 +124,7 @@ def test_settling_leaves_out_what_came_before_the_first_step(book: Ledger) -> No
     book.restart()
     collective(book, 103.0, math.nan, 104.0, sequence=1)
     step_at(book, 105.0)
-    book.settle({("world", 0): 100.5, ("world", 1): 103.5})
+    book.fill_in_arrivals({("world", 0): 100.5, ("world", 1): 103.5})
     assert (book.rows[0].start, book.rows[0].bytes_sent, book.rows[0].collectives) == (102.0, 100, 1)
     assert book.by_tag() == {"gradients": 5100}
 
@@ -162,7 +162,7 @@ def test_memory_is_bounded_and_totals_are_not(monkeypatch: pytest.MonkeyPatch) -
     assert (book.totals(last=4).steps, book.totals(last=0).steps) == (4, 0)
     assert book.by_tag() == {"gradients": 1050}, "all of them, not only those kept"
     assert (book.sent().collectives, book.sent().bytes_sent) == (150, 1050)
-    book.settle({("world", n): 1e9 for n in range(150)})
+    book.fill_in_arrivals({("world", n): 1e9 for n in range(150)})
     assert book.totals().bytes_sent == 1050, "steps whose records were dropped are left as they were"
     assert book.totals().waiting == pytest.approx(0.3), "of the three steps whose records are all there"
     assert book.totals().communication == pytest.approx(4.7)

@@ -105,14 +105,14 @@ def test_the_end_of_a_generation_is_told_once_whenever_it_comes(comes_first: boo
     told.wait()
     send(ours, over)
     send(ours, {"kind": "go", "generation": 1, "rank": 0, "size": 1, "pids": [7]})
-    seat = membership.come()
-    assert (seat.generation, seat.rank, seat.size, seat.page_fd) == (1, 0, 1, -1)
+    given = membership.join_generation()
+    assert (given.generation, given.rank, given.size, given.page_fd) == (1, 0, 1, -1)
     membership.watch(1, end)  # the end of generation 0 is not that of 1
     assert receive(ours)[0] == {"kind": "come", "generation": 0, "open": True}
     assert ended == ["worker 1 is lost"]
     ours.shutdown(socket.SHUT_WR)
     with pytest.raises(SystemExit, match="the launcher has ended"):
-        membership.come()
+        membership.join_generation()
     ours.close()
     membership._sock.close()
 

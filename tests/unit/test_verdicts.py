@@ -1,5 +1,5 @@
-"""Slow ranks as verdicts: who, why, and at which line of the program. (Skipped collectives: test_call_marks.py; flipped
-bits: test_parameter_watch.py; hangs: processes/test_hang_reports.py.)"""
+"""Slow ranks as verdicts: who, why, and at which line of the program. (Skipped collectives:
+test_call_signatures.py; flipped bits: test_parameter_watch.py; hangs: processes/test_hang_reports.py.)"""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def note_work(work: Work) -> None:
 
 
 def close_default(group: Group) -> None:
-    """The default group ends: where the environment asks for it, the table and the trace are written, by all ranks."""
+    """Called at the end of the default group: write the table and the trace if the environment asks for them."""
     if _accounts.default is not group:
         return
     path = os.environ.get(VARIABLE)

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unisono.world.transports.arithmetic import count_span_bytes
+
 __all__ = [
     "as_list",
     "check_count",
@@ -17,9 +19,7 @@ __all__ = [
     "check_multiple",
     "check_shapes",
     "find_splits",
-    "flatten",
     "provide",
-    "put_back",
     "reduce_options",
     "root_options",
 ]
@@ -30,13 +30,8 @@ def as_list(tensors: Any) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
-def flatten(x: Tensor) -> Tensor:
-    """The tensor as one contiguous line."""
-    return x.detach().contiguous().view(-1)
-
-
 def provide(out: Tensor, given: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
-    """Contiguous memory for a result, and the same as a line: the tensor's own where it can be.
+    """Contiguous memory for a result, and the same as a line: the tensor's own if possible.
 
     `given`: what the ranks still read while results come; on the host's memory, results do not go there.
     """
@@ -49,24 +44,11 @@ def provide(out: Tensor, given: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
 
 def _overlap(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors may have memory in common."""
-    (a, b), (c, d) = _find_span(x), _find_span(y)
-    return a < d and c < b
-
-
-def _find_span(x: Tensor) -> tuple[int, int]:
-    """Where its memory begins and ends."""
-    elements = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
-    return x.data_ptr(), x.data_ptr() + elements * x.element_size()
-
-
-def put_back(out: Tensor, target: Tensor) -> None:
-    """Copy a result into the tensor that it is for, where that is not its own memory."""
-    if out.numel() and out.data_ptr() != target.data_ptr():
-        out.detach().copy_(target.view(out.shape))
+    return x.data_ptr() < y.data_ptr() + count_span_bytes(y) and y.data_ptr() < x.data_ptr() + count_span_bytes(x)
 
 
 def reduce_options(kind: Any, given: Any, timeout: Any) -> Any:
-    """The options: as given, or made of an operator and a timeout."""
+    """The options of a reduction: as given, or made of an operator and a timeout."""
     if given is not None and hasattr(given, "reduceOp"):
         return given
     options = kind()
@@ -78,7 +60,7 @@ def reduce_options(kind: Any, given: Any, timeout: Any) -> Any:
 
 
 def root_options(kind: Any, given: Any, more: Sequence[Any]) -> Any:
-    """The same for what has a root: `pg.broadcast(x, root)`, `pg.reduce(x, root, op)`."""
+    """The options of an operation with a root: `pg.broadcast(x, root)`, `pg.reduce(x, root, op)`."""
     if given is not None and hasattr(given, "rootRank"):
         return given
     options = kind()

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions
 
 from unisono.backend import accounts
 from unisono.backend.arguments import (
@@ -27,9 +26,7 @@ from unisono.backend.arguments import (
     check_multiple,
     check_shapes,
     find_splits,
-    flatten,
     provide,
-    put_back,
     reduce_options,
     root_options,
 )
@@ -38,6 +35,7 @@ from unisono.backend.messages import Messages
 from unisono.backend.operators import Reduction, reduce_sparse
 from unisono.backend.works import Work
 from unisono.background import SerialQueue, Wakes
+from unisono.world.operations import flatten, put_back
 from unisono.world.rendezvous import accelerate, meet_in_store
 from unisono.world.transports import PeerLost
 from unisono.world.world import World
@@ -99,43 +97,43 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return f"group {self._name}" if self._desc == "undefined" else f"{self._desc} {self._name}"
 
     def getBackendName(self) -> str:
-        """As torch's C++ asks."""
+        """The backend's name, for torch's C++."""
         return "unisono"
 
     def name(self) -> str:
-        """The same, as its Python does."""
+        """The backend's name, for torch's Python."""
         return "unisono"
 
     def getGroupName(self) -> str:
-        """The name that torch gave it."""
+        """The name that torch gave this group."""
         return self._name
 
     def setGroupName(self, name: str) -> None:
-        """Take the name that torch gives it."""
+        """Set the name that torch gives this group."""
         self._name = name
 
     def getGroupDesc(self) -> str:
-        """What the program calls it."""
+        """The description that the program gave this group."""
         return self._desc
 
     def setGroupDesc(self, desc: str) -> None:
-        """Take what the program calls it: operations to come have that in the ledger."""
+        """Set the program's description of this group; later operations have it in the ledger."""
         self._desc = desc
         self.world.rename(self._describe())
 
     @property
     def group_name(self) -> str:
-        """The name that torch gave it."""
+        """The name that torch gave this group."""
         return self._name
 
     @property
     def pg_name(self) -> str:
-        """The same; some of torch's callers want it by this name."""
+        """The same as `group_name`, which some of torch's callers ask for by this name."""
         return self._name
 
     @property
     def group_desc(self) -> str:
-        """What the program calls it."""
+        """The description that the program gave this group."""
         return self._desc
 
     @property
@@ -156,14 +154,14 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def options(self) -> Any:
-        """Its options, as torch's own backends have them."""
+        """Options of this group, as torch's own backends have them."""
         found = dist.ProcessGroup.Options("unisono") if hasattr(dist.ProcessGroup, "Options") else None
         if found is not None:
             found._timeout = self._timeout
         return found
 
     def get_group_store(self) -> dist.Store:
-        """The store that it met in."""
+        """The store in which the ranks of this group met."""
         return self._store
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
@@ -175,7 +173,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     set_timeout = _set_default_timeout
 
     def _set_sequence_number_for_group(self) -> None:
-        """Operations are numbered from the start."""
+        """No-op: operations are numbered from the start."""
 
     def _get_sequence_number_for_group(self) -> int:
         return self._begun
@@ -190,7 +188,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     # Reductions ----------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
-        """Every tensor becomes its reduction over the ranks."""
+        """Replace every tensor by its reduction over the ranks."""
         parts, opts = as_list(tensors), reduce_options(dist.AllreduceOptions, opts, timeout)
         reduction = Reduction(opts.reduceOp, parts[0].dtype, self.size())
 
@@ -206,7 +204,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return work
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        """The same of several tensors in one."""
+        """All-reduce several tensors in one operation."""
         parts, opts = list(tensors), reduce_options(dist.AllreduceCoalescedOptions, opts, None)
         if not parts:
             return self._begin("all_reduce", [], opts, lambda: None)
@@ -219,7 +217,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         reduction.after(parts)
 
     def reduce(self, tensors: Any, opts: Any = None, *more: Any) -> Work:
-        """The root's tensor becomes the reduction; the others keep theirs."""
+        """Replace the root's tensor by the reduction; the other ranks keep theirs."""
         parts, opts = as_list(tensors), root_options(dist.ReduceOptions, opts, more)
         reduction = Reduction(opts.reduceOp, parts[0].dtype, self.size())
 
@@ -230,7 +228,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return self._begin("reduce", parts, opts, run)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
-        """Each rank's tensor of the lists is reduced and goes to that rank."""
+        """Reduce lists of one tensor for each rank; each rank gets its own."""
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
         opts = reduce_options(dist.ReduceScatterOptions, opts, timeout)
@@ -253,7 +251,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter_tensor_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
-        """A tensor is reduced, and each rank gets its part of it."""
+        """Reduce tensors, and give each rank its part of each."""
         opts = reduce_options(dist.ReduceScatterOptions, opts, None)
         pairs = list(zip(outputs, inputs, strict=True))
         for out, given in pairs:
@@ -282,25 +280,24 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     # Copies --------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
-        """Every rank gets the root's tensors."""
+        """Copy the root's tensors to every rank."""
         parts, opts = as_list(tensors), root_options(dist.BroadcastOptions, opts, (timeout,))
-        return self._begin("broadcast", parts, opts, lambda: self._broadcast(parts, opts.rootRank))
 
-    def _broadcast(self, parts: list[Tensor], root: int) -> None:
-        if any(part.layout != torch.strided for part in parts):
-            raise TypeError("broadcast takes dense tensors: send indices and values of a sparse one by themselves")
-        self.world.broadcast(parts, root).wait()
+        def run() -> None:
+            if any(part.layout != torch.strided for part in parts):
+                raise TypeError("broadcast takes dense tensors: send indices and values of a sparse one by themselves")
+            self.world.broadcast(parts, opts.rootRank).wait()
+
+        return self._begin("broadcast", parts, opts, run)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
-        """Every rank gets every rank's tensor, in a list."""
+        """Gather every rank's tensor on every rank, in a list."""
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        opts = opts if opts is not None else AllgatherOptions()
         return self._gather_lists(outputs, inputs, opts)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        """The same of several tensors: `outputs[rank][i]`, as gloo has them."""
-        opts = opts if opts is not None else AllgatherOptions()
+        """Gather several tensors: `outputs[rank][i]`, as gloo has them."""
         return self._gather_lists([list(each) for each in zip(*outputs, strict=True)], inputs, opts)
 
     def _gather_lists(self, outputs: Any, inputs: Any, opts: Any) -> Work:
@@ -331,8 +328,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     def allgather_into_tensor_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
-        """Every rank gets every rank's tensor, one behind the other in one tensor."""
-        opts = opts if opts is not None else AllgatherOptions()
+        """Gather every rank's tensor on every rank, one behind the other in one tensor."""
         pairs = list(zip(outputs, inputs, strict=True))
         for out, given in pairs:
             check_multiple("all_gather", out, given, self.size())
@@ -348,17 +344,12 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Work:
-        """The root gets every rank's tensor."""
+        """Gather every rank's tensor on the root."""
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs] if outputs else [], [inputs]
         opts = root_options(dist.GatherOptions, opts, more)
         x, is_root = inputs[0], self.rank() == opts.rootRank
-        outs = list(outputs[0]) if is_root and outputs else []
-        if is_root:
-            check_count("gather", outs, self.size())
-            check_shapes("gather", x, outs)
-        elif outputs:
-            raise ValueError("gather: only the root rank gives a list of outputs")
+        outs = self._take_list("gather", x, outputs, "outputs", is_root=is_root)
 
         def run() -> None:
             none = x.new_empty(0)
@@ -368,17 +359,12 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return self._begin("gather", outs, opts, run)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any) -> Work:
-        """Each rank gets its tensor of the root's list."""
+        """Send each rank its tensor of the root's list."""
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs] if inputs else []
         opts = root_options(dist.ScatterOptions, opts, more)
         out, is_root = outputs[0], self.rank() == opts.rootRank
-        given = list(inputs[0]) if is_root and inputs else []
-        if is_root:
-            check_count("scatter", given, self.size())
-            check_shapes("scatter", out, given)
-        elif inputs:
-            raise ValueError("scatter: only the root rank gives a list of inputs")
+        given = self._take_list("scatter", out, inputs, "inputs", is_root=is_root)
 
         def run() -> None:
             none = out.new_empty(0)
@@ -387,11 +373,20 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
         return self._begin("scatter", [out], opts, run)
 
+    def _take_list(self, what: str, like: Tensor, lists: Any, noun: str, *, is_root: bool) -> list[Tensor]:
+        """The root's list of one tensor for each rank, checked; empty on the other ranks, which must not give one."""
+        if not is_root and lists:
+            raise ValueError(f"{what}: only the root rank gives a list of {noun}")
+        found = list(lists[0]) if lists else []
+        if is_root:
+            check_count(what, found, self.size())
+            check_shapes(what, like, found)
+        return found
+
     def alltoall(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None, timeout: Any = None
     ) -> Work:
-        """The i-th tensor goes to rank i."""
-        opts = opts if opts is not None else dist.AllToAllOptions()
+        """Send the i-th tensor to rank i."""
         outs, parts = list(outputs), list(inputs)
         check_count("all_to_all", outs, self.size())
         check_count("all_to_all", parts, self.size())
@@ -400,8 +395,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     def alltoall_base(
         self, output: Tensor, given: Tensor, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> Work:
-        """The same with parts of one tensor."""
-        opts = opts if opts is not None else dist.AllToAllOptions()
+        """Send the i-th part of a tensor to rank i."""
         sizes_out = find_splits(output, output_splits, self.size())
         sizes_in = find_splits(given, input_splits, self.size())
 
@@ -421,7 +415,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             put_back(out, target)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
-        """All ranks have come here."""
+        """Wait until all ranks have called this."""
         opts = opts if isinstance(opts, dist.BarrierOptions) else dist.BarrierOptions()
         if timeout is not None:
             opts.timeout = timeout
@@ -429,21 +423,21 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return self._begin("barrier", [], opts, self.world.barrier)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """A barrier whose error names who did not come: here, every one's does."""
+        """A barrier whose error names the ranks that did not come, as every error of this backend does."""
         self.barrier(timeout=timeout).wait()
 
     # Messages ------------------------------------------------------------------------------------------------
 
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> Work:
-        """To one rank."""
+        """Send a tensor to one rank."""
         return self._coalesce(self._messages.send(tensors[0], dst, tag, self._work("send", tensors)))
 
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> Work:
-        """From one rank."""
+        """Receive a tensor from one rank."""
         return self._coalesce(self._messages.receive(tensors[0], src, tag, self._work("recv", tensors)))
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
-        """From whichever rank sends first."""
+        """Receive a tensor from whichever rank sends first."""
         return self._messages.receive(tensors[0], None, tag, self._work("recv", tensors))
 
     def _start_coalescing(self, device: Any) -> None:
@@ -487,7 +481,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return made
 
     def in_order(self, call: Callable[[World], T]) -> T:
-        """`call(world)` behind all collectives so far; waits for it."""
+        """Run `call(world)` after all collectives so far, and return its result."""
         found: list[T] = []
         self._begin("call", [], None, lambda: found.append(call(self.world))).wait()
         return found[0]
@@ -522,7 +516,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return Work(what, self._describe(), self.ledger, tensors)
 
     def _begin(self, what: str, tensors: Sequence[Tensor], opts: Any, run: Callable[[], None]) -> Work:
-        """Queue a collective; `tensors` are what its future gives."""
+        """Queue a collective; `tensors` are what its future gives, `opts` torch's options (None: the defaults)."""
         work = self._work(what, tensors)
         seconds = opts.timeout.total_seconds() if opts is not None else -1.0
         if seconds > 0 and seconds != self._timeout.total_seconds():
@@ -535,7 +529,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return work.begin(self._lane("main"), run, wakes=wakes)
 
     def _within(self, seconds: float, run: Callable[[], None]) -> Callable[[], None]:
-        """`run` with a timeout of its own."""
+        """`run` under another timeout than the group's."""
         transport = self.world.transport
 
         def limited() -> None:
@@ -550,7 +544,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return limited if transport is not None else run
 
     def _on_device(self, device: torch.device, run: Callable[[], None]) -> Callable[[], None]:
-        """`run` once the caller's stream has come this far; it has ended when the device has."""
+        """`run` after what the caller's stream holds now; it returns when the device has finished."""
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(device))
 

@@ -35,7 +35,7 @@ class _Receive:
         self.x, self.source, self.tag, self.work = x, source, tag, work
 
     def takes_directly(self, numel: int, dtype: torch.dtype) -> bool:
-        """Whether such a message can be received where it belongs."""
+        """Whether such a message can be received into `x` itself."""
         x = self.x
         return x.is_contiguous() and not x.is_cuda and (x.numel(), x.dtype) == (numel, dtype)
 
@@ -57,7 +57,7 @@ class Messages:
             torch.cuda.current_stream(x.device).synchronize()
 
         def run() -> None:
-            self._world.send_labelled(x.detach().cpu(), dst, tag).wait()
+            self._world.send(x.detach().cpu(), dst, label=tag).wait()
 
         def has_room() -> bool:
             transport = self._world.transport
@@ -89,7 +89,7 @@ class Messages:
         return work.begin(self._lane(where), lambda: run(wanted), wakes=wakes)
 
     def _read_for(self, wanted: _Receive) -> None:
-        """Read messages of its rank until the one of `wanted` has come."""
+        """Read messages of one rank until the one of `wanted` has come."""
         assert wanted.source is not None
         try:
             with self._reading[wanted.source]:
@@ -97,10 +97,10 @@ class Messages:
                     if self._read(wanted.source, wanted):
                         return
         finally:
-            self._forget(wanted)  # where its rank was lost
+            self._forget(wanted)  # if its rank was lost
 
     def _read_from_any(self, wanted: _Receive) -> None:
-        """The same from whichever rank has sent something."""
+        """Read from whichever rank has sent something until the message of `wanted` has come."""
         others = [r for r in range(self._world.size) if r != self._world.rank]
         transport = self._world.transport
         assert transport is not None
@@ -139,7 +139,7 @@ class Messages:
         except Exception as error:
             if match is not None and match is not own:
                 match.work.execute(partial(_raise, error))
-                match.work.settle()
+                match.work.resolve_future()
             raise
         with self._lock:
             match = match or self._take_match(src, tag)  # its receive may have begun in between
@@ -167,7 +167,7 @@ class Messages:
             deliver()  # inside its own work, which ends with this
         else:
             match.work.execute(deliver)
-            match.work.settle()
+            match.work.resolve_future()
 
     def _deliver(self, wanted: _Receive, src: int, line: Tensor) -> None:
         wanted.work.source = src

@@ -44,13 +44,13 @@ class Reduction:
             self.op, self._divisor = "sum", size
 
     def before(self, parts: Sequence[Tensor]) -> None:
-        """What is done to each rank's tensors first."""
+        """Prepare each rank's tensors for the reduction, in place."""
         if self._factor is not None:
             for part in parts:
                 part.mul_(self._factor)
 
     def after(self, parts: Sequence[Tensor]) -> None:
-        """What is done to the result."""
+        """Finish the result of the reduction, in place."""
         if self._divisor:
             for part in parts:
                 part.copy_(part.div(self._divisor, rounding_mode="trunc"))
@@ -62,7 +62,7 @@ class Reduction:
 
 
 def reduce_sparse(world: World, x: Tensor, op: Op) -> None:
-    """Replace a sparse tensor by the sum over the ranks: indices and values of all, added where they meet."""
+    """Replace a sparse tensor by the sum over the ranks: indices and values of all, added at equal indices."""
     if op not in ("sum", "mean"):
         raise ValueError(f"sparse tensors are summed, or their mean is taken; got {op!r}")
     mine = x.coalesce()

@@ -32,12 +32,12 @@ class Work(dist.Work):
         self.submitted = ledger.clock()
         self.ended = float("nan")
         self.is_receive = False  # which another receive of its lane may end
-        self.by_future = False  # waited for through a future, where no wait of the program is seen
+        self.by_future = False  # waited for through a future: then the program's wait is not seen
         self._group, self._ledger, self._tensors = group, ledger, list(tensors)
         self._done = threading.Event()
         self._error: BaseException | None = None
         self._future: _Future | None = None
-        self._is_settled = False
+        self._is_resolved = False
         self._lock = threading.Lock()
         self._lane: SerialQueue | None = None
         self._handle: Handle[None] | None = None
@@ -45,11 +45,11 @@ class Work(dist.Work):
     def begin(self, lane: SerialQueue, run: Callable[[], None], *, wakes: Wakes) -> Work:
         """Queue `run`; `wakes`: as of `SerialQueue.submit`."""
         self._lane = lane
-        self._handle = lane.submit(lambda: self.execute(run), after=self.settle, wakes=wakes)
+        self._handle = lane.submit(lambda: self.execute(run), after=self.resolve_future, wakes=wakes)
         return self
 
     def execute(self, run: Callable[[], None]) -> None:
-        """Do it here and now, and note its error for who waits."""
+        """Run the operation in this thread, and keep its error for whoever waits."""
         if self._done.is_set():  # a message that another receive has taken along
             return
         try:
@@ -62,18 +62,18 @@ class Work(dist.Work):
             self.finish()
 
     def finish(self, error: BaseException | None = None) -> None:
-        """It has ended."""
+        """Note that the operation has ended, with its error if it failed."""
         self._error = self._error or error
         self.ended = self._ledger.clock()
         self._done.set()
 
-    def settle(self) -> None:
-        """Give the result to the future, if somebody asked for one."""
+    def resolve_future(self) -> None:
+        """Complete the future with the result, if one was asked for."""
         with self._lock:
             future = self._future
-            if future is None or self._is_settled or not self._done.is_set():
+            if future is None or self._is_resolved or not self._done.is_set():
                 return
-            self._is_settled = True
+            self._is_resolved = True
         future.work = None
         if self._error is None:
             future.set_result(self._tensors)
@@ -83,7 +83,7 @@ class Work(dist.Work):
     # What torch and its users call ---------------------------------------------------------------------------
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Until it has ended; raises its error, or GroupTimeout after `timeout`."""
+        """Wait for the operation; raises its error, or GroupTimeout after `timeout`."""
         if not self._done.is_set():
             began = self._ledger.clock()
             self._await(timeout.total_seconds())
@@ -119,36 +119,36 @@ class Work(dist.Work):
         return self._done.is_set() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Its error, if there was one."""
+        """The operation's error, if it failed."""
         return self._error
 
     def result(self) -> list[Tensor]:
-        """Its tensors."""
+        """The tensors that hold the result."""
         return self._tensors
 
     def synchronize(self) -> None:
-        """As `wait`."""
+        """The same as `wait`."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """As `wait`: results are there when the host knows it."""
+        """The same as `wait`: results are on the device when the host is told so."""
         self.wait()
 
     def source_rank(self) -> int:
-        """Who sent what was received."""
+        """The rank that sent the received message."""
         return self.source
 
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of its tensors."""
+        """A future of the result's tensors."""
         with self._lock:
             self.by_future = True
             if self._future is None:
                 devices: Any = sorted({t.device for t in self._tensors if t.is_cuda}, key=str)
                 self._future = _Future(devices=devices)
                 self._future.work = self
-        self.settle()
+        self.resolve_future()
         return self._future
 
 
@@ -175,7 +175,7 @@ class _Future(torch.futures.Future[Any]):
         if work is not None and not work.is_completed():
             with suppress(Exception):  # the future has it, too
                 work.wait()
-            work.settle()
+            work.resolve_future()
 
 
 _BEGINS_NONE = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"

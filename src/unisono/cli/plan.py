@@ -15,6 +15,7 @@ from typing import Any
 
 from unisono.cli import run
 from unisono.cli.arguments import Commands
+from unisono.runtime.variables import name_observer
 
 __all__ = ["add_command"]
 
@@ -153,7 +154,7 @@ def _plan(options: argparse.Namespace, whole: argparse.ArgumentParser) -> int:
             "started": time.time(),
         }
         before = dict(os.environ)
-        os.environ.update(UNISONO_PLAN=json.dumps(asked), UNISONO_OBSERVER="unisono.planner.worker")
+        os.environ.update(name_observer("unisono.planner.worker", **asked))
         try:
             status: int = options.start(options, whole)
         finally:  # also where `main` was called by a program

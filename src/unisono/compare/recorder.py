@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import json
 import math
-import os
 import threading
 from collections import deque
 from pathlib import Path
@@ -19,8 +18,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.compare.steps import FOLDER, STEP_FIELDS, STEPS, Arrival
+from unisono.compare.steps import STEP_FIELDS, Arrival
 from unisono.runs.backward import Losses, follow_backward, leave_backward
+from unisono.runtime.variables import read_observer_settings
 from unisono.spec import describe
 from unisono.strategy import Replica, Strategy, binding
 from unisono.world import World
@@ -38,8 +38,8 @@ def bind(model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: Worl
     """Bind the strategy, and record what follows; of several models, the first one's."""
     replica = binding.bind_for(model, optimizer, strategy, world)
     if threading.get_ident() not in _recorders:
-        steps = os.environ.get(STEPS, "")
-        recorder = Recorder(replica, strategy, Path(os.environ[FOLDER]), int(steps) if steps else None)
+        settings = read_observer_settings()
+        recorder = Recorder(replica, strategy, Path(settings["folder"]), settings["steps"])
         atexit.register(recorder.close)
     return replica
 

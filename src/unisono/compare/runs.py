@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from unisono.compare.results import ONE_WORKER, Trial
-from unisono.compare.steps import FOLDER, SMOOTHED, STEPS, RankSteps, merge_ranks
+from unisono.compare.steps import SMOOTHED, RankSteps, merge_ranks
 from unisono.runtime.machine import usable_cores
+from unisono.runtime.variables import name_observer
 
 __all__ = ["NothingToCompare", "Planned", "Progress", "Request", "Runs", "list_runs", "start_launcher"]
 
@@ -199,10 +200,8 @@ class Runs:
         return [*command, *request.program]
 
     def _environment(self, run: Planned, folder: Path) -> dict[str, str]:
-        env = {**os.environ, "UNISONO_OBSERVER": _OBSERVER, FOLDER: str(folder.resolve())}
-        env["UNISONO_STRATEGY"] = run.spec
-        env.pop(STEPS, None)
-        return env if self.request.steps is None else {**env, STEPS: str(self.request.steps)}
+        observer = name_observer(_OBSERVER, folder=str(folder.resolve()), steps=self.request.steps)
+        return {**os.environ, **observer, "UNISONO_STRATEGY": run.spec}
 
     def _note_links(self, log: str) -> None:
         said = [line.removeprefix("unisono: ") for line in log.splitlines() if "emulated host" in line]

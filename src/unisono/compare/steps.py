@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = [
-    "FOLDER",
     "PARTS",
     "SMOOTHED",
-    "STEPS",
     "STEP_FIELDS",
     "Arrival",
     "Curve",
@@ -20,8 +18,6 @@ __all__ = [
     "smooth",
 ]
 
-FOLDER = "UNISONO_COMPARE_FOLDER"  # where a worker writes its steps
-STEPS = "UNISONO_COMPARE_STEPS"  # after how many it ends its program
 PARTS = ("compute", "communication", "waiting", "compression", "data")
 STEP_FIELDS = (
     *("step", "end", "wall", "compute", "communication", "waiting", "compression", "data", "hidden"),

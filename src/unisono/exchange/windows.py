@@ -223,12 +223,12 @@ class BackwardWatcher(Windows):
 
     def _end(self) -> None:
         self._task = -1
-        self.world.survive(self.end_pass)
+        self.world.run_tolerating_loss(self.end_pass)
         if self.world.elastic is not None and self.world.elastic.is_idle:
             self.give_up_pass()
 
     def count_pass(self) -> None:
-        self.world.survive(super().count_pass)
+        self.world.run_tolerating_loss(super().count_pass)
 
     def close(self) -> None:
         self._weights.close()
@@ -243,7 +243,7 @@ def _on_gradient(watcher: weakref.ref[BackwardWatcher], key: Any, _: Tensor) -> 
         return
     task = torch._C._current_graph_task_id()
     if task != alive._task:
-        alive.world.survive(partial(alive._begin, task, key))
+        alive.world.run_tolerating_loss(partial(alive._begin, task, key))
     if alive.world.elastic is None or not alive.world.elastic.is_idle:
         alive.take(key)
 

@@ -167,7 +167,7 @@ class Members:
                     self._starter.page.clear(place)
                     self._starter.start_worker(place)
             case Summon(generation):
-                self._starter.page.summon(generation)
+                self._starter.page.request_regroup(generation)
             case Form(generation, workers):
                 self._form(generation, workers)
             case End(worker):

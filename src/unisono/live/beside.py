@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import secrets
 import signal
@@ -19,7 +20,7 @@ from pathlib import Path
 
 __all__ = ["NoPage", "Opened", "PageBeside", "open_address", "open_in_browser"]
 
-_TOKEN, _BOUND, _FD, _OWNER = (f"UNISONO_PAGE_{name}" for name in ("TOKEN", "BIND", "FD", "OWNER"))
+_VARIABLE = "UNISONO_PAGE"
 _IN_USE = (errno.EADDRINUSE, errno.EACCES)
 
 
@@ -101,11 +102,11 @@ class PageBeside:
     def __init__(self, folder: Path, opened: Opened, *, stays: bool) -> None:
         self.stays = stays
         fd = opened.listener.fileno()
-        env = {**os.environ, _TOKEN: opened.token, _BOUND: opened.bound, _FD: str(fd), _OWNER: str(os.getpid())}
+        about = {"token": opened.token, "bound": opened.bound, "fd": fd, "parent": os.getpid()}
         arguments = [str(folder), *(["stays"] if stays else [])]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "unisono.live.beside", *arguments],
-            env=env,
+            env={**os.environ, _VARIABLE: json.dumps(about)},
             pass_fds=[fd],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -138,15 +139,15 @@ def _main() -> None:
     with contextlib.suppress(OSError):
         os.nice(5)  # training comes first; more would make the page late on a busy machine
     folder, *words = sys.argv[1:]
-    listener = socket.socket(fileno=int(os.environ.pop(_FD)))
+    about = json.loads(os.environ.pop(_VARIABLE))
     serve_page(
         Path(folder),
-        listener,
-        os.environ.pop(_TOKEN),
-        bound=os.environ.pop(_BOUND),
+        socket.socket(fileno=about["fd"]),
+        about["token"],
+        bound=about["bound"],
         stays="stays" in words,
         ask_for_stacks=ask_for_stacks,
-        parent=int(os.environ.pop(_OWNER)),
+        parent=about["parent"],
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,19 +17,19 @@ from unisono.planner.choice import choose
 from unisono.planner.course import Course, Settings, steps_needed
 from unisono.planner.measured import DDP, Measured, Method
 from unisono.planner.report import write_report
+from unisono.runtime.variables import read_observer_settings
 from unisono.spec import describe
 from unisono.strategy import Replica, Strategy
 from unisono.world import World
 
-__all__ = ["SETTINGS", "bind"]
+__all__ = ["bind"]
 
-SETTINGS = "UNISONO_PLAN"  # JSON, for the workers
 _courses: list[Course] = []
 
 
 def bind(model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: World) -> Replica:
     """What `un.parallel` calls: the program trains on, and its steps are used to measure."""
-    settings = Settings(**json.loads(os.environ.get(SETTINGS, "{}")))
+    settings = Settings(**read_observer_settings())
     if _courses:
         raise RuntimeError(
             "unisono plan: the program calls un.parallel a second time, and a plan is for one model: plan each by a "

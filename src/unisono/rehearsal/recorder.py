@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import hashlib
 import json
-import os
 import sys
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,13 +21,13 @@ from torch.optim import Optimizer
 
 from unisono.compare.recorder import Recorder
 from unisono.model_copies import add_hook
+from unisono.runtime.variables import read_observer_settings
 from unisono.spec import describe
 from unisono.strategy import Replica, Strategy, binding
 from unisono.world import World
 
-__all__ = ["SETTINGS", "Settings", "bind"]
+__all__ = ["Settings", "bind"]
 
-SETTINGS = "UNISONO_REHEARSAL"  # JSON, for the workers
 _DROPPING = [f"{kind}dropout{end}" for kind in ("", "alpha_", "feature_", "feature_alpha_") for end in ("", "_")]
 _recorders: list[_Recorder] = []
 
@@ -59,7 +58,7 @@ class _Notes:
 
 def bind(model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: World) -> Replica:
     """Bind the strategy, and record what follows; of several models, the first one's."""
-    settings = Settings(**json.loads(os.environ[SETTINGS]))
+    settings = Settings(**read_observer_settings())
     if _recorders:
         replica = binding.bind_for(model, optimizer, strategy, world)
     else:

@@ -19,7 +19,7 @@ from unisono.compare.runs import start_launcher
 from unisono.compare.steps import STEP_FIELDS
 from unisono.planner.candidates import describe_candidate
 from unisono.rehearsal.differences import Observed, judge
-from unisono.rehearsal.recorder import SETTINGS
+from unisono.runtime.variables import name_observer
 
 __all__ = ["SmallRequest", "SmallVerdict", "compare_worlds"]
 
@@ -80,7 +80,7 @@ def _run(request: SmallRequest, workers: int, folder: Path) -> int:
     inside = folder / f"with-{workers}"
     inside.mkdir()
     settings = {"folder": str(inside), "start": str(folder / "start.pt"), "steps": request.steps}
-    env = {**os.environ, "UNISONO_OBSERVER": _OBSERVER, SETTINGS: json.dumps(settings)}
+    env = {**os.environ, **name_observer(_OBSERVER, **settings)}
     options = ["-n", str(workers), "--output", "prefix"]
     options += ["--threads", str(request.threads)] if request.threads else []
     options += ["--warm"] if request.is_warm else []

@@ -22,6 +22,7 @@ from unisono.runs.recorder import Facts, Recorder
 from unisono.runtime import status
 from unisono.runtime.place import read_place
 from unisono.runtime.run_folder import FOLDER, FOLDER_ID, PLACE, RunFolder, find_runs_folder
+from unisono.runtime.variables import read_worker_number
 from unisono.world import World
 from unisono.world.rendezvous import find_joined, join
 
@@ -108,7 +109,8 @@ def _make(world: World, facts: Facts | None) -> Recorder | None:
         return None
     if world.axes is not None:  # the data axis of a mesh: ranks are those of all
         world = world.axes.world
-    place = int(os.environ.get("UNISONO_PLACE") or os.environ.get("RANK") or world.rank)
+    number = read_worker_number()
+    place = world.rank if number is None else number
     lines = find_lines(place)
     if lines is None:
         return None

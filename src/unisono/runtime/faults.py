@@ -19,6 +19,7 @@ from typing import Literal
 
 from unisono.runtime import status
 from unisono.runtime.fault_script import Fault, parse_script
+from unisono.runtime.variables import read_worker_number
 
 __all__ = ["Armed", "before_write", "find_armed", "fire_in_healing", "listen"]
 
@@ -61,7 +62,7 @@ class Armed:
         print(f"unisono: fault: rank {self.rank} {self._describe()} at step {step}", file=sys.stderr, flush=True)
         if _listener is not None:
             _listener(self.fault, step)
-        self._tell_launcher()
+        status.report("fault", number=self.number, time=time.monotonic())
         if self.fault.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.fault.kind == "stop":
@@ -80,10 +81,6 @@ class Armed:
             return f"is {fault.factor:g} times as slow until step {fault.last}, beginning"
         return "finds the disk full"
 
-    def _tell_launcher(self) -> None:
-        line = json.dumps({"kind": "fault", "number": self.number, "time": time.monotonic()}) + "\n"
-        os.write(int(os.environ["UNISONO_REPORT_FD"]), line.encode())
-
 
 def find_armed() -> list[Armed]:
     """The faults of this worker, looked for once; RuntimeError where they are asked for and no launcher looks on."""
@@ -96,7 +93,7 @@ def find_armed() -> list[Armed]:
                 f"{_FOR_USERS}"
             )
         found = json.loads(os.environ.get(_FOR_WORKERS, "{}")) if status.is_attached() else {}
-        rank = int(os.environ.get("UNISONO_PLACE") or os.environ["RANK"]) if found else 0
+        rank = read_worker_number() or 0
         _armed = [Armed(int(number), fault, rank) for number, text in found.items() for fault in parse_script(text)]
         _writes[:] = [one for one in _armed if one.fault.kind == "full-disk" or one.fault.phase == "save"]
     return _armed

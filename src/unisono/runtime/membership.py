@@ -28,11 +28,11 @@ __all__ = [
     "LOG_VARIABLE",
     "OVER_HOSTS",
     "VARIABLE",
+    "Assignment",
     "Dismissed",
     "HostsMembership",
     "Membership",
     "ResultLog",
-    "Seat",
     "cut_entries",
     "find_membership",
     "join_entries",
@@ -53,7 +53,7 @@ class Dismissed(SystemExit):
 
 
 @dataclass(frozen=True)
-class Seat:
+class Assignment:
     """A place in a generation. `page_fd`: the memory in which its ranks meet; -1 for a world of one, or over hosts."""
 
     generation: int
@@ -136,11 +136,11 @@ class Membership:
         threading.Thread(target=_beat, name="unisono heartbeat", daemon=True).start()
 
     @property
-    def is_summoned(self) -> bool:
+    def is_regroup_requested(self) -> bool:
         """Whether the launcher calls all to another generation."""
-        return status.read_summons() > self.generation
+        return status.read_regroup_request() > self.generation
 
-    def come(self, *, is_open: bool = True) -> Seat:
+    def join_generation(self, *, is_open: bool = True) -> Assignment:
         """Wait for the next generation; Dismissed where that goes on without this worker.
 
         `is_open`: another worker may begin where this one is.
@@ -153,7 +153,7 @@ class Membership:
             raise Dismissed(0)
         self.generation, self.joining = message["generation"], False
         page_fd = fds[0] if fds else -1
-        return Seat(
+        return Assignment(
             self.generation,
             message["rank"],
             message["size"],
@@ -164,7 +164,7 @@ class Membership:
     def _await_answer(self) -> tuple[dict[str, Any] | None, list[int]]:
         return receive(self._sock)
 
-    def settle(self) -> None:
+    def acknowledge(self) -> None:
         """Tell the launcher that this worker trains in its generation."""
         send(self._sock, {"kind": "settled", "generation": self.generation})
 

@@ -6,13 +6,17 @@ worker was doing when it was killed without warning. Writing is a store into map
 
 from __future__ import annotations
 
+import contextlib
+import json
 import mmap
 import os
 import struct
 from dataclasses import dataclass
 from time import monotonic
+from typing import Any
 
 from unisono.runtime.memfd import anonymous_file
+from unisono.runtime.variables import read_worker_number
 
 __all__ = [
     "StatusPage",
@@ -22,8 +26,9 @@ __all__ = [
     "is_attached",
     "note",
     "note_wish",
+    "read_regroup_request",
     "read_step",
-    "read_summons",
+    "report",
 ]
 
 _MAGIC = b"unisono status 1"
@@ -32,8 +37,8 @@ _STEP = struct.Struct("<q")
 _DOING_BYTES = 176
 _DOING = struct.Struct(f"<d{_DOING_BYTES}s")  # when it was noted, what
 _HEADER_BYTES = 64
-_SUMMONS = struct.Struct("<Q")
-_SUMMONS_AT = 24  # in the header: the generation of the world that all are called to
+_REGROUP = struct.Struct("<Q")
+_REGROUP_AT = 24  # in the header: the generation of the world that all are called to
 _WISH_AT = 192  # in a row, after step and activity: one byte
 _BEAT_AT = 200
 _TIME = struct.Struct("<d")
@@ -44,8 +49,8 @@ _NO_STEP = -1
 assert _STEP.size + _DOING.size <= _WISH_AT < _BEAT_AT
 assert _BEAT_AT + _TIME.size <= _STEP_AT
 assert _STEP_AT + _TIME.size <= _ROW_BYTES
-assert _HEADER.size <= _SUMMONS_AT
-assert _SUMMONS_AT + _SUMMONS.size <= _HEADER_BYTES
+assert _HEADER.size <= _REGROUP_AT
+assert _REGROUP_AT + _REGROUP.size <= _HEADER_BYTES
 
 
 @dataclass(frozen=True)
@@ -100,9 +105,9 @@ class StatusPage:
         self._map[_row(rank) : _row(rank) + _ROW_BYTES] = bytes(_ROW_BYTES)
         _STEP.pack_into(self._map, _row(rank), _NO_STEP)
 
-    def summon(self, generation: int) -> None:
+    def request_regroup(self, generation: int) -> None:
         """Call all workers to another generation of their world, at their next step (see membership.py)."""
-        _SUMMONS.pack_into(self._map, _SUMMONS_AT, generation)
+        _REGROUP.pack_into(self._map, _REGROUP_AT, generation)
 
     def close(self) -> None:
         """Unmap the page and close its descriptor."""
@@ -121,12 +126,12 @@ def _find_row() -> tuple[mmap.mmap | None, int]:
     """
     try:
         fd = int(os.environ["UNISONO_STATUS_FD"])
-        rank = int(os.environ.get("UNISONO_PLACE") or os.environ["RANK"])
+        rank = read_worker_number()
         page = mmap.mmap(fd, os.fstat(fd).st_size)
         magic, rows = _HEADER.unpack_from(page, 0)
     except (KeyError, ValueError, OSError, struct.error):
         return None, 0
-    if magic != _MAGIC or not 0 <= rank < rows:
+    if magic != _MAGIC or rank is None or not 0 <= rank < rows:
         return None, 0
     return page, _row(rank)
 
@@ -177,11 +182,18 @@ def beat() -> None:
         _TIME.pack_into(_page, _offset + _BEAT_AT, monotonic())
 
 
-def read_summons() -> int:
+def read_regroup_request() -> int:
     """The newest generation of the world that all workers are called to; 0 at first."""
-    return 0 if _page is None else int(_SUMMONS.unpack_from(_page, _SUMMONS_AT)[0])
+    return 0 if _page is None else int(_REGROUP.unpack_from(_page, _REGROUP_AT)[0])
 
 
 def read_step() -> int | None:
     """The last step that this process has noted."""
     return _step
+
+
+def report(kind: str, **fields: Any) -> None:
+    """Tell the launcher something by a JSON line on the report pipe; short, since it is written in one piece."""
+    line = json.dumps({"kind": kind, **fields}) + "\n"
+    with contextlib.suppress(OSError):  # the launcher is gone, and this process is about to go
+        os.write(int(os.environ["UNISONO_REPORT_FD"]), line.encode())

@@ -7,14 +7,13 @@ it then reads every worker's stacks, while all are still where they are.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import threading
 import time
 from collections.abc import Callable
 
 from unisono.runtime import status, stops
+from unisono.runtime.variables import are_checks_on
 
 __all__ = ["Watchdog", "find_watchdog", "watch_alone"]
 
@@ -94,7 +93,7 @@ def watch_alone(tell: Callable[[str, str, float, float], None], beat: Callable[[
 def find_watchdog() -> Watchdog | None:
     """This process's; a forked child of a worker has none."""
     global _watchdog
-    if os.environ.get("UNISONO_CHECKS", "on") == "off":
+    if not are_checks_on():
         return None
     if _watchdog is None and status.is_attached():
         _watchdog = Watchdog(_tell_launcher, status.beat)
@@ -104,6 +103,4 @@ def find_watchdog() -> Watchdog | None:
 
 
 def _tell_launcher(kind: str, what: str, waited_s: float, deadline_s: float) -> None:
-    line = json.dumps({"kind": kind, "what": what[:200], "waited_s": waited_s, "deadline_s": deadline_s}) + "\n"
-    with contextlib.suppress(OSError):  # the launcher is gone, and this process is about to go
-        os.write(int(os.environ["UNISONO_REPORT_FD"]), line.encode())  # in one piece: it is short
+    status.report(kind, what=what[:200], waited_s=waited_s, deadline_s=deadline_s)

@@ -80,7 +80,7 @@ def use_methods(folders: str) -> None:
 
 @functools.cache
 def _load(folders: str) -> None:
-    """Methods of one's own: in these folders, and in installed packages, which say so by an entry point."""
+    """Make the user's own methods known: those in these folders, and in installed packages with our entry point."""
     for folder in filter(None, folders.split(os.pathsep)):
         _add(os.path.abspath(folder), METHODS)
     for point in importlib.metadata.entry_points(group=_ENTRY_POINTS):
@@ -108,13 +108,13 @@ def _add(folder: str, said: str) -> None:
 
 
 def find_names(kind: Kind) -> set[str]:
-    """The methods of a kind. Every build asks."""
+    """The names of the methods of a kind; fast, since every build asks."""
     _load(os.environ.get(METHODS, ""))
     return _list_methods(importlib.import_module(FOLDERS[kind]).__path__)
 
 
 def _list_methods(folders: Iterable[str]) -> set[str]:
-    """Of files, and of folders that are packages; `_x` is for several methods. Without Path, which takes longer."""
+    """Names of method files and packages in these folders, but for those that begin with `_`. Path is slower."""
     found = set()
     for folder in folders:
         for entry in os.listdir(folder) if os.path.isdir(folder) else ():
@@ -125,7 +125,7 @@ def _list_methods(folders: Iterable[str]) -> set[str]:
 
 
 def find_unknown(text: str) -> str | None:
-    """What is wrong with the first name in a strategy's spec that no method has; None where all are known.
+    """What is wrong with the first name in a strategy's spec that no method has; None if all are known.
 
     Arguments are not looked at, but for the methods among them that are written with parentheses.
 
@@ -145,7 +145,7 @@ def find_unknown(text: str) -> str | None:
 
 
 def _list_arguments(value: Any) -> Iterator[Spec]:
-    """The specs among the arguments of a spec, and among theirs."""
+    """The specs among the arguments of a spec, at any depth."""
     inner = [*value.args, *value.kwargs.values()] if isinstance(value, Spec) else value
     for one in inner if isinstance(inner, list | tuple) else ():
         if isinstance(one, Spec):

@@ -28,7 +28,7 @@ class SpecError(ValueError):
         super().__init__(f"{problem}\n  {text}\n  {' ' * position}^")
 
     def hide_frames(self) -> None:
-        """Leave the line that has the spec, or asks for it: how we read it says nothing more. The launcher's report."""
+        """For reports: keep the frame of the user's line with the spec, and drop those of the parser."""
         if cut_below_user(self) and self.__cause__ is not None and not has_user_frame(self.__cause__):
             self.__cause__ = None  # its text is in ours
 

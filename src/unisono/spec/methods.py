@@ -15,11 +15,11 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from unisono.checks import Rule, find_fault, read_annotations
+from unisono.checks import Annotation, find_fault, read_annotation, read_annotations
 from unisono.facts import Example, Facts
 from unisono.spec.catalog import FOLDERS, TORCH, Kind, describe_unknown, extend, find_names, names, suggest
 from unisono.spec.grammar import NUMBERS, Spec, SpecError, parse, write
@@ -137,11 +137,12 @@ def _bind(spec: Spec, factory: Callable[..., Any]) -> inspect.BoundArguments:
 
 
 def _read_argument(spec: Spec, name: str, value: Any, hints: Mapping[str, Any], position: int) -> Any:
+    hint = read_annotation(hints.get(name, Any))
     try:
-        converted = _convert(value, hints.get(name, Any))
+        converted = _convert(value, hint)
     except _MismatchError as mismatch:
         got = f"got {write(value)}{mismatch}"
-        return spec.fail(f"{spec.name}({name}=...) takes {_describe_hint(hints[name])}; {got}", position)
+        return spec.fail(f"{spec.name}({name}=...) takes {_describe_hint(hint)}; {got}", position)
     fault = find_fault(name, converted, hints.get(name, Any))
     return spec.fail(f"{spec.name}: {fault}", position) if fault else converted
 
@@ -150,35 +151,32 @@ class _MismatchError(Exception):
     """A value that does not fit its parameter; carries a hint."""
 
 
-def _convert(value: Any, hint: Any) -> Any:
+def _convert(value: Any, hint: Annotation) -> Any:
     """`value` as an object of the annotated type; a word becomes a string or a method as the type asks."""
-    origin, members = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Annotated:
-        return _convert(value, members[0])
-    if origin in (typing.Union, types.UnionType):
-        return _convert_union(value, members)
-    if origin is Literal:
+    if hint.kind == "union":
+        return _convert_union(value, hint.members)
+    if hint.kind == "choice":
         word = value.name if isinstance(value, Spec) and not value.called else value
-        if word in members and type(word) in map(type, members):
+        if word in hint.members and type(word) in map(type, hint.members):
             return word
-        raise _MismatchError(suggest(str(word), [m for m in members if isinstance(m, str)]))
-    if _is_sequence(hint):
-        return _convert_sequence(value, hint)
+        raise _MismatchError(suggest(str(word), [m for m in hint.members if isinstance(m, str)]))
+    if hint.kind == "list":
+        return _convert_list(value, hint)
     if (kind := _kind_of(hint)) is not None:
         if isinstance(value, str | Spec):
             return build(value, kind)
         raise _MismatchError
     if isinstance(value, Spec):
         return _convert_word(value, hint)
-    if hint is float and type(value) is int:
+    if hint.type is float and type(value) is int:
         return float(value)
-    if hint in (Any, object, type(value)) or not isinstance(hint, type):
+    if hint.kind == "any" or hint.type is type(value):
         return value
     raise _MismatchError
 
 
-def _convert_union(value: Any, members: tuple[Any, ...]) -> Any:
-    if type(value) in members:
+def _convert_union(value: Any, members: Sequence[Annotation]) -> Any:
+    if any(member.type is type(value) for member in members):
         return value
     method = isinstance(value, Spec) and (
         value.called or value.name in (find_names("reducer") | find_names("strategy"))
@@ -192,30 +190,28 @@ def _convert_union(value: Any, members: tuple[Any, ...]) -> Any:
     raise _MismatchError(next(filter(None, mismatches), ""))
 
 
-def _convert_sequence(value: Any, hint: Any) -> Any:
-    origin, members = typing.get_origin(hint) or hint, typing.get_args(hint)
+def _convert_list(value: Any, hint: Annotation) -> Any:
     if not isinstance(value, list | tuple):
         raise _MismatchError
-    if origin is tuple and members and members[-1] is not Ellipsis:
-        if len(members) != len(value):
-            raise _MismatchError(f" with {len(value)} values")
-        return tuple(_convert(x, m) for x, m in zip(value, members, strict=True))
-    items = [_convert(x, members[0] if members else Any) for x in value]
-    return items if origin is list else tuple(items)
+    if hint.is_fixed and len(hint.members) != len(value):
+        raise _MismatchError(f" with {len(value)} values")
+    members = hint.members if hint.is_fixed else (hint.members or (Annotation("any", Any),)) * len(value)
+    items = [_convert(x, member) for x, member in zip(value, members, strict=True)]
+    return items if (typing.get_origin(hint.type) or hint.type) is list else tuple(items)
 
 
-def _convert_word(value: Spec, hint: Any) -> Any:
-    """A bare word: a string for `str`, a dtype for `torch.dtype`, the method of that name where all goes."""
-    if hint in (Any, object) or not isinstance(hint, type):
+def _convert_word(value: Spec, hint: Annotation) -> Any:
+    """A bare word: a string for `str`, a dtype for `torch.dtype`, the method of that name if any value fits."""
+    if hint.kind == "any":
         if value.called or value.name in find_names("reducer"):
             return _build(value, "strategy" if value.name in find_names("strategy") else "reducer")
         return value.name
-    if not value.called and hint is str:
+    if not value.called and hint.type is str:
         return value.name
-    if not value.called and hint is torch.dtype and isinstance(getattr(torch, value.name, None), torch.dtype):
+    if not value.called and hint.type is torch.dtype and isinstance(getattr(torch, value.name, None), torch.dtype):
         return getattr(torch, value.name)
     words = {bool: ["True", "False"], types.NoneType: ["None"]}
-    near = difflib.get_close_matches(value.name.capitalize(), words.get(hint, []), n=1)
+    near = difflib.get_close_matches(value.name.capitalize(), words.get(hint.type, []), n=1)
     raise _MismatchError(f"; did you mean {near[0]}?" if near else "")
 
 
@@ -225,34 +221,29 @@ def _without_annotations(signature: inspect.Signature) -> inspect.Signature:
     return signature.replace(parameters=plain, return_annotation=empty)
 
 
-def _kind_of(hint: Any) -> Kind | None:
-    name = getattr(hint, "__name__", "")
+def _kind_of(hint: Annotation) -> Kind | None:
+    name = getattr(hint.type, "__name__", "")
     return "reducer" if name == "Reducer" else "strategy" if name == "Strategy" else None
-
-
-def _is_sequence(hint: Any) -> bool:
-    return (typing.get_origin(hint) or hint) in (list, tuple, Sequence)
 
 
 def _is_reducer(obj: Any) -> bool:
     return callable(getattr(obj, "init", None)) and callable(getattr(obj, "reduce", None))
 
 
-def _describe_hint(hint: Any) -> str:
-    members = typing.get_args(hint)
-    if typing.get_origin(hint) is typing.Annotated:
-        words = _describe_hint(members[0])
-        for rule in members[1:]:
-            words = rule.expected(words) if isinstance(rule, Rule) else words
-        return words
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return " or ".join(_describe_hint(m) for m in members)
-    if typing.get_origin(hint) is Literal:
-        return "one of " + ", ".join(map(repr, members))
-    if (kind := _kind_of(hint)) is not None:
-        return f"a {kind}"
+def _describe_hint(hint: Annotation) -> str:
     plain = {int: "an int", float: "a number", str: "a string", bool: "True or False", types.NoneType: "None"}
-    return plain.get(hint) or str(getattr(hint, "__name__", hint) if not members else hint)
+    if hint.kind == "union":
+        words = " or ".join(map(_describe_hint, hint.members))
+    elif hint.kind == "choice":
+        words = "one of " + ", ".join(map(repr, hint.members))
+    elif (kind := _kind_of(hint)) is not None:
+        words = f"a {kind}"
+    else:
+        name = hint.type if typing.get_args(hint.type) else getattr(hint.type, "__name__", hint.type)
+        words = plain.get(hint.type) or str(name)
+    for rule in hint.rules:
+        words = rule.expected(words)
+    return words
 
 
 # ------------------------------------------------------------------------------------------ writing back

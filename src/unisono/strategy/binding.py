@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from unisono.runs import recording
 from unisono.runs.recorder import Facts
+from unisono.runtime.variables import read_observer_module
 from unisono.spec import SpecError, build, describe
 from unisono.strategy.healing import Healing
 from unisono.strategy.mistakes import refuse_split, refuse_wrapped
@@ -28,8 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-OVERRIDE = "UNISONO_STRATEGY"  # the environment's word counts, whatever the program says
-OBSERVER = "UNISONO_OBSERVER"  # the module whose `bind` is the observer, in workers that were started for one
+OVERRIDE = "UNISONO_STRATEGY"  # overrides the argument of `parallel`
 _RECORDED = " record"  # after a rank's mark: it would have the run recorded
 
 Observer = Callable[[nn.Module, Optimizer, Strategy, World], Replica]
@@ -114,7 +114,7 @@ def _override(strategy: Strategy, world: World) -> Strategy:
 
 
 def _find_observer() -> Observer | None:
-    name = os.environ.get(OBSERVER)
+    name = read_observer_module()
     if observer is not None or not name:
         return observer
     found: Observer = importlib.import_module(name).bind

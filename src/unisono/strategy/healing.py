@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from unisono import rng
 from unisono.runtime import faults
 from unisono.runtime.frames import warn_user
-from unisono.runtime.membership import Seat
+from unisono.runtime.membership import Assignment
 from unisono.strategy.replica import Replica
 from unisono.world import PeerLost, World, join
 from unisono.world.elastic import Batches, Elastic
@@ -262,7 +262,7 @@ class Healing:
                 run()
         except PeerLost as error:
             self.elastic.broken = error
-        if not self.world.shards and (self.elastic.broken is not None or self.elastic.membership.is_summoned):
+        if not self.world.shards and (self.elastic.broken is not None or self.elastic.membership.is_regroup_requested):
             self.heal(is_open=True)  # else the next batch is the place
 
     @property
@@ -304,7 +304,7 @@ class Healing:
             is_over = self._positions.get(shard.name, [-1])[0] > shard.epoch  # here, and the others are further
             is_trained = self._is_trained(shard)
             is_open = not others_out and not is_over and is_trained
-            summoned = is_open and self.elastic.membership.is_summoned
+            summoned = is_open and self.elastic.membership.is_regroup_requested
             if self.elastic.is_joining or self.elastic.broken is not None or summoned:
                 self.heal(is_open=is_open)
                 continue  # called again where some were not open: they come here next
@@ -392,13 +392,13 @@ class Healing:
         with self.elastic.inside():
             while True:
                 self.world.abandon(why)
-                seat = self.elastic.membership.come(is_open=is_open)
-                attempts[seat.pids] += 1
+                assigned = self.elastic.membership.join_generation(is_open=is_open)
+                attempts[assigned.pids] += 1
                 try:
-                    self._enter(seat)
+                    self._enter(assigned)
                     break
                 except PeerLost as error:
-                    if attempts[seat.pids] >= MOST_ATTEMPTS:
+                    if attempts[assigned.pids] >= MOST_ATTEMPTS:
                         raise
                     why = error
                 except _Again as error:
@@ -408,7 +408,7 @@ class Healing:
         if self._former is not None:
             self._former.close()
             self._former = None
-        self.elastic.membership.settle()
+        self.elastic.membership.acknowledge()
 
     def _forget_window(self) -> None:
         """A window that was given up may have been counted."""
@@ -418,9 +418,9 @@ class Healing:
         if self.world.ledger.step_count != count:
             self.world.ledger.resume(count)
 
-    def _enter(self, seat: Seat) -> None:
+    def _enter(self, assigned: Assignment) -> None:
         joins = not self._is_member
-        fresh = self.elastic.take_seat(seat, self.world.device)
+        fresh = self.elastic.form_generation(assigned, self.world.device)
         old = self.world.adopt(fresh)
         self.world.stragglers, self.world.speeds = (), None
         if joins or self._former is not None:
@@ -452,7 +452,7 @@ class Healing:
         for replica in self.replicas():
             replica.world = self.elastic.solo if self._former is None else self._former
             note = replica.rebind(self.world, source=source)
-        self.world.ledger.event("world", generation=seat.generation, ranks=self.world.size, what=note)
+        self.world.ledger.event("world", generation=assigned.generation, ranks=self.world.size, what=note)
         furthest = every[source]["commits"]
         someone_joins, someone_moves = any(one["joins"] for one in every), any(o["commits"] < furthest for o in every)
         packet = self.world.broadcast_object(self._pack(someone_joins, someone_moves), source)

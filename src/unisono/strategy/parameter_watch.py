@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from unisono.background import Handle
+from unisono.runtime.variables import are_checks_on
 from unisono.world import World
-from unisono.world.call_marks import are_checks_on
 
 if TYPE_CHECKING:
     from unisono.strategy.replica import Replica

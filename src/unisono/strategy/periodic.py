@@ -172,7 +172,7 @@ class PeriodicReplica(Replica):
             update(*args, **kwargs)
             alive = me()
             if alive is not None:
-                alive.world.survive(alive.meet_if_due)
+                alive.world.run_tolerating_loss(alive.meet_if_due)
 
         scaler.update = update_and_meet  # type: ignore[method-assign]
         self._unwatch.append(partial(_restore_update, scaler, update_and_meet, update))
@@ -297,7 +297,7 @@ def _before_forward(replica: weakref.ref[PeriodicReplica], model: nn.Module, _: 
     model that is trained in eval mode meets with its next step."""
     alive = replica()
     if alive is not None and model.training and torch.is_grad_enabled():
-        alive.world.survive(alive.begin_window)
+        alive.world.run_tolerating_loss(alive.begin_window)
 
 
 @torch.no_grad()

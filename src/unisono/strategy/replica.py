@@ -231,7 +231,7 @@ class Replica:
         status.note(step=self.world.ledger.step_count)
         if stops.active:
             stops.look("step")
-        self.world.survive(self._compare_ranks)
+        self.world.run_tolerating_loss(self._compare_ranks)
         if self._faults is not None:
             self._faults.after_count()
 
@@ -258,7 +258,7 @@ class Replica:
     def sync(self) -> None:
         """End the window now, on every rank: what has added up so far is exchanged. `optimizer.step()` does it
         too; call it before clipping or AMP's unscaling where the last window of an epoch may be short."""
-        self.world.survive(self.before_step if self.windows is None else self.windows.before_step)
+        self.world.run_tolerating_loss(self.before_step if self.windows is None else self.windows.before_step)
 
     def watch(self, scaler: torch.amp.GradScaler) -> None:
         """Follow the loss scale of AMP: a method that keeps part of a gradient for later keeps it in the units of

@@ -22,22 +22,23 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from unisono.background import in_background
 from unisono.model_copies import add_hook
 from unisono.runtime.frames import warn_user
+from unisono.world.transports.arithmetic import count_span_bytes
 
 __all__ = ["BatchWeights", "Drawn", "WeightListener", "watch_calls"]
 
-Place = tuple[StorageWeakRef, int, int]  # of a tensor: from where to where in a storage, in bytes
+MemorySpan = tuple[StorageWeakRef, int, int]  # of a tensor: its storage, first byte and end
 _MOST_BATCHES, _MOST_TENSORS = 64, 32  # that are remembered, and looked at in a batch
 
 
 class WeightListener(Protocol):
-    """One that follows the weight of this rank's batch (`World.weight`)."""
+    """An object that is told of changes of this rank's batch weight (`World.weight`)."""
 
     def weight_changed(self, weight: float, /) -> None:
-        """The weight is another from now on."""
+        """Called when the weight has changed."""
 
 
 class Drawn:
-    """A batch that a shard has given out: where its tensors lie, which are not kept alive."""
+    """A batch that a shard has given out, known by the memory of its tensors, which are not kept alive."""
 
     def __init__(
         self, weight: float, batch: Any = None, shard: str = "", *, about: Any = None, by_thread: bool = False
@@ -45,32 +46,32 @@ class Drawn:
         self.weight, self.shard, self.about = weight, shard, about
         self.by_thread = by_thread  # one of the program's, that draws ahead
         tensors = list(_list_tensors(batch))
-        self._places = [_find_place(x) for x in tensors]
+        self._spans = [_find_span(x) for x in tensors]
         self.sizes = _list_sizes(tensors)
         self.is_used = False  # the model was called with it, or with one that was drawn later
-        self.is_done = False  # and gradients were taken since, where gradients are on
+        self.is_done = False  # and gradients were taken since, if they are enabled
         self.is_known = False  # by its memory: the program has not copied it
 
     @property
     def is_alive(self) -> bool:
-        """Whether somebody holds some of its memory."""
-        return any(not storage.expired() for storage, _, _ in self._places)
+        """Whether some of the batch's memory is still in use."""
+        return any(not storage.expired() for storage, _, _ in self._spans)
 
-    def holds(self, place: Place) -> bool:
+    def holds(self, place: MemorySpan) -> bool:
         """Whether a tensor at this place lies in the batch's memory, or a part of it does."""
         storage, start, stop = place
-        return any(storage == known and start < end and begin < stop for known, begin, end in self._places)
+        return any(storage == known and start < end and begin < stop for known, begin, end in self._spans)
 
 
 class _Call:
-    """A call of the model. `is_sure`: its batch is known; None: it is no batch's, and goes with the one in use."""
+    """A call of the model. `is_sure`: whether its batch is known; None: it belongs to none, and uses the last one."""
 
     def __init__(self, drawn: Drawn, is_sure: bool | None) -> None:
         self.drawn, self.is_sure = drawn, is_sure
 
 
 class BatchWeights:
-    """Of one world on this rank; nothing is followed while all parts are even."""
+    """The batch weights of one world on this rank; nothing is tracked while all parts are even."""
 
     def __init__(self) -> None:
         self.is_needed = False  # some shard has uneven parts
@@ -95,7 +96,7 @@ class BatchWeights:
 
     @property
     def weight(self) -> float:
-        """Of the batch in use."""
+        """The weight of the batch in use."""
         return self._current.weight
 
     def about(self, shard: str) -> Any:
@@ -103,7 +104,7 @@ class BatchWeights:
         return self._current.about if self._current.shard == shard else None
 
     def set(self, weight: float) -> None:
-        """The program says it: until the next batch is drawn."""
+        """Use a weight that the program gives, until the next batch is drawn."""
         self._set = Drawn(weight)
         self._take(self._set)
 
@@ -118,7 +119,7 @@ class BatchWeights:
         self._listeners.add(listener)
 
     def remove(self, listener: WeightListener) -> None:
-        """Tell a listener no more."""
+        """Remove a listener."""
         self._listeners.discard(listener)
 
     # Shards ------------------------------------------------------------------------------------------------------
@@ -148,7 +149,7 @@ class BatchWeights:
             self._take(self._find_outer())
 
     def forget(self, shard: str) -> None:
-        """What a shard gave out belongs to a world that is no more."""
+        """Forget the batches of a shard: they belong to a former generation of the world."""
         with self._lock:
             self._drawn = [d for d in self._drawn if d.shard != shard]
 
@@ -169,11 +170,11 @@ class BatchWeights:
     # Calls of the model ------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """A model is bound whose calls are seen, in this thread."""
+        """Called when a model is bound, in the thread that will call it."""
         self._thread = threading.get_ident()
 
     def begin_call(self, inputs: Any, *, is_whole: bool) -> None:
-        """The model is called (or, where it is not `is_whole`, a module in it): find out with which batch."""
+        """Find the batch that the model (without `is_whole`: a module in it) is called with."""
         self._thread = threading.get_ident()
         if self._set is not None:
             self._is_seen, self._call = True, _Call(self._set, True)
@@ -192,7 +193,7 @@ class BatchWeights:
             self._speak(_UNSURE)
 
     def _is_waiting(self, drawn: Drawn) -> bool:
-        """Whether a batch is still to be used; what a pass gives that no training goes along with may never be."""
+        """Whether a batch is still to be used; one from a pass without training may never be."""
         return not drawn.is_used and (drawn.by_thread or drawn.shard in self._trained)
 
     def _find(self, inputs: Any) -> _Call:
@@ -224,7 +225,7 @@ class BatchWeights:
         return drawn.is_known and drawn.is_alive and fits
 
     def _find_by_memory(self, inputs: Any) -> _Call | None:
-        """By the first input that is a batch's; another input may be one of another weight."""
+        """Find the batch of a call by the first input that lies in one; others may lie in batches of other weights."""
         found = []
         for x in _list_tensors(inputs) if self._drawn else ():
             owners = self._find_owners(x)
@@ -236,7 +237,7 @@ class BatchWeights:
         return _Call(found[0], len({d.weight for d in found}) == 1)
 
     def _find_owners(self, x: Tensor) -> list[Drawn]:
-        place = _find_place(x)
+        place = _find_span(x)
         return [d for d in self._drawn if d.holds(place)]
 
     def _note_use(self, call: _Call) -> None:
@@ -249,7 +250,7 @@ class BatchWeights:
                 self._draws_ahead = any(self._is_waiting(d) or d.by_thread for d in self._drawn)
 
     def end_call(self, outputs: Any) -> None:
-        """The backward pass through these brings the weight of their batch along."""
+        """Have the backward pass through these outputs set the weight of their batch."""
         call, self._call = self._call or (self._pending() if self._pending is not None else None), None
         if call is None or not torch.is_grad_enabled():
             return
@@ -260,7 +261,7 @@ class BatchWeights:
             self._pending = weakref.ref(call)
 
     def arrive(self, call: _Call) -> None:
-        """A backward pass has reached a call's outputs."""
+        """Called when a backward pass has reached the outputs of a call."""
         call.drawn.is_done = True
         task = torch._C._current_graph_task_id()
         if task != self._task:
@@ -272,7 +273,7 @@ class BatchWeights:
             self._speak(_MIXED)
 
     def end_window(self) -> bool:
-        """A window of backward passes has ended; False where the model was not seen to be called before it."""
+        """End a window of backward passes; False if no call of the model was seen in it."""
         was_seen, self._is_seen = self._is_seen, False
         if was_seen or self._set is not None or not self._drawn:
             return True
@@ -311,7 +312,7 @@ class BatchWeights:
         return weighed
 
     def arrive_weighed(self) -> None:
-        """A backward pass begins from a loss that the program has weighed: gradients count as they are."""
+        """Called when a backward pass begins from a loss that the program has weighed itself."""
         self._task, self._is_weighed = torch._C._current_graph_task_id(), True
         self._take(Drawn(1.0))
 
@@ -382,21 +383,20 @@ def watch_calls(modules: Iterable[nn.Module], owner: Any, *, is_whole: bool) -> 
 
 
 def _find_by_size(batches: Sequence[Drawn], inputs: Any) -> _Call | None:
-    """By sizes of a first dimension that some of the batches have, and not all."""
+    """Find the batch of a call by sizes of a first dimension that some of the batches have, and not all."""
     sizes = _list_sizes(inputs)
     common = set.intersection(*(d.sizes for d in batches))
     found = [d for d in batches if (d.sizes - common) & sizes]
     return _Call(found[0], True) if len({d.weight for d in found}) == 1 else None
 
 
-def _find_place(x: Tensor) -> Place:
-    last = sum(stride * (size - 1) for stride, size in zip(x.stride(), x.shape, strict=True))
+def _find_span(x: Tensor) -> MemorySpan:
     start = int(x.storage_offset()) * x.element_size()
-    return StorageWeakRef(x.untyped_storage()), start, start + (last + 1) * x.element_size() if x.numel() else start
+    return StorageWeakRef(x.untyped_storage()), start, start + count_span_bytes(x)
 
 
 def _list_sizes(values: Any) -> set[int]:
-    """Of the first dimensions of the tensors in it."""
+    """The sizes of the first dimensions of the tensors in `values`."""
     return {x.shape[0] for x in _list_tensors(values) if x.dim()}
 
 

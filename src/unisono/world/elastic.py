@@ -18,7 +18,7 @@ from torch import Tensor
 
 from unisono import packing
 from unisono.background import Handle, in_background
-from unisono.runtime.membership import Membership, Seat
+from unisono.runtime.membership import Assignment, Membership
 from unisono.world.transports import PeerLost
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Batches(Protocol):
-    """A shard, as far as it matters here."""
+    """What elastic runs need to know of a shard of `un.shard`."""
 
     name: str
     epoch: int
@@ -41,40 +41,40 @@ class Batches(Protocol):
         """The epoch, and the batches of it that were given out."""
 
     def move_to(self, epoch: int, batch: int) -> None:
-        """Go to where another rank is in its pass."""
+        """Continue this pass at another rank's position."""
 
     def cut(self) -> None:
-        """End the pass under way here."""
+        """End the pass that is under way."""
 
 
 class Healer(Protocol):
-    """What forms the world anew, and knows which batches are part of the model (see strategy/healing.py)."""
+    """Forms the world anew, and knows which batches the model has been trained on (see strategy/healing.py)."""
 
     def heal(self) -> None:
-        """Go on in the next generation of the world."""
+        """Wait for the next generation of the world and continue in it."""
 
     @property
     def is_repeating(self) -> bool:
         """Whether the batches that are out will be given out once more."""
 
     def before_batch(self, shard: Batches, /) -> None:
-        """A batch is asked for."""
+        """Called when the program asks for a batch."""
 
     def after_batch(self, shard: Batches, /) -> None:
-        """It is about to be given out."""
+        """Called before a batch is given to the program."""
 
 
 LOG_BYTES = 64 << 20  # of results that are remembered for those who come later
 
 
 class Elastic:
-    """Of a world that `un.join()` gave, in a run whose launcher replaces workers."""
+    """State of a world whose launcher replaces lost workers; `World.elastic` of what `un.join()` returned."""
 
     def __init__(
-        self, world: World, membership: Membership, solo: World, take_seat: Callable[[Seat, torch.device], World]
+        self, world: World, membership: Membership, solo: World, form: Callable[[Assignment, torch.device], World]
     ) -> None:
         self.membership = membership
-        self.take_seat = take_seat  # makes a generation of the world, at the place that the launcher gave
+        self.form_generation = form  # makes the world of a generation
         self.solo = solo  # stands for the world in a worker that has not been let in yet
         self.is_closed = False  # the run goes on, but cannot be joined: too much would have to be remembered
         self.broken: PeerLost | None = None  # a peer is lost, and the world has not been formed anew
@@ -102,22 +102,22 @@ class Elastic:
 
     @property
     def is_joining(self) -> bool:
-        """Whether this worker waits to be let in: till then it is alone."""
+        """Whether this worker still waits to join the others: until then it is alone."""
         return self.membership.joining
 
     @property
     def is_catching_up(self) -> bool:
-        """Whether the program of this worker has still to come to where the others are."""
+        """Whether this worker's program has yet to reach the position of the others."""
         return self._done < len(self.log)
 
     @property
     def is_between_passes(self) -> bool:
-        """Whether no batch is out: a worker that comes later makes this call too."""
+        """Whether no batch is out: a worker that joins later makes this call too."""
         return not any(shard.is_out for shard in self.world.shards.values())
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Collectives in this block are the library's own."""
+        """Mark collectives in this block as the library's own, not the program's."""
         self._inside += 1
         try:
             yield
@@ -126,22 +126,22 @@ class Elastic:
 
     @property
     def is_inside(self) -> bool:
-        """Whether a collective now is the library's own."""
+        """Whether a collective called now is the library's own."""
         return self._inside > 0 or in_background()
 
     def before_batch(self, shard: Batches) -> None:
-        """A batch is asked for."""
+        """Called when the program asks for a batch."""
         self._handed = []
         if self.healer is not None:
             self.healer.before_batch(shard)
 
     def after_batch(self, shard: Batches) -> None:
-        """It is about to be given out."""
+        """Called before a batch is given to the program."""
         if self.healer is not None:
             self.healer.after_batch(shard)
 
-    def survive(self, call: Callable[[], Any]) -> Any:
-        """See `World.survive`."""
+    def run_tolerating_loss(self, call: Callable[[], Any]) -> Any:
+        """See `World.run_tolerating_loss`."""
         if self.is_idle:
             return None
         try:
@@ -163,7 +163,7 @@ class Elastic:
         alone: Callable[[], Any],
         raises: tuple[type[Exception], ...] = (),
     ) -> Any:
-        """Do a call of the program; where a peer is lost in it, once more in the world that is left.
+        """Run a call of the program; if a peer is lost in it, run it again in the world that is left.
 
         `inputs`: what the call may change before it fails. `alone`: what it gives in the rest of a step that was given
         up. The others may not have begun that step, and it is repeated, with this call. `raises`: errors that all
@@ -181,7 +181,7 @@ class Elastic:
             return self._take_handed(inputs, raises)
         if self.is_repeating:
             return alone()
-        before = _copy(inputs)
+        before = [x.detach().clone() for x in _list_tensors(inputs)]
         self.in_call = True
         try:
             with self.inside():
@@ -268,16 +268,16 @@ class Elastic:
         self._log_bytes = sum(map(len, log))
 
     def end_replay(self) -> None:
-        """The program is where the others are."""
+        """The program has reached the position of the others."""
         self._done = len(self.log)
 
     def write_log(self) -> None:
-        """Rank 0, which may be another than before: write what it has, not what only the former one had."""
+        """On rank 0, perhaps a new one: rewrite the shared log with this rank's, not what only its predecessor had."""
         if self.world.rank == 0 and not self.is_closed:
             self.membership.log.rewrite(self.log)
 
     def _take(self, packed: bytes, inputs: tuple[Any, ...], raises: tuple[type[Exception], ...]) -> Any:
-        """The result as the call would have given it: in its inputs, where it changes them."""
+        """The result as the call would have returned it: written to its inputs if it changes them."""
         value, *error = packing.from_bytes(packed)
         for kind in raises:
             if error and kind.__name__ == error[0]:
@@ -303,7 +303,3 @@ def _list_tensors(values: tuple[Any, ...]) -> list[Tensor]:
         elif isinstance(value, list | tuple):
             found += _list_tensors(tuple(value))
     return found
-
-
-def _copy(values: tuple[Any, ...]) -> list[Tensor]:
-    return [x.detach().clone() for x in _list_tensors(values)]

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from unisono.background import Handle
 
-__all__ = ["in_plain_memory", "leave_inference"]
+__all__ = ["in_plain_memory", "leave_inference", "name_frame"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def in_plain_memory(collective: F) -> F:
-    """A collective that may be called inside `torch.inference_mode()`."""
+    """Decorate a collective so that it may be called inside `torch.inference_mode()`."""
 
     @wraps(collective)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -30,13 +30,18 @@ def in_plain_memory(collective: F) -> F:
             return leave_inference(collective, args, kwargs)
         return collective(*args, **kwargs)
 
+    return name_frame(call, collective)
+
+
+def name_frame(call: Callable[..., Any], collective: F) -> F:
+    """`call`, whose frame has the name of the collective that it wraps: errors name the program's call by it."""
     made = cast(FunctionType, call)
-    made.__code__ = made.__code__.replace(co_name=collective.__name__)  # errors name the call by it
+    made.__code__ = made.__code__.replace(co_name=collective.__name__)
     return cast(F, made)
 
 
 def leave_inference(collective: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call it with copies of tensors that were made in inference mode; these get what the copies then hold."""
+    """Call a collective with copies of tensors made in inference mode, and copy the results back to them."""
     copies: list[tuple[Tensor, Tensor]] = []
 
     def copy(x: Any) -> Any:
@@ -59,13 +64,7 @@ def leave_inference(collective: Callable[..., Any], args: tuple[Any, ...], kwarg
         with torch.inference_mode():
             for mine, copied in copies:
                 mine.copy_(copied)
-        return _exchange(found, {id(copied): mine for mine, copied in copies})
+        own = {id(copied): mine for mine, copied in copies}  # the program's tensors, in the place of their copies
+        return [own.get(id(x), x) for x in found] if isinstance(found, list) else own.get(id(found), found)
 
     return Handle(finish, given.done)
-
-
-def _exchange(found: Any, by: dict[int, Tensor]) -> Any:
-    """What was found, with the program's own tensors in the place of their copies."""
-    if isinstance(found, list):
-        return [by.get(id(x), x) for x in found]
-    return by.get(id(found), found)

@@ -37,7 +37,7 @@ class Record:
     start: float = float("nan")
     last: float = float("nan")
     end: float = float("nan")
-    mark: Any = None  # while it is under way: what ranks compare (call_marks.py)
+    signature: Any = None  # while it is under way: what ranks compare (call_signatures.py)
 
 
 @dataclass(slots=True)
@@ -148,7 +148,7 @@ class Sent:
 
 
 class LedgerListener(Protocol):
-    """Is told of each step and event as it is entered, in the thread that enters it (see unisono.runs)."""
+    """Called for each step and event as it is entered, in the thread that enters it (see unisono.runs)."""
 
     def on_row(self, row: Row) -> None: ...
 
@@ -192,7 +192,7 @@ class Ledger:
     def close_record(self, record: Record) -> None:
         """Enter a finished collective."""
         record.step = self.step_count
-        record.mark = None
+        record.signature = None
         self.records.append(record)
         self._fresh.append(record)
         with self._counting:
@@ -257,7 +257,7 @@ class Ledger:
             self.listener.on_row(row)
 
     def measure(self, owner: object) -> Row | None:
-        """The step as it would be, were it to end now; None where `owner` is not the one that ends it."""
+        """The row of the current step if it ended now; None if `owner` is not the one that ends steps."""
         if (counts := self._owner()) is not None and counts is not owner:
             return None
         return _divide(self.step_count, self._open_since, self.clock(), list(self._fresh), list(self._fresh_spans))
@@ -287,7 +287,7 @@ class Ledger:
         return sums
 
     def sent(self) -> Sent:
-        """All collectives so far, those of unfinished steps too."""
+        """Counts of all collectives so far, including those of the unfinished step."""
         with self._counting:
             return Sent(self._collectives, sum(self._bytes_by_tag.values()), dict(self._bytes_by_tag))
 
@@ -316,7 +316,7 @@ class Ledger:
             for kind, rows in (*kinds, ("span", self.spans), ("event", self.events)):
                 for row in list(rows):
                     values: dict[str, Any] = {"type": kind, "rank": self.rank, **asdict(row)}
-                    values.pop("mark", None)
+                    values.pop("signature", None)
                     file.write(json.dumps(as_json(values)) + "\n")
 
     def gather(self, world: World) -> Report:
@@ -329,7 +329,7 @@ class Ledger:
 
         return gather(self, world)
 
-    def settle(self, last_arrivals: dict[tuple[str, int], float]) -> None:
+    def fill_in_arrivals(self, last_arrivals: dict[tuple[str, int], float]) -> None:
         """Fill in when the last rank arrived, by (channel, sequence), and divide the rows anew."""
         changed = set()
         for record in list(self.records):
@@ -367,7 +367,7 @@ def as_json(value: Any) -> Any:
 
 
 def _take(fresh: deque[E], step: int) -> list[E]:
-    """What is there now, as a step's; taken out one by one: other threads may be appending."""
+    """Remove all entries and assign them to `step`; one by one, since other threads may be appending."""
     if not fresh:
         return []
     entries = [fresh.popleft() for _ in range(len(fresh))]
@@ -390,11 +390,12 @@ def _divide(step: int, start: float, end: float, records: Sequence[Record], span
     """
     if not records and not spans:  # a world of one
         return Row(step, start, end - start, end - start, 0.0, 0.0, 0.0, 0.0, 0, 0)
-    forming = [(max(s.start, start), min(s.end, end)) for s in spans if s.kind == "forming"]
-    blocked = _merge([*forming, *((max(s.start, start), min(s.end, end)) for s in spans if s.kind == "blocked")])
-    loading = _merge((max(s.start, start), min(s.end, end)) for s in spans if s.kind == "data")
-    idle = _merge((max(s.start, start), min(s.end, end)) for s in spans if s.kind == "bubble")
-    late = _merge([*forming, *((r.start, r.last) for r in records)])
+
+    def cut(*kinds: str) -> list[Interval]:
+        return [(max(s.start, start), min(s.end, end)) for s in spans if s.kind in kinds]
+
+    blocked, loading, idle = _merge(cut("forming", "blocked")), _merge(cut("data")), _merge(cut("bubble"))
+    late = _merge([*cut("forming"), *((r.start, r.last) for r in records)])
     moving = _merge((r.start if r.last != r.last else max(r.start, r.last), r.end) for r in records)
     still, waiting = _sum_lengths(blocked), _sum_overlap(blocked, late)
     data = _sum_lengths(loading) - _sum_overlap(loading, blocked)

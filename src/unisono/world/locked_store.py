@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from torch.distributed import DistNetworkError, DistStoreError, Store
 from unisono.runtime.channel import Channel, NotProven, connect_once
 from unisono.runtime.store_messages import ANSWER, MessageReader, send_message
 from unisono.world.transports import PeerLost
-from unisono.world.transports.silence import is_closed, limit_silence_of
+from unisono.world.transports.connections import describe_no_store, is_closed, limit_silence_of
 
 __all__ = ["LockedStore"]
 
@@ -29,13 +28,13 @@ _kept: list[LockedStore] = []  # torch's C++ holds a store without its Python ob
 
 
 class _Connection:
-    """One question at a time, and its answer."""
+    """A connection to the store's server, for one question at a time."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel, self._reader = channel, MessageReader()
 
     def ask(self, kind: str, parts: Sequence[bytes], timeout_s: float | None) -> tuple[str, list[bytes]]:
-        """TimeoutError where the answer does not come in time."""
+        """Send a question and wait for its answer; TimeoutError if that does not come in time."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         sock = self.channel.sock
         sock.settimeout(None)
@@ -55,7 +54,7 @@ class LockedStore(Store):
     timeout: timedelta  # torch's: how long `get` and `wait` wait
 
     def __init__(self, host: str, port: int, secret: bytes, *, timeout_s: float) -> None:
-        """Waits up to `timeout_s` for the store's process; PeerLost where it does not come."""
+        """Waits up to `timeout_s` for the store's process; PeerLost if it does not come."""
         super().__init__()
         self.host, self.port, self._secret = host, port, secret
         self.set_timeout(timedelta(seconds=timeout_s))
@@ -71,7 +70,7 @@ class LockedStore(Store):
     # -- what torch asks -----------------------------------------------------------------------------------------------
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Keep a value under a key."""
+        """Set a key."""
         self._ask("S", [key.encode(), _to_bytes(value)])
 
     def get(self, key: str) -> bytes:
@@ -79,7 +78,7 @@ class LockedStore(Store):
         return self._ask("G", [key.encode()], self.timeout)[0]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Until all keys are there."""
+        """Wait until all keys are there."""
         self._ask("W", _encode_keys(keys), self.timeout if timeout is None else timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -87,7 +86,7 @@ class LockedStore(Store):
         return self._ask("C", _encode_keys(keys)) == [b"1"]
 
     def add(self, key: str, value: int) -> int:
-        """Add to the number under a key (0 where there is none), and return the sum."""
+        """Add to the number under a key (0 if there is none), and return the sum."""
         return int(self._ask("A", [key.encode(), b"%d" % value])[0])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
@@ -119,7 +118,7 @@ class LockedStore(Store):
         return self._ask("G", _encode_keys(keys), self.timeout)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Keep several values."""
+        """Set several keys."""
         pairs = zip(keys, values, strict=True)
         self._ask("M", [part for key, value in pairs for part in (key.encode(), _to_bytes(value))])
 
@@ -139,7 +138,7 @@ class LockedStore(Store):
         return int(self._ask("L", [key.encode()])[0])
 
     def clone(self) -> LockedStore:
-        """This store: threads do not wait for each other in it."""
+        """This store itself: it can be used by several threads at once."""
         return self
 
     deleteKey, getNumKeys = delete_key, num_keys  # by which torch's C++ looks for them
@@ -155,7 +154,7 @@ class LockedStore(Store):
 
     @property
     def is_broken(self) -> bool:
-        """Whether a question could not be asked: then none can be."""
+        """Whether the connection has failed; all later questions fail too."""
         return bool(self._broken)
 
     def has_ended(self) -> bool:
@@ -230,11 +229,7 @@ class LockedStore(Store):
                         "must be given the same secret, and the port must be the store's own"
                     ) from None
                 if time.monotonic() > deadline:
-                    raise PeerLost(
-                        f"no store answers at {self.host}:{self.port} within {timeout_s:g} s ({error}): the process "
-                        "that keeps it, rank 0 or the launcher, has not started or cannot be reached from host "
-                        f"{socket.gethostname()}"
-                    ) from None
+                    raise describe_no_store(self.host, self.port, timeout_s, error) from None
             time.sleep(0.02)
 
     def _drop(self, connection: _Connection) -> None:

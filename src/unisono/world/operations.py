@@ -16,8 +16,9 @@ from torch import Tensor
 from unisono import packing
 from unisono.background import Handle, SerialQueue, in_background
 from unisono.runtime import status, stops
+from unisono.runtime.variables import are_checks_on
 from unisono.runtime.watchdog import find_watchdog
-from unisono.world.call_marks import CallHistory, CallMark, are_checks_on, note_trouble
+from unisono.world.call_signatures import Call, CallHistory, note_trouble
 from unisono.world.ledger import Ledger, Record
 from unisono.world.transports import Mismatch, Op, PeerLost, Transport
 from unisono.world.transports.cuda_route import Route, choose_route
@@ -49,7 +50,7 @@ class Operations:
 
     @property
     def base(self) -> Transport:
-        """The transport for the memory of the host."""
+        """The transport for CPU tensors."""
         assert self._transport is not None, "a world of one moves nothing"
         return self._transport
 
@@ -84,7 +85,7 @@ class Operations:
         record = Record(op, tag, bytes_sent, channel, sequence)
         if self._history is not None and queue == "main":
             key = (how, dtype, *shapes)
-            record.mark = CallMark(self._history, op, tag, key, sequence + 1, self.base.rank, self.ledger.step_count)
+            record.signature = Call(self._history, op, tag, key, sequence + 1, self.base.rank, self.ledger.step_count)
         return record
 
     def call(self, run: Callable[[], T]) -> T:
@@ -92,11 +93,11 @@ class Operations:
         record = self.record("call", "", 0)
 
         def job() -> T:
-            self.base.sequence, self.base.mark = record.sequence + 1, record.mark
+            self.base.begin(record.sequence + 1, record.signature)
             try:
                 return run()
             except (Mismatch, PeerLost) as error:
-                note_trouble(error, record.mark, self.ledger)
+                note_trouble(error, record.signature, self.ledger)
                 raise
 
         return job() if self.inline else self._queue("main").submit(job).wait()
@@ -111,7 +112,7 @@ class Operations:
         plain = x.layout == torch.strided and x.is_contiguous() and not x.is_conj() and not x.is_neg()
         line = x if plain else flatten(x)
         record.start = self.ledger.clock()
-        posted = self.base.post(line, op, record.sequence + 1, record.mark)
+        posted = self.base.post(line, op, record.sequence + 1, record.signature)
         if posted is None:
             return None
         finish, ready = posted
@@ -123,7 +124,7 @@ class Operations:
             try:
                 record.last = finish()
             except (Mismatch, PeerLost) as error:
-                note_trouble(error, record.mark, self.ledger)
+                note_trouble(error, record.signature, self.ledger)
                 raise
             finally:
                 if self._watchdog is not None:
@@ -148,7 +149,7 @@ class Operations:
         route = Route(base) if like is None or not like.is_cuda else choose_route(base, self.accelerated, like)
 
         if self._history is not None and self.accelerated is not None and route.transport is self.accelerated:
-            self._history.roll(record.mark)  # on GPUs ranks do not meet on the host
+            self._history.roll(record.signature)  # on GPUs ranks do not meet on the host
 
         def job() -> T:
             doing = self._describe(record)
@@ -156,13 +157,13 @@ class Operations:
             if self._watchdog is not None:
                 self._watchdog.enter(doing, base.timeout_s)
             if queue == "main":
-                base.sequence, base.mark = record.sequence + 1, record.mark
+                base.begin(record.sequence + 1, record.signature)
             record.start = self.ledger.clock()
             try:
                 with route.around():
                     record.last, value = run(route.transport)
             except (Mismatch, PeerLost) as error:
-                note_trouble(error, record.mark, self.ledger)
+                note_trouble(error, record.signature, self.ledger)
                 raise
             finally:
                 if self._watchdog is not None:
@@ -191,7 +192,7 @@ class Operations:
         return Handle(wait, handle.done)
 
     def disown(self, owner: int) -> None:
-        """This process is a forked child of the one that the world belongs to."""
+        """Refuse operations from now on: this process was forked from the one that the world belongs to."""
         self._owner = self._owner or owner
 
     def close(self) -> None:
@@ -219,7 +220,7 @@ class Operations:
         return self._queues[name]
 
     def _record_blocked(self, start: float, end: float) -> None:
-        """The program waited for an exchange, unless this is a thread that works behind it."""
+        """Enter into the ledger that the program waited for an exchange, unless this is a background thread."""
         if not in_background():
             self.ledger.close_span("blocked", start, end)
             if stops.active:
@@ -246,20 +247,20 @@ def _keep_until_now(run: Callable[[Transport], object], value: T) -> T:
 
 
 def flatten(x: Tensor) -> Tensor:
-    """`x` as one contiguous line: the same memory where it can be."""
+    """`x` as one contiguous line: a view if possible, else a copy."""
     if x.layout != torch.strided:
         raise TypeError(f"a collective takes dense tensors, got layout {x.layout}: send its indices and values")
     return x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def put_back(x: Tensor, line: Tensor) -> None:
-    """Copy the result into `x` where `flatten` had to copy."""
+    """Copy the result into `x` if `flatten` had to copy."""
     if x.numel() and x.data_ptr() != line.data_ptr():
         narrow(x.detach(), x.stride()).copy_(narrow(line.view(x.shape), x.stride()))
 
 
 def narrow(x: Tensor, strides: Sequence[int]) -> Tensor:
-    """The elements of `x` at which a tensor of these strides has memory of its own: one of those that are expanded."""
+    """The elements of `x` with memory of their own in a tensor of these strides: one of each expanded dimension."""
     for dim, stride in enumerate(strides):
         if stride == 0:
             x = x[(slice(None),) * dim + (slice(1),)]
@@ -335,7 +336,7 @@ def split_rows(x: Tensor, size: int) -> list[Tensor]:
 
 
 def check_rank(what: str, rank: int, me: int, size: int, *, other: bool = False) -> None:
-    """Refuse a rank that is not here, or is me where another is meant."""
+    """Refuse a rank that is not in this world; with `other`, also this rank itself."""
     if isinstance(rank, bool) or not isinstance(rank, int):
         raise TypeError(f"{what} needs a rank as a whole number, got {rank!r}")
     if not 0 <= rank < size or (other and rank == me):

@@ -30,7 +30,7 @@ def preempted(world: World | None = None) -> bool:
     """Whether it is time to save and leave: a worker, or the launcher, has got SIGTERM.
 
     Every rank calls it after every step, and all get the same answer at the same call: False, and True from some call
-    on. That is after the step under way and the next one, or within a second where steps are short. The first call
+    on. That is after the step under way and the next one, or within a second if steps are short. The first call
     makes this process note SIGTERM instead of ending at once; a second SIGTERM, two seconds later, ends it. After each
     step of a loop:
 
@@ -44,7 +44,7 @@ def preempted(world: World | None = None) -> bool:
 
 
 class Agreement:
-    """What the ranks of a world know together of the word to leave; every rank makes one, at the same place."""
+    """Agreement of a world's ranks on when to leave; every rank makes one, at the same place of the program."""
 
     def __init__(self, world: World) -> None:
         self.reached = False
@@ -63,7 +63,7 @@ class Agreement:
 
     @classmethod
     def of(cls, world: World) -> Agreement:
-        """The one of this world."""
+        """The agreement of this world, made at the first call."""
         if world not in _agreements:
             _agreements[world] = cls(world)
         return _agreements[world]
@@ -102,7 +102,7 @@ class Agreement:
         self._due = self._calls + self._interval
 
     def _vote(self) -> Tensor:
-        """Whether this rank has been told, and its seconds a call."""
+        """This rank's vote: whether it has been told to leave, and its seconds a call."""
         clock = time.perf_counter()
         seconds = math.inf if self._last is None else (clock - self._last[0]) / (self._calls - self._last[1])
         self._last = clock, self._calls

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from unisono.runtime.variables import read_timeout_s
 from unisono.world.ledger import Ledger
-from unisono.world.rendezvous import TIMEOUT_S, meet_in_store
+from unisono.world.rendezvous import meet_in_store
 from unisono.world.world import World
 
 if TYPE_CHECKING:
@@ -31,12 +33,8 @@ def as_world(given: Any) -> World:
     world = _worlds.get(group)
     if world is None:
         world = _worlds[group] = _meet(group, given)
-        world.on_close = lambda: _forget(group)
+        world.on_close = partial(_worlds.pop, group, None)
     return world
-
-
-def _forget(group: Any) -> None:
-    _worlds.pop(group, None)
 
 
 def _find_group(given: Any) -> ProcessGroup:
@@ -63,7 +61,7 @@ def _find_group(given: Any) -> ProcessGroup:
 
 
 def _meet(group: Any, given: Any) -> World:
-    """The group's ranks, in an order of their own: the group's own collectives are apart."""
+    """A world of the group's ranks; its collectives do not mix with the group's own."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_process_group_store
 
@@ -77,7 +75,7 @@ def _meet(group: Any, given: Any) -> World:
         dist.PrefixStore(f"unisono/world/{number}", _get_process_group_store(group)),
         rank,
         size,
-        timeout_s=TIMEOUT_S,
+        timeout_s=read_timeout_s(),
         ledger=ledger if ledger is not None else Ledger(rank),
         name=f"world of {named}{group.group_name}",
         inline=False,

@@ -16,8 +16,9 @@ import torch
 from unisono.runtime import debugger
 from unisono.runtime.frames import hide_frames_of_uncaught, warn_user
 from unisono.runtime.machine import read_boot_id
-from unisono.runtime.membership import HostsMembership, Membership, Seat, find_membership
+from unisono.runtime.membership import Assignment, HostsMembership, Membership, find_membership
 from unisono.runtime.place import Place, number, read_place
+from unisono.runtime.variables import read_attempt, read_host, read_timeout_s
 from unisono.world.elastic import Elastic
 from unisono.world.ledger import Ledger
 from unisono.world.stores import MEETING_S, agree_on_attempt, open_engine_store, open_store, open_torch_store
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["accelerate", "enter", "find_joined", "join", "meet", "meet_in_store"]
 
-TIMEOUT_S = 1800.0
 _meetings = itertools.count()
 _process: list[World] = []
 
@@ -43,10 +43,10 @@ _thread = _Thread()
 
 
 def join(device: str | torch.device | None = None) -> World:
-    """The world that this process was started in; a world of one where it was started alone.
+    """The world that this process was started in; a world of one if it was started alone.
 
     Reads what the launcher left (`unisono run`, `torchrun`, or an initialised torch.distributed), meets the
-    other ranks, and returns the same world each time. `device` is "cpu" or "cuda"; by default CUDA where
+    other ranks, and returns the same world each time. `device` is "cpu" or "cuda"; by default CUDA if
     there is one for every worker of this host.
     """
     if _thread.world is not None:
@@ -99,7 +99,7 @@ def meet(device: str | torch.device | None = None) -> World:
         return World(None, device=chosen, hosts=[socket.gethostname()])
     if "UNISONO_REPORT_FD" not in os.environ:  # else the launcher prints the error
         hide_frames_of_uncaught()
-    timeout_s = float(os.environ.get("UNISONO_TIMEOUT_S", TIMEOUT_S))
+    timeout_s = read_timeout_s()
     fd = _find_inherited_page()
     if fd is not None and local_size == size:
         from unisono.world.transports.shared import SharedTransport
@@ -110,12 +110,19 @@ def meet(device: str | torch.device | None = None) -> World:
         from unisono.world.transports.two_level import connect
 
         transport, hosts = connect(_open_store(place, timeout_s), rank, size, timeout_s=timeout_s)
-    accelerated = _connect_nccl(transport, chosen, timeout_s) if _wants_nccl(transport, chosen) else None
-    return World(transport, device=chosen, hosts=hosts, accelerated=accelerated, ledger=_find_ledger())
+    return _make_world(transport, hosts, chosen, ledger=_find_ledger())
+
+
+def _make_world(
+    transport: Transport, hosts: list[str], device: torch.device, *, name: str = "world", ledger: Ledger | None = None
+) -> World:
+    """The world over a transport; CUDA tensors travel by NCCL if every rank has a device of its own."""
+    accelerated = _connect_nccl(transport, device) if _wants_nccl(transport, device) else None
+    return World(transport, device=device, hosts=hosts, accelerated=accelerated, name=name, ledger=ledger)
 
 
 def _find_ledger() -> Ledger | None:
-    """That of the default process group, where it is of our backend: then all is in one."""
+    """The ledger of the default process group, if that is of our backend: then both write to one."""
     import torch.distributed as dist
 
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -123,61 +130,59 @@ def _find_ledger() -> Ledger | None:
 
 
 def _meet_elastic(membership: Membership, place: Place, device: str | torch.device | None) -> World:
-    """The first generation of a world whose ranks come and go; or a world of one, in a worker that comes later."""
+    """The first generation of an elastic world; a world of one in a worker that joins later."""
     chosen = _choose_device(device, place.local_rank, place.local_size)
     solo = World(None, device=chosen, hosts=[socket.gethostname()])
     fd = _find_inherited_page()
-    take = _take_seat
+    form = _form_on_host
     if isinstance(membership, HostsMembership):
-        store = _open_store(place, float(os.environ.get("UNISONO_TIMEOUT_S", TIMEOUT_S)))
-        take = partial(_take_seat_over_hosts, membership, store)
+        store = _open_store(place, read_timeout_s())
+        form = partial(_form_over_hosts, membership, store)
     if membership.joining:
         world = World(None, device=chosen, hosts=[socket.gethostname()])
         world.rank = world.local_rank = place.rank
         world.size = world.local_size = place.size
         world.hosts = (world.host,) * place.size
     else:
-        world = take(Seat(0, place.rank, place.size, page_fd=-1 if fd is None else fd), chosen)
-    world.elastic = Elastic(world, membership, solo, take)
+        world = form(Assignment(0, place.rank, place.size, page_fd=-1 if fd is None else fd), chosen)
+    world.elastic = Elastic(world, membership, solo, form)
     return world
 
 
-def _take_seat(seat: Seat, device: torch.device) -> World:
-    """A generation of a world on this host, at the place that the launcher gave."""
-    hosts = [socket.gethostname()] * seat.size
-    name = "world" if seat.generation == 0 else f"world.{seat.generation}"
-    if seat.size == 1:
-        if seat.page_fd >= 0:
-            os.close(seat.page_fd)
+def _form_on_host(given: Assignment, device: torch.device) -> World:
+    """The world of a generation whose workers are all on this host."""
+    hosts = [socket.gethostname()] * given.size
+    name = "world" if given.generation == 0 else f"world.{given.generation}"
+    if given.size == 1:
+        if given.page_fd >= 0:
+            os.close(given.page_fd)
         return World(None, device=device, hosts=hosts, name=name)
     from unisono.world.transports.shared import SharedTransport
 
-    timeout_s = float(os.environ.get("UNISONO_TIMEOUT_S", TIMEOUT_S))
-    transport = SharedTransport.from_inherited(seat.page_fd, seat.rank, seat.size, timeout_s=timeout_s, pids=seat.pids)
-    accelerated = _connect_nccl(transport, device, timeout_s) if _wants_nccl(transport, device) else None
-    return World(transport, device=device, hosts=hosts, accelerated=accelerated, name=name)
+    transport = SharedTransport.from_inherited(
+        given.page_fd, given.rank, given.size, timeout_s=read_timeout_s(), pids=given.pids
+    )
+    return _make_world(transport, hosts, device, name=name)
 
 
-def _take_seat_over_hosts(membership: HostsMembership, store: Store, seat: Seat, device: torch.device) -> World:
-    """The same where the workers are on several hosts: they meet in the launcher's store."""
-    name = "world" if seat.generation == 0 else f"world.{seat.generation}"
-    if seat.size == 1:
-        return World(None, device=device, hosts=[os.environ.get("UNISONO_HOST", socket.gethostname())], name=name)
+def _form_over_hosts(membership: HostsMembership, store: Store, given: Assignment, device: torch.device) -> World:
+    """The world of a generation over several hosts, whose workers meet in the launcher's store."""
+    name = "world" if given.generation == 0 else f"world.{given.generation}"
+    if given.size == 1:
+        return World(None, device=device, hosts=[read_host()], name=name)
     from torch.distributed import PrefixStore
 
+    from unisono.world.transports.connections import find_address
     from unisono.world.transports.interruption import InterruptibleStore, Interruption
-    from unisono.world.transports.silence import find_address
     from unisono.world.transports.two_level import connect
 
-    timeout_s = float(os.environ.get("UNISONO_TIMEOUT_S", TIMEOUT_S))
     address = find_address(store)
     interruption = Interruption(spared=None if address is None else address[1])
-    membership.watch(seat.generation, interruption.end)
-    meeting = InterruptibleStore(PrefixStore(f"generation/{seat.generation}", store), interruption)
-    options: dict[str, Any] = {"timeout_s": timeout_s, "interruption": interruption, "pids": seat.pids}
-    transport, hosts = connect(meeting, seat.rank, seat.size, **options)
-    accelerated = _connect_nccl(transport, device, timeout_s) if _wants_nccl(transport, device) else None
-    return World(transport, device=device, hosts=hosts, accelerated=accelerated, name=name)
+    membership.watch(given.generation, interruption.end)
+    meeting = InterruptibleStore(PrefixStore(f"generation/{given.generation}", store), interruption)
+    options: dict[str, Any] = {"timeout_s": read_timeout_s(), "interruption": interruption, "pids": given.pids}
+    transport, hosts = connect(meeting, given.rank, given.size, **options)
+    return _make_world(transport, hosts, device, name=name)
 
 
 def _find_inherited_page() -> int | None:
@@ -190,7 +195,7 @@ def _find_inherited_page() -> int | None:
 
 
 def _find_place() -> Place:
-    """My rank, the size of the world, and the same on this host."""
+    """This process's rank, the size of the world, and the same within its host."""
     import torch.distributed as dist
 
     place = read_place() or _find_mpi_place() or Place("", 0, 1)
@@ -202,7 +207,7 @@ def _find_place() -> Place:
 
 
 def _find_mpi_place() -> Place | None:
-    """The world of mpi4py, where the program uses it and the engine left no variables that we know."""
+    """The world of mpi4py, if the program uses it and the engine left no variables that we know."""
     if "mpi4py.MPI" not in sys.modules:
         return None
     from mpi4py import MPI
@@ -251,7 +256,7 @@ def _open_store(place: Place, timeout_s: float) -> Store:
     import torch.distributed as dist
 
     meeting, patience_s = next(_meetings), min(MEETING_S, timeout_s)
-    attempt = os.environ.get("UNISONO_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    attempt = read_attempt()
     if dist.is_initialized():
         from torch.distributed.distributed_c10d import _get_default_store
 
@@ -297,7 +302,7 @@ def meet_in_store(
 
 
 def _await_all(store: Store, rank: int, size: int, timeout_s: float) -> None:
-    """Until every rank is here; the store's own patience may be longer than a group's."""
+    """Wait until every rank has come; the store's own timeout may be longer than the group's."""
     keys = [f"here/{r}" for r in range(size)]
     store.set(keys[rank], "")
     try:
@@ -312,15 +317,14 @@ def _await_all(store: Store, rank: int, size: int, timeout_s: float) -> None:
 
 
 def accelerate(world: World, device: torch.device) -> None:
-    """Have CUDA tensors of `world` travel from device to device, where each rank has one of its own.
+    """Send CUDA tensors of `world` from device to device, if each rank has one of its own.
 
     Decided once: with the first CUDA tensor, when every rank has chosen its device. Every rank calls it alike.
     """
     if world.transport is not None and not world.is_device_known:
         world.is_device_known = True
         if _wants_nccl(world.transport, device):
-            timeout_s = float(os.environ.get("UNISONO_TIMEOUT_S", TIMEOUT_S))
-            world.use_nccl(_connect_nccl(world.transport, device, timeout_s))
+            world.use_nccl(_connect_nccl(world.transport, device))
 
 
 def _wants_nccl(transport: Transport, device: torch.device) -> bool:
@@ -332,7 +336,7 @@ def _wants_nccl(transport: Transport, device: torch.device) -> bool:
     return dist.is_nccl_available() and b"" not in every and len(set(every)) == len(every)
 
 
-def _connect_nccl(transport: Transport, device: torch.device, timeout_s: float) -> Transport:
+def _connect_nccl(transport: Transport, device: torch.device) -> Transport:
     """Meet over `transport`: rank 0 keeps the store in which NCCL's first key is passed on."""
     from torch.distributed import PrefixStore
 
@@ -341,6 +345,6 @@ def _connect_nccl(transport: Transport, device: torch.device, timeout_s: float) 
     def share(text: str) -> str:
         return transport.exchange(text.encode())[0].decode()
 
-    rank, address = transport.rank, os.environ.get("MASTER_ADDR", "127.0.0.1")
+    rank, address, timeout_s = transport.rank, os.environ.get("MASTER_ADDR", "127.0.0.1"), read_timeout_s()
     store = open_torch_store(share, rank, towards=address, timeout_s=min(MEETING_S, timeout_s))
     return NcclTransport(PrefixStore("nccl", store), rank, transport.size, device, timeout_s=timeout_s)

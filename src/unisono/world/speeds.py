@@ -61,7 +61,7 @@ class Balance:
         return [self.fixed + n for n in counts]
 
     def propose(self, own_s: Sequence[float], counts: Sequence[int]) -> tuple[float, ...] | None:
-        """Speeds to deal by from now on, with a mean of 1; None where the shares stay as they are.
+        """Speeds to deal by from now on, with a mean of 1; None if the shares stay as they are.
 
         `own_s`: seconds a step of each rank's own time; `counts`: the samples that it had in it.
         """
@@ -87,7 +87,7 @@ class Balance:
         return _share_work(fast, fixed=self.fixed, samples=sum(counts))
 
     def _pays(self, wanted: Sequence[float], counts: Sequence[int], fast: Sequence[float]) -> bool:
-        """Whether a step would be shorter by more than little."""
+        """Whether other shares would make a step shorter by at least `LEAST_GAIN`."""
         after = self._predict(deal_by_speed(sum(counts), wanted), fast)
         return after < (1.0 - LEAST_GAIN) * self._predict(counts, fast)
 

@@ -1,4 +1,4 @@
-"""Where workers meet that an engine started without a launcher of ours: plain mpirun, srun or torchrun.
+"""Stores for workers that an engine started without a launcher of ours: plain mpirun, srun or torchrun.
 
 - mpi4py's world, where the program has it already: rank 0 opens a store and MPI carries its address and secret.
 - All on one host: rank 0 tells the others the store's port and secret through a local socket named after the job.
@@ -29,7 +29,7 @@ from unisono.runtime.place import Place
 from unisono.runtime.secret import read_store_secret
 from unisono.runtime.store_server import StoreServer
 from unisono.world.transports import PeerLost
-from unisono.world.transports.silence import probe
+from unisono.world.transports.connections import describe_no_store, probe
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
@@ -99,7 +99,7 @@ _served: dict[tuple[str, int], StoreServer] = {}
 
 
 def open_tcp_store(host: str, port: int, *, serve: bool, timeout_s: float = MEETING_S) -> TCPStore:
-    """torch's store at an address; `serve`: this process keeps it, and listens only there where that can be.
+    """torch's store at an address; `serve`: this process keeps it, and listens only there if possible.
 
     A name may mean another address here than on other hosts: then all addresses of this host are listened to.
     """
@@ -144,14 +144,11 @@ def _listen(host: str, port: int) -> socket.socket | None:
 
 
 def _await_server(host: str, port: int, timeout_s: float) -> None:
-    """Until the store's process listens: torch itself tries a refused connection for longer than it is told to."""
+    """Wait until the store's process listens: torch itself retries a refused connection for longer than its timeout."""
     deadline = time.monotonic() + timeout_s
     while (why := probe((host, port), max(0.1, min(3.0, deadline - time.monotonic())))) is not None:
         if time.monotonic() > deadline:
-            raise PeerLost(
-                f"no store answers at {host}:{port} within {timeout_s:g} s ({why}): the process that keeps it, rank 0 "
-                f"or the launcher, has not started or cannot be reached from host {socket.gethostname()}"
-            )
+            raise describe_no_store(host, port, timeout_s, why)
         time.sleep(0.02)
 
 

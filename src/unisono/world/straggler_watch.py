@@ -22,7 +22,7 @@ from torch import Tensor
 from unisono.background import Handle
 from unisono.runtime.place_sampler import PlaceSampler
 from unisono.runtime.processor_wait import ProcessorWait
-from unisono.world.call_marks import are_checks_on
+from unisono.runtime.variables import are_checks_on
 from unisono.world.ledger import KEPT
 from unisono.world.links import LinkProbe
 from unisono.world.speeds import Balance, deal_by_speed
@@ -35,13 +35,13 @@ Treatment = Literal["deal", "name", "ignore"]
 EVERY_STEPS, EVERY_S = 20, 2.0  # from one check to the next: the later of the two
 _MOST_STEPS = KEPT // 2
 _LEAST_LOOK_S, _MOST_LOOK_S = 0.002, 0.05  # between two looks at a program that may be slow
-_BATCH = 64  # samples a rank to reckon with, where a batch sampler decides
+_BATCH = 64  # samples a rank that are assumed if a batch sampler decides
 
 
 def after_step(world: World, treatment: Treatment) -> None:
     """Called by a replica when it has counted a step.
 
-    `treatment`: what a method allows. "deal": its results stay the same where samples are dealt by speed; "name": they
+    `treatment`: what a method allows. "deal": its results stay the same if samples are dealt by speed; "name": they
     do not, so stragglers are only named; "ignore": its ranks do not wait for each other.
     """
     if world.size == 1 or treatment == "ignore" or not are_checks_on():
@@ -54,7 +54,7 @@ def after_step(world: World, treatment: Treatment) -> None:
 
 
 class StragglerWatch:
-    """One rank's side of the checks in one world."""
+    """One rank's part in the checks in one world."""
 
     def __init__(self, world: World) -> None:
         self.name = world.name
@@ -70,7 +70,7 @@ class StragglerWatch:
         self._sampler: PlaceSampler | None = None  # while this rank is suspected
 
     def count_step(self, world: World, treatment: Treatment) -> None:
-        """A step has been counted: begin a check or take its result, where that is due."""
+        """Called after each step: begin a check or take its result, if that is due."""
         if world.ledger.step_count == self._counted:
             return
         self._counted = world.ledger.step_count
@@ -130,7 +130,7 @@ class StragglerWatch:
     # Where a slow rank spends its time ---------------------------------------------------------------------------
 
     def _sample(self, world: World, numbers: Sequence[Numbers]) -> None:
-        """Look at this rank's program until the next check, where that may find it slow."""
+        """If the next check may find this rank slow, sample its program until then."""
         if self._sampler is not None:
             self._sampler.stop("code")
             self._sampler = None
@@ -139,7 +139,7 @@ class StragglerWatch:
             self._sampler = PlaceSampler(threading.get_ident(), interval_s)
 
     def _find_places(self, world: World, found: Sequence[Straggler]) -> list[str]:
-        """Of every rank, where it spends its time, if it has been found to be slow; asked where one has."""
+        """For every rank that was found to be slow, the place where it spends its time; exchanged if there is one."""
         if not found:
             return []
         assert self._channel is not None
@@ -160,7 +160,7 @@ class StragglerWatch:
     # Treatment -------------------------------------------------------------------------------------------------------
 
     def _find_shares(self, world: World, numbers: Sequence[Numbers]) -> list[int] | None:
-        """The samples of each rank in a full batch; None where they are not dealt by speed."""
+        """The samples of each rank in a full batch; None if they are not dealt by speed."""
         batches = {int(n.samples) for n in numbers}
         if len(batches) > 1 or min(batches) < world.size:
             return None
@@ -169,7 +169,7 @@ class StragglerWatch:
     def _deal(
         self, world: World, numbers: Sequence[Numbers], shares: Sequence[int]
     ) -> tuple[Sequence[int], Sequence[int]] | None:
-        """Deal by other speeds from now on, where that makes steps shorter: the shares before and after."""
+        """Deal by new speeds if that makes steps shorter; returns the shares before and after, None if they stay."""
         speeds = self._balance.propose([n.own_s for n in numbers], shares)
         if speeds is None or not self._agree(world, speeds):
             return None
@@ -249,7 +249,7 @@ def _list_balanced(world: World) -> list[Any]:
 
 
 def _count_samples(world: World) -> float:
-    """In a global batch of what is being read, where it is dealt by speed; else 0."""
+    """Samples in a global batch of the shard that is being read, if it is dealt by speed; else 0."""
     reading = [shard for shard in _list_balanced(world) if shard.is_out]
     return float(reading[0].batch_size or _BATCH * world.size) if reading else 0.0
 

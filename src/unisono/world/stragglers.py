@@ -27,7 +27,7 @@ class Numbers(NamedTuple):
     kept_off_s: float  # ready to compute, while others had the cores
     wall_s: float  # 0: this rank measured nothing
     bytes_sent: float = 0.0
-    samples: float = 0.0  # in a global batch, where they may be dealt by speed
+    samples: float = 0.0  # in a global batch, if they may be dealt by speed
     from_previous_s: float = 0.0  # for some bytes from the host before mine, in the order of the hosts; 0: not measured
     from_next_s: float = 0.0  # and from the one after it
 
@@ -51,7 +51,7 @@ class Straggler:
     since: int
 
     def describe(self, *, with_host: bool) -> str:
-        """In words.
+        """The finding as a sentence.
 
         >>> Straggler(3, "b", 3.94, "compute", 80).describe(with_host=True)
         'rank 3 (host b) is 3.9x slower than the others since step 80: compute'
@@ -62,7 +62,7 @@ class Straggler:
 
 
 class Judge:
-    """Names stragglers, check by check; one bad check is none.
+    """Names stragglers from one check after the other; a single bad check does not make one.
 
     >>> judge = Judge(["a", "a"])
     >>> fast, slow = Numbers(0.1, 0.0, 0.0, 0.4), Numbers(0.4, 0.0, 0.0, 0.4)
@@ -80,7 +80,7 @@ class Judge:
 
     @property
     def stragglers(self) -> tuple[Straggler, ...]:
-        """Those of now, by rank."""
+        """The current stragglers, by rank."""
         return tuple(self._known[rank] for rank in sorted(self._known))
 
     @property
@@ -124,7 +124,7 @@ def _compare(
     """Of every rank, how many times the others' time it takes for the same work, and why; no cause: not too long.
 
     `work`: how much each had, with a mean of 1.
-    The others are their median, of an even number the lower one: where half of all ranks are slow, those still are.
+    The others are their median, of an even number the lower one: if half of all ranks are slow, those still are.
     """
     found = [_compare_own(rank, numbers, work) for rank in range(len(numbers))]
     if len(set(hosts)) > 1:
@@ -141,7 +141,7 @@ def _compare_own(rank: int, numbers: Sequence[Numbers], work: Sequence[float]) -
         return 1.0, None
 
     def exceed(seconds: Sequence[float]) -> tuple[float, float]:
-        """Mine above the others', for a mean share of the work; and the others'."""
+        """By how much this rank exceeds the others for a mean share of the work; and the others' value."""
         base = median_low(seconds[r] / work[r] for r in others)
         return seconds[rank] / work[rank] - base, base
 
@@ -155,7 +155,7 @@ def _compare_own(rank: int, numbers: Sequence[Numbers], work: Sequence[float]) -
 
 
 def _blame_hosts(found: list[tuple[float, Cause | None]], hosts: Sequence[str]) -> None:
-    """Where all of a host's ranks compute slowly, it is the host."""
+    """If all of a host's ranks compute slowly, name the host as the cause."""
     for host in dict.fromkeys(hosts):
         mine = [rank for rank, name in enumerate(hosts) if name == host]
         if len(mine) > 1 and all(found[rank][1] in ("compute", "host") for rank in mine):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -88,27 +88,18 @@ def gather(ledger: Ledger, world: World) -> Report:
         if r.last != r.last and r.op not in ("send", "recv")
     }
     if any(world.gather_objects(bool(unknown))):
-        arrivals = world.gather_objects(_to_columns(unknown))
         latest: dict[tuple[str, int], float] = {}
-        for columns in arrivals:
-            for key, at in _from_columns(columns):
-                latest[key] = max(latest.get(key, at), at)
-        ledger.settle({key: at - offset for key, at in latest.items()})
-    mine = {
-        "totals": asdict(ledger.totals()),
-        "rows": [asdict(r) for r in list(ledger.rows)],
-        "records": [asdict(r) for r in list(ledger.records)],
-        "spans": [asdict(s) for s in list(ledger.spans)],
-        "events": [asdict(e) for e in list(ledger.events)],
-    }
-    every = world.gather_objects(mine)
+        for arrivals in world.gather_objects([[*key, at] for key, at in unknown.items()]):
+            for channel, sequence, at in arrivals:
+                latest[channel, sequence] = max(latest.get((channel, sequence), at), at)
+        ledger.fill_in_arrivals({key: at - offset for key, at in latest.items()})
+    kept: dict[str, Any] = {"rows": Row, "records": Record, "spans": Span, "events": Event}
+    mine = {name: [asdict(entry) for entry in list(getattr(ledger, name))] for name in kept}
+    every = world.gather_objects({"totals": asdict(ledger.totals()), **mine})
     return Report(
         ranks=[Totals(**e["totals"]) for e in every],
         offsets=offsets,
-        rows=[[Row(**r) for r in e["rows"]] for e in every],
-        records=[[Record(**r) for r in e["records"]] for e in every],
-        spans=[[Span(**s) for s in e["spans"]] for e in every],
-        events=[[Event(**x) for x in e["events"]] for e in every],
+        **{name: [[kind(**entry) for entry in e[name]] for e in every] for name, kind in kept.items()},
     )
 
 
@@ -132,20 +123,3 @@ def _measure_offset(world: World) -> float:
                 if back - sent < best:
                     best, offset = back - sent, float(token[0]) - (sent + back) / 2
     return offset
-
-
-def _to_columns(times: dict[tuple[str, int], float]) -> dict[str, tuple[list[int], list[float]]]:
-    columns: dict[str, tuple[list[int], list[float]]] = {}
-    for (channel, sequence), at in times.items():
-        numbers, starts = columns.setdefault(channel, ([], []))
-        numbers.append(sequence)
-        starts.append(at)
-    return columns
-
-
-def _from_columns(columns: dict[str, Sequence[Sequence[float]]]) -> list[tuple[tuple[str, int], float]]:
-    return [
-        ((channel, int(number)), at)
-        for channel, (numbers, starts) in columns.items()
-        for number, at in zip(numbers, starts, strict=True)
-    ]

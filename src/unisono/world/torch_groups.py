@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unisono.runtime.secret import read_store_secret
+from unisono.runtime.variables import read_attempt
 from unisono.world.stores import open_locked_store, open_torch_store
 
 if TYPE_CHECKING:
@@ -47,8 +48,7 @@ def open_group_store(
         return torchs(hostname, port, rank, size, timeout, *more)
     seconds = timeout.total_seconds()
     store = open_locked_store(hostname, port, secret, serve=not hosted and rank == 0, timeout_s=seconds)
-    attempt = os.environ.get("UNISONO_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    key = f"unisono/torch/{attempt}/{next(_opened)}"
+    key = f"unisono/torch/{read_attempt()}/{next(_opened)}"
     if not torch.cuda.is_available():
         return PrefixStore(key, store)
 

@@ -6,8 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from functools import wraps
-from types import FunctionType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,8 +14,8 @@ from torch import Tensor
 from unisono import packing
 from unisono.background import Handle
 from unisono.world.batch_weights import BatchWeights, WeightListener
-from unisono.world.call_marks import shapes_of
-from unisono.world.inference import in_plain_memory, leave_inference
+from unisono.world.call_signatures import shapes_of
+from unisono.world.inference import in_plain_memory, leave_inference, name_frame
 from unisono.world.ledger import Ledger
 from unisono.world.operations import (
     Operations,
@@ -43,14 +42,15 @@ if TYPE_CHECKING:
 __all__ = ["Axes", "WeightListener", "World", "WorldFollower"]
 F = TypeVar("F", bound=Callable[..., Any])
 _NARROWED = ("rank", "size", "hosts", "host", "local_rank", "local_size", "name", "transport", "_operations")
-_PLACE = (*_NARROWED, "_children", "_splits")
 
 
 def _survivable(*, changes: bool, handle: bool, alone: Callable[..., Any]) -> Callable[[F], F]:
-    """A collective that a program may call by itself: in a world that heals, it ends though a peer is lost in it.
+    """Decorate a collective that programs call: in an elastic world it completes although a peer is lost in it.
 
-    `changes`: its first argument; `handle`: whether it gives one; `alone`: what it gives, by the number of ranks and
-    its first argument, in the rest of a step that was given up (see `Elastic.call`).
+    changes: Whether the collective writes to its first argument.
+    handle: Whether it returns a Handle.
+    alone: Its result in the rest of a step that was given up, from the number of ranks and its first argument (see
+        `Elastic.call`).
     """
 
     def decorate(collective: F) -> F:
@@ -70,18 +70,16 @@ def _survivable(*, changes: bool, handle: bool, alone: Callable[..., Any]) -> Ca
             )
             return Handle.of(value) if handle else value
 
-        made = cast(FunctionType, call)
-        made.__code__ = made.__code__.replace(co_name=collective.__name__)  # errors name the call by it
-        return cast(F, made)
+        return name_frame(call, collective)
 
     return decorate
 
 
 class WorldFollower(Protocol):
-    """One that has something of a world whose ranks may come and go."""
+    """An object that depends on a world whose ranks may change."""
 
     def world_changed(self, world: World, /) -> None:
-        """The ranks are others from now on, and what was split from the world is closed."""
+        """Called after the ranks have changed; worlds that were split from this one are closed."""
 
 
 class Axes(Protocol):
@@ -95,25 +93,25 @@ class Axes(Protocol):
     place: tuple[int, int, int]
 
     def prepare(self, model: Any, optimizer: Any, /) -> None:
-        """A strategy is about to be bound: parameters that are split over ranks become this rank's parts of them."""
+        """Called before a strategy is bound: replace parameters that are split over ranks by this rank's parts."""
 
     def attach(self, replica: Any, /) -> None:
-        """It is bound."""
+        """Called after `replica` has been bound."""
 
     def end_window(self, replica: Any, /) -> None:
-        """A window has ended, and its gradients are there."""
+        """Called at the end of a window, when its gradients have been exchanged."""
 
     def check_norm(self) -> None:
         """Refuse the norm of a gradient of which other ranks have parts, unless all ranks are asked together."""
 
     def agree_overflow(self, found_inf: Tensor, /) -> None:
-        """AMP has looked for values that are not finite here: let every rank of the model know of another's."""
+        """Called after AMP has looked for non-finite values here: combine `found_inf` over all ranks of the model."""
 
     def clip(self, parameters: Any, max_norm: float, /) -> Any:
         """Clip gradients by their norm over all axes."""
 
     def make_savable(self, replica: Any, /) -> Any:
-        """What is saved and loaded in the replica's place: the model of the whole mesh."""
+        """The object that is saved and loaded in place of the replica: the model of the whole mesh."""
 
 
 class World:
@@ -152,15 +150,15 @@ class World:
         self.pending_shards: dict[str, Any] = {}
         self.stragglers: tuple[Straggler, ...] = ()  # ranks that are slower than the others now
         self.speeds: tuple[float, ...] | None = None  # to deal samples by (`un.shard(balance=True)`); None: evenly
-        self.on_close: Callable[[], None] | None = None
-        self.elastic: Elastic | None = None  # where ranks come and go
-        self.axes: Axes | None = None  # where this is the data axis of a mesh
-        self.is_device_known = False  # whether it was decided how CUDA tensors travel, where that is done late
+        self.on_close: Callable[[], object] | None = None  # called when this world has been closed
+        self.elastic: Elastic | None = None  # set if ranks may come and go
+        self.axes: Axes | None = None  # set if this is the data axis of a mesh
+        self.is_device_known = False  # whether it has been decided how CUDA tensors travel (see `accelerate`)
         self._followers: list[weakref.ref[WorldFollower]] = []
         self._operations = Operations(name, transport, accelerated, self.ledger, inline=inline)
         self._splits = 0
         self._children: weakref.WeakKeyDictionary[World, None] = weakref.WeakKeyDictionary()  # dropped: they end
-        self._whole: World | None = None  # this world as it was before `narrow`
+        self._whole: World | None = None  # this world as it was before `narrow`, kept alive
         self._parent: weakref.ref[World] | None = None
         self.batch_weights = BatchWeights()
 
@@ -170,7 +168,7 @@ class World:
 
     @property
     def inline(self) -> bool:
-        """Whether collectives run in the thread that calls them: nothing then goes on behind it."""
+        """Whether collectives run in the thread that calls them, not in a background thread."""
         return self._operations.inline or self.size == 1
 
     @property
@@ -180,24 +178,24 @@ class World:
 
     @property
     def reads_peers(self) -> bool:
-        """Whether an all-reduce of large tensors in the memory of the host reads them where they are: then copying them
-        into memory from `empty` gains nothing."""
+        """Whether an all-reduce of large CPU tensors reads them from the other processes: then copying them into memory
+        from `empty` gains nothing."""
         return self.transport is not None and self.transport.reads_peers
 
     def use_nccl(self, transport: Transport) -> None:
-        """Have CUDA tensors travel over `transport` from now on."""
+        """Send CUDA tensors over `transport` from now on."""
         self._operations.accelerated = transport
 
     def rename(self, name: str) -> None:
-        """Another name in the ledger, for operations to come."""
+        """Change the name that later operations have in the ledger."""
         self.name = self._operations.name = name
 
     # The weight of my batch ------------------------------------------------------------------------------
 
     @property
     def weight(self) -> float:
-        """Of the batch in use: its part of the global batch, times the number of ranks; 1 but at uneven ends. A batch
-        is in use since the model was called with it, or since it was drawn if no other waits for its backward pass."""
+        """The weight of the batch in use: its part of the global batch times the number of ranks; 1 but at uneven ends.
+        A batch is in use from the call of the model with it, or from when it was drawn if none waits for backward."""
         return self.batch_weights.weight
 
     @weight.setter
@@ -217,7 +215,7 @@ class World:
         self.batch_weights.add(listener)
 
     def off_weight(self, listener: WeightListener) -> None:
-        """Tell a listener no more."""
+        """Remove a weight listener."""
         self.batch_weights.remove(listener)
 
     # Collectives -----------------------------------------------------------------------------------------
@@ -252,8 +250,8 @@ class World:
         return self._operations.run(record, parts[0], run)
 
     def reduce_joined(self, lines: Sequence[Tensor], op: Op = "mean", *, out: Tensor, tag: str = "") -> Handle[Tensor]:
-        """Reduce the concatenation of flat, contiguous tensors, and write my N-th of it to `out`; it need not be made
-        where ranks read each other's memory (`reads_peers`). Sends (N-1)/N of the bytes."""
+        """Reduce the concatenation of flat, contiguous tensors, and write this rank's N-th of it to `out`. With
+        `reads_peers` the tensors are not copied to join them. Sends (N-1)/N of the bytes."""
         lines, target = [line.detach() for line in list_tensors("reduce_joined", lines)], out.detach()
         check_op(target.dtype, op)
         if self.size == 1:
@@ -365,18 +363,21 @@ class World:
         return self._operations.run(record, pieces[0], run)
 
     @in_plain_memory
-    def send(self, x: Tensor, dst: int, *, tag: str = "") -> Handle[Tensor]:
+    def send(self, x: Tensor, dst: int, *, tag: str = "", label: int | None = None) -> Handle[Tensor]:
         """Send `x` to rank `dst`, which receives into a tensor of the same size and dtype.
 
-        The handle may end only when the other receives: where two ranks send to each other, begin both
-        sends and receives, then wait.
+        `label`: a number that says what it is, for a rank that calls `recv_labelled`. The handle may end only when the
+        other receives: if two ranks send to each other, begin both sends and receives, then wait.
         """
         check_rank("send", dst, self.rank, self.size, other=True)
         record = self._operations.record("send", tag, count_bytes([x]), queue=f"send-{dst}")
         line = flatten(x)
 
         def run(transport: Transport) -> tuple[float, Tensor]:
-            transport.send(line, dst)
+            if label is None:
+                transport.send(line, dst)
+            else:
+                transport.send_labelled(line, dst, label)
             return math.nan, x
 
         return self._operations.run(record, x, run, queue=f"send-{dst}")
@@ -395,18 +396,6 @@ class World:
 
         return self._operations.run(record, x, run, queue=f"recv-{src}")
 
-    def send_labelled(self, x: Tensor, dst: int, label: int) -> Handle[Tensor]:
-        """Send `x` with a number that says what it is, to a rank that calls `recv_labelled`."""
-        check_rank("send", dst, self.rank, self.size, other=True)
-        record = self._operations.record("send", "", count_bytes([x]), queue=f"send-{dst}")
-        line = flatten(x)
-
-        def run(transport: Transport) -> tuple[float, Tensor]:
-            transport.send_labelled(line, dst, label)
-            return math.nan, x
-
-        return self._operations.run(record, x, run, queue=f"send-{dst}")
-
     def recv_labelled(self, src: int, find: Callable[[int, int, torch.dtype], Tensor]) -> Handle[None]:
         """Receive the next message of rank `src` into the line of memory that `find(label, numel, dtype)` gives."""
         check_rank("recv", src, self.rank, self.size, other=True)
@@ -420,7 +409,7 @@ class World:
 
     @_survivable(changes=False, handle=False, alone=lambda size, *_: None)
     def barrier(self, *, tag: str = "") -> None:
-        """Return when every rank has called it."""
+        """Wait until every rank has called this."""
         self.all_reduce(torch.zeros(1, dtype=torch.uint8), "max", tag=tag or "barrier").wait()
 
     @_survivable(changes=False, handle=False, alone=lambda size, obj: obj)
@@ -487,26 +476,26 @@ class World:
         """
         rest = [r for r in range(self.size) if r not in ranks]
         other = self.split([list(ranks), rest] if rest else [list(ranks)])
-        for name in _NARROWED:
-            mine, theirs = getattr(self, name), getattr(other, name)
-            setattr(self, name, theirs)
-            setattr(other, name, mine)
+        self._trade(other, _NARROWED)
         self._whole = other
         return other
 
-    # Ranks that come and go ------------------------------------------------------------------------------
-
-    def survive(self, call: Callable[[], Any]) -> Any:
-        """Do `call`, in which this rank exchanges something; where a peer is lost in a world that heals, note it: the
-        rest of the window is not exchanged, and the world is formed anew with the next batch."""
-        return call() if self.elastic is None else self.elastic.survive(call)
-
-    def adopt(self, other: World) -> World:
-        """From here on this world is `other`, for all that hold it; returns the world as it was, to be closed."""
-        for name in _PLACE:
+    def _trade(self, other: World, names: Sequence[str]) -> None:
+        for name in names:
             mine, theirs = getattr(self, name), getattr(other, name)
             setattr(self, name, theirs)
             setattr(other, name, mine)
+
+    # Ranks that come and go ------------------------------------------------------------------------------
+
+    def run_tolerating_loss(self, call: Callable[[], Any]) -> Any:
+        """Run `call`, which exchanges something. If a peer is lost in it and the world is elastic, return None: the
+        rest of the window is not exchanged, and the world is formed anew with the next batch."""
+        return call() if self.elastic is None else self.elastic.run_tolerating_loss(call)
+
+    def adopt(self, other: World) -> World:
+        """From here on this world is `other`, for all that hold it; returns the world as it was, to be closed."""
+        self._trade(other, (*_NARROWED, "_children", "_splits"))
         self.ledger.rank = self.rank
         return other
 
@@ -515,7 +504,7 @@ class World:
         self._followers.append(weakref.ref(follower))
 
     def tell_followers(self) -> None:
-        """The ranks have changed."""
+        """Tell all followers that the ranks have changed."""
         for ref in list(self._followers):
             follower = ref()
             if follower is None:
@@ -524,7 +513,7 @@ class World:
                 follower.world_changed(self)
 
     def abandon(self, why: Exception) -> None:
-        """Tell the others that this rank leaves, also those who wait for it in worlds that were split from this one."""
+        """Tell the other ranks that this one leaves, also those that wait for it in worlds split from this one."""
         for child in list(self._children):
             child.abandon(why)
         if self.transport is not None:
@@ -540,7 +529,7 @@ class World:
         return self.shared_view(n, dtype)[0]
 
     def shared_view(self, n: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """Memory as that of `shared`, and a view of it in which what this rank writes is seen by this rank alone."""
+        """Memory as from `shared`, and a private view of it: what this rank writes there, no other rank sees."""
         if self.size == 1:
             line = torch.zeros(n, dtype=dtype)
             return line, line
@@ -556,12 +545,12 @@ class World:
         return self._operations.call(lambda: self._operations.base.empty(n, dtype))
 
     def release(self, x: Tensor) -> None:
-        """Give memory of `empty` back."""
+        """Free memory that came from `empty`."""
         if self.transport is not None:
             self.transport.release(x)
 
     def close(self) -> None:
-        """Let go of threads, sockets and shared memory, also of the worlds split from this one."""
+        """Release threads, sockets and shared memory, also of the worlds split from this one."""
         for child in list(self._children):
             child.close()
         self._operations.close()

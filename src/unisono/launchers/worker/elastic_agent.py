@@ -100,7 +100,7 @@ class ElasticAgent(Agent):
             return
         if message.get("kind") == "summon":
             assert self._page is not None
-            self._page.summon(message["generation"])
+            self._page.request_regroup(message["generation"])
             return
         if message.get("kind") == "signal" and message["number"] in (signal.SIGSTOP, signal.SIGCONT):
             self._paused = message["number"] == signal.SIGSTOP
@@ -109,7 +109,7 @@ class ElasticAgent(Agent):
     def _start_worker(self, start: dict[str, Any]) -> None:
         assert self._page is not None
         self._page.clear(self.place.rank)
-        self._page.summon(start["summons"])
+        self._page.request_regroup(start["summons"])
         self._status = None
         super()._start_worker(start)
         self._theirs.close()

@@ -26,6 +26,7 @@ from unisono.runtime.debugger.link import Link, open_link
 from unisono.runtime.frames import find_user_frame
 from unisono.runtime.machine import address_towards
 from unisono.runtime.secret import SECRET, derive_secret
+from unisono.runtime.variables import read_worker_number
 
 __all__ = ["PDB_VARIABLE", "VARIABLE", "ThreadSeats", "breakpoint", "follow", "make_token", "post_mortem"]
 
@@ -101,8 +102,7 @@ def _connect() -> Agent | None:
         return None
     if threading.current_thread() is not threading.main_thread():
         return None
-    rank = int(os.environ.get("UNISONO_PLACE") or os.environ.get("RANK", "0"))
-    seat = Seat(rank, int(os.environ.get("WORLD_SIZE", "1")), threading.get_ident())
+    seat = Seat(read_worker_number() or 0, int(os.environ.get("WORLD_SIZE", "1")), threading.get_ident())
     return take_seat(seat, _open(text, make_token(os.environ[SECRET])))
 
 

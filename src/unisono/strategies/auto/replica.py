@@ -87,14 +87,14 @@ class AutoReplica(ChangingReplica):
             return
         self._seen = self.step
         if self._next:
-            self.world.survive(self._finish_change)
+            self.world.run_tolerating_loss(self._finish_change)
         elif self.step >= self._tuner.due:
             if self.own_gradients and self.scaler is not None:
                 raise ValueError(
                     f"{self.at_work} under auto cannot follow a GradScaler: one rank alone may skip a step, and the "
                     "ranks would not decide at the same one. Leave it out of among, or train without a GradScaler"
                 )
-            self.world.survive(self._look)
+            self.world.run_tolerating_loss(self._look)
 
     def _look(self) -> None:
         """Measure, and do what follows from that. All ranks have the same numbers, so they decide alike."""

@@ -125,14 +125,16 @@ class GatheredValues(Values):
             return
         for coming in list(self._coming.values()):
             coming.wait()
-        self._world.survive(lambda: self.channel.barrier(tag=why))
+        self._world.run_tolerating_loss(lambda: self.channel.barrier(tag=why))
 
     @torch.no_grad()
     def _fill(self, unit: Unit) -> None:
         with torch.inference_mode(False):
             unit.full = torch.empty(unit.numel, dtype=unit.dtype, device=unit.full.device)
         mine, shards = self._fetch(unit), unit.shards(unit.full)
-        self._world.survive(lambda: self.channel.all_gather(mine, even=True, out=shards, tag=unit.tag).wait())
+        self._world.run_tolerating_loss(
+            lambda: self.channel.all_gather(mine, even=True, out=shards, tag=unit.tag).wait()
+        )
 
     def _start(self, unit: Unit) -> Handle[None]:
         """Begin to gather a unit: in the order of the calls, which is the same on every rank."""

@@ -66,7 +66,9 @@ class ShardedGradients:
         if order not in self._norms or number in self._served:
             sums = self._power_sums(order)
             inf = math.isinf(order)
-            self._world.survive(lambda: self._world.all_reduce(sums, "max" if inf else "sum", tag="norms").wait())
+            self._world.run_tolerating_loss(
+                lambda: self._world.all_reduce(sums, "max" if inf else "sum", tag="norms").wait()
+            )
             roots = sums if inf else sums ** (1.0 / order)
             self._norms = {order: [x.to(unit.dtype) for x, (unit, _) in zip(roots, self.places, strict=True)]}
             self._served = set()

@@ -103,7 +103,7 @@ class Backward(BackwardWatcher):
 
     def take(self, number: int) -> None:
         if self._is_reducing:
-            self.world.survive(lambda: self._take_in(number))
+            self.world.run_tolerating_loss(lambda: self._take_in(number))
 
     def _take_in(self, number: int) -> None:
         unit, slot = self.gradients.places[number]

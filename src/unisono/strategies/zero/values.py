@@ -153,7 +153,9 @@ class WholeValues(Values):
 
     def _gather(self, unit: Unit) -> None:
         shards = unit.shards(unit.full)
-        self._world.survive(lambda: self._world.all_gather(unit.shard, even=True, out=shards, tag=unit.tag).wait())
+        self._world.run_tolerating_loss(
+            lambda: self._world.all_gather(unit.shard, even=True, out=shards, tag=unit.tag).wait()
+        )
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -182,7 +184,9 @@ class CommonValues(Values):
     def begin_step(self, window: int, groups: Sequence[Mapping[str, Any]]) -> None:
         """The optimizer is about to step its `groups`: wait until that is so on every rank."""
         settings = [line for group in groups for line in describe_settings(group)]
-        self._world.survive(lambda: self._writes.begin_step(f"optimizer.step() of window {window}", settings))
+        self._world.run_tolerating_loss(
+            lambda: self._writes.begin_step(f"optimizer.step() of window {window}", settings)
+        )
 
     def take_written(self) -> None:
         for unit in self._units:
@@ -198,7 +202,7 @@ class CommonValues(Values):
         self._writes.end_step()
         for unit in self._units:
             unit.update_shard()
-        self._world.survive(lambda: self._memory.meet("the end of a step"))
+        self._world.run_tolerating_loss(lambda: self._memory.meet("the end of a step"))
 
     def gather_all(self, why: str = "") -> None:
         """No-op: full values are always in shared memory."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol
@@ -9,6 +11,8 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from unisono.background import close_queues
+from unisono.runtime.ending import describe_ending
 from unisono.runtime.frames import CalledByAll, warn_user
 
 Op = Literal["sum", "mean", "max", "min", "product", "and", "or", "xor"]
@@ -25,8 +29,8 @@ class PeerLost(CalledByAll, RuntimeError):
     ended: int | None = None  # the rank whose program has ended well, so that it will never make this call
 
 
-class Side(NamedTuple):
-    """What one rank called, for a report: `what` and `where` are those of its mark."""
+class CallDescription(NamedTuple):
+    """What one rank called, for a report: `what` and `where` are those of its signature."""
 
     rank: int
     what: int
@@ -35,18 +39,18 @@ class Side(NamedTuple):
     place: str  # "train.py:88"
 
 
-class Mark(Protocol):
-    """What a rank is about to do, in two numbers (see world/call_marks.py); a transport compares them."""
+class CallSignature(Protocol):
+    """What a rank is about to do, in two numbers (see world/call_signatures.py); a transport compares them."""
 
     what: int
     where: int
 
     @property
-    def side(self) -> Side:
-        """In words."""
+    def description(self) -> CallDescription:
+        """The call in words, for the other ranks."""
 
-    def check_places(self, wheres: Sequence[int], hear: Callable[[], Sequence[Side]]) -> None:
-        """Every rank's `where`: raises Mismatch where they are out of turn."""
+    def check_places(self, wheres: Sequence[int], hear: Callable[[], Sequence[CallDescription]]) -> None:
+        """Compare every rank's `where`; raises Mismatch if a rank is out of turn."""
 
 
 class Mismatch(CalledByAll, ValueError):
@@ -54,16 +58,16 @@ class Mismatch(CalledByAll, ValueError):
 
     __module__ = "unisono"
 
-    def __init__(self, *args: object, sides: Sequence[Side] = ()) -> None:
+    def __init__(self, *args: object, calls: Sequence[CallDescription] = ()) -> None:
         super().__init__(*args)
-        self.sides = tuple(sides)  # of the ranks that said so
+        self.calls = tuple(calls)  # of the ranks that said so
         self.is_noted = False  # in the ledger
 
 
 class Transport(ABC):
     """Blocking collectives on flat, contiguous tensors of one device.
 
-    Every collective returns when the last rank arrived, in seconds of `time.perf_counter`, or NaN where the
+    Every collective returns when the last rank arrived, in seconds of `time.perf_counter`, or NaN if the
     transport cannot know. A tensor list stands for its concatenation: nothing is copied to join it.
     """
 
@@ -72,8 +76,12 @@ class Transport(ABC):
     size: int
     reads_peers = False  # reductions of large private tensors read them where they are, not in memory of `empty`
     sequence = 0  # the number of the collective now running, from 1: the same on every rank, or orders differ
-    mark: Mark | None = None  # and what it is
+    signature: CallSignature | None = None  # what it is, and where it was called
     timeout_s = float("inf")  # that a rank waits for another
+
+    def begin(self, sequence: int, signature: CallSignature | None) -> None:
+        """Take the number and the signature of the collective that follows."""
+        self.sequence, self.signature = sequence, signature
 
     @abstractmethod
     def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
@@ -84,7 +92,7 @@ class Transport(ABC):
         """Reduce `x`; rank r's `counts[r]` elements of the result go to its `out`."""
 
     def reduce_scatter_parts(self, parts: Sequence[Tensor], counts: Sequence[int], op: Op, out: Tensor) -> float:
-        """The same of a list."""
+        """Reduce-scatter the concatenation of `parts`."""
         return self.reduce_scatter(torch.cat(list(parts)), counts, op, out)
 
     @abstractmethod
@@ -132,11 +140,11 @@ class Transport(ABC):
         """The transport of my group; every rank of this one calls it with the same groups."""
 
     def post(
-        self, x: Tensor, op: Op, sequence: int, mark: Mark | None = None
+        self, x: Tensor, op: Op, sequence: int, signature: CallSignature | None = None
     ) -> tuple[Callable[[], float], Callable[[], bool]] | None:
         """Begin a small all-reduce without blocking: what ends it, and whether that would be at once.
 
-        None where it is not offered. `sequence` and `mark` are the collective's.
+        None where it is not offered. `sequence` and `signature` are the collective's.
         """
         return None
 
@@ -150,15 +158,14 @@ class Transport(ABC):
         raise ValueError(f"ranks that talk by {self.name} have no memory in common: start them on one host")
 
     def release(self, x: Tensor) -> None:  # noqa: B027 (only shared memory has something to do)
-        """Give memory of `empty` back."""
+        """Free memory that came from `empty`."""
 
-    def hear_sides(self) -> list[Side]:
-        """Tell what I have called and hear it from the others, where ranks are known to disagree; [] if that cannot be
-        done."""
+    def exchange_descriptions(self) -> list[CallDescription]:
+        """Every rank's call, exchanged after ranks were found to disagree; [] if that cannot be done."""
         return []
 
     def set_timeout(self, seconds: float) -> None:  # noqa: B027 (not every transport waits by itself)
-        """How long to wait for another rank from now on."""
+        """Set how long to wait for another rank from now on."""
 
     def has_message(self, src: int) -> bool:
         """Whether `recv` from rank `src` would begin at once."""
@@ -167,10 +174,33 @@ class Transport(ABC):
         )
 
     def abandon(self, why: Exception) -> None:  # noqa: B027 (threads share their fate anyway)
-        """Tell the other ranks that I give up, so that they do not wait for me."""
+        """Tell the other ranks that this one gives up, so that they do not wait for it."""
 
     def close(self) -> None:  # noqa: B027 (not every transport holds something)
-        """Let go of sockets, threads and memory."""
+        """Release sockets, threads and memory."""
+
+
+class _Ending(Protocol):
+    def end(self, how: str, /) -> None:
+        """Tell the other ranks that this program has ended: "has ended its program with status 0"."""
+
+
+_told_at_exit: weakref.WeakSet[_Ending] = weakref.WeakSet()
+
+
+def tell_at_exit(one: _Ending) -> None:
+    """Have `one.end(how)` called at the end of the program."""
+    _told_at_exit.add(one)
+
+
+@atexit.register
+def _tell_the_others() -> None:
+    """Send what is queued, then tell the other ranks, so that none waits for this one any more."""
+    known = list(_told_at_exit)
+    if known:
+        close_queues()
+    for one in known:
+        one.end(describe_ending())
 
 
 def warn_of_each_other(mine: str, rank: int, theirs: str) -> None:
@@ -180,6 +210,14 @@ def warn_of_each_other(mine: str, rank: int, theirs: str) -> None:
         "different places of the program and wait for each other. Every rank makes the same calls in the same order, "
         "and as many passes over data as the others"
     )
+
+
+def gather_bytes(data: bytes, sizes: Sequence[int], gather: Callable[[Tensor, list[Tensor]], object]) -> list[bytes]:
+    """Every rank's bytes, by an all-gather of tensors; `sizes`: how many each rank has."""
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    outs = [torch.empty(n, dtype=torch.uint8) for n in sizes]
+    gather(mine, outs)
+    return [out.numpy().tobytes() for out in outs]
 
 
 def find_group(groups: Sequence[Sequence[int]], rank: int, size: int) -> list[int]:

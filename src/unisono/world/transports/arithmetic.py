@@ -21,6 +21,7 @@ _WIDE = {
     for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
     if hasattr(torch, name)
 }
+NATIVE = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)  # that gloo adds itself
 _SIGN = -(2**63)
 _STEPS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -50,8 +51,14 @@ def check_op(dtype: torch.dtype, op: Op) -> None:
 
 
 def count_bytes(parts: Sequence[Tensor]) -> int:
-    """Bytes of their elements."""
+    """Bytes of the elements of these tensors."""
     return sum(p.numel() * p.element_size() for p in parts)
+
+
+def count_span_bytes(x: Tensor) -> int:
+    """Bytes of memory from the first element of `x` to its last; more than its elements have if they lie apart."""
+    elements = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    return elements * x.element_size()
 
 
 def cut_tiles(parts: Sequence[Tensor], start: int, stop: int, room: int) -> Iterator[tuple[Tensor, int]]:
@@ -75,8 +82,14 @@ def cut_share(length: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def widen(x: Tensor) -> Tensor:
-    """`x` in a dtype that sums without loss or overflow: itself, or a copy where its own is narrow."""
+    """`x` in a dtype that sums without loss or overflow: itself, or a copy if its own is narrow."""
     return x.to(_WIDE.get(x.dtype, x.dtype))
+
+
+def multiply(x: Tensor, times: int) -> None:
+    """Replace `x` by the sum of `times` tensors equal to it, for every dtype."""
+    if not x.is_meta:
+        x.copy_(widen(x).mul(times))
 
 
 def combine(parts: Sequence[Tensor], op: Op, out: Tensor) -> None:
@@ -99,7 +112,7 @@ def combine(parts: Sequence[Tensor], op: Op, out: Tensor) -> None:
         wide = torch.empty_like(out, dtype=_WIDE[dtype])
         _fold([p.to(wide.dtype) for p in parts], op, wide)
         out.copy_(wide)
-    elif len(parts) > 1 and _is_among(out, parts[1:]):
+    elif len(parts) > 1 and any(p.data_ptr() == out.data_ptr() for p in parts[1:]):
         kept = torch.empty_like(out)
         _fold(parts, op, kept)
         out.copy_(kept)
@@ -108,7 +121,7 @@ def combine(parts: Sequence[Tensor], op: Op, out: Tensor) -> None:
 
 
 def _fold(parts: Sequence[Tensor], op: Op, out: Tensor) -> None:
-    """`out` must be none of parts[1:]."""
+    """Combine in the tensors' own dtype; `out` must be none of parts[1:]."""
     step = _STEPS[op]
     if len(parts) == 1:
         out.copy_(parts[0])
@@ -120,15 +133,9 @@ def _fold(parts: Sequence[Tensor], op: Op, out: Tensor) -> None:
         out.mul_(1.0 / len(parts))
 
 
-def _is_among(out: Tensor, parts: Sequence[Tensor]) -> bool:
-    return any(p.data_ptr() == out.data_ptr() for p in parts)
-
-
 def _combine_uint64(parts: Sequence[Tensor], op: Op, out: Tensor) -> None:
     signed = [p.view(torch.int64) for p in parts]
-    flip = (
-        _SIGN if op in ("max", "min") else 0
-    )  # order of unsigned numbers = order of signed ones with the top bit flipped
+    flip = _SIGN if op in ("max", "min") else 0  # the order of signed numbers is that of unsigned ones with it flipped
     kept = torch.empty_like(signed[0])
     _fold([p ^ flip for p in signed], op, kept)
     out.view(torch.int64).copy_(kept ^ flip)

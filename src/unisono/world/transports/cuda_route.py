@@ -19,7 +19,9 @@ class Route:
 
     transport: Transport
     around: Callable[[], AbstractContextManager[None]] = nullcontext
-    finish: Callable[[Any], Any] | None = None  # where the host returns at once: the stream has the operations' order
+    finish: Callable[[Any], Any] | None = (
+        None  # set if the host returns at once: the stream keeps the operations' order
+    )
 
 
 _streams: dict[int, torch.cuda.Stream] = {}

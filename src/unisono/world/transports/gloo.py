@@ -1,4 +1,4 @@
-"""Messages between hosts through torch.distributed's gloo, with our own rings where gloo's are slow.
+"""Messages between hosts through torch.distributed's gloo, with our own rings in place of gloo's slow ones.
 
 Gloo's all-reduce is near the bandwidth bound. Its reduce-scatter sends as much as an all-reduce and its
 broadcast is an unpipelined tree: here they are a segmented ring and a pipelined chain of sends and receives.
@@ -20,8 +20,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono.world.transports import UNKNOWN, Mark, Mismatch, Op, PeerLost, Side, Transport, find_group
-from unisono.world.transports.arithmetic import combine
+from unisono.world.transports import (
+    UNKNOWN,
+    CallDescription,
+    CallSignature,
+    Mismatch,
+    Op,
+    PeerLost,
+    Transport,
+    find_group,
+    gather_bytes,
+)
+from unisono.world.transports.arithmetic import NATIVE, combine
 from unisono.world.transports.liveness import Liveness
 
 if TYPE_CHECKING:
@@ -36,7 +46,6 @@ _AHEAD = 8  # receives posted before they are needed
 SMALL = 64 << 10
 _LARGE = 4 << 20  # bytes from which on a mean goes in two parts
 _HEAD = 8  # the first is an eighth: on 10 Gbit/s the rest is divided in less time than that takes
-NATIVE = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
 _OPS = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.SUM,
@@ -52,7 +61,7 @@ _SIGN = 128  # bytes that a rank tells its neighbour before an operation
 _PLACE = "\x1f"  # in it, before where the call stands
 _ATTEMPTS = 3  # to connect
 _PATIENCE_S = 30.0  # for the others to fail as well
-_TO_BE_TOLD_S = 1.0  # who is lost, where the launcher says so
+_TO_BE_TOLD_S = 1.0  # that the launcher has to say who is lost
 _INLINE = 512 - 8  # bytes of an object that travel with its size
 
 
@@ -114,10 +123,10 @@ def _translate_errors(method: F) -> F:
             raise
         except (Mismatch, RuntimeError) as error:
             problem, mismatch = str(error), error if isinstance(error, Mismatch) else None
-            sides = mismatch.sides if mismatch is not None else None
+            calls = mismatch.calls if mismatch is not None else None
             traceback.clear_frames(error.__traceback__)
             del mismatch
-        raise self._explain_failure(method.__name__, problem, sides)
+        raise self._explain_failure(method.__name__, problem, calls)
 
     return run  # type: ignore[return-value]
 
@@ -191,7 +200,7 @@ class GlooTransport(Transport):
         combine([line[_SIGN : _SIGN + nbytes].view(x.dtype) for line in came], op, x)
 
     def _native(self, x: Tensor, op: Op) -> None:
-        """Divided before summing, so that nothing overflows: the rest while the first part of a large one travels."""
+        """All-reduce by gloo. A mean is divided first, so that nothing overflows: a large one in two parts."""
         first = x.numel() // _HEAD if op == "mean" and x.numel() * x.element_size() >= _LARGE else 0
         works = []
         for part in (x[:first], x[first:]) if first else (x,):
@@ -242,7 +251,7 @@ class GlooTransport(Transport):
 
         flow = _Flow(self, _cut_pieces(chunks[order[0]], room))
         flow.receive(came, arrived)
-        flow.settle()
+        flow.finish()
         if op == "mean":
             out.mul_(1.0 / self.size)
         return UNKNOWN
@@ -267,7 +276,7 @@ class GlooTransport(Transport):
         passed = len(pieces) - len(lists[-1])
         flow = _Flow(self, lists[0])
         flow.receive(pieces, lambda i: flow.send(pieces[i]) if i < passed else None)
-        flow.settle()
+        flow.finish()
 
     @_translate_errors
     def broadcast(self, parts: Sequence[Tensor], src: int) -> float:
@@ -291,7 +300,7 @@ class GlooTransport(Transport):
         if place > 0:
             last = place == self.size - 1
             flow.receive(pieces, lambda i: None if last else flow.send(pieces[i]))
-        flow.settle()
+        flow.finish()
         return UNKNOWN
 
     @_translate_errors
@@ -348,7 +357,7 @@ class GlooTransport(Transport):
 
     @_translate_errors
     def exchange(self, data: bytes) -> list[bytes]:
-        """Every rank's size and first bytes in one round; the rest, where there is any, in another."""
+        """Every rank's size and first bytes in one round; the rest, if there is any, in another."""
         self._agree("exchange", "of objects or shapes")
         mine = torch.zeros(8 + _INLINE, dtype=torch.uint8)
         head = bytearray(struct.pack("q", len(data)) + data[:_INLINE])
@@ -359,10 +368,7 @@ class GlooTransport(Transport):
         sizes = [struct.unpack_from("q", text)[0] for text in texts]
         if max(sizes) <= _INLINE:
             return [text[8 : 8 + n] for text, n in zip(texts, sizes, strict=True)]
-        x = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        outs = [torch.empty(n, dtype=torch.uint8) for n in sizes]
-        self._ring(x, outs)
-        return [out.numpy().tobytes() for out in outs]
+        return gather_bytes(data, sizes, self._ring)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Transport:
         mine = find_group(groups, self.rank, self.size)
@@ -373,8 +379,8 @@ class GlooTransport(Transport):
             store, mine.index(self.rank), len(mine), timeout_s=self.timeout_s, interruption=self._interruption
         )
 
-    def hear_sides(self) -> list[Side]:
-        return self._liveness.hear_sides(self.mark.side) if self.mark is not None else []
+    def exchange_descriptions(self) -> list[CallDescription]:
+        return self._liveness.exchange_descriptions(self.signature.description) if self.signature is not None else []
 
     def set_timeout(self, seconds: float) -> None:
         self.timeout_s = seconds
@@ -406,8 +412,8 @@ class GlooTransport(Transport):
         self._end_to_agree(what, *self._begin_to_agree(what, sign))
 
     def _begin_to_agree(self, what: str, sign: str) -> tuple[Tensor, Tensor, list[Any]]:
-        """My sign, the place for that of the previous rank, and what has to end before it is there."""
-        mine = _encode(f"{what} {sign}" + (f" as collective {self.sequence}" if self.sequence else ""), self.mark)
+        """My sign, the memory for the previous rank's, and the messages that are under way."""
+        mine = _encode(f"{what} {sign}" + (f" as collective {self.sequence}" if self.sequence else ""), self.signature)
         theirs = torch.empty(_SIGN, dtype=torch.uint8)
         tag = self.next_round()
         receiving = self.group.recv([theirs], (self.rank - 1) % self.size, tag)
@@ -420,32 +426,32 @@ class GlooTransport(Transport):
 
     def _compare(self, what: str, mine: Tensor, theirs: Tensor, rank: int) -> None:
         if theirs.equal(mine):
-            if self.mark is not None:
-                self.mark.check_places([self.mark.where], list)
+            if self.signature is not None:
+                self.signature.check_places([self.signature.where], list)
             return
-        (here, my_side), (there, their_side) = _split_sign(mine, self.rank), _split_sign(theirs, rank)
-        sides = [side for side in (my_side, their_side) if side.what]
-        if here != there or (len(sides) == 2 and my_side.what != their_side.what):
-            both = " and ".join(f"rank {side.rank} has {side.text}" for side in (their_side, my_side))
-            raise Mismatch(f"{what}: the ranks disagree; {both}", sides=sides)
-        if self.mark is not None:
-            self.mark.check_places([side.where for side in (my_side, their_side)], lambda: sides)
+        (here, my_call), (there, their_call) = _split_sign(mine, self.rank), _split_sign(theirs, rank)
+        calls = [call for call in (my_call, their_call) if call.what]
+        if here != there or (len(calls) == 2 and my_call.what != their_call.what):
+            both = " and ".join(f"rank {call.rank} has {call.text}" for call in (their_call, my_call))
+            raise Mismatch(f"{what}: the ranks disagree; {both}", calls=calls)
+        if self.signature is not None:
+            self.signature.check_places([call.where for call in (my_call, their_call)], lambda: calls)
 
-    def _explain_failure(self, what: str, problem: str, sides: Sequence[Side] | None) -> Exception:
+    def _explain_failure(self, what: str, problem: str, calls: Sequence[CallDescription] | None) -> Exception:
         """What to raise: my own finding, another rank's, or who is missing. The others learn it, or see me leave.
 
-        `sides`: of ranks that disagree; None where they do not.
+        `calls`: of ranks that disagree; None where they do not.
         """
-        if sides is not None:
-            self.abandon(found := Mismatch(problem, sides=sides))
-            found.sides = tuple(self.hear_sides()) or found.sides
+        if calls is not None:
+            self.abandon(found := Mismatch(problem, calls=calls))
+            found.calls = tuple(self.exchange_descriptions()) or found.calls
             return found
         self._gloo = None
         if self._interruption is not None and self._interruption.has_ended(_TO_BE_TOLD_S):
             return PeerLost(f"{self._interruption.why}; waited for it in {what}")
         if (report := self._liveness.read_report()) is not None:
             if isinstance(report, Mismatch):
-                report.sides = tuple(self.hear_sides()) or report.sides
+                report.calls = tuple(self.exchange_descriptions()) or report.calls
             return report
         missing, is_certain = self._liveness.describe_missing()
         if is_certain:
@@ -456,7 +462,7 @@ class GlooTransport(Transport):
 class _Flow:
     """The messages of one ring or chain: to the next rank and from the previous one, in order.
 
-    Receives are posted ahead, so that a message finds its place ready. Where memory is used again (`receive`
+    Receives are posted ahead, so that a message finds its place ready. If memory is used again (`receive`
     of a piece that was sent before), what was sent from it must have left.
     """
 
@@ -491,7 +497,7 @@ class _Flow:
             posted.popleft().wait()
             arrived(i)
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Wait until all that was sent has left."""
         for work, _ in self._sending.values():
             work.wait()
@@ -513,23 +519,23 @@ def _copy_parts(x: Tensor, parts: Sequence[Tensor]) -> None:
         part.copy_(done)
 
 
-def _encode(text: str, mark: Mark | None = None) -> Tensor:
-    """As many bytes for all: a mark's numbers, the text, and as much as fits of where the call stands."""
-    if mark is not None:
-        side = mark.side
-        numbers = f"{side.what:08x}{side.where:08x}{side.rank:06x}"
-        text = f"{numbers}{text}{_PLACE}{side.place} {side.text.rpartition(', ')[2]}"
+def _encode(text: str, signature: CallSignature | None = None) -> Tensor:
+    """A sign of `_SIGN` bytes: the signature's numbers, the text, and as much as fits of where the call stands."""
+    if signature is not None:
+        call = signature.description
+        numbers = f"{call.what:08x}{call.where:08x}{call.rank:06x}"
+        text = f"{numbers}{text}{_PLACE}{call.place} {call.text.rpartition(', ')[2]}"
     return torch.frombuffer(bytearray(text.encode()[:_SIGN].ljust(_SIGN)), dtype=torch.uint8)
 
 
-def _split_sign(sign: Tensor, rank: int) -> tuple[str, Side]:
-    """What it says of the operation, and its rank's side."""
+def _split_sign(sign: Tensor, rank: int) -> tuple[str, CallDescription]:
+    """What a sign says of the operation, and the call of its rank."""
     text, _, place = _decode(sign).partition(_PLACE)
-    if not place:  # without a mark
-        return text, Side(rank, 0, 0, text, "")
+    if not place:  # without a signature
+        return text, CallDescription(rank, 0, 0, text, "")
     what, where, rank = (int(text[i:j], 16) for i, j in ((0, 8), (8, 16), (16, 22)))
     text, line = text[22:], place.partition(" ")[0]
-    return text, Side(rank, what, where, f"{text} at {place}" if line else f"{text},{place}", line)
+    return text, CallDescription(rank, what, where, f"{text} at {place}" if line else f"{text},{place}", line)
 
 
 def _decode(sign: Tensor) -> str:
@@ -537,5 +543,5 @@ def _decode(sign: Tensor) -> str:
 
 
 def _digest(counts: Sequence[int]) -> str:
-    """Some letters that tell lists of sizes apart."""
+    """A short text that differs between lists of sizes."""
     return f"{crc32(str(list(counts)).encode()):08x}"

@@ -9,9 +9,7 @@ program makes in that very moment would be taken for one of them.)
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +20,7 @@ from typing import Any
 from torch.distributed import Store
 
 from unisono.world.transports import PeerLost
+from unisono.world.transports.connections import find_peer_port, list_sockets
 
 __all__ = ["InterruptibleStore", "Interruption"]
 
@@ -30,7 +29,7 @@ _SHORTEST_S, _LONGEST_S = 0.001, 0.05  # between two looks into the store
 
 
 class Interruption:
-    """Of one generation. `end` may come at any time, also before anything is waited for.
+    """Ends the waits of one generation. `end` may be called at any time, also before anything is waited for.
 
     `spared`: the port of the store, whose connections stay.
     """
@@ -44,22 +43,22 @@ class Interruption:
         self.stores: list[Store] = []  # torch's C++ holds a store without its Python object, which would then be gone
 
     def check(self) -> None:
-        """Raise PeerLost where it has ended."""
+        """Raise PeerLost if this generation has ended."""
         if self.why:
             raise PeerLost(self.why)
 
     def has_ended(self, within_s: float) -> bool:
-        """Whether it ends in that time."""
+        """Whether this generation has ended, or does so within that time."""
         return self._ended.wait(within_s)
 
     def end(self, why: str) -> None:
-        """A peer is lost: nobody of this generation waits any more."""
+        """End all waits of this generation, as a peer is lost."""
         self.why = self.why or why
         self._ended.set()
         while True:
             with self._lock:
                 known, before = set(self._sockets), list(self._connecting)
-            present = {number for number, _ in _list_sockets()}
+            present = _number_sockets()
             _shut_down(known.union(*(present - old for old in before)), self._spared)
             if not before:
                 return
@@ -67,15 +66,15 @@ class Interruption:
 
     @contextmanager
     def connecting(self) -> Iterator[None]:
-        """A group of gloo connects in this block."""
+        """Context in which a gloo group connects: its sockets are noted."""
         self.check()
-        before = {number for number, _ in _list_sockets()}
+        before = _number_sockets()
         with self._lock:
             self._connecting.append(before)
         try:
             yield
         finally:
-            found = {number for number, _ in _list_sockets()} - before
+            found = _number_sockets() - before
             with self._lock:
                 self._connecting.remove(before)
                 self._sockets |= found
@@ -94,7 +93,7 @@ class InterruptibleStore(Store):
         interruption.stores.append(self)
 
     def set(self, key: str, value: str | bytes) -> None:
-        """See torch's."""
+        """As torch's store does."""
         self._interruption.check()
         self.underlying_store.set(key, value)
 
@@ -104,7 +103,7 @@ class InterruptibleStore(Store):
         return bytes(self.underlying_store.get(key))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Until all keys are there."""
+        """Wait until all keys are there."""
         limit_s = (self.timeout if timeout is None else timeout).total_seconds()
         deadline, pause_s = time.monotonic() + limit_s, _SHORTEST_S
         while True:
@@ -117,43 +116,32 @@ class InterruptibleStore(Store):
             pause_s = min(_LONGEST_S, 2 * pause_s)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """See torch's."""
+        """As torch's store does."""
         return bool(self.underlying_store.check(list(keys)))
 
     def add(self, key: str, value: int) -> int:
-        """See torch's."""
+        """As torch's store does."""
         self._interruption.check()
         return int(self.underlying_store.add(key, value))
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        """See torch's."""
+        """As torch's store does."""
         return bytes(self.underlying_store.compare_set(key, expected, desired))
 
     def delete_key(self, key: str) -> bool:
-        """See torch's."""
+        """As torch's store does."""
         return bool(self.underlying_store.delete_key(key))
 
     deleteKey = delete_key  # by which torch's C++ looks for it
 
 
-def _list_sockets() -> list[tuple[int, int]]:
-    """The sockets of this process: the kernel's number of each, and a descriptor."""
-    found = []
-    for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
-        with contextlib.suppress(OSError):  # closed meanwhile, or the descriptor of the listing itself
-            target = os.readlink(f"/proc/self/fd/{name}")
-            if target.startswith("socket:["):
-                found.append((int(target[8:-1]), int(name)))
-    return found
+def _number_sockets() -> set[int]:
+    return {number for number, _ in list_sockets()}
 
 
 def _shut_down(numbers: set[int], spared: int | None) -> None:
     """Shut down the TCP connections among these sockets; their owner finds them closed."""
-    for number, descriptor in _list_sockets():
-        if number not in numbers:
-            continue
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as sock:
-            is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
-            is_same = os.fstat(sock.fileno()).st_ino == number
-            if is_tcp and is_same and sock.getpeername()[1] != spared:  # one that listens has no other end: an OSError
+    for number, sock in list_sockets():
+        if number in numbers and find_peer_port(sock) not in (None, spared):
+            with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)

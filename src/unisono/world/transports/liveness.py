@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
-import select
 import socket
 import time
-import weakref
 from typing import TYPE_CHECKING
 
-from unisono.background import close_queues
-from unisono.runtime.ending import describe_ending
 from unisono.runtime.machine import read_boot_id, read_namespaces
-from unisono.world.transports import Mismatch, PeerLost, Side
-from unisono.world.transports.silence import find_address, has_ended, limit_silence, probe
+from unisono.runtime.variables import read_host
+from unisono.world.transports import CallDescription, Mismatch, PeerLost, tell_at_exit
+from unisono.world.transports.connections import find_address, has_ended, limit_silence, probe
+from unisono.world.transports.meeting_page import ProcessWatch
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 DYING_S = 0.5  # a process that was killed may outlive its connections by a moment
 PATIENCE_S = 2.0  # for ranks to answer; the processes of this machine are looked up
-_TO_TELL_S = 1.0  # that ranks wait for what each other called, where they disagree
+_TO_TELL_S = 1.0  # that ranks which disagree wait for each other's calls
 _SILENCE_S = 2.0  # of the store's host, when who is missing is asked for
 
 
@@ -35,10 +32,10 @@ class Liveness:
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
-        self._host = os.environ.get("UNISONO_HOST", socket.gethostname())
+        self._host = read_host()
         store.set(f"who/{rank}", json.dumps([self._host, identify_machine(), os.getpid()]))
         self._pid, self._address = os.getpid(), find_address(store)
-        _known.add(self)
+        tell_at_exit(self)
 
     def end(self, how: str) -> None:
         """Tell the others that my program has ended: "has ended its program with status 0"."""
@@ -50,10 +47,10 @@ class Liveness:
             return  # the store went with a rank
 
     def report(self, why: Exception) -> None:
-        """Tell the others why I leave."""
+        """Tell the other ranks why this one leaves."""
         try:
-            sides = why.sides if isinstance(why, Mismatch) else ()
-            self._store.set("wrong", json.dumps([isinstance(why, Mismatch), str(why), sides]))
+            calls = why.calls if isinstance(why, Mismatch) else ()
+            self._store.set("wrong", json.dumps([isinstance(why, Mismatch), str(why), calls]))
         except RuntimeError:
             return  # the store went with a rank
 
@@ -63,21 +60,21 @@ class Liveness:
         try:
             if not self._store.check(["wrong"]):
                 return None
-            is_mismatch, text, sides = json.loads(self._store.get("wrong"))
+            is_mismatch, text, calls = json.loads(self._store.get("wrong"))
         except RuntimeError:
             _silent.add(self._address)
             return None
-        return Mismatch(text, sides=[Side(*side) for side in sides]) if is_mismatch else PeerLost(text)
+        return Mismatch(text, calls=[CallDescription(*call) for call in calls]) if is_mismatch else PeerLost(text)
 
-    def hear_sides(self, mine: Side) -> list[Side]:
+    def exchange_descriptions(self, mine: CallDescription) -> list[CallDescription]:
         """Tell the others what I have called, and hear it from those that tell it within a moment."""
-        found: dict[int, Side] = {}
+        found: dict[int, CallDescription] = {}
         deadline = time.monotonic() + _TO_TELL_S
         try:
-            self._store.set(f"side/{self._rank}", json.dumps(mine))
+            self._store.set(f"call/{self._rank}", json.dumps(mine))
             while len(found) < self._size:
-                told = [r for r in range(self._size) if r not in found and self._store.check([f"side/{r}"])]
-                found |= {r: Side(*json.loads(self._store.get(f"side/{r}"))) for r in told}
+                told = [r for r in range(self._size) if r not in found and self._store.check([f"call/{r}"])]
+                found |= {r: CallDescription(*json.loads(self._store.get(f"call/{r}"))) for r in told}
                 if time.monotonic() > deadline:
                     break
                 time.sleep(0.01)
@@ -126,22 +123,11 @@ class Liveness:
         )
 
 
-_known: weakref.WeakSet[Liveness] = weakref.WeakSet()
 _silent: set[tuple[str, int] | None] = set()  # servers of stores that did not answer
 
 
-@atexit.register
-def _tell_the_others() -> None:
-    """At the end of the program, once what was queued has been sent: nobody is to wait for this rank any more."""
-    known = list(_known)
-    if known:
-        close_queues()
-    for liveness in known:
-        liveness.end(describe_ending())
-
-
 def identify_machine() -> str:
-    """The same for two processes just when they can see each other by number."""
+    """A key that two processes share if and only if they see each other by process id."""
     try:
         return " ".join([read_boot_id(), *read_namespaces("pid")])
     except OSError:
@@ -149,15 +135,13 @@ def identify_machine() -> str:
 
 
 def _has_died(pid: int) -> bool:
-    if pid == os.getpid() or not hasattr(os, "pidfd_open"):
+    if not hasattr(os, "pidfd_open"):
         return False
     try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
+        watch = ProcessWatch([pid])
+    except PeerLost:
         return True
     try:
-        poll = select.poll()
-        poll.register(fd, select.POLLIN)
-        return bool(poll.poll(0))
+        return watch.has_died(0)
     finally:
-        os.close(fd)
+        watch.close()

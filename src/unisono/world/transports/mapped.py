@@ -25,7 +25,7 @@ def publish(fd: int) -> str:
 
 
 def open_published(address: str) -> int:
-    """A descriptor of my own for what `publish` named."""
+    """A new descriptor of what `publish` named."""
     return os.open(address, os.O_RDWR | os.O_CLOEXEC)
 
 
@@ -44,7 +44,7 @@ def map_view(fd: int, size: int) -> Tensor:
 class MappedMemory:
     """`nbytes` of every rank's memory: `mine` to work in, `ranks[r]` to read and write rank r's.
 
-    view: where asked for, that of rank 0, of which this rank has copies of its own where it writes to it.
+    view: with `viewed`, a private view of rank 0's memory: pages that this rank writes to become its own copies.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class MappedMemory:
         huge: bool = False,
         viewed: bool = False,
     ) -> None:
-        """`swap` gives every rank's bytes for mine; all ranks map together. `huge`: on huge pages, where it can be."""
+        """`swap` gives every rank's bytes for mine; all ranks map together. `huge`: on huge pages, if possible."""
         size = max(PAGE, -(-nbytes // PAGE) * PAGE)
         fd = os.memfd_create("unisono", os.MFD_CLOEXEC)
         try:
@@ -85,13 +85,13 @@ class MappedMemory:
         self.address = self.mine.untyped_storage().data_ptr()
 
     def prepare(self, rank: int) -> None:
-        """All of this rank's memory is about to be filled: have it on huge pages, where that is possible."""
+        """Put a rank's memory, all of which is about to be filled, on huge pages if possible."""
         memory = self.ranks[rank].untyped_storage()
         fill_with_huge_pages(memory.data_ptr(), memory.nbytes())
 
 
 def allow_reading() -> None:
-    """Let the processes of this run read my memory, where only parents may: those that the launcher has started."""
+    """Let the processes of this run's launcher read my memory, on systems that allow that to parents only (Yama)."""
     launcher = os.environ.get("UNISONO_LAUNCHER_PID", "")
     if _YAMA.is_file() and _YAMA.read_text(encoding="ascii").strip() == "1" and launcher.isdecimal():
         ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(int(launcher)), 0, 0, 0)

@@ -7,7 +7,6 @@ The page is a memfd: it has no name in any file system and the kernel frees it w
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import mmap
 import os
@@ -23,23 +22,24 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from unisono.background import LongWait, close_queues, watch_long_waits
+from unisono.background import LongWait, watch_long_waits
 from unisono.runtime import stops
-from unisono.runtime.ending import ENDED, describe_ending
+from unisono.runtime.ending import ENDED
 from unisono.runtime.frames import find_current_call
 from unisono.world.transports import (
     DTYPE_CODES,
     DTYPES,
     SMALL_BYTES,
-    Mark,
+    CallDescription,
+    CallSignature,
     Mismatch,
     Op,
     PeerLost,
-    Side,
+    tell_at_exit,
     warn_of_each_other,
 )
 from unisono.world.transports.arithmetic import combine
-from unisono.world.transports.lateness import BYTES, Neighbours
+from unisono.world.transports.neighbour_stacks import BYTES, Neighbours
 
 PAGE_NAME = "unisono-meeting-page"  # launchers that make the page give it this name
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -49,25 +49,25 @@ _CHECK_S = 0.05
 SPINS = 1000  # looks before sleeping, some 50 us: a wake-up costs as much
 
 # The page: a row of meetings for each rank, a row of small all-reduces for each, a row for each pair of ranks.
-# counter, process id, what lateness.py has there, two slots of (arrival time, number and mark of the collective, item),
-# why the rank left, where it waits, and what it called where the ranks disagree
+# counter, process id, what neighbour_stacks.py has there, two slots of (arrival time, number and signature of the
+# collective, item), why the rank left, where it waits, and what it called if the ranks disagree
 ROW = 1664
-_COUNT, _PID, _LATE, _SLOTS, _REASON, _WAITS, _SIDE = 0, 4, 8, 32, 512, 1024, 1280
+_COUNT, _PID, _LATE, _SLOTS, _REASON, _WAITS, _DESCRIPTION = 0, 4, 8, 32, 512, 1024, 1280
 _GAVE_UP = "gave up: "
 _DISAGREES = "gave up, as the ranks disagree: "
 _SLOT = 240
 _TOP = struct.Struct("=dqIIH")
 ITEM_LIMIT = _SLOT - _TOP.size
 _DEPTH = 16  # small all-reduces under way at once
-_SMALL_HEAD = 64  # time, operation, dtype, elements, number of the collective, its mark
+_SMALL_HEAD = 64  # time, operation, dtype, elements, number of the collective, its signature
 _SMALL_TOP = struct.Struct("dIIqqII")
 _SMALL_SLOT = _SMALL_HEAD + SMALL_BYTES
 _SMALL_ROW = 64 + _DEPTH * _SMALL_SLOT
 PAIR_BYTES = 64  # chunks posted, chunks taken
 
 _VIEWS = 4096  # kept for shapes that come again
-_SIDE_TOP = struct.Struct("IiII")  # how often the ranks have disagreed; rank in the world, what, where
-_TO_TELL_S = 1.0  # that ranks wait for what each other called, where they disagree
+_DESCRIPTION_TOP = struct.Struct("IiII")  # how often the ranks have disagreed; rank in the world, what, where
+_TO_TELL_S = 1.0  # that ranks which disagree wait for each other's calls
 OP_CODES: dict[str, int] = {"sum": 0, "mean": 1, "max": 2, "min": 3, "product": 4, "and": 5, "or": 6, "xor": 7}
 
 
@@ -111,7 +111,7 @@ class Counters:
         _LIBC.syscall(_FUTEX, ctypes.c_void_p(self._base + offset), 1, 0x7FFFFFFF, None, None, 0)
 
     def spin(self, offset: int, target: int) -> bool:
-        """Look again for a while; whether the counter has reached `target`."""
+        """Poll for a short while; whether the counter has reached `target`."""
         view, at = self._view, offset >> 2
         for _ in range(SPINS):  # noqa: SIM110 (a generator would be slower)
             if (view[at] - target) & 0xFFFFFFFF < 0x80000000:
@@ -134,7 +134,7 @@ def is_behind(counter: int, target: int) -> bool:
 
 
 class ProcessWatch:
-    """Tells whether a peer process is still there."""
+    """Tells whether the processes of the other ranks are still alive."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self.pids = list(pids)
@@ -176,7 +176,7 @@ class MeetingPage:
         pids: Sequence[int] = (),
         check: Callable[[], None] | None = None,
     ) -> None:
-        """`fd` is a memfd that all share. `pids`: every rank's process, where that is known: one that dies before it
+        """`fd` is a memfd that all share. `pids`: every rank's process, if known: one that dies before it
         comes is noticed then. `check`: raises PeerLost where waiting is to end."""
         self.rank, self.size, self.spin = rank, size, spin
         self.noun = "rank"  # what the others here are called
@@ -188,7 +188,7 @@ class MeetingPage:
         self.memory = mmap.mmap(fd, nbytes)
         self.counters = Counters(self.memory)
         self.sequence = 0  # the number of the collective that meets here
-        self.mark: Mark | None = None
+        self.signature: CallSignature | None = None
         self._disagreed = 0  # times
         self._check = check
         self.on_missing: Callable[[int], None] | None = None  # asked about a rank that does not come to a meeting
@@ -197,6 +197,7 @@ class MeetingPage:
         self._pid = os.getpid()  # a forked child is not the one that others wait for
         struct.pack_into("i", self.memory, rank * ROW + _PID, self._pid)
         _pages.add(self)
+        tell_at_exit(self)
         rows = [r * ROW for r in range(size)]
         self._neighbours = Neighbours(self.memory, rank, [row + _PID for row in rows], [row + _LATE for row in rows])
         self._watch: ProcessWatch | None = ProcessWatch(pids) if pids else None
@@ -213,11 +214,11 @@ class MeetingPage:
         return self._watch.pids
 
     def arrive(self, item: bytes = b"") -> None:
-        """Put my item up and count me in; does not wait."""
+        """Publish this rank's item and its arrival; does not wait."""
         self._round += 1
         at = self.rank * ROW + _SLOTS + (self._round & 1) * _SLOT
-        mark = self.mark
-        what, where = (mark.what, mark.where) if mark is not None else (0, 0)
+        signature = self.signature
+        what, where = (signature.what, signature.where) if signature is not None else (0, 0)
         _TOP.pack_into(self.memory, at, time.perf_counter(), self.sequence, what, where, len(item))
         if item:
             self.memory[at + _TOP.size : at + _TOP.size + len(item)] = item
@@ -256,7 +257,7 @@ class MeetingPage:
         fence()
 
     def _check_peer(self, at: int, target: int, rank: int, what: str, began: float) -> None:
-        """Raise where `rank` has left or died, or has been waited for too long."""
+        """Raise if `rank` has left or died, or has been waited for too long."""
         who = f"{self.noun} {rank}" + (f" (process {self._watch.pids[rank]})" if self._watch is not None else "")
         waited_s = time.perf_counter() - stops.ended_s - began
         waited = f"waited {waited_s:.1f} s for it in {what}"
@@ -283,7 +284,7 @@ class MeetingPage:
             )
 
     def lose(self, rank: int, what: str, why: str) -> Exception:
-        """The error for `rank`, which could not be used as it should be: how it ended, where that is seen soon."""
+        """The error for `rank`, whose memory or messages failed: how it ended, if that shows within a moment."""
         who, until = f"{self.noun} {rank} (process {self.pids[rank]})", time.perf_counter() + 20 * _CHECK_S
         assert self._watch is not None
         while not (died := self._watch.has_died(rank)) and time.perf_counter() < until:
@@ -301,12 +302,12 @@ class MeetingPage:
                 raise
 
     def give_up(self, error: Exception) -> Exception:
-        """Tell those who wait for me that I shall not come to another meeting."""
+        """Tell ranks that wait for this one that it will not come to another meeting; returns `error`."""
         self._leave((_DISAGREES if isinstance(error, Mismatch) else _GAVE_UP) + str(error))
         return error
 
     def end(self, how: str) -> None:
-        """The same where I have ended: "has ended its program with status 0"."""
+        """Tell ranks that wait for this one how it has ended: "has ended its program with status 0"."""
         if self._pid == os.getpid() and not self.memory[self.rank * ROW + _REASON]:
             self._leave(how)
 
@@ -322,11 +323,11 @@ class MeetingPage:
         """Show the others which call of the program I wait in; "": in none."""
         if self._pid == os.getpid():
             start = self.rank * ROW + _WAITS
-            room = _SIDE - _WAITS
+            room = _DESCRIPTION - _WAITS
             self.memory[start : start + room] = where.encode()[:room].ljust(room, b"\0")
 
     def _compare_waits(self, rank: int) -> None:
-        """Say once where my program waits for long, and that of `rank`, which I wait for, in another call."""
+        """Warn once if my program and that of `rank`, which I wait for, have waited for long in different calls."""
         global _has_warned
         theirs = self.read_wait(rank) if _program_waits and self.rank < rank and not _has_warned else ""
         if theirs and theirs != _program_waits:
@@ -334,8 +335,8 @@ class MeetingPage:
             warn_of_each_other(_program_waits, rank, theirs)
 
     def read_wait(self, rank: int) -> str:
-        """Which call of the program `rank` has waited in for long; "" where it has not."""
-        return self._read(rank * ROW + _WAITS, rank * ROW + _SIDE)
+        """Which call of the program `rank` has waited in for long; "" if it has not."""
+        return self._read(rank * ROW + _WAITS, rank * ROW + _DESCRIPTION)
 
     def read_sequence(self, rank: int) -> int:
         """The number of the collective of the last meeting that `rank` came to."""
@@ -347,37 +348,37 @@ class MeetingPage:
         slot = _SLOTS + (self._round & 1) * _SLOT
         return [int(_TOP.unpack_from(self.memory, r * ROW + slot)[1]) for r in range(self.size)]
 
-    def read_marks(self) -> tuple[list[int], list[int]]:
-        """The same of their marks: what, and where."""
+    def read_signatures(self) -> tuple[list[int], list[int]]:
+        """Every rank's signature in the meeting that just ended: what, and where."""
         slot = _SLOTS + (self._round & 1) * _SLOT
         tops = [_TOP.unpack_from(self.memory, r * ROW + slot) for r in range(self.size)]
         return [top[2] for top in tops], [top[3] for top in tops]
 
-    def hear_sides(self, mark: Mark | None) -> list[Side]:
+    def exchange_descriptions(self, signature: CallSignature | None) -> list[CallDescription]:
         """Tell the others what I have called, and hear it from those that tell it within a moment: where all find that
         they disagree."""
         self._disagreed += 1
-        if mark is not None:
-            side = mark.side
-            texts = [part.encode()[:limit] for part, limit in ((side.place, 80), (side.text, 240))]
-            start = self.rank * ROW + _SIDE
-            data = b"\0".join(texts).ljust(ROW - _SIDE - _SIDE_TOP.size, b"\0")
-            self.memory[start + _SIDE_TOP.size : self.rank * ROW + ROW] = data
-            _SIDE_TOP.pack_into(self.memory, start, 0, side.rank, side.what, side.where)
+        if signature is not None:
+            call = signature.description
+            texts = [part.encode()[:limit] for part, limit in ((call.place, 80), (call.text, 240))]
+            start = self.rank * ROW + _DESCRIPTION
+            data = b"\0".join(texts).ljust(ROW - _DESCRIPTION - _DESCRIPTION_TOP.size, b"\0")
+            self.memory[start + _DESCRIPTION_TOP.size : self.rank * ROW + ROW] = data
+            _DESCRIPTION_TOP.pack_into(self.memory, start, 0, call.rank, call.what, call.where)
             fence()
             struct.pack_into("I", self.memory, start, self._disagreed)
         deadline = time.perf_counter() + _TO_TELL_S
         while True:
-            tops = [_SIDE_TOP.unpack_from(self.memory, r * ROW + _SIDE) for r in range(self.size)]
+            tops = [_DESCRIPTION_TOP.unpack_from(self.memory, r * ROW + _DESCRIPTION) for r in range(self.size)]
             if all(top[0] >= self._disagreed for top in tops) or time.perf_counter() > deadline:
                 break
             time.sleep(0.002)
-        return [self._read_side(r, top) for r, top in enumerate(tops) if top[0] >= self._disagreed]
+        return [self._read_description(r, top) for r, top in enumerate(tops) if top[0] >= self._disagreed]
 
-    def _read_side(self, rank: int, top: tuple[int, ...]) -> Side:
+    def _read_description(self, rank: int, top: tuple[int, ...]) -> CallDescription:
         _, number, what, where = top
-        place, _, text = self._read(rank * ROW + _SIDE + _SIDE_TOP.size, rank * ROW + ROW).partition("\0")
-        return Side(number, what, where, text, place)
+        place, _, text = self._read(rank * ROW + _DESCRIPTION + _DESCRIPTION_TOP.size, rank * ROW + ROW).partition("\0")
+        return CallDescription(number, what, where, text, place)
 
     def read_items(self) -> list[bytes]:
         """Every rank's item of the meeting that just ended."""
@@ -409,22 +410,12 @@ _pages: weakref.WeakSet[MeetingPage] = weakref.WeakSet()
 
 @watch_long_waits
 def _show_wait(is_waiting: bool) -> None:
-    """On all pages: the ranks may wait for each other on different ones."""
+    """Show a long wait on all pages: ranks may wait for each other on different ones."""
     global _program_waits
     pages = list(_pages)
     _program_waits = str(find_current_call() or "") if is_waiting and pages else ""
     for page in pages:
         page.show_wait(_program_waits)
-
-
-@atexit.register
-def _tell_the_others() -> None:
-    """At the end of the program, once what was queued has been sent: nobody is to wait for this rank any more."""
-    pages = list(_pages)
-    if pages:
-        close_queues()
-    for page in pages:
-        page.end(describe_ending())
 
 
 class SmallAllReduce:
@@ -446,11 +437,11 @@ class SmallAllReduce:
         self._lock = threading.RLock()
 
     def post(
-        self, x: Tensor, op: Op, sequence: int, mark: Mark | None
+        self, x: Tensor, op: Op, sequence: int, signature: CallSignature | None
     ) -> tuple[Callable[[], float], Callable[[], bool]]:
         """Begin an all-reduce of contiguous `x`: what ends it and tells when the last rank came, and whether all have.
 
-        `sequence` and `mark` are the collective's in its world.
+        `sequence` and `signature` are the collective's in its world.
         """
         with self._lock:
             k = self._next
@@ -461,7 +452,7 @@ class SmallAllReduce:
             views = self._slot_views(x, slot)
             views[self.page.rank].copy_(x.detach().view(-1))
             head = self._rows[self.page.rank] + 64 + slot * _SMALL_SLOT
-            what, where = (mark.what, mark.where) if mark is not None else (0, 0)
+            what, where = (signature.what, signature.where) if signature is not None else (0, 0)
             top = (OP_CODES[op], DTYPE_CODES[x.dtype], x.numel(), sequence, what, where)
             _SMALL_TOP.pack_into(self.page.memory, head, time.perf_counter(), *top)
             self.page.counters.publish(self._rows[self.page.rank], k + 1)
@@ -472,7 +463,7 @@ class SmallAllReduce:
                 with self._lock:
                     if k in self._open:
                         try:
-                            result.append(self._finish(k, x, op, views, sequence, mark))
+                            result.append(self._finish(k, x, op, views, sequence, signature))
                         except Mismatch as error:  # it is the error of who waits for this one, at any time
                             wrong.append(error)
                         del self._open[k]
@@ -500,7 +491,9 @@ class SmallAllReduce:
         self._announced = next(iter(self._open), self._next - 1)  # the newest may be on its way
         self.page.counters.publish(self._rows[self.page.rank] + 4, self._announced)
 
-    def _finish(self, k: int, x: Tensor, op: Op, views: list[Tensor], sequence: int, mark: Mark | None) -> float:
+    def _finish(
+        self, k: int, x: Tensor, op: Op, views: list[Tensor], sequence: int, signature: CallSignature | None
+    ) -> float:
         page, slot = self.page, k % _DEPTH
 
         def check_large(rank: int) -> None:
@@ -508,7 +501,7 @@ class SmallAllReduce:
                 raise Mismatch(
                     f"all_reduce: the ranks disagree; rank {page.rank} has a small one, of {x.numel()} x {x.dtype}, "
                     f"where rank {rank} has a large one or another collective",
-                    sides=page.hear_sides(mark),
+                    calls=page.exchange_descriptions(signature),
                 )
 
         for r in range(page.size):
@@ -524,9 +517,9 @@ class SmallAllReduce:
                 f"rank {r} has {names[o]} of {n} x {DTYPES[d]} as collective {i}"
                 for r, (_, o, d, n, i, _, _) in enumerate(heads)
             )
-            raise Mismatch(f"all_reduce: the ranks disagree; {each}", sides=page.hear_sides(mark))
-        if mark is not None:
-            mark.check_places([head[6] for head in heads], lambda: page.hear_sides(mark))
+            raise Mismatch(f"all_reduce: the ranks disagree; {each}", calls=page.exchange_descriptions(signature))
+        if signature is not None:
+            signature.check_places([head[6] for head in heads], lambda: page.exchange_descriptions(signature))
         combine(views, op, x.detach().view(-1))
         return float(max(head[0] for head in heads))
 

@@ -1,4 +1,4 @@
-"""Whether each rank of an all_to_all expects what the others send it: without a message more, where that is so."""
+"""Whether each rank of an all_to_all expects what the others send it, without another message if they agree."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WEIGHTS = 1 << 61
 
 
 def weigh_sizes(rank: int, sent: Sequence[int], expected: Sequence[int]) -> int:
-    """A number that adds up to a multiple of `WEIGHTS` over all ranks, where each expects what the others send: each
+    """A number that adds up to a multiple of `WEIGHTS` over all ranks if each expects what the others send: each
     pair of ranks has a weight, and its size counts once with it, for the sender, and once against it.
 
     >>> (weigh_sizes(0, [3, 5], [3, 7]) + weigh_sizes(1, [6, 2], [5, 2])) % WEIGHTS == 0

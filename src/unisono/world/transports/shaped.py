@@ -1,5 +1,5 @@
-"""Messages between emulated hosts of one machine, held back as slow links would: where the kernel does not do it, and
-for latency.
+"""Messages between emulated hosts of one machine, held back as slow links would: for latency, and for rates if the
+kernel does not shape them.
 
 Messages move as fast as the machine does it (gloo.py); then every rank waits until the time at which they would have
 arrived over the links that UNISONO_NET names. Links and times are in memory that all ranks map (runtime/wire.py).
@@ -28,9 +28,9 @@ from torch import Tensor
 from unisono.runtime.link_text import Link, parse_link
 from unisono.runtime.machine import read_boot_id
 from unisono.runtime.wire import Wire
-from unisono.world.transports import Op, Side, Transport, find_group
-from unisono.world.transports.arithmetic import count_bytes
-from unisono.world.transports.gloo import NATIVE, SEGMENT, SMALL, TINY, goes_at_once
+from unisono.world.transports import CallDescription, Op, Transport, find_group
+from unisono.world.transports.arithmetic import NATIVE, count_bytes
+from unisono.world.transports.gloo import SEGMENT, SMALL, TINY, goes_at_once
 from unisono.world.transports.mapped import open_published, publish
 
 __all__ = ["ShapedTransport", "shape"]
@@ -48,7 +48,7 @@ class _Cost:
     hops: int = 0
 
     def __add__(self, other: _Cost) -> _Cost:
-        """One after the other."""
+        """The cost of one operation after the other."""
         return _Cost(self.up + other.up, self.down + other.down, self.hops + other.hops)
 
 
@@ -61,7 +61,7 @@ def shape(inner: Transport, nets: Sequence[str], hosts: Sequence[str]) -> Transp
 
 
 def _open_wire(inner: Transport, hosts: int) -> Wire:
-    """Rank 0 makes it. Where processes cannot open each other's memory, each has its host's link for itself."""
+    """The wire that rank 0 makes. If processes cannot open each other's memory, each has its host's link for itself."""
     fd = Wire.create(hosts)
     mine = f"{_read_machine()} {publish(fd)}"
     machine, _, address = inner.exchange(mine.encode())[0].decode().rpartition(" ")
@@ -194,8 +194,8 @@ class ShapedTransport(Transport):
     def release(self, x: Tensor) -> None:
         self._inner.release(x)
 
-    def hear_sides(self) -> list[Side]:
-        return self._inner.hear_sides()
+    def exchange_descriptions(self) -> list[CallDescription]:
+        return self._inner.exchange_descriptions()
 
     def abandon(self, why: Exception) -> None:
         self._inner.abandon(why)
@@ -207,7 +207,7 @@ class ShapedTransport(Transport):
 
     def _run(self, cost: _Cost, run: Callable[[], float]) -> float:
         """Do it, agree on when the last link has passed its bytes, and wait until then and for the latency."""
-        self._inner.sequence, self._inner.mark = self.sequence, self.mark
+        self._inner.begin(self.sequence, self.signature)
         cost = self._ring(_SIGN_BYTES, _SIGN_BYTES, 1) + cost
         end = self._wire.take(self._host, self._link, up=cost.up, down=cost.down)
         last = run()
@@ -227,21 +227,21 @@ class ShapedTransport(Transport):
         return (self._links[source].latency_s + self._links[target].latency_s) / 2
 
     def _ring(self, up: float, down: float, hops: int) -> _Cost:
-        """To the next rank and from the previous one, as far as they are on other hosts."""
+        """The cost of a ring: bytes to the next rank and from the previous one count if these are on other hosts."""
         is_up = self._hosts[(self.rank + 1) % self.size] != self._host
         is_down = self._hosts[self.rank - 1] != self._host
         return _Cost(is_up * up, is_down * down, hops)
 
     def _gather(self, sizes: Sequence[float]) -> _Cost:
-        """A ring in which each rank passes on what comes, but for what the next one has."""
+        """The cost of a ring in which each rank passes on what it gets, but for the next rank's own."""
         up, down = sum(sizes) - sizes[(self.rank + 1) % self.size], sum(sizes) - sizes[self.rank]
         return self._ring(up, down, self.size - 1)
 
     def _direct(self, nbytes: float) -> _Cost:
-        """So many bytes to all other ranks together, and from them."""
+        """The cost of `nbytes` to all other ranks together, and as many from them."""
         far = sum(host != self._host for host in self._hosts) / max(1, self.size - 1)
         return _Cost(far * nbytes, far * nbytes, 1)
 
     def _count_far(self, parts: Sequence[Tensor]) -> int:
-        """Bytes for other hosts, or from them."""
+        """Bytes of the parts that go to other hosts, or come from them."""
         return count_bytes([part for host, part in zip(self._hosts, parts, strict=True) if host != self._host])

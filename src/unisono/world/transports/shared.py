@@ -22,7 +22,17 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from unisono.world.transports import DTYPE_CODES, DTYPES, SMALL_BYTES, Mark, Mismatch, Op, Transport, find_group
+from unisono.world.transports import (
+    DTYPE_CODES,
+    DTYPES,
+    SMALL_BYTES,
+    CallSignature,
+    Mismatch,
+    Op,
+    Transport,
+    find_group,
+    gather_bytes,
+)
 from unisono.world.transports.arithmetic import combine, cut_share, cut_tiles
 from unisono.world.transports.direct_messages import DirectMessages, count_outbox_bytes
 from unisono.world.transports.mapped import MappedMemory, allow_reading, open_published, publish
@@ -30,7 +40,7 @@ from unisono.world.transports.meeting_page import ITEM_LIMIT, OP_CODES, PAGE_NAM
 from unisono.world.transports.sent_sizes import WEIGHTS, describe_uneven, weigh_sizes
 from unisono.world.transports.stage import Stage, count_stage_bytes, cut_blocks
 
-PRIVATE_BYTES = 256 << 10  # from here on private memory is read where it is, where that can be
+PRIVATE_BYTES = 256 << 10  # from this size on private memory is read from the other processes, if possible
 PEER_MEMORY = "UNISONO_PEER_MEMORY"  # "0": never
 _TILE = 1 << 20  # bytes reduced at a time in place: large enough for Python, small enough for the cache
 _READ, _READ_BY_ALL = 2 << 20, 8 << 20  # bytes of a rank that are read at a time, and of all ranks together
@@ -85,36 +95,22 @@ class SharedTransport(Transport):
     def from_inherited(
         cls, fd: int, rank: int, size: int, *, timeout_s: float, pids: Sequence[int] = ()
     ) -> SharedTransport:
-        """From a descriptor that the launcher left open, or sent."""
+        """A transport over a page that the launcher left open, or sent; closes the descriptor."""
         try:
             return cls(fd, rank, size, timeout_s=timeout_s, pids=pids)
         finally:
             os.close(fd)
 
-    @property
-    def sequence(self) -> int:
-        """The number of the collective now running: the page shows it to the others."""
-        return self._page.sequence
-
-    @sequence.setter
-    def sequence(self, value: int) -> None:
-        self._page.sequence = value
-
-    @property
-    def mark(self) -> Mark | None:
-        """What it is: shown likewise."""
-        return self._page.mark
-
-    @mark.setter
-    def mark(self, value: Mark | None) -> None:
-        self._page.mark = value
+    def begin(self, sequence: int, signature: CallSignature | None) -> None:
+        self.sequence = self._page.sequence = sequence  # the page shows both to the other ranks
+        self.signature = self._page.signature = signature
 
     # Collectives -----------------------------------------------------------------------------------------
 
     def post(
-        self, x: Tensor, op: Op, sequence: int, mark: Mark | None = None
+        self, x: Tensor, op: Op, sequence: int, signature: CallSignature | None = None
     ) -> tuple[Callable[[], float], Callable[[], bool]] | None:
-        return self._small.post(x, op, sequence, mark) if x.numel() * x.element_size() <= SMALL_BYTES else None
+        return self._small.post(x, op, sequence, signature) if x.numel() * x.element_size() <= SMALL_BYTES else None
 
     def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
         total, dtype = sum(p.numel() for p in parts), parts[0].dtype
@@ -194,7 +190,7 @@ class SharedTransport(Transport):
         heads, last = self._begin("all_to_all", "sum", parts[0].dtype, longest, place, same=False)
         if sum(head[5] for head in heads) % WEIGHTS:
             every = [json.loads(one) for one in self.exchange(json.dumps(sizes).encode())]
-            raise Mismatch(describe_uneven(every), sides=self._page.hear_sides(self.mark))
+            raise Mismatch(describe_uneven(every), calls=self._page.exchange_descriptions(self.signature))
         self._pass_pieces(parts, outs, parts[0].dtype, None, longest=max(head[3] for head in heads))
         return last
 
@@ -259,16 +255,13 @@ class SharedTransport(Transport):
     def exchange(self, data: bytes) -> list[bytes]:
         found = self._page.meet(_MARK + struct.pack("q", len(data)) + data[:_INLINE], "an exchange of objects")
         if strays := [r for r, item in enumerate(found) if not item.startswith(_MARK)]:
-            sides = self._page.hear_sides(self.mark)
-            raise Mismatch(f"an exchange of objects or shapes: rank {strays[0]} is in another collective", sides=sides)
-        self._check_marks("an exchange of objects or shapes")
+            calls = self._page.exchange_descriptions(self.signature)
+            raise Mismatch(f"an exchange of objects or shapes: rank {strays[0]} is in another collective", calls=calls)
+        self._check_signatures("an exchange of objects or shapes")
         sizes = [struct.unpack_from("q", item, len(_MARK))[0] for item in found]
         if max(sizes) <= _INLINE:
             return [item[len(_MARK) + 8 :] for item in found]
-        x = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        outs = [torch.empty(n, dtype=torch.uint8) for n in sizes]
-        self.all_gather(x, outs)
-        return [out.numpy().tobytes() for out in outs]
+        return gather_bytes(data, sizes, self.all_gather)
 
     # Groups and memory -----------------------------------------------------------------------------------
 
@@ -363,30 +356,30 @@ class SharedTransport(Transport):
                 + ("" if len(set(numbers)) == 1 else f" as collective {numbers[r]}")
                 for r, h in enumerate(heads)
             ]
-            sides = self._page.hear_sides(self.mark)
-            raise Mismatch(f"{what}: the ranks disagree; " + "; ".join(each), sides=sides)
-        self._check_marks(what)
+            calls = self._page.exchange_descriptions(self.signature)
+            raise Mismatch(f"{what}: the ranks disagree; " + "; ".join(each), calls=calls)
+        self._check_signatures(what)
         return heads, last
 
-    def _check_marks(self, what: str) -> None:
+    def _check_signatures(self, what: str) -> None:
         """Compare what the ranks called, beyond its size, and where."""
-        mark = self._page.mark
-        if mark is None:
+        signature = self.signature
+        if signature is None:
             return
-        whats, wheres = self._page.read_marks()
-        if whats.count(mark.what) != self.size and 0 not in whats:
-            sides = self._page.hear_sides(mark)
-            each = "; ".join(f"rank {side.rank} has {side.text}" for side in sides)
-            raise Mismatch(f"{what}: the ranks disagree; {each}", sides=sides)
-        mark.check_places(wheres, lambda: self._page.hear_sides(mark))
+        whats, wheres = self._page.read_signatures()
+        if whats.count(signature.what) != self.size and 0 not in whats:
+            calls = self._page.exchange_descriptions(signature)
+            each = "; ".join(f"rank {call.rank} has {call.text}" for call in calls)
+            raise Mismatch(f"{what}: the ranks disagree; {each}", calls=calls)
+        signature.check_places(wheres, lambda: self._page.exchange_descriptions(signature))
 
     def _check_small(self, rank: int) -> None:
-        """A rank that does not come may have posted this very collective as a small one."""
+        """Called for a rank that does not come: Mismatch if it has posted this collective as a small one."""
         if self.sequence and self._small.holds(rank, self.sequence):
             raise Mismatch(
                 f"collective {self.sequence}: the ranks disagree; rank {rank} has a small all_reduce, "
                 f"rank {self.rank} a large one or another collective",
-                sides=self._page.hear_sides(self.mark),
+                calls=self._page.exchange_descriptions(self.signature),
             )
 
     def _reduce_in_place(self, x: Tensor, op: Op) -> None:
@@ -471,7 +464,7 @@ class PeerMemory:
         self.works = self._find_out() if works is None else works
 
     def _find_out(self) -> bool:
-        """Let each rank read a word of all others."""
+        """Find out whether each rank can read the memory of all others, by one word."""
         tries = hasattr(_LIBC, "process_vm_readv") and os.environ.get(PEER_MEMORY, "1") != "0"
         if tries:
             allow_reading()
@@ -487,7 +480,7 @@ class PeerMemory:
         return self._copy(rank, here, there) == _WORD.size and found.raw == told[_WORD.size :]
 
     def _copy(self, rank: int, here: Sequence[Piece], there: Sequence[Piece]) -> int:
-        """One call; the bytes that were copied, -1 where none could be."""
+        """One call; the bytes that were copied, -1 if none could be."""
         mine = (_Vector * len(here))(*(_Vector(*piece) for piece in here))
         theirs = (_Vector * len(there))(*(_Vector(*piece) for piece in there))
         copied: int = _LIBC.process_vm_readv(
@@ -563,7 +556,7 @@ class PeerMemory:
         self._page.meet(what="reduce_scatter")
 
     def _find_scratch(self, dtype: torch.dtype) -> Tensor:
-        """Memory for a tile of each rank."""
+        """Scratch memory for a tile of each rank."""
         if self._scratch is None:
             size = len(self._pids)
             self._scratch = torch.empty(size, min(_READ, _READ_BY_ALL // size // 16 * 16), dtype=torch.uint8)
@@ -588,7 +581,7 @@ def list_pieces(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _take(here: list[Piece], there: list[Piece]) -> tuple[list[Piece], list[Piece], list[Piece], list[Piece]]:
-    """As much of both as one call takes, and the rest."""
+    """Split both lists into what one call of the kernel takes, and the rest."""
     end = sum(n for _, n in here)
     if len(here) <= _MOST_PIECES and len(there) <= _MOST_PIECES and end <= _MOST_BYTES:
         return here, there, [], []

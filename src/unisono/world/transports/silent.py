@@ -7,15 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
-import torch
 from torch import Tensor
 
-from unisono.world.transports import UNKNOWN, Mark, Op, Transport, find_group
-from unisono.world.transports.arithmetic import count_bytes, widen
+from unisono.world.transports import UNKNOWN, CallSignature, Op, Transport, find_group
+from unisono.world.transports.arithmetic import NATIVE, count_bytes, multiply
 
 Among = Literal["all", "inside", "across"]
 Listener = Callable[[str, int, Among, float, float], None]  # what, bytes, among whom, and when it began and ended
-_WIDE = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
 
 
 class SilentTransport(Transport):
@@ -53,16 +51,16 @@ class SilentTransport(Transport):
 
     def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
         nbytes = count_bytes(parts)
-        wide = parts[0].dtype in _WIDE or parts[0].dtype.is_complex or not self._by_messages
+        wide = parts[0].dtype in NATIVE or parts[0].dtype.is_complex or not self._by_messages
         told = [("all_reduce", nbytes)] if wide else [("all_to_all", nbytes), ("all_gather", -(-nbytes // self.size))]
         with self._told(*told):
             if op == "sum":
                 for part in parts:
-                    _multiply(part, self.size)
+                    multiply(part, self.size)
         return UNKNOWN
 
     def post(
-        self, x: Tensor, op: Op, sequence: int, mark: Mark | None = None
+        self, x: Tensor, op: Op, sequence: int, signature: CallSignature | None = None
     ) -> tuple[Callable[[], float], Callable[[], bool]] | None:
         return (lambda: self.all_reduce([x], op), lambda: True) if self._posts else None
 
@@ -70,7 +68,7 @@ class SilentTransport(Transport):
         with self._told(("reduce_scatter", count_bytes([x]))):
             out.copy_(x.split(list(counts))[self.rank])
             if op == "sum":
-                _multiply(out, self.size)
+                multiply(out, self.size)
         return UNKNOWN
 
     def all_gather(self, x: Tensor, outs: Sequence[Tensor]) -> float:
@@ -122,8 +120,3 @@ class SilentTransport(Transport):
             posts=self._posts,
             among=among,
         )
-
-
-def _multiply(x: Tensor, times: int) -> None:
-    """The sum of `times` equal tensors, for every dtype."""
-    x.copy_(widen(x).mul(times))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from unisono.world.transports import UNKNOWN, Op, Transport, find_group
-from unisono.world.transports.arithmetic import count_bytes, widen
+from unisono.world.transports.arithmetic import count_bytes, multiply
 
 
 class SimulatedTransport(Transport):
@@ -38,13 +38,13 @@ class SimulatedTransport(Transport):
         n = self.size
         if op == "sum":
             for part in parts:
-                _multiply(part, n)
+                multiply(part, n)
         return self._cost(2 * (n - 1) / n * count_bytes(parts), 2 * (n - 1))
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], op: Op, out: Tensor) -> float:
         out.copy_(x.split(list(counts))[self.rank])
         if op == "sum":
-            _multiply(out, self.size)
+            multiply(out, self.size)
         return self._cost((self.size - 1) / self.size * count_bytes([x]), self.size - 1)
 
     def all_gather(self, x: Tensor, outs: Sequence[Tensor]) -> float:
@@ -78,9 +78,3 @@ class SimulatedTransport(Transport):
         return SimulatedTransport(
             mine.index(self.rank), len(mine), bits_per_s=self.bits_per_s, latency_s=self.latency_s, parent=self
         )
-
-
-def _multiply(x: Tensor, times: int) -> None:
-    """The sum of `times` equal tensors, for every dtype."""
-    if not x.is_meta:
-        x.copy_(widen(x).mul(times))

@@ -26,7 +26,7 @@ class Stage:
     """Typed views of the stage: for each rank two blocks to put, two parts of results to take."""
 
     def __init__(self, memory: Sequence[Tensor], rank: int, dtype: torch.dtype) -> None:
-        """`memory`: of each rank."""
+        """`memory`: every rank's part of the stage."""
         self.rank, self.size = rank, len(memory)
         self.elements = BLOCK // dtype.itemsize
         self._results = (BLOCK // self.size + _SLACK) // dtype.itemsize

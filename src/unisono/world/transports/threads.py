@@ -18,7 +18,16 @@ from unisono.runtime import stops
 from unisono.runtime.frames import find_current_call
 from unisono.runtime.huge_pages import map_shared
 from unisono.runtime.memfd import anonymous_file
-from unisono.world.transports import Mark, Mismatch, Op, PeerLost, Transport, find_group, warn_of_each_other
+from unisono.world.transports import (
+    CallDescription,
+    CallSignature,
+    Mismatch,
+    Op,
+    PeerLost,
+    Transport,
+    find_group,
+    warn_of_each_other,
+)
 from unisono.world.transports.arithmetic import combine
 from unisono.world.transports.mapped import map_view
 
@@ -64,7 +73,8 @@ class Hub:
             self._compare_waits(me, ranks)
             if stops.clock() - began > self.timeout_s:
                 wait.end()
-                raise PeerLost(f"{what}: no answer within {self.timeout_s:g} s{self._describe_waits(me, ranks)}")
+                waits = "".join(f"; rank {r} waits in {where}" for r, where in self._find_waits(me, ranks).items())
+                raise PeerLost(f"{what}: no answer within {self.timeout_s:g} s{waits}")
         wait.end()
         if not ready():
             gone = " and ".join(f"rank {r} {why}" for r, why in sorted(self.left.items()) if r in ranks)
@@ -78,11 +88,8 @@ class Hub:
         found = {r: self.members[r].waits for r in ranks if r in self.members and r not in self.here}
         return {r: where for r, where in found.items() if where and where != self.members[me].waits}
 
-    def _describe_waits(self, me: int, ranks: Sequence[int]) -> str:
-        return "".join(f"; rank {r} waits in {where}" for r, where in self._find_waits(me, ranks).items())
-
     def _compare_waits(self, me: int, ranks: Sequence[int]) -> None:
-        """Say once where the programs of two ranks have waited for long, in different calls."""
+        """Warn once if the programs of two ranks have waited for long in different calls."""
         member = self.members[me]
         for rank, where in self._find_waits(me, ranks).items():
             if rank > me and member.waits and not member.has_warned:
@@ -107,7 +114,7 @@ _thread = _Thread()
 
 
 def be(member: Member | None) -> None:
-    """This thread runs the program of that rank."""
+    """Declare that this thread runs the program of a rank."""
     _thread.member = member
 
 
@@ -133,7 +140,7 @@ class ThreadTransport(Transport):
         hub = self.hub
         with hub.changed:
             now = hub.round
-            hub.items[self.rank], hub.times[self.rank] = (what, sign, item, self.mark), time.perf_counter()
+            hub.items[self.rank], hub.times[self.rank] = (what, sign, item, self.signature), time.perf_counter()
             hub.here.add(self.rank)
             if len(hub.here) == hub.size:
                 hub.found = (list(hub.items), max(hub.times))
@@ -142,17 +149,21 @@ class ThreadTransport(Transport):
                 hub.changed.notify_all()
             hub.wait_for(lambda: hub.round > now, what, range(hub.size), self.rank)
             found, last = hub.found
-        marks: list[Mark] = [mark for _, _, _, mark in found if mark is not None]
-        whats = {mark.what for mark in marks} if len(marks) == self.size else set()
+        signatures: list[CallSignature] = [signature for _, _, _, signature in found if signature is not None]
+        whats = {one.what for one in signatures} if len(signatures) == self.size else set()
+
+        def describe() -> list[CallDescription]:
+            return [one.description for one in signatures]
+
         if any(other[:2] != found[0][:2] for other in found) or len(whats) > 1:
             each = ", ".join(f"rank {r} has {other} {sign}" for r, (other, sign, _, _) in enumerate(found))
-            raise Mismatch(f"{what}: the ranks disagree; {each}", sides=[mark.side for mark in marks])
-        if self.mark is not None and whats and sign != "end":
-            self.mark.check_places([mark.where for mark in marks], lambda: [mark.side for mark in marks])
+            raise Mismatch(f"{what}: the ranks disagree; {each}", calls=describe())
+        if self.signature is not None and whats and sign != "end":
+            self.signature.check_places([one.where for one in signatures], describe)
         return [item for _, _, item, _ in found], last
 
     def _end(self, what: str) -> None:
-        """All have read what the others brought."""
+        """Wait until all ranks have read what the others brought."""
         self._meet(what, "end")
 
     def all_reduce(self, parts: Sequence[Tensor], op: Op) -> float:
@@ -231,7 +242,7 @@ class ThreadTransport(Transport):
         return line, view
 
     def close(self) -> None:
-        """Others would wait for me in vain."""
+        """Tell the other ranks that this one will not come any more."""
         with self.hub.changed:
             self.hub.left.setdefault(self.rank, self.member.why)
             self.hub.changed.notify_all()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,13 +16,14 @@ import torch
 from torch import Tensor
 
 from unisono.runtime.machine import read_boot_id, read_namespaces
-from unisono.world.transports import UNKNOWN, Mark, Mismatch, Op, PeerLost, Transport, find_group
+from unisono.runtime.variables import may_share_memory, read_host
+from unisono.world.transports import UNKNOWN, CallSignature, Mismatch, Op, PeerLost, Transport, find_group
 from unisono.world.transports.arithmetic import widen
+from unisono.world.transports.connections import limit_silence
 from unisono.world.transports.gloo import GlooTransport
 from unisono.world.transports.mapped import open_published, publish
 from unisono.world.transports.meeting_page import PAGE_NAME, is_supported
 from unisono.world.transports.shared import SharedTransport
-from unisono.world.transports.silence import limit_silence
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -46,7 +46,7 @@ def connect(
 ) -> tuple[Transport, list[str]]:
     """Meet the other ranks in `store`; the best transport for where they are, and every rank's host.
 
-    `interruption`: by which another thread ends what this rank waits for; `pids`: every rank's process, where known.
+    `interruption`: by which another thread ends what this rank waits for; `pids`: every rank's process, if known.
     """
     from torch.distributed import PrefixStore
 
@@ -87,7 +87,7 @@ def connect(
 
 def _identify_host() -> tuple[str, str]:
     """This host's name, and a key that two ranks share just when they can share memory."""
-    name = os.environ.get("UNISONO_HOST", socket.gethostname())
+    name = read_host()
     if not is_supported():
         return name, f"{name} {os.getpid()}"
     return name, " ".join([read_boot_id(), name, str(os.getuid()), *read_namespaces("net", "pid")])
@@ -103,7 +103,7 @@ def _share_memory(
     pids: Sequence[int],
 ) -> tuple[bool, SharedTransport | None]:
     """Whether every rank anywhere can share memory on its host, and mine with the others of my host, if any."""
-    works = is_supported() and os.environ.get("UNISONO_SHARED_MEMORY", "1") != "0"
+    works = is_supported() and may_share_memory()
     fd = os.memfd_create(PAGE_NAME, os.MFD_CLOEXEC) if works and rank == mine[0] else -1
     try:
         if rank == mine[0]:
@@ -130,7 +130,7 @@ def _share_memory(
 
 
 def _fail_together(method: F) -> F:
-    """When a phase fails on one rank, the others are waiting for it, on this host and on others: tell them."""
+    """Decorate a collective: if a phase fails here, tell the ranks that wait for this one, on all hosts."""
 
     @wraps(method)
     def run(self: TwoLevelTransport, *args: Any) -> Any:
@@ -141,17 +141,17 @@ def _fail_together(method: F) -> F:
         except (Mismatch, PeerLost) as error:
             text = str(error)
             why = type(error)(text if text.startswith("on host ") else f"on host {self._hosts[self.rank]}: {text}")
-            sides = error.sides if isinstance(error, Mismatch) else ()
+            calls = error.calls if isinstance(error, Mismatch) else ()
         self.abandon(why)
         if isinstance(why, Mismatch):
-            why.sides = tuple(self._flat.hear_sides()) or sides
+            why.calls = tuple(self._flat.exchange_descriptions()) or calls
         raise why
 
     return run  # type: ignore[return-value]
 
 
 class TwoLevelTransport(Transport):
-    """Some ranks a host, on several hosts."""
+    """One rank of several hosts with several ranks each."""
 
     name = "shared memory and messages"
 
@@ -159,6 +159,7 @@ class TwoLevelTransport(Transport):
         """`flat` joins all ranks, `inside` those of my host, `across` the leaders (None if I am not one)."""
         self.rank, self.size, self.timeout_s = flat.rank, flat.size, flat.timeout_s
         self._flat, self._inside, self._across = flat, inside, across
+        self._levels = [transport for transport in (inside, across, flat) if transport is not None]
         self._hosts = list(hosts)
         self._is_lost = False
         self._groups = [[r for r in range(self.size) if hosts[r] == h] for h in dict.fromkeys(hosts)]
@@ -167,16 +168,10 @@ class TwoLevelTransport(Transport):
         if isinstance(inside, SharedTransport):
             inside.call_others("local rank")
 
-    @property
-    def mark(self) -> Mark | None:
-        """What the collective now running is: all that it is made of carry it."""
-        return self._flat.mark
-
-    @mark.setter
-    def mark(self, value: Mark | None) -> None:
-        for transport in (self._inside, self._across, self._flat):
-            if transport is not None:
-                transport.mark = value
+    def begin(self, sequence: int, signature: CallSignature | None) -> None:
+        super().begin(sequence, signature)
+        for transport in self._levels:  # without a number: the collective may be several operations of theirs
+            transport.begin(0, signature)
 
     @classmethod
     def build(cls, flat: Transport, inside: Transport | None, hosts: Sequence[str]) -> TwoLevelTransport:
@@ -259,32 +254,31 @@ class TwoLevelTransport(Transport):
     def all_to_all(self, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> float:
         return self._flat.all_to_all(parts, outs)
 
+    def _reach(self, rank: int) -> tuple[Transport, int]:
+        """The transport for messages between `rank` and me, and its rank there."""
+        if self._inside is not None and rank in self._mine:
+            return self._inside, self._mine.index(rank)
+        return self._flat, rank
+
     def send(self, x: Tensor, dst: int) -> None:
-        if self._inside is not None and dst in self._mine:
-            self._inside.send(x, self._mine.index(dst))
-        else:
-            self._flat.send(x, dst)
+        transport, number = self._reach(dst)
+        transport.send(x, number)
 
     def recv(self, x: Tensor, src: int) -> None:
-        if self._inside is not None and src in self._mine:
-            self._inside.recv(x, self._mine.index(src))
-        else:
-            self._flat.recv(x, src)
+        transport, number = self._reach(src)
+        transport.recv(x, number)
 
     def send_labelled(self, x: Tensor, dst: int, label: int) -> None:
-        if self._inside is not None and dst in self._mine:
-            self._inside.send_labelled(x, self._mine.index(dst), label)
-        else:
-            self._flat.send_labelled(x, dst, label)
+        transport, number = self._reach(dst)
+        transport.send_labelled(x, number, label)
 
     def recv_labelled(self, src: int, find: Callable[[int, int, torch.dtype], Tensor]) -> None:
-        if self._inside is not None and src in self._mine:
-            self._inside.recv_labelled(self._mine.index(src), find)
-        else:
-            self._flat.recv_labelled(src, find)
+        transport, number = self._reach(src)
+        transport.recv_labelled(number, find)
 
     def has_room(self, dst: int, nbytes: int) -> bool:
-        return self._inside is not None and dst in self._mine and self._inside.has_room(self._mine.index(dst), nbytes)
+        transport, number = self._reach(dst)
+        return transport.has_room(number, nbytes)
 
     @_fail_together
     def exchange(self, data: bytes) -> list[bytes]:
@@ -292,9 +286,8 @@ class TwoLevelTransport(Transport):
 
     def set_timeout(self, seconds: float) -> None:
         self.timeout_s = seconds
-        for transport in (self._inside, self._across, self._flat):
-            if transport is not None:
-                transport.set_timeout(seconds)
+        for transport in self._levels:
+            transport.set_timeout(seconds)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Transport:
         members = find_group(groups, self.rank, self.size)
@@ -328,11 +321,9 @@ class TwoLevelTransport(Transport):
 
     def abandon(self, why: Exception) -> None:
         self._is_lost = True
-        for transport in (self._inside, self._across, self._flat):
-            if transport is not None:
-                transport.abandon(why)
+        for transport in self._levels:
+            transport.abandon(why)
 
     def close(self) -> None:
-        for transport in (self._inside, self._across, self._flat):
-            if transport is not None:
-                transport.close()
+        for transport in self._levels:
+            transport.close()

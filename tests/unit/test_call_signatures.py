@@ -1,4 +1,4 @@
-"""Calls that differ between ranks: found at once, and told with the rank, the step and the line of both sides."""
+"""Calls that differ between ranks: found at once, and told with the rank, the step and the line of both ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from test_world import run_hosts, run_messages, run_shared
 
 from unisono import Mismatch, PeerLost, World, run_threads
 from unisono.runtime.frames import find_site
-from unisono.world.call_marks import VARIABLE
-from unisono.world.transports import Side
-from unisono.world.transports.meeting_page import _SIDE, _SIDE_TOP, PAGE_NAME, MeetingPage
+from unisono.world.transports import CallDescription
+from unisono.world.transports.meeting_page import _DESCRIPTION, _DESCRIPTION_TOP, PAGE_NAME, MeetingPage
 
 Runner = Callable[[Callable[[World], Any], int], list[Any]]
 RUNNERS: dict[str, Runner] = {
@@ -36,7 +35,7 @@ def runner(request: pytest.FixtureRequest) -> Runner:
 def line_of(function: Callable[..., Any], text: str) -> str:
     lines, first = inspect.getsourcelines(function)
     (found,) = [first + i for i, line in enumerate(lines) if line.rstrip().endswith(text)]
-    return f"test_call_marks.py:{found}"
+    return f"test_call_signatures.py:{found}"
 
 
 def verdict_of(world: World) -> dict[str, Any]:
@@ -110,7 +109,7 @@ def test_collectives_in_another_order_are_named(runner: Runner) -> None:
     for verdict in runner(work, 3):
         assert verdict["rank"] == 0
         assert verdict["cause"] in ("skipped collective", "different collective")
-        assert "test_call_marks.py" in verdict["text"]
+        assert "test_call_signatures.py" in verdict["text"]
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
@@ -119,12 +118,12 @@ def test_another_shape_of_the_same_size_is_told_with_both_lines(runner: Runner, 
         shape = (size, 2) if world.rank == 2 else (2, size)
         with pytest.raises(Mismatch) as caught:
             world.all_reduce(torch.ones(shape), "sum", tag="scores").wait()
-        assert f"({size}, 2) float32 'scores' at test_call_marks.py:" in str(caught.value)
+        assert f"({size}, 2) float32 'scores' at test_call_signatures.py:" in str(caught.value)
         return verdict_of(world)
 
     for verdict in runner(work, 3):
         assert (verdict["rank"], verdict["cause"]) == (2, "different shape")
-        assert verdict["place"].startswith("test_call_marks.py:")
+        assert verdict["place"].startswith("test_call_signatures.py:")
 
 
 def test_another_dtype_of_a_broadcast_is_told(runner: Runner) -> None:
@@ -144,7 +143,7 @@ def test_calls_that_nobody_compares_are_compared_with_the_next(runner: Runner) -
             shape = (7,) if (world.rank, step) == (1, 2) else (5,)
             record = operations.record("all_reduce", "gpu", 0, how="sum", dtype=torch.float32, shapes=((shape,), 1))
             assert operations._history is not None
-            operations._history.roll(record.mark)
+            operations._history.roll(record.signature)
             if step < 2:
                 total += world.all_reduce(torch.ones(3), "sum").wait().sum().item()
         with pytest.raises(Mismatch, match="have called different things on their GPUs"):
@@ -171,7 +170,7 @@ def test_two_ranks_that_have_always_been_apart_may_be(recwarn: pytest.WarningsRe
     for run in (run_threads, run_shared):
         recwarn.clear()
         assert run(work, 2) == [18.0, 18.0]
-        assert [str(w.message).count("test_call_marks.py") for w in recwarn] == [2]
+        assert [str(w.message).count("test_call_signatures.py") for w in recwarn] == [2]
 
 
 def test_the_world_goes_on_after_what_was_told() -> None:
@@ -185,7 +184,7 @@ def test_the_world_goes_on_after_what_was_told() -> None:
 
 
 def test_nothing_is_compared_where_checks_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "off")
+    monkeypatch.setenv("UNISONO_CHECKS", "off")
 
     def work(world: World) -> float:
         x = torch.ones(2, 3) if world.rank else torch.ones(3, 2)
@@ -211,11 +210,11 @@ def test_what_a_rank_called_stays_beside_where_it_waits() -> None:
     fd = os.memfd_create(PAGE_NAME)
     page = MeetingPage(fd, 0, 1, timeout_s=5.0, spin=False)
     os.close(fd)
-    mark = SimpleNamespace(what=7, where=8, side=Side(0, 7, 8, "all_reduce of 3", "train.py:5"))
-    first = page.hear_sides(mark)  # type: ignore[arg-type]
+    signature = SimpleNamespace(what=7, where=8, description=CallDescription(0, 7, 8, "all_reduce of 3", "train.py:5"))
+    first = page.exchange_descriptions(signature)  # type: ignore[arg-type]
     page.show_wait("x" * 5000)
     assert page.read_wait(0) == "x" * 256
     page.show_wait("")
-    top = _SIDE_TOP.unpack_from(page.memory, _SIDE)
-    assert [page._read_side(0, top)] == first
+    top = _DESCRIPTION_TOP.unpack_from(page.memory, _DESCRIPTION)
+    assert [page._read_description(0, top)] == first
     page.close()

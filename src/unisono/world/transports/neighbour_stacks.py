@@ -1,4 +1,4 @@
-"""Where no launcher of ours watches (torchrun, MPI): a rank that waits for long reads the stacks of its host's ranks
+"""If no launcher of ours watches (torchrun, MPI): a rank that waits for long reads the stacks of its host's ranks
 itself, and says who keeps the others waiting.
 
 What ranks need to know of each other for that lies in their rows of the meeting page.
@@ -40,11 +40,11 @@ class Neighbours:
             _known.append(weakref.ref(self))
 
     def beat(self) -> None:
-        """Show that Python's lock can be taken here."""
+        """Write a heartbeat: this process can take Python's lock."""
         _ROW.pack_into(self._memory, self._rows_at[self._rank], self._fd, time.monotonic(), self._said)
 
     def report(self, what: str, waited_s: float, deadline_s: float) -> None:
-        """Say what all ranks of this host do, unless one of them has."""
+        """Print what all ranks of this host do, unless another rank has just done so."""
         for _ in range(self._rank):
             time.sleep(_TURN_S)
             _beat()
@@ -78,7 +78,7 @@ def _beat() -> None:
 
 
 def _tell(_: str, what: str, waited_s: float, deadline_s: float) -> None:
-    """On the first page, which all ranks of this host share."""
+    """Report on the first page, which all ranks of this host share."""
     first = next((found for ref in list(_known) if (found := ref()) is not None), None)
     if first is not None:
         first.report(what, waited_s, deadline_s)

@@ -1,8 +1,8 @@
-"""How long a call of a store may wait for a host that says nothing: the kernel counts, on its connections.
+"""The TCP connections of this process: found, probed, and limited in how long they wait for a silent host.
 
 A call such as `check` or `add` waits for the answer without a limit, and a host that is cut off sends neither an answer
-nor an end. Our own store (locked_store.py) does this for its connections. torch does not give its sockets away:
-they are found among this process's descriptors by the store's port.
+nor an end: so the kernel counts on the connection. Our own store (locked_store.py) asks it to. The connections of
+torch's stores are found among this process's sockets by the store's port.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import socket
 import sys
 from typing import TYPE_CHECKING, Any
 
+from unisono.world.transports import PeerLost
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch.distributed import Store
-
-__all__ = ["find_address", "has_ended", "is_closed", "limit_silence", "limit_silence_of", "probe"]
 
 _LONGEST_S = 32_000  # what Linux takes for TCP_KEEPIDLE
 
@@ -49,8 +49,9 @@ def limit_silence(store: Store, seconds: float) -> None:
     if hasattr(inner, "limit_silence"):
         inner.limit_silence(seconds)
         return
-    for sock in _connections(address[1]):
-        limit_silence_of(sock, seconds)
+    for _, sock in list_sockets():
+        if find_peer_port(sock) == address[1]:
+            limit_silence_of(sock, seconds)
 
 
 def limit_silence_of(sock: socket.socket, seconds: float) -> None:
@@ -67,13 +68,13 @@ def limit_silence_of(sock: socket.socket, seconds: float) -> None:
 
 def has_ended(store: Store) -> bool:
     """Whether a store's server has closed a connection of this process: torch would print its own frames, and then
-    raise, where that is used."""
+    raise, if that were used."""
     inner, address = _find_inner(store), find_address(store)
     if address is None or sys.platform != "linux":
         return False
     if hasattr(inner, "has_ended"):
         return bool(inner.has_ended())
-    return any(map(is_closed, _connections(address[1])))
+    return any(find_peer_port(sock) == address[1] and is_closed(sock) for _, sock in list_sockets())
 
 
 def is_closed(sock: socket.socket) -> bool:
@@ -95,12 +96,31 @@ def probe(address: tuple[str, int], seconds: float) -> OSError | None:
     return None
 
 
-def _connections(port: int) -> Iterator[socket.socket]:
-    """This process's connections to that port, by descriptors of our own."""
-    for name in os.listdir("/proc/self/fd"):
+def describe_no_store(host: str, port: int, timeout_s: float, why: OSError) -> PeerLost:
+    """The error for a store that could not be reached in time."""
+    return PeerLost(
+        f"no store answers at {host}:{port} within {timeout_s:g} s ({why}): the process that keeps it, rank 0 or the "
+        f"launcher, has not started or cannot be reached from host {socket.gethostname()}"
+    )
+
+
+def list_sockets() -> Iterator[tuple[int, socket.socket]]:
+    """This process's sockets: the kernel's number of each, and a descriptor of our own, which is closed after its turn.
+
+    torch and gloo do not give their sockets away: this is how they are found.
+    """
+    for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
         with contextlib.suppress(OSError):  # the descriptor of the listing itself, or one that was just closed
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as sock:
-                if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getpeername()[1] == port:
-                    yield sock
+                yield os.fstat(sock.fileno()).st_ino, sock
+
+
+def find_peer_port(sock: socket.socket) -> int | None:
+    """The port at the other end of a TCP connection; None for any other socket, and for one that listens."""
+    is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
+    try:
+        return int(sock.getpeername()[1]) if is_tcp else None
+    except OSError:
+        return None

@@ -341,6 +341,11 @@ def test_slow_steps_get_their_share_of_the_budget() -> None:
 # Methods say of themselves what they do to training ----------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("staleness", "grade"), [("0", "exact"), ("2", "other"), ("None", "other")])
+def test_settings_may_decide_what_a_method_does_to_training(staleness: str, grade: str) -> None:
+    assert describe_candidate(f"parameter_server(staleness={staleness})").convergence.grade == grade
+
+
 @pytest.mark.parametrize(("name", "kind"), [(n, k) for k in ("strategy", "reducer") for n in names(k)])  # type: ignore[arg-type]
 def test_what_a_method_proposes_can_be_built_and_is_its_own(name: str, kind: Any) -> None:
     facts = read_facts(name, kind)
@@ -377,7 +382,7 @@ def test_local_steps_are_measured_with_an_exchange_in_each() -> None:
     candidate = describe_candidate("diloco(every=50, delay=5)")
     measuring: Any = candidate.for_measuring()
     assert (measuring.every, measuring.delay) == (1, 0)
-    assert (candidate.every, candidate.is_delayed) == (50, True)
+    assert (candidate.pattern.every, candidate.pattern.kind) == (50, "delayed")
 
 
 # The command ------------------------------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 
 from unisono.background import watched_by
 from unisono.costs import Anatomy
-from unisono.costs.anatomy import Kind
 from unisono.footprint import memory
 from unisono.model_copies import add_hook
 from unisono.planner.candidates import Candidate
@@ -267,7 +266,7 @@ class Course:
                 self._tell(f"verifying {spec} ({turn + 1} of {_ROUNDS})")
                 self.replica.replace(lambda spec=spec: self._bind(build(spec, kind="strategy"), self.world))  # type: ignore[misc]
                 yield
-                for _ in range(max(_VERIFIED, getattr(self.replica.inner.strategy, "every", 1))):
+                for _ in range(max(_VERIFIED, self.replica.inner.strategy.pattern().every)):
                     self.world.barrier()
                     began = time.perf_counter()
                     yield
@@ -276,7 +275,7 @@ class Course:
         everyone = self.world.gather_objects(taken)
         for spec in chosen:
             slowest = [max(step) for step in zip(*(each[spec] for each in everyone), strict=True)]
-            seconds = sum(slowest) / len(slowest) if _every(spec) > 1 else median(slowest)
+            seconds = sum(slowest) / len(slowest) if build(spec).pattern().every > 1 else median(slowest)
             self.measured.methods = [
                 replace(m, verified_s=seconds) if m.spec == spec else m for m in self.measured.methods
             ]
@@ -383,11 +382,6 @@ def _count_steps(step_s: float, share_s: float) -> int:
     return min(_MOST_TRACED, max(1, int(min(_ENOUGH_S, share_s - step_s) / step_s)))
 
 
-def _every(spec: str) -> int:
-    every = getattr(build(spec, kind="strategy"), "every", 1)
-    return every if isinstance(every, int) else 1
-
-
 def _find_rate(optimizer: Optimizer) -> float | None:
     rate = optimizer.param_groups[0].get("lr")
     return float(rate) if rate is not None else None
@@ -396,11 +390,11 @@ def _find_rate(optimizer: Optimizer) -> float | None:
 def _to_anatomy(candidate: Candidate, step: TracedStep, ranks: int, bare_s: float) -> Anatomy:
     """Where an exchange comes in one step of several, what the program does for it comes as seldom."""
     compute_s, jobs = step.compute_s, step.jobs
-    if candidate.every > 1:
-        compute_s = min(compute_s, bare_s + max(0.0, compute_s - bare_s) / candidate.every)
+    pattern = candidate.pattern
+    if pattern.every > 1:
+        compute_s = min(compute_s, bare_s + max(0.0, compute_s - bare_s) / pattern.every)
         jobs = tuple(replace(job, ready_s=min(job.ready_s, compute_s), due_s=min(job.due_s, compute_s)) for job in jobs)
-    kind: Kind = "delayed" if candidate.is_delayed else "synchronous"
-    return Anatomy(candidate.spec, ranks, compute_s, jobs, every=candidate.every, kind=kind)
+    return Anatomy(candidate.spec, ranks, compute_s, jobs, every=pattern.every, kind=pattern.kind)
 
 
 def _choose_anatomy(everyone: list[dict[str, Any]]) -> Anatomy:

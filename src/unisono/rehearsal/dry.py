@@ -25,7 +25,6 @@ from unisono.model_copies import add_hook
 from unisono.planner.candidates import describe_candidate
 from unisono.runtime.link_text import Link
 from unisono.runtime.machine import host_bytes, usable_cores
-from unisono.simulation.methods import read_traits
 from unisono.sizes import show_size
 from unisono.spec import build, describe
 from unisono.strategy import Replica, Strategy, binding
@@ -176,7 +175,7 @@ class _DryScript:
                 self._is_replaced = True
                 result.notes.append(f"the steps were run under allreduce, and traffic is not known: {why}")
                 hosts = len(set(world.hosts))
-                if hosts > 1 and not _is_torchs(result.strategy) and read_traits(result.strategy).one_host:
+                if hosts > 1 and strategy.pattern().one_host:
                     raise ValueError(f"{result.strategy} needs all workers on one host, got {hosts}")
         if self._is_replaced:
             strategy = build("allreduce", kind="strategy")

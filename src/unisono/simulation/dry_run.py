@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
@@ -45,7 +46,7 @@ class DryRun:
 
     def at(self, ranks: int) -> Cost:
         """In a world of so many ranks."""
-        groups = self._groups(ranks)
+        groups = -(-ranks // self._each)
         if groups <= _TRIED[-1]:
             return self._run(ranks)
         low, high = (self._run(n * self._each) for n in _TRIED)
@@ -64,12 +65,11 @@ class DryRun:
         low, high = (self._run(n * self._each) for n in _TRIED)
         return _gathers_more(low, high)
 
-    @property
+    @cached_property
     def _each(self) -> int:
-        return self.per_host if "hierarchical" in self.reducer.spec else 1
-
-    def _groups(self, ranks: int) -> int:
-        return -(-ranks // self._each)
+        """Ranks that one rank speaks for between hosts: a host's, if the reducer works in two levels."""
+        two_hosts = self._run(2 * self.per_host).operations if self.per_host > 1 else ()
+        return self.per_host if any(operation.among != "all" for operation in two_hosts) else 1
 
     def _run(self, ranks: int) -> Cost:
         if ranks not in self._found:

@@ -42,7 +42,7 @@ def draw(study: Study, path: str, title: str) -> None:
     for method, colour in zip(order, colours, strict=True):
         rows = study.outcomes[method.spec]
         able = [n for n in sizes if not rows[n].problem]
-        style = _STYLES[method.traits.grade]
+        style = _STYLES[method.grade]
         axes.plot(
             able, [rows[n].speed_up for n in able], style, color=colour, label=method.spec, marker="o", markersize=3
         )

@@ -95,7 +95,7 @@ def _write_methods(study: Study) -> str:
         last = f"{stops:,}" if stops is not None else f"beyond {study.workers[-1]:,}"
         if rows[study.workers[-1]].problem and stops is None:
             last = "-"
-        lines.append([method.spec, method.traits.grade, *numbers, last])
+        lines.append([method.spec, method.grade, *numbers, last])
     note = "(stops scaling: from there on, twice as many workers give less than 10 % more)"
     return "\n".join([_align_columns(lines, left=(0, 1)), note, *notes])
 

@@ -13,7 +13,7 @@ from unisono.costs import Anatomy, Network, Operation, replay
 from unisono.facts import Grade
 from unisono.simulation.cluster import Cluster
 from unisono.simulation.methods import Method
-from unisono.simulation.neighbours import list_heard, simulate_neighbours
+from unisono.simulation.neighbours import simulate_neighbours
 from unisono.simulation.quantities import describe_duration
 from unisono.simulation.servers import Service, simulate_servers
 from unisono.simulation.stragglers import Floats, Stragglers
@@ -79,7 +79,7 @@ def simulate_method(method: Method, cluster: Cluster, workers: int, *, steps: in
     alone_s = (method.alone_s or method.at(1).compute_s) * cluster.stragglers.mean
     if problem := _find_problem(method, cluster, workers):
         unknown = (math.nan, math.nan, math.nan, alone_s, math.nan, math.nan, math.nan, math.nan)
-        return Outcome(method.spec, method.traits.grade, workers, *unknown, problem=problem)
+        return Outcome(method.spec, method.grade, workers, *unknown, problem=problem)
     step = slow_down(method.at(workers), cluster.crowding(workers))
     rng = np.random.default_rng([seed, workers])
     if workers == 1:
@@ -91,20 +91,20 @@ def simulate_method(method: Method, cluster: Cluster, workers: int, *, steps: in
             "neighbours": _train_with_neighbours,
             "servers": _train_with_servers,
             "alone": _train_alone,
-        }[method.traits.style]
+        }[method.pattern.style]
         outcome = run(method, step, cluster, workers, steps, rng)
-    waits = method.traits.style in ("synchronous", "windows", "neighbours") or method.traits.staleness == 0
+    waits = method.pattern.style in ("synchronous", "windows", "neighbours") or method.pattern.staleness == 0
     kept = cluster.failures.keep(cluster.count_hosts(workers), seed, waits=waits)
     return replace(outcome, kept=kept, alone_s=alone_s)
 
 
 def _find_problem(method: Method, cluster: Cluster, workers: int) -> str:
     """Why a method cannot run there; empty where it can."""
-    if method.traits.one_host and workers > cluster.per_host:
+    if method.pattern.one_host and workers > cluster.per_host:
         return f"needs all workers on one host, which has {cluster.per_host}"
-    if method.traits.style == "servers" and method.traits.servers > workers:
-        return f"{method.traits.servers} servers beside {workers} workers"
-    if method.traits.graph == "shift_one" and workers % 2 and workers > 1:
+    if method.pattern.style == "servers" and method.pattern.servers > workers:
+        return f"{method.pattern.servers} servers beside {workers} workers"
+    if method.pattern.even_world and workers % 2 and workers > 1:
         return "pairs workers, so it needs an even number"
     return ""
 
@@ -130,7 +130,7 @@ def _outcome(
     mean, low, high = _measure(times)
     waiting_s = max(0.0, mean - compute_s - communication_s - compression_s)
     parts = (compute_s, communication_s, compression_s, waiting_s)
-    return Outcome(method.spec, method.traits.grade, workers, mean, low, high, compute_s, *parts)
+    return Outcome(method.spec, method.grade, workers, mean, low, high, compute_s, *parts)
 
 
 # Each way of waiting ----------------------------------------------------------------------------------------------
@@ -204,11 +204,12 @@ def _train_with_neighbours(
     method: Method, step: Anatomy, cluster: Cluster, workers: int, steps: int, rng: np.random.Generator
 ) -> Outcome:
     """Models travel to neighbours while the window computes."""
-    traits, people = method.traits, cluster.stragglers
-    network = cluster.network(workers)
-    hosts = np.arange(workers) // network.per_host
-    flows = 2 if traits.graph == "ring" and workers > 2 else 1
-    leaving = flows if traits.graph == "ring" else network.per_host  # at a time, and share the host's link
+    pattern, people = method.pattern, cluster.stragglers
+    assert pattern.hears is not None, f"{method.spec} does not say which neighbours a worker hears"
+    network, ranks = cluster.network(workers), np.arange(workers)
+    hosts = ranks // network.per_host
+    flows = len(pattern.hears(0, ranks, workers).heard)
+    leaving = flows if pattern.next_door else network.per_host  # at a time, and share the host's link
     far_s = network.seconds(Operation("send", method.push_bytes * leaving)) if network.hosts > 1 else 0.0
     link = network.inside or network.between
     near_s = link.latency_s + method.push_bytes * link.s_per_byte * flows
@@ -222,22 +223,22 @@ def _train_with_neighbours(
         workers,
         steps,
         rng,
-        heard=lambda exchange: list_heard(traits.graph, exchange, workers),
+        heard=lambda exchange: pattern.hears(exchange, ranks, workers).heard,  # type: ignore[misc]
         travel_s=travel_s,
         work_s=step.work_s,
-        every=traits.every,
-        overlap=traits.overlap,
+        every=pattern.every,
+        overlap=pattern.overlap,
     )[steps // 2 :]  # a slow worker's delay wanders on by a neighbour a step
     compute_s = step.compute_s * people.mean
     longest = max(far_s, near_s if network.per_host > 1 else 0.0)
-    exposed = max(0.0, longest - compute_s) if traits.overlap else longest
+    exposed = max(0.0, longest - compute_s) if pattern.overlap else longest
     return _outcome(
         method,
         workers,
         times,
         compute_s=compute_s,
-        communication_s=exposed / traits.every,
-        compression_s=step.work_s / traits.every,
+        communication_s=exposed / pattern.every,
+        compression_s=step.work_s / pattern.every,
     )
 
 
@@ -247,7 +248,7 @@ def _train_with_servers(
     """Pushes and pulls queue at the servers' links."""
     service = _make_service(method, cluster, workers)
     times = simulate_servers(
-        service, step.compute_s, cluster.stragglers, workers, steps, rng, staleness=method.traits.staleness
+        service, step.compute_s, cluster.stragglers, workers, steps, rng, staleness=method.pattern.staleness
     )
     way = 2 * service.latency_s + max(service.push_s, service.own_push_s) + max(service.pull_s, service.own_pull_s)
     return _outcome(
@@ -266,9 +267,9 @@ def _make_service(method: Method, cluster: Cluster, workers: int) -> Service:
     network = cluster.network(workers)
     link = network.between if network.hosts > 1 else network.inside or network.between
     line = network.fitted.get("send") or (link.latency_s, link.s_per_byte)
-    apart = min(method.traits.servers, network.hosts) if network.hosts > 1 else method.traits.servers
-    synchronous = method.traits.staleness == 0
-    steps_s = method.model_bytes / _APPLY_BYTES_PER_S / method.traits.servers
+    apart = min(method.pattern.servers, network.hosts) if network.hosts > 1 else method.pattern.servers
+    synchronous = method.pattern.staleness == 0
+    steps_s = method.model_bytes / _APPLY_BYTES_PER_S / method.pattern.servers
     return Service(
         push_s=method.push_bytes * line[1] / apart,
         apply_s=steps_s,
@@ -295,7 +296,7 @@ def _train_alone(
 
 def _describe_rounds(method: Method, cluster: Cluster, workers: int) -> str:
     """How often models are averaged behind the programs."""
-    if method.traits.round_every_s is None or workers == 1:
+    if method.pattern.round_every_s is None or workers == 1:
         return ""
     round_s = cluster.network(workers).seconds(Operation("all_reduce", method.model_bytes))
-    return f"models are averaged every {describe_duration(method.traits.round_every_s + round_s)}"
+    return f"models are averaged every {describe_duration(method.pattern.round_every_s + round_s)}"

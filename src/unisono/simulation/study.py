@@ -79,7 +79,7 @@ class Study:
             "methods": [
                 {
                     "spec": method.spec,
-                    "grade": method.traits.grade,
+                    "grade": method.grade,
                     "stops_scaling_at": self.stops_at(method.spec),
                     "outcomes": [self.outcomes[method.spec][n].as_json() for n in sorted(self.outcomes[method.spec])],
                 }

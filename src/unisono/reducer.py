@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.buckets import Bucket
+from unisono.costs import all_reduce_bytes as all_reduce_bytes
 from unisono.world import World
 
 State = dict[str, Any]
@@ -138,13 +139,8 @@ def finish(stages: Stages) -> tuple[Reduced, State]:
 
 
 def dense_bytes(bucket: Bucket, size: int) -> int:
-    """What a bucket costs without a reducer: 2(N-1)/N of its bytes."""
+    """What a bucket costs without a reducer."""
     return all_reduce_bytes(bucket.nbytes, size)
-
-
-def all_reduce_bytes(nbytes: int, size: int) -> int:
-    """What one rank sends to all-reduce so many bytes."""
-    return math.ceil(2 * (size - 1) * nbytes / size)
 
 
 def residual_like(bucket: Bucket) -> Tensor:

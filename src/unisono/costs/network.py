@@ -91,7 +91,7 @@ class Network:
 
     def _between(self, op: str, n: int, nbytes: int) -> Line:
         """Messages between `n` ranks: rings, a chain, or all at once; each begins with a word to the next rank."""
-        messages, share = _messages(op, n), _share(op, n)
+        messages, share = _messages(op, n), sent_share(op, n)
         fill = (n - 2) * min(nbytes, _SEGMENT_BYTES) * self.between.s_per_byte if op == "broadcast" else 0.0
         return Line(messages * self.between.latency_s + fill, share * self.between.s_per_byte)
 
@@ -166,16 +166,26 @@ def _messages(op: str, n: int) -> int:
     return 1 + rounds.get(op, n - 1)
 
 
-def _share(op: str, n: int) -> float:
-    """Bytes through a rank's link for each byte that it gives."""
+def sent_share(op: str, ranks: int) -> float:
+    """Bytes that a rank sends for each byte that it gives to an operation (see `Operation.nbytes`)."""
+    rest = ranks - 1
     shares = {
-        "all_reduce": 2 * (n - 1) / n,
-        "reduce_scatter": (n - 1) / n,
-        "all_to_all": (n - 1) / n,
-        "all_gather": n - 1.0,
-        "exchange": n - 1.0,
+        "all_reduce": 2 * rest / ranks,
+        "reduce_scatter": rest / ranks,
+        "all_to_all": rest / ranks,
+        "all_gather": float(rest),
+        "exchange": float(rest),
     }
     return shares.get(op, 1.0)
+
+
+def all_reduce_bytes(nbytes: int, ranks: int) -> int:
+    """Bytes that one rank sends to all-reduce `nbytes`: 2(N-1)/N of them, in whole bytes.
+
+    >>> all_reduce_bytes(100, 4), all_reduce_bytes(100, 1)
+    (150, 0)
+    """
+    return -(-2 * (ranks - 1) * nbytes // ranks)
 
 
 def _ratio(a: float, b: float) -> float:

@@ -12,6 +12,7 @@ from unisono.footprint.formula import HALF_BYTES, SETTINGS, Facts, Need, Setting
 from unisono.sizes import show_size
 from unisono.spec import build, parse
 from unisono.strategies.zero import zero
+from unisono.text_table import format_rows
 
 _BEST = 5  # of the settings that fit, so many are spelled out
 
@@ -119,7 +120,7 @@ class MemoryReport:
             total = [n.device, n.host] if with_host else [n.device + n.host]
             numbers = [*(getattr(n, kind) for kind in kinds), *total, n.disk]
             lines.append([row.spec, *(show_size(x) for x in numbers), "no" if row.shortage else "yes"])
-        return _align_columns(lines)
+        return "\n".join(format_rows(lines))
 
     def __str__(self) -> str:
         parts = [self._format_head(), self.table(), self._format_advice()]
@@ -145,8 +146,8 @@ class MemoryReport:
         if not fitting:
             return self._explain_no_fit(rows)
         lines = ["fits, the fastest first:"]
-        width = max(len(row.spec) for row in fitting[:_BEST])
-        lines += [f"  {row.spec:<{width}}  {self._format_total(row.need)}" for row in fitting[:_BEST]]
+        rows_shown = [["", row.spec, self._format_total(row.need)] for row in fitting[:_BEST]]
+        lines += format_rows(rows_shown, left=(1, 2))
         if len(fitting) > _BEST:
             lines.append(f"  and {len(fitting) - _BEST} more: report.fits() has all of them")
         return "\n".join([*lines, *self._suggest_more(fitting[0].spec)])
@@ -230,13 +231,3 @@ def _read_setting(spec: str) -> Setting:
     if not isinstance(strategy, zero):
         return Setting("shared" if name == "shared" else "allreduce", accumulate=strategy.accumulate)
     return Setting("zero", **{name: getattr(strategy, name) for name in SETTINGS})
-
-
-def _align_columns(lines: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )

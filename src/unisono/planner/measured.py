@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from unisono.costs import Anatomy, Link, Network
+from unisono.costs import Anatomy, Link, Network, sent_share
 from unisono.facts import Convergence
 
 DDP = "torch:ddp"
@@ -27,10 +27,8 @@ class Method:
         """What a rank sends in a step, in the mean over steps."""
         if self.anatomy is None:
             return 0.0
-        n = self.anatomy.ranks
-        shares = {"all_reduce": 2 * (n - 1) / n, "reduce_scatter": (n - 1) / n, "all_to_all": (n - 1) / n}
-        shares |= {"all_gather": n - 1.0, "exchange": n - 1.0}
-        return sum(shares.get(o.op, 1.0) * o.nbytes for o in self.anatomy.operations) / self.anatomy.every
+        sent = sum(sent_share(o.op, self.anatomy.ranks) * o.nbytes for o in self.anatomy.operations)
+        return sent / self.anatomy.every
 
 
 @dataclass

@@ -8,6 +8,7 @@ from typing import Any
 from unisono.planner.choice import Choice, Ranked, show_bits, show_s
 from unisono.planner.measured import Measured, Method
 from unisono.sizes import show_size
+from unisono.text_table import format_rows
 
 __all__ = ["plan_to_dict", "write_report"]
 
@@ -87,12 +88,7 @@ def _table(rows: Sequence[Ranked], verified: bool, compared: Sequence[Method] = 
         [m.spec, *[""] * 7, show_size(m.memory_bytes), m.convergence.grade, show_s(m.verified_s or 0.0)]
         for m in compared
     ]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-    lines = []
-    for row in cells:
-        words = [f"{row[0]:<{widths[0]}}", *(f"{cell:>{w}}" for cell, w in zip(row[1:], widths[1:], strict=True))]
-        lines.append("  ".join(words).rstrip())
-    return lines
+    return format_rows(cells)
 
 
 def _cells(row: Ranked, verified: bool) -> list[str]:

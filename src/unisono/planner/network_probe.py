@@ -17,6 +17,7 @@ import torch
 from unisono.costs import Link, Network, Operation, fit
 from unisono.runtime.machine import read_boot_id, usable_cores
 from unisono.world import World
+from unisono.world.probe import take_slowest, time_runs
 
 OPS = ("all_reduce", "all_gather", "all_to_all", "broadcast", "exchange", "reduce_scatter")
 _LEAST_BYTES = 512
@@ -89,7 +90,8 @@ def measure_operation(
         run()
         used, began = time.process_time(), time.perf_counter()
         for _ in range(_CHUNKS):
-            seconds = _slowest(channel, lambda run=run, times=times: _time(channel, run, times)) / times  # type: ignore[misc]
+            channel.barrier()
+            seconds = take_slowest(channel, [time_runs(channel, run, times)])[0] / times
             points.append((float(nbytes), seconds))
             if seconds > _LONG_S:
                 break
@@ -107,23 +109,6 @@ def _sizes(most_bytes: int) -> Iterator[int]:
         yield nbytes
         nbytes *= _GROWTH
     yield max(most_bytes, _LEAST_BYTES)
-
-
-def _time(channel: World, run: Callable[[], Any], times: int) -> float:
-    channel.barrier()
-    began = time.perf_counter()
-    for _ in range(times):
-        run()
-    if channel.device.type == "cuda":
-        torch.cuda.synchronize(channel.device)
-    return time.perf_counter() - began
-
-
-def _slowest(channel: World, measure: Callable[[], float]) -> float:
-    """What all ranks agree on."""
-    seconds = torch.tensor([measure()], dtype=torch.float64)
-    channel.all_reduce(seconds, "max", tag="probe").wait()
-    return float(seconds)
 
 
 def _prepare(channel: World, op: str, nbytes: int) -> Callable[[], Any]:

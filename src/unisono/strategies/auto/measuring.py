@@ -15,16 +15,14 @@ from torch.nn import Parameter
 from unisono.buckets import BUCKET_BYTES, LARGE_BUCKET_BYTES, Bucket, group_into_buckets, on_device
 from unisono.exchange.overlap import split_sparse
 from unisono.exchange.reduction import overlap_pays
-from unisono.reducer import Reducer, all_reduce_bytes, dense_bytes
+from unisono.reducer import Reducer, dense_bytes
 from unisono.strategies.auto.decisions import Costs, Measured, Probed
 from unisono.strategy import Strategy
-from unisono.world import World
+from unisono.world import World, probe
+from unisono.world.probe import take_slowest
 from unisono.world.virtual import simulate
 
 TAG = "auto"
-_SMALL_NUMBERS, _REPEATS = 16, 3
-_NUMBERS = [1 << 16, 1 << 18, 1 << 20, 1 << 22]  # of a probe: the first that takes long enough
-_LONG_ENOUGH_S = 0.02  # so that latency, and what a shaped link lets through at once, count for little
 _SAMPLE_NUMBERS = 1 << 20  # of a dry run
 
 
@@ -32,36 +30,10 @@ _SAMPLE_NUMBERS = 1 << 20  # of a dry run
 
 
 def measure_link(world: World) -> Probed:
-    """Time some all-reduces, the slowest rank's times; every rank calls it."""
-    clock = world.ledger.clock
-    began = clock()
-    small_s = _time_all_reduce(world, _SMALL_NUMBERS)
-    for numbers in _NUMBERS:
-        large_s = _time_all_reduce(world, numbers)
-        if large_s >= _LONG_ENOUGH_S:
-            break
-    sent = all_reduce_bytes(4 * (numbers - _SMALL_NUMBERS), world.size)
-    took_s = take_slowest(world, [clock() - began])[0]
-    return Probed(small_s, max(0.0, large_s - small_s) / sent, took_s)
-
-
-def _time_all_reduce(world: World, numbers: int) -> float:
-    """The shortest of a few: what else the machine does only adds to it."""
-    x = torch.zeros(numbers, dtype=torch.float32, device=world.device)
-    times = []
-    for _ in range(_REPEATS):
-        start = world.ledger.clock()
-        world.all_reduce(x, "mean", tag=TAG).wait()
-        if x.is_cuda:
-            torch.cuda.synchronize(x.device)
-        times.append(world.ledger.clock() - start)
-    return take_slowest(world, [min(times)])[0]
-
-
-def take_slowest(world: World, numbers: Sequence[float]) -> list[float]:
-    """The largest of each, over the ranks."""
-    found: list[float] = world.all_reduce(torch.tensor(numbers, dtype=torch.float64), "max", tag=TAG).wait().tolist()
-    return found
+    """How fast the link is, by some all-reduces, and how long finding out took; every rank calls it."""
+    began = world.ledger.clock()
+    latency_s, s_per_byte = probe.measure_link(world, tag=TAG)
+    return Probed(latency_s, s_per_byte, take_slowest(world, [world.ledger.clock() - began], TAG)[0])
 
 
 # Steps ------------------------------------------------------------------------------------------------------------
@@ -76,7 +48,7 @@ def measure_steps(world: World, count: int) -> Measured:
         median(row.hidden for row in rows),
         median(float(row.bytes_sent) for row in rows),
     ]
-    return Measured(*take_slowest(world, mine))
+    return Measured(*take_slowest(world, mine, TAG))
 
 
 # What a candidate costs -------------------------------------------------------------------------------------------
@@ -102,7 +74,7 @@ def estimate_costs(strategy: Strategy, model: nn.Module, world: World) -> Costs 
     else:
         sent = round(sample_sent * share)
     work_s = 0.0 if reducer.exact else _time_dry_run(reducer, sample, world) * share
-    agreed = take_slowest(world, [sent, messages * len(buckets), work_s])
+    agreed = take_slowest(world, [sent, messages * len(buckets), work_s], TAG)
     return Costs(agreed[0], agreed[1], agreed[2], overlaps)
 
 

@@ -143,6 +143,20 @@ def dense_bytes(bucket: Bucket, size: int) -> int:
     return all_reduce_bytes(bucket.nbytes, size)
 
 
+def kept_bytes(reducer: Reducer, bucket: Bucket) -> int:
+    """What a reducer keeps for a bucket from one window to the next, which may be on the meta device: its state as
+    `init` makes it, and a spare for each line in that (see `SpareLines`)."""
+
+    def count(value: Any) -> int:
+        if isinstance(value, Tensor):
+            return 2 * value.nbytes
+        if isinstance(value, dict):
+            return sum(map(count, value.values()))
+        return sum(x.nbytes for x in value if isinstance(x, Tensor)) if isinstance(value, list) else 0
+
+    return count(reducer.init(bucket))
+
+
 def residual_like(bucket: Bucket) -> Tensor:
     """An empty residual: float32 for 16-bit buckets, so that small parts add up."""
     dtype = torch.float32 if bucket.flat.element_size() < 4 else bucket.dtype

@@ -51,7 +51,12 @@ def find_facts(
         step_memory=step_memory,
         device="cpu" if params[0].is_meta else params[0].device.type,
         backwards=backwards,
+        shapes=tuple((name, _without_memory(p)) for name, p in model.named_parameters() if p.requires_grad),
     ), left_out
+
+
+def _without_memory(param: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="meta"), requires_grad=False)
 
 
 def measure_units_by_size(model: nn.Module) -> UnitSizes:

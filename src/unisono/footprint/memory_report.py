@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from unisono.footprint.capacity import Capacity
 from unisono.footprint.formula import HALF_BYTES, SETTINGS, Facts, Need, Setting, compute_need, list_settings
 from unisono.sizes import show_size
-from unisono.spec import build, parse
+from unisono.spec import build
+from unisono.strategies.allreduce import allreduce
+from unisono.strategies.shared import shared
 from unisono.strategies.zero import zero
 from unisono.text_table import format_rows
 
@@ -224,10 +226,10 @@ def _list_doublings(workers: int) -> list[int]:
 
 def _read_setting(spec: str) -> Setting:
     """The setting that a spec means here; what it leaves out is the strategy's own default."""
-    name = parse(spec).name
-    strategy = build(spec) if name in ("allreduce", "shared", "zero") else None
-    if strategy is None:
-        raise ValueError(f"memory is known for allreduce, shared and zero, got {spec!r}")
-    if not isinstance(strategy, zero):
-        return Setting("shared" if name == "shared" else "allreduce", accumulate=strategy.accumulate)
-    return Setting("zero", **{name: getattr(strategy, name) for name in SETTINGS})
+    strategy = build(spec)
+    if isinstance(strategy, zero):
+        return Setting("zero", **{name: getattr(strategy, name) for name in SETTINGS})
+    if not isinstance(strategy, allreduce | shared):
+        raise ValueError(f"memory is known for allreduce with any reducer, shared and zero, got {spec!r}")
+    name: Literal["allreduce", "shared"] = "shared" if isinstance(strategy, shared) else "allreduce"
+    return Setting(name, accumulate=strategy.accumulate, reducer=strategy.reducer)

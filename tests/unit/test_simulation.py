@@ -14,6 +14,7 @@ import torch
 from unisono.buckets import Bucket
 from unisono.cli.command_line import main
 from unisono.costs import Anatomy, Job, Link, Network, Operation
+from unisono.exchange.dry_run import Cost
 from unisono.facts import Convergence
 from unisono.planner.candidates import describe_candidate
 from unisono.planner.measured import Measured
@@ -194,7 +195,7 @@ def test_bytes_of_many_ranks_go_on_as_those_of_few() -> None:
 def test_work_grows_with_the_ranks_only_where_all_of_their_bytes_come(monkeypatch: pytest.MonkeyPatch) -> None:
     real = dry_run._run
 
-    def measure(reducer: object, shapes: object, ranks: int, per_host: int) -> dry_run.Cost:
+    def measure(reducer: object, shapes: object, ranks: int, per_host: int) -> Cost:
         return replace(real(reducer, shapes, ranks, per_host), work_s=1.0 + 0.5 * ranks)  # type: ignore[arg-type]
 
     monkeypatch.setattr(dry_run, "_run", measure)

@@ -17,8 +17,7 @@ from unisono.costs import Anatomy, Job, Link, Network, Operation
 from unisono.exchange.dry_run import Cost
 from unisono.facts import Convergence
 from unisono.planner.candidates import describe_candidate
-from unisono.planner.measured import Measured
-from unisono.planner.measured import Method as MeasuredMethod
+from unisono.planner.measured import Measured, MeasuredMethod
 from unisono.simulation import dry_run
 from unisono.simulation.cluster import Cluster
 from unisono.simulation.dry_run import DryRun

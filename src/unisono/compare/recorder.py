@@ -27,7 +27,7 @@ from unisono.world import World
 from unisono.world.ledger import Ledger, Row, Span
 
 _WRITE_EVERY_S = 0.5
-_recorders: dict[int, Recorder] = {}  # by thread: each rank's program is one
+_recorders: dict[int, StepRecorder] = {}  # by thread: each rank's program is one
 
 
 class Enough(SystemExit):
@@ -39,7 +39,7 @@ def bind(model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: Worl
     replica = binding.bind_for(model, optimizer, strategy, world)
     if threading.get_ident() not in _recorders:
         steps = os.environ.get(STEPS, "")
-        recorder = Recorder(replica, strategy, Path(os.environ[FOLDER]), int(steps) if steps else None)
+        recorder = StepRecorder(replica, strategy, Path(os.environ[FOLDER]), int(steps) if steps else None)
         atexit.register(recorder.close)
     return replica
 
@@ -50,7 +50,7 @@ def _find_beginning(strategy: Strategy) -> list[Any]:
     return next(([name, count] for name, count in given if isinstance(count, int) and count > 0), [])
 
 
-class Recorder:
+class StepRecorder:
     """One rank's steps, written to its file now and then."""
 
     def __init__(self, replica: Replica, strategy: Strategy, folder: Path, steps: int | None = None) -> None:

@@ -27,7 +27,7 @@ class Link(NamedTuple):
         return 8 / self.bits_per_s
 
 
-class Line(NamedTuple):
+class LinearCost(NamedTuple):
     """time = latency_s + bytes * s_per_byte."""
 
     latency_s: float
@@ -74,10 +74,10 @@ class Network:
             if len(curve) > 1 and curve[0][0] <= nbytes:
                 return _interpolate(curve, nbytes)
             if operation.op in self.fitted:
-                return Line(*self.fitted[operation.op]).at(nbytes)
+                return LinearCost(*self.fitted[operation.op]).at(nbytes)
         return self.formula(operation).at(nbytes)
 
-    def formula(self, operation: Operation) -> Line:
+    def formula(self, operation: Operation) -> LinearCost:
         """The line that its algorithm has on these links."""
         if operation.among == "inside" or self.hosts == 1:
             return self._inside(operation.op, self._size(operation))
@@ -89,38 +89,38 @@ class Network:
         sizes = {"inside": min(self.per_host, self.ranks), "across": self.hosts}
         return sizes.get(operation.among, self.ranks)
 
-    def _between(self, op: str, n: int, nbytes: int) -> Line:
+    def _between(self, op: str, n: int, nbytes: int) -> LinearCost:
         """Messages between `n` ranks: rings, a chain, or all at once; each begins with a word to the next rank."""
         messages, share = _messages(op, n), sent_share(op, n)
         fill = (n - 2) * min(nbytes, _SEGMENT_BYTES) * self.between.s_per_byte if op == "broadcast" else 0.0
-        return Line(messages * self.between.latency_s + fill, share * self.between.s_per_byte)
+        return LinearCost(messages * self.between.latency_s + fill, share * self.between.s_per_byte)
 
-    def _inside(self, op: str, n: int) -> Line:
+    def _inside(self, op: str, n: int) -> LinearCost:
         """Memory that `n` ranks share: two meetings, and the bytes that a rank reads and writes."""
         link = self.inside or self.between
         moved = {"all_reduce": 2.0, "all_gather": float(n), "all_to_all": 2.0, "exchange": float(n)}.get(op, 1.0)
-        return Line(2 * link.latency_s, moved * link.s_per_byte)
+        return LinearCost(2 * link.latency_s, moved * link.s_per_byte)
 
-    def _two_level(self, operation: Operation) -> Line:
+    def _two_level(self, operation: Operation) -> LinearCost:
         """Inside each host, between the hosts' first ranks, inside again; all_to_all and messages go by themselves."""
         op, nbytes, each = operation.op, operation.nbytes, self.per_host
         if op in ("all_to_all", "exchange", "send"):
             line = self._between(op, self.ranks, nbytes)
             away = (self.ranks - each) / (self.ranks - 1)  # of the bytes that leave a rank, those to other hosts
             crowd = away * each if op != "send" else 1.0  # the ranks of a host share its link
-            return Line(line.latency_s, line.s_per_byte * crowd)
+            return LinearCost(line.latency_s, line.s_per_byte * crowd)
         if op == "all_gather":  # hosts pass on all of their ranks' parts
             across = self._between(op, self.hosts, nbytes * each)
             first, last = self._inside(op, each), self._inside("broadcast", each)
             s_per_byte = first.s_per_byte + each * across.s_per_byte + self.ranks * last.s_per_byte
-            return Line(first.latency_s + across.latency_s + last.latency_s, s_per_byte)
+            return LinearCost(first.latency_s + across.latency_s + last.latency_s, s_per_byte)
         across = self._between(op, self.hosts, nbytes)
         if op == "broadcast":
-            first, last = self._inside(op, each), Line(0.0, 0.0)
+            first, last = self._inside(op, each), LinearCost(0.0, 0.0)
         else:
             first, last = self._inside("all_reduce", each), self._inside("broadcast", each)
         part = 1 / self.hosts if op == "reduce_scatter" else 1.0
-        return Line(
+        return LinearCost(
             first.latency_s + across.latency_s + last.latency_s,
             first.s_per_byte + across.s_per_byte + part * last.s_per_byte,
         )
@@ -217,7 +217,7 @@ def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return line.latency_s, line.s_per_byte
 
 
-def _least_squares(points: Sequence[tuple[float, float]]) -> Line:
+def _least_squares(points: Sequence[tuple[float, float]]) -> LinearCost:
     sums = [0.0] * 5
     for x, y in points:
         w = 1 / y**2
@@ -226,11 +226,11 @@ def _least_squares(points: Sequence[tuple[float, float]]) -> Line:
     spread = one * sxx - sx * sx
     if spread <= 1e-12 * one * sxx or math.isclose(one * sxx, sx * sx, rel_tol=1e-12):
         x, y = points[-1]
-        return Line(0.0, y / x) if x else Line(y, 0.0)
+        return LinearCost(0.0, y / x) if x else LinearCost(y, 0.0)
     slope = (one * sxy - sx * sy) / spread
     start = (sy - slope * sx) / one
     if slope < 0:
-        return Line(sy / one, 0.0)
+        return LinearCost(sy / one, 0.0)
     if start < 0:
-        return Line(0.0, sxy / sxx)
-    return Line(start, slope)
+        return LinearCost(0.0, sxy / sxx)
+    return LinearCost(start, slope)

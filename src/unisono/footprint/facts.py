@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono.footprint.formula import DEFAULTS, Facts, StepMemory, UnitSizes
+from unisono.footprint.formula import DEFAULTS, ModelFacts, StepMemory, UnitSizes
 from unisono.footprint.live_bytes import Peaks
 from unisono.footprint.trace import Loss, OptimizerState, make_fake_mode, trace_activations, trace_optimizer
 from unisono.strategies.zero.units import Unit, unit_bytes_for, units_by_module, units_by_size
@@ -22,7 +22,7 @@ def find_facts(
     *,
     step_memory: StepMemory | None = None,
     backwards: int = 1,
-) -> tuple[Facts, list[str]]:
+) -> tuple[ModelFacts, list[str]]:
     """The facts, and what could not be found, in words."""
     left_out: list[str] = []
     params = list(model.parameters())
@@ -36,7 +36,7 @@ def find_facts(
             f"the state of {type(optimizer).__name__}: its step does not run on fake tensors ({format_error(error)})"
         )
     seen = {id(b): b for b in model.buffers()}
-    return Facts(
+    return ModelFacts(
         trainable=sum(p.numel() for p in trainable),
         trainable_bytes=sum(p.nbytes for p in trainable),
         frozen=sum(p.numel() for p in frozen),

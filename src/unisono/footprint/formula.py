@@ -103,7 +103,7 @@ class UnitSizes:
 
 
 @dataclass(frozen=True)
-class Facts:
+class ModelFacts:
     """What the formulas know of a model, its optimizer and one step of one worker."""
 
     trainable: int  # elements
@@ -152,7 +152,7 @@ class Need:
 
 
 def compute_need(
-    facts: Facts,
+    facts: ModelFacts,
     setting: Setting,
     workers: int,
     *,
@@ -173,7 +173,7 @@ def compute_need(
     return _compute_zero(facts, setting, workers, overlap=overlap and workers > 1, apart=apart, one_host=one_host)
 
 
-def _compute_allreduce(facts: Facts, setting: Setting, workers: int) -> Need:
+def _compute_allreduce(facts: ModelFacts, setting: Setting, workers: int) -> Need:
     gradients = facts.trainable_bytes
     step_memory = facts.step_memory or StepMemory()
     passes = max(setting.accumulate, facts.backwards)
@@ -192,7 +192,7 @@ def _compute_allreduce(facts: Facts, setting: Setting, workers: int) -> Need:
     )
 
 
-def _compute_shared(facts: Facts, setting: Setting, workers: int, per_host: int) -> Need:
+def _compute_shared(facts: ModelFacts, setting: Setting, workers: int, per_host: int) -> Need:
     step_memory = facts.step_memory or StepMemory()
     passes = max(setting.accumulate, facts.backwards)
     return Need(
@@ -204,7 +204,9 @@ def _compute_shared(facts: Facts, setting: Setting, workers: int, per_host: int)
     )
 
 
-def _compute_zero(facts: Facts, setting: Setting, workers: int, *, overlap: bool, apart: bool, one_host: bool) -> Need:
+def _compute_zero(
+    facts: ModelFacts, setting: Setting, workers: int, *, overlap: bool, apart: bool, one_host: bool
+) -> Need:
     sizes = _compute_sizes(facts, setting, workers)
     compute, away = sizes.compute, setting.optimizer_on != "device"
     units = facts.units_by_module if setting.stage == 3 else facts.units_by_size
@@ -258,7 +260,7 @@ class _Sizes(NamedTuple):
     frozen: int  # bytes
 
 
-def _compute_sizes(facts: Facts, setting: Setting, workers: int) -> _Sizes:
+def _compute_sizes(facts: ModelFacts, setting: Setting, workers: int) -> _Sizes:
     own = facts.trainable_bytes / max(1, facts.trainable)
     compute = DTYPES[setting.precision].itemsize if setting.precision else own
     step = max(MASTER_BYTES, compute)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from unisono.footprint.capacity import Capacity
-from unisono.footprint.formula import HALF_BYTES, SETTINGS, Facts, Need, Setting, compute_need, list_settings
+from unisono.footprint.formula import HALF_BYTES, SETTINGS, ModelFacts, Need, Setting, compute_need, list_settings
 from unisono.sizes import show_size
 from unisono.spec import build
 from unisono.strategies.allreduce import allreduce
@@ -56,7 +56,7 @@ class MemoryReport:
     left_out: what could not be found, in words: it is missing from the numbers.
     """
 
-    facts: Facts
+    facts: ModelFacts
     machine: Capacity
     workers: int
     left_out: tuple[str, ...] = ()

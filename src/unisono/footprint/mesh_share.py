@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from unisono.costs.pipelines import count_under_way
-from unisono.footprint.formula import Facts, StepMemory, UnitSizes
+from unisono.footprint.formula import ModelFacts, StepMemory, UnitSizes
 from unisono.hybrid import tensor_plan
 from unisono.hybrid.schedules import AHEAD, check_schedule
 
@@ -39,7 +39,7 @@ class MeshShare:
         return min(self.microbatches * per_rank, held) / per_rank
 
 
-def share_facts(facts: Facts, model: nn.Module, share: MeshShare) -> tuple[Facts, list[str]]:
+def share_facts(facts: ModelFacts, model: nn.Module, share: MeshShare) -> tuple[ModelFacts, list[str]]:
     """The facts of one rank, and what is not known.
 
     Layers of `un.tensor_plan` are divided by the tensor axis, all of it by the pipeline axis (stages of equal size). A

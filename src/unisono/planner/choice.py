@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from unisono.costs import Anatomy, Network, Prediction, predict, replay
 from unisono.facts import Grade
-from unisono.planner.measured import Measured, Method
+from unisono.planner.measured import Measured, MeasuredMethod
 from unisono.planner.meshes import advise_mesh
 
 __all__ = ["Choice", "Ranked", "choose", "find_crossing", "rank", "show_bits", "show_s"]
@@ -23,7 +23,7 @@ _SLOWEST, _FASTEST = 1e5, 1e13  # bits a second: where a crossing is looked for
 class Ranked:
     """A method, and its step as predicted."""
 
-    method: Method
+    method: MeasuredMethod
     prediction: Prediction
 
     @property
@@ -43,7 +43,7 @@ class Choice:
 
     ranked: list[Ranked]
     others: list[Ranked]
-    left_out: list[Method]
+    left_out: list[MeasuredMethod]
     reasons: list[str]
     advice: list[str]
 

@@ -12,7 +12,7 @@ DDP = "torch:ddp"
 
 
 @dataclass(frozen=True)
-class Method:
+class MeasuredMethod:
     """One method. `anatomy` is None where it was not measured, and `why` says so."""
 
     spec: str
@@ -50,7 +50,7 @@ class Measured:
     batch: int | None = None
     network: Network | None = None
     links: list[dict[str, Any]] = field(default_factory=list)
-    methods: list[Method] = field(default_factory=list)
+    methods: list[MeasuredMethod] = field(default_factory=list)
     steps: int = 0
     seconds: float = 0.0
     unfinished: str = ""  # what was still to be measured when the program ended
@@ -76,7 +76,7 @@ class Measured:
     def from_dict(cls, plain: dict[str, Any]) -> Measured:
         """What `to_dict` gave, also after it was JSON."""
         methods = [
-            Method(
+            MeasuredMethod(
                 **{
                     **m,
                     "convergence": Convergence(**m["convergence"]),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from unisono.planner.choice import Choice, Ranked, show_bits, show_s
-from unisono.planner.measured import Measured, Method
+from unisono.planner.measured import Measured, MeasuredMethod
 from unisono.sizes import show_size
 from unisono.text_table import format_rows
 
@@ -36,7 +36,7 @@ def write_report(measured: Measured, choice: Choice) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _find_compared(measured: Measured) -> list[Method]:
+def _find_compared(measured: Measured) -> list[MeasuredMethod]:
     """Methods of torch's own: measured for real, and not predicted."""
     return [m for m in measured.methods if m.anatomy is None and m.verified_s is not None]
 
@@ -81,7 +81,7 @@ def _describe_network(measured: Measured) -> str:
     return "\n".join(["Network, as time = latency + bytes / bandwidth:", *(f"  {line}" for line in lines)])
 
 
-def _table(rows: Sequence[Ranked], verified: bool, compared: Sequence[Method] = ()) -> list[str]:
+def _table(rows: Sequence[Ranked], verified: bool, compared: Sequence[MeasuredMethod] = ()) -> list[str]:
     head = [*_HEAD, *(["measured"] if verified or compared else [])]
     cells = [head, *(_cells(row, verified or bool(compared)) for row in rows)]
     cells += [

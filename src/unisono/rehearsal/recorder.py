@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.compare.recorder import Recorder
+from unisono.compare.recorder import StepRecorder
 from unisono.model_copies import add_hook
 from unisono.spec import describe
 from unisono.strategy import Replica, Strategy, binding
@@ -27,7 +27,7 @@ from unisono.world import World
 __all__ = ["SETTINGS", "Settings", "bind"]
 
 SETTINGS = "UNISONO_REHEARSAL"  # JSON, for the workers
-_recorders: list[_Recorder] = []
+_recorders: list[_NoteTaker] = []
 
 
 @dataclass(frozen=True)
@@ -60,16 +60,16 @@ def bind(model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: Worl
     if _recorders:
         replica = binding.bind_for(model, optimizer, strategy, world)
     else:
-        _recorders.append(recorder := _Recorder(settings, model, strategy, world))
+        _recorders.append(recorder := _NoteTaker(settings, model, strategy, world))
         replica = binding.bind_for(model, optimizer, strategy, world)
-        losses = Recorder(replica, strategy, Path(settings.folder), settings.steps)
+        losses = StepRecorder(replica, strategy, Path(settings.folder), settings.steps)
         atexit.register(losses.close)
         recorder.follow(replica, optimizer)
     replica.is_trial = True  # type: ignore[attr-defined]  # un.save writes nothing
     return replica
 
 
-class _Recorder:
+class _NoteTaker:
     """Of one rank."""
 
     def __init__(self, settings: Settings, model: nn.Module, strategy: Strategy, world: World) -> None:

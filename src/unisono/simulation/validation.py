@@ -10,11 +10,11 @@ from unisono.simulation.plan_file import Plan
 from unisono.simulation.steps import simulate_method
 from unisono.simulation.stragglers import parse_stragglers
 
-__all__ = ["Comparison", "compare_with_measured"]
+__all__ = ["StepComparison", "compare_with_measured"]
 
 
 @dataclass(frozen=True)
-class Comparison:
+class StepComparison:
     """A step of a method: simulated, and as it was. error = simulated / measured - 1."""
 
     spec: str
@@ -38,7 +38,7 @@ def compare_with_measured(
     one_machine: bool = False,
     steps: int = 1000,
     seed: int = 0,
-) -> list[Comparison]:
+) -> list[StepComparison]:
     """`measured_s[workers][spec]`, seconds of a step, against the simulation of a plan made with `plan.ranks` workers.
 
     per_host: workers a host in these runs (None: as in the plan). cores, threads: of a host, and those that a worker
@@ -52,7 +52,7 @@ def compare_with_measured(
             if spec not in methods:
                 raise ValueError(f"{spec!r} was not measured in the plan, which has {', '.join(sorted(methods))}")
             outcome = simulate_method(methods[spec], cluster, workers, steps=steps, seed=seed)
-            found.append(Comparison(spec, workers, outcome.step_s, seconds))
+            found.append(StepComparison(spec, workers, outcome.step_s, seconds))
     return found
 
 

@@ -18,7 +18,7 @@ from unisono.exchange.dry_run import run_reducer
 from unisono.exchange.overlap import split_sparse
 from unisono.exchange.reduction import overlap_pays
 from unisono.reducer import Reducer, dense_bytes
-from unisono.strategies.auto.decisions import Costs, Measured, Probed
+from unisono.strategies.auto.decisions import Costs, Probed, StepTimes
 from unisono.strategy import Strategy
 from unisono.world import World, probe
 from unisono.world.probe import take_slowest
@@ -40,7 +40,7 @@ def measure_link(world: World) -> Probed:
 # Steps ------------------------------------------------------------------------------------------------------------
 
 
-def measure_steps(world: World, count: int) -> Measured:
+def measure_steps(world: World, count: int) -> StepTimes:
     """The last `count` steps in the ledger, as all ranks agree on them: of each time, the slowest rank's median."""
     rows = list(islice(reversed(world.ledger.rows), max(1, count)))
     mine = [
@@ -49,7 +49,7 @@ def measure_steps(world: World, count: int) -> Measured:
         median(row.hidden for row in rows),
         median(float(row.bytes_sent) for row in rows),
     ]
-    return Measured(*take_slowest(world, mine, TAG))
+    return StepTimes(*take_slowest(world, mine, TAG))
 
 
 # What a candidate costs -------------------------------------------------------------------------------------------

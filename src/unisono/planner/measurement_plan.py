@@ -1,4 +1,4 @@
-"""The course of a measurement: what each step of the user's own loop is used for.
+"""The plan of a measurement: what each step of the user's own loop is used for.
 
 1. some steps with nothing exchanged: compute and its spread, memory;
 2. between two steps: the network, each link and each operation;
@@ -6,7 +6,7 @@
 4. where asked for: the best methods for real, in turn;
 5. torch's own DistributedDataParallel for real, to compare with.
 
-A generator: it goes on by one `yield` a step. All ranks take the same course, and meet before every step, so that
+A generator: it goes on by one `yield` a step. All ranks follow the same plan, and meet before every step, so that
 each step finds the machine as busy as it is in training.
 """
 
@@ -32,7 +32,7 @@ from unisono.costs import Anatomy
 from unisono.footprint import memory
 from unisono.model_copies import add_hook
 from unisono.planner.candidates import Candidate
-from unisono.planner.measured import DDP, Measured, Method
+from unisono.planner.measured import DDP, Measured, MeasuredMethod
 from unisono.planner.meshes import measure_stages, measure_tensor
 from unisono.planner.network_probe import probe
 from unisono.planner.steadying import steady
@@ -57,7 +57,7 @@ _SHORT = 0.8  # of a worker's memory: from here on it is short
 
 
 @dataclass(frozen=True)
-class Settings:
+class PlanSettings:
     """What the command asked for."""
 
     methods: Sequence[str] = ()
@@ -73,7 +73,7 @@ def steps_needed(methods: int, verify: int) -> int:
     return _WARM + _BARE + methods * (1 + _MOST_TRACED) + verify * _ROUNDS * (1 + _VERIFIED)
 
 
-class Course:
+class MeasurementPlan:
     """Drives a measurement from the end of each optimizer step."""
 
     def __init__(
@@ -82,7 +82,7 @@ class Course:
         optimizer: Optimizer,
         world: World,
         candidates: list[Candidate],
-        settings: Settings,
+        settings: PlanSettings,
         *,
         own: str,
         choose: Callable[[Measured], list[str]],
@@ -135,7 +135,7 @@ class Course:
             self._example = tuple(x.detach().clone() for x in args)
         self._batch.remove()
 
-    # The course --------------------------------------------------------------------------------------------------
+    # The plan ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> Iterator[None]:
         for _ in range(_WARM):
@@ -217,7 +217,7 @@ class Course:
         slowest = [max(step) for step in zip(*self.world.gather_objects(taken), strict=True)]
         peak = max(self.world.gather_objects(_read_peak(self.world.device)))
         self.measured.methods.append(
-            Method(candidate.spec, candidate.convergence, None, peak, verified_s=median(slowest))
+            MeasuredMethod(candidate.spec, candidate.convergence, None, peak, verified_s=median(slowest))
         )
 
     def _measure_method(self, candidate: Candidate, share_s: float) -> Iterator[None]:
@@ -355,7 +355,7 @@ class Course:
         )
 
     def _add(self, candidate: Candidate, *, anatomy: Anatomy | None = None, memory: int = 0, why: str = "") -> None:
-        self.measured.methods.append(Method(candidate.spec, candidate.convergence, anatomy, memory, why))
+        self.measured.methods.append(MeasuredMethod(candidate.spec, candidate.convergence, anatomy, memory, why))
 
     def _find_left_s(self) -> float:
         left_s = self.settings.budget_s - self._before_s - (time.monotonic() - self._began)

@@ -58,6 +58,11 @@ class Measured:
     stages: dict[str, Any] = field(default_factory=dict)  # of a pipeline, as measured on rank 0 (see `meshes`)
     tensor: dict[str, Any] = field(default_factory=dict)  # of a tensor axis, likewise
 
+    @property
+    def per_host(self) -> int:
+        """Workers of the host that has the most."""
+        return max(self.hosts.count(host) for host in self.hosts)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON holds them."""
         plain = asdict(self)

@@ -16,7 +16,7 @@ import copy
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,7 +49,6 @@ _WARM = 2  # steps before anything counts
 _BARE = 3
 _MOST_TRACED = 8  # steps a method, after a first one: as many as fit into
 _ENOUGH_S = 0.8
-_BEST = 3  # methods that are verified
 _ROUNDS = 2
 _VERIFIED = 3  # steps of a method in a round, after a first one
 _MOST_PROBED = 8 << 20
@@ -91,14 +90,14 @@ class MeasurementPlan:
         """`choose`: which methods are worth verifying; `finished`: called when all is measured."""
         self.model, self.optimizer, self.world = model, optimizer, world
         self.settings, self._candidates, self._choose = settings, candidates, choose
-        params = [p for p in model.parameters() if p.requires_grad]
+        params, rate = [p for p in model.parameters() if p.requires_grad], optimizer.param_groups[0].get("lr")
         self.measured = Measured(
             world.size,
             list(world.hosts),
             own,
             sum(p.numel() for p in params),
             sum(p.numel() * p.element_size() for p in params),
-            learning_rate=_find_rate(optimizer),
+            learning_rate=None if rate is None else float(rate),
             optimizer=type(optimizer).__name__,
         )
         self._began = time.monotonic()
@@ -160,7 +159,9 @@ class MeasurementPlan:
         for candidate in self._candidates:
             if candidate.unpredicted:
                 self._add(candidate, why=f"not predicted: {candidate.unpredicted}")
-        self._steady()
+        found = [m.anatomy for m in self.measured.methods if m.anatomy is not None and m.anatomy.every == 1]
+        steadied = {anatomy.spec: anatomy for anatomy in steady(found)}
+        self.measured.methods = [replace(m, anatomy=steadied.get(m.spec, m.anatomy)) for m in self.measured.methods]
         if self.settings.verify:
             yield from self._verify()
         self._go_quiet()
@@ -176,13 +177,7 @@ class MeasurementPlan:
         """Nothing exchanged."""
         self._tell("compute")
         _reset_peak(self.world.device)
-        taken = []
-        for _ in range(_BARE):
-            self.world.barrier()
-            began = time.perf_counter()
-            yield
-            self._settle()
-            taken.append(time.perf_counter() - began)
+        taken = yield from self._time_steps(_BARE)
         self._bare_s = median(taken)
         mine = any(p.grad is None for p in self.model.parameters() if p.requires_grad)
         self._has_unused = any(self.world.gather_objects(mine))
@@ -191,29 +186,40 @@ class MeasurementPlan:
         self.measured.compute_s = median(max(step) for step in zip(*everyone, strict=True))
         self.measured.memory_bytes = max(self.world.gather_objects(_read_peak(self.world.device)))
 
-    def _measure_torch(self, candidate: Candidate) -> Iterator[None]:
-        """For real: what torch sends does not pass through our worlds."""
-        self._tell(candidate.spec)
-        _reset_peak(self.world.device)
-        problem = ""
-        strategy: Any = candidate.strategy
-        if candidate.spec == DDP and self._has_unused:  # torch would raise in the program
-            strategy = replace(strategy, find_unused=True)
-        try:
-            self.replica.replace(lambda: self._bind(strategy, self.world))
-        except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
-            problem = str(error).partition("\n")[0]
-        if any(problems := self.world.gather_objects(problem)):
-            self._add(candidate, why=f"not measured: {next(filter(None, problems))}")
-            return
-        yield
+    def _time_steps(self, count: int) -> Generator[None, None, list[float]]:
+        """Seconds that each of the next steps takes on this rank; all ranks begin them together."""
         taken = []
-        for _ in range(_VERIFIED):
+        for _ in range(count):
             self.world.barrier()
             began = time.perf_counter()
             yield
             self._settle()
             taken.append(time.perf_counter() - began)
+        return taken
+
+    def _try(self, candidate: Candidate, strategy: Strategy, make_world: Callable[[], World], said: str) -> bool:
+        """Go on under a strategy; if it refuses on some rank, note why for its candidate."""
+        problem = ""
+        try:
+            self.replica.replace(lambda: self._bind(strategy, make_world()))
+        except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+            problem = str(error).partition("\n")[0]
+        problems = list(filter(None, self.world.gather_objects(problem)))
+        if problems:
+            self._add(candidate, why=f"{said}: {problems[0]}")
+        return not problems
+
+    def _measure_torch(self, candidate: Candidate) -> Iterator[None]:
+        """For real: what torch sends does not pass through our worlds."""
+        self._tell(candidate.spec)
+        _reset_peak(self.world.device)
+        strategy: Any = candidate.strategy
+        if candidate.spec == DDP and self._has_unused:  # torch would raise in the program
+            strategy = replace(strategy, find_unused=True)
+        if not self._try(candidate, strategy, lambda: self.world, "not measured"):
+            return
+        yield
+        taken = yield from self._time_steps(_VERIFIED)
         slowest = [max(step) for step in zip(*self.world.gather_objects(taken), strict=True)]
         peak = max(self.world.gather_objects(_read_peak(self.world.device)))
         self.measured.methods.append(
@@ -224,17 +230,11 @@ class MeasurementPlan:
         """`share_s`: its part of the time that is left."""
         gc.collect()  # its memory is to be its own
         trace = Trace()
-        problem = ""
         _reset_peak(self.world.device)
-        try:
-            with watched_by(trace):
-                self.replica.replace(lambda: self._bind(candidate.for_measuring(), self._silence(trace)))
-        except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
-            problem = str(error).partition("\n")[0]
-        if any(problems := self.world.gather_objects(problem)):
-            why = next(filter(None, problems))
+        with watched_by(trace):
+            fits = self._try(candidate, candidate.for_measuring(), lambda: self._silence(trace), "not for this program")
+        if not fits:
             self._go_quiet()
-            self._add(candidate, why=f"not for this program: {why}")
             return
         taken: list[TracedStep] = []
         with watched_by(trace):
@@ -252,11 +252,6 @@ class MeasurementPlan:
         anatomy = _choose_anatomy(everyone)
         self._add(candidate, anatomy=anatomy, memory=max(each["peak"] for each in everyone))
 
-    def _steady(self) -> None:
-        found = [m.anatomy for m in self.measured.methods if m.anatomy is not None and m.anatomy.every == 1]
-        steadied = {anatomy.spec: anatomy for anatomy in steady(found)}
-        self.measured.methods = [replace(m, anatomy=steadied.get(m.spec, m.anatomy)) for m in self.measured.methods]
-
     def _verify(self) -> Iterator[None]:
         """For real, in turn; the first step after each change does not count."""
         chosen = self.world.broadcast_object(self._choose(self.measured) if self.world.rank == 0 else [])
@@ -266,12 +261,8 @@ class MeasurementPlan:
                 self._tell(f"verifying {spec} ({turn + 1} of {_ROUNDS})")
                 self.replica.replace(lambda spec=spec: self._bind(build(spec, kind="strategy"), self.world))  # type: ignore[misc]
                 yield
-                for _ in range(max(_VERIFIED, self.replica.inner.strategy.pattern().every)):
-                    self.world.barrier()
-                    began = time.perf_counter()
-                    yield
-                    self._settle()
-                    taken[spec].append(time.perf_counter() - began)
+                every = self.replica.inner.strategy.pattern().every
+                taken[spec] += yield from self._time_steps(max(_VERIFIED, every))
         everyone = self.world.gather_objects(taken)
         for spec in chosen:
             slowest = [max(step) for step in zip(*(each[spec] for each in everyone), strict=True)]
@@ -380,11 +371,6 @@ def _count_steps(step_s: float, share_s: float) -> int:
     [8, 5, 3, 1]
     """
     return min(_MOST_TRACED, max(1, int(min(_ENOUGH_S, share_s - step_s) / step_s)))
-
-
-def _find_rate(optimizer: Optimizer) -> float | None:
-    rate = optimizer.param_groups[0].get("lr")
-    return float(rate) if rate is not None else None
 
 
 def _to_anatomy(candidate: Candidate, step: TracedStep, ranks: int, bare_s: float) -> Anatomy:

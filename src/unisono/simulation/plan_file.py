@@ -19,6 +19,7 @@ from unisono.strategy import Pattern
 
 __all__ = ["Growth", "Plan", "make_plan", "read_plan"]
 
+_SIMULATED = ("neighbours", "servers", "alone")  # whether or not a step of theirs was measured
 _NOT_MEASURED = "not measured in the plan: from the number of parameters, and reducers as fast as here"
 
 
@@ -52,7 +53,7 @@ class Plan:
         found = []
         for spec in specs or [*self.anatomies, *self.others]:
             method = make_method(spec, workload)
-            if method.pattern.style in ("servers", "neighbours", "alone"):
+            if method.pattern.style in _SIMULATED:
                 found.append(method)
             elif spec in self.anatomies:
                 found.append(self._carry(method, workload, crowding))
@@ -132,16 +133,11 @@ def make_plan(measured: Measured) -> Plan:
         raise ValueError("the plan has no compute time: the program ended before its steps were measured")
     return Plan(
         measured.ranks,
-        max(measured.hosts.count(host) for host in measured.hosts),
+        measured.per_host,
         measured.parameters,
         measured.gradient_bytes,
         mean(measured.bare_samples_s or [measured.compute_s]),
         measured.network,
         {m.spec: m.anatomy for m in measured.methods if m.anatomy is not None},
-        tuple(m.spec for m in measured.methods if m.anatomy is None and _is_simulated(m.spec)),
+        tuple(m.spec for m in measured.methods if m.anatomy is None and build(m.spec).pattern().style in _SIMULATED),
     )
-
-
-def _is_simulated(spec: str) -> bool:
-    """Whether a method can be simulated though its step was not measured."""
-    return build(spec).pattern().style in ("neighbours", "servers", "alone")

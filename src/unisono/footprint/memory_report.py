@@ -71,11 +71,10 @@ class MemoryReport:
     @property
     def rows(self) -> list[SettingRow]:
         """Every stage and placement, the fastest first."""
-        return [self._make_row(setting) for setting in self._list_settings()]
-
-    def _list_settings(self) -> list[Setting]:
         half = self.facts.trainable_bytes > HALF_BYTES * self.facts.trainable
-        return list_settings(self.replicas, device_is_host=self.machine.device is None, half=half)
+        settings = list_settings(self.replicas, device_is_host=self.machine.device is None, half=half)
+        needs = [(setting.spec, self._compute_need(setting)) for setting in settings]
+        return [SettingRow(spec, need, describe_shortage(need, self.machine)) for spec, need in needs]
 
     def fits(self) -> list[str]:
         """The settings that fit, the fastest first: texts to give to `un.parallel`."""
@@ -99,10 +98,6 @@ class MemoryReport:
         if odd:
             raise TypeError(f"compare got {odd[0]!r}; expected bytes of {', '.join(places)}")
         return Comparison(spec, {k: (getattr(wanted, k), v) for k, v in measured.items() if v is not None})
-
-    def _make_row(self, setting: Setting) -> SettingRow:
-        needed = self._compute_need(setting)
-        return SettingRow(setting.spec, needed, describe_shortage(needed, self.machine))
 
     # Words -----------------------------------------------------------------------------------------------
 
@@ -174,23 +169,16 @@ class MemoryReport:
     def _explain_no_fit(self, rows: Sequence[SettingRow]) -> str:
         least = min(rows, key=lambda row: compute_excess(row.need, self.machine))
         lines = [f"nothing fits. Closest: {least.spec}, which lacks {least.shortage}."]
-        f = self.facts
         if least.need.activations > least.need.device / 2:
             lines.append(
                 f"Activations take {show_size(least.need.activations)} of it: a smaller batch a worker, or activation "
                 "checkpointing (torch.utils.checkpoint), needs less."
             )
-        if f.trainable:
-            more = next((n for n in _list_doublings(self.workers) if self._find_fit_with(n)), None)
-            if more:
-                spec = self._find_fit_with(more)
-                lines.append(f"With {more} workers, {spec} fits, as many on a host and as large a batch each.")
+        for more in (self.workers * 2**i for i in range(1, 11)):
+            if fitting := dataclasses.replace(self, workers=more).fits():
+                lines.append(f"With {more} workers, {fitting[0]} fits, as many on a host and as large a batch each.")
+                break
         return "\n".join(lines)
-
-    def _find_fit_with(self, workers: int) -> str:
-        """The first setting that fits with so many workers, on hosts that have as many as this one."""
-        found = dataclasses.replace(self, workers=workers).fits()
-        return found[0] if found else ""
 
 
 def describe_shortage(needed: Need, there: Capacity) -> str:
@@ -218,10 +206,6 @@ def _list_demands(needed: Need, there: Capacity) -> list[tuple[str, int, int, in
             ("host memory", needed.host * many, there.host, many),
         ]
     return [*host, ("disk", needed.disk * many, there.disk, many)]
-
-
-def _list_doublings(workers: int) -> list[int]:
-    return [workers * 2**i for i in range(1, 11)]
 
 
 def _read_setting(spec: str) -> Setting:

@@ -52,14 +52,20 @@ def share_facts(facts: ModelFacts, model: nn.Module, share: MeshShare) -> tuple[
     part = by_tensor / pipeline
     kept = share.count_held() / share.microbatches / pipeline if pipeline > 1 else 1.0
     notes = []
+    step_memory = facts.step_memory
+    if step_memory is not None:
+        step_memory = StepMemory(
+            **{name: round(bytes_ * kept * share.traced) for name, bytes_ in dataclasses.asdict(step_memory).items()}
+        )
     if tensor > 1:
         notes.append(
             f"what the tensor axis saves of activations: they count whole ({split / every:.0%} of the parameters are "
             f"divided by {tensor})"
         )
     if pipeline > 1:
+        part_name = {2: "half", 3: "third", 4: "quarter"}.get(pipeline, f"{pipeline}th")
         notes.append(
-            f"stages that differ: each counts a {_ordinal(pipeline)} of the model, with {share.count_held():g} of "
+            f"stages that differ: each counts a {part_name} of the model, with {share.count_held():g} of "
             f"{share.microbatches} microbatches under way ({share.schedule})"
         )
     scaled = {
@@ -74,7 +80,7 @@ def share_facts(facts: ModelFacts, model: nn.Module, share: MeshShare) -> tuple[
         **scaled,
         units_by_size=_scale_units(facts.units_by_size, by_tensor, pipeline),
         units_by_module=_scale_units(facts.units_by_module, by_tensor, pipeline),
-        step_memory=None if facts.step_memory is None else _scale_step(facts.step_memory, kept * share.traced),
+        step_memory=step_memory,
         backwards=max(facts.backwards, share.microbatches if pipeline > 1 else 1),
     ), notes
 
@@ -96,11 +102,3 @@ def _scale_units(units: UnitSizes, by_tensor: float, pipeline: int) -> UnitSizes
         tuple(round(size * by_tensor) for size in others),
         round(units.waiting * by_tensor),
     )
-
-
-def _scale_step(memory: StepMemory, kept: float) -> StepMemory:
-    return StepMemory(**{f.name: round(getattr(memory, f.name) * kept) for f in dataclasses.fields(memory)})
-
-
-def _ordinal(n: int) -> str:
-    return {2: "half", 3: "third", 4: "quarter"}.get(n, f"{n}th")

@@ -35,7 +35,15 @@ from unisono.strategy import Replica, Strategy, binding
 from unisono.world import World, enter
 from unisono.world.virtual import simulate
 
-__all__ = ["MOST_STEPS_ALONE", "ScriptError", "StepsAlone", "pose_as_worker", "predict_for_script"]
+__all__ = [
+    "MOST_STEPS_ALONE",
+    "Enough",
+    "ScriptError",
+    "StepsAlone",
+    "pose_as_worker",
+    "predict_for_script",
+    "run_program",
+]
 
 MOST_STEPS_ALONE = 10  # optimizer steps that a script may make before it calls un.parallel (to prepare something, say)
 
@@ -56,7 +64,7 @@ class StepsAlone(BaseException):
         )
 
 
-class _Enough(BaseException):
+class Enough(BaseException):
     """Ends the script: all is known. No Exception, so that the script does not catch it."""
 
 
@@ -143,16 +151,7 @@ class _ScriptRun:
                 stack.enter_context(_make_parameters_fake(mode))
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(self.watch)
-            try:
-                if module:
-                    runpy.run_module(program, run_name="__main__", alter_sys=True)
-                else:
-                    runpy.run_path(program, run_name="__main__")
-            except _Enough:
-                return None
-            except (Exception, SystemExit, StepsAlone) as error:
-                return error
-        return None
+            return run_program(program, module=module)
 
     def _observe_parallel(self, model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: World) -> Replica:
         """Stands in for the binding of a strategy."""
@@ -162,7 +161,7 @@ class _ScriptRun:
         if isinstance(world.axes, Mesh):
             self.seen.microbatches = world.axes.count_microbatches(model)
         if self.stop_at_parallel:
-            raise _Enough
+            raise Enough
         self.watch.device = next(model.parameters()).device.type
         self.watch.counting = True
         self.watch.follow(model.parameters())
@@ -172,7 +171,7 @@ class _ScriptRun:
         assert self.seen is not None
         self.seen.stepped = bool(self.watch.backwards)
         self.watch.finish()
-        raise _Enough
+        raise Enough
 
 
 class _Observer(Replica):
@@ -194,6 +193,21 @@ class _Observer(Replica):
 
     def sync(self) -> None:
         """The gradients are as they should be; the step is still to come."""
+
+
+def run_program(program: str, *, module: bool) -> BaseException | None:
+    """Run a script or a module as the main program, inside `pose_as_worker`; returns the error that ended it, if any.
+    Python's own exit and the end of training alone (`StepsAlone`) count as errors here, `Enough` does not."""
+    try:
+        if module:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(program, run_name="__main__")
+    except Enough:
+        return None
+    except (Exception, SystemExit, StepsAlone) as error:
+        return error
+    return None
 
 
 def _explain_no_model(program: str, error: BaseException | None) -> str:

@@ -31,11 +31,6 @@ class Service:
     own_pull_s: float = 0.0
     latency_s: float = 0.0
 
-    @property
-    def busiest_s(self) -> float:
-        """No more than one push passes in this time."""
-        return max(self.push_s, self.apply_s, self.pull_s)
-
 
 class _Queues:
     """The three queues of a server, and until when each is busy."""

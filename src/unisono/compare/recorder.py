@@ -140,7 +140,7 @@ class StepRecorder:
     # Writing ----------------------------------------------------------------------------------------------------
 
     def write(self) -> None:
-        """Write what is waiting."""
+        """Write the steps that have been noted since the last write."""
         arrivals = _find_arrivals(self.ledger, self._waiting[0][0].step) if self._waiting else {}
         while self._waiting:
             row, losses, samples = self._waiting.popleft()
@@ -162,7 +162,7 @@ class StepRecorder:
         self._file.write(json.dumps(values) + "\n")
 
     def close(self) -> None:
-        """Write the rest, and watch no more."""
+        """Write the remaining steps and stop recording."""
         if self._file.closed:
             return
         self.take_rows()

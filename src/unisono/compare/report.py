@@ -71,7 +71,7 @@ def _describe_setting(runs: Runs) -> dict[str, str]:
 
 
 def _describe_links(said: Sequence[Sequence[str]]) -> str:
-    """What the first run measured; later ones have it in their run.log."""
+    """The emulated links as the first run measured them; those of later runs are in their run.log."""
     if not said:
         return "none: all workers are on this machine, and share its memory"
     return "; ".join(said[0]) + (f" (the first of {len(said)} runs)" if len(said) > 1 else "")
@@ -88,7 +88,7 @@ def _find_version(name: str) -> str:
 
 
 def make_page(found: Comparison, request: Request, about: dict[str, str]) -> str:
-    """The page as text."""
+    """The report as an HTML page."""
     colours = {name: i for i, name in enumerate(dict.fromkeys(row.method for row in found.rows))}
     rows = found.rows
     table = Table(
@@ -114,7 +114,7 @@ def _name(row: Row | Trial) -> str:
 
 
 def _draw_losses(found: Comparison, colours: dict[str, int]) -> list[Lines]:
-    """Of each row's first round."""
+    """Loss curves of each row's first round, against time and against bytes."""
     times, sent = [], []
     several = len({row.workers for row in found.rows if row.method != ONE_WORKER}) > 1
     sizes = sorted({row.workers for row in found.rows if row.method != ONE_WORKER})

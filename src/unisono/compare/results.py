@@ -30,7 +30,7 @@ class Trial:
     output: str = ""  # where its output lies
 
     def describe(self) -> str:
-        """In a few words."""
+        """Method and number of workers."""
         return _name(self)
 
 
@@ -65,7 +65,7 @@ class Row:
 
 @dataclass
 class Comparison:
-    """All rows, and what they were measured at."""
+    """The rows of a comparison, the runs that they come from, and what they are compared at."""
 
     rows: list[Row]
     trials: list[Trial]
@@ -76,12 +76,12 @@ class Comparison:
 
     @property
     def best(self) -> Row | None:
-        """The row that is marked."""
+        """The best row; None if no method has run to its end and learned."""
         return next((row for row in self.rows if row.is_best), None)
 
 
 def compare(trials: Sequence[Trial], target: float | None = None) -> Comparison:
-    """Put all runs together."""
+    """Make the rows of a comparison from its runs, and find the best."""
     keys = list(dict.fromkeys((trial.method, trial.workers) for trial in trials))
     groups = {key: [t for t in trials if (t.method, t.workers) == key] for key in keys}
     rows = {key: _measure(*key, group, target) for key, group in groups.items()}
@@ -185,7 +185,7 @@ def loss_at(curve: Curve, along: Sequence[float | None], at: float) -> float | N
 
 
 def _place(row: Row, curves: Sequence[Curve], found: Comparison) -> None:
-    """Where it stands at the largest time, and number of samples, that all have reached."""
+    """Set the row's losses at the largest time, and number of samples, that all runs have reached."""
 
     def middle(along: Callable[[Curve], Sequence[float | None]], at: float | None) -> float | None:
         if at is None or row.diverged:

@@ -86,7 +86,7 @@ def _target(row: Row) -> str:
 
 
 def _milliseconds(seconds: float | None) -> str:
-    """Three digits, or whole milliseconds.
+    """Milliseconds with three digits, or whole ones.
 
     >>> _milliseconds(0.0123456), _milliseconds(1.5), _milliseconds(None), _milliseconds(0.0)
     ('12.3', '1500', '-', '0')
@@ -98,7 +98,7 @@ def _milliseconds(seconds: float | None) -> str:
 
 
 def _bytes(count: float) -> str:
-    """With three digits.
+    """Bytes with three digits.
 
     >>> _bytes(0), _bytes(849.3), _bytes(39_120), _bytes(1.25e6)
     ('0', '849 B', '39.1 kB', '1.25 MB')

@@ -81,7 +81,7 @@ class Anatomy:
 
     @property
     def operations(self) -> list[Operation]:
-        """Of all jobs, in order."""
+        """The operations of all jobs, in order."""
         return [operation for job in self.jobs for operation in job.operations]
 
     def quantile(self, q: float) -> float:
@@ -97,7 +97,7 @@ class Anatomy:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Anatomy:
-        """What `to_dict` gave.
+        """Read what `to_dict` wrote.
 
         >>> step = Anatomy("allreduce", 2, 0.5, (Job(0.4, 0.0, (Operation("all_reduce", 8),)),))
         >>> Anatomy.from_dict(step.to_dict()) == step
@@ -117,7 +117,7 @@ class Anatomy:
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """A quantile, between the two values next to it in proportion.
+    """A quantile of some values, interpolated linearly.
 
     >>> quantile([1.0, 2.0, 4.0], 0.75)
     3.0

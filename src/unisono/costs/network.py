@@ -34,7 +34,7 @@ class LinearCost(NamedTuple):
     s_per_byte: float
 
     def at(self, nbytes: float) -> float:
-        """Seconds for so many bytes."""
+        """Seconds that an operation on `nbytes` takes."""
         return self.latency_s + nbytes * self.s_per_byte
 
 
@@ -65,7 +65,7 @@ class Network:
         return -(-self.ranks // self.per_host)
 
     def seconds(self, operation: Operation) -> float:
-        """How long it takes in this world, once all ranks have come."""
+        """How long an operation takes in this world, from when its last rank has arrived."""
         if self._size(operation) < 2:
             return 0.0
         nbytes = max(operation.nbytes, _HEAD_BYTES) if operation.op == "exchange" else operation.nbytes
@@ -78,7 +78,7 @@ class Network:
         return self.formula(operation).at(nbytes)
 
     def formula(self, operation: Operation) -> LinearCost:
-        """The line that its algorithm has on these links."""
+        """What an operation costs by the formula of its algorithm on these links."""
         if operation.among == "inside" or self.hosts == 1:
             return self._inside(operation.op, self._size(operation))
         if operation.among == "across" or self.per_host == 1:
@@ -159,7 +159,7 @@ class Network:
 
 
 def _messages(op: str, n: int) -> int:
-    """One after the other, the first of them to agree on what is done."""
+    """How many messages follow each other in an operation; the first one agrees on what is done."""
     if op == "send":
         return 1
     rounds = {"all_reduce": 2 * (n - 1), "all_to_all": 1, "broadcast": n - 1 if n > 2 else 1}
@@ -193,7 +193,7 @@ def _ratio(a: float, b: float) -> float:
 
 
 def _interpolate(curve: Sequence[tuple[float, float]], nbytes: float) -> float:
-    """Between the two points around it in proportion, beyond the last with the rate between the last two."""
+    """Seconds on a measured curve: linear between two points, and beyond the last one at the rate of the last two."""
     (low, before), (high, after) = next(((a, b) for a, b in pairwise(curve) if nbytes <= b[0]), tuple(curve[-2:]))
     return before + max(0.0, after - before) * (nbytes - low) / max(high - low, 1)
 

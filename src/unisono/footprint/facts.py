@@ -60,13 +60,13 @@ def _without_memory(param: nn.Parameter) -> nn.Parameter:
 
 
 def measure_units_by_size(model: nn.Module) -> UnitSizes:
-    """What stages 1 and 2 reduce together."""
+    """Sizes of the units that stages 1 and 2 of zero reduce."""
     units = units_by_size(model, unit_bytes_for(model, DEFAULTS["unit_bytes"]), dtype=None, size=1, rank=0)
     return UnitSizes(0, tuple(sorted((u.numel for u in units), reverse=True)), _count_waiting(units))
 
 
 def measure_units_by_module(model: nn.Module) -> UnitSizes:
-    """What stage 3 gathers and reduces together."""
+    """Sizes of the units that stage 3 of zero gathers and reduces."""
     units = units_by_module(model, unit_bytes_for(model, DEFAULTS["unit_bytes"]), dtype=None, size=1, rank=0)
     sizes: dict[nn.Module | None, int] = {None: 0}
     for unit in units:
@@ -75,7 +75,7 @@ def measure_units_by_module(model: nn.Module) -> UnitSizes:
 
 
 def _count_waiting(units: Sequence[Unit]) -> int:
-    """All of a unit but its largest parameter, whose gradient is counted where it is made."""
+    """The most elements that can wait for a unit to be complete: all but its largest parameter's, counted elsewhere."""
     return max((u.numel - max(math.prod(shape) for shape in u.shapes) for u in units if u.trainable), default=0)
 
 
@@ -103,7 +103,7 @@ def estimate_from(own: Peaks) -> StepMemory:
 
 
 def format_error(error: BaseException) -> str:
-    """An error in one line."""
+    """Type and message of an error, in one line."""
     lines: Sequence[str] = str(error).strip().splitlines() or [""]
     text = lines[0] if len(lines[0]) <= 160 else f"{lines[0][:160]}..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

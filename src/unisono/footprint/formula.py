@@ -50,7 +50,7 @@ DEFAULTS: dict[str, Any] = {each.name: each.default for each in fields(zero)}
 
 @dataclass(frozen=True)
 class Setting:
-    """One line of the table: a strategy and where it keeps what."""
+    """A strategy and where it keeps parameters and state: one row of the table."""
 
     strategy: Literal["allreduce", "shared", "zero"] = "allreduce"
     stage: int = 0  # of zero
@@ -98,7 +98,7 @@ class UnitSizes:
 
     @property
     def largest(self) -> int:
-        """The most elements that are reduced at a time."""
+        """Elements of the largest group."""
         return max(self.root, *self.others[:1], 0)
 
 
@@ -147,7 +147,7 @@ class Need:
 
     @property
     def device(self) -> int:
-        """All that is on the device, at the worst moment."""
+        """Bytes on the device at the peak."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
 
 

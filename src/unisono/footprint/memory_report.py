@@ -35,7 +35,7 @@ class Comparison:
     places: dict[str, tuple[int, int]]
 
     def ratio(self, place: str = "device") -> float:
-        """Measured over predicted."""
+        """Measured bytes over predicted ones."""
         predicted, measured = self.places[place]
         return measured / max(1, predicted)
 
@@ -150,7 +150,7 @@ class MemoryReport:
         return "\n".join([*lines, *self._suggest_more(fitting[0].spec)])
 
     def _suggest_more(self, best: str) -> list[str]:
-        """What may be added to the best one."""
+        """Hints on settings that may be added to the best one."""
         if "params_on" in best or self.machine.device is None:
             return []
         if 'optimizer_on="cpu"' in best:
@@ -182,7 +182,7 @@ class MemoryReport:
 
 
 def describe_shortage(needed: Need, there: Capacity) -> str:
-    """What there is too little of, in words; empty where it fits."""
+    """Which memory is short and by how much, in words; empty if everything fits."""
     parts = []
     for name, wanted, has, many in _list_demands(needed, there):
         if wanted > has:

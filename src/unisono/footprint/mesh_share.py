@@ -40,7 +40,7 @@ class MeshShare:
 
 
 def share_facts(facts: ModelFacts, model: nn.Module, share: MeshShare) -> tuple[ModelFacts, list[str]]:
-    """The facts of one rank, and what is not known.
+    """The facts of one rank of a mesh, and notes on what they leave out.
 
     Layers of `un.tensor_plan` are divided by the tensor axis, all of it by the pipeline axis (stages of equal size). A
     stage keeps the activations of the microbatches that its schedule has under way.

@@ -70,7 +70,7 @@ class Enough(BaseException):
 
 @dataclass
 class _Seen:
-    """What the script showed."""
+    """The model and optimizer that a script gave to un.parallel, and how far it got."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -131,7 +131,7 @@ def predict_for_script(
 
 
 class _ScriptRun:
-    """One run of a script, and what it showed."""
+    """One run of a script up to its first optimizer step."""
 
     def __init__(self, workers: int, per_host: int, *, stop_at_parallel: bool = False) -> None:
         self.workers, self.per_host, self.stop_at_parallel = workers, per_host, stop_at_parallel
@@ -141,7 +141,7 @@ class _ScriptRun:
     def run_script(
         self, program: str, arguments: Sequence[str], *, module: bool, mode: FakeTensorMode | None
     ) -> BaseException | None:
-        """Run it; returns the error with which it ended, if that was one."""
+        """Run the script; returns the error that ended it, if any."""
         world = simulate(self.workers, per_host=self.per_host)
         if torch.cuda.is_available():
             world.device = torch.device("cuda")
@@ -154,7 +154,7 @@ class _ScriptRun:
             return run_program(program, module=module)
 
     def _observe_parallel(self, model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: World) -> Replica:
-        """Stands in for the binding of a strategy."""
+        """Called by un.parallel in place of binding the strategy: note model and optimizer, and watch the step."""
         if self.seen is not None:  # a second model: only the first counts
             return Replica(model, optimizer, world, strategy)
         self.seen = _Seen(model, optimizer)
@@ -261,7 +261,7 @@ def pose_as_worker(
 
 
 def _worker_variables(world: World) -> dict[str, str]:
-    """What the launcher tells a worker of itself."""
+    """The environment variables by which a launcher tells a worker its rank and world."""
     hosts = list(dict.fromkeys(world.hosts))
     return {
         "RANK": str(world.rank),
@@ -304,7 +304,7 @@ class _StepsBeforeParallel:
 
 @contextmanager
 def _make_parameters_fake(mode: FakeTensorMode) -> Iterator[None]:
-    """Inside, a module's parameters lose their memory as soon as it has them."""
+    """Inside, parameters become fake tensors when a module registers them."""
     register, apply = nn.Module.register_parameter, nn.Module._apply
 
     def register_fake(self: nn.Module, name: str, param: Any) -> None:

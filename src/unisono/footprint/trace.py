@@ -26,7 +26,7 @@ Loss = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What an optimizer keeps and uses, in bytes."""
+    """What an optimizer keeps between steps and takes during one, in bytes."""
 
     elements: int = 0  # elements of state that has the shape of its parameter
     element_bytes: int = 0

@@ -23,7 +23,7 @@ GRADES: tuple[Grade, ...] = ("exact", "rounded", "compressed", "other")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A method to measure. `unpredicted`: why it cannot be; empty where it can."""
+    """A method that a plan may measure. `unpredicted`: why its step cannot be predicted; empty if it can."""
 
     spec: str
     convergence: Convergence
@@ -31,18 +31,18 @@ class Candidate:
 
     @property
     def strategy(self) -> Strategy:
-        """As it is bound."""
+        """The strategy that the spec builds."""
         built: Strategy = build(self.spec, kind="strategy")
         return built
 
     @property
     def pattern(self) -> Pattern:
-        """How it exchanges."""
+        """What the method says of its exchange."""
         return self.strategy.pattern()
 
     @property
     def is_of_torch(self) -> bool:
-        """Whether it is torch's own, to compare with."""
+        """Whether the method is torch's own, which is measured for comparison."""
         return self.spec.startswith(TORCH)
 
     def for_measuring(self) -> Strategy:
@@ -90,7 +90,7 @@ def _proposed(kind: Any) -> list[str]:
 
 
 def describe_candidate(spec: str) -> Candidate:
-    """What its methods say: the effect on training is that of the one with the greatest."""
+    """A spec with what its methods say of themselves: of several, the one that changes training most counts."""
     worst, why = Convergence("exact", "as one process on the joined batches"), ""
     if spec.startswith(TORCH):
         build(spec, kind="strategy")
@@ -122,7 +122,7 @@ def _methods_in(tree: Spec) -> Iterable[tuple[str, Any, bool]]:
 
 
 def check_specs(specs: Iterable[str]) -> str:
-    """What is wrong with the first of them that cannot be read; empty where all can."""
+    """What is wrong with the first spec that cannot be read; empty if all can."""
     try:
         for spec in specs:
             describe_candidate(spec)

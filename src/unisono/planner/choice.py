@@ -20,19 +20,19 @@ _SLOWEST, _FASTEST = 1e5, 1e13  # bits a second: where a crossing is looked for
 
 @dataclass(frozen=True)
 class Ranked:
-    """A method, and its step as predicted."""
+    """A method with its predicted step."""
 
     method: MeasuredMethod
     prediction: Prediction
 
     @property
     def spec(self) -> str:
-        """Its text."""
+        """The method's spec."""
         return self.method.spec
 
     @property
     def seconds(self) -> float:
-        """A step."""
+        """Seconds of a step."""
         return self.prediction.timing.total
 
 
@@ -66,7 +66,7 @@ def choose(measured: Measured, allow: Sequence[str]) -> Choice:
 
 
 def rank(rows: Sequence[Ranked]) -> list[Ranked]:
-    """The first choice, then the others by time."""
+    """Order methods: the first choice, then the others by time."""
     ordered = sorted(rows, key=lambda row: row.seconds)
     if not ordered:
         return []

@@ -13,7 +13,7 @@ DDP = "torch:ddp"
 
 @dataclass(frozen=True)
 class MeasuredMethod:
-    """One method. `anatomy` is None where it was not measured, and `why` says so."""
+    """One method of a plan. `anatomy` is None if its step was not taken apart; `why` says why not."""
 
     spec: str
     convergence: Convergence
@@ -33,7 +33,7 @@ class MeasuredMethod:
 
 @dataclass
 class Measured:
-    """All of it."""
+    """Everything that a plan measured, as plain values."""
 
     ranks: int
     hosts: list[str]
@@ -79,7 +79,7 @@ class Measured:
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> Measured:
-        """What `to_dict` gave, also after it was JSON."""
+        """Read what `to_dict` wrote, also after a round trip through JSON."""
         methods = [
             MeasuredMethod(
                 **{

@@ -57,7 +57,7 @@ _SHORT = 0.8  # of a worker's memory: from here on it is short
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What the command asked for."""
+    """The options of `unisono plan`, as they reach its workers."""
 
     methods: Sequence[str] = ()
     allow: Sequence[str] = ("exact", "rounded", "compressed")
@@ -118,7 +118,7 @@ class MeasurementPlan:
         next(self._steps)
 
     def next(self) -> None:
-        """An optimizer step has ended: go on."""
+        """Called after each optimizer step: go on to what the next one is used for."""
         self.measured.steps += 1
         done = next(self._steps, True)
         self.measured.seconds = time.monotonic() - self._began
@@ -174,7 +174,7 @@ class MeasurementPlan:
         self._tell("")
 
     def _measure_bare(self) -> Iterator[None]:
-        """Nothing exchanged."""
+        """Time steps in which nothing is exchanged: compute, its spread, and memory."""
         self._tell("compute")
         _reset_peak(self.world.device)
         taken = yield from self._time_steps(_BARE)
@@ -227,7 +227,7 @@ class MeasurementPlan:
         )
 
     def _measure_method(self, candidate: Candidate, share_s: float) -> Iterator[None]:
-        """`share_s`: its part of the time that is left."""
+        """Take a method's steps apart in a silent world; it may use `share_s` of the time that is left."""
         gc.collect()  # its memory is to be its own
         trace = Trace()
         _reset_peak(self.world.device)
@@ -272,7 +272,7 @@ class MeasurementPlan:
             ]
 
     def _look_at_memory(self) -> None:
-        """What each worker has; and where that is short, the settings that fit."""
+        """Find out how much memory a worker has and, if that is short, which settings of `un.memory` fit."""
         boots = self.world.gather_objects(read_boot_id())
         each = host_bytes() // boots.count(read_boot_id())
         if self.world.device.type == "cuda":
@@ -283,7 +283,7 @@ class MeasurementPlan:
             self.measured.settings = list(report.fits())
 
     def _look_at_stages(self) -> None:
-        """What the parts of the model cost, on one rank, for meshes."""
+        """Measure parts of the model on one rank, so that meshes can be priced."""
         if self.world.rank == 0 and self._example is not None:
             self._tell("stages")
             self.measured.stages = measure_stages(self.model, self._example, self.world.size)
@@ -303,7 +303,7 @@ class MeasurementPlan:
         return replica
 
     def _go_quiet(self) -> None:
-        """Exchange nothing, until the next method."""
+        """Bind a world of one, in which nothing is exchanged until the next method."""
         quiet: Strategy = build("allreduce", kind="strategy")
         self.replica.replace(lambda: self._bind(quiet, World(device=self.world.device)))
 
@@ -326,7 +326,7 @@ class MeasurementPlan:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _silence(self, trace: Trace) -> World:
-        """This world, with messages that take no time."""
+        """A copy of this world in which messages take no time; `trace` hears of every operation."""
         real = self.world
         shared = real.transport is not None and real.transport.name == "shared memory"
         messages = real.transport is not None and real.transport.name == "messages"
@@ -357,7 +357,7 @@ class MeasurementPlan:
             torch.cuda.synchronize(self.world.device)
 
     def _tell(self, what: str) -> None:
-        """One line on the terminal, written over by the next."""
+        """Tell where the measurement stands: on a terminal one line, which the next one overwrites."""
         if self.world.rank == 0 and sys.stderr.isatty():
             print(f"\r\033[Kunisono plan: {what}" if what else "\r\033[K", end="", file=sys.stderr, flush=True)
         elif self.world.rank == 0 and what:

@@ -42,7 +42,7 @@ class MeshEstimate:
 
     @property
     def call(self) -> str:
-        """How it is asked for."""
+        """The call that makes this mesh."""
         return f"un.mesh(tensor={self.tensor})" if self.tensor > 1 else f"un.mesh(pipeline={self.pipeline})"
 
 

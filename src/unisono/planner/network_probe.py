@@ -33,7 +33,7 @@ _LINK_S = 0.04
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """Between the first ranks of two hosts."""
+    """The link between the first ranks of two hosts."""
 
     first: str
     second: str
@@ -42,7 +42,7 @@ class MeasuredLink:
 
 
 def probe(world: World, most_bytes: int) -> tuple[Network, list[MeasuredLink]]:
-    """Lines of every operation up to `most_bytes`, and every link."""
+    """Measure every operation at sizes up to `most_bytes`, and every link between hosts."""
     channel = world.channel()
     try:
         busy: dict[str, float] = {}
@@ -139,7 +139,7 @@ def _prepare(channel: World, op: str, nbytes: int) -> Callable[[], Any]:
 
 
 def measure_links(channel: World) -> list[MeasuredLink]:
-    """One after the other; known to every rank."""
+    """Measure the links between hosts one after the other; every rank gets all results."""
     leaders = [channel.hosts.index(host) for host in dict.fromkeys(channel.hosts)]
     if len(leaders) < 2:
         return []

@@ -16,7 +16,7 @@ _HEAD = ("method", "step", "interval", "compute", "exposed", "hidden", "compress
 
 
 def write_report(measured: Measured, choice: Choice) -> str:
-    """All of it, for a terminal."""
+    """The whole plan as text."""
     incomplete = f"Incomplete: {measured.unfinished}." if measured.unfinished else ""
     parts = [incomplete, _describe_run(measured), _describe_network(measured)]
     verified = any(row.method.verified_s is not None for row in choice.ranked)
@@ -42,7 +42,7 @@ def _find_compared(measured: Measured) -> list[MeasuredMethod]:
 
 
 def _conclude(measured: Measured, choice: Choice) -> str:
-    """One sentence: what to do."""
+    """The last sentence of a plan: what to do."""
     if not choice.ranked:
         return ""
     first = choice.ranked[0]

@@ -60,7 +60,7 @@ def bind(model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: Worl
 
 
 def _end(plan: MeasurementPlan, settings: PlanSettings) -> None:
-    """All is measured: hand it over, and end the program."""
+    """Hand over what was measured, and end the program."""
     if plan.world.rank == 0:
         atexit.unregister(_write_unfinished)
         _hand_over(plan.measured, settings)

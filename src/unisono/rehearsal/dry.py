@@ -36,7 +36,7 @@ __all__ = ["DryRequest", "DryResult", "Traffic", "rehearse"]
 
 @dataclass(frozen=True)
 class DryRequest:
-    """What is asked for."""
+    """What a dry run is to rehearse."""
 
     program: str
     arguments: Sequence[str]
@@ -51,7 +51,7 @@ class DryRequest:
 
 @dataclass
 class Traffic:
-    """What one worker sends in a step, of one kind."""
+    """What one worker sends in a step by one kind of operation."""
 
     calls: float = 0.0
     sent: float = 0.0
@@ -113,7 +113,7 @@ def _fits_here(result: DryResult) -> bool:
 
 
 class _DryScript:
-    """The script's steps."""
+    """Runs the script's steps as one worker, and notes what they show."""
 
     def __init__(self, request: DryRequest, result: DryResult) -> None:
         self.request, self.result = request, result

@@ -13,7 +13,7 @@ _KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
 
 def write_dry_report(result: DryResult) -> str:
-    """The whole report."""
+    """The report of a dry run as text."""
     parts = [_write_head(result), _write_shapes(result), _write_memory(result), _write_traffic(result)]
     for title, lines in (("problems", result.problems), ("notes", result.notes)):
         if lines:

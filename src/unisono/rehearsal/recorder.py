@@ -41,7 +41,7 @@ class Settings:
 
 @dataclass
 class _Notes:
-    """What a rank tells of itself."""
+    """What a rank writes about itself, for the comparison."""
 
     strategy: str
     shards: int = 0
@@ -70,7 +70,7 @@ def bind(model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: Worl
 
 
 class _NoteTaker:
-    """Of one rank."""
+    """Notes one rank's inputs, gradients and parameters."""
 
     def __init__(self, settings: Settings, model: nn.Module, strategy: Strategy, world: World) -> None:
         self._settings, self._model, self._world = settings, model, world
@@ -122,7 +122,7 @@ class _NoteTaker:
             self._write_end()
 
     def _write_end(self) -> None:
-        """After the last step, or the script's own end."""
+        """Write notes and parameters, after the last step or at the script's own end."""
         atexit.unregister(self._write_end)
         self.notes.shards = len(self._world.shards)
         if self._world.rank == 0:
@@ -130,7 +130,7 @@ class _NoteTaker:
         (self._folder / f"notes-{self._world.rank}.json").write_text(json.dumps(vars(self.notes)))
 
     def _save(self, name: str, values: dict[str, Any]) -> None:
-        """Those that are whole here: not what a method has split over the ranks."""
+        """Save tensors that are whole on this rank, and not those that a method has split over the ranks."""
         shapes = torch.load(self._settings.start, weights_only=True)
         whole = {
             key: value.detach().cpu().clone()

@@ -32,7 +32,7 @@ class DryRun:
     _found: dict[int, Cost] = field(default_factory=dict)
 
     def at(self, ranks: int) -> Cost:
-        """In a world of so many ranks."""
+        """What the reducer does in a world of so many ranks."""
         groups = -(-ranks // self._each)
         if groups <= _TRIED[-1]:
             return self._run(ranks)

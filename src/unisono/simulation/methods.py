@@ -78,7 +78,7 @@ class Workload:
 
     @property
     def model_bytes(self) -> int:
-        """In float32."""
+        """Bytes of all parameters, in float32."""
         return sum(map(_count_bytes, self.buckets))
 
     def reduce(self, reducer: Reducer, ranks: int, bucket: Shapes) -> tuple[tuple[Operation, ...], float]:
@@ -126,7 +126,7 @@ class Workload:
         return jobs
 
     def _backward(self) -> list[tuple[float, Shapes]]:
-        """When each bucket is ready."""
+        """Each bucket with the time at which backward has filled it."""
         begin, end = (share * self.compute_s for share in _BACKWARD)
         done, found = 0, []
         for bucket in self.buckets:

@@ -87,7 +87,7 @@ class Growth:
         self._run = DryRun(reducer, largest, workload.per_host)
 
     def carry(self, job: Job, ranks: int) -> Job:
-        """A measured job in a world of so many ranks."""
+        """What a measured job becomes in a world of so many ranks."""
         if ranks == self._ranks:
             return job
         now, then = self._run.at(self._ranks), self._run.at(ranks)
@@ -113,7 +113,7 @@ class Growth:
 
 
 def read_plan(path: str) -> Plan:
-    """The file that `unisono plan --json` wrote."""
+    """Read the file that `unisono plan --json` wrote."""
     try:
         plain = json.loads(Path(path).read_text(encoding="utf-8"))
         return make_plan(Measured.from_dict(plain["measured"]))
@@ -128,7 +128,7 @@ def read_plan(path: str) -> Plan:
 
 
 def make_plan(measured: Measured) -> Plan:
-    """What of a plan's measurements a simulation needs."""
+    """Keep what a simulation needs of a plan's measurements."""
     if not measured.compute_s > 0:
         raise ValueError("the plan has no compute time: the program ended before its steps were measured")
     return Plan(

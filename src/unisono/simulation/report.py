@@ -19,7 +19,7 @@ _SHOWN = 3  # of the best at each scale
 
 
 def write_report(study: Study, title: str) -> str:
-    """All of it, as text."""
+    """The whole study as text."""
     hosts = study.cluster.count_hosts(study.workers[-1])
     head = [title, describe_cluster(study.cluster), study.cluster.failures.describe(hosts)]
     parts = [
@@ -36,7 +36,7 @@ def write_report(study: Study, title: str) -> str:
 
 
 def describe_cluster(cluster: Cluster) -> str:
-    """One line."""
+    """A cluster in one line."""
     each = f"{cluster.per_host} workers a host" if cluster.per_host > 1 else "1 worker a host"
     if cluster.cores is not None:
         each += f" of {cluster.cores} cores"
@@ -102,7 +102,7 @@ def _write_methods(study: Study) -> str:
 
 
 def _explain_best(study: Study) -> list[str]:
-    """Stretches of scales with the same answer."""
+    """Which method is best at which numbers of workers."""
     lines = []
     words = {
         "exact": "the best that trains exactly as one process",
@@ -143,7 +143,7 @@ def _explain_purchases(study: Study) -> list[str]:
 
 
 def _explain_limit(o: Outcome) -> str:
-    """What most of the step above compute is."""
+    """What takes most of a step beside compute."""
     parts = {
         "the network": o.communication_s,
         "compression": o.compression_s,

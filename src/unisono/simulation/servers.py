@@ -48,7 +48,7 @@ class _Queues:
         return np.maximum(sent, applied + s.own_pull_s) + s.latency_s, (received, applied, sent)
 
     def keep(self, left: tuple[Floats, Floats, Floats], count: int) -> None:
-        """The first so many of them were served."""
+        """Note that the first `count` pushes of a block were served."""
         self.free = (float(left[0][count - 1]), float(left[1][count - 1]), float(left[2][count - 1]))
 
 

@@ -26,7 +26,7 @@ _BLOCK = 1 << 22  # draws at a time
 
 @dataclass(frozen=True)
 class Outcome:
-    """A method at a number of workers.
+    """What a method achieves with so many workers.
 
     step_s: from one window of a worker to the next, in the mean; failures are not in it.
     low_s, high_s: four of five steps lie between (of ten stretches of a run, where no worker waits for all others).
@@ -58,7 +58,7 @@ class Outcome:
 
     @property
     def speed_up(self) -> float:
-        """Over one worker alone, in samples a second."""
+        """Samples a second over those of one worker alone."""
         return self.throughput * self.alone_s
 
     @property
@@ -95,7 +95,7 @@ def simulate_method(method: Method, cluster: Cluster, workers: int, *, steps: in
 
 
 def _find_problem(method: Method, cluster: Cluster, workers: int) -> str:
-    """Why a method cannot run there; empty where it can."""
+    """Why a method cannot run with these workers; empty if it can."""
     if method.pattern.one_host and workers > cluster.per_host:
         return f"needs all workers on one host, which has {cluster.per_host}"
     if method.pattern.style == "servers" and method.pattern.servers > workers:
@@ -152,7 +152,7 @@ class _Run:
         return Outcome(spec, grade, self.workers, mean, low, high, compute_s, *parts, waiting_s)
 
     def _conclude_from(self, times: Floats, even: Timing) -> Outcome:
-        """Of steps whose parts are those of workers that are all alike."""
+        """The outcome whose parts of a step are those of workers that are all alike."""
         return self._conclude(
             times, compute_s=even.compute, communication_s=even.exposed, compression_s=even.compression
         )

@@ -50,7 +50,7 @@ class Stragglers:
 
     @property
     def mean(self) -> float:
-        """Of a worker that is not slow for good."""
+        """The mean factor of a worker that is not slow for good."""
         return 1.0 + self.a * (self.b - 1.0) if self.kind == "pauses" else 1.0
 
     def count_slow(self, workers: int) -> int:
@@ -108,7 +108,7 @@ class Stragglers:
         return {**values, "slow_share": self.slow_share, "slow_times": self.slow_times}
 
     def describe(self) -> str:
-        """For people."""
+        """How workers' times differ, in words."""
         words = {
             "even": "all workers alike",
             "lognormal": f"compute times spread lognormally by {self.a:g}",

@@ -24,7 +24,7 @@ class StepComparison:
 
     @property
     def error(self) -> float:
-        """As a share of the measured."""
+        """How far the simulation is off, as a share of the measured step."""
         return self.simulated_s / self.measured_s - 1
 
 

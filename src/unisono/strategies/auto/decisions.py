@@ -40,7 +40,7 @@ class Probed(NamedTuple):
     took_s: float = 0.0  # to find out
 
     def seconds(self, costs: Costs) -> float:
-        """For all that a candidate sends in a step."""
+        """Seconds that all messages of a candidate's step take on this link."""
         return costs.messages * self.latency_s + costs.bytes_sent * self.s_per_byte
 
     def slowness(self, other: Probed) -> float:
@@ -74,7 +74,7 @@ class StepTimes(NamedTuple):
 
     @property
     def communication_s(self) -> float:
-        """What is left of a step."""
+        """The part of a step that is neither compute nor data."""
         return max(0.0, self.wall_s - self.own_s)
 
 
@@ -133,7 +133,7 @@ class Predictor:
         self._fits: dict[int, tuple[float, float]] = {}  # fit and rest
 
     def learn(self, index: int, measured: StepTimes) -> None:
-        """A candidate has been at work."""
+        """Take in what was measured under a candidate."""
         known = self.costs[index]
         if known is None:
             known = self.costs[index] = Costs(measured.bytes_sent)
@@ -154,7 +154,7 @@ class Predictor:
 
 
 class _Usual:
-    """A time at the last checks, and those in a row in which it was another."""
+    """The usual value of a time over the last checks, and how long it has been another."""
 
     def __init__(self, *known: float) -> None:
         self._kept: deque[float] = deque(known, maxlen=_KEPT)
@@ -163,17 +163,17 @@ class _Usual:
 
     @property
     def value(self) -> float:
-        """What it usually is."""
+        """The usual value."""
         return median(self._kept) if self._kept else math.nan
 
     @property
     def in_a_row(self) -> int:
-        """Checks in which it was another, always in the same direction."""
+        """How many of the last checks found another value, all in the same direction."""
         return len(self._others)
 
     @property
     def now(self) -> float:
-        """What it was in these, or usually is."""
+        """The value since it has changed, or the usual one."""
         return median(self._others) if self._others else self.value
 
     def note(self, value: float, whole: float, since: int) -> None:
@@ -190,7 +190,7 @@ class _Usual:
         self._others.append(value)
 
     def settle(self) -> None:
-        """What it has been last is what it usually is."""
+        """Take the new value as the usual one."""
         if self._others:
             self._kept = deque(self._others, maxlen=_KEPT)
             self._others = []
@@ -251,7 +251,7 @@ class Tuner:
     # Looking ---------------------------------------------------------------------------------------------------
 
     def look(self, step: int, measured: StepTimes, link: Probed | None = None) -> list[Decision]:
-        """What has been measured since the last call, under what is at work."""
+        """Decide what to do next, from what was measured since the last call under the candidate at work."""
         if self._in_round:
             made = self._go_on(step, measured, link)
         else:

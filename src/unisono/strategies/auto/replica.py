@@ -58,7 +58,7 @@ class AutoReplica(ChangingReplica):
         self._known = {describe(one): one for one in found}
 
     def _make_tuner(self, at_work: str | None, step: int) -> Tuner | None:
-        """None where there is no choice."""
+        """The decisions from this step on; None if there is no choice."""
         if len(self._candidates) < 2:
             return None
         specs = [candidate.spec for candidate in self._candidates]
@@ -72,7 +72,7 @@ class AutoReplica(ChangingReplica):
         )
 
     def _decide_anew(self) -> None:
-        """From this step on, with what is at work now."""
+        """Begin the decisions anew at this step, with the candidate at work."""
         if self._candidates and self.at_work not in self._known:  # a candidate of the former world only
             self._known[self.at_work] = self.inner.strategy
             costs = estimate_costs(self.inner.strategy, self.model, self.world)

@@ -208,13 +208,15 @@ def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     >>> round(latency_s, 6), round(s_per_byte, 9)
     (0.001, 1e-06)
     """
-    by_size: dict[float, list[float]] = {}
-    for nbytes, seconds in points:
-        by_size.setdefault(nbytes, []).append(seconds)
-    if not by_size:
+    if not points:
         raise ValueError("a line needs at least one measured point")
-    line = _least_squares([(nbytes, max(median(taken), 1e-9)) for nbytes, taken in sorted(by_size.items())])
-    return line.latency_s, line.s_per_byte
+    return _least_squares([(nbytes, max(seconds, 1e-9)) for nbytes, seconds in take_medians(points)])
+
+
+def take_medians(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Points (bytes, seconds), one for each size: the median of its times."""
+    sizes = sorted({nbytes for nbytes, _ in points})
+    return [(nbytes, median(s for n, s in points if n == nbytes)) for nbytes in sizes]
 
 
 def _least_squares(points: Sequence[tuple[float, float]]) -> LinearCost:

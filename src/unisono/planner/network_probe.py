@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from unisono.costs import Link, Network, Operation, fit
+from unisono.costs.network import take_medians
 from unisono.runtime.machine import read_boot_id, usable_cores
 from unisono.world import World
 from unisono.world.probe import take_slowest, time_runs
@@ -57,7 +58,7 @@ def probe(world: World, most_bytes: int) -> tuple[Network, list[MeasuredLink]]:
     latency_s, s_per_byte = fitted["all_reduce"]  # the slowest link on the way round is in it
     latency_s = median(link.latency_s for link in links) if links else latency_s / unit.latency_s
     between = Link(latency_s, 8 * unit.s_per_byte / max(s_per_byte, 1e-15))
-    typical = {op: _medians(points) for op, points in curves.items()}
+    typical = {op: take_medians(points) for op, points in curves.items()}
     spread = _find_spread(curves)
     steals = _find_steals(world, busy)
     return Network(world.size, per_host, between, inside, fitted, typical, steals, spread), links
@@ -200,18 +201,10 @@ def _measure_inside(world: World) -> Link:
     return Link(latency_s / 2, 8 * 2 / max(s_per_byte, 1e-15))
 
 
-# Lines ------------------------------------------------------------------------------------------------------------
-
-
-def _medians(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    sizes = sorted({nbytes for nbytes, _ in points})
-    return [(nbytes, median(s for n, s in points if n == nbytes)) for nbytes in sizes]
-
-
 def _find_spread(curves: dict[str, list[tuple[float, float]]]) -> float:
     """How far single times are from the median of their size, as a share of it: that of four of five."""
     off = []
     for points in curves.values():
-        typical = dict(_medians(points))
+        typical = dict(take_medians(points))
         off += [abs(seconds / typical[nbytes] - 1) for nbytes, seconds in points if nbytes > _LEAST_BYTES]
     return sorted(off)[int(0.8 * len(off))] if off else 0.05

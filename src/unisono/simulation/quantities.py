@@ -21,7 +21,7 @@ _NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
 
 
 def parse_duration(text: str, name: str = "a duration") -> float:
-    """Parse a time above 0 to seconds.
+    """Seconds; above 0.
 
     >>> parse_duration("100ms"), parse_duration("30d")
     (0.1, 2592000.0)
@@ -34,7 +34,7 @@ def parse_duration(text: str, name: str = "a duration") -> float:
 
 
 def parse_number(text: str, name: str = "a number") -> int:
-    """Parse a count from 1 up, with a suffix such as M.
+    """How many, in words such as 25M; at least 1.
 
     >>> parse_number("25M"), parse_number("1.3B"), parse_number("4_000")
     (25000000, 1300000000, 4000)
@@ -47,7 +47,7 @@ def parse_number(text: str, name: str = "a number") -> int:
 
 
 def parse_counts(text: str, name: str = "workers") -> list[int]:
-    """Parse counts between commas; the smallest comes first.
+    """Several counts, smallest first.
 
     >>> parse_counts("64,8,10000")
     [8, 64, 10000]
@@ -59,7 +59,7 @@ def parse_counts(text: str, name: str = "workers") -> list[int]:
 
 
 def parse_share(text: str, name: str = "a share") -> float:
-    """Parse a share, in percent or as a number below 1.
+    """A part of a whole, in percent or as a number below 1.
 
     >>> parse_share("1%"), parse_share("0.25")
     (0.01, 0.25)
@@ -72,7 +72,7 @@ def parse_share(text: str, name: str = "a share") -> float:
 
 
 def parse_share_times(text: str, name: str = "slow workers") -> tuple[float, float]:
-    """Parse a share and a factor, joined by x.
+    """A share and a factor.
 
     >>> parse_share_times("1%x3")
     (0.01, 3.0)

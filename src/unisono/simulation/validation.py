@@ -44,7 +44,15 @@ def compare_with_measured(
     per_host: workers a host in these runs (None: as in the plan). cores, threads: of a host, and those that a worker
     needs. one_machine: the hosts are emulated on one machine, whose cores all workers share.
     """
-    cluster = _make_cluster(plan, per_host=per_host, cores=cores, threads=threads, one_machine=one_machine)
+    cluster = Cluster(
+        per_host or plan.per_host,
+        cores=cores,
+        threads=threads,
+        hosts_share_cores=one_machine,
+        stragglers=parse_stragglers(None, samples=plan.samples),
+    )
+    if plan.network is not None:
+        cluster = cluster.measured_as(plan.network)
     methods = {method.spec: method for method in plan.make_methods(list(plan.anatomies), cluster)}
     found = []
     for workers, by_spec in sorted(measured_s.items()):
@@ -54,17 +62,3 @@ def compare_with_measured(
             outcome = simulate_method(methods[spec], cluster, workers, steps=steps, seed=seed)
             found.append(StepComparison(spec, workers, outcome.step_s, seconds))
     return found
-
-
-def _make_cluster(
-    plan: Plan, *, per_host: int | None = None, cores: int | None = None, threads: int = 1, one_machine: bool = False
-) -> Cluster:
-    """The machines of a plan, for any number of workers."""
-    cluster = Cluster(
-        per_host or plan.per_host,
-        cores=cores,
-        threads=threads,
-        hosts_share_cores=one_machine,
-        stragglers=parse_stragglers(None, samples=plan.samples),
-    )
-    return cluster.measured_as(plan.network) if plan.network is not None else cluster

@@ -71,7 +71,8 @@ def estimate_costs(strategy: Strategy, model: nn.Module, world: World) -> Costs 
     sample, share = _make_sample(named)
     bucket = Bucket(0, sample, partial(on_device, sample[0][1].device))
     by_messages = world.transport is not None and world.transport.name == "messages"
-    cost = run_reducer(reducer, bucket, world.hosts, rank=world.rank, by_messages=by_messages, clock=world.ledger.clock)
+    clock = world.ledger.clock
+    cost = run_reducer(reducer, bucket, world.hosts, rank=world.rank, by_messages=by_messages, repeats=2, clock=clock)
     hosts = len(set(world.hosts))
     crossing = [o for o in cost.operations if hosts == 1 or o.among != "inside"]
     if reducer.sends is not None:

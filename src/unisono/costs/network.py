@@ -26,6 +26,10 @@ class Link(NamedTuple):
         """Seconds that a byte takes."""
         return 8 / self.bits_per_s
 
+    def seconds(self, nbytes: float) -> float:
+        """Seconds that a message takes."""
+        return self.latency_s + nbytes * self.s_per_byte
+
 
 class LinearCost(NamedTuple):
     """time = latency_s + bytes * s_per_byte."""
@@ -63,6 +67,11 @@ class Network:
     def hosts(self) -> int:
         """How many hosts there are."""
         return -(-self.ranks // self.per_host)
+
+    @property
+    def link(self) -> Link:
+        """The slowest kind of link that messages cross: between hosts or, on one host, inside it."""
+        return self.between if self.hosts > 1 else self.inside or self.between
 
     def seconds(self, operation: Operation) -> float:
         """How long an operation takes in this world, from when its last rank has arrived."""

@@ -107,7 +107,7 @@ def _explain(measured: Measured, network: Network, ranked: Sequence[Ranked]) -> 
 def _describe_crossing(network: Network, ranked: Sequence[Ranked]) -> str | None:
     """At which bandwidth another method becomes the first."""
     first = ranked[0]
-    here = _bandwidth(network)
+    here = network.link.bits_per_s
     where = "links" if network.hosts > 1 else "memory"
     found: list[tuple[float, str, bool]] = []
     for other in ranked[1:]:
@@ -127,10 +127,6 @@ def _describe_crossing(network: Network, ranked: Sequence[Ranked]) -> str | None
     return f"{where.capitalize()} of {show_bits(here)} now; {'; '.join(words)}." if words else None
 
 
-def _bandwidth(network: Network) -> float:
-    return (network.between if network.hosts > 1 else network.inside or network.between).bits_per_s
-
-
 def find_crossing(first: Anatomy, other: Anatomy, network: Network) -> float | None:
     """The bandwidth nearest to the present one at which `other` takes less time than `first`; None: at none."""
 
@@ -138,7 +134,7 @@ def find_crossing(first: Anatomy, other: Anatomy, network: Network) -> float | N
         there = network.with_bandwidth(bits_per_s)
         return replay(first, there).total - replay(other, there).total  # above 0: the other wins
 
-    here = _bandwidth(network)
+    here = network.link.bits_per_s
     for direction in (1, -1):
         edge = _search(gap, here, direction)
         if edge is not None:

@@ -13,7 +13,6 @@ from unisono.planner.measured import Measured
 from unisono.simulation.cluster import Cluster
 from unisono.simulation.dry_run import DryRun
 from unisono.simulation.methods import Method, Workload, count_push, make_method
-from unisono.simulation.steps import slow_down
 from unisono.spec import build
 from unisono.strategy import Pattern
 
@@ -64,9 +63,9 @@ class Plan:
     def _carry(self, method: Method, workload: Workload, crowding: float) -> Method:
         measured = self.anatomies[method.spec]
         if len(measured.samples_s) > 1:  # the measured step is the slowest worker's; stragglers are drawn apart
-            measured = slow_down(measured, mean(measured.samples_s) / measured.compute_s)
+            measured = measured.slowed(mean(measured.samples_s) / measured.compute_s)
         growth = Growth(method.pattern, workload, self.ranks)
-        base = slow_down(measured, 1 / crowding)
+        base = measured.slowed(1 / crowding)
 
         def at(ranks: int) -> Anatomy:
             if ranks == 1:

@@ -17,7 +17,7 @@ from unisono.simulation.quantities import describe_duration
 from unisono.simulation.servers import Service, simulate_servers
 from unisono.simulation.stragglers import Floats, Stragglers
 
-__all__ = ["Outcome", "draw_slowest_sums", "simulate_method", "slow_down"]
+__all__ = ["Outcome", "draw_slowest_sums", "simulate_method"]
 
 _APPLY_BYTES_PER_S = 2e9  # gradients that a server adds to its parameters in a second
 _GRID = 33  # points at which a step is replayed; between them it is a line
@@ -79,7 +79,7 @@ def simulate_method(method: Method, cluster: Cluster, workers: int, *, steps: in
     if problem := _find_problem(method, cluster, workers):
         unknown = (math.nan, math.nan, math.nan, alone_s, math.nan, math.nan, math.nan, math.nan)
         return Outcome(method.spec, method.grade, workers, *unknown, problem=problem)
-    step = slow_down(method.at(workers), cluster.crowding(workers))
+    step = method.at(workers).slowed(cluster.crowding(workers))
     run = _Run(method, step, cluster, workers, steps, np.random.default_rng([seed, workers]))
     style = method.pattern.style if workers > 1 else "alone"
     outcome = {
@@ -103,17 +103,6 @@ def _find_problem(method: Method, cluster: Cluster, workers: int) -> str:
     if method.pattern.even_world and workers % 2 and workers > 1:
         return "pairs workers, so it needs an even number"
     return ""
-
-
-def slow_down(step: Anatomy, times: float) -> Anatomy:
-    """The same step where all work takes so many times as long."""
-    if times == 1.0:
-        return step
-    jobs = tuple(
-        replace(job, ready_s=job.ready_s * times, work_s=job.work_s * times, due_s=job.due_s * times)
-        for job in step.jobs
-    )
-    return replace(step, compute_s=step.compute_s * times, jobs=jobs)
 
 
 def draw_slowest_sums(people: Stragglers, rng: np.random.Generator, workers: int, rounds: int, every: int) -> Floats:
@@ -162,14 +151,14 @@ class _Run:
         slowest = self.people.draw_slowest(self.rng, self.workers, self.steps)
         low, high = float(slowest.min()), float(slowest.max())
         grid = np.linspace(low, high, _GRID) if low < high else np.array([low])
-        seconds = [replay(slow_down(self.step, float(times)), self.network).total for times in grid]
-        even = replay(slow_down(self.step, self.people.mean), self.network)
+        seconds = [replay(self.step.slowed(float(times)), self.network).total for times in grid]
+        even = replay(self.step.slowed(self.people.mean), self.network)
         return self._conclude_from(np.interp(slowest, grid, seconds), even)
 
     def train_in_windows(self) -> Outcome:
         """All train apart for `every` windows, then wait for the slowest sum of these."""
         step, every = self.step, self.step.every
-        even = replay(slow_down(step, self.people.mean), self.network)
+        even = replay(step.slowed(self.people.mean), self.network)
         rounds = -(-self.steps // every)
         slowest = draw_slowest_sums(self.people, self.rng, self.workers, rounds, every) / every
         if step.kind == "delayed":  # behind the windows that follow, of which the slowest worker's are the longest
@@ -189,8 +178,7 @@ class _Run:
         leaving = flows if pattern.next_door else network.per_host  # at a time, and share the host's link
         push_bytes = self.method.push_bytes
         far_s = network.seconds(Operation("send", push_bytes * leaving)) if network.hosts > 1 else 0.0
-        link = network.inside or network.between
-        near_s = link.latency_s + push_bytes * link.s_per_byte * flows
+        near_s = (network.inside or network.between).seconds(push_bytes * flows)
         times = simulate_neighbours(
             step.compute_s,
             people,
@@ -237,8 +225,7 @@ class _Run:
         """What a push and a pull take. Servers beside the workers of as many hosts each have a host's link; what all
         workers' hosts can send together is a bound as well."""
         method, pattern, network = self.method, self.pattern, self.network
-        link = network.between if network.hosts > 1 else network.inside or network.between
-        latency_s, s_per_byte = network.fitted.get("send") or (link.latency_s, link.s_per_byte)
+        latency_s, s_per_byte = network.fitted.get("send") or (network.link.latency_s, network.link.s_per_byte)
         apart = min(pattern.servers, network.hosts) if network.hosts > 1 else pattern.servers
         sharing = min(self.workers, network.per_host) if pattern.staleness == 0 else 1  # push at a time
         return Service(

@@ -12,7 +12,7 @@ from unisono.facts import Grade
 from unisono.planner.candidates import GRADES
 from unisono.simulation.cluster import Cluster
 from unisono.simulation.methods import Method
-from unisono.simulation.steps import Outcome, simulate_method, slow_down
+from unisono.simulation.steps import Outcome, simulate_method
 from unisono.simulation.stragglers import EVEN
 
 __all__ = ["Purchase", "Study", "study"]
@@ -148,4 +148,4 @@ def _list_offers(cluster: Cluster) -> list[tuple[str, Cluster, float]]:
 
 def _slow_method(method: Method, times: float) -> Method:
     """The same method where all work takes so many times as long."""
-    return method if times == 1.0 else replace(method, at=lambda n: slow_down(method.at(n), times))
+    return method if times == 1.0 else replace(method, at=lambda n: method.at(n).slowed(times))

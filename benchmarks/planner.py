@@ -97,12 +97,12 @@ def _make(name: str) -> tuple[Any, Any, Any]:
 
 
 def worker(name: str, methods: list[str], rounds: int, plans: bool) -> None:
-    """On each host: the planner's course in this loop, then every method for real, in turn."""
+    """On each host: the planner's measurements in this loop, then every method for real, in turn."""
     import torch
 
     import unisono as un
     from unisono.planner.candidates import find_candidates
-    from unisono.planner.course import Course, Settings
+    from unisono.planner.measurement_plan import MeasurementPlan, PlanSettings
 
     torch.set_num_threads(1)
     world = un.join(device="cpu")
@@ -115,12 +115,12 @@ def worker(name: str, methods: list[str], rounds: int, plans: bool) -> None:
         return
     done: list[bool] = []
     began = time.perf_counter()
-    course = Course(
+    plan = MeasurementPlan(
         model,
         optimizer,
         world,
         find_candidates(methods),
-        Settings(budget_s=600.0),
+        PlanSettings(budget_s=600.0),
         own="allreduce",
         choose=lambda measured: [],
         finished=lambda: done.append(True),
@@ -128,11 +128,11 @@ def worker(name: str, methods: list[str], rounds: int, plans: bool) -> None:
     while not done:
         step()
     planned_s = time.perf_counter() - began
-    course.replica.close()
-    specs = [m.spec for m in course.measured.methods if m.anatomy is not None]
+    plan.replica.close()
+    specs = [m.spec for m in plan.measured.methods if m.anatomy is not None]
     measured = measure_steps(world, model, optimizer, step, specs, rounds)
     if world.rank == 0:
-        tell({"measured": measured, "plan": course.measured.to_dict(), "planned_s": planned_s})
+        tell({"measured": measured, "plan": plan.measured.to_dict(), "planned_s": planned_s})
     world.barrier()
 
 

@@ -148,7 +148,7 @@ COMPUTE_S, SECONDS_A_BYTE = 0.02, 1e-6
 def fixed_times() -> Iterator[None]:
     """`auto` decides by times: here those of a link of 8 Mbit/s and of 20 ms of compute, on every machine."""
     from unisono.strategies.auto import replica as auto
-    from unisono.strategies.auto.decisions import Measured, Probed
+    from unisono.strategies.auto.decisions import Probed, StepTimes
 
     estimate, measure = auto.estimate_costs, auto.measure_steps
 
@@ -157,7 +157,7 @@ def fixed_times() -> Iterator[None]:
 
     def measure_steps(world: Any, count: int) -> Any:
         sent = measure(world, count).bytes_sent
-        return Measured(COMPUTE_S + SECONDS_A_BYTE * sent, COMPUTE_S, 0.0, sent)
+        return StepTimes(COMPUTE_S + SECONDS_A_BYTE * sent, COMPUTE_S, 0.0, sent)
 
     with (
         patch.object(auto, "estimate_costs", estimate_costs),

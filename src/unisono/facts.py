@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
+from unisono.costs import all_reduce_bytes
+
 __all__ = ["Convergence", "Example", "Facts", "Grade", "Sizes"]
 
 # exact: as one process on the joined batches. rounded: each number is off by a little. compressed: most is left out,
@@ -44,7 +46,7 @@ class Sizes:
 
     def all_reduce(self, nbytes: int) -> int:
         """What one rank sends to all-reduce so many bytes."""
-        return math.ceil(2 * (self.ranks - 1) * nbytes / self.ranks)
+        return all_reduce_bytes(nbytes, self.ranks)
 
     def gather(self, nbytes: int) -> int:
         """What one rank sends so that every other rank has these bytes."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.buckets import Bucket, find_wide_dtype
+from unisono.costs import all_reduce_bytes as all_reduce_bytes
 from unisono.world import World
 
 State = dict[str, Any]
@@ -138,13 +139,22 @@ def finish(stages: Stages) -> tuple[Reduced, State]:
 
 
 def dense_bytes(bucket: Bucket, size: int) -> int:
-    """What a bucket costs without a reducer: 2(N-1)/N of its bytes."""
+    """What a bucket costs without a reducer."""
     return all_reduce_bytes(bucket.nbytes, size)
 
 
-def all_reduce_bytes(nbytes: int, size: int) -> int:
-    """What one rank sends to all-reduce so many bytes."""
-    return math.ceil(2 * (size - 1) * nbytes / size)
+def kept_bytes(reducer: Reducer, bucket: Bucket) -> int:
+    """What a reducer keeps for a bucket from one window to the next, which may be on the meta device: its state as
+    `init` makes it, and a spare for each line in that (see `SpareLines`)."""
+
+    def count(value: Any) -> int:
+        if isinstance(value, Tensor):
+            return 2 * value.nbytes
+        if isinstance(value, dict):
+            return sum(map(count, value.values()))
+        return sum(x.nbytes for x in value if isinstance(x, Tensor)) if isinstance(value, list) else 0
+
+    return count(reducer.init(bucket))
 
 
 def residual_like(bucket: Bucket) -> Tensor:

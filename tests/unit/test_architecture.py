@@ -34,8 +34,8 @@ MODULES = list(UNISONO.modules)
 
 # An import goes to a line above, or stays inside its own part.
 LAYERS = [
-    "runtime packing background rng sizes checks facts costs pages model_copies",
-    "world buckets kernels",
+    "runtime packing background rng sizes checks costs pages model_copies text_table",
+    "facts world buckets kernels",
     "reducer runs backend",
     "reducers exchange offload checkpoint data spec batch_norm autograd",
     "strategy comm_hook",

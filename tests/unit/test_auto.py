@@ -16,7 +16,7 @@ import unisono as un
 from unisono.spec import build, describe
 from unisono.strategies.auto import auto, measuring
 from unisono.strategies.auto.replica import AutoReplica
-from unisono.world import World, straggler_watch
+from unisono.world import World, probe, straggler_watch
 from unisono.world.transports.threads import ThreadTransport
 from unisono.world.virtual import run_threads
 
@@ -55,7 +55,7 @@ def link(monkeypatch: pytest.MonkeyPatch) -> Probed:
 
     monkeypatch.setattr(ThreadTransport, "all_reduce", all_reduce)
     monkeypatch.setattr(straggler_watch, "EVERY_STEPS", 100_000)  # its exchange runs behind the program
-    monkeypatch.setattr(measuring, "_NUMBERS", [1 << 10, 1 << 12])
+    monkeypatch.setattr(probe, "_LARGE_BYTES", [1 << 12, 1 << 14])
     return made
 
 

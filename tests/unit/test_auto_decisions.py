@@ -12,18 +12,18 @@ from unisono.strategies.auto.decisions import (
     FREE_TRIALS,
     IN_A_ROW,
     TRIAL_SHARE,
-    Candidate,
     Costs,
     Decision,
-    Measured,
+    PricedCandidate,
     Probed,
+    StepTimes,
     Tuner,
 )
 
 FAST, SLOW = Probed(1e-4, 1e-9, 0.02), Probed(1e-4, 1e-7, 0.5)  # about 8 Gbit/s and 80 Mbit/s
 OWN_S = 0.1
 DENSE, BYTES, RANK = Costs(20e6), Costs(5e6, work_s=0.03), Costs(2e5, work_s=0.06)
-CANDIDATES = [Candidate("dense", DENSE), Candidate("bytes", BYTES), Candidate("rank", RANK)]
+CANDIDATES = [PricedCandidate("dense", DENSE), PricedCandidate("bytes", BYTES), PricedCandidate("rank", RANK)]
 
 
 class Run:
@@ -33,7 +33,7 @@ class Run:
         self,
         link: Callable[[int], Probed],
         *,
-        candidates: list[Candidate] = CANDIDATES,
+        candidates: list[PricedCandidate] = CANDIDATES,
         truth: list[Costs] | None = None,
         noise: Callable[[], float] = lambda: 1.0,
         own_s: Callable[[int], float] = lambda step: OWN_S,
@@ -59,7 +59,7 @@ class Run:
             if step == tuner.due:
                 wall, factor = self.step_s(tuner.at_work, step), self.noise()
                 own = self.own_s(step)
-                measured = Measured(own + (wall - own) * factor, own, 0.0, self.truth[tuner.at_work].bytes_sent)
+                measured = StepTimes(own + (wall - own) * factor, own, 0.0, self.truth[tuner.at_work].bytes_sent)
                 link = self.link(step)
                 seen = Probed(link.latency_s, link.s_per_byte * self.noise(), link.took_s)
                 self.made += tuner.look(step, measured, seen if tuner.wants_link else None)
@@ -107,15 +107,19 @@ def test_a_trial_that_was_held_up_keeps_no_other_from_its_own() -> None:
 def test_of_those_about_as_fast_the_first_one_named_is_taken() -> None:
     link = Probed(1e-4, 3e-9)
     truth = [Costs(20e6), Costs(20e6, work_s=-0.008)]  # 5 % faster
-    run = Run(lambda step: link, candidates=[Candidate("a", truth[0]), Candidate("b", truth[0])], truth=truth).go(60)
+    run = Run(
+        lambda step: link, candidates=[PricedCandidate("a", truth[0]), PricedCandidate("b", truth[0])], truth=truth
+    ).go(60)
     assert set(run.at_work[30:]) == {"a"}
     truth[1] = Costs(20e6, work_s=-0.03)  # 19 %
-    run = Run(lambda step: link, candidates=[Candidate("a", truth[0]), Candidate("b", truth[0])], truth=truth).go(60)
+    run = Run(
+        lambda step: link, candidates=[PricedCandidate("a", truth[0]), PricedCandidate("b", truth[0])], truth=truth
+    ).go(60)
     assert set(run.at_work[30:]) == {"b"}
 
 
 def test_a_candidate_of_which_nothing_is_known_is_tried_once() -> None:
-    candidates = [Candidate("dense", DENSE), Candidate("other")]
+    candidates = [PricedCandidate("dense", DENSE), PricedCandidate("other")]
     run = Run(lambda step: FAST, candidates=candidates, truth=[DENSE, Costs(1e6, work_s=0.5)]).go(300)
     assert run.at_work.count("other") == 4  # one trial: 3 steps and the first
     assert set(run.at_work[20:]) == {"dense"}
@@ -141,7 +145,7 @@ def test_a_link_that_drifts_makes_it_change_once_with_the_reason(before: Probed,
 
 def test_a_link_that_drifts_is_seen_where_the_candidate_at_work_hardly_uses_it() -> None:
     """Its own bytes say nothing: the link itself is measured now and then, for little."""
-    work = [Candidate("dense", Costs(20e6)), Candidate("rank", Costs(1e3, work_s=0.06))]
+    work = [PricedCandidate("dense", Costs(20e6)), PricedCandidate("rank", Costs(1e3, work_s=0.06))]
     run = Run(lambda step: SLOW if step < 100 else FAST, candidates=work).go(3000)
     assert run.at_work[90] == "rank"
     (tried,) = run.kinds("try")
@@ -184,7 +188,7 @@ def test_trials_take_a_bounded_part_of_the_steps() -> None:
     """A candidate that always promises to be faster, and never is, as the link drifts on and on."""
     links = [Probed(1e-4, 1e-8 * 1.5 ** (k % 12)) for k in range(101)]
     truth = [DENSE, Costs(1e6, work_s=40.0)]
-    candidates = [Candidate("dense", DENSE), Candidate("other", Costs(1e6))]
+    candidates = [PricedCandidate("dense", DENSE), PricedCandidate("other", Costs(1e6))]
     steps = 4000
     run = Run(lambda step: links[step // 40], candidates=candidates, truth=truth)
     run.tuner.predictor.learn = lambda index, measured: setattr(run.tuner.predictor, "own_s", measured.own_s)  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Plans: a step taken apart, what a silent world sends, the choice and its reasons, and the course in threads."""
+"""Plans: a step taken apart, what a silent world sends, the choice and its reasons, and a measurement in threads."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from unisono.costs import Anatomy, Job, Link, Network, Operation, replay
 from unisono.facts import Convergence, Grade
 from unisono.planner.candidates import describe_candidate, find_candidates
 from unisono.planner.choice import choose, find_crossing
-from unisono.planner.course import Course, Settings, _count_steps, steps_needed
-from unisono.planner.measured import Measured, Method
+from unisono.planner.measured import Measured, MeasuredMethod
+from unisono.planner.measurement_plan import MeasurementPlan, PlanSettings, _count_steps, steps_needed
 from unisono.planner.report import plan_to_dict, write_report
 from unisono.planner.steadying import steady
 from unisono.planner.trace import Trace
@@ -126,17 +126,17 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -
     optimizer.step()
 
 
-def run_course(world: World, methods: list[str], saves: Path | None = None, **settings: Any) -> Measured:
+def run_measurement(world: World, methods: list[str], saves: Path | None = None, **settings: Any) -> Measured:
     torch.manual_seed(0)
     model, optimizer = make_model()
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(world.rank))
     done: list[bool] = []
-    course = Course(
+    plan = MeasurementPlan(
         model,
         optimizer,
         world,
         find_candidates(methods),
-        Settings(budget_s=1000.0, **settings),
+        PlanSettings(budget_s=1000.0, **settings),
         own="allreduce",
         choose=lambda measured: [m.spec for m in measured.methods if m.anatomy is not None][
             : settings.get("verify", 0)
@@ -146,10 +146,10 @@ def run_course(world: World, methods: list[str], saves: Path | None = None, **se
     while not done:
         train(model, optimizer, x)
         if saves is not None:
-            un.save(saves, course.replica)
+            un.save(saves, plan.replica)
     assert all(bool(p.isfinite().all()) for p in model.parameters())
-    course.replica.close()
-    return course.measured
+    plan.replica.close()
+    return plan.measured
 
 
 def sent_for_real(world: World, spec: str) -> int:
@@ -177,7 +177,7 @@ METHODS = [
 
 @pytest.fixture(scope="module")
 def measured() -> Measured:
-    return un.run_threads(lambda world: run_course(world, METHODS), 2, hosts=["a", "b"])[0]
+    return un.run_threads(lambda world: run_measurement(world, METHODS), 2, hosts=["a", "b"])[0]
 
 
 def test_a_course_takes_the_steps_that_it_says(measured: Measured) -> None:
@@ -222,8 +222,8 @@ def test_what_was_measured_goes_through_json(measured: Measured) -> None:
 
 def test_verified_methods_have_a_measured_step_and_a_program_that_saves_writes_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
-    course = partial(run_course, methods=["allreduce", "fp16"], saves=folder, verify=1)
-    found = un.run_threads(course, 2, hosts=["a", "b"])[0]
+    plan = partial(run_measurement, methods=["allreduce", "fp16"], saves=folder, verify=1)
+    found = un.run_threads(plan, 2, hosts=["a", "b"])[0]
     assert not folder.exists()
     times = {m.spec: m.verified_s for m in found.methods}
     assert times["allreduce"] is not None
@@ -244,7 +244,7 @@ def step(spec: str, work_s: float, nbytes: int) -> Anatomy:
 def planned(*methods: tuple[str, Grade, float, int], bits_per_s: float = 8e6) -> Measured:
     """Messages of n bytes take n * 8 / bits_per_s."""
     network = Network(2, 1, Link(0.0, bits_per_s), fitted={"all_reduce": (0.0, 8 / bits_per_s)})
-    rows = [Method(s, Convergence(grade, ""), step(s, work_s, nbytes)) for s, grade, work_s, nbytes in methods]
+    rows = [MeasuredMethod(s, Convergence(grade, ""), step(s, work_s, nbytes)) for s, grade, work_s, nbytes in methods]
     return Measured(
         2,
         ["a", "b"],
@@ -311,8 +311,8 @@ def test_advice_names_the_batch_accumulation_and_learning_rate_where_messages_ta
 def test_a_report_begins_with_what_is_missing_and_ends_with_what_to_do() -> None:
     found = planned(("allreduce", "exact", 0.0, 800_000), ("topk", "compressed", 0.1, 20_000))
     exact = Convergence("exact", "")
-    found.methods += [Method(spec, exact, why="not measured: no time") for spec in ("fp16", "bf16")]
-    found.methods.append(Method("torch:ddp", exact, None, 1 << 20, verified_s=2.5))
+    found.methods += [MeasuredMethod(spec, exact, why="not measured: no time") for spec in ("fp16", "bf16")]
+    found.methods.append(MeasuredMethod("torch:ddp", exact, None, 1 << 20, verified_s=2.5))
     report = write_report(found, choose(found, ALLOWED))
     assert re.search(r"^torch:ddp +1\.00 MiB +exact +2\.50 s$", report, re.MULTILINE)
     assert "\nfp16, bf16: not measured: no time\n" in report
@@ -339,6 +339,11 @@ def test_slow_steps_get_their_share_of_the_budget() -> None:
 
 
 # Methods say of themselves what they do to training ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("staleness", "grade"), [("0", "exact"), ("2", "other"), ("None", "other")])
+def test_settings_may_decide_what_a_method_does_to_training(staleness: str, grade: str) -> None:
+    assert describe_candidate(f"parameter_server(staleness={staleness})").convergence.grade == grade
 
 
 @pytest.mark.parametrize(("name", "kind"), [(n, k) for k in ("strategy", "reducer") for n in names(k)])  # type: ignore[arg-type]
@@ -377,7 +382,7 @@ def test_local_steps_are_measured_with_an_exchange_in_each() -> None:
     candidate = describe_candidate("diloco(every=50, delay=5)")
     measuring: Any = candidate.for_measuring()
     assert (measuring.every, measuring.delay) == (1, 0)
-    assert (candidate.every, candidate.is_delayed) == (50, True)
+    assert (candidate.pattern.every, candidate.pattern.kind) == (50, "delayed")
 
 
 # The command ------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from dataclasses import replace
@@ -13,21 +14,23 @@ import torch
 from unisono.buckets import Bucket
 from unisono.cli.command_line import main
 from unisono.costs import Anatomy, Job, Link, Network, Operation
+from unisono.exchange.dry_run import Cost
 from unisono.facts import Convergence
-from unisono.planner.measured import Measured
-from unisono.planner.measured import Method as MeasuredMethod
+from unisono.planner.candidates import describe_candidate
+from unisono.planner.measured import Measured, MeasuredMethod
 from unisono.simulation import dry_run
 from unisono.simulation.cluster import Cluster
 from unisono.simulation.dry_run import DryRun
 from unisono.simulation.failures import Failures
-from unisono.simulation.methods import Method, Workload, make_method, read_traits
+from unisono.simulation.methods import Method, Workload, make_method
 from unisono.simulation.plan_file import make_plan
 from unisono.simulation.report import write_report
 from unisono.simulation.steps import Outcome, simulate_method
 from unisono.simulation.stragglers import Stragglers
 from unisono.simulation.study import Study, study
 from unisono.simulation.validation import compare_with_measured
-from unisono.spec import build
+from unisono.spec import build, extend
+from unisono.strategies.local_sgd import local_sgd
 
 LINK = Link(latency_s=0.001, bits_per_s=8e6)  # 1 MB/s
 FASTER = Link(0.001, 8e8)
@@ -191,7 +194,7 @@ def test_bytes_of_many_ranks_go_on_as_those_of_few() -> None:
 def test_work_grows_with_the_ranks_only_where_all_of_their_bytes_come(monkeypatch: pytest.MonkeyPatch) -> None:
     real = dry_run._run
 
-    def measure(reducer: object, shapes: object, ranks: int, per_host: int) -> dry_run.Cost:
+    def measure(reducer: object, shapes: object, ranks: int, per_host: int) -> Cost:
         return replace(real(reducer, shapes, ranks, per_host), work_s=1.0 + 0.5 * ranks)  # type: ignore[arg-type]
 
     monkeypatch.setattr(dry_run, "_run", measure)
@@ -226,8 +229,17 @@ def test_two_levels_send_across_hosts_what_their_number_asks_for() -> None:
     ],
 )
 def test_who_waits_for_whom_is_read_from_the_spec(spec: str, style: str, grade: str) -> None:
-    traits = read_traits(spec)
-    assert (traits.style, traits.grade) == (style, grade)
+    method = make_method(spec, SMALL)
+    assert (method.pattern.style, method.grade) == (style, grade)
+
+
+def test_a_method_of_ones_own_is_simulated_from_what_it_says_of_itself(tmp_path: Path) -> None:
+    source = Path(inspect.getfile(local_sgd)).read_text()
+    (tmp_path / "seldom.py").write_text(source.replace("class local_sgd(", "class seldom("))
+    with extend(strategies=tmp_path):
+        seldom, known = run("seldom(every=10)", 8), run("local_sgd(every=10)", 8)
+        assert describe_candidate("seldom(every=10)").pattern.in_every_window == {"every": 1, "start": 0}
+    assert replace(seldom, spec=known.spec) == known
 
 
 # Plans -----------------------------------------------------------------------------------------------------------
@@ -294,7 +306,7 @@ def test_stragglers_are_drawn_from_what_the_plan_measured() -> None:
 
 def synthetic(spec: str, steps: dict[int, float]) -> Method:
     """A method with these step times, by number of workers."""
-    return Method(spec, read_traits(spec), lambda n: Anatomy(spec, n, steps[n]), 4, alone_s=steps[1])
+    return replace(make_method(spec, SMALL), at=lambda n: Anatomy(spec, n, steps[n]), alone_s=steps[1])
 
 
 def test_a_method_stops_scaling_where_no_doubling_gains_a_tenth() -> None:

@@ -11,10 +11,11 @@ import torch
 
 import unisono as un
 from unisono.simulation.failures import Failures
-from unisono.simulation.neighbours import list_heard, simulate_neighbours
+from unisono.simulation.neighbours import simulate_neighbours
 from unisono.simulation.servers import Service, simulate_servers, wait_in_line
 from unisono.simulation.steps import draw_slowest_sums
 from unisono.simulation.stragglers import EVEN, Stragglers, parse_stragglers
+from unisono.spec import build
 from unisono.strategies._graphs import neighbours
 from unisono.world import World
 
@@ -160,7 +161,7 @@ def test_a_bound_lets_chance_even_out() -> None:
 @pytest.mark.parametrize("workers", [2, 4, 6, 8])
 def test_workers_hear_whom_gossip_hears(graph: str, workers: int) -> None:
     for exchange in range(5):
-        heard = list_heard(graph, exchange, workers)
+        heard = build(f"gossip({graph})").pattern().hears(exchange, np.arange(workers), workers).heard
         for rank in range(workers):
             found = {int(who[rank]) for who in heard}
             assert found == set(neighbours(graph, exchange, rank, workers).heard)  # type: ignore[arg-type]
@@ -173,7 +174,7 @@ def ring(workers: int, people: Stragglers, travel: float, *, steps: int = 50, ov
         workers,
         steps,
         rng(),
-        heard=lambda exchange: list_heard("ring", exchange, workers),
+        heard=lambda exchange: neighbours("ring", exchange, np.arange(workers), workers).heard,  # type: ignore[arg-type]
         travel_s=lambda who: np.full(workers, travel),
         overlap=overlap,
     )

@@ -27,7 +27,7 @@ from unisono.world import World
 from unisono.world.ledger import Ledger, Row, Span
 
 _WRITE_EVERY_S = 0.5
-_recorders: dict[int, Recorder] = {}  # by thread: each rank's program is one
+_recorders: dict[int, StepRecorder] = {}  # by thread: each rank's program is one
 
 
 class Enough(SystemExit):
@@ -39,7 +39,7 @@ def bind(model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: Worl
     replica = binding.bind_for(model, optimizer, strategy, world)
     if threading.get_ident() not in _recorders:
         settings = read_observer_settings()
-        recorder = Recorder(replica, strategy, Path(settings["folder"]), settings["steps"])
+        recorder = StepRecorder(replica, strategy, Path(settings["folder"]), settings["steps"])
         atexit.register(recorder.close)
     return replica
 
@@ -50,7 +50,7 @@ def _find_beginning(strategy: Strategy) -> list[Any]:
     return next(([name, count] for name, count in given if isinstance(count, int) and count > 0), [])
 
 
-class Recorder:
+class StepRecorder:
     """One rank's steps, written to its file now and then."""
 
     def __init__(self, replica: Replica, strategy: Strategy, folder: Path, steps: int | None = None) -> None:
@@ -140,7 +140,7 @@ class Recorder:
     # Writing ----------------------------------------------------------------------------------------------------
 
     def write(self) -> None:
-        """Write what is waiting."""
+        """Write the steps that have been noted since the last write."""
         arrivals = _find_arrivals(self.ledger, self._waiting[0][0].step) if self._waiting else {}
         while self._waiting:
             row, losses, samples = self._waiting.popleft()
@@ -162,7 +162,7 @@ class Recorder:
         self._file.write(json.dumps(values) + "\n")
 
     def close(self) -> None:
-        """Write the rest, and watch no more."""
+        """Write the remaining steps and stop recording."""
         if self._file.closed:
             return
         self.take_rows()

@@ -22,6 +22,13 @@ from unisono.runtime.machine import usable_cores
 
 __all__ = ["as_json", "make_page", "write_report"]
 
+_EXPLANATION = (
+    f"Times are means over the steps after the first {WARM_UP}; of several rounds, those of the middle one. "
+    f"Losses are means over the workers and over the last {SMOOTHED} steps. Sent is what one worker sends in a "
+    "step, ≈ by a formula. Speed-up is the time that one worker takes for the same samples, over this one. "
+    "A - stands for what is not known; that part of a step is then counted with the others of its row."
+)
+
 
 def write_report(found: Comparison, runs: Runs, *, html: Path | None = None, json_file: Path | None = None) -> Path:
     """Write both into the folder, and to where they are asked for too; gives the path of the page."""
@@ -54,7 +61,7 @@ def _describe_setting(runs: Runs) -> dict[str, str]:
         "links": _describe_links(runs.links),
         "threads a worker": str(runs.threads),
         "machine": f"{platform.machine()}, {usable_cores()} cores, {platform.system()} {platform.release()}",
-        "versions": ", ".join(_list_versions()),
+        "versions": ", ".join([f"Python {platform.python_version()}", *map(_find_version, ("unisono", "torch"))]),
         "time": time.strftime("%Y-%m-%d %H:%M"),
     }
     curve = next((trial.curve for trial in runs.trials if len(trial.curve)), None)
@@ -64,62 +71,50 @@ def _describe_setting(runs: Runs) -> dict[str, str]:
 
 
 def _describe_links(said: Sequence[Sequence[str]]) -> str:
-    """What the first run measured; later ones have it in their run.log."""
+    """The emulated links as the first run measured them; those of later runs are in their run.log."""
     if not said:
         return "none: all workers are on this machine, and share its memory"
     return "; ".join(said[0]) + (f" (the first of {len(said)} runs)" if len(said) > 1 else "")
 
 
-def _list_versions() -> list[str]:
-    return [f"Python {platform.python_version()}", *(f"{name} {_find_version(name)}" for name in ("unisono", "torch"))]
-
-
 def _find_version(name: str) -> str:
     try:
-        return version(name)
+        return f"{name} {version(name)}"
     except PackageNotFoundError:  # used from a folder
-        return "(not installed)"
+        return f"{name} (not installed)"
 
 
 # The page ------------------------------------------------------------------------------------------------------------
 
 
 def make_page(found: Comparison, request: Request, about: dict[str, str]) -> str:
-    """The page as text."""
+    """The report as an HTML page."""
     colours = {name: i for i, name in enumerate(dict.fromkeys(row.method for row in found.rows))}
+    rows = found.rows
+    table = Table(
+        headings(found),
+        [cells(row, found) for row in rows],
+        [row.is_best for row in rows],
+        [row.note for row in rows],
+    )
     sections = [
-        Section("Results", [_make_table(found), _explain(found)]),
+        Section("Results", [table, _EXPLANATION]),
         Section("Loss", [*_draw_losses(found, colours)]),
         Section("Time of a step", [_draw_steps(found)]),
     ]
     if (chart := _draw_speed_up(found, colours)) is not None:
         sections.append(Section("Speed-up", [chart]))
     sections.append(Section("What was run", [Pairs(list(about.items()))]))
-    return write_page(f"{Path(_find_script(request)).name}: methods compared", found.finding, sections)
-
-
-def _find_script(request: Request) -> str:
-    return request.program[1] if request.program[0] == "-m" else request.program[0]
+    script = request.program[1] if request.program[0] == "-m" else request.program[0]
+    return write_page(f"{Path(script).name}: methods compared", found.finding, sections)
 
 
 def _name(row: Row | Trial) -> str:
     return row.method if row.method == ONE_WORKER else f"{row.method}, {row.workers} workers"
 
 
-def _make_table(found: Comparison) -> Table:
-    rows = [cells(row, found) for row in found.rows]
-    return Table(headings(found), rows, [row.is_best for row in found.rows], [row.note for row in found.rows])
-
-
-def _explain(found: Comparison) -> str:
-    text = f"Times are means over the steps after the first {WARM_UP}; of several rounds, those of the middle one. "
-    text += f"Losses are means over the workers and over the last {SMOOTHED} steps. Sent is what one worker sends in a "
-    text += "step, ≈ by a formula. Speed-up is the time that one worker takes for the same samples, over this one. "
-    return text + "A - stands for what is not known; that part of a step is then counted with the others of its row."
-
-
 def _draw_losses(found: Comparison, colours: dict[str, int]) -> list[Lines]:
-    """Of each row's first round."""
+    """Loss curves of each row's first round, against time and against bytes."""
     times, sent = [], []
     several = len({row.workers for row in found.rows if row.method != ONE_WORKER}) > 1
     sizes = sorted({row.workers for row in found.rows if row.method != ONE_WORKER})

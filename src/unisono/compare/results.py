@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from unisono.compare.steps import PARTS, SMOOTHED, Curve, smooth
@@ -30,8 +30,8 @@ class Trial:
     output: str = ""  # where its output lies
 
     def describe(self) -> str:
-        """In a few words."""
-        return self.method if self.method == ONE_WORKER else f"{self.method} on {self.workers} workers"
+        """Method and number of workers."""
+        return _name(self)
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Row:
 
 @dataclass
 class Comparison:
-    """All rows, and what they were measured at."""
+    """The rows of a comparison, the runs that they come from, and what they are compared at."""
 
     rows: list[Row]
     trials: list[Trial]
@@ -76,12 +76,12 @@ class Comparison:
 
     @property
     def best(self) -> Row | None:
-        """The row that is marked."""
+        """The best row; None if no method has run to its end and learned."""
         return next((row for row in self.rows if row.is_best), None)
 
 
 def compare(trials: Sequence[Trial], target: float | None = None) -> Comparison:
-    """Put all runs together."""
+    """Make the rows of a comparison from its runs, and find the best."""
     keys = list(dict.fromkeys((trial.method, trial.workers) for trial in trials))
     groups = {key: [t for t in trials if (t.method, t.workers) == key] for key in keys}
     rows = {key: _measure(*key, group, target) for key, group in groups.items()}
@@ -115,8 +115,10 @@ def _measure(method: str, workers: int, trials: Sequence[Trial], target: float |
     row.bytes_by_formula = any(curve.bytes_by_formula for curve in curves)
     for name in PARTS:
         unknown = any(name in curve.not_measured for curve in curves)
-        row.parts_s[name] = None if unknown else _mean(middle.parts[name][_warm_up(middle) :])
-    row.samples_a_second = _samples_a_second(middle)
+        row.parts_s[name] = None if unknown else fmean(middle.parts[name][_warm_up(middle) :])
+    first, seconds = _warm_up(middle), row.step_s * (len(middle) - _warm_up(middle))
+    begin, end = (middle.samples[first - 1] if first else 0), middle.samples[-1]
+    row.samples_a_second = None if begin is None or end is None or seconds <= 0 else (end - begin) / seconds
     if target is not None:
         times = [found for curve in curves if (found := find_target(curve, target)) is not None]
         row.reached = len(times)
@@ -142,21 +144,10 @@ def _warm_up(curve: Curve) -> int:
     return min(WARM_UP, len(curve) // 2)
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 def _per_step(curve: Curve, so_far: Sequence[float]) -> float:
     """The mean of a step, after warm-up. A mean, as methods that exchange now and then have steps of two kinds."""
     first = _warm_up(curve)
     return (so_far[-1] - (so_far[first - 1] if first else 0.0)) / (len(so_far) - first)
-
-
-def _samples_a_second(curve: Curve) -> float | None:
-    first = _warm_up(curve)
-    begin, end = (curve.samples[first - 1] if first else 0), curve.samples[-1]
-    seconds = curve.times[-1] - (curve.times[first - 1] if first else 0.0)
-    return None if begin is None or end is None or seconds <= 0 else (end - begin) / seconds
 
 
 def _find_divergence(curve: Curve) -> str:
@@ -194,7 +185,7 @@ def loss_at(curve: Curve, along: Sequence[float | None], at: float) -> float | N
 
 
 def _place(row: Row, curves: Sequence[Curve], found: Comparison) -> None:
-    """Where it stands at the largest time, and number of samples, that all have reached."""
+    """Set the row's losses at the largest time, and number of samples, that all runs have reached."""
 
     def middle(along: Callable[[Curve], Sequence[float | None]], at: float | None) -> float | None:
         if at is None or row.diverged:
@@ -240,7 +231,7 @@ def _judge(found: Comparison) -> None:
             return
 
 
-def _name(row: Row) -> str:
+def _name(row: Row | Trial) -> str:
     return row.method if row.workers == 1 else f"{row.method} on {row.workers} workers"
 
 

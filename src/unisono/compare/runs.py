@@ -68,11 +68,11 @@ class Planned:
 
     @property
     def spec(self) -> str:
-        """What the workers are told to use."""
+        """The spec that the workers get."""
         return "allreduce" if self.method == ONE_WORKER else self.method
 
     def describe(self) -> str:
-        """In a few words."""
+        """Method and number of workers."""
         return self.method if self.method == ONE_WORKER else f"{self.method}, {self.workers} workers"
 
 
@@ -115,7 +115,7 @@ class Runs:
         self.threads = request.threads or max(1, usable_cores() // most)
 
     def make_all(self) -> None:
-        """One after the other. KeyboardInterrupt ends the one under way, which then does not count."""
+        """Make all runs, one after the other. KeyboardInterrupt ends the one under way, which then does not count."""
         for former in (self.request.folder / "runs").glob("[0-9][0-9]*-*/run.log"):
             shutil.rmtree(former.parent)  # of a comparison before this one
         for number, run in enumerate(self.planned, 1):
@@ -210,7 +210,7 @@ class Runs:
 
 
 def _write_name(run: Planned) -> str:
-    """For a folder.
+    """The name of a run's folder.
 
     >>> _write_name(Planned("powersgd(rank=2)", 4, 1))
     'powersgd-rank-2-4-workers-round-2'
@@ -286,7 +286,7 @@ class _Watched:
 
     @property
     def ranks(self) -> list[RankSteps]:
-        """Those that have written something."""
+        """The steps of the ranks that have written something."""
         return [file.steps for file in self.files if file.steps is not None]
 
     @property

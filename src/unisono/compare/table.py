@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from unisono.compare.results import Comparison, Row
 from unisono.compare.steps import PARTS
+from unisono.text_table import format_rows
 
 __all__ = ["cells", "format_table", "headings"]
 
@@ -58,16 +59,10 @@ def format_table(found: Comparison) -> str:
     for line, row in zip(lines[2:], found.rows, strict=True):
         line[0] = ("* " if row.is_best else "  ") + line[0]
     lines[0][0] = "  " + lines[0][0]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    text = []
-    for i, line in enumerate(lines):
-        padded = [
-            line[0].ljust(widths[0]),
-            *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)),
-        ]
-        text.append("  ".join(padded).rstrip())
-        if i >= 2 and found.rows[i - 2].note:
-            text.append(f"    {found.rows[i - 2].note}")
+    head, units, *body = format_rows(lines)
+    text = [head, units]
+    for formatted, row in zip(body, found.rows, strict=True):
+        text += [formatted, f"    {row.note}"] if row.note else [formatted]
     return "\n".join([*text, "", found.finding, *_explain(found.rows)])
 
 
@@ -91,7 +86,7 @@ def _target(row: Row) -> str:
 
 
 def _milliseconds(seconds: float | None) -> str:
-    """Three digits, or whole milliseconds.
+    """Milliseconds with three digits, or whole ones.
 
     >>> _milliseconds(0.0123456), _milliseconds(1.5), _milliseconds(None), _milliseconds(0.0)
     ('12.3', '1500', '-', '0')
@@ -103,7 +98,7 @@ def _milliseconds(seconds: float | None) -> str:
 
 
 def _bytes(count: float) -> str:
-    """With three digits.
+    """Bytes with three digits.
 
     >>> _bytes(0), _bytes(849.3), _bytes(39_120), _bytes(1.25e6)
     ('0', '849 B', '39.1 kB', '1.25 MB')

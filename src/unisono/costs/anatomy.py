@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "send", "exchange")
@@ -81,12 +81,23 @@ class Anatomy:
 
     @property
     def operations(self) -> list[Operation]:
-        """Of all jobs, in order."""
+        """The operations of all jobs, in order."""
         return [operation for job in self.jobs for operation in job.operations]
 
     def quantile(self, q: float) -> float:
         """A quantile of compute_s over steps and ranks."""
         return quantile(self.samples_s or (self.compute_s,), q)
+
+    def slowed(self, times: float, *, work: float | None = None) -> Anatomy:
+        """The same step where compute takes `times` as long, and the jobs' own work `work` times (None: as compute)."""
+        if times == 1.0:
+            return self
+        own = times if work is None else work
+        jobs = tuple(
+            replace(job, ready_s=job.ready_s * times, work_s=job.work_s * own, due_s=job.due_s * times)
+            for job in self.jobs
+        )
+        return replace(self, compute_s=self.compute_s * times, jobs=jobs)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON holds them."""
@@ -97,7 +108,7 @@ class Anatomy:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Anatomy:
-        """What `to_dict` gave.
+        """Read what `to_dict` wrote.
 
         >>> step = Anatomy("allreduce", 2, 0.5, (Job(0.4, 0.0, (Operation("all_reduce", 8),)),))
         >>> Anatomy.from_dict(step.to_dict()) == step
@@ -117,7 +128,7 @@ class Anatomy:
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """A quantile, between the two values next to it in proportion.
+    """A quantile of some values, interpolated linearly.
 
     >>> quantile([1.0, 2.0, 4.0], 0.75)
     3.0

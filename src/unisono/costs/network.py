@@ -26,15 +26,19 @@ class Link(NamedTuple):
         """Seconds that a byte takes."""
         return 8 / self.bits_per_s
 
+    def seconds(self, nbytes: float) -> float:
+        """Seconds that a message takes."""
+        return self.latency_s + nbytes * self.s_per_byte
 
-class Line(NamedTuple):
+
+class LinearCost(NamedTuple):
     """time = latency_s + bytes * s_per_byte."""
 
     latency_s: float
     s_per_byte: float
 
     def at(self, nbytes: float) -> float:
-        """Seconds for so many bytes."""
+        """Seconds that an operation on `nbytes` takes."""
         return self.latency_s + nbytes * self.s_per_byte
 
 
@@ -64,8 +68,13 @@ class Network:
         """How many hosts there are."""
         return -(-self.ranks // self.per_host)
 
+    @property
+    def link(self) -> Link:
+        """The slowest kind of link that messages cross: between hosts or, on one host, inside it."""
+        return self.between if self.hosts > 1 else self.inside or self.between
+
     def seconds(self, operation: Operation) -> float:
-        """How long it takes in this world, once all ranks have come."""
+        """How long an operation takes in this world, from when its last rank has arrived."""
         if self._size(operation) < 2:
             return 0.0
         nbytes = max(operation.nbytes, _HEAD_BYTES) if operation.op == "exchange" else operation.nbytes
@@ -74,11 +83,11 @@ class Network:
             if len(curve) > 1 and curve[0][0] <= nbytes:
                 return _interpolate(curve, nbytes)
             if operation.op in self.fitted:
-                return Line(*self.fitted[operation.op]).at(nbytes)
+                return LinearCost(*self.fitted[operation.op]).at(nbytes)
         return self.formula(operation).at(nbytes)
 
-    def formula(self, operation: Operation) -> Line:
-        """The line that its algorithm has on these links."""
+    def formula(self, operation: Operation) -> LinearCost:
+        """What an operation costs by the formula of its algorithm on these links."""
         if operation.among == "inside" or self.hosts == 1:
             return self._inside(operation.op, self._size(operation))
         if operation.among == "across" or self.per_host == 1:
@@ -89,38 +98,38 @@ class Network:
         sizes = {"inside": min(self.per_host, self.ranks), "across": self.hosts}
         return sizes.get(operation.among, self.ranks)
 
-    def _between(self, op: str, n: int, nbytes: int) -> Line:
+    def _between(self, op: str, n: int, nbytes: int) -> LinearCost:
         """Messages between `n` ranks: rings, a chain, or all at once; each begins with a word to the next rank."""
-        messages, share = _messages(op, n), _share(op, n)
+        messages, share = _messages(op, n), sent_share(op, n)
         fill = (n - 2) * min(nbytes, _SEGMENT_BYTES) * self.between.s_per_byte if op == "broadcast" else 0.0
-        return Line(messages * self.between.latency_s + fill, share * self.between.s_per_byte)
+        return LinearCost(messages * self.between.latency_s + fill, share * self.between.s_per_byte)
 
-    def _inside(self, op: str, n: int) -> Line:
+    def _inside(self, op: str, n: int) -> LinearCost:
         """Memory that `n` ranks share: two meetings, and the bytes that a rank reads and writes."""
         link = self.inside or self.between
         moved = {"all_reduce": 2.0, "all_gather": float(n), "all_to_all": 2.0, "exchange": float(n)}.get(op, 1.0)
-        return Line(2 * link.latency_s, moved * link.s_per_byte)
+        return LinearCost(2 * link.latency_s, moved * link.s_per_byte)
 
-    def _two_level(self, operation: Operation) -> Line:
+    def _two_level(self, operation: Operation) -> LinearCost:
         """Inside each host, between the hosts' first ranks, inside again; all_to_all and messages go by themselves."""
         op, nbytes, each = operation.op, operation.nbytes, self.per_host
         if op in ("all_to_all", "exchange", "send"):
             line = self._between(op, self.ranks, nbytes)
             away = (self.ranks - each) / (self.ranks - 1)  # of the bytes that leave a rank, those to other hosts
             crowd = away * each if op != "send" else 1.0  # the ranks of a host share its link
-            return Line(line.latency_s, line.s_per_byte * crowd)
+            return LinearCost(line.latency_s, line.s_per_byte * crowd)
         if op == "all_gather":  # hosts pass on all of their ranks' parts
             across = self._between(op, self.hosts, nbytes * each)
             first, last = self._inside(op, each), self._inside("broadcast", each)
             s_per_byte = first.s_per_byte + each * across.s_per_byte + self.ranks * last.s_per_byte
-            return Line(first.latency_s + across.latency_s + last.latency_s, s_per_byte)
+            return LinearCost(first.latency_s + across.latency_s + last.latency_s, s_per_byte)
         across = self._between(op, self.hosts, nbytes)
         if op == "broadcast":
-            first, last = self._inside(op, each), Line(0.0, 0.0)
+            first, last = self._inside(op, each), LinearCost(0.0, 0.0)
         else:
             first, last = self._inside("all_reduce", each), self._inside("broadcast", each)
         part = 1 / self.hosts if op == "reduce_scatter" else 1.0
-        return Line(
+        return LinearCost(
             first.latency_s + across.latency_s + last.latency_s,
             first.s_per_byte + across.s_per_byte + part * last.s_per_byte,
         )
@@ -159,23 +168,33 @@ class Network:
 
 
 def _messages(op: str, n: int) -> int:
-    """One after the other, the first of them to agree on what is done."""
+    """How many messages follow each other in an operation; the first one agrees on what is done."""
     if op == "send":
         return 1
     rounds = {"all_reduce": 2 * (n - 1), "all_to_all": 1, "broadcast": n - 1 if n > 2 else 1}
     return 1 + rounds.get(op, n - 1)
 
 
-def _share(op: str, n: int) -> float:
-    """Bytes through a rank's link for each byte that it gives."""
+def sent_share(op: str, ranks: int) -> float:
+    """Bytes that a rank sends for each byte that it gives to an operation (see `Operation.nbytes`)."""
+    rest = ranks - 1
     shares = {
-        "all_reduce": 2 * (n - 1) / n,
-        "reduce_scatter": (n - 1) / n,
-        "all_to_all": (n - 1) / n,
-        "all_gather": n - 1.0,
-        "exchange": n - 1.0,
+        "all_reduce": 2 * rest / ranks,
+        "reduce_scatter": rest / ranks,
+        "all_to_all": rest / ranks,
+        "all_gather": float(rest),
+        "exchange": float(rest),
     }
     return shares.get(op, 1.0)
+
+
+def all_reduce_bytes(nbytes: int, ranks: int) -> int:
+    """Bytes that one rank sends to all-reduce `nbytes`: 2(N-1)/N of them, in whole bytes.
+
+    >>> all_reduce_bytes(100, 4), all_reduce_bytes(100, 1)
+    (150, 0)
+    """
+    return -(-2 * (ranks - 1) * nbytes // ranks)
 
 
 def _ratio(a: float, b: float) -> float:
@@ -183,7 +202,7 @@ def _ratio(a: float, b: float) -> float:
 
 
 def _interpolate(curve: Sequence[tuple[float, float]], nbytes: float) -> float:
-    """Between the two points around it in proportion, beyond the last with the rate between the last two."""
+    """Seconds on a measured curve: linear between two points, and beyond the last one at the rate of the last two."""
     (low, before), (high, after) = next(((a, b) for a, b in pairwise(curve) if nbytes <= b[0]), tuple(curve[-2:]))
     return before + max(0.0, after - before) * (nbytes - low) / max(high - low, 1)
 
@@ -198,16 +217,18 @@ def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     >>> round(latency_s, 6), round(s_per_byte, 9)
     (0.001, 1e-06)
     """
-    by_size: dict[float, list[float]] = {}
-    for nbytes, seconds in points:
-        by_size.setdefault(nbytes, []).append(seconds)
-    if not by_size:
+    if not points:
         raise ValueError("a line needs at least one measured point")
-    line = _least_squares([(nbytes, max(median(taken), 1e-9)) for nbytes, taken in sorted(by_size.items())])
-    return line.latency_s, line.s_per_byte
+    return _least_squares([(nbytes, max(seconds, 1e-9)) for nbytes, seconds in take_medians(points)])
 
 
-def _least_squares(points: Sequence[tuple[float, float]]) -> Line:
+def take_medians(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Points (bytes, seconds), one for each size: the median of its times."""
+    sizes = sorted({nbytes for nbytes, _ in points})
+    return [(nbytes, median(s for n, s in points if n == nbytes)) for nbytes in sizes]
+
+
+def _least_squares(points: Sequence[tuple[float, float]]) -> LinearCost:
     sums = [0.0] * 5
     for x, y in points:
         w = 1 / y**2
@@ -216,11 +237,11 @@ def _least_squares(points: Sequence[tuple[float, float]]) -> Line:
     spread = one * sxx - sx * sx
     if spread <= 1e-12 * one * sxx or math.isclose(one * sxx, sx * sx, rel_tol=1e-12):
         x, y = points[-1]
-        return Line(0.0, y / x) if x else Line(y, 0.0)
+        return LinearCost(0.0, y / x) if x else LinearCost(y, 0.0)
     slope = (one * sxy - sx * sy) / spread
     start = (sy - slope * sx) / one
     if slope < 0:
-        return Line(sy / one, 0.0)
+        return LinearCost(sy / one, 0.0)
     if start < 0:
-        return Line(0.0, sxy / sxx)
-    return Line(start, slope)
+        return LinearCost(0.0, sxy / sxx)
+    return LinearCost(start, slope)

@@ -17,19 +17,19 @@ UNITS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # of equal stages: backward ta
 
 @dataclass(frozen=True)
 class Replay:
-    """How long all of it takes, and how long each rank computes in it."""
+    """A replayed schedule: how long it takes, and how long each rank computes in that time."""
 
     length: float
     busy: tuple[float, ...]
 
     @property
     def bubble(self) -> float:
-        """The part in which a rank stands still, the mean over the ranks."""
+        """The share of the time in which a rank stands still, in the mean over the ranks."""
         return 1.0 - sum(self.busy) / len(self.busy) / self.length if self.length else 0.0
 
 
 def replay_schedule(order: Mapping[int, Sequence[Action]], seconds: Callable[[Action], float]) -> Replay:
-    """Every action begins as soon as its rank is free and what it needs is there.
+    """Replay an order: every action begins as soon as its rank is free and its inputs have come.
 
     >>> found = replay_schedule(order_single("1f1b", ranks=2, microbatches=8), lambda action: UNITS[action[1]])
     >>> round(found.bubble, 9)  # 1/9

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from unisono.costs.anatomy import Anatomy, Job
+from unisono.costs.anatomy import Anatomy
 from unisono.costs.network import Network
 
 
@@ -47,7 +47,8 @@ def replay(anatomy: Anatomy, network: Network) -> Timing:
         room = anatomy.compute_s * anatomy.every
         waited = max(0.0, communication + anatomy.work_s - room)
     exposed_s = min(communication, max(0.0, waited))
-    stolen = _steal(anatomy, network) * (1 - exposed_s / communication) if communication else 0.0
+    steals = sum(network.steals.get(o.op, 0.0) * network.seconds(o) for o in anatomy.operations)  # if all were hidden
+    stolen = steals * (1 - exposed_s / communication) if communication else 0.0
     free = replace(anatomy, jobs=tuple(replace(job, operations=()) for job in anatomy.jobs))
     for_work = min(waited, _replay_waits(free, network))
     every = anatomy.every
@@ -61,16 +62,13 @@ def replay(anatomy: Anatomy, network: Network) -> Timing:
     )
 
 
-def _steal(anatomy: Anatomy, network: Network) -> float:
-    """Seconds of compute that all operations would take away, if all of them were behind it."""
-    return sum(network.steals.get(o.op, 0.0) * network.seconds(o) for o in anatomy.operations)
-
-
 def _replay_waits(anatomy: Anatomy, network: Network) -> float:
     """How long the program stands still in the step that has the jobs."""
     waited = lane = wire = 0.0
     done: list[float] = []  # when each job's operations have ended
-    due = {i: _due(anatomy, job) for i, job in enumerate(anatomy.jobs)}
+    due = {
+        i: min(job.due_s, anatomy.compute_s) if anatomy.overlaps else job.ready_s for i, job in enumerate(anatomy.jobs)
+    }
     for job in anatomy.jobs:
         for i in [i for i, at in due.items() if i < len(done) and at < job.ready_s]:
             waited = max(waited, done[i] - due.pop(i))
@@ -84,12 +82,6 @@ def _replay_waits(anatomy: Anatomy, network: Network) -> float:
     for i, at in sorted(due.items(), key=lambda item: item[1]):
         waited = max(waited, done[i] - at)
     return waited
-
-
-def _due(anatomy: Anatomy, job: Job) -> float:
-    if not anatomy.overlaps:
-        return job.ready_s
-    return min(job.due_s, anatomy.compute_s)
 
 
 def predict(anatomy: Anatomy, network: Network) -> Prediction:

@@ -15,8 +15,9 @@ from typing import Any, Literal
 import torch
 
 from unisono.map_reduce.rounds import Ask, Round
-from unisono.world import World
+from unisono.world import World, probe
 from unisono.world.ledger import Sent
+from unisono.world.probe import take_slowest
 
 __all__ = ["CountingAsk", "FitReport", "count_sent", "count_words", "measure_link", "measure_speedup", "sum_costs"]
 
@@ -135,25 +136,11 @@ def count_sent(world: World, before: Sent) -> tuple[float, int]:
 
 
 def measure_link(world: World) -> tuple[float, float]:
-    """Measure the latency (seconds) and each worker's bandwidth (words a second): medians of a few all-reduces."""
+    """Measure the latency (seconds) and each worker's bandwidth (words a second)."""
     if world.size == 1:
         return 0.0, 0.0
-    one, many = torch.zeros(1, dtype=torch.float64), torch.zeros(_BANDWIDTH_BYTES // 8, dtype=torch.float64)
-    latency_s = _time_median(lambda: world.all_reduce(one, "sum", tag="latency").wait(), 15)
-    moved_s = _time_median(lambda: world.all_reduce(many, "sum", tag="bandwidth").wait(), 5)
-    sent = 2 * (world.size - 1) / world.size * many.numel()
-    found = torch.tensor([latency_s, sent / max(moved_s - latency_s, 1e-9)], dtype=torch.float64)
-    latency_s, bandwidth = world.all_reduce(found, "mean", tag="report").wait().tolist()
-    return latency_s, bandwidth
-
-
-def _time_median(run: Callable[[], Any], repeats: int) -> float:
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+    latency_s, s_per_byte = probe.measure_link(world, most_bytes=_BANDWIDTH_BYTES, tag="report")
+    return latency_s, 1 / max(WORD_BYTES * s_per_byte, 1e-15)
 
 
 def measure_speedup(
@@ -170,7 +157,7 @@ def measure_speedup(
         return {1: 1.0}
     start = time.perf_counter()
     vector = work(1.0)
-    once_s = _find_slowest(world, time.perf_counter() - start)
+    (once_s,) = take_slowest(world, [time.perf_counter() - start], "report")
     passes = sum(m / k for k in range(1, m + 1)) * repeats
     fraction = min(1.0, budget_s / max(once_s * passes, 1e-9))
     seconds = {k: _time_round(work, vector.clone(), world, k, fraction, repeats) for k in range(1, m + 1)}
@@ -198,11 +185,7 @@ def _time_round(
             start = time.perf_counter()
             group.all_reduce(vector, "sum", tag="speedup").wait()
             exchanged_s = time.perf_counter() - start
-        times.append(_find_slowest(world, computed_s) / fraction + _find_slowest(world, exchanged_s))
+        computed_s, exchanged_s = take_slowest(world, [computed_s, exchanged_s], "report")
+        times.append(computed_s / fraction + exchanged_s)
     group.close()
     return min(times)
-
-
-def _find_slowest(world: World, seconds: float) -> float:
-    x = torch.tensor([seconds], dtype=torch.float64)
-    return float(world.all_reduce(x, "max", tag="report").wait())

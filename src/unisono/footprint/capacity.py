@@ -26,7 +26,7 @@ class Capacity:
     guessed: tuple[str, ...] = ()  # what was not given, and taken from this machine
 
     def describe(self) -> str:
-        """In one line."""
+        """The capacity in one line, for a report."""
         here = {name: " (this machine's)" if name in self.guessed else "" for name in ("device", "host", "disk")}
         shared = f", shared by {self.workers} workers" if self.workers > 1 else ""
         parts = [f"host {show_size(self.host)}{here['host']}{shared}", f"disk {show_size(self.disk)}{here['disk']}"]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono.footprint.formula import DEFAULTS, Facts, StepMemory, UnitSizes
+from unisono.footprint.formula import DEFAULTS, ModelFacts, StepMemory, UnitSizes
 from unisono.footprint.live_bytes import Peaks
 from unisono.footprint.trace import Loss, OptimizerState, make_fake_mode, trace_activations, trace_optimizer
 from unisono.strategies.zero.units import Unit, unit_bytes_for, units_by_module, units_by_size
@@ -22,7 +22,7 @@ def find_facts(
     *,
     step_memory: StepMemory | None = None,
     backwards: int = 1,
-) -> tuple[Facts, list[str]]:
+) -> tuple[ModelFacts, list[str]]:
     """The facts, and what could not be found, in words."""
     left_out: list[str] = []
     params = list(model.parameters())
@@ -36,7 +36,7 @@ def find_facts(
             f"the state of {type(optimizer).__name__}: its step does not run on fake tensors ({format_error(error)})"
         )
     seen = {id(b): b for b in model.buffers()}
-    return Facts(
+    return ModelFacts(
         trainable=sum(p.numel() for p in trainable),
         trainable_bytes=sum(p.nbytes for p in trainable),
         frozen=sum(p.numel() for p in frozen),
@@ -51,17 +51,22 @@ def find_facts(
         step_memory=step_memory,
         device="cpu" if params[0].is_meta else params[0].device.type,
         backwards=backwards,
+        shapes=tuple((name, _without_memory(p)) for name, p in model.named_parameters() if p.requires_grad),
     ), left_out
 
 
+def _without_memory(param: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="meta"), requires_grad=False)
+
+
 def measure_units_by_size(model: nn.Module) -> UnitSizes:
-    """What stages 1 and 2 reduce together."""
+    """Sizes of the units that stages 1 and 2 of zero reduce."""
     units = units_by_size(model, unit_bytes_for(model, DEFAULTS["unit_bytes"]), dtype=None, size=1, rank=0)
     return UnitSizes(0, tuple(sorted((u.numel for u in units), reverse=True)), _count_waiting(units))
 
 
 def measure_units_by_module(model: nn.Module) -> UnitSizes:
-    """What stage 3 gathers and reduces together."""
+    """Sizes of the units that stage 3 of zero gathers and reduces."""
     units = units_by_module(model, unit_bytes_for(model, DEFAULTS["unit_bytes"]), dtype=None, size=1, rank=0)
     sizes: dict[nn.Module | None, int] = {None: 0}
     for unit in units:
@@ -70,7 +75,7 @@ def measure_units_by_module(model: nn.Module) -> UnitSizes:
 
 
 def _count_waiting(units: Sequence[Unit]) -> int:
-    """All of a unit but its largest parameter, whose gradient is counted where it is made."""
+    """The most elements that can wait for a unit to be complete: all but its largest parameter's, counted elsewhere."""
     return max((u.numel - max(math.prod(shape) for shape in u.shapes) for u in units if u.trainable), default=0)
 
 
@@ -98,7 +103,7 @@ def estimate_from(own: Peaks) -> StepMemory:
 
 
 def format_error(error: BaseException) -> str:
-    """An error in one line."""
+    """Type and message of an error, in one line."""
     lines: Sequence[str] = str(error).strip().splitlines() or [""]
     text = lines[0] if len(lines[0]) <= 160 else f"{lines[0][:160]}..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -8,6 +8,7 @@ its reduced gradient (m = 0 where the master is the computing copy itself):
 
     allreduce, N = 1   c T + c T + o T                   gradients come while activations go: the joint peak counts
     allreduce          c T + c T + o T                   gradients lie in buckets from the beginning to the end
+      with a reducer   and what that keeps               its state, as its own code makes it
     shared             c T + (c + o) T/H                 H workers a host; several passes: + c T while they add up
     stage 1, 2         c T + (m + o + g) T/N             + gradients on their way; stage 1 that accumulates: + c T
       on one host's CPUs c T/N + (m + o + g) T/N         values lie once for all its workers
@@ -21,16 +22,18 @@ its reduced gradient (m = 0 where the master is the computing copy itself):
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from functools import partial
 from itertools import product
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from unisono.buckets import BUCKET_BYTES
+from unisono.buckets import BUCKET_BYTES, Bucket, group_into_buckets, on_device
 from unisono.offload.chunks import CHUNK_BUFFERS, CHUNK_ELEMENTS
 from unisono.offload.device import STAGING_BUFFERS
 from unisono.offload.plan import BLOCK_ELEMENTS, staged_share
+from unisono.reducer import Reducer, kept_bytes
 from unisono.strategies.shared.step import OWN_TILE_BYTES
 from unisono.strategies.zero import Place, zero
 from unisono.strategies.zero.gather import UNITS_GATHERED
@@ -42,12 +45,12 @@ CORES = 16  # of the host beside a GPU, which is seldom this one; the link's thr
 STAGED = staged_share(CORES - 1)  # of the state on the host, the share that passes through the GPU to be stepped there
 HALF_BYTES = min(dtype.itemsize for dtype in DTYPES.values())  # of an element that computes, at the least
 MASTER_BYTES = torch.float32.itemsize  # of an element that is stepped, at least
-DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(zero)}
+DEFAULTS: dict[str, Any] = {each.name: each.default for each in fields(zero)}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One line of the table: a strategy and where it keeps what."""
+    """A strategy and where it keeps parameters and state: one row of the table."""
 
     strategy: Literal["allreduce", "shared", "zero"] = "allreduce"
     stage: int = 0  # of zero
@@ -58,6 +61,7 @@ class Setting:
     accumulate: int = DEFAULTS["accumulate"]
     delayed_update: bool = DEFAULTS["delayed_update"]
     spare: bool = DEFAULTS["spare"]
+    reducer: Reducer | None = None  # of allreduce and shared
 
     @property
     def spec(self) -> str:
@@ -70,7 +74,7 @@ class Setting:
         return f"{self.strategy}({', '.join(words)})" if words else self.strategy
 
 
-SETTINGS = tuple(field.name for field in fields(Setting) if field.name != "strategy")  # of zero, under its own names
+SETTINGS = tuple(each.name for each in fields(Setting) if each.name in DEFAULTS)  # of zero, under its own names
 
 
 @dataclass(frozen=True)
@@ -94,12 +98,12 @@ class UnitSizes:
 
     @property
     def largest(self) -> int:
-        """The most elements that are reduced at a time."""
+        """Elements of the largest group."""
         return max(self.root, *self.others[:1], 0)
 
 
 @dataclass(frozen=True)
-class Facts:
+class ModelFacts:
     """What the formulas know of a model, its optimizer and one step of one worker."""
 
     trainable: int  # elements
@@ -116,6 +120,17 @@ class Facts:
     step_memory: StepMemory | None  # None: not known
     device: str = "cpu"
     backwards: int = 1  # backward passes a step
+    # The trainable parameters by name, without memory.
+    shapes: tuple[tuple[str, torch.nn.Parameter], ...] = field(default=(), compare=False, repr=False)
+
+    def count_kept(self, reducer: Reducer | None) -> int:
+        """What a reducer keeps from step to step: residuals, factors and the like."""
+        if reducer is None or not self.shapes:
+            return 0
+        on_meta = partial(on_device, torch.device("meta"))
+        groups = group_into_buckets(self.shapes, BUCKET_BYTES)
+        kept = sum(kept_bytes(reducer, Bucket(i, named, on_meta)) for i, named in enumerate(groups))
+        return round(kept * self.trainable / sum(x.numel() for _, x in self.shapes))  # of a mesh: of a rank's part
 
 
 @dataclass(frozen=True)
@@ -132,12 +147,12 @@ class Need:
 
     @property
     def device(self) -> int:
-        """All that is on the device, at the worst moment."""
+        """Bytes on the device at the peak."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
 
 
 def compute_need(
-    facts: Facts,
+    facts: ModelFacts,
     setting: Setting,
     workers: int,
     *,
@@ -153,29 +168,31 @@ def compute_need(
     if setting.strategy == "allreduce" or (setting.strategy == "shared" and workers == 1):
         return _compute_allreduce(facts, setting, workers)
     if setting.strategy == "shared":
-        return _compute_shared(facts, setting, per_host or workers)
+        return _compute_shared(facts, setting, workers, per_host or workers)
     one_host = not apart and facts.device == "cpu" and (per_host or workers) >= workers
     return _compute_zero(facts, setting, workers, overlap=overlap and workers > 1, apart=apart, one_host=one_host)
 
 
-def _compute_allreduce(facts: Facts, setting: Setting, workers: int) -> Need:
+def _compute_allreduce(facts: ModelFacts, setting: Setting, workers: int) -> Need:
     gradients = facts.trainable_bytes
     step_memory = facts.step_memory or StepMemory()
     passes = max(setting.accumulate, facts.backwards)
-    if workers == 1 and passes == 1:  # no buckets: a gradient's memory is taken when it comes
+    exact = setting.reducer is None or setting.reducer.exact
+    if workers == 1 and passes == 1 and exact:  # no buckets: a gradient's memory is taken when it comes
         beside = max(step_memory.with_gradients, gradients + facts.step_bytes + step_memory.rest) - gradients
     else:
         beside = max(step_memory.alone, facts.step_bytes + step_memory.rest)
+    in_flight = min(BUCKET_BYTES, gradients) if workers > 1 and facts.device != "cpu" else 0
     return Need(
         parameters=facts.trainable_bytes + facts.frozen_bytes,
         gradients=gradients,
         optimizer=facts.state_bytes + facts.state_other_bytes,
         activations=beside,
-        buffers=facts.buffer_bytes + (min(BUCKET_BYTES, gradients) if workers > 1 and facts.device != "cpu" else 0),
+        buffers=facts.buffer_bytes + facts.count_kept(setting.reducer) + in_flight,
     )
 
 
-def _compute_shared(facts: Facts, setting: Setting, per_host: int) -> Need:
+def _compute_shared(facts: ModelFacts, setting: Setting, workers: int, per_host: int) -> Need:
     step_memory = facts.step_memory or StepMemory()
     passes = max(setting.accumulate, facts.backwards)
     return Need(
@@ -183,11 +200,13 @@ def _compute_shared(facts: Facts, setting: Setting, per_host: int) -> Need:
         gradients=facts.trainable_bytes * (1 if passes == 1 else 2),
         optimizer=-(-facts.state_bytes // per_host) + facts.state_other_bytes,
         activations=max(step_memory.alone, OWN_TILE_BYTES + step_memory.rest),
-        buffers=facts.buffer_bytes,
+        buffers=facts.buffer_bytes + (facts.count_kept(setting.reducer) // per_host if workers > per_host else 0),
     )
 
 
-def _compute_zero(facts: Facts, setting: Setting, workers: int, *, overlap: bool, apart: bool, one_host: bool) -> Need:
+def _compute_zero(
+    facts: ModelFacts, setting: Setting, workers: int, *, overlap: bool, apart: bool, one_host: bool
+) -> Need:
     sizes = _compute_sizes(facts, setting, workers)
     compute, away = sizes.compute, setting.optimizer_on != "device"
     units = facts.units_by_module if setting.stage == 3 else facts.units_by_size
@@ -241,7 +260,7 @@ class _Sizes(NamedTuple):
     frozen: int  # bytes
 
 
-def _compute_sizes(facts: Facts, setting: Setting, workers: int) -> _Sizes:
+def _compute_sizes(facts: ModelFacts, setting: Setting, workers: int) -> _Sizes:
     own = facts.trainable_bytes / max(1, facts.trainable)
     compute = DTYPES[setting.precision].itemsize if setting.precision else own
     step = max(MASTER_BYTES, compute)

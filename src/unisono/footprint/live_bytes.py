@@ -27,7 +27,7 @@ _LSTM_SCRATCH = 5  # times its output, and once its weights: what backward takes
 
 @dataclass
 class _LiveStorage:
-    """A storage that is alive: what it counts, and as what."""
+    """A storage that is alive, and the bytes that it counts for."""
 
     nbytes: int = 0
     narrow: int = 0  # with its floating-point numbers in 16 bits
@@ -121,7 +121,7 @@ class LiveBytes(TorchDispatchMode):
         self._update_peaks()
 
     def finish(self) -> Peaks:
-        """The peaks, with what is still alive."""
+        """Stop counting: the peaks, with what is still alive as their `rest`."""
         self.peaks.rest = self._without_gradients
         return self.peaks
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from unisono.footprint.capacity import Capacity
-from unisono.footprint.formula import HALF_BYTES, SETTINGS, Facts, Need, Setting, compute_need, list_settings
+from unisono.footprint.formula import HALF_BYTES, SETTINGS, ModelFacts, Need, Setting, compute_need, list_settings
 from unisono.sizes import show_size
-from unisono.spec import build, parse
+from unisono.spec import build
+from unisono.strategies.allreduce import allreduce
+from unisono.strategies.shared import shared
 from unisono.strategies.zero import zero
+from unisono.text_table import format_rows
 
 _BEST = 5  # of the settings that fit, so many are spelled out
 
@@ -32,7 +35,7 @@ class Comparison:
     places: dict[str, tuple[int, int]]
 
     def ratio(self, place: str = "device") -> float:
-        """Measured over predicted."""
+        """Measured bytes over predicted ones."""
         predicted, measured = self.places[place]
         return measured / max(1, predicted)
 
@@ -53,7 +56,7 @@ class MemoryReport:
     left_out: what could not be found, in words: it is missing from the numbers.
     """
 
-    facts: Facts
+    facts: ModelFacts
     machine: Capacity
     workers: int
     left_out: tuple[str, ...] = ()
@@ -68,11 +71,10 @@ class MemoryReport:
     @property
     def rows(self) -> list[SettingRow]:
         """Every stage and placement, the fastest first."""
-        return [self._make_row(setting) for setting in self._list_settings()]
-
-    def _list_settings(self) -> list[Setting]:
         half = self.facts.trainable_bytes > HALF_BYTES * self.facts.trainable
-        return list_settings(self.replicas, device_is_host=self.machine.device is None, half=half)
+        settings = list_settings(self.replicas, device_is_host=self.machine.device is None, half=half)
+        needs = [(setting.spec, self._compute_need(setting)) for setting in settings]
+        return [SettingRow(spec, need, describe_shortage(need, self.machine)) for spec, need in needs]
 
     def fits(self) -> list[str]:
         """The settings that fit, the fastest first: texts to give to `un.parallel`."""
@@ -97,10 +99,6 @@ class MemoryReport:
             raise TypeError(f"compare got {odd[0]!r}; expected bytes of {', '.join(places)}")
         return Comparison(spec, {k: (getattr(wanted, k), v) for k, v in measured.items() if v is not None})
 
-    def _make_row(self, setting: Setting) -> SettingRow:
-        needed = self._compute_need(setting)
-        return SettingRow(setting.spec, needed, describe_shortage(needed, self.machine))
-
     # Words -----------------------------------------------------------------------------------------------
 
     def table(self) -> str:
@@ -119,7 +117,7 @@ class MemoryReport:
             total = [n.device, n.host] if with_host else [n.device + n.host]
             numbers = [*(getattr(n, kind) for kind in kinds), *total, n.disk]
             lines.append([row.spec, *(show_size(x) for x in numbers), "no" if row.shortage else "yes"])
-        return _align_columns(lines)
+        return "\n".join(format_rows(lines))
 
     def __str__(self) -> str:
         parts = [self._format_head(), self.table(), self._format_advice()]
@@ -145,14 +143,14 @@ class MemoryReport:
         if not fitting:
             return self._explain_no_fit(rows)
         lines = ["fits, the fastest first:"]
-        width = max(len(row.spec) for row in fitting[:_BEST])
-        lines += [f"  {row.spec:<{width}}  {self._format_total(row.need)}" for row in fitting[:_BEST]]
+        rows_shown = [["", row.spec, self._format_total(row.need)] for row in fitting[:_BEST]]
+        lines += format_rows(rows_shown, left=(1, 2))
         if len(fitting) > _BEST:
             lines.append(f"  and {len(fitting) - _BEST} more: report.fits() has all of them")
         return "\n".join([*lines, *self._suggest_more(fitting[0].spec)])
 
     def _suggest_more(self, best: str) -> list[str]:
-        """What may be added to the best one."""
+        """Hints on settings that may be added to the best one."""
         if "params_on" in best or self.machine.device is None:
             return []
         if 'optimizer_on="cpu"' in best:
@@ -171,27 +169,20 @@ class MemoryReport:
     def _explain_no_fit(self, rows: Sequence[SettingRow]) -> str:
         least = min(rows, key=lambda row: compute_excess(row.need, self.machine))
         lines = [f"nothing fits. Closest: {least.spec}, which lacks {least.shortage}."]
-        f = self.facts
         if least.need.activations > least.need.device / 2:
             lines.append(
                 f"Activations take {show_size(least.need.activations)} of it: a smaller batch a worker, or activation "
                 "checkpointing (torch.utils.checkpoint), needs less."
             )
-        if f.trainable:
-            more = next((n for n in _list_doublings(self.workers) if self._find_fit_with(n)), None)
-            if more:
-                spec = self._find_fit_with(more)
-                lines.append(f"With {more} workers, {spec} fits, as many on a host and as large a batch each.")
+        for more in (self.workers * 2**i for i in range(1, 11)):
+            if fitting := dataclasses.replace(self, workers=more).fits():
+                lines.append(f"With {more} workers, {fitting[0]} fits, as many on a host and as large a batch each.")
+                break
         return "\n".join(lines)
-
-    def _find_fit_with(self, workers: int) -> str:
-        """The first setting that fits with so many workers, on hosts that have as many as this one."""
-        found = dataclasses.replace(self, workers=workers).fits()
-        return found[0] if found else ""
 
 
 def describe_shortage(needed: Need, there: Capacity) -> str:
-    """What there is too little of, in words; empty where it fits."""
+    """Which memory is short and by how much, in words; empty if everything fits."""
     parts = []
     for name, wanted, has, many in _list_demands(needed, there):
         if wanted > has:
@@ -217,26 +208,12 @@ def _list_demands(needed: Need, there: Capacity) -> list[tuple[str, int, int, in
     return [*host, ("disk", needed.disk * many, there.disk, many)]
 
 
-def _list_doublings(workers: int) -> list[int]:
-    return [workers * 2**i for i in range(1, 11)]
-
-
 def _read_setting(spec: str) -> Setting:
     """The setting that a spec means here; what it leaves out is the strategy's own default."""
-    name = parse(spec).name
-    strategy = build(spec) if name in ("allreduce", "shared", "zero") else None
-    if strategy is None:
-        raise ValueError(f"memory is known for allreduce, shared and zero, got {spec!r}")
-    if not isinstance(strategy, zero):
-        return Setting("shared" if name == "shared" else "allreduce", accumulate=strategy.accumulate)
-    return Setting("zero", **{name: getattr(strategy, name) for name in SETTINGS})
-
-
-def _align_columns(lines: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
+    strategy = build(spec)
+    if isinstance(strategy, zero):
+        return Setting("zero", **{name: getattr(strategy, name) for name in SETTINGS})
+    if not isinstance(strategy, allreduce | shared):
+        raise ValueError(f"memory is known for allreduce with any reducer, shared and zero, got {spec!r}")
+    name: Literal["allreduce", "shared"] = "shared" if isinstance(strategy, shared) else "allreduce"
+    return Setting(name, accumulate=strategy.accumulate, reducer=strategy.reducer)

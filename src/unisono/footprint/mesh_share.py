@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from unisono.costs.pipelines import count_under_way
-from unisono.footprint.formula import Facts, StepMemory, UnitSizes
+from unisono.footprint.formula import ModelFacts, StepMemory, UnitSizes
 from unisono.hybrid import tensor_plan
 from unisono.hybrid.schedules import AHEAD, check_schedule
 
@@ -39,8 +39,8 @@ class MeshShare:
         return min(self.microbatches * per_rank, held) / per_rank
 
 
-def share_facts(facts: Facts, model: nn.Module, share: MeshShare) -> tuple[Facts, list[str]]:
-    """The facts of one rank, and what is not known.
+def share_facts(facts: ModelFacts, model: nn.Module, share: MeshShare) -> tuple[ModelFacts, list[str]]:
+    """The facts of one rank of a mesh, and notes on what they leave out.
 
     Layers of `un.tensor_plan` are divided by the tensor axis, all of it by the pipeline axis (stages of equal size). A
     stage keeps the activations of the microbatches that its schedule has under way.
@@ -52,14 +52,20 @@ def share_facts(facts: Facts, model: nn.Module, share: MeshShare) -> tuple[Facts
     part = by_tensor / pipeline
     kept = share.count_held() / share.microbatches / pipeline if pipeline > 1 else 1.0
     notes = []
+    step_memory = facts.step_memory
+    if step_memory is not None:
+        step_memory = StepMemory(
+            **{name: round(bytes_ * kept * share.traced) for name, bytes_ in dataclasses.asdict(step_memory).items()}
+        )
     if tensor > 1:
         notes.append(
             f"what the tensor axis saves of activations: they count whole ({split / every:.0%} of the parameters are "
             f"divided by {tensor})"
         )
     if pipeline > 1:
+        part_name = {2: "half", 3: "third", 4: "quarter"}.get(pipeline, f"{pipeline}th")
         notes.append(
-            f"stages that differ: each counts a {_ordinal(pipeline)} of the model, with {share.count_held():g} of "
+            f"stages that differ: each counts a {part_name} of the model, with {share.count_held():g} of "
             f"{share.microbatches} microbatches under way ({share.schedule})"
         )
     scaled = {
@@ -74,7 +80,7 @@ def share_facts(facts: Facts, model: nn.Module, share: MeshShare) -> tuple[Facts
         **scaled,
         units_by_size=_scale_units(facts.units_by_size, by_tensor, pipeline),
         units_by_module=_scale_units(facts.units_by_module, by_tensor, pipeline),
-        step_memory=None if facts.step_memory is None else _scale_step(facts.step_memory, kept * share.traced),
+        step_memory=step_memory,
         backwards=max(facts.backwards, share.microbatches if pipeline > 1 else 1),
     ), notes
 
@@ -96,11 +102,3 @@ def _scale_units(units: UnitSizes, by_tensor: float, pipeline: int) -> UnitSizes
         tuple(round(size * by_tensor) for size in others),
         round(units.waiting * by_tensor),
     )
-
-
-def _scale_step(memory: StepMemory, kept: float) -> StepMemory:
-    return StepMemory(**{f.name: round(getattr(memory, f.name) * kept) for f in dataclasses.fields(memory)})
-
-
-def _ordinal(n: int) -> str:
-    return {2: "half", 3: "third", 4: "quarter"}.get(n, f"{n}th")

@@ -35,7 +35,15 @@ from unisono.strategy import Replica, Strategy, binding
 from unisono.world import World, enter
 from unisono.world.virtual import simulate
 
-__all__ = ["MOST_STEPS_ALONE", "ScriptError", "StepsAlone", "pose_as_worker", "predict_for_script"]
+__all__ = [
+    "MOST_STEPS_ALONE",
+    "Enough",
+    "ScriptError",
+    "StepsAlone",
+    "pose_as_worker",
+    "predict_for_script",
+    "run_program",
+]
 
 MOST_STEPS_ALONE = 10  # optimizer steps that a script may make before it calls un.parallel (to prepare something, say)
 
@@ -56,13 +64,13 @@ class StepsAlone(BaseException):
         )
 
 
-class _Enough(BaseException):
+class Enough(BaseException):
     """Ends the script: all is known. No Exception, so that the script does not catch it."""
 
 
 @dataclass
 class _Seen:
-    """What the script showed."""
+    """The model and optimizer that a script gave to un.parallel, and how far it got."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -123,7 +131,7 @@ def predict_for_script(
 
 
 class _ScriptRun:
-    """One run of a script, and what it showed."""
+    """One run of a script up to its first optimizer step."""
 
     def __init__(self, workers: int, per_host: int, *, stop_at_parallel: bool = False) -> None:
         self.workers, self.per_host, self.stop_at_parallel = workers, per_host, stop_at_parallel
@@ -133,7 +141,7 @@ class _ScriptRun:
     def run_script(
         self, program: str, arguments: Sequence[str], *, module: bool, mode: FakeTensorMode | None
     ) -> BaseException | None:
-        """Run it; returns the error with which it ended, if that was one."""
+        """Run the script; returns the error that ended it, if any."""
         world = simulate(self.workers, per_host=self.per_host)
         if torch.cuda.is_available():
             world.device = torch.device("cuda")
@@ -143,26 +151,17 @@ class _ScriptRun:
                 stack.enter_context(_make_parameters_fake(mode))
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(self.watch)
-            try:
-                if module:
-                    runpy.run_module(program, run_name="__main__", alter_sys=True)
-                else:
-                    runpy.run_path(program, run_name="__main__")
-            except _Enough:
-                return None
-            except (Exception, SystemExit, StepsAlone) as error:
-                return error
-        return None
+            return run_program(program, module=module)
 
     def _observe_parallel(self, model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: World) -> Replica:
-        """Stands in for the binding of a strategy."""
+        """Called by un.parallel in place of binding the strategy: note model and optimizer, and watch the step."""
         if self.seen is not None:  # a second model: only the first counts
             return Replica(model, optimizer, world, strategy)
         self.seen = _Seen(model, optimizer)
         if isinstance(world.axes, Mesh):
             self.seen.microbatches = world.axes.count_microbatches(model)
         if self.stop_at_parallel:
-            raise _Enough
+            raise Enough
         self.watch.device = next(model.parameters()).device.type
         self.watch.counting = True
         self.watch.follow(model.parameters())
@@ -172,7 +171,7 @@ class _ScriptRun:
         assert self.seen is not None
         self.seen.stepped = bool(self.watch.backwards)
         self.watch.finish()
-        raise _Enough
+        raise Enough
 
 
 class _Observer(Replica):
@@ -194,6 +193,21 @@ class _Observer(Replica):
 
     def sync(self) -> None:
         """The gradients are as they should be; the step is still to come."""
+
+
+def run_program(program: str, *, module: bool) -> BaseException | None:
+    """Run a script or a module as the main program, inside `pose_as_worker`; returns the error that ended it, if any.
+    Python's own exit and the end of training alone (`StepsAlone`) count as errors here, `Enough` does not."""
+    try:
+        if module:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(program, run_name="__main__")
+    except Enough:
+        return None
+    except (Exception, SystemExit, StepsAlone) as error:
+        return error
+    return None
 
 
 def _explain_no_model(program: str, error: BaseException | None) -> str:
@@ -247,7 +261,7 @@ def pose_as_worker(
 
 
 def _worker_variables(world: World) -> dict[str, str]:
-    """What the launcher tells a worker of itself."""
+    """The environment variables by which a launcher tells a worker its rank and world."""
     hosts = list(dict.fromkeys(world.hosts))
     return {
         "RANK": str(world.rank),
@@ -290,7 +304,7 @@ class _StepsBeforeParallel:
 
 @contextmanager
 def _make_parameters_fake(mode: FakeTensorMode) -> Iterator[None]:
-    """Inside, a module's parameters lose their memory as soon as it has them."""
+    """Inside, parameters become fake tensors when a module registers them."""
     register, apply = nn.Module.register_parameter, nn.Module._apply
 
     def register_fake(self: nn.Module, name: str, param: Any) -> None:

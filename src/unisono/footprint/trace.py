@@ -26,7 +26,7 @@ Loss = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What an optimizer keeps and uses, in bytes."""
+    """What an optimizer keeps between steps and takes during one, in bytes."""
 
     elements: int = 0  # elements of state that has the shape of its parameter
     element_bytes: int = 0
@@ -87,7 +87,9 @@ def trace_activations(
     device = next(_find_device(p) for p in model.parameters())
     watch = LiveBytes(device)
     with replace_by_fakes(model, mode, dtype=dtype), watch, torch.compiler.set_stance("force_eager"):
-        given = tree_map_only(Tensor, lambda t: _make_input(t, mode, dtype, device), batch)
+        given = tree_map_only(
+            Tensor, lambda t: make_fake(t, mode, dtype=dtype).to(device).requires_grad_(t.requires_grad), batch
+        )
         hooks = watch.follow(model.parameters())
         try:
             end = _run_forward(model, given, loss)
@@ -96,10 +98,6 @@ def trace_activations(
         finally:
             for hook in hooks:
                 hook.remove()
-
-
-def _make_input(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None, device: str) -> Tensor:
-    return make_fake(tensor, mode, dtype=dtype).to(device).requires_grad_(tensor.requires_grad)
 
 
 def _run_forward(model: nn.Module, batch: Any, loss: Loss | None) -> Tensor:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unisono.text_table import format_rows
+
 __all__ = ["TensorPlan", "tensor_plan"]
 
 _LAST = ("o", "o_proj", "out", "out_proj", "wo", "proj", "c_proj", "dense", "w2", "down", "down_proj", "fc2")
@@ -34,8 +36,7 @@ class TensorPlan(dict[str, Any]):
     def __str__(self) -> str:
         """A line for each module."""
         rows = [(name, _name_style(self.get(name)), why) for name, why in self.reasons.items()]
-        widths = [max((len(row[i]) for row in rows), default=0) for i in (0, 1)]
-        return "\n".join(f"{name:<{widths[0]}}  {style:<{widths[1]}}  {why}" for name, style, why in rows)
+        return "\n".join(format_rows(rows, left=(0, 1, 2)))
 
 
 def tensor_plan(model: nn.Module, *, ranks: int = 2) -> TensorPlan:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,14 +16,14 @@ from unisono.facts import Convergence, Grade
 from unisono.spec import SpecError, build, names, parse, read_facts
 from unisono.spec.catalog import TORCH
 from unisono.spec.grammar import Spec
-from unisono.strategy import Strategy
+from unisono.strategy import Pattern, Strategy
 
 GRADES: tuple[Grade, ...] = ("exact", "rounded", "compressed", "other")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A method to measure. `unpredicted`: why it cannot be; empty where it can."""
+    """A method that a plan may measure. `unpredicted`: why its step cannot be predicted; empty if it can."""
 
     spec: str
     convergence: Convergence
@@ -32,34 +31,24 @@ class Candidate:
 
     @property
     def strategy(self) -> Strategy:
-        """As it is bound."""
+        """The strategy that the spec builds."""
         built: Strategy = build(self.spec, kind="strategy")
         return built
 
     @property
-    def every(self) -> int:
-        """Steps from one exchange to the next."""
-        every = getattr(self.strategy, "every", 1)
-        return every if isinstance(every, int) else 1
-
-    @property
-    def is_delayed(self) -> bool:
-        """Whether exchanges go on behind several steps."""
-        return bool(getattr(self.strategy, "delay", 0))
+    def pattern(self) -> Pattern:
+        """What the method says of its exchange."""
+        return self.strategy.pattern()
 
     @property
     def is_of_torch(self) -> bool:
-        """Whether it is torch's own, to compare with."""
+        """Whether the method is torch's own, which is measured for comparison."""
         return self.spec.startswith(TORCH)
 
     def for_measuring(self) -> Strategy:
         """The same with an exchange after each step, so that every step shows it."""
         strategy: Any = self.strategy
-        changes = {"every": 1, "delay": 0, "start": 0, "fragments": 1}
-        fields = {field.name for field in dataclasses.fields(strategy)}
-        changed: Strategy = dataclasses.replace(
-            strategy, **{name: value for name, value in changes.items() if name in fields and self.every > 1}
-        )
+        changed: Strategy = replace(strategy, **self.pattern.in_every_window) if self.pattern.every > 1 else strategy
         return changed
 
 
@@ -81,7 +70,7 @@ def find_candidates(asked: Iterable[str] = (), also: Iterable[str] = (), *, rank
     )
 
     def count_sent(candidate: Candidate) -> int:
-        reducer = getattr(candidate.strategy, "reducer", None)
+        reducer = candidate.pattern.reducer
         return int(reducer.sends(sample, ranks)) if reducer is not None and reducer.sends is not None else 0
 
     exact = [candidate for candidate in found.values() if candidate.convergence.grade == "exact"]
@@ -101,13 +90,13 @@ def _proposed(kind: Any) -> list[str]:
 
 
 def describe_candidate(spec: str) -> Candidate:
-    """What its methods say: the effect on training is that of the one with the greatest."""
+    """A spec with what its methods say of themselves: of several, the one that changes training most counts."""
     worst, why = Convergence("exact", "as one process on the joined batches"), ""
     if spec.startswith(TORCH):
         build(spec, kind="strategy")
         return Candidate(spec, worst)
     tree = parse(spec)
-    build(tree, kind="strategy")  # an error in the text shows here
+    built: Strategy = build(tree, kind="strategy")  # an error in the text shows here
     for name, kind, is_around in _methods_in(tree):
         facts = read_facts(name, kind)
         found = facts.convergence
@@ -116,6 +105,9 @@ def describe_candidate(spec: str) -> Candidate:
         if GRADES.index(found.grade) >= GRADES.index(worst.grade):
             worst = found
         why = why or facts.unpredicted
+    own = built.pattern().convergence
+    if own is not None and GRADES.index(own.grade) >= GRADES.index(worst.grade):
+        worst = own
     return Candidate(str(tree), worst, why)
 
 
@@ -130,7 +122,7 @@ def _methods_in(tree: Spec) -> Iterable[tuple[str, Any, bool]]:
 
 
 def check_specs(specs: Iterable[str]) -> str:
-    """What is wrong with the first of them that cannot be read; empty where all can."""
+    """What is wrong with the first spec that cannot be read; empty if all can."""
     try:
         for spec in specs:
             describe_candidate(spec)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from unisono.costs import Anatomy, Network, Prediction, predict, replay
-from unisono.facts import Grade
-from unisono.planner.measured import Measured, Method
+from unisono.planner.candidates import GRADES
+from unisono.planner.measured import Measured, MeasuredMethod
 from unisono.planner.meshes import advise_mesh
 
 __all__ = ["Choice", "Ranked", "choose", "find_crossing", "rank", "show_bits", "show_s"]
 
-_GRADES: tuple[Grade, ...] = ("exact", "rounded", "compressed", "other")
 _NEAR = 0.05  # within so much of the best, the method with the least effect on training is first
 _EXPOSED = 0.1  # of a step: communication that is worth nothing more to be done about
 _SLOWEST, _FASTEST = 1e5, 1e13  # bits a second: where a crossing is looked for
@@ -21,19 +20,19 @@ _SLOWEST, _FASTEST = 1e5, 1e13  # bits a second: where a crossing is looked for
 
 @dataclass(frozen=True)
 class Ranked:
-    """A method, and its step as predicted."""
+    """A method with its predicted step."""
 
-    method: Method
+    method: MeasuredMethod
     prediction: Prediction
 
     @property
     def spec(self) -> str:
-        """Its text."""
+        """The method's spec."""
         return self.method.spec
 
     @property
     def seconds(self) -> float:
-        """A step."""
+        """Seconds of a step."""
         return self.prediction.timing.total
 
 
@@ -43,7 +42,7 @@ class Choice:
 
     ranked: list[Ranked]
     others: list[Ranked]
-    left_out: list[Method]
+    left_out: list[MeasuredMethod]
     reasons: list[str]
     advice: list[str]
 
@@ -56,21 +55,23 @@ def choose(measured: Measured, allow: Sequence[str]) -> Choice:
     rows = [Ranked(m, predict(m.anatomy, measured.network)) for m in measured.methods if m.anatomy is not None]
     allowed = rank([row for row in rows if row.method.convergence.grade in allow])
     others = sorted((row for row in rows if row.method.convergence.grade not in allow), key=lambda row: row.seconds)
-    reasons = _explain(measured, measured.network, allowed) if allowed else []
-    advice = [*_advise_batch(measured, allowed[0]), *_advise_memory(measured)] if allowed else []
-    if allowed:
-        timing = allowed[0].prediction.timing
-        advice += advise_mesh(measured, timing.total, timing.exposed + timing.compression)
-    return Choice(allowed, others, left_out, reasons, advice)
+    if not allowed:
+        return Choice([], others, left_out, [], [])
+    advice = _advise_batch(measured, allowed[0])
+    if measured.settings:
+        advice.append(f"Memory is short: {measured.settings[0]} fits (see `unisono memory`).")
+    timing = allowed[0].prediction.timing
+    advice += advise_mesh(measured, timing.total, timing.exposed + timing.compression)
+    return Choice(allowed, others, left_out, _explain(measured, measured.network, allowed), advice)
 
 
 def rank(rows: Sequence[Ranked]) -> list[Ranked]:
-    """The first choice, then the others by time."""
+    """Order methods: the first choice, then the others by time."""
     ordered = sorted(rows, key=lambda row: row.seconds)
     if not ordered:
         return []
     near = [row for row in ordered if row.seconds <= ordered[0].seconds * (1 + _NEAR)]
-    first = min(near, key=lambda row: (_GRADES.index(row.method.convergence.grade), row.seconds))
+    first = min(near, key=lambda row: (GRADES.index(row.method.convergence.grade), row.seconds))
     return [first, *(row for row in ordered if row is not first)]
 
 
@@ -81,7 +82,8 @@ def _explain(measured: Measured, network: Network, ranked: Sequence[Ranked]) -> 
     first = ranked[0]
     timing = first.prediction.timing
     dense = next((row for row in ranked if row.spec == "allreduce"), None)
-    plain = _communication(dense.method.anatomy, network) if dense is not None else None
+    operations = dense.method.anatomy.operations if dense is not None and dense.method.anatomy is not None else []
+    plain = sum(network.seconds(operation) for operation in operations)
     said = [f"{first.spec}: " + (f"gradients in full take {show_s(plain)} on this network, " if plain else "")]
     said[0] += f"compute {show_s(measured.compute_s)}."
     if dense is not None and first is not dense:
@@ -102,14 +104,10 @@ def _explain(measured: Measured, network: Network, ranked: Sequence[Ranked]) -> 
     return said
 
 
-def _communication(anatomy: Anatomy | None, network: Network) -> float:
-    return sum(network.seconds(operation) for operation in anatomy.operations) if anatomy is not None else 0.0
-
-
 def _describe_crossing(network: Network, ranked: Sequence[Ranked]) -> str | None:
     """At which bandwidth another method becomes the first."""
     first = ranked[0]
-    here = _bandwidth(network)
+    here = network.link.bits_per_s
     where = "links" if network.hosts > 1 else "memory"
     found: list[tuple[float, str, bool]] = []
     for other in ranked[1:]:
@@ -129,10 +127,6 @@ def _describe_crossing(network: Network, ranked: Sequence[Ranked]) -> str | None
     return f"{where.capitalize()} of {show_bits(here)} now; {'; '.join(words)}." if words else None
 
 
-def _bandwidth(network: Network) -> float:
-    return (network.between if network.hosts > 1 else network.inside or network.between).bits_per_s
-
-
 def find_crossing(first: Anatomy, other: Anatomy, network: Network) -> float | None:
     """The bandwidth nearest to the present one at which `other` takes less time than `first`; None: at none."""
 
@@ -140,7 +134,7 @@ def find_crossing(first: Anatomy, other: Anatomy, network: Network) -> float | N
         there = network.with_bandwidth(bits_per_s)
         return replay(first, there).total - replay(other, there).total  # above 0: the other wins
 
-    here = _bandwidth(network)
+    here = network.link.bits_per_s
     for direction in (1, -1):
         edge = _search(gap, here, direction)
         if edge is not None:
@@ -206,22 +200,12 @@ def _with_accumulation(spec: str, times: int) -> str:
 
 def _largest_batch(measured: Measured) -> int | None:
     """By memory: what grows with the batch is taken to be what a step held beside parameters and gradients."""
-    room = measured.device_bytes or (measured.host_bytes // max(1, _per_host(measured)))
+    room = measured.device_bytes or measured.host_bytes // measured.per_host
     if measured.batch is None or not room or not measured.memory_bytes:
         return None
     fixed = min(measured.memory_bytes, 4 * measured.gradient_bytes)
     growing = max(1, measured.memory_bytes - fixed)
     return max(measured.batch, int(measured.batch * max(0, room - fixed) / growing))
-
-
-def _per_host(measured: Measured) -> int:
-    return max(measured.hosts.count(host) for host in set(measured.hosts))
-
-
-def _advise_memory(measured: Measured) -> list[str]:
-    if not measured.settings:
-        return []
-    return [f"Memory is short: {measured.settings[0]} fits (see `unisono memory`)."]
 
 
 # In words ---------------------------------------------------------------------------------------------------------
@@ -247,9 +231,3 @@ def show_bits(bits_per_s: float) -> str:
     if bits_per_s >= 1e9:
         return f"{bits_per_s / 1e9:.2g} Gbit/s" if bits_per_s < 1e10 else f"{bits_per_s / 1e9:.0f} Gbit/s"
     return f"{bits_per_s / 1e6:.2g} Mbit/s" if bits_per_s < 1e7 else f"{bits_per_s / 1e6:.0f} Mbit/s"
-
-
-def _predict_at(measured: Measured, network: Network) -> list[Ranked]:
-    """The same methods on another network."""
-    moved = replace(measured, network=network)
-    return choose(moved, _GRADES).ranked

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from unisono.costs import Anatomy, Link, Network
+from unisono.costs import Anatomy, Link, Network, sent_share
 from unisono.facts import Convergence
 
 DDP = "torch:ddp"
 
 
 @dataclass(frozen=True)
-class Method:
-    """One method. `anatomy` is None where it was not measured, and `why` says so."""
+class MeasuredMethod:
+    """One method of a plan. `anatomy` is None if its step was not taken apart; `why` says why not."""
 
     spec: str
     convergence: Convergence
@@ -27,15 +27,13 @@ class Method:
         """What a rank sends in a step, in the mean over steps."""
         if self.anatomy is None:
             return 0.0
-        n = self.anatomy.ranks
-        shares = {"all_reduce": 2 * (n - 1) / n, "reduce_scatter": (n - 1) / n, "all_to_all": (n - 1) / n}
-        shares |= {"all_gather": n - 1.0, "exchange": n - 1.0}
-        return sum(shares.get(o.op, 1.0) * o.nbytes for o in self.anatomy.operations) / self.anatomy.every
+        sent = sum(sent_share(o.op, self.anatomy.ranks) * o.nbytes for o in self.anatomy.operations)
+        return sent / self.anatomy.every
 
 
 @dataclass
 class Measured:
-    """All of it."""
+    """Everything that a plan measured, as plain values."""
 
     ranks: int
     hosts: list[str]
@@ -52,13 +50,18 @@ class Measured:
     batch: int | None = None
     network: Network | None = None
     links: list[dict[str, Any]] = field(default_factory=list)
-    methods: list[Method] = field(default_factory=list)
+    methods: list[MeasuredMethod] = field(default_factory=list)
     steps: int = 0
     seconds: float = 0.0
     unfinished: str = ""  # what was still to be measured when the program ended
     settings: list[str] = field(default_factory=list)  # of `un.memory`, that fit, where memory is short
     stages: dict[str, Any] = field(default_factory=dict)  # of a pipeline, as measured on rank 0 (see `meshes`)
     tensor: dict[str, Any] = field(default_factory=dict)  # of a tensor axis, likewise
+
+    @property
+    def per_host(self) -> int:
+        """Workers of the host that has the most."""
+        return max(self.hosts.count(host) for host in self.hosts)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON holds them."""
@@ -76,9 +79,9 @@ class Measured:
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> Measured:
-        """What `to_dict` gave, also after it was JSON."""
+        """Read what `to_dict` wrote, also after a round trip through JSON."""
         methods = [
-            Method(
+            MeasuredMethod(
                 **{
                     **m,
                     "convergence": Convergence(**m["convergence"]),

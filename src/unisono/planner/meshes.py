@@ -42,7 +42,7 @@ class MeshEstimate:
 
     @property
     def call(self) -> str:
-        """How it is asked for."""
+        """The call that makes this mesh."""
         return f"un.mesh(tensor={self.tensor})" if self.tensor > 1 else f"un.mesh(pipeline={self.pipeline})"
 
 
@@ -115,19 +115,14 @@ def estimate_meshes(
             order,
             lambda a, each=each: each[a[0]] * (_FORWARD if a[1] == "F" else 1 - _FORWARD),  # type: ignore[misc]
         )
-        hop = max((_send(network, count * n / MICROBATCHES) for n in (known["bytes"] if known else [])), default=0.0)
+        sizes = [count * n / MICROBATCHES for n in (known["bytes"] if known else [])]
+        hop = max(map(network.link.seconds, sizes), default=0.0)  # the next stage is on the furthest rank
         length = max(run.length + 2 * (count - 1) * hop, MICROBATCHES * hop)
         there = network.with_ranks(data, per_host=min(network.per_host, data))
         exchange = there.seconds(Operation("all_reduce", gradient_bytes // count)) if data > 1 else 0.0
         bubble = 1 - compute_s / length
         found.append(MeshEstimate(data, count, length + exchange, bubble, 1 / count, shares=tuple(shares)))
     return found
-
-
-def _send(network: Network, nbytes: float) -> float:
-    """A message to the next stage, which is the furthest rank."""
-    link = network.between if network.hosts > 1 or network.inside is None else network.inside
-    return link.latency_s + nbytes * link.s_per_byte
 
 
 def estimate_tensor(

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from unisono.costs import Link, Network, Operation, fit
+from unisono.costs.network import take_medians
 from unisono.runtime.machine import read_boot_id, usable_cores
 from unisono.world import World
+from unisono.world.probe import take_slowest, time_runs
 
 OPS = ("all_reduce", "all_gather", "all_to_all", "broadcast", "exchange", "reduce_scatter")
 _LEAST_BYTES = 512
@@ -32,7 +34,7 @@ _LINK_S = 0.04
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """Between the first ranks of two hosts."""
+    """The link between the first ranks of two hosts."""
 
     first: str
     second: str
@@ -41,7 +43,7 @@ class MeasuredLink:
 
 
 def probe(world: World, most_bytes: int) -> tuple[Network, list[MeasuredLink]]:
-    """Lines of every operation up to `most_bytes`, and every link."""
+    """Measure every operation at sizes up to `most_bytes`, and every link between hosts."""
     channel = world.channel()
     try:
         busy: dict[str, float] = {}
@@ -56,7 +58,7 @@ def probe(world: World, most_bytes: int) -> tuple[Network, list[MeasuredLink]]:
     latency_s, s_per_byte = fitted["all_reduce"]  # the slowest link on the way round is in it
     latency_s = median(link.latency_s for link in links) if links else latency_s / unit.latency_s
     between = Link(latency_s, 8 * unit.s_per_byte / max(s_per_byte, 1e-15))
-    typical = {op: _medians(points) for op, points in curves.items()}
+    typical = {op: take_medians(points) for op, points in curves.items()}
     spread = _find_spread(curves)
     steals = _find_steals(world, busy)
     return Network(world.size, per_host, between, inside, fitted, typical, steals, spread), links
@@ -89,7 +91,8 @@ def measure_operation(
         run()
         used, began = time.process_time(), time.perf_counter()
         for _ in range(_CHUNKS):
-            seconds = _slowest(channel, lambda run=run, times=times: _time(channel, run, times)) / times  # type: ignore[misc]
+            channel.barrier()
+            seconds = take_slowest(channel, [time_runs(channel, run, times)])[0] / times
             points.append((float(nbytes), seconds))
             if seconds > _LONG_S:
                 break
@@ -107,23 +110,6 @@ def _sizes(most_bytes: int) -> Iterator[int]:
         yield nbytes
         nbytes *= _GROWTH
     yield max(most_bytes, _LEAST_BYTES)
-
-
-def _time(channel: World, run: Callable[[], Any], times: int) -> float:
-    channel.barrier()
-    began = time.perf_counter()
-    for _ in range(times):
-        run()
-    if channel.device.type == "cuda":
-        torch.cuda.synchronize(channel.device)
-    return time.perf_counter() - began
-
-
-def _slowest(channel: World, measure: Callable[[], float]) -> float:
-    """What all ranks agree on."""
-    seconds = torch.tensor([measure()], dtype=torch.float64)
-    channel.all_reduce(seconds, "max", tag="probe").wait()
-    return float(seconds)
 
 
 def _prepare(channel: World, op: str, nbytes: int) -> Callable[[], Any]:
@@ -154,7 +140,7 @@ def _prepare(channel: World, op: str, nbytes: int) -> Callable[[], Any]:
 
 
 def measure_links(channel: World) -> list[MeasuredLink]:
-    """One after the other; known to every rank."""
+    """Measure the links between hosts one after the other; every rank gets all results."""
     leaders = [channel.hosts.index(host) for host in dict.fromkeys(channel.hosts)]
     if len(leaders) < 2:
         return []
@@ -215,18 +201,10 @@ def _measure_inside(world: World) -> Link:
     return Link(latency_s / 2, 8 * 2 / max(s_per_byte, 1e-15))
 
 
-# Lines ------------------------------------------------------------------------------------------------------------
-
-
-def _medians(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    sizes = sorted({nbytes for nbytes, _ in points})
-    return [(nbytes, median(s for n, s in points if n == nbytes)) for nbytes in sizes]
-
-
 def _find_spread(curves: dict[str, list[tuple[float, float]]]) -> float:
     """How far single times are from the median of their size, as a share of it: that of four of five."""
     off = []
     for points in curves.values():
-        typical = dict(_medians(points))
+        typical = dict(take_medians(points))
         off += [abs(seconds / typical[nbytes] - 1) for nbytes, seconds in points if nbytes > _LEAST_BYTES]
     return sorted(off)[int(0.8 * len(off))] if off else 0.05

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from unisono.planner.choice import Choice, Ranked, show_bits, show_s
-from unisono.planner.measured import Measured, Method
+from unisono.planner.measured import Measured, MeasuredMethod
 from unisono.sizes import show_size
+from unisono.text_table import format_rows
 
 __all__ = ["plan_to_dict", "write_report"]
 
@@ -15,7 +16,7 @@ _HEAD = ("method", "step", "interval", "compute", "exposed", "hidden", "compress
 
 
 def write_report(measured: Measured, choice: Choice) -> str:
-    """All of it, for a terminal."""
+    """The whole plan as text."""
     incomplete = f"Incomplete: {measured.unfinished}." if measured.unfinished else ""
     parts = [incomplete, _describe_run(measured), _describe_network(measured)]
     verified = any(row.method.verified_s is not None for row in choice.ranked)
@@ -35,13 +36,13 @@ def write_report(measured: Measured, choice: Choice) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _find_compared(measured: Measured) -> list[Method]:
+def _find_compared(measured: Measured) -> list[MeasuredMethod]:
     """Methods of torch's own: measured for real, and not predicted."""
     return [m for m in measured.methods if m.anatomy is None and m.verified_s is not None]
 
 
 def _conclude(measured: Measured, choice: Choice) -> str:
-    """One sentence: what to do."""
+    """The last sentence of a plan: what to do."""
     if not choice.ranked:
         return ""
     first = choice.ranked[0]
@@ -80,19 +81,14 @@ def _describe_network(measured: Measured) -> str:
     return "\n".join(["Network, as time = latency + bytes / bandwidth:", *(f"  {line}" for line in lines)])
 
 
-def _table(rows: Sequence[Ranked], verified: bool, compared: Sequence[Method] = ()) -> list[str]:
+def _table(rows: Sequence[Ranked], verified: bool, compared: Sequence[MeasuredMethod] = ()) -> list[str]:
     head = [*_HEAD, *(["measured"] if verified or compared else [])]
     cells = [head, *(_cells(row, verified or bool(compared)) for row in rows)]
     cells += [
         [m.spec, *[""] * 7, show_size(m.memory_bytes), m.convergence.grade, show_s(m.verified_s or 0.0)]
         for m in compared
     ]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-    lines = []
-    for row in cells:
-        words = [f"{row[0]:<{widths[0]}}", *(f"{cell:>{w}}" for cell, w in zip(row[1:], widths[1:], strict=True))]
-        lines.append("  ".join(words).rstrip())
-    return lines
+    return format_rows(cells)
 
 
 def _cells(row: Ranked, verified: bool) -> list[str]:

@@ -7,7 +7,6 @@ far the steps of one method lie apart: where that explains the differences betwe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from statistics import fmean, median, variance
 
 from unisono.costs import Anatomy
@@ -43,7 +42,7 @@ def steady(anatomies: Sequence[Anatomy]) -> list[Anatomy]:
         share = real / (real + error) if real + error else 1.0
         if (mine - centre) ** 2 > _CLEAR**2 * error:
             share = 1.0
-        steadied.append(_scale(anatomy, (centre + share * (mine - centre)) / mine))
+        steadied.append(anatomy.slowed((centre + share * (mine - centre)) / mine, work=1.0))
     return steadied
 
 
@@ -51,8 +50,3 @@ def _slowest(anatomy: Anatomy) -> list[float]:
     """Of every step, the rank that computed longest. Samples are by rank, then by step."""
     steps = len(anatomy.samples_s) // anatomy.ranks
     return [max(anatomy.samples_s[step::steps]) for step in range(steps)]
-
-
-def _scale(anatomy: Anatomy, factor: float) -> Anatomy:
-    jobs = tuple(replace(job, ready_s=job.ready_s * factor, due_s=job.due_s * factor) for job in anatomy.jobs)
-    return replace(anatomy, compute_s=anatomy.compute_s * factor, jobs=jobs)

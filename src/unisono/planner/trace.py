@@ -103,7 +103,7 @@ class Trace:
             self._note(_Event("wait", began, time.perf_counter(), job))
 
     def listen(self, op: str, nbytes: int, among: Among, began: float, ended: float) -> None:
-        """An operation of the silent transport."""
+        """Called by the silent transport for every operation."""
         self._note(_Event("operation", began, ended, operation=Operation(op, nbytes, among)))
 
     # Step by step ------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class Trace:
             self._contexts = {_PROGRAM: _Context(began=time.perf_counter()), **keep}
 
     def stop(self) -> TracedStep:
-        """The step has ended: taken apart."""
+        """End the step, and give it taken apart."""
         now = time.perf_counter()
         with self._lock:
             contexts = {
@@ -127,7 +127,7 @@ class Trace:
 
 
 class _Compiler:
-    """From events to jobs on one lane."""
+    """Turns the events of a step into jobs on the exchange lane."""
 
     def __init__(self, contexts: dict[int, _Context]) -> None:
         self._contexts = contexts

@@ -1,4 +1,4 @@
-"""In a worker of `unisono plan`: `un.parallel` gives the program a replica that measures (see `course`)."""
+"""In a worker of `unisono plan`: `un.parallel` gives the program a replica that measures (see measurement_plan.py)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from unisono.facts import Convergence
 from unisono.planner.candidates import find_candidates
 from unisono.planner.choice import choose
-from unisono.planner.course import Course, Settings, steps_needed
-from unisono.planner.measured import DDP, Measured, Method
+from unisono.planner.measured import DDP, Measured, MeasuredMethod
+from unisono.planner.measurement_plan import MeasurementPlan, PlanSettings, steps_needed
 from unisono.planner.report import write_report
 from unisono.runtime.variables import read_observer_settings
 from unisono.spec import describe
@@ -24,13 +24,13 @@ from unisono.world import World
 
 __all__ = ["bind"]
 
-_courses: list[Course] = []
+_plans: list[MeasurementPlan] = []
 
 
 def bind(model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: World) -> Replica:
     """What `un.parallel` calls: the program trains on, and its steps are used to measure."""
-    settings = Settings(**read_observer_settings())
-    if _courses:
+    settings = PlanSettings(**read_observer_settings())
+    if _plans:
         raise RuntimeError(
             "unisono plan: the program calls un.parallel a second time, and a plan is for one model: plan each by a "
             "script of its own"
@@ -41,7 +41,7 @@ def bind(model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: Worl
     also = [*([own] if "..." not in own else []), DDP] if not settings.methods else []
     candidates = find_candidates(settings.methods, also, ranks=world.size)
     needed = steps_needed(sum(not candidate.unpredicted for candidate in candidates), settings.verify)
-    course = Course(
+    plan = MeasurementPlan(
         model,
         optimizer,
         world,
@@ -49,40 +49,40 @@ def bind(model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: Worl
         settings,
         own=own,
         choose=lambda measured: [row.spec for row in choose(measured, settings.allow).ranked[: settings.verify]],
-        finished=lambda: _end(course, settings),
+        finished=lambda: _end(plan, settings),
     )
-    _courses.append(course)
+    _plans.append(plan)
     if world.rank == 0:
-        atexit.register(_write_unfinished, course, settings, needed)
+        atexit.register(_write_unfinished, plan, settings, needed)
         _write(settings.file, {"state": "bound"})
-    return course.replica
+    return plan.replica
 
 
-def _end(course: Course, settings: Settings) -> None:
-    """All is measured: hand it over, and end the program."""
-    if course.world.rank == 0:
+def _end(plan: MeasurementPlan, settings: PlanSettings) -> None:
+    """Hand over what was measured, and end the program."""
+    if plan.world.rank == 0:
         atexit.unregister(_write_unfinished)
-        _hand_over(course.measured, settings)
-    course.world.barrier()
+        _hand_over(plan.measured, settings)
+    plan.world.barrier()
     raise SystemExit(0)
 
 
-def _write_unfinished(course: Course, settings: Settings, needed: int) -> None:
+def _write_unfinished(plan: MeasurementPlan, settings: PlanSettings, needed: int) -> None:
     """The program has ended by itself: what there is."""
-    if course.is_comparing:
-        course.measured.methods.append(
-            Method(DDP, Convergence("exact", ""), why="not measured: the program ended in it")
+    if plan.is_comparing:
+        plan.measured.methods.append(
+            MeasuredMethod(DDP, Convergence("exact", ""), why="not measured: the program ended in it")
         )
-        _hand_over(course.measured, settings)
+        _hand_over(plan.measured, settings)
         return
-    course.measured.unfinished = (
-        f"the program ended after {course.measured.steps} optimizer steps, and the plan needs {needed}: give it more "
+    plan.measured.unfinished = (
+        f"the program ended after {plan.measured.steps} optimizer steps, and the plan needs {needed}: give it more "
         "(more epochs, or more data), or fewer --methods"
     )
-    _hand_over(course.measured, settings)
+    _hand_over(plan.measured, settings)
 
 
-def _hand_over(measured: Measured, settings: Settings) -> None:
+def _hand_over(measured: Measured, settings: PlanSettings) -> None:
     """To the command: by a file where there is its folder, else as text, as from another host."""
     if not _write(settings.file, {"state": "measured", "measured": measured.to_dict()}):
         print(write_report(measured, choose(measured, settings.allow)), flush=True)

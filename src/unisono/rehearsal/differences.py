@@ -21,7 +21,7 @@ _SHOWN = 8
 
 @dataclass
 class Observed:
-    """Of one world: what its ranks noted, their mean loss by step, rank 0's gradients and parameters."""
+    """What was seen in one world: its ranks' notes, mean losses by step, rank 0's gradients and parameters."""
 
     notes: Sequence[Mapping[str, Any]]
     losses: Sequence[float | None]
@@ -31,14 +31,14 @@ class Observed:
 
 @dataclass
 class Verdict:
-    """`agrees` None: it cannot be told, and why is said."""
+    """Whether worlds agree, and what was found. `agrees` None: that cannot be told, and `lines` say why."""
 
     agrees: bool | None
     lines: list[str] = field(default_factory=list)
 
 
 def judge(one: Observed, several: Observed, start: Mapping[str, Tensor], grade: Grade) -> Verdict:
-    """What can be said."""
+    """Compare a world of one worker with one of several."""
     workers, lines = len(several.notes), _describe_course(one, several)
     data = _compare_inputs(one, several)
     if data.agrees is False:
@@ -165,7 +165,7 @@ def _find_limit(tensors: Any, grade: Grade) -> float:
 
 
 def _distance(a: Tensor, b: Tensor, norm: float) -> float:
-    """Of the norm of `a`; one that is next to nothing beside the whole counts by the whole."""
+    """The distance over the norm of `a`; if that is tiny beside `norm` of all, over a part of that."""
     a, b = a.double(), b.double()
     return float((a - b).norm()) / max(float(a.norm()), 1e-4 * norm, 1e-30)
 

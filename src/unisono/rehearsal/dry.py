@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import runpy
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,12 +19,11 @@ from torch.optim import Optimizer
 
 from unisono.data import Shard
 from unisono.footprint.memory_report import MemoryReport, describe_shortage
-from unisono.footprint.script import ScriptError, StepsAlone, pose_as_worker, predict_for_script
+from unisono.footprint.script import Enough, ScriptError, StepsAlone, pose_as_worker, predict_for_script, run_program
 from unisono.model_copies import add_hook
 from unisono.planner.candidates import describe_candidate
 from unisono.runtime.link_text import Link
 from unisono.runtime.machine import host_bytes, usable_cores
-from unisono.simulation.methods import read_traits
 from unisono.sizes import show_size
 from unisono.spec import build, describe
 from unisono.strategy import Replica, Strategy, binding
@@ -36,13 +34,9 @@ from unisono.world.virtual import simulate
 __all__ = ["DryRequest", "DryResult", "Traffic", "rehearse"]
 
 
-class _Enough(BaseException):
-    """Ends the script: all is known. No Exception, so that the script does not catch it."""
-
-
 @dataclass(frozen=True)
 class DryRequest:
-    """What is asked for."""
+    """What a dry run is to rehearse."""
 
     program: str
     arguments: Sequence[str]
@@ -57,7 +51,7 @@ class DryRequest:
 
 @dataclass
 class Traffic:
-    """What one worker sends in a step, of one kind."""
+    """What one worker sends in a step by one kind of operation."""
 
     calls: float = 0.0
     sent: float = 0.0
@@ -119,7 +113,7 @@ def _fits_here(result: DryResult) -> bool:
 
 
 class _DryScript:
-    """The script's steps."""
+    """Runs the script's steps as one worker, and notes what they show."""
 
     def __init__(self, request: DryRequest, result: DryResult) -> None:
         self.request, self.result = request, result
@@ -146,18 +140,9 @@ class _DryScript:
             stack.enter_context(warnings.catch_warnings())
             # The other ranks count as equal to this one.
             warnings.filterwarnings("ignore", message="the ranks train on the same samples")
-            try:
-                if request.module:
-                    runpy.run_module(request.program, run_name="__main__", alter_sys=True)
-                else:
-                    runpy.run_path(request.program, run_name="__main__")
-            except _Enough:
-                pass
-            except StepsAlone as error:
-                result.problems.append(str(error))
-            except (Exception, SystemExit) as error:
-                if not isinstance(error, SystemExit) or error.code not in (None, 0):
-                    result.problems.append(_describe_error(error, request))
+            error = run_program(request.program, module=request.module)
+            if error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
+                result.problems.append(_describe_error(error, request))
             _look_at_shards(world, result)
             self._look_at_traffic(world)
         if not result.problems and self._replica is None:
@@ -176,7 +161,7 @@ class _DryScript:
                 self._is_replaced = True
                 result.notes.append(f"the steps were run under allreduce, and traffic is not known: {why}")
                 hosts = len(set(world.hosts))
-                if hosts > 1 and not _is_torchs(result.strategy) and read_traits(result.strategy).one_host:
+                if hosts > 1 and strategy.pattern().one_host:
                     raise ValueError(f"{result.strategy} needs all workers on one host, got {hosts}")
         if self._is_replaced:
             strategy = build("allreduce", kind="strategy")
@@ -201,7 +186,7 @@ class _DryScript:
         transport = self._replica.world.transport
         self._seconds.append(transport.seconds if isinstance(transport, SimulatedTransport) else 0.0)
         if self.result.steps >= self.request.steps:
-            raise _Enough
+            raise Enough
 
     def _look_at_traffic(self, world: World) -> None:
         """By kind, over the steps after the first, which may set things up."""
@@ -221,13 +206,9 @@ class _DryScript:
 
 def _find_reason_to_replace(spec: str) -> str:
     """Why a method cannot be run as one rank whose others do not exist; empty where it can."""
-    if _is_torchs(spec):
+    if spec.startswith("torch:"):
         return "torch's own methods need processes of their own"
     return describe_candidate(spec).unpredicted
-
-
-def _is_torchs(spec: str) -> bool:
-    return spec.startswith("torch:")
 
 
 def _describe_model(model: nn.Module) -> str:
@@ -239,6 +220,8 @@ def _describe_model(model: nn.Module) -> str:
 
 def _describe_error(error: BaseException, request: DryRequest) -> str:
     """What the script raised, and the line of it."""
+    if isinstance(error, StepsAlone):
+        return str(error)
     if isinstance(error, SystemExit):
         return f"the script ended itself: {error.code if isinstance(error.code, str) else f'status {error.code}'}"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.endswith(request.program)]

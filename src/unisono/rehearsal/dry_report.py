@@ -5,6 +5,7 @@ from __future__ import annotations
 from unisono.rehearsal.dry import DryResult
 from unisono.runtime.link_text import describe_time
 from unisono.sizes import show_size
+from unisono.text_table import format_rows
 
 __all__ = ["write_dry_report"]
 
@@ -12,7 +13,7 @@ _KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
 
 def write_dry_report(result: DryResult) -> str:
-    """The whole report."""
+    """The report of a dry run as text."""
     parts = [_write_head(result), _write_shapes(result), _write_memory(result), _write_traffic(result)]
     for title, lines in (("problems", result.problems), ("notes", result.notes)):
         if lines:
@@ -57,11 +58,9 @@ def _write_traffic(result: DryResult) -> str:
     if not result.traffic:
         return ""
     rows = sorted(result.traffic.items(), key=lambda item: -item[1].sent)
-    width = max(len(kind) for kind, _ in rows)
-    lines = ["traffic of a step, sent by each worker"]
-    lines += [f"  {kind:<{width}}  {show_size(round(t.sent)):>10}  in {t.calls:.3g} calls" for kind, t in rows]
-    total = sum(t.sent for _, t in rows)
-    lines.append(f"  {'in all':<{width}}  {show_size(round(total)):>10}")
+    table = [["", kind, show_size(round(t.sent)), f"in {t.calls:.3g} calls"] for kind, t in rows]
+    table.append(["", "in all", show_size(round(sum(t.sent for _, t in rows))), ""])
+    lines = ["traffic of a step, sent by each worker", *format_rows(table, left=(1, 3))]
     if result.exchange_s is not None:
         link = result.request.link
         lines.append(

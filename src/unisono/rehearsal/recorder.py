@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.compare.recorder import Recorder
+from unisono.compare.recorder import StepRecorder
 from unisono.model_copies import add_hook
 from unisono.runtime.variables import read_observer_settings
 from unisono.spec import describe
@@ -29,7 +29,7 @@ from unisono.world import World
 __all__ = ["Settings", "bind"]
 
 _DROPPING = [f"{kind}dropout{end}" for kind in ("", "alpha_", "feature_", "feature_alpha_") for end in ("", "_")]
-_recorders: list[_Recorder] = []
+_recorders: list[_NoteTaker] = []
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Settings:
 
 @dataclass
 class _Notes:
-    """What a rank tells of itself."""
+    """What a rank writes about itself, for the comparison."""
 
     strategy: str
     shards: int = 0
@@ -62,17 +62,17 @@ def bind(model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: Worl
     if _recorders:
         replica = binding.bind_for(model, optimizer, strategy, world)
     else:
-        _recorders.append(recorder := _Recorder(settings, model, strategy, world))
+        _recorders.append(recorder := _NoteTaker(settings, model, strategy, world))
         replica = binding.bind_for(model, optimizer, strategy, world)
-        losses = Recorder(replica, strategy, Path(settings.folder), settings.steps)
+        losses = StepRecorder(replica, strategy, Path(settings.folder), settings.steps)
         atexit.register(losses.close)
         recorder.follow(replica, optimizer)
     replica.is_trial = True  # type: ignore[attr-defined]  # un.save writes nothing
     return replica
 
 
-class _Recorder:
-    """Of one rank."""
+class _NoteTaker:
+    """Notes one rank's inputs, gradients and parameters."""
 
     def __init__(self, settings: Settings, model: nn.Module, strategy: Strategy, world: World) -> None:
         self._settings, self._model, self._world = settings, model, world
@@ -124,7 +124,7 @@ class _Recorder:
             self._write_end()
 
     def _write_end(self) -> None:
-        """After the last step, or the script's own end."""
+        """Write notes and parameters, after the last step or at the script's own end."""
         atexit.unregister(self._write_end)
         self.notes.shards = len(self._world.shards)
         if self._world.rank == 0:
@@ -132,7 +132,7 @@ class _Recorder:
         (self._folder / f"notes-{self._world.rank}.json").write_text(json.dumps(vars(self.notes)))
 
     def _save(self, name: str, values: dict[str, Any]) -> None:
-        """Those that are whole here: not what a method has split over the ranks."""
+        """Save tensors that are whole on this rank, and not those that a method has split over the ranks."""
         shapes = torch.load(self._settings.start, weights_only=True)
         whole = {
             key: value.detach().cpu().clone()

@@ -28,7 +28,7 @@ _OBSERVER = "unisono.rehearsal.recorder"
 
 @dataclass(frozen=True)
 class SmallRequest:
-    """What is asked for."""
+    """What `unisono run --small` is to compare."""
 
     program: Sequence[str]  # the script, or -m and a module, and its arguments
     workers: int

@@ -58,7 +58,7 @@ class Cluster:
             raise ValueError("oversubscription is that of racks: say how many hosts share a switch, with --rack 16")
 
     def count_hosts(self, workers: int) -> int:
-        """Of so many workers."""
+        """Hosts that so many workers fill."""
         return -(-workers // self.per_host)
 
     def crowding(self, workers: int) -> float:
@@ -73,13 +73,13 @@ class Cluster:
         return max(1.0, together * self.threads / self.cores)
 
     def measured_as(self, network: Network) -> Cluster:
-        """The same with a network as it was measured."""
+        """The same cluster with a network as a plan measured it."""
         if network.hosts == 1:  # its links are those of one host's memory
             return replace(self, inside=network.inside or network.between, measured=network)
         return replace(self, between=network.between, inside=network.inside or self.inside, measured=network)
 
     def network(self, workers: int) -> Network:
-        """Of so many workers; racks make what leaves them slower."""
+        """The network of so many workers, with what leaves a rack slowed by its uplink."""
         per_host = min(self.per_host, workers)
         crowding = self.crowding(workers)
         inside = Link(self.inside.latency_s * crowding, self.inside.bits_per_s / crowding)
@@ -93,7 +93,7 @@ class Cluster:
         return replace(network, fitted={op: (line[0], line[1] * slower[op]) for op, line in lines.items()}, curves={})
 
     def _carry_measured(self, measured: Network, workers: int, per_host: int) -> Network:
-        """What was measured, for so many workers. In the memory of a host ranks move bytes by their cores."""
+        """The measured network for so many workers; inside a host cores move the bytes, so crowding slows it."""
         if (measured.ranks, measured.per_host) == (workers, per_host):
             return measured
         network = replace(measured, inside=measured.inside or self.inside).with_ranks(workers, per_host)

@@ -1,32 +1,20 @@
-"""What a reducer does to a bucket in a world of any size: its own code, run as one rank of some that need not exist."""
+"""What a reducer does to a bucket in a world of any size, from what it does in small ones."""
 
 from __future__ import annotations
 
-import math
-import time
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
 from unisono.buckets import Bucket
-from unisono.costs import Operation
+from unisono.exchange.dry_run import Cost, run_reducer
 from unisono.reducer import Reducer
-from unisono.world import World
-from unisono.world.transports.silent import Among, SilentTransport
 
-__all__ = ["Cost", "DryRun"]
+__all__ = ["DryRun"]
 
 Shapes = tuple[tuple[int, ...], ...]
 _TRIED = (8, 16)  # ranks (hosts, in two levels); up to the larger each number is tried by itself
-_REPEATS = 4
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What one rank does for one bucket: operations in order, and the seconds of its own work."""
-
-    operations: tuple[Operation, ...]
-    work_s: float
 
 
 @dataclass
@@ -44,8 +32,8 @@ class DryRun:
     _found: dict[int, Cost] = field(default_factory=dict)
 
     def at(self, ranks: int) -> Cost:
-        """In a world of so many ranks."""
-        groups = self._groups(ranks)
+        """What the reducer does in a world of so many ranks."""
+        groups = -(-ranks // self._each)
         if groups <= _TRIED[-1]:
             return self._run(ranks)
         low, high = (self._run(n * self._each) for n in _TRIED)
@@ -64,12 +52,11 @@ class DryRun:
         low, high = (self._run(n * self._each) for n in _TRIED)
         return _gathers_more(low, high)
 
-    @property
+    @cached_property
     def _each(self) -> int:
-        return self.per_host if "hierarchical" in self.reducer.spec else 1
-
-    def _groups(self, ranks: int) -> int:
-        return -(-ranks // self._each)
+        """Ranks that one rank speaks for between hosts: a host's, if the reducer works in two levels."""
+        two_hosts = self._run(2 * self.per_host).operations if self.per_host > 1 else ()
+        return self.per_host if any(operation.among != "all" for operation in two_hosts) else 1
 
     def _run(self, ranks: int) -> Cost:
         if ranks not in self._found:
@@ -96,31 +83,13 @@ def _gathers_more(low: Cost, high: Cost) -> bool:
 
 
 def _run(reducer: Reducer, shapes: Shapes, ranks: int, per_host: int) -> Cost:
-    if ranks == 1:
-        return Cost((), 0.0)
-    operations: list[Operation] = []
-
-    def listen(op: str, nbytes: int, among: Among, began: float, ended: float) -> None:
-        operations.append(Operation(op, nbytes, among))
-
-    hosts = [f"host{r // per_host}" for r in range(ranks)]
-    world = World(SilentTransport(0, ranks, listen, hosts=hosts, by_messages=per_host == 1), hosts=hosts)
-    generator = torch.Generator().manual_seed(1)
     named = [(str(i), torch.empty(shape, dtype=torch.float32)) for i, shape in enumerate(shapes)]
     bucket = Bucket(0, named, lambda count, dtype: torch.zeros(count, dtype=dtype))
     bucket.lr = [0.1] * len(named)
-    state, fastest, threads = reducer.init(bucket), math.inf, torch.get_num_threads()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)  # so that processor time is the time of one core, whoever else is at work here
     try:
-        with torch.no_grad():
-            for _ in range(_REPEATS):
-                bucket.flat.normal_(generator=generator)
-                bucket.zero_gaps()
-                operations.clear()
-                begun = time.process_time()
-                _, state = reducer.reduce(bucket, state, world)
-                fastest = min(fastest, time.process_time() - begun)
+        hosts = [f"host{rank // per_host}" for rank in range(ranks)]
+        return run_reducer(reducer, bucket, hosts, by_messages=per_host == 1)
     finally:
         torch.set_num_threads(threads)
-        world.close()
-    return Cost(tuple(operations), 0.0 if reducer.exact else fastest)

@@ -108,7 +108,7 @@ class Failures:
         return None if math.isinf(self.mtbf_s) else dict(vars(self))
 
     def describe(self, hosts: int) -> str:
-        """For people."""
+        """How often hosts fail and what happens then, in words."""
         if math.isinf(self.mtbf_s):
             return "no failures"
         some = f"a host fails every {describe_duration(self.mtbf_s)}, one of {hosts} every "

@@ -1,11 +1,11 @@
-"""Methods to simulate: who waits for whom in each, and what a step of it is in a world of any size."""
+"""Methods to simulate: what a step of a method is in a world of any size, from what the method says of itself."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from functools import cache
 
 import torch
 
@@ -15,11 +15,10 @@ from unisono.facts import Grade
 from unisono.planner.candidates import describe_candidate
 from unisono.reducer import Reducer
 from unisono.simulation.dry_run import DryRun, Shapes
-from unisono.spec import build, describe
+from unisono.spec import build
+from unisono.strategy import Pattern
 
-__all__ = ["DEFAULT_METHODS", "Method", "Style", "Traits", "Workload", "count_push", "make_method", "read_traits"]
-
-Style = Literal["synchronous", "windows", "neighbours", "servers", "alone"]
+__all__ = ["DEFAULT_METHODS", "Method", "Workload", "count_push", "make_method"]
 
 DEFAULT_METHODS = (
     "allreduce",
@@ -37,59 +36,12 @@ _BACKWARD = (1 / 3, 0.95)  # where backward begins and ends in a step: forward i
 
 
 @dataclass(frozen=True)
-class Traits:
-    """What a spec says of who waits for whom; `grade` is its effect on training, as in a plan."""
-
-    style: Style
-    grade: Grade
-    reducer: Reducer | None = None
-    every: int = 1
-    overlap: bool = True
-    graph: str = ""
-    servers: int = 1
-    staleness: int | None = 0
-    delay: int = 0
-    stage: int = 0
-    bits: int | None = None
-    one_host: bool = False
-    round_every_s: float | None = None
-
-
-def read_traits(spec: str) -> Traits:
-    """The traits of a spec, which is checked as `un.parallel` checks it."""
-    strategy = build(spec)
-    name = type(strategy).__name__
-    get: Callable[[str, Any], Any] = lambda field, other: getattr(strategy, field, other)  # noqa: E731
-    reducer: Reducer | None = get("reducer", None)
-    grade: Grade = describe_candidate(spec).convergence.grade
-    every = get("every", 1)
-    every = every if isinstance(every, int) else 1
-    if name == "qadam":
-        return Traits("synchronous", grade, reducer or build("bytegrad", "reducer"))
-    if name in ("local_sgd", "diloco", "crossbow"):
-        return Traits("windows", grade, reducer, every, overlap=get("delay", 0) > 0, delay=get("delay", 0))
-    if name == "gossip":
-        style: Style = "synchronous" if strategy.graph == "all" else "neighbours"
-        graph = "" if strategy.graph == "all" else strategy.graph
-        return Traits(style, grade, None, every, strategy.overlap, graph, bits=strategy.bits)
-    if name == "parameter_server":
-        if strategy.staleness != 0:
-            grade = "other"
-        else:  # as all-reduce with that reducer
-            grade = describe_candidate(describe(reducer) if reducer is not None else "allreduce").convergence.grade
-        return Traits("servers", grade, reducer, servers=strategy.servers, staleness=strategy.staleness)
-    if name in ("async_average", "hogwild"):
-        return Traits("alone", grade, one_host=name == "hogwild", round_every_s=get("every_s", None))
-    overlap = get("overlap", None) is not False
-    return Traits("synchronous", grade, reducer, overlap=overlap, stage=get("stage", 0))
-
-
-@dataclass(frozen=True)
 class Method:
     """A method as simulations take it. `at(workers)` is its step there, on a host with cores enough."""
 
     spec: str
-    traits: Traits
+    pattern: Pattern
+    grade: Grade  # its effect on training
     at: Callable[[int], Anatomy]
     model_bytes: int
     push_bytes: int = 0
@@ -126,7 +78,7 @@ class Workload:
 
     @property
     def model_bytes(self) -> int:
-        """In float32."""
+        """Bytes of all parameters, in float32."""
         return sum(map(_count_bytes, self.buckets))
 
     def reduce(self, reducer: Reducer, ranks: int, bucket: Shapes) -> tuple[tuple[Operation, ...], float]:
@@ -137,27 +89,26 @@ class Workload:
         cost = self._runs[key].at(ranks)
         return cost.operations, cost.work_s / self.compressors
 
-    def step(self, spec: str, traits: Traits, ranks: int) -> Anatomy:
+    def step(self, spec: str, pattern: Pattern, ranks: int) -> Anatomy:
         """A step of a method in a world of so many ranks."""
-        kind = "delayed" if traits.delay else "asynchronous" if traits.style == "alone" else "synchronous"
-        plain = Anatomy(spec, ranks, self.compute_s, samples_s=self.samples_s, every=traits.every, kind=kind)  # type: ignore[arg-type]
-        if ranks == 1 or traits.style in ("alone", "servers", "neighbours"):
+        plain = Anatomy(spec, ranks, self.compute_s, samples_s=self.samples_s, every=pattern.every, kind=pattern.kind)
+        if ranks == 1 or pattern.style in ("alone", "servers", "neighbours"):
             return plain
-        jobs = self._split(ranks, traits.stage) if traits.stage else self._reduce(ranks, traits)
-        return replace(plain, jobs=tuple(jobs), overlaps=traits.overlap and traits.style == "synchronous")
+        jobs = self._split(ranks, pattern.gathers) if pattern.gathers else self._reduce(ranks, pattern)
+        return replace(plain, jobs=tuple(jobs), overlaps=pattern.overlap and pattern.style == "synchronous")
 
-    def _reduce(self, ranks: int, traits: Traits) -> list[Job]:
-        reducer = traits.reducer or build("dense", "reducer")
-        at_end = not traits.overlap or traits.style == "windows"
+    def _reduce(self, ranks: int, pattern: Pattern) -> list[Job]:
+        reducer = pattern.reducer or build("dense", "reducer")
+        at_end = not pattern.overlap or pattern.style == "windows"
         jobs = []
         for ready_s, bucket in self._backward():
             operations, work_s = self.reduce(reducer, ranks, bucket)
             jobs.append(Job(self.compute_s if at_end else ready_s, work_s, operations, due_s=self._due(at_end)))
         return jobs
 
-    def _split(self, ranks: int, stage: int) -> list[Job]:
-        """zero: gradients are reduced to shards in backward; values are gathered before forward, in stage 3 again
-        before backward."""
+    def _split(self, ranks: int, gathers: int) -> list[Job]:
+        """Split parameters: gradients are reduced to shards in backward; values are gathered before forward and, if
+        they are gathered twice, again before backward."""
         end, forward = _BACKWARD[0] * self.compute_s, []
         at = 0.0
         for bucket in reversed(self.buckets):
@@ -168,14 +119,14 @@ class Workload:
         before = end
         for ready_s, bucket in self._backward():
             nbytes = _count_bytes(bucket)
-            if stage == 3:
+            if gathers > 1:
                 jobs.append(Job(end, 0.0, (Operation("all_gather", -(-nbytes // ranks)),), due_s=before))
             jobs.append(Job(ready_s, 0.0, (Operation("reduce_scatter", nbytes),), due_s=self._due(False)))
             before = ready_s
         return jobs
 
     def _backward(self) -> list[tuple[float, Shapes]]:
-        """When each bucket is ready."""
+        """Each bucket with the time at which backward has filled it."""
         begin, end = (share * self.compute_s for share in _BACKWARD)
         done, found = 0, []
         for bucket in self.buckets:
@@ -189,24 +140,20 @@ class Workload:
 
 def make_method(spec: str, workload: Workload) -> Method:
     """A method on a model that is described by a few numbers."""
-    traits = read_traits(spec)
-    found: dict[int, Anatomy] = {}
-
-    def at(ranks: int) -> Anatomy:
-        if ranks not in found:
-            found[ranks] = workload.step(spec, traits, ranks)
-        return found[ranks]
-
-    return Method(spec, traits, at, workload.model_bytes, count_push(traits, workload.model_bytes))
+    candidate = describe_candidate(spec)
+    pattern = candidate.pattern
+    at = cache(lambda ranks: workload.step(spec, pattern, ranks))
+    nbytes = workload.model_bytes
+    return Method(spec, pattern, candidate.convergence.grade, at, nbytes, count_push(pattern, nbytes))
 
 
-def count_push(traits: Traits, model_bytes: int) -> int:
+def count_push(pattern: Pattern, model_bytes: int) -> int:
     """Bytes of a push to servers, or of a model on its way to a neighbour."""
     numbers = model_bytes // 4
-    if traits.bits is not None:
-        return numbers * traits.bits // 8
-    codec = traits.reducer.codec if traits.reducer is not None else None
-    if traits.style == "servers" and codec is not None and codec.nbytes is not None:
+    if pattern.bits is not None:
+        return numbers * pattern.bits // 8
+    codec = pattern.reducer.codec if pattern.reducer is not None else None
+    if pattern.style == "servers" and codec is not None and codec.nbytes is not None:
         return codec.nbytes(numbers)
     return model_bytes
 

@@ -2,40 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from unisono.simulation.stragglers import Floats, Stragglers
 
-__all__ = ["Heard", "list_heard", "simulate_neighbours"]
+__all__ = ["Heard", "simulate_neighbours"]
 
-Heard = list[NDArray[np.int64]]  # for each message that a worker gets: from whom, by worker
-
-
-def list_heard(graph: str, exchange: int, workers: int) -> Heard:
-    """Whom each worker hears in an exchange, as `gossip` has it.
-
-    >>> [who.tolist() for who in list_heard("ring", 0, 4)]
-    [[3, 0, 1, 2], [1, 2, 3, 0]]
-    """
-    ranks = np.arange(workers)
-    if workers < 2:
-        return []
-    if graph == "ring":
-        return [(ranks - 1) % workers] + ([(ranks + 1) % workers] if workers > 2 else [])
-    if graph == "exponential":
-        rounds = max(1, (workers - 1).bit_length())
-        return [(ranks - 2 ** (exchange % rounds)) % workers]
-    if graph == "shift_one":
-        half = workers // 2
-        lower = ranks[:half]
-        upper = (exchange + lower) % half + half
-        pair = np.empty(workers, dtype=np.int64)
-        pair[lower], pair[upper] = upper, lower
-        return [pair]
-    raise ValueError(f"a graph is ring, exponential or shift_one, got {graph!r}")
+Heard = Sequence[NDArray[np.int64]]  # for each message that a worker gets: from whom, by worker
 
 
 def simulate_neighbours(

@@ -27,6 +27,7 @@ def draw(study: Study, path: str, title: str) -> None:
     """Write the picture to `path` (.png, .svg or .pdf)."""
     check_path(path)
     try:
+        from matplotlib import colormaps
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -38,11 +39,12 @@ def draw(study: Study, path: str, title: str) -> None:
     axes.plot(sizes, sizes, color="black", linewidth=1, label="ideal")
     last = study.workers[-1]
     order = sorted(study.methods, key=lambda m: -study.outcomes[m.spec][last].throughput)
-    colours = _find_colours(len(order))
+    shades = colormaps["tab20" if len(order) > 10 else "tab10"]
+    colours = [shades(i % shades.N) for i in range(len(order))]
     for method, colour in zip(order, colours, strict=True):
         rows = study.outcomes[method.spec]
         able = [n for n in sizes if not rows[n].problem]
-        style = _STYLES[method.traits.grade]
+        style = _STYLES[method.grade]
         axes.plot(
             able, [rows[n].speed_up for n in able], style, color=colour, label=method.spec, marker="o", markersize=3
         )
@@ -61,13 +63,6 @@ def draw(study: Study, path: str, title: str) -> None:
     columns = 2 if max(len(m.spec) for m in order) > 30 else 4
     figure.legend(loc="outside lower center", ncols=columns, fontsize=8, title=key, title_fontsize=8)
     figure.savefig(path, dpi=110)
-
-
-def _find_colours(count: int) -> list[Any]:
-    from matplotlib import colormaps
-
-    shades = colormaps["tab20" if count > 10 else "tab10"]
-    return [shades(i % shades.N) for i in range(count)]
 
 
 def _mark_best(axes: Any, study: Study, sizes: list[int], colours: dict[str, Any]) -> None:

@@ -12,12 +12,13 @@ from unisono.costs import Anatomy, Job, Network, Operation
 from unisono.planner.measured import Measured
 from unisono.simulation.cluster import Cluster
 from unisono.simulation.dry_run import DryRun
-from unisono.simulation.methods import Method, Traits, Workload, count_push, make_method, read_traits
-from unisono.simulation.steps import slow_down
+from unisono.simulation.methods import Method, Workload, count_push, make_method
 from unisono.spec import build
+from unisono.strategy import Pattern
 
 __all__ = ["Growth", "Plan", "make_plan", "read_plan"]
 
+_SIMULATED = ("neighbours", "servers", "alone")  # whether or not a step of theirs was measured
 _NOT_MEASURED = "not measured in the plan: from the number of parameters, and reducers as fast as here"
 
 
@@ -50,41 +51,42 @@ class Plan:
         workload = Workload(self.parameters, self.compute_s / crowding, cluster.per_host)
         found = []
         for spec in specs or [*self.anatomies, *self.others]:
-            traits = read_traits(spec)
-            if spec in self.anatomies and traits.style in ("synchronous", "windows"):
-                found.append(self._carry(spec, traits, workload, crowding))
+            method = make_method(spec, workload)
+            if method.pattern.style in _SIMULATED:
+                found.append(method)
+            elif spec in self.anatomies:
+                found.append(self._carry(method, workload, crowding))
             else:
-                note = "" if traits.style in ("servers", "neighbours", "alone") else _NOT_MEASURED
-                found.append(replace(make_method(spec, workload), note=note))
+                found.append(replace(method, note=_NOT_MEASURED))
         return found
 
-    def _carry(self, spec: str, traits: Traits, workload: Workload, crowding: float) -> Method:
-        measured = self.anatomies[spec]
+    def _carry(self, method: Method, workload: Workload, crowding: float) -> Method:
+        measured = self.anatomies[method.spec]
         if len(measured.samples_s) > 1:  # the measured step is the slowest worker's; stragglers are drawn apart
-            measured = slow_down(measured, mean(measured.samples_s) / measured.compute_s)
-        growth = Growth(traits, workload, self.ranks)
-        base = slow_down(measured, 1 / crowding)
+            measured = measured.slowed(mean(measured.samples_s) / measured.compute_s)
+        growth = Growth(method.pattern, workload, self.ranks)
+        base = measured.slowed(1 / crowding)
 
         def at(ranks: int) -> Anatomy:
             if ranks == 1:
                 return replace(base, ranks=1, jobs=())
             return replace(base, ranks=ranks, jobs=tuple(growth.carry(job, ranks) for job in base.jobs))
 
-        push_bytes = count_push(traits, self.model_bytes)
-        return Method(spec, traits, at, self.model_bytes, push_bytes, alone_s=workload.compute_s)
+        push_bytes = count_push(method.pattern, self.model_bytes)
+        return replace(method, at=at, model_bytes=self.model_bytes, push_bytes=push_bytes, alone_s=workload.compute_s)
 
 
 class Growth:
     """How what a method sends changes with the number of ranks: as its reducer's own code says."""
 
-    def __init__(self, traits: Traits, workload: Workload, ranks: int) -> None:
-        self._traits, self._ranks = traits, ranks
-        reducer = traits.reducer or build("dense", "reducer")
+    def __init__(self, pattern: Pattern, workload: Workload, ranks: int) -> None:
+        self._ranks = ranks
+        reducer = pattern.reducer or build("dense", "reducer")
         largest = max(workload.buckets, key=len)
         self._run = DryRun(reducer, largest, workload.per_host)
 
     def carry(self, job: Job, ranks: int) -> Job:
-        """A measured job in a world of so many ranks."""
+        """What a measured job becomes in a world of so many ranks."""
         if ranks == self._ranks:
             return job
         now, then = self._run.at(self._ranks), self._run.at(ranks)
@@ -110,7 +112,7 @@ class Growth:
 
 
 def read_plan(path: str) -> Plan:
-    """The file that `unisono plan --json` wrote."""
+    """Read the file that `unisono plan --json` wrote."""
     try:
         plain = json.loads(Path(path).read_text(encoding="utf-8"))
         return make_plan(Measured.from_dict(plain["measured"]))
@@ -125,21 +127,16 @@ def read_plan(path: str) -> Plan:
 
 
 def make_plan(measured: Measured) -> Plan:
-    """What of a plan's measurements a simulation needs."""
+    """Keep what a simulation needs of a plan's measurements."""
     if not measured.compute_s > 0:
         raise ValueError("the plan has no compute time: the program ended before its steps were measured")
     return Plan(
         measured.ranks,
-        max(measured.hosts.count(host) for host in measured.hosts),
+        measured.per_host,
         measured.parameters,
         measured.gradient_bytes,
         mean(measured.bare_samples_s or [measured.compute_s]),
         measured.network,
         {m.spec: m.anatomy for m in measured.methods if m.anatomy is not None},
-        tuple(m.spec for m in measured.methods if m.anatomy is None and _is_simulated(m.spec)),
+        tuple(m.spec for m in measured.methods if m.anatomy is None and build(m.spec).pattern().style in _SIMULATED),
     )
-
-
-def _is_simulated(spec: str) -> bool:
-    """Whether a method can be simulated though its step was not measured."""
-    return read_traits(spec).style in ("neighbours", "servers", "alone")

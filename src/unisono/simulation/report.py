@@ -11,6 +11,7 @@ from unisono.simulation.cluster import Cluster
 from unisono.simulation.quantities import describe_duration
 from unisono.simulation.steps import Outcome
 from unisono.simulation.study import GROUPS, Study
+from unisono.text_table import format_rows
 
 __all__ = ["describe_cluster", "write_report"]
 
@@ -18,7 +19,7 @@ _SHOWN = 3  # of the best at each scale
 
 
 def write_report(study: Study, title: str) -> str:
-    """All of it, as text."""
+    """The whole study as text."""
     hosts = study.cluster.count_hosts(study.workers[-1])
     head = [title, describe_cluster(study.cluster), study.cluster.failures.describe(hosts)]
     parts = [
@@ -35,7 +36,7 @@ def write_report(study: Study, title: str) -> str:
 
 
 def describe_cluster(cluster: Cluster) -> str:
-    """One line."""
+    """A cluster in one line."""
     each = f"{cluster.per_host} workers a host" if cluster.per_host > 1 else "1 worker a host"
     if cluster.cores is not None:
         each += f" of {cluster.cores} cores"
@@ -79,7 +80,7 @@ def _write_scales(study: Study) -> str:
             row = [f"{workers:,}" if not i else "", o.spec, o.grade, *map(describe_duration, parts)]
             row += [_write_times(o.speed_up), f"{o.efficiency:.0%}"]
             lines.append([*row, *([f"{o.kept:.1%}"] if failing else [])])
-    return _align_columns(lines, left=(1, 2))
+    return "\n".join(format_rows(lines, left=(1, 2)))
 
 
 def _write_methods(study: Study) -> str:
@@ -95,13 +96,13 @@ def _write_methods(study: Study) -> str:
         last = f"{stops:,}" if stops is not None else f"beyond {study.workers[-1]:,}"
         if rows[study.workers[-1]].problem and stops is None:
             last = "-"
-        lines.append([method.spec, method.traits.grade, *numbers, last])
+        lines.append([method.spec, method.grade, *numbers, last])
     note = "(stops scaling: from there on, twice as many workers give less than 10 % more)"
-    return "\n".join([_align_columns(lines, left=(0, 1)), note, *notes])
+    return "\n".join([*format_rows(lines, left=(0, 1)), note, *notes])
 
 
 def _explain_best(study: Study) -> list[str]:
-    """Stretches of scales with the same answer."""
+    """Which method is best at which numbers of workers."""
     lines = []
     words = {
         "exact": "the best that trains exactly as one process",
@@ -142,7 +143,7 @@ def _explain_purchases(study: Study) -> list[str]:
 
 
 def _explain_limit(o: Outcome) -> str:
-    """What most of the step above compute is."""
+    """What takes most of a step beside compute."""
     parts = {
         "the network": o.communication_s,
         "compression": o.compression_s,
@@ -156,15 +157,3 @@ def _explain_limit(o: Outcome) -> str:
 
 def _write_times(x: float) -> str:
     return f"{x:,.0f}" if x >= 100 else f"{x:.1f}" if x >= 1 else f"{x:.2g}"
-
-
-def _align_columns(lines: Sequence[Sequence[str]], left: Sequence[int]) -> str:
-    """Columns of equal width; those in `left` begin at the left."""
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(
-            f"{cell:<{width}}" if i in left else f"{cell:>{width}}"
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )

@@ -31,11 +31,6 @@ class Service:
     own_pull_s: float = 0.0
     latency_s: float = 0.0
 
-    @property
-    def busiest_s(self) -> float:
-        """No more than one push passes in this time."""
-        return max(self.push_s, self.apply_s, self.pull_s)
-
 
 class _Queues:
     """The three queues of a server, and until when each is busy."""
@@ -53,7 +48,7 @@ class _Queues:
         return np.maximum(sent, applied + s.own_pull_s) + s.latency_s, (received, applied, sent)
 
     def keep(self, left: tuple[Floats, Floats, Floats], count: int) -> None:
-        """The first so many of them were served."""
+        """Note that the first `count` pushes of a block were served."""
         self.free = (float(left[0][count - 1]), float(left[1][count - 1]), float(left[2][count - 1]))
 
 

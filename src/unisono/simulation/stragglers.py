@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import NormalDist
 from typing import Any, Literal
@@ -50,7 +50,7 @@ class Stragglers:
 
     @property
     def mean(self) -> float:
-        """Of a worker that is not slow for good."""
+        """The mean factor of a worker that is not slow for good."""
         return 1.0 + self.a * (self.b - 1.0) if self.kind == "pauses" else 1.0
 
     def count_slow(self, workers: int) -> int:
@@ -108,7 +108,7 @@ class Stragglers:
         return {**values, "slow_share": self.slow_share, "slow_times": self.slow_times}
 
     def describe(self) -> str:
-        """For people."""
+        """How workers' times differ, in words."""
         words = {
             "even": "all workers alike",
             "lognormal": f"compute times spread lognormally by {self.a:g}",
@@ -130,24 +130,22 @@ def parse_stragglers(text: str | None, slow: str | None = None, samples: Sequenc
     >>> parse_stragglers("lognormal:0.1", "1%x3").slow_times
     3.0
     """
-    share, times = parse_share_times(slow, "--slow") if slow is not None else (0.0, 1.0)
+    if slow is not None:
+        share, times = parse_share_times(slow, "--slow")
+        return replace(parse_stragglers(text, samples=samples), slow_share=share, slow_times=times)
     if text is None:
-        kind: Kind = "measured" if len(samples) > 1 else "even"
-        return Stragglers(
-            kind, samples=tuple(samples) if kind == "measured" else (), slow_share=share, slow_times=times
-        )
+        return Stragglers("measured", samples=tuple(samples)) if len(samples) > 1 else EVEN
     word, _, value = text.strip().lower().partition(":")
     if word == "none" and not value:
-        return Stragglers(slow_share=share, slow_times=times)
+        return EVEN
     if word == "pauses":
-        a, b = parse_share_times(value, "--stragglers pauses")
-        return Stragglers("pauses", a, b, slow_share=share, slow_times=times)
+        return Stragglers("pauses", *parse_share_times(value, "--stragglers pauses"))
     try:
         a = float(value)
     except ValueError:
         a = math.nan
     if word == "lognormal" and 0 <= a <= 5:
-        return Stragglers("lognormal", a, slow_share=share, slow_times=times)
+        return Stragglers("lognormal", a)
     if word == "exponential" and 0 <= a <= 1:
-        return Stragglers("exponential", a, slow_share=share, slow_times=times)
+        return Stragglers("exponential", a)
     raise ValueError(f"--stragglers: got {text!r}, expected {_EXPECTED} (lognormal takes 0 to 5, exponential 0 to 1)")

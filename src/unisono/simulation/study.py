@@ -12,7 +12,7 @@ from unisono.facts import Grade
 from unisono.planner.candidates import GRADES
 from unisono.simulation.cluster import Cluster
 from unisono.simulation.methods import Method
-from unisono.simulation.steps import Outcome, simulate_method, slow_down
+from unisono.simulation.steps import Outcome, simulate_method
 from unisono.simulation.stragglers import EVEN
 
 __all__ = ["Purchase", "Study", "study"]
@@ -36,7 +36,7 @@ class Purchase:
 
 @dataclass(frozen=True)
 class Study:
-    """What came out. `outcomes[spec][workers]` has the asked numbers of workers and the doublings between."""
+    """All outcomes: `outcomes[spec][workers]` has the asked numbers of workers and the doublings between."""
 
     cluster: Cluster
     workers: tuple[int, ...]
@@ -65,7 +65,7 @@ class Study:
         return doublings[max((i + 1 for i, gained in enumerate(gains) if gained), default=0)].workers
 
     def doublings(self, spec: str) -> list[Outcome]:
-        """1, 2, 4, ... workers, as far as it can run."""
+        """A method's outcomes with 1, 2, 4, ... workers, as far as it can run."""
         rows = self.outcomes[spec]
         return [rows[n] for n in sorted(rows) if n & (n - 1) == 0 and not rows[n].problem]
 
@@ -79,7 +79,7 @@ class Study:
             "methods": [
                 {
                     "spec": method.spec,
-                    "grade": method.traits.grade,
+                    "grade": method.grade,
                     "stops_scaling_at": self.stops_at(method.spec),
                     "outcomes": [self.outcomes[method.spec][n].as_json() for n in sorted(self.outcomes[method.spec])],
                 }
@@ -129,7 +129,7 @@ def _compare_purchases(method: Method, cluster: Cluster, now: Outcome, steps: in
 
 
 def _list_offers(cluster: Cluster) -> list[tuple[str, Cluster, float]]:
-    """What it is, the cluster with it, and how many times as long all work takes there."""
+    """Things to buy: their name, the cluster with them, and how many times as long all work takes there."""
     people, failures = cluster.stragglers, cluster.failures
     found = [
         ("links between hosts twice as fast", cluster.with_links(rate=2.0), 1.0),
@@ -148,4 +148,4 @@ def _list_offers(cluster: Cluster) -> list[tuple[str, Cluster, float]]:
 
 def _slow_method(method: Method, times: float) -> Method:
     """The same method where all work takes so many times as long."""
-    return method if times == 1.0 else replace(method, at=lambda n: slow_down(method.at(n), times))
+    return method if times == 1.0 else replace(method, at=lambda n: method.at(n).slowed(times))

@@ -10,11 +10,11 @@ from unisono.simulation.plan_file import Plan
 from unisono.simulation.steps import simulate_method
 from unisono.simulation.stragglers import parse_stragglers
 
-__all__ = ["Comparison", "compare_with_measured"]
+__all__ = ["StepComparison", "compare_with_measured"]
 
 
 @dataclass(frozen=True)
-class Comparison:
+class StepComparison:
     """A step of a method: simulated, and as it was. error = simulated / measured - 1."""
 
     spec: str
@@ -24,7 +24,7 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """As a share of the measured."""
+        """How far the simulation is off, as a share of the measured step."""
         return self.simulated_s / self.measured_s - 1
 
 
@@ -38,28 +38,12 @@ def compare_with_measured(
     one_machine: bool = False,
     steps: int = 1000,
     seed: int = 0,
-) -> list[Comparison]:
+) -> list[StepComparison]:
     """`measured_s[workers][spec]`, seconds of a step, against the simulation of a plan made with `plan.ranks` workers.
 
     per_host: workers a host in these runs (None: as in the plan). cores, threads: of a host, and those that a worker
     needs. one_machine: the hosts are emulated on one machine, whose cores all workers share.
     """
-    cluster = _make_cluster(plan, per_host=per_host, cores=cores, threads=threads, one_machine=one_machine)
-    methods = {method.spec: method for method in plan.make_methods(list(plan.anatomies), cluster)}
-    found = []
-    for workers, by_spec in sorted(measured_s.items()):
-        for spec, seconds in by_spec.items():
-            if spec not in methods:
-                raise ValueError(f"{spec!r} was not measured in the plan, which has {', '.join(sorted(methods))}")
-            outcome = simulate_method(methods[spec], cluster, workers, steps=steps, seed=seed)
-            found.append(Comparison(spec, workers, outcome.step_s, seconds))
-    return found
-
-
-def _make_cluster(
-    plan: Plan, *, per_host: int | None = None, cores: int | None = None, threads: int = 1, one_machine: bool = False
-) -> Cluster:
-    """The machines of a plan, for any number of workers."""
     cluster = Cluster(
         per_host or plan.per_host,
         cores=cores,
@@ -67,4 +51,14 @@ def _make_cluster(
         hosts_share_cores=one_machine,
         stragglers=parse_stragglers(None, samples=plan.samples),
     )
-    return cluster.measured_as(plan.network) if plan.network is not None else cluster
+    if plan.network is not None:
+        cluster = cluster.measured_as(plan.network)
+    methods = {method.spec: method for method in plan.make_methods(list(plan.anatomies), cluster)}
+    found = []
+    for workers, by_spec in sorted(measured_s.items()):
+        for spec, seconds in by_spec.items():
+            if spec not in methods:
+                raise ValueError(f"{spec!r} was not measured in the plan, which has {', '.join(sorted(methods))}")
+            outcome = simulate_method(methods[spec], cluster, workers, steps=steps, seed=seed)
+            found.append(StepComparison(spec, workers, outcome.step_s, seconds))
+    return found

@@ -32,7 +32,7 @@ class Neighbours(NamedTuple):
 
 
 def neighbours(graph: Graph, t: int, rank: int, size: int) -> Neighbours:
-    """The neighbours in exchange `t`.
+    """The neighbours in exchange `t`; of an array of ranks, an array for each neighbour (but for "all").
 
     >>> neighbours("ring", 0, 0, 4).heard, neighbours("exponential", 1, 0, 8).to
     ((3, 1), (2,))
@@ -44,12 +44,13 @@ def neighbours(graph: Graph, t: int, rank: int, size: int) -> Neighbours:
         return Neighbours(others, others, 1.0 / size)
     if graph == "shift_one":
         half = size // 2
-        peer = (t + rank) % half + half if rank < half else (rank - half - t) % half
+        upper = rank // half  # 0 in the lower half, 1 in the upper
+        peer = (rank + t * (1 - 2 * upper)) % half + half * (1 - upper)
         return Neighbours((peer,), (peer,), 0.5)
     if graph == "exponential":
         hop = 1 << t % (size - 1).bit_length()
         return Neighbours(((rank + hop) % size,), ((rank - hop) % size,), 0.5)
-    both = tuple(dict.fromkeys([(rank - 1) % size, (rank + 1) % size]))
+    both = ((rank - 1) % size, (rank + 1) % size) if size > 2 else ((rank - 1) % size,)
     return Neighbours(both, both, 1.0 / (1 + len(both)))
 
 

@@ -24,7 +24,7 @@ from unisono.exchange.reduction import Reduction, overlap_pays
 from unisono.facts import Convergence, Example, Facts
 from unisono.reducers.dense import dense
 from unisono.strategies._graphs import ExchangedParameters, Lines
-from unisono.strategy import Accumulate, Change, PeriodicReplica, Replica, Strategy
+from unisono.strategy import Accumulate, Change, Pattern, PeriodicReplica, Replica, Strategy
 from unisono.world import World
 
 _ROUND_S = 2.0  # a round, when the program ends
@@ -60,6 +60,9 @@ class async_average(Strategy):
     every_s: Annotated[float, Range("seconds between averagings", at_least=0)] = 0.5
     warmup: Annotated[int, AtLeast(0, "synchronous windows at the start")] = 0
     accumulate: Accumulate = 1
+
+    def pattern(self) -> Pattern:
+        return Pattern("alone", round_every_s=self.every_s)
 
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         return AsyncAverageReplica(model, optimizer, world, self)

@@ -18,7 +18,7 @@ from unisono.facts import Convergence, Example, Facts
 from unisono.reducer import Reducer
 from unisono.strategies._anchored import AnchoredReplica, Anchors, Every, Rounds
 from unisono.strategies._fragment import Fragment
-from unisono.strategy import Accumulate, BucketBytes, Buffers, Replica, Strategy
+from unisono.strategy import Accumulate, BucketBytes, Buffers, Pattern, Replica, Strategy
 from unisono.world import World
 
 FACTS = Facts(
@@ -87,6 +87,16 @@ class diloco(Strategy):
                 f"delay={self.delay} with every={self.every}: an exchange must be used before the next one of its "
                 "fragment begins; give a delay below `every`"
             )
+
+    def pattern(self) -> Pattern:
+        return Pattern(
+            "windows",
+            self.reducer,
+            self.every,
+            self.delay,
+            overlap=self.delay > 0,
+            in_every_window={"every": 1, "delay": 0, "fragments": 1},
+        )
 
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         anchors = Anchors(

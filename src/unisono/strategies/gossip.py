@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -18,7 +19,7 @@ from unisono.checks import AtLeast, Note
 from unisono.facts import Convergence, Example, Facts
 from unisono.kernels.quantise import bytes_nbytes, decode_bytes, encode_bytes
 from unisono.strategies._graphs import ExchangedParameters, Graph, Lines, Neighbours, Received, neighbours, swap
-from unisono.strategy import Accumulate, Change, PeriodicReplica, Replica, Strategy
+from unisono.strategy import Accumulate, Change, Pattern, PeriodicReplica, Replica, Strategy
 from unisono.strategy.program_writes import digest
 from unisono.world import World
 
@@ -78,6 +79,18 @@ class gossip(Strategy):
         for name, param in model.named_parameters():
             if param.requires_grad and param.is_complex():
                 raise ValueError(f"bits=8 sends real numbers, but {name!r} is {param.dtype}: use bits=None")
+
+    def pattern(self) -> Pattern:
+        return Pattern(
+            "synchronous" if self.graph == "all" else "neighbours",
+            every=self.every,
+            overlap=self.overlap,
+            in_every_window={"every": 1},
+            even_world=self.graph == "shift_one",
+            hears=partial(neighbours, self.graph),
+            next_door=self.graph == "ring",
+            bits=self.bits,
+        )
 
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         kind = GossipReplica if self.bits is None else LowPrecisionReplica

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from unisono.buckets import FlatLayout
 from unisono.facts import Convergence, Example, Facts
-from unisono.strategy import Accumulate, Change, ModelPart, PeriodicReplica, Replica, Strategy
+from unisono.strategy import Accumulate, Change, ModelPart, Pattern, PeriodicReplica, Replica, Strategy
 from unisono.world import World
 
 FACTS = Facts(
@@ -52,6 +52,9 @@ class hogwild(Strategy):
                     f"hogwild trains in the memory of the host, but {name!r} is on {x.device}: keep the model on the "
                     "CPU, un.join(device='cpu'), or use parameter_server(staleness=None)"
                 )
+
+    def pattern(self) -> Pattern:
+        return Pattern("alone", one_host=True)
 
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         return HogwildReplica(model, optimizer, world, self)

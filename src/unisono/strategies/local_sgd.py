@@ -19,7 +19,7 @@ from unisono.checks import AtLeast
 from unisono.facts import Convergence, Example, Facts
 from unisono.reducer import Reducer
 from unisono.strategies._anchored import AnchoredReplica, Anchors, Every, Rounds
-from unisono.strategy import Accumulate, BucketBytes, Buffers, Replica, Strategy, take_weighted_mean
+from unisono.strategy import Accumulate, BucketBytes, Buffers, Pattern, Replica, Strategy, take_weighted_mean
 from unisono.world import World
 
 FACTS = Facts(
@@ -72,6 +72,9 @@ class local_sgd(Strategy):
 
     def why_torch_optimizer(self) -> str:
         return "it averages the optimizer's states" if self.momentum == "average" else ""
+
+    def pattern(self) -> Pattern:
+        return Pattern("windows", self.reducer, self.every, overlap=False, in_every_window={"every": 1, "start": 0})
 
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         anchors = Anchors(model, optimizer, reducer=self.reducer, buffers=self.buffers, bucket_bytes=self.bucket_bytes)

@@ -6,7 +6,7 @@ BAGUA (Gan et al. 2021, arXiv:2107.01499), after 1-bit Adam (Tang et al. 2021, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -22,7 +22,7 @@ from unisono.exchange.windows import count_windows
 from unisono.facts import Convergence, Example, Facts
 from unisono.reducer import Reduced, Reducer, Stages, State, staged, stages_of
 from unisono.spec import build
-from unisono.strategy import Accumulate, BucketBytes, Change, Replica, Residual, Strategy
+from unisono.strategy import Accumulate, BucketBytes, Change, Pattern, Replica, Residual, Strategy
 from unisono.world import World
 
 FACTS = Facts(
@@ -75,6 +75,10 @@ class qadam(Strategy):
 
     def why_torch_optimizer(self) -> str:
         return "it exchanges Adam's momenta"
+
+    def pattern(self) -> Pattern:
+        reducer: Reducer = self.reducer if self.reducer is not None else build("bytegrad", kind="reducer")
+        return replace(super().pattern(), reducer=reducer)
 
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         return QAdamReplica(model, optimizer, world, self)

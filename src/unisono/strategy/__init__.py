@@ -6,6 +6,7 @@ from unisono.checkpoint import ModelPart
 from unisono.strategy.binding import parallel
 from unisono.strategy.changing import ChangingReplica
 from unisono.strategy.healing import follow
+from unisono.strategy.pattern import Pattern
 from unisono.strategy.periodic import PeriodicReplica
 from unisono.strategy.replica import (
     Accumulate,
@@ -28,6 +29,7 @@ __all__ = [
     "Change",
     "ChangingReplica",
     "ModelPart",
+    "Pattern",
     "PeriodicReplica",
     "Replica",
     "Residual",

@@ -27,6 +27,7 @@ from unisono.runtime import status, stops
 from unisono.strategy.fault_watch import FaultWatch
 from unisono.strategy.mistakes import follow_optimizer, leave_optimizer
 from unisono.strategy.parameter_watch import ParameterWatch
+from unisono.strategy.pattern import Pattern
 from unisono.world import World
 from unisono.world.batch_weights import watch_calls
 from unisono.world.elastic import Elastic
@@ -58,6 +59,10 @@ class Strategy(ABC):
     def why_torch_optimizer(self) -> str:
         """Why the method cannot go with a library's optimizer that is not torch's (Keras'); "": it can."""
         return ""
+
+    def pattern(self) -> Pattern:
+        """How the method exchanges, for predictions: of itself, gradients in every window, by all workers."""
+        return Pattern(reducer=getattr(self, "reducer", None), overlap=getattr(self, "overlap", None) is not False)
 
     @abstractmethod
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:

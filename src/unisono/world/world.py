@@ -13,6 +13,7 @@ from torch import Tensor
 
 from unisono import packing
 from unisono.background import Handle
+from unisono.costs import all_reduce_bytes
 from unisono.world.batch_weights import BatchWeights, WeightListener
 from unisono.world.call_signatures import shapes_of
 from unisono.world.inference import in_plain_memory, leave_inference, name_frame
@@ -232,7 +233,7 @@ class World:
         if self.size == 1 or not parts:
             return Handle.of(x)
         nbytes = count_bytes(parts)
-        sent = math.ceil(2 * (self.size - 1) * nbytes / self.size)
+        sent = all_reduce_bytes(nbytes, self.size)
         same: dict[str, Any] = {"how": op, "dtype": parts[0].dtype, "shapes": shapes_of(parts)}
         record = self._operations.record("all_reduce", tag, sent, **same)
         if len(parts) == 1 and nbytes <= SMALL_BYTES:

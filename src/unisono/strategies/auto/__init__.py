@@ -95,7 +95,7 @@ class auto(Strategy):
             one.check(model, optimizer, world)
 
     def find_candidates(self, model: nn.Module, world: World) -> list[Strategy]:
-        """Those to choose from in a world."""
+        """The candidates to choose from in a world."""
         return [self.complete(one) for one in self.among or list_candidates(model, world)]
 
     def complete(self, one: Strategy) -> Strategy:

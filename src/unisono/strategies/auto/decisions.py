@@ -40,7 +40,7 @@ class Probed(NamedTuple):
     took_s: float = 0.0  # to find out
 
     def seconds(self, costs: Costs) -> float:
-        """For all that a candidate sends in a step."""
+        """Seconds that all messages of a candidate's step take on this link."""
         return costs.messages * self.latency_s + costs.bytes_sent * self.s_per_byte
 
     def slowness(self, other: Probed) -> float:
@@ -57,14 +57,14 @@ class Costs(NamedTuple):
     overlaps: bool = False  # some of it may run behind compute
 
 
-class Candidate(NamedTuple):
+class PricedCandidate(NamedTuple):
     """A strategy by its spec; without costs it is known only once it has been tried."""
 
     spec: str
     costs: Costs | None = None
 
 
-class Measured(NamedTuple):
+class StepTimes(NamedTuple):
     """Medians over some steps, of the rank that decides: the slowest one's own time, and its wait for the others."""
 
     wall_s: float
@@ -74,7 +74,7 @@ class Measured(NamedTuple):
 
     @property
     def communication_s(self) -> float:
-        """What is left of a step."""
+        """The part of a step that is neither compute nor data."""
         return max(0.0, self.wall_s - self.own_s)
 
 
@@ -126,14 +126,14 @@ class Predictor:
     what a dry run took, less what hides behind compute of others that overlap.
     """
 
-    def __init__(self, candidates: Sequence[Candidate], link: Probed) -> None:
+    def __init__(self, candidates: Sequence[PricedCandidate], link: Probed) -> None:
         self.costs: list[Costs | None] = [c.costs for c in candidates]
         self.link, self.own_s = link, 0.0
         self._hidden_s = 0.0
         self._fits: dict[int, tuple[float, float]] = {}  # fit and rest
 
-    def learn(self, index: int, measured: Measured) -> None:
-        """A candidate has been at work."""
+    def learn(self, index: int, measured: StepTimes) -> None:
+        """Take in what was measured under a candidate."""
         known = self.costs[index]
         if known is None:
             known = self.costs[index] = Costs(measured.bytes_sent)
@@ -154,7 +154,7 @@ class Predictor:
 
 
 class _Usual:
-    """A time at the last checks, and those in a row in which it was another."""
+    """The usual value of a time over the last checks, and how long it has been another."""
 
     def __init__(self, *known: float) -> None:
         self._kept: deque[float] = deque(known, maxlen=_KEPT)
@@ -163,17 +163,17 @@ class _Usual:
 
     @property
     def value(self) -> float:
-        """What it usually is."""
+        """The usual value."""
         return median(self._kept) if self._kept else math.nan
 
     @property
     def in_a_row(self) -> int:
-        """Checks in which it was another, always in the same direction."""
+        """How many of the last checks found another value, all in the same direction."""
         return len(self._others)
 
     @property
     def now(self) -> float:
-        """What it was in these, or usually is."""
+        """The value since it has changed, or the usual one."""
         return median(self._others) if self._others else self.value
 
     def note(self, value: float, whole: float, since: int) -> None:
@@ -190,7 +190,7 @@ class _Usual:
         self._others.append(value)
 
     def settle(self) -> None:
-        """What it has been last is what it usually is."""
+        """Take the new value as the usual one."""
         if self._others:
             self._kept = deque(self._others, maxlen=_KEPT)
             self._others = []
@@ -202,7 +202,7 @@ class Tuner:
 
     def __init__(
         self,
-        candidates: Sequence[Candidate],
+        candidates: Sequence[PricedCandidate],
         link: Probed,
         *,
         trial_steps: int,
@@ -218,9 +218,9 @@ class Tuner:
         self.wasted = 0  # steps of trials that led to nothing, after the first round
         self._trial_steps = trial_steps + 1  # the first one begins with new buckets, and is not measured
         self._began = self._looked = step
-        self._home: Measured | None = None  # of what was at work before this round; None: in the first
+        self._home: StepTimes | None = None  # of what was at work before this round; None: in the first
         self._origin = self.at_work
-        self._tried: dict[int, Measured] = {}
+        self._tried: dict[int, StepTimes] = {}
         self._in_round = self.wants_link = len(candidates) > 1
         self._is_checked = False  # what was at work before has been tried once more
         self._promised: float | None = None
@@ -250,8 +250,8 @@ class Tuner:
 
     # Looking ---------------------------------------------------------------------------------------------------
 
-    def look(self, step: int, measured: Measured, link: Probed | None = None) -> list[Decision]:
-        """What has been measured since the last call, under what is at work."""
+    def look(self, step: int, measured: StepTimes, link: Probed | None = None) -> list[Decision]:
+        """Decide what to do next, from what was measured since the last call under the candidate at work."""
         if self._in_round:
             made = self._go_on(step, measured, link)
         else:
@@ -259,7 +259,7 @@ class Tuner:
         self._set_due(step)
         return made
 
-    def _watch(self, step: int, measured: Measured, link: Probed | None) -> list[Decision]:
+    def _watch(self, step: int, measured: StepTimes, link: Probed | None) -> list[Decision]:
         since, wall = self._looked, measured.wall_s
         self._communication.note(measured.communication_s + measured.hidden_s, wall, since)
         self._compute.note(measured.own_s, wall, since)
@@ -281,7 +281,7 @@ class Tuner:
             return []
         return self._reconsider(step, measured)
 
-    def _describe_drift(self, measured: Measured) -> str:
+    def _describe_drift(self, measured: StepTimes) -> str:
         """In words; empty where nothing has changed for long enough."""
         wall, comm, own, link = measured.wall_s, self._communication, self._compute, self._slowness
         if comm.in_a_row >= IN_A_ROW or (comm.in_a_row and link.in_a_row >= IN_A_ROW):
@@ -297,7 +297,7 @@ class Tuner:
             return f"the link is {change} since step {link.since}"
         return ""
 
-    def _is_link_asked_for(self, measured: Measured) -> bool:
+    def _is_link_asked_for(self, measured: StepTimes) -> bool:
         """At the next check: where a drift is about to be certain, and else as often as it costs little."""
         if self._slowness.in_a_row or max(self._communication.in_a_row, self._compute.in_a_row) >= IN_A_ROW - 1:
             return True
@@ -306,7 +306,7 @@ class Tuner:
 
     # Rounds ----------------------------------------------------------------------------------------------------
 
-    def _reconsider(self, step: int, measured: Measured) -> list[Decision]:
+    def _reconsider(self, step: int, measured: StepTimes) -> list[Decision]:
         """After a drift: begin a round, where something is predicted to be faster now."""
         why, self._wanted = self._wanted, ""
         self._home, self._origin, self._tried = measured, self.at_work, {self.at_work: measured}
@@ -346,7 +346,7 @@ class Tuner:
         self._promised = gain if kind == "try" else self._promised
         return Decision(kind, step, before, self.candidates[index].spec, why, gain)
 
-    def _go_on(self, step: int, measured: Measured, link: Probed | None) -> list[Decision]:
+    def _go_on(self, step: int, measured: StepTimes, link: Probed | None) -> list[Decision]:
         """A trial has ended: on to the next, or the end of the round. In the first one the link counts as the fastest
         that it was seen to be: what looks too slow for a trial is never measured, so that must not be chance."""
         if link is not None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 from statistics import median
 from typing import Any
@@ -13,18 +13,17 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from unisono.buckets import BUCKET_BYTES, LARGE_BUCKET_BYTES, Bucket, group_into_buckets, on_device
+from unisono.costs import sent_share
+from unisono.exchange.dry_run import run_reducer
 from unisono.exchange.overlap import split_sparse
 from unisono.exchange.reduction import overlap_pays
-from unisono.reducer import Reducer, all_reduce_bytes, dense_bytes
-from unisono.strategies.auto.decisions import Costs, Measured, Probed
+from unisono.reducer import Reducer, dense_bytes
+from unisono.strategies.auto.decisions import Costs, Probed, StepTimes
 from unisono.strategy import Strategy
-from unisono.world import World
-from unisono.world.virtual import simulate
+from unisono.world import World, probe
+from unisono.world.probe import take_slowest
 
 TAG = "auto"
-_SMALL_NUMBERS, _REPEATS = 16, 3
-_NUMBERS = [1 << 16, 1 << 18, 1 << 20, 1 << 22]  # of a probe: the first that takes long enough
-_LONG_ENOUGH_S = 0.02  # so that latency, and what a shaped link lets through at once, count for little
 _SAMPLE_NUMBERS = 1 << 20  # of a dry run
 
 
@@ -32,42 +31,16 @@ _SAMPLE_NUMBERS = 1 << 20  # of a dry run
 
 
 def measure_link(world: World) -> Probed:
-    """Time some all-reduces, the slowest rank's times; every rank calls it."""
-    clock = world.ledger.clock
-    began = clock()
-    small_s = _time_all_reduce(world, _SMALL_NUMBERS)
-    for numbers in _NUMBERS:
-        large_s = _time_all_reduce(world, numbers)
-        if large_s >= _LONG_ENOUGH_S:
-            break
-    sent = all_reduce_bytes(4 * (numbers - _SMALL_NUMBERS), world.size)
-    took_s = take_slowest(world, [clock() - began])[0]
-    return Probed(small_s, max(0.0, large_s - small_s) / sent, took_s)
-
-
-def _time_all_reduce(world: World, numbers: int) -> float:
-    """The shortest of a few: what else the machine does only adds to it."""
-    x = torch.zeros(numbers, dtype=torch.float32, device=world.device)
-    times = []
-    for _ in range(_REPEATS):
-        start = world.ledger.clock()
-        world.all_reduce(x, "mean", tag=TAG).wait()
-        if x.is_cuda:
-            torch.cuda.synchronize(x.device)
-        times.append(world.ledger.clock() - start)
-    return take_slowest(world, [min(times)])[0]
-
-
-def take_slowest(world: World, numbers: Sequence[float]) -> list[float]:
-    """The largest of each, over the ranks."""
-    found: list[float] = world.all_reduce(torch.tensor(numbers, dtype=torch.float64), "max", tag=TAG).wait().tolist()
-    return found
+    """How fast the link is, by some all-reduces, and how long finding out took; every rank calls it."""
+    began = world.ledger.clock()
+    latency_s, s_per_byte = probe.measure_link(world, tag=TAG)
+    return Probed(latency_s, s_per_byte, take_slowest(world, [world.ledger.clock() - began], TAG)[0])
 
 
 # Steps ------------------------------------------------------------------------------------------------------------
 
 
-def measure_steps(world: World, count: int) -> Measured:
+def measure_steps(world: World, count: int) -> StepTimes:
     """The last `count` steps in the ledger, as all ranks agree on them: of each time, the slowest rank's median."""
     rows = list(islice(reversed(world.ledger.rows), max(1, count)))
     mine = [
@@ -76,7 +49,7 @@ def measure_steps(world: World, count: int) -> Measured:
         median(row.hidden for row in rows),
         median(float(row.bytes_sent) for row in rows),
     ]
-    return Measured(*take_slowest(world, mine))
+    return StepTimes(*take_slowest(world, mine, TAG))
 
 
 # What a candidate costs -------------------------------------------------------------------------------------------
@@ -96,13 +69,19 @@ def estimate_costs(strategy: Strategy, model: nn.Module, world: World) -> Costs 
         sent = sum(dense_bytes(bucket, world.size) for bucket in buckets)
         return Costs(sent, max(1, len(buckets)), 0.0, overlaps)
     sample, share = _make_sample(named)
-    messages, sample_sent = _count_messages(reducer, sample, world)
+    bucket = Bucket(0, sample, partial(on_device, sample[0][1].device))
+    by_messages = world.transport is not None and world.transport.name == "messages"
+    clock = world.ledger.clock
+    cost = run_reducer(reducer, bucket, world.hosts, rank=world.rank, by_messages=by_messages, repeats=2, clock=clock)
+    hosts = len(set(world.hosts))
+    crossing = [o for o in cost.operations if hosts == 1 or o.among != "inside"]
     if reducer.sends is not None:
         sent = sum(reducer.sends(bucket, world.size) for bucket in buckets)
     else:
-        sent = round(sample_sent * share)
-    work_s = 0.0 if reducer.exact else _time_dry_run(reducer, sample, world) * share
-    agreed = take_slowest(world, [sent, messages * len(buckets), work_s])
+        sizes = {"all": world.size, "inside": world.local_size, "across": hosts}
+        sent = round(share * sum(sent_share(o.op, sizes[o.among]) * o.nbytes for o in crossing))
+    messages = max(1, len(crossing)) * len(buckets)
+    agreed = take_slowest(world, [sent, messages, cost.work_s * share], TAG)
     return Costs(agreed[0], agreed[1], agreed[2], overlaps)
 
 
@@ -132,45 +111,3 @@ def _make_sample(named: Sequence[tuple[str, Parameter]]) -> tuple[list[tuple[str
         sample.append((name, torch.empty_like(p[:rows] if p.dim() else p, requires_grad=False)))
         taken += sample[-1][1].numel()
     return sample, sum(p.numel() for _, p in named) / max(1, taken)
-
-
-def _fill(sample: Sequence[tuple[str, Tensor]]) -> Bucket:
-    """A bucket with gradients such as there may be; the program's random numbers stay as they are."""
-    device = sample[0][1].device
-    bucket = Bucket(0, sample, lambda n, dtype: on_device(device, n, dtype))
-    generator = torch.Generator().manual_seed(0)
-    for x in bucket.tensors:
-        x.copy_(torch.randn(x.shape, generator=generator, dtype=torch.float32))
-    return bucket
-
-
-def _count_messages(reducer: Reducer, sample: Sequence[tuple[str, Tensor]], world: World) -> tuple[int, int]:
-    """Collectives and bytes for the sample, as this rank of the world would have them; over several hosts, those that
-    leave a host."""
-    per_host = max(1, world.size // len(set(world.hosts)))
-    alone = simulate(world.size, rank=world.rank, per_host=per_host)
-    bucket = _fill(sample)
-    reducer.reduce(bucket, reducer.init(bucket), alone)
-    counted = [r for r in alone.ledger.records if per_host == world.size or _leaves_a_host(r.channel, alone)]
-    alone.close()
-    return max(1, len(counted)), sum(record.bytes_sent for record in counted)
-
-
-def _leaves_a_host(channel: str, world: World) -> bool:
-    """Whether the ranks of a channel are on several hosts. Its name ends with them, if they are not all."""
-    ranks = re.search(r"\[([\d,]+)\]$", channel)
-    return ranks is None or len({world.hosts[int(r)] for r in ranks[1].split(",")}) > 1
-
-
-def _time_dry_run(reducer: Reducer, sample: Sequence[tuple[str, Tensor]], world: World) -> float:
-    """Seconds of a reduction in which nothing has to travel; the second one, as the first makes its memory."""
-    alone, bucket, clock = World(device=world.device), _fill(sample), world.ledger.clock
-    state, took_s = reducer.init(bucket), 0.0
-    for _ in range(2):
-        start = clock()
-        _, state = reducer.reduce(bucket, state, alone)
-        if bucket.flat.is_cuda:
-            torch.cuda.synchronize(bucket.device)
-        took_s = clock() - start
-    alone.close()
-    return took_s

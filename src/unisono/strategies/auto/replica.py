@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.spec import build, describe
-from unisono.strategies.auto.decisions import Candidate, Costs, Decision, Probed, Tuner
+from unisono.strategies.auto.decisions import Costs, Decision, PricedCandidate, Probed, Tuner
 from unisono.strategies.auto.measuring import estimate_costs, measure_link, measure_steps
 from unisono.strategy import ChangingReplica, Replica, Strategy
 from unisono.world import World
@@ -28,7 +28,7 @@ class AutoReplica(ChangingReplica):
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: auto) -> None:
         self.strategy = strategy
         self._known: dict[str, Strategy] = {}  # candidates by spec
-        self._candidates: list[Candidate] = []  # with what they cost in this world; none: there is no choice
+        self._candidates: list[PricedCandidate] = []  # with what they cost in this world; none: there is no choice
         self._link = Probed(0.0, 0.0)
         self._survey(model, world)
         tuner = self._make_tuner(None, 0)
@@ -53,12 +53,12 @@ class AutoReplica(ChangingReplica):
             costs = [estimate_costs(one, model, world) for one in found]
             if not self.strategy.among:
                 found, costs = _drop_useless(found, costs)
-            self._candidates = [Candidate(describe(one), cost) for one, cost in zip(found, costs, strict=True)]
+            self._candidates = [PricedCandidate(describe(one), cost) for one, cost in zip(found, costs, strict=True)]
             self._link = measure_link(world)
         self._known = {describe(one): one for one in found}
 
     def _make_tuner(self, at_work: str | None, step: int) -> Tuner | None:
-        """None where there is no choice."""
+        """The decisions from this step on; None if there is no choice."""
         if len(self._candidates) < 2:
             return None
         specs = [candidate.spec for candidate in self._candidates]
@@ -72,11 +72,11 @@ class AutoReplica(ChangingReplica):
         )
 
     def _decide_anew(self) -> None:
-        """From this step on, with what is at work now."""
+        """Begin the decisions anew at this step, with the candidate at work."""
         if self._candidates and self.at_work not in self._known:  # a candidate of the former world only
             self._known[self.at_work] = self.inner.strategy
             costs = estimate_costs(self.inner.strategy, self.model, self.world)
-            self._candidates.append(Candidate(self.at_work, costs))
+            self._candidates.append(PricedCandidate(self.at_work, costs))
         self._tuner = self._make_tuner(self.at_work, self.step)
         self._seen, self._opened, self._next = self.step, self.step + 1, ""
 

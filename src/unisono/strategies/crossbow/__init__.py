@@ -15,7 +15,7 @@ from unisono.buckets import BUCKET_BYTES
 from unisono.checks import AtLeast, Note, Range
 from unisono.facts import Convergence, Example, Facts
 from unisono.strategies.crossbow.replica import CrossbowReplica
-from unisono.strategy import Accumulate, BucketBytes, Replica, Strategy
+from unisono.strategy import Accumulate, BucketBytes, Pattern, Replica, Strategy
 from unisono.world import World
 
 FACTS = Facts(
@@ -79,6 +79,9 @@ class crossbow(Strategy):
 
     def why_torch_optimizer(self) -> str:
         return "each of its learners has an optimizer's state of its own"
+
+    def pattern(self) -> Pattern:
+        return Pattern("windows", every=self.every if self.every != "auto" else 1, overlap=False)
 
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         return CrossbowReplica(model, optimizer, world, self)

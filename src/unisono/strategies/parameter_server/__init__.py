@@ -16,7 +16,7 @@ from unisono.checks import AtLeast, Note
 from unisono.facts import Convergence, Example, Facts
 from unisono.reducer import Reducer
 from unisono.strategies.parameter_server.replica import ServedReplica
-from unisono.strategy import Accumulate, Replica, Strategy
+from unisono.strategy import Accumulate, Pattern, Replica, Strategy
 from unisono.world import World
 
 FACTS = Facts(
@@ -94,6 +94,10 @@ class parameter_server(Strategy):
 
     def why_torch_optimizer(self) -> str:
         return "its servers step the optimizer"
+
+    def pattern(self) -> Pattern:
+        stale = None if self.staleness == 0 else Convergence("other", "gradients are older than the parameters")
+        return Pattern("servers", self.reducer, convergence=stale, servers=self.servers, staleness=self.staleness)
 
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         return ServedReplica(model, optimizer, world, self)

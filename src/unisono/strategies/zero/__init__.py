@@ -6,7 +6,7 @@ the settings; `replica` is what follows from them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from torch import nn
@@ -17,7 +17,7 @@ from unisono.facts import Convergence, Example, Facts
 from unisono.sizes import parse_size
 from unisono.strategies.zero.optimizer_shards import check_optimizer
 from unisono.strategies.zero.replica import ZeroReplica
-from unisono.strategy import Accumulate, Buffers, Replica, Strategy
+from unisono.strategy import Accumulate, Buffers, Pattern, Replica, Strategy
 from unisono.strategy.mistakes import refuse_common_memory
 from unisono.world import World
 
@@ -96,6 +96,9 @@ class zero(Strategy):
 
     def why_torch_optimizer(self) -> str:
         return "it splits the optimizer's state over the ranks"
+
+    def pattern(self) -> Pattern:
+        return replace(super().pattern(), gathers=2 if self.stage == 3 else 1)
 
     def make(self, model: nn.Module, optimizer: Optimizer, world: World) -> Replica:
         return ZeroReplica(model, optimizer, world, self)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from unisono.costs import sent_share
 from unisono.world.transports import UNKNOWN, Op, Transport, find_group
 from unisono.world.transports.arithmetic import count_bytes, multiply
 
@@ -39,13 +40,13 @@ class SimulatedTransport(Transport):
         if op == "sum":
             for part in parts:
                 multiply(part, n)
-        return self._cost(2 * (n - 1) / n * count_bytes(parts), 2 * (n - 1))
+        return self._cost(sent_share("all_reduce", n) * count_bytes(parts), 2 * (n - 1))
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], op: Op, out: Tensor) -> float:
         out.copy_(x.split(list(counts))[self.rank])
         if op == "sum":
             multiply(out, self.size)
-        return self._cost((self.size - 1) / self.size * count_bytes([x]), self.size - 1)
+        return self._cost(sent_share("reduce_scatter", self.size) * count_bytes([x]), self.size - 1)
 
     def all_gather(self, x: Tensor, outs: Sequence[Tensor]) -> float:
         for out in outs:

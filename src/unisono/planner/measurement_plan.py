@@ -1,4 +1,4 @@
-"""The course of a measurement: what each step of the user's own loop is used for.
+"""The plan of a measurement: what each step of the user's own loop is used for.
 
 1. some steps with nothing exchanged: compute and its spread, memory;
 2. between two steps: the network, each link and each operation;
@@ -6,7 +6,7 @@
 4. where asked for: the best methods for real, in turn;
 5. torch's own DistributedDataParallel for real, to compare with.
 
-A generator: it goes on by one `yield` a step. All ranks take the same course, and meet before every step, so that
+A generator: it goes on by one `yield` a step. All ranks follow the same plan, and meet before every step, so that
 each step finds the machine as busy as it is in training.
 """
 
@@ -16,7 +16,7 @@ import copy
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,11 +29,10 @@ from torch.optim import Optimizer
 
 from unisono.background import watched_by
 from unisono.costs import Anatomy
-from unisono.costs.anatomy import Kind
 from unisono.footprint import memory
 from unisono.model_copies import add_hook
 from unisono.planner.candidates import Candidate
-from unisono.planner.measured import DDP, Measured, Method
+from unisono.planner.measured import DDP, Measured, MeasuredMethod
 from unisono.planner.meshes import measure_stages, measure_tensor
 from unisono.planner.network_probe import probe
 from unisono.planner.steadying import steady
@@ -50,7 +49,6 @@ _WARM = 2  # steps before anything counts
 _BARE = 3
 _MOST_TRACED = 8  # steps a method, after a first one: as many as fit into
 _ENOUGH_S = 0.8
-_BEST = 3  # methods that are verified
 _ROUNDS = 2
 _VERIFIED = 3  # steps of a method in a round, after a first one
 _MOST_PROBED = 8 << 20
@@ -58,8 +56,8 @@ _SHORT = 0.8  # of a worker's memory: from here on it is short
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What the command asked for."""
+class PlanSettings:
+    """The options of `unisono plan`, as they reach its workers."""
 
     methods: Sequence[str] = ()
     allow: Sequence[str] = ("exact", "rounded", "compressed")
@@ -74,7 +72,7 @@ def steps_needed(methods: int, verify: int) -> int:
     return _WARM + _BARE + methods * (1 + _MOST_TRACED) + verify * _ROUNDS * (1 + _VERIFIED)
 
 
-class Course:
+class MeasurementPlan:
     """Drives a measurement from the end of each optimizer step."""
 
     def __init__(
@@ -83,7 +81,7 @@ class Course:
         optimizer: Optimizer,
         world: World,
         candidates: list[Candidate],
-        settings: Settings,
+        settings: PlanSettings,
         *,
         own: str,
         choose: Callable[[Measured], list[str]],
@@ -92,14 +90,14 @@ class Course:
         """`choose`: which methods are worth verifying; `finished`: called when all is measured."""
         self.model, self.optimizer, self.world = model, optimizer, world
         self.settings, self._candidates, self._choose = settings, candidates, choose
-        params = [p for p in model.parameters() if p.requires_grad]
+        params, rate = [p for p in model.parameters() if p.requires_grad], optimizer.param_groups[0].get("lr")
         self.measured = Measured(
             world.size,
             list(world.hosts),
             own,
             sum(p.numel() for p in params),
             sum(p.numel() * p.element_size() for p in params),
-            learning_rate=_find_rate(optimizer),
+            learning_rate=None if rate is None else float(rate),
             optimizer=type(optimizer).__name__,
         )
         self._began = time.monotonic()
@@ -120,7 +118,7 @@ class Course:
         next(self._steps)
 
     def next(self) -> None:
-        """An optimizer step has ended: go on."""
+        """Called after each optimizer step: go on to what the next one is used for."""
         self.measured.steps += 1
         done = next(self._steps, True)
         self.measured.seconds = time.monotonic() - self._began
@@ -136,7 +134,7 @@ class Course:
             self._example = tuple(x.detach().clone() for x in args)
         self._batch.remove()
 
-    # The course --------------------------------------------------------------------------------------------------
+    # The plan ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> Iterator[None]:
         for _ in range(_WARM):
@@ -161,7 +159,9 @@ class Course:
         for candidate in self._candidates:
             if candidate.unpredicted:
                 self._add(candidate, why=f"not predicted: {candidate.unpredicted}")
-        self._steady()
+        found = [m.anatomy for m in self.measured.methods if m.anatomy is not None and m.anatomy.every == 1]
+        steadied = {anatomy.spec: anatomy for anatomy in steady(found)}
+        self.measured.methods = [replace(m, anatomy=steadied.get(m.spec, m.anatomy)) for m in self.measured.methods]
         if self.settings.verify:
             yield from self._verify()
         self._go_quiet()
@@ -174,16 +174,10 @@ class Course:
         self._tell("")
 
     def _measure_bare(self) -> Iterator[None]:
-        """Nothing exchanged."""
+        """Time steps in which nothing is exchanged: compute, its spread, and memory."""
         self._tell("compute")
         _reset_peak(self.world.device)
-        taken = []
-        for _ in range(_BARE):
-            self.world.barrier()
-            began = time.perf_counter()
-            yield
-            self._settle()
-            taken.append(time.perf_counter() - began)
+        taken = yield from self._time_steps(_BARE)
         self._bare_s = median(taken)
         mine = any(p.grad is None for p in self.model.parameters() if p.requires_grad)
         self._has_unused = any(self.world.gather_objects(mine))
@@ -192,50 +186,55 @@ class Course:
         self.measured.compute_s = median(max(step) for step in zip(*everyone, strict=True))
         self.measured.memory_bytes = max(self.world.gather_objects(_read_peak(self.world.device)))
 
-    def _measure_torch(self, candidate: Candidate) -> Iterator[None]:
-        """For real: what torch sends does not pass through our worlds."""
-        self._tell(candidate.spec)
-        _reset_peak(self.world.device)
-        problem = ""
-        strategy: Any = candidate.strategy
-        if candidate.spec == DDP and self._has_unused:  # torch would raise in the program
-            strategy = replace(strategy, find_unused=True)
-        try:
-            self.replica.replace(lambda: self._bind(strategy, self.world))
-        except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
-            problem = str(error).partition("\n")[0]
-        if any(problems := self.world.gather_objects(problem)):
-            self._add(candidate, why=f"not measured: {next(filter(None, problems))}")
-            return
-        yield
+    def _time_steps(self, count: int) -> Generator[None, None, list[float]]:
+        """Seconds that each of the next steps takes on this rank; all ranks begin them together."""
         taken = []
-        for _ in range(_VERIFIED):
+        for _ in range(count):
             self.world.barrier()
             began = time.perf_counter()
             yield
             self._settle()
             taken.append(time.perf_counter() - began)
+        return taken
+
+    def _try(self, candidate: Candidate, strategy: Strategy, make_world: Callable[[], World], said: str) -> bool:
+        """Go on under a strategy; if it refuses on some rank, note why for its candidate."""
+        problem = ""
+        try:
+            self.replica.replace(lambda: self._bind(strategy, make_world()))
+        except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+            problem = str(error).partition("\n")[0]
+        problems = list(filter(None, self.world.gather_objects(problem)))
+        if problems:
+            self._add(candidate, why=f"{said}: {problems[0]}")
+        return not problems
+
+    def _measure_torch(self, candidate: Candidate) -> Iterator[None]:
+        """For real: what torch sends does not pass through our worlds."""
+        self._tell(candidate.spec)
+        _reset_peak(self.world.device)
+        strategy: Any = candidate.strategy
+        if candidate.spec == DDP and self._has_unused:  # torch would raise in the program
+            strategy = replace(strategy, find_unused=True)
+        if not self._try(candidate, strategy, lambda: self.world, "not measured"):
+            return
+        yield
+        taken = yield from self._time_steps(_VERIFIED)
         slowest = [max(step) for step in zip(*self.world.gather_objects(taken), strict=True)]
         peak = max(self.world.gather_objects(_read_peak(self.world.device)))
         self.measured.methods.append(
-            Method(candidate.spec, candidate.convergence, None, peak, verified_s=median(slowest))
+            MeasuredMethod(candidate.spec, candidate.convergence, None, peak, verified_s=median(slowest))
         )
 
     def _measure_method(self, candidate: Candidate, share_s: float) -> Iterator[None]:
-        """`share_s`: its part of the time that is left."""
+        """Take a method's steps apart in a silent world; it may use `share_s` of the time that is left."""
         gc.collect()  # its memory is to be its own
         trace = Trace()
-        problem = ""
         _reset_peak(self.world.device)
-        try:
-            with watched_by(trace):
-                self.replica.replace(lambda: self._bind(candidate.for_measuring(), self._silence(trace)))
-        except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
-            problem = str(error).partition("\n")[0]
-        if any(problems := self.world.gather_objects(problem)):
-            why = next(filter(None, problems))
+        with watched_by(trace):
+            fits = self._try(candidate, candidate.for_measuring(), lambda: self._silence(trace), "not for this program")
+        if not fits:
             self._go_quiet()
-            self._add(candidate, why=f"not for this program: {why}")
             return
         taken: list[TracedStep] = []
         with watched_by(trace):
@@ -253,11 +252,6 @@ class Course:
         anatomy = _choose_anatomy(everyone)
         self._add(candidate, anatomy=anatomy, memory=max(each["peak"] for each in everyone))
 
-    def _steady(self) -> None:
-        found = [m.anatomy for m in self.measured.methods if m.anatomy is not None and m.anatomy.every == 1]
-        steadied = {anatomy.spec: anatomy for anatomy in steady(found)}
-        self.measured.methods = [replace(m, anatomy=steadied.get(m.spec, m.anatomy)) for m in self.measured.methods]
-
     def _verify(self) -> Iterator[None]:
         """For real, in turn; the first step after each change does not count."""
         chosen = self.world.broadcast_object(self._choose(self.measured) if self.world.rank == 0 else [])
@@ -267,22 +261,18 @@ class Course:
                 self._tell(f"verifying {spec} ({turn + 1} of {_ROUNDS})")
                 self.replica.replace(lambda spec=spec: self._bind(build(spec, kind="strategy"), self.world))  # type: ignore[misc]
                 yield
-                for _ in range(max(_VERIFIED, getattr(self.replica.inner.strategy, "every", 1))):
-                    self.world.barrier()
-                    began = time.perf_counter()
-                    yield
-                    self._settle()
-                    taken[spec].append(time.perf_counter() - began)
+                every = self.replica.inner.strategy.pattern().every
+                taken[spec] += yield from self._time_steps(max(_VERIFIED, every))
         everyone = self.world.gather_objects(taken)
         for spec in chosen:
             slowest = [max(step) for step in zip(*(each[spec] for each in everyone), strict=True)]
-            seconds = sum(slowest) / len(slowest) if _every(spec) > 1 else median(slowest)
+            seconds = sum(slowest) / len(slowest) if build(spec).pattern().every > 1 else median(slowest)
             self.measured.methods = [
                 replace(m, verified_s=seconds) if m.spec == spec else m for m in self.measured.methods
             ]
 
     def _look_at_memory(self) -> None:
-        """What each worker has; and where that is short, the settings that fit."""
+        """Find out how much memory a worker has and, if that is short, which settings of `un.memory` fit."""
         boots = self.world.gather_objects(read_boot_id())
         each = host_bytes() // boots.count(read_boot_id())
         if self.world.device.type == "cuda":
@@ -293,7 +283,7 @@ class Course:
             self.measured.settings = list(report.fits())
 
     def _look_at_stages(self) -> None:
-        """What the parts of the model cost, on one rank, for meshes."""
+        """Measure parts of the model on one rank, so that meshes can be priced."""
         if self.world.rank == 0 and self._example is not None:
             self._tell("stages")
             self.measured.stages = measure_stages(self.model, self._example, self.world.size)
@@ -313,7 +303,7 @@ class Course:
         return replica
 
     def _go_quiet(self) -> None:
-        """Exchange nothing, until the next method."""
+        """Bind a world of one, in which nothing is exchanged until the next method."""
         quiet: Strategy = build("allreduce", kind="strategy")
         self.replica.replace(lambda: self._bind(quiet, World(device=self.world.device)))
 
@@ -336,7 +326,7 @@ class Course:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _silence(self, trace: Trace) -> World:
-        """This world, with messages that take no time."""
+        """A copy of this world in which messages take no time; `trace` hears of every operation."""
         real = self.world
         shared = real.transport is not None and real.transport.name == "shared memory"
         messages = real.transport is not None and real.transport.name == "messages"
@@ -356,7 +346,7 @@ class Course:
         )
 
     def _add(self, candidate: Candidate, *, anatomy: Anatomy | None = None, memory: int = 0, why: str = "") -> None:
-        self.measured.methods.append(Method(candidate.spec, candidate.convergence, anatomy, memory, why))
+        self.measured.methods.append(MeasuredMethod(candidate.spec, candidate.convergence, anatomy, memory, why))
 
     def _find_left_s(self) -> float:
         left_s = self.settings.budget_s - self._before_s - (time.monotonic() - self._began)
@@ -367,7 +357,7 @@ class Course:
             torch.cuda.synchronize(self.world.device)
 
     def _tell(self, what: str) -> None:
-        """One line on the terminal, written over by the next."""
+        """Tell where the measurement stands: on a terminal one line, which the next one overwrites."""
         if self.world.rank == 0 and sys.stderr.isatty():
             print(f"\r\033[Kunisono plan: {what}" if what else "\r\033[K", end="", file=sys.stderr, flush=True)
         elif self.world.rank == 0 and what:
@@ -383,24 +373,14 @@ def _count_steps(step_s: float, share_s: float) -> int:
     return min(_MOST_TRACED, max(1, int(min(_ENOUGH_S, share_s - step_s) / step_s)))
 
 
-def _every(spec: str) -> int:
-    every = getattr(build(spec, kind="strategy"), "every", 1)
-    return every if isinstance(every, int) else 1
-
-
-def _find_rate(optimizer: Optimizer) -> float | None:
-    rate = optimizer.param_groups[0].get("lr")
-    return float(rate) if rate is not None else None
-
-
 def _to_anatomy(candidate: Candidate, step: TracedStep, ranks: int, bare_s: float) -> Anatomy:
     """Where an exchange comes in one step of several, what the program does for it comes as seldom."""
     compute_s, jobs = step.compute_s, step.jobs
-    if candidate.every > 1:
-        compute_s = min(compute_s, bare_s + max(0.0, compute_s - bare_s) / candidate.every)
+    pattern = candidate.pattern
+    if pattern.every > 1:
+        compute_s = min(compute_s, bare_s + max(0.0, compute_s - bare_s) / pattern.every)
         jobs = tuple(replace(job, ready_s=min(job.ready_s, compute_s), due_s=min(job.due_s, compute_s)) for job in jobs)
-    kind: Kind = "delayed" if candidate.is_delayed else "synchronous"
-    return Anatomy(candidate.spec, ranks, compute_s, jobs, every=candidate.every, kind=kind)
+    return Anatomy(candidate.spec, ranks, compute_s, jobs, every=pattern.every, kind=pattern.kind)
 
 
 def _choose_anatomy(everyone: list[dict[str, Any]]) -> Anatomy:

@@ -25,8 +25,9 @@ from unisono.runtime.debugger.agent import Agent, Seat
 from unisono.runtime.debugger.attaching import list_announced
 from unisono.runtime.debugger.hub import Hub, read_wait_s
 from unisono.runtime.debugger.link import Link, open_link
-from unisono.runtime.debugger.prompt import Prompt, format_ranks, parse_ranks
+from unisono.runtime.debugger.prompt import Prompt
 from unisono.runtime.debugger.rank_pdb import RankPdb
+from unisono.units import parse_ranks, show_ranks
 from unisono.world import World
 from unisono.world.transports.threads import Hub as ThreadHub
 from unisono.world.transports.threads import Member
@@ -601,7 +602,7 @@ def test_a_hub_that_ends_frees_all(hub: Hub) -> None:
 
 
 def test_ranks_are_read_and_shown() -> None:
-    assert format_ranks([0, 1, 2, 5]) == "ranks 0-2, 5"
+    assert show_ranks([0, 1, 2, 5]) == "ranks 0-2, 5"
     assert parse_ranks("3,0-1", range(4)) == [0, 1, 3]
     with pytest.raises(ValueError, match="ranks 4-5 not here"):
         parse_ranks("4-5", range(4))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from unisono.runtime.local_path import local_path
+from unisono.units import parse_duration
 
 __all__ = [
     "Commands",
@@ -20,6 +21,7 @@ __all__ = [
     "parse_count",
     "parse_folder",
     "parse_mesh",
+    "parse_seconds",
 ]
 
 
@@ -76,6 +78,14 @@ def parse_folder(text: str) -> Path:
     """An argument that is a folder of this machine."""
     try:
         return local_path(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def parse_seconds(text: str, *, zero: bool = True) -> float:
+    """An argument that is a time, such as 90, 90s or 2m; `zero`: whether 0 is one."""
+    try:
+        return parse_duration(text, bare=True, zero=zero)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -7,16 +7,19 @@ import re
 import shutil
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unisono.cli.arguments import Commands, add_methods_option, check_program, parse_count, parse_folder
+from unisono.cli.arguments import Commands, add_methods_option, check_program, parse_count, parse_folder, parse_seconds
 from unisono.cli.help_text import HelpFormatter
+from unisono.spec.grammar import split_specs
+from unisono.units import show_duration
 
 if TYPE_CHECKING:
     from unisono.compare.runs import Progress, Request
 
-__all__ = ["add_command", "split_specs"]
+__all__ = ["add_command"]
 
 _DESCRIPTION = """\
 Run a script under several methods, one after the other, and compare what each of them costs and reaches.
@@ -73,7 +76,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("-n", "--workers", type=_parse_counts, metavar="N,M", help="how many workers, each in turn; default: 2")
     add("--steps", type=parse_count, metavar="K", help="steps of a run; default: 200, with --until no limit")
     add("--until", type=_parse_target, metavar="loss=X", help="end each run at this loss")
-    add("--time", type=_parse_time, metavar="T", help="no run takes longer: 90, 90s, 5m; default with --until: 10m")
+    add(
+        "--time",
+        type=partial(parse_seconds, zero=False),
+        metavar="T",
+        help="no run takes longer: 90, 90s, 5m; default with --until: 10m",
+    )
     add("--rounds", type=parse_count, metavar="K", help="make all runs K times, in turn, and take medians; default: 1")
     add("--hosts", type=parse_count, metavar="H", help="emulated hosts, as in `unisono run`; default: none")
     add("--net", metavar="LINK", help="links of emulated hosts: 100mbit, 1gbit,20ms, ...")
@@ -86,22 +94,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--html", type=Path, metavar="FILE", help="write the report there too")
 
 
-def split_specs(text: str) -> list[str]:
-    """Specs separated by commas, of which those inside parentheses do not count.
-
-    >>> split_specs("allreduce, local_sgd(every=8, reducer=powersgd(rank=2)),torch:ddp")
-    ['allreduce', 'local_sgd(every=8, reducer=powersgd(rank=2))', 'torch:ddp']
-    """
-    found, depth = [""], 0
-    for character in text:
-        depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(character, 0)
-        if character == "," and depth == 0:
-            found.append("")
-        else:
-            found[-1] += character
-    return list(dict.fromkeys(filter(None, (spec.strip() for spec in found))))
-
-
 def _parse_counts(text: str) -> list[int]:
     return list(dict.fromkeys(parse_count(part) for part in text.split(",")))
 
@@ -111,13 +103,6 @@ def _parse_target(text: str) -> float:
     if found is None:
         raise argparse.ArgumentTypeError(f"got {text!r}; expected a loss, as in: --until loss=1.8")
     return float(found[1])
-
-
-def _parse_time(text: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h|)", text)
-    if found is None or not float(found[1]):
-        raise argparse.ArgumentTypeError(f"got {text!r}; expected seconds, or a time such as 90s or 5m")
-    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
 
 
 # Running -------------------------------------------------------------------------------------------------------------
@@ -237,9 +222,9 @@ class _ProgressLine:
             self._number = at.number
             return
         loss = "" if at.loss is None else f", loss {at.loss:.4g}"
-        left = "" if at.left_s is None else f"; about {_describe_time(at.left_s)} left"
+        left = "" if at.left_s is None else f"; about {show_duration(round(at.left_s))} left"
         where = f"step {at.step}{loss}" if at.step else "starting"
-        text = f"{head}: {where}, {_describe_time(at.seconds)}{left}"
+        text = f"{head}: {where}, {show_duration(round(at.seconds))}{left}"
         width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be written anew
         print(f"\r\033[K{text[:width]}", end="", file=sys.stderr, flush=True)
 
@@ -247,12 +232,3 @@ class _ProgressLine:
         """Leave no line behind."""
         if self._live:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
-
-
-def _describe_time(seconds: float) -> str:
-    """For people.
-
-    >>> _describe_time(42.4), _describe_time(200)
-    ('42 s', '3 min')
-    """
-    return f"{seconds:.0f} s" if seconds < 99.5 else f"{seconds / 60:.0f} min"

@@ -7,6 +7,7 @@ import sys
 
 from unisono.cli.arguments import Commands
 from unisono.cli.help_text import HelpFormatter
+from unisono.units import show_bytes
 
 __all__ = ["add_command"]
 
@@ -52,6 +53,7 @@ def _export(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int
     except (CheckpointError, OSError, ValueError) as error:
         print(f"unisono export: {error}", file=sys.stderr)
         return 1
-    size = f"{done.size_bytes / 1e6:.1f} MB" if done.size_bytes >= 1e5 else f"{done.size_bytes} bytes"
-    print(f"{done.path}: {done.tensors} tensors, {size}, from {done.checkpoint} (step {done.step})")
+    print(
+        f"{done.path}: {done.tensors} tensors, {show_bytes(done.size_bytes)}, from {done.checkpoint} (step {done.step})"
+    )
     return 0

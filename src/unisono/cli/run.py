@@ -18,7 +18,7 @@ from typing import Any
 
 from unisono import on
 from unisono.cli import rehearsal
-from unisono.cli.arguments import Commands, add_methods_option, check_program, parse_count, parse_folder
+from unisono.cli.arguments import Commands, add_methods_option, check_program, parse_count, parse_folder, parse_seconds
 from unisono.cli.help_text import HelpFormatter
 from unisono.cli.strategy_option import check_strategy
 from unisono.cli.watch import add_page_options, show_page
@@ -335,18 +335,6 @@ def _read_adapt(options: argparse.Namespace, parser: argparse.ArgumentParser) ->
     return Adapt(options.target, Adapt.window_s if options.window is None else options.window)
 
 
-def _parse_seconds(text: str) -> float:
-    """Seconds of a time in words.
-
-    >>> _parse_seconds("90"), _parse_seconds("1.5s"), _parse_seconds("2m")
-    (90.0, 1.5, 120.0)
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h|)", text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"got {text!r}; expected seconds, or a time such as 30s or 2m")
-    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
-
-
 def _parse_rate(text: str) -> float:
     if not re.fullmatch(r"\d+(\.\d+)?", text) or not float(text):
         raise argparse.ArgumentTypeError(f"got {text!r}; expected steps a second, such as 12 or 0.5")
@@ -436,7 +424,7 @@ def _add_course_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--grace",
-        type=_parse_seconds,
+        type=parse_seconds,
         default=Job.grace_s,
         metavar="S",
         help="after SIGTERM, how long workers that use un.Trainer with a checkpoint folder, or un.preempted(), may "
@@ -452,7 +440,7 @@ def _add_elastic_options(parser: argparse.ArgumentParser) -> None:
         ("deadline", ComeAndGo.stuck_s, "so is one that others have waited for so long"),
         ("patience", ComeAndGo.patience_s, "how long fewer than MIN wait for others; then they save and leave"),
     ):
-        group.add_argument(f"--{name}", type=_parse_seconds, metavar="S", help=f"{what}; default: {default:g}s")
+        group.add_argument(f"--{name}", type=parse_seconds, metavar="S", help=f"{what}; default: {default:g}s")
     group.add_argument(
         "--adapt",
         action="store_true",
@@ -466,7 +454,7 @@ def _add_elastic_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--window",
-        type=_parse_seconds,
+        type=parse_seconds,
         metavar="S",
         help=f"how long speed is measured, three times or more for a decision; default: {Adapt.window_s:g}s",
     )

@@ -168,13 +168,15 @@ def _read(options: argparse.Namespace) -> tuple[Cluster, list[Method], str]:
     """The cluster, the methods, and what it is about."""
     from unisono.simulation.methods import DEFAULT_METHODS, Workload, make_method
     from unisono.simulation.plan_file import read_plan
-    from unisono.simulation.quantities import describe_duration, parse_duration, parse_number, split_specs
+    from unisono.simulation.quantities import parse_number
+    from unisono.spec.grammar import split_specs
+    from unisono.units import parse_duration, show_duration
 
     specs = split_specs(options.strategies or "")
     if options.plan is not None:
         plan = read_plan(options.plan)
         cluster = _read_cluster(options, plan)
-        title = f"{options.plan}: {plan.parameters:,} parameters, {describe_duration(plan.compute_s)} a step"
+        title = f"{options.plan}: {plan.parameters:,} parameters, {show_duration(plan.compute_s)} a step"
         return cluster, plan.make_methods(specs, cluster), f"{title}, measured with {plan.ranks} workers"
     if not options.compressors > 0:
         raise ValueError(f"--compressors: got {options.compressors:g}, expected above 0, such as 10, or inf")
@@ -182,7 +184,7 @@ def _read(options: argparse.Namespace) -> tuple[Cluster, list[Method], str]:
     compute_s = parse_duration(options.compute, "--compute")
     cluster = _read_cluster(options, None)
     workload = Workload(parameters, compute_s, cluster.per_host, options.compressors)
-    title = f"{parameters:,} parameters, {describe_duration(compute_s)} a step"
+    title = f"{parameters:,} parameters, {show_duration(compute_s)} a step"
     return cluster, [make_method(spec, workload) for spec in specs or DEFAULT_METHODS], title
 
 
@@ -192,8 +194,8 @@ def _read_cluster(options: argparse.Namespace, plan: Plan | None) -> Cluster:
     from unisono.costs import Link
     from unisono.simulation.cluster import Cluster
     from unisono.simulation.failures import Failures
-    from unisono.simulation.quantities import parse_duration
     from unisono.simulation.stragglers import parse_stragglers
+    from unisono.units import parse_duration
 
     failures = Failures(
         mtbf_s=parse_duration(options.mtbf, "--mtbf") if options.mtbf is not None else float("inf"),

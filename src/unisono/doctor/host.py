@@ -15,6 +15,7 @@ from unisono.doctor.findings import Finding, State
 from unisono.runtime.huge_pages import HugePages, are_wanted, read_huge_pages
 from unisono.runtime.machine import available_bytes, host_bytes, usable_cores
 from unisono.runtime.run_folder import find_runs_folder
+from unisono.units import show_size
 
 __all__ = [
     "check_clock",
@@ -38,15 +39,11 @@ _PROGRAMS = {"mpi": "mpirun", "slurm": "srun", "ssh": "ssh"}
 _PACKAGES = {"torchrun": "torch", "ray": "ray", "spark": "pyspark"}
 
 
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / (1 << 30):.1f} GiB" if nbytes >= 1 << 30 else f"{nbytes / (1 << 20):.0f} MiB"
-
-
 def check_cores(cores: int | None = None, memory: int | None = None, free: int | None = None) -> list[Finding]:
     """Cores that may be used, and memory."""
     cores = usable_cores() if cores is None else cores
     memory, free = host_bytes() if memory is None else memory, available_bytes() if free is None else free
-    text = f"{cores} usable core{'s' * (cores > 1)}; {_gib(free)} of {_gib(memory)} memory are free"
+    text = f"{cores} usable core{'s' * (cores > 1)}; {show_size(free)} of {show_size(memory)} memory are free"
     values = {"cores": cores, "memory_bytes": memory, "free_bytes": free}
     if free < _LITTLE_MEMORY:
         advice = "a worker takes some 300 MiB before its model: end something, or start few workers"
@@ -74,7 +71,7 @@ def check_shared_memory(
         advice = "a DataLoader with num_workers cannot hand batches over: mount a tmpfs there"
         return [*found, Finding(SECTION, "/dev/shm", "warn", text, advice)]
     size, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
-    text, values = f"{_gib(free)} of {_gib(size)} are free", {"size_bytes": size, "free_bytes": free}
+    text, values = f"{show_size(free)} of {show_size(size)} are free", {"size_bytes": size, "free_bytes": free}
     if free < _SMALL_SHM:
         advice = (
             "our own memory does not lie there, but a DataLoader with num_workers puts batches there, and dies where "
@@ -116,7 +113,7 @@ def check_locked_memory(limits: tuple[int, int] | None = None, infiniband: Path 
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK) if limits is None else limits
     folder = Path("/sys/class/infiniband") if infiniband is None else infiniband
     has_cards = folder.is_dir() and any(folder.iterdir())
-    text = "without limit" if soft == resource.RLIM_INFINITY else _gib(soft)
+    text = "without limit" if soft == resource.RLIM_INFINITY else show_size(soft)
     if has_cards and soft != resource.RLIM_INFINITY:
         advice = "this host has InfiniBand, for which NCCL locks memory: `ulimit -l unlimited` (limits.conf: memlock)"
         return [Finding(SECTION, "locked memory", "warn", text, advice, {"soft": soft})]
@@ -157,7 +154,7 @@ def check_runs_folder(folder: Path | None = None, mounts: str | None = None) -> 
     kind = _find_kind(there, Path("/proc/mounts").read_text(encoding="utf-8") if mounts is None else mounts)
     room = os.statvfs(there)
     free = room.f_bavail * room.f_frsize
-    text, values = f"{folder} ({kind or 'unknown'}, {_gib(free)} free)", {"file_system": kind, "free_bytes": free}
+    text, values = f"{folder} ({kind or 'unknown'}, {show_size(free)} free)", {"file_system": kind, "free_bytes": free}
     elsewhere = "set UNISONO_RUNS to another folder, or to off"
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         return [Finding(SECTION, name, "bad", text, f"{there} cannot be written to: {elsewhere}", values)]

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from unisono.doctor.findings import Finding, State
 from unisono.runtime.machine import address_towards, interface_of_address
+from unisono.units import show_rate, show_s
 
 __all__ = [
     "Hosts",
@@ -268,18 +269,12 @@ def judge_links(links: Sequence[Mapping[str, Any]], names: Sequence[str]) -> lis
     for link in links:
         first, second = (names[rank] for rank in link["between"])
         rate, late = link["bits_per_s"], link["latency_s"]
-        text = f"{_show_rate(rate)}, {1e3 * late:.2f} ms one way"
+        text = f"{show_rate(rate)}, {show_s(late)} one way"
         advice = ""
         if rate < typical / 2:
-            advice = (
-                f"less than half of what others have ({_show_rate(typical)}): all workers wait for the slowest link"
-            )
+            advice = f"less than half of what others have ({show_rate(typical)}): all workers wait for the slowest link"
         elif rate < _SLOW_BITS or late > _FAR_S:
             advice = "slow for exact gradients: `unisono plan` says which method suits this network"
         state: State = "warn" if advice else "ok"
         found.append(Finding(SECTION, f"{first} – {second}", state, text, advice, dict(link)))
     return found
-
-
-def _show_rate(bits_per_s: float) -> str:
-    return f"{bits_per_s / 1e9:.1f} Gbit/s" if bits_per_s >= 1e9 else f"{bits_per_s / 1e6:.0f} Mbit/s"

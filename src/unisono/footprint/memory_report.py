@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from unisono.footprint.capacity import Capacity
 from unisono.footprint.formula import HALF_BYTES, SETTINGS, Facts, Need, Setting, compute_need, list_settings
-from unisono.sizes import show_size
 from unisono.spec import build, parse
 from unisono.strategies.zero import zero
+from unisono.units import show_size
 
 _BEST = 5  # of the settings that fit, so many are spelled out
 

@@ -26,9 +26,9 @@ from unisono.planner.candidates import describe_candidate
 from unisono.runtime.link_text import Link
 from unisono.runtime.machine import host_bytes, usable_cores
 from unisono.simulation.methods import read_traits
-from unisono.sizes import show_size
 from unisono.spec import build, describe
 from unisono.strategy import Replica, Strategy, binding
+from unisono.units import show_size
 from unisono.world import World
 from unisono.world.transports.simulated import SimulatedTransport
 from unisono.world.virtual import simulate

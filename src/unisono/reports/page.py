@@ -15,10 +15,8 @@ from unisono.reports.wording import (
     describe_outcome,
     list_facts,
     list_parts,
-    show_bytes,
-    show_ms,
-    show_number,
 )
+from unisono.units import show_bytes, show_ms, show_number
 
 __all__ = ["make_page"]
 

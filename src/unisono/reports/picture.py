@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from unisono.reports.summary import PARTS, Summary
-from unisono.reports.wording import describe_outcome, list_parts, show_bytes, show_ms
+from unisono.reports.wording import describe_outcome, list_parts
+from unisono.units import show_bytes, show_ms
 
 __all__ = ["draw"]
 

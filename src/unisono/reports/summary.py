@@ -14,13 +14,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from unisono.reports.arrivals import find_waits
 from unisono.reports.pipelines import PipelineSummary, describe_mesh, summarise_pipeline
 from unisono.reports.verdicts import Slowest, find_changes, find_slowest, find_verdicts
 from unisono.runs.reading import RankLog, RunReader, say_mesh_place
 from unisono.runs.table import SUMMED
+from unisono.units import as_json
 
 __all__ = ["PARTS", "MetricSummary", "RankSummary", "SpeedUp", "Summary", "compare_with", "show_time", "summarise"]
 
@@ -137,7 +136,7 @@ class Summary:
 
     def as_json(self) -> dict[str, Any]:
         """All of it as JSON can hold it."""
-        found: dict[str, Any] = _plain(asdict(self))
+        found: dict[str, Any] = as_json(asdict(self))
         found["samples_a_second"], found["loss"] = self.samples_a_second, self.loss
         return found
 
@@ -357,15 +356,6 @@ def _as_dict(value: Any) -> dict[str, Any]:
 
 def _join_words(words: Any) -> str:
     return shlex.join(map(str, words)) if isinstance(words, list) else ""
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no nan and no inf: they become null."""
-    if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
 def show_time(unix: float | None) -> str:

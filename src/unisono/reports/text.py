@@ -17,11 +17,8 @@ from unisono.reports.wording import (
     describe_balance,
     list_facts,
     list_parts,
-    show_bytes,
-    show_duration,
-    show_ms,
-    show_number,
 )
+from unisono.units import show_bytes, show_duration, show_ms, show_number
 
 __all__ = ["list_run", "print_report", "print_runs", "print_side_by_side"]
 

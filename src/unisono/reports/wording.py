@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 from unisono.reports.summary import PARTS, Summary, show_time
+from unisono.units import show_duration, show_ms
 
 __all__ = [
     "conclude",
@@ -12,10 +11,6 @@ __all__ = [
     "describe_outcome",
     "list_facts",
     "list_parts",
-    "show_bytes",
-    "show_duration",
-    "show_ms",
-    "show_number",
 ]
 
 _GOOD = 0.8  # an efficiency
@@ -28,53 +23,6 @@ _OUTCOMES = {
     "running": "still running",
     "unknown": "how it ended is not known",
 }
-
-
-def show_bytes(count: float) -> str:
-    """With three digits or so.
-
-    >>> show_bytes(0), show_bytes(999), show_bytes(69_700), show_bytes(27_878_400)
-    ('0 B', '999 B', '69.7 kB', '27.9 MB')
-    """
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(count) < 999.5 or unit == "TB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
-        count /= 1000
-    raise AssertionError
-
-
-def show_ms(seconds: float | None) -> str:
-    """Milliseconds, with three digits or so.
-
-    >>> show_ms(0.0123456), show_ms(1.5), show_ms(None), show_ms(0.0)
-    ('12.3', '1500', '-', '0')
-    """
-    if seconds is None or math.isnan(seconds):
-        return "-"
-    return f"{1e3 * seconds:.3g}" if seconds < 0.9995 else f"{1e3 * seconds:.0f}"
-
-
-def show_number(value: float | None) -> str:
-    """With four digits.
-
-    >>> show_number(0.123456), show_number(None), show_number(float("nan")), show_number(12345678.0)
-    ('0.1235', '-', 'nan', '1.235e+07')
-    """
-    return "-" if value is None else f"{value:.4g}"
-
-
-def show_duration(seconds: float | None) -> str:
-    """In words.
-
-    >>> show_duration(3.25), show_duration(75), show_duration(7300), show_duration(None)
-    ('3.2 s', '1 min 15 s', '2 h 1 min', 'not known')
-    """
-    if seconds is None:
-        return "not known"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def describe_outcome(found: Summary) -> str:

@@ -30,8 +30,9 @@ from unisono.runs.values import Logged, Pending, start_copies, take_settled
 from unisono.runtime import ending
 from unisono.runtime.machine import read_boot_id
 from unisono.runtime.run_folder import FORMAT, find_version
+from unisono.units import as_json
 from unisono.world import World
-from unisono.world.ledger import Event, Row, as_json
+from unisono.world.ledger import Event, Row
 
 __all__ = ["FIELDS", "Facts", "Recorder", "read_outcome"]
 

@@ -14,9 +14,9 @@ from unisono.facts import Grade
 from unisono.simulation.cluster import Cluster
 from unisono.simulation.methods import Method
 from unisono.simulation.neighbours import list_heard, simulate_neighbours
-from unisono.simulation.quantities import describe_duration
 from unisono.simulation.servers import Service, simulate_servers
 from unisono.simulation.stragglers import Floats, Stragglers
+from unisono.units import show_duration
 
 __all__ = ["Outcome", "draw_slowest_sums", "simulate_method", "slow_down"]
 
@@ -298,4 +298,4 @@ def _describe_rounds(method: Method, cluster: Cluster, workers: int) -> str:
     if method.traits.round_every_s is None or workers == 1:
         return ""
     round_s = cluster.network(workers).seconds(Operation("all_reduce", method.model_bytes))
-    return f"models are averaged every {describe_duration(method.traits.round_every_s + round_s)}"
+    return f"models are averaged every {show_duration(method.traits.round_every_s + round_s)}"

@@ -1,4 +1,4 @@
-"""What the commands share: how a command is added, and the arguments that several of them take."""
+"""Arguments that several commands take."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from unisono.runtime.local_path import local_path
 from unisono.units import parse_duration
 
 __all__ = [
-    "Commands",
     "MethodsAction",
     "add_methods_option",
     "check_program",
@@ -23,17 +22,6 @@ __all__ = [
     "parse_mesh",
     "parse_seconds",
 ]
-
-
-class Commands(Protocol):
-    """The command line, to which each command adds its own parser.
-
-    The parser's default `run(options, parser)` runs the command and returns the exit status; `parser` is that of the
-    whole command line, `options.parser` the command's own, where it is set.
-    """
-
-    def add_parser(self, name: str, **options: Any) -> argparse.ArgumentParser:
-        """A parser for the command `name`."""
 
 
 class MethodsAction(argparse.Action):

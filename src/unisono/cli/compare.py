@@ -11,23 +11,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unisono.cli.arguments import Commands, add_methods_option, check_program, parse_count, parse_folder, parse_seconds
-from unisono.cli.help_text import HelpFormatter
+from unisono.cli.arguments import add_methods_option, check_program, parse_count, parse_folder, parse_seconds
 from unisono.spec.grammar import split_specs
 from unisono.units import show_duration
 
 if TYPE_CHECKING:
     from unisono.compare.runs import Progress, Request
 
-__all__ = ["add_command"]
+__all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Run a script under several methods, one after the other, and compare what each of them costs and reaches.
 
 The script needs no change: the method that it gives to un.parallel is replaced, its losses are those that it calls
 backward on, its samples those of un.shard. One worker is run too, as the base of speed-ups.
 """
-_EPILOG = """\
+EPILOG = """\
 Options may also follow the script; what follows a -- is the script's own in any case.
 
 methods
@@ -52,21 +51,12 @@ and runs/ each run's output. See docs/compare.md.
 _DEFAULT_STEPS = 200
 
 
-def add_command(commands: Commands) -> None:
-    """Add `compare` to the command line."""
-    parser = commands.add_parser(
-        "compare",
-        help="run a script under several methods, and compare",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `compare`."""
     parser.add_argument("-m", dest="module", action="store_true", help="the script is a module, as in `python -m`")
     _add_options(parser)
     parser.add_argument("program", nargs="?", metavar="script.py", help="the script (a module's name with -m)")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="our options, and its arguments")
-    parser.set_defaults(run=_run, parser=parser)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -108,8 +98,8 @@ def _parse_target(text: str) -> float:
 # Running -------------------------------------------------------------------------------------------------------------
 
 
-def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
-    parser: argparse.ArgumentParser = options.parser
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Run `compare`; gives the exit status."""
     if options.program is None:
         parser.error("no script given; as in: unisono compare train.py --strategies allreduce,powersgd")
     check_program(options.program, parser, module=options.module)

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from unisono.cli.arguments import Commands
-from unisono.cli.help_text import HelpFormatter
+__all__ = ["DESCRIPTION", "EPILOG", "SHELLS", "Command", "Option", "Values", "add_arguments", "read_commands", "run"]
 
-__all__ = ["SHELLS", "Command", "Option", "Values", "add_command", "read_commands"]
-
-_EPILOG = """\
+DESCRIPTION = """\
+Print a script that completes the command line of unisono.
+"""
+EPILOG = """\
 The script knows commands, options, their values, strategies, files and the
 names of recorded runs. One line in the start-up file of the shell:
 
@@ -57,22 +57,16 @@ class Command(NamedTuple):
     places: Sequence[Values]
 
 
-def add_command(commands: Commands) -> None:
-    """Add `completion` to the command line."""
-    parser = commands.add_parser(
-        "completion",
-        help="a script that completes this command line in your shell",
-        description="Print a script that completes the command line of unisono.",
-        epilog=_EPILOG,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `completion`."""
     parser.add_argument("shell", choices=sorted(SHELLS), help="which shell the script is for")
-    parser.set_defaults(run=_print)
 
 
-def _print(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    print(SHELLS[options.shell](read_commands(parser)), end="")
+def run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
+    """Run `completion`; gives the exit status."""
+    from unisono.cli.command_line import make_parser
+
+    print(SHELLS[options.shell](read_commands(make_parser())), end="")
     return 0
 
 

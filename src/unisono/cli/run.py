@@ -18,8 +18,7 @@ from typing import Any
 
 from unisono import on
 from unisono.cli import rehearsal
-from unisono.cli.arguments import Commands, add_methods_option, check_program, parse_count, parse_folder, parse_seconds
-from unisono.cli.help_text import HelpFormatter
+from unisono.cli.arguments import add_methods_option, check_program, parse_count, parse_folder, parse_seconds
 from unisono.cli.strategy_option import check_strategy
 from unisono.cli.watch import add_page_options, show_page
 from unisono.launchers.engines.engine import Engine, EngineError
@@ -27,9 +26,9 @@ from unisono.launchers.job import Adapt, ComeAndGo, Job
 from unisono.launchers.output import FOLDER
 from unisono.runtime.run_folder import RunFolder, find_runs_folder
 
-__all__ = ["add_command"]
+__all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Run a program in N workers, on this machine or on an engine (--on): MPI, Slurm, Ray, Spark, torchrun, ssh to hosts.
 With --hosts 4 --net 100mbit they run on emulated hosts of this machine, with links as slow as asked for (docs/lab.md).
 
@@ -44,7 +43,7 @@ SIGTERM stops it too; but workers that use un.Trainer with a checkpoint folder, 
 after the same step. They have --grace for it, the exit status is 143, and the same command goes on from there. A second
 SIGTERM stops everything.
 """
-_EPILOG = """\
+EPILOG = """\
 output:
   auto     one worker: as it is. Several: lines with the rank in front, "[1] loss 0.31"; on a terminal rank 0 writes
            directly and without a prefix, so that a progress bar works
@@ -100,16 +99,8 @@ examples:
 """
 
 
-def add_command(commands: Commands) -> None:
-    """Add `run` to the command line."""
-    parser = commands.add_parser(
-        "run",
-        help="run a program in N workers, on this machine or on an engine",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `run`."""
     parser.add_argument(
         "-n",
         "--workers",
@@ -146,11 +137,10 @@ def add_command(commands: Commands) -> None:
     rehearsal.add_options(parser)
     parser.add_argument("program", nargs="?", metavar="script.py", help="the program (a module's name with -m)")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the program's own arguments")
-    parser.set_defaults(run=_run, parser=parser)
 
 
-def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
-    parser: argparse.ArgumentParser = options.parser
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Run `run`; gives the exit status."""
     if options.program is None:
         parser.error("no program given; as in: unisono run -n 2 train.py")
     if options.output_dir is not None and options.output != "files":

@@ -6,17 +6,16 @@ import argparse
 import sys
 import time
 
-from unisono.cli.arguments import Commands, parse_count
-from unisono.cli.help_text import HelpFormatter
+from unisono.cli.arguments import parse_count
 
-__all__ = ["add_command"]
+__all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Change the number of workers of a run that was started with `unisono run -n MIN:MAX` by you on this host; without N,
 show it. New workers take part as soon as they have come to where the others are; workers that are too many leave after
 a step. The answer comes when the run has accepted the number (with --wait: when it has so many workers).
 """
-_EPILOG = """\
+EPILOG = """\
 exit status: 0 where the run has accepted the number, 1 where there is no such run or it refuses.
 
 examples:
@@ -27,16 +26,8 @@ examples:
 _POLL_S = 0.1
 
 
-def add_command(commands: Commands) -> None:
-    """Add `scale` to the command line."""
-    parser = commands.add_parser(
-        "scale",
-        help="show or change the number of workers of a run with -n MIN:MAX",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `scale`."""
     parser.add_argument("workers", type=parse_count, nargs="?", metavar="N", help="how many workers, from MIN to MAX")
     parser.add_argument(
         "--run",
@@ -46,10 +37,10 @@ def add_command(commands: Commands) -> None:
         help="process id of `unisono run`, where there are several",
     )
     parser.add_argument("--wait", action="store_true", help="until the run has so many workers")
-    parser.set_defaults(run=_scale)
 
 
-def _scale(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Run `scale`; gives the exit status."""
     from unisono.launchers.control import Gone
     from unisono.launchers.private_folder import NotPrivate
 

@@ -142,6 +142,13 @@ def test_balance_reaches_the_workers_and_a_job_script(monkeypatch: pytest.Monkey
     assert " --balance " in script.read_text()
 
 
+def test_a_job_script_starts_workers_as_the_command_would(tmp_path: Path) -> None:
+    program, script = tmp_path / "train.py", tmp_path / "job.sh"
+    program.write_text("")
+    assert main(["run", "-n", "2", "--pdb", "--warm", "--on", "slurm", "--script", str(script), str(program)]) == 0
+    assert {"--pdb", "--warm"} <= set(script.read_text().split())
+
+
 def test_what_no_run_could_begin_with_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.py").touch()
     (tmp_path / "file").touch()

@@ -26,8 +26,9 @@ from unisono.world.virtual import run_threads
 
 @pytest.fixture(autouse=True)
 def torch_is_left_as_it_was() -> Iterator[None]:
+    before = torch.autograd.backward
     yield
-    assert torch.autograd.backward is backward._torch_backward
+    assert torch.autograd.backward is before
 
 
 class Kept:
@@ -369,3 +370,59 @@ def test_values_of_a_gpu_are_written_when_they_have_arrived_and_in_their_order()
     mine.log(recorder.Logged({"loss": Arriving(torch.tensor(4.0), Later())}))
     mine.close("ok")
     assert [line[3]["loss"] for line in kept.of("metrics")] == [2.0, 3.0, 4.0]
+
+
+# Other libraries that replace torch's backward ------------------------------------------------------------------------
+
+
+class Listening:
+    """Counts the calls of backward."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def before_backward(self, tensors: Any) -> None:
+        self.calls += 1
+
+    def after_backward(self) -> None: ...
+
+    def note_scaled(self, scaled: Any, loss: Any) -> None: ...
+
+
+def patch_backward(monkeypatch: pytest.MonkeyPatch, seen: list[str], name: str) -> None:
+    """Replace torch's backward as another library does: by a function that calls what was there."""
+    before = torch.autograd.backward
+
+    def patched(*args: Any, **kwargs: Any) -> None:
+        seen.append(name)
+        before(*args, **kwargs)
+
+    monkeypatch.setattr(torch.autograd, "backward", patched)
+
+
+def call_backward() -> None:
+    x = torch.ones(2, requires_grad=True)
+    x.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [1.0, 1.0], "once"
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_patch_of_another_library_outlives_our_own(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    seen: list[str] = []
+    first, second = Listening(), Listening()
+    if when == "before":
+        patch_backward(monkeypatch, seen, "theirs")
+    assert backward.follow_backward(first)
+    if when == "meanwhile":
+        patch_backward(monkeypatch, seen, "theirs")
+    call_backward()
+    backward.leave_backward(first)
+    call_backward()
+    assert (seen, first.calls) == (["theirs"] * 2, 1)
+    assert backward.follow_backward(second)
+    call_backward()
+    backward.leave_backward(second)
+    assert (seen, first.calls, second.calls) == (["theirs"] * 3, 1, 1)
+    monkeypatch.undo()  # their patch is taken away
+    backward.leave_backward(second)

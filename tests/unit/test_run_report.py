@@ -444,6 +444,18 @@ def test_runs_beyond_the_bytes_are_removed_too(tmp_path: Path, monkeypatch: pyte
     assert {path.name for path in place.glob("old-*")} == {"old-3", "old-2"}
 
 
+def test_a_large_run_does_not_take_smaller_ones_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UNISONO_RUNS")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(run_folder, "MOST_BYTES", 60_000)
+    place = tmp_path / "unisono" / "runs"
+    for i, size in enumerate([10_000, 10_000, 100_000, 10_000]):
+        make_run(place / f"old-{i}", started=10.0 + i)
+        (place / f"old-{i}" / "large").write_bytes(bytes(size))
+    make_folder(["train.py"])
+    assert {path.name for path in place.glob("old-*")} == {"old-0", "old-1", "old-3"}
+
+
 def test_a_place_that_cannot_be_written_is_said_and_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

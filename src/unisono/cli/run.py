@@ -518,7 +518,7 @@ def _write_script(engine: Engine, options: argparse.Namespace, job: Job) -> int:
         if job.elastic.adapt is not None:
             more["--target"], more["--window"] = job.elastic.adapt.target, job.elastic.adapt.window_s
     run_options = [word for name, value in more.items() if value is not None for word in (name, str(value))]
-    run_options += [f"--{name}" for name in ("balance", "adapt") if getattr(options, name)]
+    run_options += [f"--{name}" for name in ("balance", "adapt", "pdb", "warm") if getattr(options, name)]
     run_options += [] if options.record else ["--no-record"]
     text = job_script(engine, job.program, job.places, least=least, run_options=run_options)
     if options.script:

@@ -25,10 +25,11 @@ class BackwardListener(Protocol):
     def note_scaled(self, scaled: Any, loss: Any) -> None: ...
 
 
-_torch_backward = torch.autograd.backward
+_torch_backward = torch.autograd.backward  # what ours calls: torch's, or what another library has put there
 _torch_scale = torch.amp.GradScaler.scale
 _listeners: dict[int, BackwardListener] = {}  # by thread: each rank's program is one
 _lock = threading.Lock()
+_in_backward = _in_scale = False  # whether ours are called
 
 
 def follow_backward(listener: BackwardListener) -> bool:
@@ -36,19 +37,36 @@ def follow_backward(listener: BackwardListener) -> bool:
     with _lock:
         if _listeners.setdefault(threading.get_ident(), listener) is not listener:
             return False
-        torch.autograd.backward = _backward
-        torch.amp.GradScaler.scale = _scale  # type: ignore[method-assign]
+        _install()
     return True
 
 
 def leave_backward(listener: BackwardListener) -> None:
-    """Tell it no more."""
+    """Tell `listener` of no further calls."""
     with _lock:
         for thread in [thread for thread, other in _listeners.items() if other is listener]:
             del _listeners[thread]
         if not _listeners:
-            torch.autograd.backward = _torch_backward
-            torch.amp.GradScaler.scale = _torch_scale  # type: ignore[method-assign]
+            _uninstall()
+
+
+def _install() -> None:
+    """Put our functions in the place of torch's, once: another library's patch above ours may call them already."""
+    global _torch_backward, _torch_scale, _in_backward, _in_scale
+    if not _in_backward and torch.autograd.backward is not _backward:
+        _torch_backward, torch.autograd.backward, _in_backward = torch.autograd.backward, _backward, True
+    if not _in_scale and torch.amp.GradScaler.scale is not _scale:
+        _torch_scale, _in_scale = torch.amp.GradScaler.scale, True
+        torch.amp.GradScaler.scale = _scale  # type: ignore[method-assign]
+
+
+def _uninstall() -> None:
+    """Put back what was there, unless another library has replaced ours meanwhile: its patch stays."""
+    global _in_backward, _in_scale
+    if torch.autograd.backward is _backward:
+        torch.autograd.backward, _in_backward = _torch_backward, False
+    if torch.amp.GradScaler.scale is _scale:
+        torch.amp.GradScaler.scale, _in_scale = _torch_scale, False  # type: ignore[method-assign]
 
 
 def _backward(tensors: Any, *args: Any, **kwargs: Any) -> None:

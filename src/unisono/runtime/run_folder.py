@@ -201,13 +201,15 @@ def _name_program(program: Sequence[str]) -> str:
 
 
 def _prune(place: Path) -> None:
-    """Remove the oldest runs that are over, beyond so many and so many bytes."""
+    """Keep the newest runs, up to MOST_RUNS with the next one and MOST_BYTES. One that does not fit is removed, and
+    smaller ones before it stay; so do runs that go on."""
     kept, size = 0, 0
     for path in list_runs(place):
-        kept, size = kept + 1, size + _count_bytes(path)
+        count = _count_bytes(path)
+        kept, size = kept + 1, size + count
         if (kept >= MOST_RUNS or size > MOST_BYTES) and is_running(read_run(path) or {}) is not True:
             shutil.rmtree(path, ignore_errors=True)
-            kept -= 1
+            kept, size = kept - 1, size - count
 
 
 def _count_bytes(folder: Path) -> int:

@@ -21,10 +21,10 @@ import unisono as un
 from unisono.runtime import debugger, stops
 from unisono.runtime.channel import Channel, NotProven
 from unisono.runtime.debugger import terminal
-from unisono.runtime.debugger.agent import Agent, Seat
+from unisono.runtime.debugger.agent import Agent, RankThread
 from unisono.runtime.debugger.attaching import list_announced
 from unisono.runtime.debugger.hub import Hub, read_wait_s
-from unisono.runtime.debugger.link import Link, open_link
+from unisono.runtime.debugger.link import HubConnection, connect_to_hub
 from unisono.runtime.debugger.prompt import Prompt
 from unisono.runtime.debugger.rank_pdb import RankPdb
 from unisono.units import parse_ranks, show_ranks
@@ -320,14 +320,14 @@ def wait_in_vain(is_ready: Callable[[], bool]) -> None:
 # The hub --------------------------------------------------------------------------------------------------------------
 
 
-_opened: list[Link] = []
+_opened: list[HubConnection] = []
 
 
 class Connected:
     """One end of a connection, with its messages in order."""
 
     def __init__(self, hub: Hub, **hello: object) -> None:
-        self.link: Link = open_link([hub.address], TOKEN)
+        self.link: HubConnection = connect_to_hub([hub.address], TOKEN)
         self.link.channel.sock.settimeout(LIMIT_S)
         self.link.send(**hello)
         self._messages = self.link.messages()
@@ -487,7 +487,7 @@ def test_a_prompt_does_not_show_a_stop_that_it_has_ended() -> None:
     assert [message["pause"] for message in link.sent if "pause" in message] == [1, 2]
 
 
-class Scripted(Link):
+class Scripted(HubConnection):
     """Its other end has said this; it answers a kind with `answers`, and questions for all ranks that they go to."""
 
     def __init__(self, *said: dict[str, object]) -> None:
@@ -518,7 +518,7 @@ class Scripted(Link):
 def agent() -> Iterator[Agent]:
     """Of a rank whose program is this thread, and to which the test says what the hub would."""
     mine, other = socket.socketpair()
-    made = Agent(Seat(0, 1, threading.get_ident()), lambda: Link(Silent(mine)))
+    made = Agent(RankThread(0, 1, threading.get_ident()), lambda: HubConnection(Silent(mine)))
     made._has_tried.wait(LIMIT_S)
     yield made
     other.close()
@@ -586,7 +586,7 @@ def test_there_is_one_prompt(hub: Hub) -> None:
 
 def test_who_does_not_know_the_token_is_not_heard(hub: Hub) -> None:
     with pytest.raises(ConnectionError) as caught:
-        open_link([hub.address], b"x" * 32, timeout_s=0.1)
+        connect_to_hub([hub.address], b"x" * 32, timeout_s=0.1)
     assert "another run's" in str(caught.value) or isinstance(caught.value, NotProven)
 
 

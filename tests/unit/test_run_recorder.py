@@ -15,7 +15,7 @@ from torch import nn
 
 import unisono as un
 from unisono.runs import backward, recorder, recording
-from unisono.runs.lines import FileLines, PipeLines, find_lines
+from unisono.runs.lines import FileWriter, PipeWriter, find_writer
 from unisono.runs.metrics import log
 from unisono.runs.reading import RankLog, RunReader
 from unisono.runs.recorder import Facts, Recorder
@@ -75,7 +75,7 @@ def read(folder: Path) -> dict[int, RankLog]:
 
 def test_what_is_read_is_what_the_ledger_counted_and_what_the_program_computed(tmp_path: Path) -> None:
     def work(world: un.World) -> Any:
-        mine = Recorder(world, FileLines(tmp_path, world.rank), Facts("allreduce", 10))
+        mine = Recorder(world, FileWriter(tmp_path, world.rank), Facts("allreduce", 10))
         losses, ledger = train(world)
         ledger.event("decision", why="a test")
         mine.close("ok")
@@ -221,7 +221,7 @@ def test_a_full_disk_is_said_once_and_training_goes_on(
 
     (tmp_path / "ranks").mkdir()
     world = un.World()
-    mine = Recorder(world, FileLines(tmp_path, 0))
+    mine = Recorder(world, FileWriter(tmp_path, 0))
     before = (tmp_path / "ranks" / "00000.jsonl").read_bytes()
     monkeypatch.setattr(run_folder.os, "write", no_room)
     for _ in range(3):
@@ -236,7 +236,7 @@ def test_a_full_disk_is_said_once_and_training_goes_on(
 
 
 def test_a_folder_that_a_user_names_is_made(tmp_path: Path) -> None:
-    lines = FileLines(tmp_path / "not" / "there", 2)
+    lines = FileWriter(tmp_path / "not" / "there", 2)
     lines.write("[]\n")
     assert (tmp_path / "not" / "there" / "ranks" / "00002.jsonl").read_text() == "[]\n"
 
@@ -266,8 +266,8 @@ def test_lines_of_a_host_without_the_folder_travel_in_pieces_that_are_whole(
     monkeypatch.setenv(run_folder.FOLDER, str(tmp_path / "elsewhere"))
     monkeypatch.setenv(run_folder.FOLDER_ID, "1234")
     monkeypatch.setenv("UNISONO_REPORT_FD", str(theirs))
-    lines = find_lines(3)
-    assert isinstance(lines, PipeLines)
+    lines = find_writer(3)
+    assert isinstance(lines, PipeWriter)
     text = "".join(f'["event","x",{i},1.0,{{"text":"{chr(92)}{chr(34)}"}}]\n' for i in range(400))
     lines.write(text)
     os.close(theirs)
@@ -280,7 +280,7 @@ def test_lines_of_a_host_without_the_folder_travel_in_pieces_that_are_whole(
 
 def test_a_pipe_that_nobody_reads_does_not_hold_training_up() -> None:
     ours, theirs = os.pipe()
-    lines = PipeLines(theirs)
+    lines = PipeWriter(theirs)
     for _ in range(100):
         lines.write("x" * 10_000 + "\n")  # far more than a pipe holds
     os.close(ours)
@@ -291,9 +291,9 @@ def test_a_worker_of_another_folder_id_does_not_write_into_it(tmp_path: Path, mo
     (tmp_path / "run.json").write_text('{"id": "right"}')
     monkeypatch.setenv(run_folder.FOLDER, str(tmp_path))
     monkeypatch.delenv("UNISONO_REPORT_FD", raising=False)
-    for word, expected in (("right", FileLines), ("wrong", type(None))):
+    for word, expected in (("right", FileWriter), ("wrong", type(None))):
         monkeypatch.setenv(run_folder.FOLDER_ID, word)
-        assert isinstance(find_lines(0), expected)
+        assert isinstance(find_writer(0), expected)
 
 
 # un.log --------------------------------------------------------------------------------------------------------------

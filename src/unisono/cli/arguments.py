@@ -7,6 +7,7 @@ import difflib
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ __all__ = [
     "MethodsAction",
     "add_methods_option",
     "check_program",
+    "find_only_run",
     "parse_count",
     "parse_folder",
     "parse_mesh",
     "parse_seconds",
+    "take_behind",
 ]
 
 
@@ -91,6 +94,37 @@ def parse_mesh(text: str) -> dict[str, int]:
             raise argparse.ArgumentTypeError(f"expected axes as in data=2,tensor=2,pipeline=2; got {text!r}")
         axes[name] = int(size)
     return axes
+
+
+def take_behind(
+    add_options: Callable[[argparse.ArgumentParser], None], options: argparse.Namespace
+) -> tuple[argparse.Namespace, list[str]]:
+    """Our options among what follows the program's name, up to a --; and the rest, which is the program's own."""
+    behind: list[str] = options.arguments
+    cut = behind.index("--") if "--" in behind else len(behind)
+    parser = argparse.ArgumentParser(prog=options.parser.prog, add_help=False, allow_abbrev=False)
+    add_options(parser)
+    found, rest = parser.parse_known_args(behind[:cut])
+    return found, [*rest, *behind[cut + 1 :]]
+
+
+def find_only_run(how_to_say: str, *, elastic: bool = False) -> int:
+    """The launcher of the one run that is under way, or the one with -n MIN:MAX (`elastic`); raises Gone otherwise.
+
+    Where there are several, the error lists what to add to the command, such as "--run" before a process id.
+    """
+    from unisono.launchers.control import Gone, list_runs
+
+    found, wrong = list_runs()
+    runs = [run for run in found if run.elastic or not elastic]
+    if len(runs) == 1:
+        return runs[0].pid
+    if runs:
+        more = {run.pid: f": {run.describe()}" if elastic else "" for run in runs}
+        listed = "\n".join(f"  {how_to_say} {run.pid}   {run.program}{more[run.pid]}" for run in runs)
+        raise Gone(f"there are {len(runs)} runs; say which:\n{listed}")
+    notes = "".join(f"\n  {text}" for text in wrong)
+    raise Gone(f"no run {'with -n MIN:MAX ' * elastic}of this user is under way on this host{notes}")
 
 
 def check_program(name: str, parser: argparse.ArgumentParser, *, module: bool) -> None:

@@ -11,7 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unisono.cli.arguments import add_methods_option, check_program, parse_count, parse_folder, parse_seconds
+from unisono.cli.arguments import (
+    add_methods_option,
+    check_program,
+    parse_count,
+    parse_folder,
+    parse_seconds,
+    take_behind,
+)
 from unisono.spec.grammar import split_specs
 from unisono.units import show_duration
 
@@ -146,15 +153,11 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 def _take_own_options(options: argparse.Namespace) -> list[str]:
     """Our options from behind the script's name; gives the arguments that are the script's own."""
-    behind: list[str] = options.arguments
-    cut = behind.index("--") if "--" in behind else len(behind)
-    parser = argparse.ArgumentParser(prog="unisono compare", add_help=False, allow_abbrev=False)
-    _add_options(parser)
-    found, rest = parser.parse_known_args(behind[:cut])
+    found, own = take_behind(_add_options, options)
     for name, value in vars(found).items():
         if value is not None:
             setattr(options, name, value)
-    return [*rest, *behind[cut + 1 :]]
+    return own
 
 
 def _read_request(options: argparse.Namespace, own: list[str]) -> Request:

@@ -180,7 +180,7 @@ def _write_bash_cases(command: Command) -> Iterator[str]:
 
 
 def _write_zsh(commands: Sequence[Command]) -> str:
-    listed = "\n".join(f"            {_quote(f'{_escape(c.name)}:{_escape(c.help)}')}" for c in commands)
+    listed = "\n".join(f"            {shlex.quote(f'{_escape(c.name)}:{_escape(c.help)}')}" for c in commands)
     cases = "\n".join(_write_zsh_case(command) for command in commands)
     return f"""\
 #compdef unisono
@@ -219,8 +219,8 @@ def _write_zsh_case(command: Command) -> str:
         others = f"({' '.join(option.flags)})" if len(option.flags) > 1 else ""
         for flag in option.flags:
             either = "=" if value and flag.startswith("--") else ""  # after a space, or after an equals sign
-            arguments.append(_quote(f"{others}{flag}{either}[{_escape(option.help)}]{value}"))
-    arguments += [_quote(f"{'*' * place.many}:argument:{_act_in_zsh(place)}") for place in command.places]
+            arguments.append(shlex.quote(f"{others}{flag}{either}[{_escape(option.help)}]{value}"))
+    arguments += [shlex.quote(f"{'*' * place.many}:argument:{_act_in_zsh(place)}") for place in command.places]
     lines = " \\\n                ".join(arguments)
     return f"        {command.name})\n            _arguments \\\n                {lines} ;;"
 
@@ -232,10 +232,6 @@ def _act_in_zsh(values: Values) -> str:
 
 def _escape(text: str) -> str:
     return re.sub(r"([\[\]:\\])", r"\\\1", text)
-
-
-def _quote(text: str) -> str:
-    return "'" + text.replace("'", "'\\''") + "'"
 
 
 # fish -----------------------------------------------------------------------------------------------------------------

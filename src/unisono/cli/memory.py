@@ -7,7 +7,7 @@ import math
 import sys
 from typing import Any
 
-from unisono.cli.arguments import check_program, parse_count, parse_mesh
+from unisono.cli.arguments import check_program, parse_count, parse_mesh, take_behind
 
 __all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
 
@@ -73,13 +73,9 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 def _split_sizes(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Our options from before and after the program's name, and the arguments that are the program's own."""
-    behind: list[str] = options.arguments
-    cut = behind.index("--") if "--" in behind else len(behind)
-    parser = argparse.ArgumentParser(prog="unisono memory", add_help=False, allow_abbrev=False)
-    _add_sizes(parser)
-    found, rest = parser.parse_known_args(behind[:cut])
+    found, own = take_behind(_add_sizes, options)
     sizes = {k: v if v is not None else getattr(options, k) for k, v in vars(found).items()}
     mesh: dict[str, int] = sizes["mesh"] or {}
     sizes["workers"] = sizes["workers"] or (math.prod(mesh.values()) if all(n > 0 for n in mesh.values()) else 1)
     sizes["schedule"] = sizes["schedule"] or "1F1B"
-    return sizes, [*rest, *behind[cut + 1 :]]
+    return sizes, own

@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 
-from unisono.cli.arguments import parse_count
+from unisono.cli.arguments import find_only_run, parse_count
 
 __all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
 
@@ -56,7 +56,7 @@ def _change(options: argparse.Namespace) -> None:
     """Do what the command line asks for. Raises Gone or NotPrivate, and ValueError where the run refuses."""
     from unisono.launchers.control import Gone, ask
 
-    pid = _find_run() if options.pid is None else options.pid
+    pid = find_only_run("--run", elastic=True) if options.pid is None else options.pid
     if options.workers is None:
         print(ask(pid, {"do": "status"}).describe())
         return
@@ -67,18 +67,3 @@ def _change(options: argparse.Namespace) -> None:
         if now.wanted != options.workers:
             raise Gone(f"the run aims at {now.wanted} workers now: someone has asked for another number")
     print(now.describe())
-
-
-def _find_run() -> int:
-    """The launcher of the one run that there is."""
-    from unisono.launchers.control import Gone, list_runs
-
-    found, wrong = list_runs()
-    runs = [run for run in found if run.elastic]
-    if len(runs) == 1:
-        return runs[0].pid
-    if runs:
-        listed = "\n".join(f"  --run {run.pid}   {run.program}: {run.describe()}" for run in runs)
-        raise Gone(f"there are {len(runs)} runs; say which:\n{listed}")
-    notes = "".join(f"\n  {text}" for text in wrong)
-    raise Gone(f"no run with -n MIN:MAX of this user is under way on this host{notes}")

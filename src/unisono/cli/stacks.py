@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from unisono.cli.arguments import find_only_run
+
 __all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
 
 DESCRIPTION = """\
@@ -36,7 +38,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from unisono.launchers.stacks import ask_for_report
 
     try:
-        found = ask_for_report(_find_run(options.name))
+        found = ask_for_report(find_only_run("unisono stacks") if options.name is None else options.name)
     except (Gone, NotPrivate, ValueError, LookupError) as error:
         print(f"unisono stacks: {error}", file=sys.stderr)
         return 1
@@ -45,19 +47,3 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         for rank in sorted(found["stacks"], key=int):
             print(f"\n{found['stacks'][rank]}")
     return 0
-
-
-def _find_run(name: str | None) -> str | int:
-    """What was named, or the launcher of the one run that there is."""
-    from unisono.launchers.control import Gone, list_runs
-
-    if name is not None:
-        return name
-    runs, wrong = list_runs()
-    if len(runs) == 1:
-        return runs[0].pid
-    if runs:
-        listed = "\n".join(f"  unisono stacks {run.pid}   {run.program}" for run in runs)
-        raise Gone(f"there are {len(runs)} runs; say which:\n{listed}")
-    notes = "".join(f"\n  {text}" for text in wrong)
-    raise Gone(f"no run of this user is under way on this host{notes}")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from unisono.live.bins import BYTES, PARTS, STEPS, Bins, Floats
-from unisono.live.live_run import LiveRun, Place, Speed
+from unisono.live.live_run import LiveRun, LiveWorker, Speed
 from unisono.runs.reading import say_mesh_place
 
 __all__ = ["MANY", "VIEWS", "WORST", "Feed"]
@@ -216,7 +216,7 @@ def _pack_heat(rows: Floats) -> str:
     return base64.b64encode(np.rint(levels).astype(np.uint8).tobytes()).decode()
 
 
-def _describe_place(place: Place, speed: Speed | None, state: str) -> list[Any]:
+def _describe_place(place: LiveWorker, speed: Speed | None, state: str) -> list[Any]:
     numbers = (
         [None] * (len(PARTS) + 3)
         if speed is None

@@ -17,7 +17,7 @@ from unisono.live.marks import Marks
 from unisono.live.series import StepSeries
 from unisono.runs.reading import RankLog, RunReader
 
-__all__ = ["LiveRun", "Place", "Speed"]
+__all__ = ["LiveRun", "LiveWorker", "Speed"]
 
 RECENT_WIDTH_S, RECENT_BINS = 0.5, 240
 WHOLE_BINS = 256
@@ -30,7 +30,7 @@ _AHEAD_S = 60.0  # a time further in the future is a broken line
 
 
 @dataclass
-class Place:
+class LiveWorker:
     """One worker, as its file shows it. Its rank may be another after a change of the world."""
 
     place: int
@@ -71,7 +71,7 @@ class LiveRun:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.run: dict[str, Any] = {}
-        self.places: dict[int, Place] = {}
+        self.places: dict[int, LiveWorker] = {}
         self.recent = Bins(RECENT_WIDTH_S, RECENT_BINS, slides=True)
         self.whole = Bins(RECENT_WIDTH_S, WHOLE_BINS, slides=False)
         self.metrics: dict[str, StepSeries] = {}
@@ -133,7 +133,7 @@ class LiveRun:
     def take_lines(self, log: RankLog, lines: Sequence[Any]) -> None:
         """New lines of a place's file, each a list that begins with its kind."""
         self._is_new = True
-        place = self.places.setdefault(log.place, Place(log.place))
+        place = self.places.setdefault(log.place, LiveWorker(log.place))
         place.offset = log.offset  # all of a file are on one clock
         rows: list[list[float]] = []
         for line in lines:
@@ -141,7 +141,7 @@ class LiveRun:
                 self._take_line(place, line, rows)  # the reader has counted those that cannot be read
         self._take_rows(place, rows)
 
-    def _take_line(self, place: Place, line: Sequence[Any], rows: list[list[float]]) -> None:
+    def _take_line(self, place: LiveWorker, line: Sequence[Any], rows: list[list[float]]) -> None:
         kind = line[0]
         if kind == "step":
             rows.append([float(place.offset + line[2]), 1.0, int(line[1]), *map(float, line[3:12])])
@@ -159,21 +159,21 @@ class LiveRun:
             place.outcome = str(line[2].get("outcome") or "ended")
             place.last = max(place.last, place.offset + float(line[1]))
 
-    def _take_header(self, place: Place, header: dict[str, Any]) -> None:
+    def _take_header(self, place: LiveWorker, header: dict[str, Any]) -> None:
         place.header = header
         place.began = place.offset + float(header.get("time") or 0.0)
         place.since = place.since or place.began
         place.last = max(place.last, place.began)
         place.outcome = ""
 
-    def _take_metrics(self, place: Place, step: int, when: float, values: Mapping[str, Any], how: str) -> None:
+    def _take_metrics(self, place: LiveWorker, step: int, when: float, values: Mapping[str, Any], how: str) -> None:
         for name, value in values.items():
             if name not in self.metrics and len(self.metrics) < _METRICS:
                 self.metrics[name] = StepSeries(how)
             if name in self.metrics and isinstance(value, int | float):
                 self.metrics[name].add(step, when, float(value))
 
-    def _take_rows(self, place: Place, rows: Sequence[Sequence[float]]) -> None:
+    def _take_rows(self, place: LiveWorker, rows: Sequence[Sequence[float]]) -> None:
         if not rows:
             return
         table = np.array([(*row, *[0.0] * (12 - len(row)))[:12] for row in rows])
@@ -230,7 +230,7 @@ class LiveRun:
         over, write_s = self.is_over(), self._find_write_s(now)
         newest = max((place.generation for place in self.places.values()), default=0)
 
-        def describe(place: Place) -> str:
+        def describe(place: LiveWorker) -> str:
             if place.outcome:
                 return "ended" if place.outcome in ("ok", "ended") else place.outcome
             if place.generation < newest:

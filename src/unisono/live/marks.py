@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Mark", "Marks"]
+__all__ = ["Marks", "TimelineMark"]
 
 _KEPT = 400
 _GRAVE = {"verdict", "hang", "worker lost", "fault", "failure", "desync"}
@@ -17,7 +17,7 @@ _TEXT_CHARACTERS = 600
 
 
 @dataclass
-class Mark:
+class TimelineMark:
     """A moment. `tone` is "bad", "note" or "quiet": quiet ones are listed, and drawn nowhere."""
 
     number: int
@@ -43,12 +43,12 @@ class Marks:
     """The last of them, the same said by several ranks once; and who is slow now."""
 
     def __init__(self) -> None:
-        self.kept: list[Mark] = []
+        self.kept: list[TimelineMark] = []
         self.verdicts = 0
         self.slow: dict[int, str] = {}  # rank: cause
         self.changed = 0  # the lowest number that has changed since `mark_told`
         self._next = 0
-        self._known: dict[str, Mark] = {}
+        self._known: dict[str, TimelineMark] = {}
 
     def add(self, kind: str, time: float, step: int | None, values: Mapping[str, Any]) -> None:
         """An event of a rank's ledger or of the launcher."""
@@ -62,7 +62,7 @@ class Marks:
             return
         tone = "bad" if kind in _GRAVE else "note" if kind in _WORTH else "quiet"
         cause, place = str(values.get("cause", "")), str(values.get("place", ""))
-        mark = Mark(self._next, kind, tone, time, step, rank, _describe(kind, rank, values), cause, place)
+        mark = TimelineMark(self._next, kind, tone, time, step, rank, _describe(kind, rank, values), cause, place)
         self._next += 1
         self._note(kind, rank, cause)
         self._known[key] = mark

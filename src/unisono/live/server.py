@@ -66,7 +66,7 @@ class PageServer:
         self._asking = asyncio.Lock()
 
     def stop(self) -> None:
-        """End soon."""
+        """Ask the server to shut down; does not wait for it."""
         self._stopped.set()
 
     async def serve(self) -> None:

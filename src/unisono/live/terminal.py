@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from unisono.live.bins import PARTS
-from unisono.live.live_run import LiveRun, Place, Speed
+from unisono.live.live_run import LiveRun, LiveWorker, Speed
 from unisono.runs.reading import say_mesh_place
 from unisono.units import show_s
 
@@ -124,12 +124,12 @@ def _draw_ranks(
     return table
 
 
-def _name(place: Place) -> str:
+def _name(place: LiveWorker) -> str:
     """Its rank; where ranks were dealt anew, the number that the launcher's messages call the worker by."""
     return str(place.rank) if place.rank == place.place else f"worker {place.place}"
 
 
-def _describe_row(place: Place, speed: Speed | None, state: str, now: float) -> list[RenderableType]:
+def _describe_row(place: LiveWorker, speed: Speed | None, state: str, now: float) -> list[RenderableType]:
     text = f"{state} {_clock(now - place.last)}" if state == "silent" else state
     shown = Text(text, style=_TONES.get(state, ""))
     step = f"{place.step:,}" if place.step >= 0 else ""

@@ -18,7 +18,7 @@ from unisono.reports.arrivals import find_waits
 from unisono.reports.pipelines import PipelineSummary, describe_mesh, summarise_pipeline
 from unisono.reports.verdicts import Slowest, find_changes, find_slowest, find_verdicts
 from unisono.runs.reading import RankLog, RunReader, say_mesh_place
-from unisono.runs.table import SUMMED
+from unisono.runtime.run_folder import SUMMED
 from unisono.units import as_json
 
 __all__ = ["PARTS", "MetricSummary", "RankSummary", "SpeedUp", "Summary", "compare_with", "show_time", "summarise"]
@@ -334,10 +334,6 @@ def _find_seconds(run: dict[str, Any], logs: Sequence[RankLog], began: float | N
     last = [log.last_unix for log in logs if not math.isnan(log.last_unix)]
     ended = ended if ended is not None else max(last, default=None)
     return None if began is None or ended is None else max(0.0, ended - began)
-
-
-def _divide(a: Any, b: Any) -> float | None:
-    return a / b if isinstance(a, int) and isinstance(b, int) and b > 0 else None
 
 
 def _sum_known(values: Sequence[float | None]) -> float | None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from unisono.reports.summary import PARTS, Summary, show_time
-from unisono.units import show_duration, show_ms
+from collections.abc import Iterable
+
+from unisono.reports.summary import PARTS, RankSummary, Summary, show_time
+from unisono.units import show_bytes, show_duration, show_ms
 
 __all__ = [
     "conclude",
+    "count_classes",
     "describe_balance",
     "describe_outcome",
+    "describe_speed_up",
     "list_facts",
     "list_parts",
+    "list_rank_cells",
 ]
 
 _GOOD = 0.8  # an efficiency
@@ -73,6 +78,36 @@ def conclude(found: Summary) -> str:
     return f"{work}, as {why}: {remedy}."
 
 
+def describe_speed_up(found: Summary) -> str:
+    """How many times as fast as one worker it is, and how that is known."""
+    gained = found.speed_up
+    if gained.times is None or gained.efficiency is None:
+        return f"speed-up: {gained.how}"
+    return f"speed-up {gained.times:.2f}, efficiency {100 * gained.efficiency:.0f} %: {gained.how}"
+
+
+def list_rank_cells(found: Summary, rank: RankSummary, *, details: bool = False) -> list[str]:
+    """A rank's row in the table of costs; `details`: with its host and its longest step.
+
+    The mesh is a column of its own if the run had one.
+    """
+    place = [rank.mesh_place] if any(one.mesh_place for one in found.ranks) else []
+    times = [show_ms(rank.cost[name]) for name in ("wall", *PARTS, "hidden")]
+    samples = "-" if rank.samples is None else f"{rank.samples:,}"
+    host, longest = ([rank.host], [show_ms(rank.longest_s)]) if details else ([], [])
+    sent = show_bytes(rank.cost["bytes_sent"])
+    return [rank.label, *place, *host, *times, *longest, sent, f"{rank.steps:,}", samples]
+
+
+def count_classes(ranks: Iterable[RankSummary]) -> dict[str, int]:
+    """Samples of all these ranks, by class."""
+    total: dict[str, int] = {}
+    for rank in ranks:
+        for name, count in rank.classes.items():
+            total[name] = total.get(name, 0) + count
+    return total
+
+
 def describe_balance(found: Summary) -> list[str]:
     """How evenly data and work were split."""
     trained = [rank for rank in found.ranks if rank.steps]
@@ -94,10 +129,7 @@ def _describe_classes(found: Summary) -> str | None:
     known = [rank for rank in found.ranks if rank.classes and not rank.is_copy]
     if len(known) < 2:
         return None
-    total: dict[str, int] = {}
-    for rank in known:
-        for name, count in rank.classes.items():
-            total[name] = total.get(name, 0) + count
+    total = count_classes(known)
     every = sum(total.values())
     distances = []
     for rank in known:

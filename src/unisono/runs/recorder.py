@@ -25,30 +25,17 @@ import torch
 from torch import Tensor
 
 from unisono.runs.backward import Losses, follow_backward, leave_backward
-from unisono.runs.lines import Lines
+from unisono.runs.lines import LineWriter
 from unisono.runs.values import Logged, Pending, start_copies, take_settled
 from unisono.runtime import ending
 from unisono.runtime.machine import read_boot_id
-from unisono.runtime.run_folder import FORMAT, find_version
+from unisono.runtime.run_folder import FORMAT, SUMMED, find_version
 from unisono.units import as_json
 from unisono.world import World
 from unisono.world.ledger import Event, Row
 
-__all__ = ["FIELDS", "Facts", "Recorder", "read_outcome"]
+__all__ = ["Facts", "Recorder", "read_outcome"]
 
-FIELDS = (
-    "step",
-    "start",
-    "wall",
-    "compute",
-    "communication",
-    "waiting",
-    "data",
-    "hidden",
-    "bytes_sent",
-    "collectives",
-    "compression",
-)
 LOSS = "loss"
 EVERY_S = 0.5
 DETAILED_STEPS = 5_000  # each a line of its own
@@ -79,7 +66,7 @@ class Recorder:
     def __init__(
         self,
         world: World,
-        lines: Lines,
+        lines: LineWriter,
         facts: Facts | None = None,
         *,
         place: int | None = None,
@@ -236,7 +223,7 @@ class Recorder:
                 "clock": 0.0 if world.host == world.hosts[0] else None,
                 "unix": time.time() - self.ledger.clock(),
                 "time": now,
-                "fields": list(FIELDS),
+                "fields": ["step", "start", *SUMMED],
                 "not_measured": list(facts.not_measured),
                 "bytes_by_formula": facts.bytes_by_formula,
                 **({} if facts.mesh is None else {"mesh": list(facts.mesh[0]), "at": list(facts.mesh[1])}),
@@ -253,7 +240,7 @@ class Recorder:
             for r in one_by_one
         ]
         if rest:
-            sums = [sum(getattr(row, name) for row in rest) for name in FIELDS[2:]]
+            sums = [sum(getattr(row, name) for row in rest) for name in SUMMED]
             longest = max(row.wall for row in rest)
             numbers = [rest[0].step, rest[-1].step, rest[0].start, *sums, longest]
             lines.append(_line("steps", *(round(number, 6) for number in numbers)))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from unisono.runs.lines import find_lines
+from unisono.runs.lines import find_writer
 from unisono.runs.recorder import Facts, Recorder
 from unisono.runtime import status
 from unisono.runtime.place import read_place
@@ -97,7 +97,7 @@ def _make(world: World, facts: Facts | None) -> Recorder | None:
     if world.axes is not None:  # the data axis of a mesh: ranks are those of all
         world = world.axes.world
     place = int(os.environ.get("UNISONO_PLACE") or os.environ.get("RANK") or world.rank)
-    lines = find_lines(place)
+    lines = find_writer(place)
     if lines is None:
         return None
     finish = _finish if _made is not None else None

@@ -7,20 +7,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["COLUMNS", "SUMMED", "Series", "StepTable"]
+from unisono.runtime.run_folder import SUMMED
+
+__all__ = ["COLUMNS", "Series", "StepTable"]
 
 # Of some steps: the first and last, when the first began, sums over all of them, and the longest of their wall times.
-SUMMED = (
-    "wall",
-    "compute",
-    "communication",
-    "waiting",
-    "data",
-    "hidden",
-    "bytes_sent",
-    "collectives",
-    "compression",
-)
 COLUMNS = ("first", "last", "start", *SUMMED, "longest")
 Array = npt.NDArray[np.float64]
 

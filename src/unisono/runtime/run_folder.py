@@ -29,6 +29,7 @@ __all__ = [
     "FOLDER_ID",
     "FORMAT",
     "PLACE",
+    "SUMMED",
     "NoSuchRun",
     "RunFolder",
     "append",
@@ -46,6 +47,11 @@ PLACE = "UNISONO_RUNS"  # where runs are recorded, or "off"
 FOLDER = "UNISONO_RUN_FOLDER"  # in a worker: the folder of its run
 FOLDER_ID = "UNISONO_RUN_FOLDER_ID"  # and the id in its run.json: a worker that does not find it is on another host
 FORMAT = 1
+# What is summed over the steps of a line.
+SUMMED = (
+    *("wall", "compute", "communication", "waiting", "data", "hidden"),
+    *("bytes_sent", "collectives", "compression"),
+)
 MOST_RUNS, MOST_BYTES = 50, 1 << 30  # the oldest that have ended are removed beyond that
 _MOST_TEXT = 20_000  # characters of a failure report
 

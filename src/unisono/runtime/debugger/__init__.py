@@ -19,15 +19,15 @@ from collections.abc import Callable, Sequence
 
 from unisono.runtime import status
 from unisono.runtime.debugger import agent as agents
-from unisono.runtime.debugger.agent import Agent, Seat, find_agent, leave_seat, take_seat
+from unisono.runtime.debugger.agent import Agent, RankThread, end_agent, find_agent, start_agent
 from unisono.runtime.debugger.attaching import announce, forget
 from unisono.runtime.debugger.hub import Hub
-from unisono.runtime.debugger.link import Link, open_link
+from unisono.runtime.debugger.link import HubConnection, connect_to_hub
 from unisono.runtime.frames import find_user_frame
 from unisono.runtime.machine import address_towards
 from unisono.runtime.secret import SECRET, derive_secret
 
-__all__ = ["PDB_VARIABLE", "VARIABLE", "ThreadSeats", "breakpoint", "follow", "make_token", "post_mortem"]
+__all__ = ["PDB_VARIABLE", "VARIABLE", "RankThreads", "breakpoint", "follow", "make_token", "post_mortem"]
 
 VARIABLE = "UNISONO_DEBUGGER"  # where the launcher's hub is: "host:port,host:port"; "0": no debugger
 PDB_VARIABLE = "UNISONO_PDB"  # "1": stop where a worker raises
@@ -82,7 +82,7 @@ def follow(rank: int, size: int, exchange: Callable[[bytes], list[bytes]], *, is
         told = exchange(mine)[0].decode()
         place, _, token = told.rpartition(" ")
         known = bytes.fromhex(token) if token != "-" else make_token(os.environ[SECRET])
-        take_seat(Seat(rank, size, threading.get_ident()), _open(place, known))
+        start_agent(RankThread(rank, size, threading.get_ident()), _open(place, known))
 
 
 def make_token(secret: str) -> bytes:
@@ -92,7 +92,7 @@ def make_token(secret: str) -> bytes:
 
 def _connect() -> Agent | None:
     """As the environment says; None in a process that is no worker of a launcher, or in another thread of one."""
-    seats = ThreadSeats.find()
+    seats = RankThreads.find()
     if seats is not None:
         seats.open()
         return find_agent()
@@ -102,8 +102,8 @@ def _connect() -> Agent | None:
     if threading.current_thread() is not threading.main_thread():
         return None
     rank = int(os.environ.get("UNISONO_PLACE") or os.environ.get("RANK", "0"))
-    seat = Seat(rank, int(os.environ.get("WORLD_SIZE", "1")), threading.get_ident())
-    return take_seat(seat, _open(text, make_token(os.environ[SECRET])))
+    seat = RankThread(rank, int(os.environ.get("WORLD_SIZE", "1")), threading.get_ident())
+    return start_agent(seat, _open(text, make_token(os.environ[SECRET])))
 
 
 def _is_of_a_worker() -> bool:
@@ -111,10 +111,10 @@ def _is_of_a_worker() -> bool:
     return VARIABLE in os.environ or agents.is_child or agents.has_agents()
 
 
-def _open(text: str, token: bytes) -> Callable[[], Link]:
+def _open(text: str, token: bytes) -> Callable[[], HubConnection]:
     found = [address.rpartition(":") for address in text.split(",")]
     addresses = [(host, int(port)) for host, _, port in found]
-    return lambda: open_link(addresses, token)
+    return lambda: connect_to_hub(addresses, token)
 
 
 def _warn(text: str, line: int) -> None:
@@ -141,26 +141,26 @@ def _say(text: str) -> None:
     print(text, file=sys.__stderr__, flush=True)
 
 
-class ThreadSeats:
+class RankThreads:
     """The ranks of a world of threads (`un.run_threads`), with a hub from the first breakpoint on."""
 
-    _all: dict[int, ThreadSeats] = {}  # noqa: RUF012 (by thread)
+    _all: dict[int, RankThreads] = {}  # noqa: RUF012 (by thread)
 
     def __init__(self, size: int) -> None:
         self._size, self._lock = size, threading.Lock()
         self._left = 0  # ranks that are over
-        self._seats: list[Seat] = []
+        self._seats: list[RankThread] = []
         self._hub: Hub | None = None
 
     @classmethod
-    def find(cls) -> ThreadSeats | None:
+    def find(cls) -> RankThreads | None:
         """Those of the world that this thread is a rank of."""
         return cls._all.get(threading.get_ident())
 
     def enter(self, rank: int) -> None:
         """This thread is that rank."""
         with self._lock:
-            seat = Seat(rank, self._size, threading.get_ident())
+            seat = RankThread(rank, self._size, threading.get_ident())
             self._seats.append(seat)
             self._all[seat.thread] = self
             if self._hub is not None:
@@ -171,7 +171,7 @@ class ThreadSeats:
         with self._lock:
             self._seats = [seat for seat in self._seats if seat.thread != threading.get_ident()]
             del self._all[threading.get_ident()]
-            leave_seat(threading.get_ident())
+            end_agent(threading.get_ident())
             self._left += 1
             if self._left == self._size and self._hub is not None:
                 forget(self._hub)
@@ -194,5 +194,5 @@ class ThreadSeats:
                 self._take(seat, self._hub)
 
     @staticmethod
-    def _take(seat: Seat, hub: Hub) -> None:
-        take_seat(seat, lambda: open_link([hub.address], hub.token))
+    def _take(seat: RankThread, hub: Hub) -> None:
+        start_agent(seat, lambda: connect_to_hub([hub.address], hub.token))

@@ -10,12 +10,12 @@ from typing import Any
 
 from unisono.runtime.channel import Channel, connect
 
-__all__ = ["TEXT_CHARACTERS", "Link", "open_link"]
+__all__ = ["TEXT_CHARACTERS", "HubConnection", "connect_to_hub"]
 
 TEXT_CHARACTERS = 200_000  # of one answer: a message fits into one frame
 
 
-class Link:
+class HubConnection:
     """Of a worker or a prompt, towards the hub; blocking."""
 
     def __init__(self, channel: Channel) -> None:
@@ -53,6 +53,6 @@ class Link:
         self.channel.close()
 
 
-def open_link(addresses: Sequence[tuple[str, int]], token: bytes, *, timeout_s: float = 10.0) -> Link:
+def connect_to_hub(addresses: Sequence[tuple[str, int]], token: bytes, *, timeout_s: float = 10.0) -> HubConnection:
     """A link to the hub; Unreachable where none of its addresses answers."""
-    return Link(connect(addresses, token, timeout_s=timeout_s))
+    return HubConnection(connect(addresses, token, timeout_s=timeout_s))

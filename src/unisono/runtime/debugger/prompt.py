@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.runtime.debugger.link import Link
+from unisono.runtime.debugger.link import HubConnection
 from unisono.units import parse_ranks, show_ranks
 
 __all__ = ["Prompt"]
@@ -48,7 +48,7 @@ class _Rank:
 class Prompt:
     """Over a link to the hub. `read` gives a line (EOFError: no more), `write` shows one."""
 
-    def __init__(self, link: Link, read: Callable[[str], str], write: Callable[[str], None]) -> None:
+    def __init__(self, link: HubConnection, read: Callable[[str], str], write: Callable[[str], None]) -> None:
         self._link, self._read, self._write = link, read, write
         self._ranks: dict[int, _Rank] = {}
         self._messages: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()

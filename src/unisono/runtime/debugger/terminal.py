@@ -14,7 +14,7 @@ import threading
 from typing import Protocol
 
 from unisono.runtime.debugger.hub import Hub
-from unisono.runtime.debugger.link import open_link
+from unisono.runtime.debugger.link import connect_to_hub
 from unisono.runtime.debugger.prompt import Prompt
 
 __all__ = ["TerminalPrompt"]
@@ -51,7 +51,7 @@ class TerminalPrompt:
 
     def _converse(self, console: _Console) -> None:
         try:
-            link = open_link([("127.0.0.1", self._hub.address[1])], self._hub.token)
+            link = connect_to_hub([("127.0.0.1", self._hub.address[1])], self._hub.token)
         except ConnectionError:  # the hub was closed in this moment
             return
         Prompt(link, console.read, console.write).run()

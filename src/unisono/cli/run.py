@@ -14,17 +14,19 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unisono import on
 from unisono.cli import rehearsal
 from unisono.cli.arguments import add_methods_option, check_program, parse_count, parse_folder, parse_seconds
 from unisono.cli.strategy_option import check_strategy
 from unisono.cli.watch import add_page_options, show_page
-from unisono.launchers.engines.engine import Engine, EngineError
 from unisono.launchers.job import Adapt, ComeAndGo, Job
 from unisono.launchers.output import FOLDER
 from unisono.runtime.run_folder import RunFolder, find_runs_folder
+
+if TYPE_CHECKING:
+    from unisono.launchers.engines.engine import Engine
 
 __all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
 
@@ -474,6 +476,8 @@ def _run_on_engine(options: argparse.Namespace, parser: argparse.ArgumentParser,
     if options.on == "local":
         _check_faults(job, parser, job.restarts)
         return None
+    from unisono.launchers.engines.engine import EngineError
+
     engine: Engine = getattr(on, options.on)(**given)
     _check_faults(job, parser, max(engine.restarts, job.restarts))
     try:

@@ -15,7 +15,6 @@ from typing import Protocol
 
 from unisono.runtime.debugger.hub import Hub
 from unisono.runtime.debugger.link import connect_to_hub
-from unisono.runtime.debugger.prompt import Prompt
 
 __all__ = ["TerminalPrompt"]
 
@@ -50,6 +49,8 @@ class TerminalPrompt:
         return True
 
     def _converse(self, console: _Console) -> None:
+        from unisono.runtime.debugger.prompt import Prompt  # most runs are never stopped
+
         try:
             link = connect_to_hub([("127.0.0.1", self._hub.address[1])], self._hub.token)
         except ConnectionError:  # the hub was closed in this moment

@@ -112,7 +112,7 @@ def make_parser(wanted: Collection[str] = COMMANDS.keys()) -> Parser:
 
 
 class _Version(argparse.Action):
-    """Shows the version."""
+    """Prints the version and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from unisono import __version__

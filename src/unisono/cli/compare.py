@@ -222,6 +222,6 @@ class _ProgressLine:
         print(f"\r\033[K{text[:width]}", end="", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
-        """Leave no line behind."""
+        """Remove the line from the terminal."""
         if self._live:
             print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -41,7 +41,7 @@ class Values(NamedTuple):
 
 
 class Option(NamedTuple):
-    """An option; `values` None: it takes none."""
+    """An option; `values` is None if it takes no value."""
 
     flags: Sequence[str]
     help: str
@@ -49,7 +49,7 @@ class Option(NamedTuple):
 
 
 class Command(NamedTuple):
-    """A command, with its options and what stands without one."""
+    """A command, with its options and its positional arguments."""
 
     name: str
     help: str
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
 
 
 def read_commands(parser: argparse.ArgumentParser) -> list[Command]:
-    """All commands of a parser."""
+    """All commands of the command line, read from its parser."""
     [chosen] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     said = {choice.dest: choice.help or "" for choice in chosen._choices_actions}
     return [_read_command(name, said[name], each) for name, each in chosen.choices.items()]

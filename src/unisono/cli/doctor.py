@@ -74,7 +74,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 
 def _write(found: Sequence[Finding], *, colours: bool = False) -> str:
-    """The report, a section after the other."""
+    """The report as text, section by section."""
     width = max(60, shutil.get_terminal_size((100, 24)).columns)
     lines = []
     for section, each in groupby(found, key=lambda one: one.section):

@@ -276,7 +276,7 @@ def _read_lab(options: argparse.Namespace, parser: argparse.ArgumentParser) -> N
 
 
 class _NotWritten(Exception):
-    """The file that was asked for cannot be written."""
+    """The job script cannot be written."""
 
 
 def _parse_names(text: str) -> list[str]:
@@ -367,7 +367,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
 
 
 def _add_record_options(parser: argparse.ArgumentParser) -> None:
-    """Where the run is recorded."""
+    """Options that say where the run is recorded."""
     group = parser.add_argument_group("the record of the run (docs/reports.md)")
     group.add_argument(
         "--run-dir",
@@ -389,7 +389,7 @@ def _add_record_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_course_options(parser: argparse.ArgumentParser) -> None:
-    """What happens while the workers run."""
+    """Options on how the program trains, and how it ends."""
     group = parser.add_argument_group("how it trains, and how it ends")
     group.add_argument(
         "--strategy",
@@ -425,7 +425,7 @@ def _add_course_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_elastic_options(parser: argparse.ArgumentParser) -> None:
-    """What goes with `-n MIN:MAX`."""
+    """Options that go with `-n MIN:MAX`."""
     group = parser.add_argument_group("workers that come and go (-n MIN:MAX)")
     for name, default, what in (
         ("heartbeat", ComeAndGo.heartbeat_s, "a worker that stands still for longer is replaced"),

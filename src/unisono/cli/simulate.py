@@ -155,7 +155,7 @@ def _check_workers(workers: list[int], per_host: int) -> None:
 
 
 def _read(options: argparse.Namespace) -> tuple[Cluster, list[Method], str]:
-    """The cluster, the methods, and what it is about."""
+    """The cluster, the methods, and a title, from the options."""
     from unisono.simulation.methods import DEFAULT_METHODS, Workload, make_method
     from unisono.simulation.plan_file import read_plan
     from unisono.simulation.quantities import parse_number

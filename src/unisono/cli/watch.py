@@ -66,7 +66,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 
 def add_page_options(parser: argparse.ArgumentParser) -> None:
-    """What `unisono run` takes for a page of the run."""
+    """The options of `unisono run` for a page of the run."""
     group = parser.add_argument_group("the live page (docs/page.md)")
     group.add_argument(
         "--page", action="store_true", help="serve a page of the run while it goes on; its address is printed"

@@ -40,7 +40,7 @@ _PACKAGES = {"torchrun": "torch", "ray": "ray", "spark": "pyspark"}
 
 
 def check_cores(cores: int | None = None, memory: int | None = None, free: int | None = None) -> list[Finding]:
-    """Cores that may be used, and memory."""
+    """Usable cores, and free memory."""
     cores = usable_cores() if cores is None else cores
     memory, free = host_bytes() if memory is None else memory, available_bytes() if free is None else free
     text = f"{cores} usable core{'s' * (cores > 1)}; {show_size(free)} of {show_size(memory)} memory are free"
@@ -189,7 +189,7 @@ def check_engines(
     find: Callable[[str], str | None] | None = None,
     env: Mapping[str, str] = os.environ,
 ) -> list[Finding]:
-    """What `unisono run --on` finds here."""
+    """The engines that `unisono run --on` could use here."""
     from unisono.doctor.installed import find_version
 
     find = find_version if find is None else find

@@ -40,7 +40,7 @@ class Feed:
     # The two messages ------------------------------------------------------------------------------------------------
 
     def make_snapshot(self, view: str, now: float) -> str:
-        """All that there is."""
+        """The message for a page that opens: everything that is known."""
         speeds, states = self.live.measure_speeds(), self.live.describe_places(now)
         self._choose_rows(speeds, states, now)
         bins = self._bins(view)

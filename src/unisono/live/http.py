@@ -38,7 +38,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Request:
-    """What a client asked for."""
+    """A parsed HTTP request."""
 
     method: str
     path: str

@@ -45,12 +45,12 @@ class LiveWorker:
 
     @property
     def rank(self) -> int:
-        """The rank that it has now."""
+        """The worker's rank in its newest world."""
         return int(self.header.get("rank", self.place))
 
     @property
     def generation(self) -> int:
-        """The newest generation of the world that it was in."""
+        """The newest generation of the world that the worker was in."""
         return int(self.header.get("generation") or 0)
 
 
@@ -113,7 +113,7 @@ class LiveRun:
     # Taking ----------------------------------------------------------------------------------------------------------
 
     def take_run(self, run: Mapping[str, Any]) -> None:
-        """What run.json says now."""
+        """Take the contents of run.json."""
         self._is_new = True
         self.run = dict(run)
         started = self.run.get("started")
@@ -121,7 +121,7 @@ class LiveRun:
             self.recent.begin = self.whole.begin = math.floor(started)
 
     def take_event(self, event: Mapping[str, Any]) -> None:
-        """A line of the launcher."""
+        """Take an event that the launcher wrote."""
         self._is_new = True
         values = {name: value for name, value in event.items() if name not in ("time", "kind", "step")}
         kind, when = str(event.get("kind", "event")), float(event.get("time") or 0.0)
@@ -197,7 +197,7 @@ class LiveRun:
         place.last = max(place.last, float(table[-1, 0] + table[-1, 3]))
 
     def mark_told(self) -> None:
-        """All that there is has been passed on."""
+        """Note that everything so far has been sent to the pages."""
         for bins in (self.recent, self.whole):
             bins.mark_told()
         for series in self.metrics.values():
@@ -208,7 +208,7 @@ class LiveRun:
 
     @property
     def step(self) -> int:
-        """The furthest step of a rank."""
+        """The furthest step that any rank has made."""
         return max((place.step for place in self.places.values()), default=-1)
 
     def describe_state(self) -> str:
@@ -251,7 +251,7 @@ class LiveRun:
         return max(_WRITES_S, (now - began) / _WRITES_A_RUN) * max(1.0, len(self.places) / _MANY_WRITERS)
 
     def measure_speeds(self) -> dict[int, Speed]:
-        """How each place did in the seconds before its last line."""
+        """The speed of each worker in the seconds before its last line."""
         found: dict[int, tuple[float, Any]] = {}
         bins = self.recent
         count = max(1, round(_SPEED_S / bins.width_s))

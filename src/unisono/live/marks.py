@@ -32,7 +32,7 @@ class TimelineMark:
     times: int = 1  # how many ranks said the same
 
     def as_list(self) -> list[Any]:
-        """As the page reads it."""
+        """The mark as the page's script reads it."""
         time = round(self.time, 3)
         return [
             self.number, self.kind, self.tone, time, self.step, self.rank, self.text, self.cause, self.place, self.times
@@ -51,7 +51,7 @@ class Marks:
         self._known: dict[str, TimelineMark] = {}
 
     def add(self, kind: str, time: float, step: int | None, values: Mapping[str, Any]) -> None:
-        """An event of a rank's ledger or of the launcher."""
+        """Add an event of a rank's ledger or of the launcher."""
         if kind in _NOT_TOLD:
             return
         rank = values.get("rank") if isinstance(values.get("rank"), int) else None
@@ -75,7 +75,7 @@ class Marks:
         return [mark.as_list() for mark in self.kept if mark.number >= number]
 
     def mark_told(self) -> None:
-        """All that there is has been passed on."""
+        """Note that everything so far has been sent to the pages."""
         self.changed = self._next
 
     def _note(self, kind: str, rank: int | None, cause: str) -> None:
@@ -88,7 +88,7 @@ class Marks:
             self.slow.pop(rank, None)
 
     def _drop(self) -> None:
-        """Quiet ones go first, then the oldest."""
+        """Drop a mark: the oldest quiet one, else the oldest."""
         gone = next((mark for mark in self.kept if mark.tone == "quiet"), self.kept[0])
         self.kept.remove(gone)
         self._known = {key: mark for key, mark in self._known.items() if mark is not gone}

@@ -88,7 +88,7 @@ class PageServer:
             await asyncio.gather(*left, return_exceptions=True)
 
     async def _follow(self) -> None:
-        """Read the folder, and pass on what is new."""
+        """Read the run folder again and again, and send the pages what is new."""
         sent_at, over_at = 0.0, None
         while not self._stopped.is_set():
             is_new = self.live.read()
@@ -187,7 +187,7 @@ class PageServer:
         raise Refused(404, f"there is no {name!r} here")
 
     async def _stream(self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Events until the client leaves."""
+        """Send a page its events until it leaves."""
         view = request.query.get("view", "recent")
         if view not in VIEWS:
             raise Refused(404, f"there is no view {view!r} here")

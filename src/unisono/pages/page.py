@@ -34,7 +34,7 @@ class Series:
 
 @dataclass
 class Lines:
-    """A chart of lines."""
+    """A line chart."""
 
     title: str
     x_label: str
@@ -67,7 +67,7 @@ class Table:
 
 @dataclass
 class Pairs:
-    """Names and what they stand for."""
+    """A list of names and their texts."""
 
     pairs: Sequence[tuple[str, str]]
 
@@ -84,7 +84,7 @@ class Section:
 
 
 def write_page(title: str, lead: str, sections: Sequence[Section]) -> str:
-    """The page as text."""
+    """The whole page as HTML text, which needs no other file."""
     charts: list[dict[str, Any]] = []
     body = "\n".join(_write_section(section, charts) for section in sections)
     script = "\n".join([_read("vendor/uPlot.iife.min.js"), _read("charts.js")]) if charts else ""

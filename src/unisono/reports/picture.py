@@ -17,7 +17,7 @@ _MOST_RANKS = 24
 
 
 def draw(found: Summary, path: Path) -> None:
-    """Write the picture."""
+    """Draw a run's costs, metrics and bytes as a picture file."""
     if path.suffix.lower() not in _SUFFIXES:
         raise ValueError(f"a picture is a file that ends in {', '.join(_SUFFIXES)}; got {str(path)!r}")
     try:

@@ -95,7 +95,7 @@ def _summarise(logs: Sequence[RankLog]) -> PipelineSummary:
 
 
 def describe_pipeline(found: PipelineSummary) -> list[str]:
-    """In words."""
+    """The pipeline's schedule and waiting times in words."""
     parts = {
         "stages that differ": found.imbalance,
         "microbatches that take differently long": found.uneven,

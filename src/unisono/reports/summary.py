@@ -123,7 +123,7 @@ class Summary:
 
     @property
     def samples_a_second(self) -> float | None:
-        """Over all ranks."""
+        """Samples that all ranks together train on in a second."""
         if not self.samples_a_step or not self.cost.get("wall"):
             return None
         return self.samples_a_step / self.cost["wall"]
@@ -135,7 +135,7 @@ class Summary:
         return None if math.isnan(found) else found
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as JSON can hold it."""
+        """The whole summary as JSON can hold it."""
         found: dict[str, Any] = as_json(asdict(self))
         found["samples_a_second"], found["loss"] = self.samples_a_second, self.loss
         return found
@@ -242,7 +242,7 @@ def _settle_waiting(logs: Sequence[RankLog], ranks: Sequence[RankSummary]) -> tu
 
 
 def _mean_cost(ranks: Sequence[RankSummary]) -> dict[str, float]:
-    """Over all ranks that made a step."""
+    """The cost of a mean step, over all ranks that made one."""
     trained = [rank for rank in ranks if rank.steps]
     return {name: sum(rank.cost[name] for rank in trained) / len(trained) for name in SUMMED} if trained else {}
 
@@ -355,5 +355,5 @@ def _join_words(words: Any) -> str:
 
 
 def show_time(unix: float | None) -> str:
-    """As a clock and a calendar show it."""
+    """A unix time as local date and time; "" if it is not known."""
     return "" if unix is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix))

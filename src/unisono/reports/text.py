@@ -29,7 +29,7 @@ _MOST_LINES = 12
 
 
 def print_report(found: Summary, console: Console) -> None:
-    """The whole report."""
+    """Print the whole report of a run."""
     console.print(_facts(found))
     if found.failure and found.outcome == "failed":
         console.print(Padding(Text(found.failure.strip()[:1500], style="red"), (1, 2)))
@@ -162,7 +162,7 @@ def print_side_by_side(rows: Sequence[tuple[str, Sequence[str]]], names: Sequenc
 
 
 def print_runs(rows: Sequence[Sequence[str]], console: Console) -> None:
-    """The list of runs."""
+    """Print the list of runs."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     for head in ("name", "started", "lasted", "workers", "method", "steps", "loss", "outcome"):
         table.add_column(head, justify="right" if head in ("workers", "steps", "loss") else "left", overflow="fold")
@@ -172,7 +172,7 @@ def print_runs(rows: Sequence[Sequence[str]], console: Console) -> None:
 
 
 def list_run(found: Summary, started: str) -> list[str]:
-    """A line of the list."""
+    """The cells of one run in the list of runs."""
     return [
         found.name,
         started,

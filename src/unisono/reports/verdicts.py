@@ -20,7 +20,7 @@ _MOST = 200
 
 
 class Costs(Protocol):
-    """A rank, as far as it matters here."""
+    """What `find_slowest` needs to know of a rank."""
 
     rank: int
     steps: int
@@ -83,7 +83,7 @@ def find_changes(reader: RunReader) -> list[dict[str, Any]]:
 
 
 def _collect(reader: RunReader, kinds: Sequence[str]) -> list[dict[str, Any]]:
-    """By unix time, each once."""
+    """Events of these kinds by unix time, each of them once."""
     found: list[dict[str, Any]] = [dict(event) for event in reader.events if event["kind"] in kinds]
     for log in reader.ranks.values():
         found += [{**event, "time": event["time"] + log.offset} for event in log.events if event["kind"] in kinds]

@@ -31,13 +31,13 @@ _OUTCOMES = {
 
 
 def describe_outcome(found: Summary) -> str:
-    """How it ended."""
+    """How the run ended, in words."""
     text = _OUTCOMES.get(found.outcome, found.outcome)
     return text if not found.exit_status else f"{text} (exit status {found.exit_status})"
 
 
 def list_facts(found: Summary) -> list[tuple[str, str]]:
-    """What the run was, by name."""
+    """Names and texts that say what the run was."""
     hosts = found.hosts if len(found.hosts) <= 4 else [*found.hosts[:3], f"{len(found.hosts) - 3} more"]
     where = f" on {', '.join(hosts)}" if hosts else ""
     samples = f", {found.samples_a_step:.4g} samples each" if found.samples_a_step else ""

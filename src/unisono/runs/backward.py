@@ -16,7 +16,7 @@ __all__ = ["BackwardListener", "Losses", "follow_backward", "leave_backward"]
 
 
 class BackwardListener(Protocol):
-    """Is told of each call in its thread."""
+    """Receives the calls of backward that are made in its thread."""
 
     def before_backward(self, tensors: Any) -> None: ...
 
@@ -70,7 +70,7 @@ def _uninstall() -> None:
 
 
 def _backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-    """In the place of torch's."""
+    """Replaces `torch.autograd.backward`: tells this thread's listener before and after the call."""
     listener = _listeners.get(threading.get_ident())
     if listener is None:
         _torch_backward(tensors, *args, **kwargs)
@@ -107,7 +107,7 @@ class Losses:
         self._unscaled: dict[int, Tensor] = {}  # by the scaled loss that a GradScaler gave out
 
     def note(self, tensors: Any) -> None:
-        """Backward is about to begin from these."""
+        """Record the loss that backward is about to be called on."""
         loss = tensors if isinstance(tensors, Tensor) else tensors[0] if len(tensors) == 1 else None
         if isinstance(loss, Tensor) and loss.numel() == 1:
             loss = self._unscaled.get(id(loss), loss)
@@ -123,20 +123,20 @@ class Losses:
 
     @property
     def count(self) -> int:
-        """How many there are so far."""
+        """The number of losses in the window so far."""
         return len(self._losses)
 
     def replace(self, since: int, loss: Tensor) -> None:
-        """Those from number `since` on were parts of this one."""
+        """Replace the losses from number `since` on, which were parts of `loss`, by it."""
         self._losses[since:] = [loss.detach()]
         self._are_parts = False
 
     def take(self) -> list[Tensor]:
-        """Those since the last time, of which the mean counts."""
+        """Return and clear the losses recorded since the last call; their mean is the loss of the step."""
         taken, parts = self._losses, max(len(self._losses), self._step_passes) if self._are_parts else 1
         self._losses, self._are_parts = [], True
         return [loss * parts for loss in taken] if parts > 1 else taken
 
     def end_step(self) -> None:
-        """The optimizer has stepped."""
+        """Begin to count passes anew, after a step of the optimizer."""
         self._passes, self._step_passes = 0, self._passes

@@ -113,7 +113,7 @@ def _join(values: Sequence[float], how: str) -> float:
 
 
 class Feeder:
-    """Reads a folder and hands on what is new."""
+    """Reads a run folder as it grows, and passes new metrics to the sinks."""
 
     def __init__(self, folder: Path, asked: Sequence[Asked]) -> None:
         self.reader, self.joiner = RunReader(folder), Joiner()
@@ -123,7 +123,7 @@ class Feeder:
         self._costs: dict[int, tuple[int, dict[str, float]]] = {}
 
     def run(self) -> None:
-        """Until the run is over."""
+        """Feed the sinks until the run is over."""
         parent = os.getppid()
         while True:
             over = self.reader.run.get("ended") is not None or os.getppid() != parent
@@ -151,7 +151,7 @@ class Feeder:
             self._guard(sink, sink.flush)
 
     def close(self) -> None:
-        """Let them end."""
+        """Close all sinks, with the outcome of the run."""
         outcome = str(self.reader.run.get("outcome") or "killed")
         for sink in list(self._sinks):
             self._guard(sink, partial(sink.close, outcome))
@@ -176,7 +176,7 @@ class Feeder:
             _say(f"nothing more is logged to {sink.asked}: {_explain(error)}; training goes on")
 
     def _find_costs(self) -> list[tuple[int, float, dict[str, float]]]:
-        """The mean step since the last time, over the ranks."""
+        """The cost of a mean step since the last call, over all ranks."""
         sums, steps, sent, step, at = dict.fromkeys(_PARTS, 0.0), 0, 0.0, 0, 0.0
         for place, rank in self.reader.ranks.items():
             before_steps, before = self._costs.get(place, (0, dict.fromkeys(rank.rows.totals, 0.0)))
@@ -202,7 +202,7 @@ def _say(text: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Feed until the run is over."""
+    """Entry point of the feeding process: feed the sinks until the run is over."""
     folder, asked = arguments
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it decides
     Feeder(Path(folder), read_asked(asked)).run()

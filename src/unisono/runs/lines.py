@@ -18,7 +18,7 @@ _MOST_HELD = 4 << 20  # characters that wait for a launcher that does not read
 
 
 class LineWriter(Protocol):
-    """Takes text of whole lines; never raises."""
+    """Writes whole lines of a worker's record; never raises."""
 
     def write(self, text: str, *, last: bool = False) -> None: ...
 

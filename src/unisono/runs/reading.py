@@ -46,7 +46,7 @@ class _Grows:
         self._ends = ends  # only the first line and the last ones are read
 
     def skip(self) -> list[bytes]:
-        """The first line; what follows is read from near the end."""
+        """Return the first line, and continue near the end of the file."""
         self._ends = False
         try:
             with self.path.open("rb") as file:
@@ -100,7 +100,7 @@ class RankLog:
 
     @property
     def rank(self) -> int:
-        """Its rank in the last world that it was in."""
+        """The worker's rank in the last world that it was in."""
         return int(self.header.get("rank", self.place))
 
     def was_at(self, steps: Array) -> npt.NDArray[np.bool_]:
@@ -114,13 +114,13 @@ class RankLog:
 
     @property
     def last_unix(self) -> float:
-        """When its last line was written."""
+        """Unix time of the worker's last line."""
         return self.last_time + self.offset
 
 
 @dataclass
 class _Fresh:
-    """What some lines had, to be added together."""
+    """Rows and values of a batch of lines, collected so that they are added to the tables in one go."""
 
     rows: list[list[float]] = field(default_factory=list)
     values: dict[str, tuple[str, list[tuple[float, float, float]]]] = field(default_factory=dict)  # how, and which
@@ -139,7 +139,7 @@ class Joined:
 
 
 class Listener(Protocol):
-    """Who wants every line, not only what is kept of them."""
+    """Receives every event and line, also those that the reader does not keep."""
 
     def take_event(self, event: dict[str, Any]) -> None:
         """A line of events.jsonl."""
@@ -337,7 +337,7 @@ class RunReader:
         self._note_torch()
 
     def _note_torch(self) -> None:
-        """The launcher does not know which torch its workers have."""
+        """Copy torch's version from a worker's header to `run`: the launcher does not know it."""
         if isinstance(versions := self.run.get("versions"), dict) and "torch" in versions:
             return
         for rank in self.ranks.values():
@@ -435,7 +435,7 @@ def say_mesh_place(header: Mapping[str, Any], *, short: bool = False) -> str:
 
 
 def _check_header(header: dict[str, Any]) -> None:
-    """Refuse one that others could not rely on."""
+    """Raise if a header lacks what readers of the record rely on."""
     for name in ("rank", "size", "generation", "place", "hosts", "pid", "parameters"):
         if not isinstance(header.get(name, 0), int):
             raise TypeError(name)

@@ -51,7 +51,7 @@ TRACED_STEPS, TRACED_FIRST, TRACED_ENTRIES = 100, 20, 5_000  # written with all 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of the training, beside the world."""
+    """What is known of the training, apart from the world."""
 
     strategy: str = ""
     parameters: int = 0
@@ -95,7 +95,7 @@ class Recorder:
     # What it is told ------------------------------------------------------------------------------------------------
 
     def on_row(self, row: Row) -> None:
-        """A step has ended."""
+        """Called by the ledger at the end of a step."""
         self._rows.append(row)
         if self._losses is not None and (losses := self._losses.take()):
             loss = losses[0] if len(losses) == 1 else torch.stack([x.float().reshape(()) for x in losses]).mean()
@@ -111,7 +111,7 @@ class Recorder:
             self.write()
 
     def log(self, values: Logged) -> None:
-        """Metrics of this rank, at the step where it is."""
+        """Record metrics of this rank at its current step, or at the step that they name."""
         if os.getpid() != self._pid:  # a process that was forked from the worker, such as one that reads data
             return
         if LOSS in values.values:
@@ -149,14 +149,14 @@ class Recorder:
             self._losses.note_scaled(scaled, loss)
 
     def update(self, facts: Facts) -> None:
-        """Another model or method: a header follows."""
+        """Note another model or method, and write a new header."""
         self.facts, self._seat = facts, None
         self.write()
 
     # Writing --------------------------------------------------------------------------------------------------------
 
     def write(self, *, last: bool = False) -> None:
-        """Write what has come since the last time."""
+        """Write all that was recorded since the last call."""
         if self.is_closed or os.getpid() != self._pid:  # a process that was forked from the worker
             return
         with self._lock:
@@ -175,7 +175,7 @@ class Recorder:
                 self._lines.write("\n".join(text) + "\n", last=last)
 
     def close(self, outcome: str | None = None) -> None:
-        """The program is over: write the rest."""
+        """Write the rest and how the program ended."""
         with self._lock:
             if self.is_closed or os.getpid() != self._pid:
                 return

@@ -38,7 +38,7 @@ def needs_folder(world: World) -> bool:
 
 
 def share_folder(world: World) -> None:
-    """Make the folder, and tell all ranks: every rank calls it."""
+    """Make the run folder on rank 0 and tell all ranks where it is. A collective: every rank calls it."""
     global _made
     text = ""
     if world.rank == 0:

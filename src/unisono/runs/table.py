@@ -40,7 +40,7 @@ class _Thinned:
         return fresh
 
     def limit(self, most: int) -> None:
-        """Hold at most so many."""
+        """Hold at most `most` rows from now on."""
         self.most = max(2, most)
         self._pack()
 
@@ -86,7 +86,7 @@ class StepTable:
         return self._rows.array
 
     def column(self, name: str) -> Array:
-        """One of COLUMNS."""
+        """The values of one of COLUMNS."""
         return self._rows.array[:, COLUMNS.index(name)]
 
     @property
@@ -110,11 +110,11 @@ class StepTable:
 
     @property
     def most(self) -> int:
-        """Rows that are held at most."""
+        """The most rows that are held."""
         return self._rows.most
 
     def limit(self, most: int) -> None:
-        """Hold at most so many rows."""
+        """Hold at most `most` rows from now on."""
         self._rows.limit(most)
 
 
@@ -147,12 +147,12 @@ class Series:
 
     @property
     def steps(self) -> Array:
-        """The step of each; of several that became one, the last."""
+        """The step of each row; the last one if a row stands for several."""
         return self._rows.array[:, 0]
 
     @property
     def times(self) -> Array:
-        """When it was logged."""
+        """When each value was logged, by the clock of its file."""
         return self._rows.array[:, 1]
 
     @property
@@ -167,7 +167,7 @@ class Series:
         self.last = float(fresh[-1, 2])
 
     def limit(self, most: int) -> None:
-        """Hold at most so many."""
+        """Hold at most `most` rows from now on."""
         self._rows.limit(most)
 
     def _merge(self, blocks: Array) -> Array:

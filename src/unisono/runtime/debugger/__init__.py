@@ -86,7 +86,7 @@ def follow(rank: int, size: int, exchange: Callable[[bytes], list[bytes]], *, is
 
 
 def make_token(secret: str) -> bytes:
-    """What opens the hub of a run with that secret."""
+    """The token that opens the hub of the run with this secret."""
     return derive_secret(secret.encode(), "debugger")
 
 
@@ -154,11 +154,11 @@ class RankThreads:
 
     @classmethod
     def find(cls) -> RankThreads | None:
-        """Those of the world that this thread is a rank of."""
+        """The ranks of the world that this thread is a rank of; None if it is none."""
         return cls._all.get(threading.get_ident())
 
     def enter(self, rank: int) -> None:
-        """This thread is that rank."""
+        """Register this thread as a rank."""
         with self._lock:
             seat = RankThread(rank, self._size, threading.get_ident())
             self._seats.append(seat)
@@ -167,7 +167,7 @@ class RankThreads:
                 self._take(seat, self._hub)
 
     def leave(self) -> None:
-        """Its function has returned."""
+        """Remove this thread's rank, whose function has returned."""
         with self._lock:
             self._seats = [seat for seat in self._seats if seat.thread != threading.get_ident()]
             del self._all[threading.get_ident()]
@@ -178,7 +178,7 @@ class RankThreads:
                 self._hub.close()
 
     def open(self) -> None:
-        """Make the hub, and connect all ranks that are here."""
+        """Open the hub and connect all ranks that have entered."""
         from unisono.runtime.debugger.terminal import TerminalPrompt
 
         with self._lock:

@@ -42,7 +42,7 @@ class RankThread(NamedTuple):
 
 
 class Agent:
-    """Of one rank."""
+    """Debugger endpoint of one rank: connected to the hub, and able to stop the rank's program."""
 
     def __init__(self, seat: RankThread, connect: Callable[[], HubConnection]) -> None:
         self.seat, self._connect = seat, connect
@@ -72,7 +72,7 @@ class Agent:
 
     @cached_property
     def _beside(self) -> RankPdb:
-        """For what is asked while the program is not stopped."""
+        """A debugger for commands that come while the program is not stopped."""
         from unisono.runtime.debugger.rank_pdb import RankPdb
 
         return RankPdb(self)
@@ -240,13 +240,13 @@ class Agent:
     # Its end ----------------------------------------------------------------------------------------------------------
 
     def say_goodbye(self) -> None:
-        """The program is over."""
+        """Tell the hub that the program is over, and disconnect."""
         if self._link is not None:
             self._send(kind="bye")
             self._link.shut()
 
     def disown(self) -> None:
-        """In a forked child: the connection is its parent's."""
+        """Called in a forked child, to which the connection does not belong: close the descriptor."""
         if self._link is not None:
             self._link.close()
 
@@ -298,7 +298,7 @@ def start_agent(seat: RankThread, connect: Callable[[], HubConnection]) -> Agent
 
 
 def end_agent(thread: int) -> None:
-    """The program of that thread is over."""
+    """Disconnect the agent of a thread whose program is over."""
     agent = _agents.pop(thread, None)
     if agent is not None:
         agent.say_goodbye()

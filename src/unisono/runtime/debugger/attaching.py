@@ -45,7 +45,7 @@ def announce(hub: Hub, program: str) -> None:
 
 
 def forget(hub: Hub) -> None:
-    """The hub is gone."""
+    """Remove the file of a hub that was closed."""
     with contextlib.suppress(NotPrivate):
         _remove(_find_file(hub.run), os.getpid())
 
@@ -66,7 +66,7 @@ def list_announced() -> list[Announced]:
 
 
 def attach(run: Announced) -> HubConnection:
-    """A connection for a prompt."""
+    """Connect a prompt to a run's hub."""
     return connect_to_hub([run.address], bytes.fromhex(run.token), timeout_s=3.0)
 
 

@@ -16,14 +16,14 @@ TEXT_CHARACTERS = 200_000  # of one answer: a message fits into one frame
 
 
 class HubConnection:
-    """Of a worker or a prompt, towards the hub; blocking."""
+    """A worker's or a prompt's blocking connection to the hub."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self._lock = threading.Lock()
 
     def send(self, **fields: Any) -> bool:
-        """Send a message; False where the other end is gone."""
+        """Send a message; False if the hub is gone."""
         try:
             with self._lock:
                 self.channel.send_json(**fields)
@@ -32,7 +32,7 @@ class HubConnection:
         return True
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Those that come, until the other end is gone."""
+        """Messages from the hub, until it is gone."""
         while True:
             try:
                 frames = self.channel.receive()
@@ -49,7 +49,7 @@ class HubConnection:
             self.channel.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Let go of the descriptor."""
+        """Close the descriptor."""
         self.channel.close()
 
 

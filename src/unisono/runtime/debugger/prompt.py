@@ -182,7 +182,7 @@ class Prompt:
         return len(self._ranks) >= self._size and all(rank.stopped for rank in self._ranks.values())
 
     def _show_stops(self) -> None:
-        """Where all are, and the line or the error there."""
+        """Show where all ranks have stopped, with the line or the error there."""
         if self._is_over or self._is_released:
             return
         shown: dict[str, list[int]] = {}
@@ -205,7 +205,7 @@ class Prompt:
     # What is typed ----------------------------------------------------------------------------------------------------
 
     def _converse(self) -> None:
-        """Read and do commands until all go on."""
+        """Read and execute commands until all ranks go on."""
         while not self._is_over and not self._is_released:
             try:
                 line = self._read("(unisono) ").strip()
@@ -223,7 +223,7 @@ class Prompt:
                 return
 
     def _do(self, line: str) -> bool:
-        """One command; whether all go on after it."""
+        """Execute one command; True if all ranks go on after it."""
         ranks: Sequence[int] = self._chosen if self._chosen is not None else sorted(self._ranks)
         if line.startswith("@"):
             which, _, line = line[1:].partition(" ")
@@ -280,7 +280,7 @@ class Prompt:
         self._show_stops()
 
     def _show_answers(self, answers: dict[int, dict[str, Any]], ranks: Sequence[int]) -> None:
-        """Equal ones once."""
+        """Show the ranks' answers, equal ones once."""
         groups: dict[str, list[int]] = {}
         for rank, answer in answers.items():
             groups.setdefault(answer["text"], []).append(rank)

@@ -39,7 +39,7 @@ class TerminalPrompt:
         self._context = contextvars.copy_context()  # by which a notebook knows the cell
 
     def open(self) -> bool:
-        """Show the prompt; False where there is no terminal."""
+        """Show the prompt; False if there is no terminal."""
         self._console = _find_console()
         if self._console is None:
             return False
@@ -59,7 +59,7 @@ class TerminalPrompt:
         link.close()
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading the terminal."""
         if self._console is not None:
             self._console.close()
 
@@ -93,7 +93,7 @@ class _Terminal:
 
 
 class _Notebook:
-    """A notebook's cell."""
+    """Asks and prints in a notebook's cell."""
 
     def read(self, prompt: str) -> str:
         return input(prompt)

@@ -157,7 +157,7 @@ def record_long_run(monkeypatch: pytest.MonkeyPatch, steps: int, step_s: float) 
 def test_a_long_run_stays_bounded_and_its_sums_exact(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(recorder, "DETAILED_STEPS", 100)
     monkeypatch.setattr(recorder, "DETAILED_VALUES", 50)
-    monkeypatch.setattr(recorder, "LINES_A_RUN", 200)
+    monkeypatch.setattr(run_folder, "WRITES_A_RUN", 200)
     kept, sent = record_long_run(monkeypatch, 50_000, 1.0)
     assert len(kept.of("step")) == 100
     # A line each 1/200 of the time so far: 200 times the logarithm of how often 200 s fit in it, and rounding up.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from unisono.doctor.findings import Finding, State
+from unisono.doctor.findings import Finding, judge
 from unisono.runtime.machine import address_towards, interface_of_address
 from unisono.units import show_rate, show_s
 
@@ -211,14 +211,13 @@ def _judge_visit(one: Visit, mine: Mapping[str, str | None]) -> Finding:
     if missing:
         advice = f"install {' and '.join(missing)} there, in the Python that is asked ({one.versions.get('python')})"
         return Finding(SECTION, name, "bad", text, advice, values)
+    advice = ""
     other = [what for what, version in one.versions.items() if _lead(version) != _lead(mine.get(what))]
     if other:
         advice = f"other versions than here of {', '.join(other)}: workers of one run should have the same"
-        return Finding(SECTION, name, "warn", text, advice, values)
-    if abs(one.clock_s) > _CLOCK_OFF_S + one.there_and_back_s / 2:
+    elif abs(one.clock_s) > _CLOCK_OFF_S + one.there_and_back_s / 2:
         advice = "times in logs cannot be compared: run chrony or systemd-timesyncd on each host"
-        return Finding(SECTION, name, "warn", text, advice, values)
-    return Finding(SECTION, name, "ok", text, values=values)
+    return judge(SECTION, name, text, advice, values)
 
 
 def _lead(version: str | None) -> str:
@@ -275,6 +274,5 @@ def judge_links(links: Sequence[Mapping[str, Any]], names: Sequence[str]) -> lis
             advice = f"less than half of what others have ({show_rate(typical)}): all workers wait for the slowest link"
         elif rate < _SLOW_BITS or late > _FAR_S:
             advice = "slow for exact gradients: `unisono plan` says which method suits this network"
-        state: State = "warn" if advice else "ok"
-        found.append(Finding(SECTION, f"{first} – {second}", state, text, advice, dict(link)))
+        found.append(judge(SECTION, f"{first} – {second}", text, advice, dict(link)))
     return found

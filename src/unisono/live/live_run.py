@@ -16,6 +16,7 @@ from unisono.live.bins import BYTES, COLUMNS, PARTS, STEPS, Bins
 from unisono.live.marks import Marks
 from unisono.live.series import StepSeries
 from unisono.runs.reading import RankLog, RunReader
+from unisono.runtime.run_folder import find_write_s
 
 __all__ = ["LiveRun", "LiveWorker", "Speed"]
 
@@ -23,7 +24,6 @@ RECENT_WIDTH_S, RECENT_BINS = 0.5, 240
 WHOLE_BINS = 256
 _METRICS = 40  # further names are not kept
 _SILENT_S = 10.0  # a rank that says nothing for so long, for several steps, and for several of its writes
-_WRITES_S, _WRITES_A_RUN, _MANY_WRITERS = 0.5, 40_000, 64  # as workers write (runs/recorder.py)
 _SPEED_S = 5.0  # speeds are those of so many seconds
 _ENDS = {"worker lost": "lost", "worker stopped": "stopped", "worker ended": "ended"}  # events of the launcher
 _AHEAD_S = 60.0  # a time further in the future is a broken line
@@ -227,7 +227,9 @@ class LiveRun:
 
     def describe_places(self, now: float) -> dict[int, str]:
         """What each worker does: "training", "slow", "silent", "starting", "lost", "left", "failed", "ended", ..."""
-        over, write_s = self.is_over(), self._find_write_s(now)
+        over = self.is_over()
+        began = min((place.since for place in self.places.values()), default=now)
+        write_s = find_write_s(now - began, len(self.places))
         newest = max((place.generation for place in self.places.values()), default=0)
 
         def describe(place: LiveWorker) -> str:
@@ -244,11 +246,6 @@ class LiveRun:
             return "slow" if place.rank in self.marks.slow else "training"
 
         return {number: describe(place) for number, place in self.places.items()}
-
-    def _find_write_s(self, now: float) -> float:
-        """How often a worker writes: more rarely where there are many, and in a long run."""
-        began = min((place.since for place in self.places.values()), default=now)
-        return max(_WRITES_S, (now - began) / _WRITES_A_RUN) * max(1.0, len(self.places) / _MANY_WRITERS)
 
     def measure_speeds(self) -> dict[int, Speed]:
         """The speed of each worker in the seconds before its last line."""

@@ -29,7 +29,7 @@ from unisono.runs.lines import LineWriter
 from unisono.runs.values import Logged, Pending, start_copies, take_settled
 from unisono.runtime import ending
 from unisono.runtime.machine import read_boot_id
-from unisono.runtime.run_folder import FORMAT, SUMMED, find_version
+from unisono.runtime.run_folder import FORMAT, SUMMED, WRITE_S, find_version, find_write_s
 from unisono.units import as_json
 from unisono.world import World
 from unisono.world.ledger import Event, Row
@@ -37,14 +37,11 @@ from unisono.world.ledger import Event, Row
 __all__ = ["Facts", "Recorder", "read_outcome"]
 
 LOSS = "loss"
-EVERY_S = 0.5
 DETAILED_STEPS = 5_000  # each a line of its own
 DETAILED_VALUES = 20_000  # of metrics, likewise
 DETAILED_EVENTS = 2_000
 KEPT_KINDS = ("verdict", "straggler", "straggler over", "shares", "world", "fault", "worker lost")
 LONGEST_EVENT = 4_000  # characters
-LINES_A_RUN = 40_000  # from then on a line comes after 1/40,000 of the time so far, if that is longer
-MANY_RANKS = 64  # with more, each writes more rarely: there is one folder for all
 SUMS_EVERY_S, SUMS_GROWTH = 5.0, 1.1  # bytes by tag and samples: the sums so far
 TRACED_STEPS, TRACED_FIRST, TRACED_ENTRIES = 100, 20, 5_000  # written with all collectives: the last, and the first
 
@@ -83,7 +80,7 @@ class Recorder:
         self._losses: Losses | None = None  # None: the program logs its loss itself
         self._steps_left, self._values_left, self._events_left = DETAILED_STEPS, DETAILED_VALUES, DETAILED_EVENTS
         self._since = self._sums_at = self.ledger.clock()
-        self._due = self._since + EVERY_S
+        self._due = self._since + WRITE_S
         self._seat: tuple[str, int, int] | None = None  # of the last header
         self._traced_until = -1
         self.is_closed = False
@@ -162,7 +159,7 @@ class Recorder:
         with self._lock:
             now = self.ledger.clock()
             elapsed = now - self._since
-            self._due = now + max(EVERY_S, elapsed / LINES_A_RUN) * max(1.0, self.world.size / MANY_RANKS)
+            self._due = now + find_write_s(elapsed, self.world.size)
             text = [*self._write_header(now)]
             if last or (self._traced_until < 0 and self.ledger.step_count >= TRACED_FIRST + 5):
                 text += self._write_trace(TRACED_STEPS if last else TRACED_FIRST)

@@ -1,6 +1,6 @@
 """A run folder as N ranks would write it, at R steps a second: for tests, for the benchmark, and to look at the page.
 
-python -m unisono.live.simulated FOLDER --ranks 64 --steps-a-second 50 --seconds 60
+python tests/simulated_run.py FOLDER --ranks 64 --steps-a-second 50 --seconds 60
 """
 
 from __future__ import annotations

@@ -184,11 +184,11 @@ def show_duration(seconds: float | None) -> str:
 # Ranks, plain numbers, JSON ----------------------------------------------------------------------------------------
 
 
-def show_ranks(ranks: Iterable[int]) -> str:
-    """For people.
+def show_ranks(ranks: Iterable[int], noun: str = "rank", most: int | None = None) -> str:
+    """Ranks, those that follow each other as a range; `most`: how many ranges are listed.
 
-    >>> show_ranks([0, 1, 2, 5]), show_ranks([3])
-    ('ranks 0-2, 5', 'rank 3')
+    >>> show_ranks([0, 1, 2, 5]), show_ranks([3], "worker"), show_ranks([1, 3, 5], most=2)
+    ('ranks 0-2, 5', 'worker 3', 'ranks 1, 3, ...')
     """
     parts: list[list[int]] = []
     for rank in sorted(ranks):
@@ -196,8 +196,9 @@ def show_ranks(ranks: Iterable[int]) -> str:
             parts[-1].append(rank)
         else:
             parts.append([rank])
-    text = ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
-    return f"rank {text}" if text.isdigit() else f"ranks {text}"
+    text = ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts[:most])
+    text += ", ..." if most is not None and len(parts) > most else ""
+    return f"{noun} {text}" if text.isdigit() else f"{noun}s {text}"
 
 
 def parse_ranks(text: str, present: Iterable[int]) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -12,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from unisono.live.bins import BYTES, COLUMNS, PARTS, STEPS, Bins
+from unisono.live.bins import BYTES, PARTS, STEPS, Bins
 from unisono.live.marks import Marks
 from unisono.live.series import StepSeries
-from unisono.runs.reading import RankLog, RunReader
+from unisono.runs.reading import Batch, RankLog, RunReader
+from unisono.runs.table import COLUMNS
 from unisono.runtime.run_folder import find_write_s
 
 __all__ = ["LiveRun", "LiveWorker", "Speed"]
@@ -41,6 +41,7 @@ class LiveWorker:
     last: float = 0.0  # unix time of what was said last
     since: float = 0.0  # unix time of the first header
     began: float = 0.0  # of the newest
+    end: dict[str, Any] | None = None  # its last line, once it has written it
     outcome: str = ""  # how it ended, by its last line or by the launcher: "" while it goes on
 
     @property
@@ -130,71 +131,58 @@ class LiveRun:
         if kind in _ENDS and isinstance(number, int):
             self._ends.append((number, when, _ENDS[kind]))
 
-    def take_lines(self, log: RankLog, lines: Sequence[Any]) -> None:
-        """New lines of a place's file, each a list that begins with its kind."""
+    def take_batch(self, log: RankLog, batch: Batch) -> None:
+        """Take what a worker wrote."""
         self._is_new = True
         place = self.places.setdefault(log.place, LiveWorker(log.place))
         place.offset = log.offset  # all of a file are on one clock
-        rows: list[list[float]] = []
-        for line in lines:
-            with contextlib.suppress(TypeError, ValueError, IndexError, KeyError, AttributeError, OverflowError):
-                self._take_line(place, line, rows)  # the reader has counted those that cannot be read
-        self._take_rows(place, rows)
-
-    def _take_line(self, place: LiveWorker, line: Sequence[Any], rows: list[list[float]]) -> None:
-        kind = line[0]
-        if kind == "step":
-            rows.append([float(place.offset + line[2]), 1.0, int(line[1]), *map(float, line[3:12])])
-        elif kind == "steps":
-            count = int(line[2]) - int(line[1]) + 1
-            rows.append([float(place.offset + line[3]), count, int(line[2]), *map(float, line[4:13])])
-        elif kind == "header":
-            self._take_header(place, dict(line[1]))
-        elif kind == "metrics":
-            self._take_metrics(place, int(line[1]), place.offset + float(line[2]), line[3], str(line[4]))
-        elif kind == "event":
-            step, values = line[2], dict(line[4])
-            self.marks.add(str(line[1]), place.offset + float(line[3]), step, values)
-        elif kind == "end":
-            place.outcome = str(line[2].get("outcome") or "ended")
-            place.last = max(place.last, place.offset + float(line[1]))
-
-    def _take_header(self, place: LiveWorker, header: dict[str, Any]) -> None:
-        place.header = header
-        place.began = place.offset + float(header.get("time") or 0.0)
-        place.since = place.since or place.began
-        place.last = max(place.last, place.began)
-        place.outcome = ""
-
-    def _take_metrics(self, place: LiveWorker, step: int, when: float, values: Mapping[str, Any], how: str) -> None:
-        for name, value in values.items():
+        if log.headers and log.header is not place.header:
+            self._take_header(place, log)
+        for name, (how, values) in batch.values.items():
             if name not in self.metrics and len(self.metrics) < _METRICS:
                 self.metrics[name] = StepSeries(how)
-            if name in self.metrics and isinstance(value, int | float):
-                self.metrics[name].add(step, when, float(value))
+            if name in self.metrics:
+                for step, when, value in values:
+                    self.metrics[name].add(int(step), place.offset + when, value)
+        for event in batch.events:
+            values_of = {name: value for name, value in event.items() if name not in ("kind", "step", "time")}
+            self.marks.add(event["kind"], place.offset + event["time"], event["step"], values_of)
+        if log.end is not place.end:
+            place.end = log.end
+            if log.end is not None:
+                place.outcome = str(log.end.get("outcome") or "ended")
+                place.last = max(place.last, place.offset + log.end["time"])
+        self._take_rows(place, batch.rows)
+
+    def _take_header(self, place: LiveWorker, log: RankLog) -> None:
+        times = [header.get("time") for header in (log.headers[0], log.header)]
+        first, place.began = (place.offset + (at if isinstance(at, int | float) else 0.0) for at in times)
+        place.header, place.end, place.outcome = log.header, None, ""
+        place.since = place.since or first
+        place.last = max(place.last, place.began)
 
     def _take_rows(self, place: LiveWorker, rows: Sequence[Sequence[float]]) -> None:
         if not rows:
             return
-        table = np.array([(*row, *[0.0] * (12 - len(row)))[:12] for row in rows])
-        # start, count, step, then wall, compute, communication, waiting, data, hidden, bytes, collectives, compression
-        ahead = table[:, 0] + table[:, 3] > time.time() + _AHEAD_S
-        sound = np.isfinite(table).all(1) & (table[:, 3] >= 0) & (table[:, 0] > 0) & ~ahead
+        table = dict(zip(COLUMNS, np.array(rows).T, strict=True))
+        start, wall = table["start"] + place.offset, table["wall"]
+        ahead = start + wall > time.time() + _AHEAD_S
+        sound = np.isfinite(start) & (wall >= 0) & (start > 0) & ~ahead
         self._reader.unreadable += int((~sound).sum())
-        table = table[sound]
-        if not len(table):
+        if not sound.any():
             return
-        compression = np.minimum(table[:, 11], table[:, 5])
+        steps, communication = table["last"] - table["first"] + 1.0, table["communication"]
+        compression = np.minimum(table["compression"], communication)
         columns = (
-            *(table[:, 0], table[:, 3], table[:, 4], compression, table[:, 5] - compression),
-            *(table[:, 6], table[:, 7], table[:, 9], table[:, 1]),
+            *(start, wall, table["compute"], compression, communication - compression),
+            *(table["waiting"], table["data"], table["bytes_sent"], steps),
         )
-        entered = np.stack(columns, axis=1)
+        entered = np.stack(columns, axis=1)[sound]
         self.recent.add(place.place, entered)
         self.whole.add(place.place, entered)
-        place.step = int(table[-1, 2])
-        place.step_s = float(table[-1, 3] / max(1.0, table[-1, 1]))
-        place.last = max(place.last, float(table[-1, 0] + table[-1, 3]))
+        place.step = int(table["last"][sound][-1])
+        place.step_s = float(entered[-1, 1] / max(1.0, entered[-1, -1]))
+        place.last = max(place.last, float(entered[-1, 0] + entered[-1, 1]))
 
     def mark_told(self) -> None:
         """Note that everything so far has been sent to the pages."""
@@ -279,6 +267,3 @@ class LiveRun:
             self.places,
             key=lambda n: (rank.get(states.get(n, ""), 4), -(speeds[n].factor if n in speeds else 0.0), n),
         )
-
-
-assert COLUMNS[: len(PARTS)] == PARTS

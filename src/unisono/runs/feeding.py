@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from unisono.runs.reading import RankLog, RunReader
+from unisono.runs.reading import Batch, RankLog, RunReader
 from unisono.runs.sinks import Asked, Sink, open_sink, read_asked
 
 __all__ = ["Feeder", "Joiner", "main", "start_feeding", "stop_feeding"]
@@ -69,8 +70,16 @@ class Joiner:
         self._reached: dict[str, dict[int, tuple[int, float]]] = {}  # by name: the step where each rank is, and when
         self._newest: dict[str, dict[int, float]] = {}  # by name: each rank's value at the last step that was given
 
+    def take_event(self, event: dict[str, Any]) -> None:
+        """See Listener: the launcher's events hold no metrics."""
+
+    def take_batch(self, rank: RankLog, batch: Batch) -> None:
+        """See Listener."""
+        for name, (how, values) in batch.values.items():
+            self.take(rank, name, how, values)
+
     def take(self, rank: RankLog, name: str, how: str, values: Sequence[tuple[float, float, float]]) -> None:
-        """See RunReader.on_values. A metric that is each rank's own has the rank in its name."""
+        """Take a rank's values of a metric. One that is each rank's own gets the rank into its name."""
         name = f"{name}/rank{rank.rank}" if how == "rank" else name
         self._hows[name] = how
         steps = self._waiting.setdefault(name, {})
@@ -116,8 +125,8 @@ class Feeder:
     """Reads a run folder as it grows, and passes new metrics to the sinks."""
 
     def __init__(self, folder: Path, asked: Sequence[Asked]) -> None:
-        self.reader, self.joiner = RunReader(folder), Joiner()
-        self.reader.on_values = self.joiner.take
+        self.joiner = Joiner()
+        self.reader = RunReader(folder, listener=self.joiner)
         self._asked, self._sinks = list(asked), list[Sink]()
         self._costs_at = time.monotonic()
         self._costs: dict[int, tuple[int, dict[str, float]]] = {}

@@ -95,7 +95,9 @@ class PageServer:
             now = time.time()
             if is_new or now - sent_at >= _IDLE_S:
                 sent_at = now
-                self._send_updates(now)
+                updates = self.feed.make_updates(set(self._viewers.values()), now)
+                for writer, view in list(self._viewers.items()):
+                    self._send(writer, updates[view])
             is_orphan = self.parent is not None and os.getppid() != self.parent
             if is_orphan or (not self.stays and self.live.is_over()):
                 over_at = over_at or now
@@ -103,11 +105,6 @@ class PageServer:
                     return
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._stopped.wait(), _READ_S)
-
-    def _send_updates(self, now: float) -> None:
-        updates = self.feed.make_updates(set(self._viewers.values()), now)
-        for writer, view in list(self._viewers.items()):
-            self._send(writer, updates[view])
 
     def _send(self, writer: asyncio.StreamWriter, text: str) -> None:
         transport = writer.transport

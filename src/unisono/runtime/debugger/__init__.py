@@ -46,7 +46,7 @@ def breakpoint(*, rank: int | Sequence[int] | None = None, when: object = True) 
     frame = find_user_frame(sys._getframe(1)) or sys._getframe(1)
     mine = find_agent() or _connect()
     if mine is None:
-        if not _is_of_a_worker():
+        if not (VARIABLE in os.environ or agents.is_child or agents.has_agents()):  # no worker, nor started by one
             if rank in (None, 0) or (isinstance(rank, Sequence) and 0 in rank):
                 pdb.Pdb().set_trace(frame)
             return
@@ -104,11 +104,6 @@ def _connect() -> Agent | None:
     rank = int(os.environ.get("UNISONO_PLACE") or os.environ.get("RANK", "0"))
     seat = RankThread(rank, int(os.environ.get("WORLD_SIZE", "1")), threading.get_ident())
     return start_agent(seat, _open(text, make_token(os.environ[SECRET])))
-
-
-def _is_of_a_worker() -> bool:
-    """Whether this is a worker's other thread, or a process that a worker has started."""
-    return VARIABLE in os.environ or agents.is_child or agents.has_agents()
 
 
 def _open(text: str, token: bytes) -> Callable[[], HubConnection]:

@@ -183,7 +183,8 @@ class Hub:
         self._prompt, self._deadline = channel, None
         if self._is_off:
             self._is_off = False
-            self._tell_workers(kind="on")
+            for worker in self._workers():
+                self._send(worker.channel, kind="on")
         for worker in self._workers():
             self._send(channel, **worker.hello)
             if worker.stopped is not None:
@@ -290,10 +291,6 @@ class Hub:
 
     def _workers(self) -> list[_Worker]:
         return sorted((w for w in self._channels.values() if w is not None), key=lambda worker: worker.rank)
-
-    def _tell_workers(self, **fields: Any) -> None:
-        for worker in self._workers():
-            self._send(worker.channel, **fields)
 
     def _tell_prompt(self, **fields: Any) -> None:
         if self._prompt is not None:

@@ -113,7 +113,8 @@ def _write(folder: Path, ranks: int, steps_s: float) -> None:
     """Write each step when it ends, until standard input is closed."""
     import select
 
-    from unisono.live.simulated import SimulatedRun
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from simulated_run import SimulatedRun
 
     run = SimulatedRun(folder, ranks=ranks, steps_s=steps_s)
     with (run.folder / "times").open("w") as times:

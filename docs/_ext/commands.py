@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import re
 from collections.abc import Iterator
 
@@ -12,18 +11,15 @@ from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from unisono.cli.command_line import COMMANDS
+from unisono.cli.command_line import COMMANDS, make_parser
 
 
 class Commands(SphinxDirective):
     """A section for each command."""
 
     def run(self) -> list[nodes.Node]:
-        commands = argparse.ArgumentParser(prog="unisono").add_subparsers()
-        for name in COMMANDS:
-            importlib.import_module(f"unisono.cli.{name}").add_command(commands)
-        helps = {action.dest: action.help or "" for action in commands._choices_actions}
-        return [self._make_section(name, helps.get(name, ""), parser) for name, parser in commands.choices.items()]
+        [commands] = [a for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction)]
+        return [self._make_section(name, COMMANDS[name], parser) for name, parser in commands.choices.items()]
 
     def _make_section(self, name: str, summary: str, parser: argparse.ArgumentParser) -> nodes.section:
         section = nodes.section(ids=[f"unisono-{name}"], names=[f"unisono {name}"])

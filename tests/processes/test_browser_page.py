@@ -10,7 +10,7 @@ import pytest
 
 from browser import Browser, find_chromium
 from live_pages import serve
-from unisono.live.simulated import SimulatedRun
+from simulated_run import SimulatedRun
 
 pytestmark = pytest.mark.skipif(find_chromium() is None, reason="no Chromium here (chromium, google-chrome)")
 STATE = "document.getElementById('state').textContent"

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from unisono.cli import main
-from unisono.cli.compare import split_specs
 from unisono.compare.results import ONE_WORKER, compare
 from unisono.compare.runs import NothingToCompare, Progress, Request, Runs, _find_reason, list_runs
+from unisono.spec.grammar import split_specs
 
 
 @pytest.fixture

@@ -21,12 +21,13 @@ import unisono as un
 from unisono.runtime import debugger, stops
 from unisono.runtime.channel import Channel, NotProven
 from unisono.runtime.debugger import terminal
-from unisono.runtime.debugger.agent import Agent, Seat
+from unisono.runtime.debugger.agent import Agent, RankThread
 from unisono.runtime.debugger.attaching import list_announced
 from unisono.runtime.debugger.hub import Hub, read_wait_s
-from unisono.runtime.debugger.link import Link, open_link
-from unisono.runtime.debugger.prompt import Prompt, format_ranks, parse_ranks
+from unisono.runtime.debugger.link import HubConnection, connect_to_hub
+from unisono.runtime.debugger.prompt import Prompt
 from unisono.runtime.debugger.rank_pdb import RankPdb
+from unisono.units import parse_ranks, show_ranks
 from unisono.world import World
 from unisono.world.transports.threads import Hub as ThreadHub
 from unisono.world.transports.threads import Member
@@ -328,14 +329,14 @@ def wait_in_vain(is_ready: Callable[[], bool]) -> None:
 # The hub --------------------------------------------------------------------------------------------------------------
 
 
-_opened: list[Link] = []
+_opened: list[HubConnection] = []
 
 
 class Connected:
     """One end of a connection, with its messages in order."""
 
     def __init__(self, hub: Hub, **hello: object) -> None:
-        self.link: Link = open_link([hub.address], TOKEN)
+        self.link: HubConnection = connect_to_hub([hub.address], TOKEN)
         self.link.channel.sock.settimeout(LIMIT_S)
         self.link.send(**hello)
         self._messages = self.link.messages()
@@ -495,7 +496,7 @@ def test_a_prompt_does_not_show_a_stop_that_it_has_ended() -> None:
     assert [message["pause"] for message in link.sent if "pause" in message] == [1, 2]
 
 
-class Scripted(Link):
+class Scripted(HubConnection):
     """Its other end has said this; it answers a kind with `answers`, and questions for all ranks that they go to."""
 
     def __init__(self, *said: dict[str, object]) -> None:
@@ -526,7 +527,7 @@ class Scripted(Link):
 def agent() -> Iterator[Agent]:
     """Of a rank whose program is this thread, and to which the test says what the hub would."""
     mine, other = socket.socketpair()
-    made = Agent(Seat(0, 1, threading.get_ident()), lambda: Link(Silent(mine)))
+    made = Agent(RankThread(0, 1, threading.get_ident()), lambda: HubConnection(Silent(mine)))
     made._has_tried.wait(LIMIT_S)
     yield made
     other.close()
@@ -594,7 +595,7 @@ def test_there_is_one_prompt(hub: Hub) -> None:
 
 def test_who_does_not_know_the_token_is_not_heard(hub: Hub) -> None:
     with pytest.raises(ConnectionError) as caught:
-        open_link([hub.address], b"x" * 32, timeout_s=0.1)
+        connect_to_hub([hub.address], b"x" * 32, timeout_s=0.1)
     assert "another run's" in str(caught.value) or isinstance(caught.value, NotProven)
 
 
@@ -610,7 +611,7 @@ def test_a_hub_that_ends_frees_all(hub: Hub) -> None:
 
 
 def test_ranks_are_read_and_shown() -> None:
-    assert format_ranks([0, 1, 2, 5]) == "ranks 0-2, 5"
+    assert show_ranks([0, 1, 2, 5]) == "ranks 0-2, 5"
     assert parse_ranks("3,0-1", range(4)) == [0, 1, 3]
     with pytest.raises(ValueError, match="ranks 4-5 not here"):
         parse_ranks("4-5", range(4))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from unisono.footprint.capacity import find_capacity
-from unisono.sizes import parse_size, show_size
+from unisono.units import parse_size, show_size
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,8 @@ from hostile import (
 from unisono.checkpoint import CheckpointError, safetensors
 from unisono.estimators.formats import find_format
 from unisono.packing import from_bytes, to_bytes, unpack
-from unisono.sizes import parse_size
 from unisono.spec import SpecError, build
+from unisono.units import parse_size
 
 TIMES = int(os.environ.get("UNISONO_FUZZ", "1"))
 

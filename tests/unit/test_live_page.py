@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from live_pages import serve
+from simulated_run import SimulatedRun
 from unisono.live.beside import NoPage, open_address
 from unisono.live.http import is_own_name
-from unisono.live.simulated import SimulatedRun
 
 PAGES = Path(__file__).parents[2] / "src/unisono/pages"
 

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from simulated_run import SimulatedRun
 from unisono.live.bins import COLUMNS, PARTS, STEPS, Bins
 from unisono.live.feed import MANY, WORST, Feed
 from unisono.live.live_run import LiveRun
 from unisono.live.marks import Marks
 from unisono.live.series import StepSeries
-from unisono.live.simulated import SimulatedRun
 
 
 def read_lines(folder: Path, kind: str) -> list[tuple[int, list[Any]]]:

@@ -15,7 +15,7 @@ from torch import nn
 
 import unisono as un
 from unisono.runs import backward, recorder, recording
-from unisono.runs.lines import FileLines, PipeLines, find_lines
+from unisono.runs.lines import FileWriter, PipeWriter, find_writer
 from unisono.runs.metrics import log
 from unisono.runs.reading import RankLog, RunReader
 from unisono.runs.recorder import Facts, Recorder
@@ -26,9 +26,9 @@ from unisono.world.virtual import run_threads
 
 @pytest.fixture(autouse=True)
 def torch_is_left_as_it_was() -> Iterator[None]:
-    found = torch.autograd.backward
+    before = torch.autograd.backward
     yield
-    assert torch.autograd.backward is found
+    assert torch.autograd.backward is before
 
 
 class Kept:
@@ -75,7 +75,7 @@ def read(folder: Path) -> dict[int, RankLog]:
 
 def test_what_is_read_is_what_the_ledger_counted_and_what_the_program_computed(tmp_path: Path) -> None:
     def work(world: un.World) -> Any:
-        mine = Recorder(world, FileLines(tmp_path, world.rank), Facts("allreduce", 10))
+        mine = Recorder(world, FileWriter(tmp_path, world.rank), Facts("allreduce", 10))
         losses, ledger = train(world)
         ledger.event("decision", why="a test")
         mine.close("ok")
@@ -157,7 +157,7 @@ def record_long_run(monkeypatch: pytest.MonkeyPatch, steps: int, step_s: float) 
 def test_a_long_run_stays_bounded_and_its_sums_exact(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(recorder, "DETAILED_STEPS", 100)
     monkeypatch.setattr(recorder, "DETAILED_VALUES", 50)
-    monkeypatch.setattr(recorder, "LINES_A_RUN", 200)
+    monkeypatch.setattr(run_folder, "WRITES_A_RUN", 200)
     kept, sent = record_long_run(monkeypatch, 50_000, 1.0)
     assert len(kept.of("step")) == 100
     # A line each 1/200 of the time so far: 200 times the logarithm of how often 200 s fit in it, and rounding up.
@@ -221,7 +221,7 @@ def test_a_full_disk_is_said_once_and_training_goes_on(
 
     (tmp_path / "ranks").mkdir()
     world = un.World()
-    mine = Recorder(world, FileLines(tmp_path, 0))
+    mine = Recorder(world, FileWriter(tmp_path, 0))
     before = (tmp_path / "ranks" / "00000.jsonl").read_bytes()
     monkeypatch.setattr(run_folder.os, "write", no_room)
     for _ in range(3):
@@ -236,7 +236,7 @@ def test_a_full_disk_is_said_once_and_training_goes_on(
 
 
 def test_a_folder_that_a_user_names_is_made(tmp_path: Path) -> None:
-    lines = FileLines(tmp_path / "not" / "there", 2)
+    lines = FileWriter(tmp_path / "not" / "there", 2)
     lines.write("[]\n")
     assert (tmp_path / "not" / "there" / "ranks" / "00002.jsonl").read_text() == "[]\n"
 
@@ -266,8 +266,8 @@ def test_lines_of_a_host_without_the_folder_travel_in_pieces_that_are_whole(
     monkeypatch.setenv(run_folder.FOLDER, str(tmp_path / "elsewhere"))
     monkeypatch.setenv(run_folder.FOLDER_ID, "1234")
     monkeypatch.setenv("UNISONO_REPORT_FD", str(theirs))
-    lines = find_lines(3)
-    assert isinstance(lines, PipeLines)
+    lines = find_writer(3)
+    assert isinstance(lines, PipeWriter)
     text = "".join(f'["event","x",{i},1.0,{{"text":"{chr(92)}{chr(34)}"}}]\n' for i in range(400))
     lines.write(text)
     os.close(theirs)
@@ -280,7 +280,7 @@ def test_lines_of_a_host_without_the_folder_travel_in_pieces_that_are_whole(
 
 def test_a_pipe_that_nobody_reads_does_not_hold_training_up() -> None:
     ours, theirs = os.pipe()
-    lines = PipeLines(theirs)
+    lines = PipeWriter(theirs)
     for _ in range(100):
         lines.write("x" * 10_000 + "\n")  # far more than a pipe holds
     os.close(ours)
@@ -291,9 +291,9 @@ def test_a_worker_of_another_folder_id_does_not_write_into_it(tmp_path: Path, mo
     (tmp_path / "run.json").write_text('{"id": "right"}')
     monkeypatch.setenv(run_folder.FOLDER, str(tmp_path))
     monkeypatch.delenv("UNISONO_REPORT_FD", raising=False)
-    for word, expected in (("right", FileLines), ("wrong", type(None))):
+    for word, expected in (("right", FileWriter), ("wrong", type(None))):
         monkeypatch.setenv(run_folder.FOLDER_ID, word)
-        assert isinstance(find_lines(0), expected)
+        assert isinstance(find_writer(0), expected)
 
 
 # un.log --------------------------------------------------------------------------------------------------------------
@@ -372,32 +372,57 @@ def test_values_of_a_gpu_are_written_when_they_have_arrived_and_in_their_order()
     assert [line[3]["loss"] for line in kept.of("metrics")] == [2.0, 3.0, 4.0]
 
 
-def test_what_others_put_in_the_place_of_backward_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Listener:
-        def __init__(self) -> None:
-            self.seen = 0
+# Other libraries that replace torch's backward ------------------------------------------------------------------------
 
-        def before_backward(self, tensors: Any) -> None:
-            self.seen += 1
 
-        def after_backward(self) -> None: ...
+class Listening:
+    """Counts the calls of backward."""
 
-    def loss() -> torch.Tensor:
-        return torch.ones(1, requires_grad=True).sum()
+    def __init__(self) -> None:
+        self.calls = 0
 
-    calls: list[str] = []
-    wrap = lambda name, call: lambda *args, **kwargs: (calls.append(name), call(*args, **kwargs))  # noqa: E731
-    monkeypatch.setattr(torch.autograd, "backward", before := wrap("before", torch.autograd.backward))
-    backward.follow_backward(one := Listener())
-    loss().backward()
-    monkeypatch.setattr(torch.autograd, "backward", above := wrap("above", torch.autograd.backward))
-    backward.leave_backward(one)
-    assert torch.autograd.backward is above
-    backward.follow_backward(two := Listener())  # ours is below theirs too, and tells nobody
-    loss().backward()
-    backward.leave_backward(two)
-    assert (one.seen, two.seen, calls) == (1, 1, ["before", "above", "before"])
-    monkeypatch.setattr(torch.autograd, "backward", before)
-    backward.follow_backward(one)
-    backward.leave_backward(one)
-    assert torch.autograd.backward is before
+    def before_backward(self, tensors: Any) -> None:
+        self.calls += 1
+
+    def after_backward(self) -> None: ...
+
+    def note_scaled(self, scaled: Any, loss: Any) -> None: ...
+
+
+def patch_backward(monkeypatch: pytest.MonkeyPatch, seen: list[str], name: str) -> None:
+    """Replace torch's backward as another library does: by a function that calls what was there."""
+    before = torch.autograd.backward
+
+    def patched(*args: Any, **kwargs: Any) -> None:
+        seen.append(name)
+        before(*args, **kwargs)
+
+    monkeypatch.setattr(torch.autograd, "backward", patched)
+
+
+def call_backward() -> None:
+    x = torch.ones(2, requires_grad=True)
+    x.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [1.0, 1.0], "once"
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_patch_of_another_library_outlives_our_own(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    seen: list[str] = []
+    first, second = Listening(), Listening()
+    if when == "before":
+        patch_backward(monkeypatch, seen, "theirs")
+    assert backward.follow_backward(first)
+    if when == "meanwhile":
+        patch_backward(monkeypatch, seen, "theirs")
+    call_backward()
+    backward.leave_backward(first)
+    call_backward()
+    assert (seen, first.calls) == (["theirs"] * 2, 1)
+    assert backward.follow_backward(second)
+    call_backward()
+    backward.leave_backward(second)
+    assert (seen, first.calls, second.calls) == (["theirs"] * 3, 1, 1)
+    monkeypatch.undo()  # their patch is taken away
+    backward.leave_backward(second)

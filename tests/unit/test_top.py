@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from simulated_run import SimulatedRun
 from unisono.cli import main
-from unisono.live.simulated import SimulatedRun
 from unisono.live.terminal import draw_sparkline, show_top
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from unisono.checkpoint import save
 from unisono.progress import EarlyStopping, History, format_logs
-from unisono.runs.lines import FileLines
+from unisono.runs.lines import FileWriter
 from unisono.runs.reading import RunReader
 from unisono.runs.recorder import Recorder as RunRecorder
 from unisono.trainer import Callback, Trainer
@@ -507,7 +507,7 @@ def test_what_a_trainer_computes_is_recorded(tmp_path: Path) -> None:
     """Its losses by step, as a plain loop has them, and each epoch's numbers."""
 
     def work(world: World) -> History:
-        recorder = RunRecorder(world, FileLines(tmp_path, world.rank))
+        recorder = RunRecorder(world, FileWriter(tmp_path, world.rank))
         found = trainer(world, metrics={"accuracy": accuracy}).fit(
             (X[:40], Y[:40]), epochs=2, batch_size=BATCH, shuffle=False, validation=(X[40:], Y[40:])
         )

@@ -1,4 +1,4 @@
-"""What the commands share: how a command is added, and the arguments that several of them take."""
+"""Arguments that several commands take."""
 
 from __future__ import annotations
 
@@ -7,31 +7,24 @@ import difflib
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from unisono.runtime.local_path import local_path
+from unisono.units import parse_duration
 
 __all__ = [
-    "Commands",
     "MethodsAction",
     "add_methods_option",
     "check_program",
+    "find_only_run",
     "parse_count",
     "parse_folder",
     "parse_mesh",
+    "parse_seconds",
+    "take_behind",
 ]
-
-
-class Commands(Protocol):
-    """The command line, to which each command adds its own parser.
-
-    The parser's default `run(options, parser)` runs the command and returns the exit status; `parser` is that of the
-    whole command line, `options.parser` the command's own, where it is set.
-    """
-
-    def add_parser(self, name: str, **options: Any) -> argparse.ArgumentParser:
-        """A parser for the command `name`."""
 
 
 class MethodsAction(argparse.Action):
@@ -80,6 +73,14 @@ def parse_folder(text: str) -> Path:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def parse_seconds(text: str, *, zero: bool = True) -> float:
+    """An argument that is a time, such as 90, 90s or 2m; `zero`: whether 0 is one."""
+    try:
+        return parse_duration(text, bare=True, zero=zero)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def parse_mesh(text: str) -> dict[str, int]:
     """Axes of a mesh from text.
 
@@ -93,6 +94,37 @@ def parse_mesh(text: str) -> dict[str, int]:
             raise argparse.ArgumentTypeError(f"expected axes as in data=2,tensor=2,pipeline=2; got {text!r}")
         axes[name] = int(size)
     return axes
+
+
+def take_behind(
+    add_options: Callable[[argparse.ArgumentParser], None], options: argparse.Namespace
+) -> tuple[argparse.Namespace, list[str]]:
+    """Our options among what follows the program's name, up to a --; and the rest, which is the program's own."""
+    behind: list[str] = options.arguments
+    cut = behind.index("--") if "--" in behind else len(behind)
+    parser = argparse.ArgumentParser(prog=options.parser.prog, add_help=False, allow_abbrev=False)
+    add_options(parser)
+    found, rest = parser.parse_known_args(behind[:cut])
+    return found, [*rest, *behind[cut + 1 :]]
+
+
+def find_only_run(how_to_say: str, *, elastic: bool = False) -> int:
+    """The launcher of the one run that is under way, or the one with -n MIN:MAX (`elastic`); raises Gone otherwise.
+
+    Where there are several, the error lists what to add to the command, such as "--run" before a process id.
+    """
+    from unisono.launchers.control import Gone, list_runs
+
+    found, wrong = list_runs()
+    runs = [run for run in found if run.elastic or not elastic]
+    if len(runs) == 1:
+        return runs[0].pid
+    if runs:
+        more = {run.pid: f": {run.describe()}" if elastic else "" for run in runs}
+        listed = "\n".join(f"  {how_to_say} {run.pid}   {run.program}{more[run.pid]}" for run in runs)
+        raise Gone(f"there are {len(runs)} runs; say which:\n{listed}")
+    notes = "".join(f"\n  {text}" for text in wrong)
+    raise Gone(f"no run {'with -n MIN:MAX ' * elastic}of this user is under way on this host{notes}")
 
 
 def check_program(name: str, parser: argparse.ArgumentParser, *, module: bool) -> None:

@@ -7,35 +7,35 @@ import importlib
 import os
 import select
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from unisono.cli.help_text import HelpFormatter
 from unisono.cli.parser import Parser
 
 __all__ = ["COMMANDS", "main", "make_parser"]
 
-COMMANDS = (
-    "run",
-    "debug",
-    "watch",
-    "top",
-    "plan",
-    "runs",
-    "report",
-    "scale",
-    "stacks",
-    "export",
-    "compare",
-    "memory",
-    "simulate",
-    "strategies",
-    "conformance",
-    "lab",
-    "warm",
-    "demo",
-    "doctor",
-    "completion",
-)  # in the order of the help; each is a file of this folder
+COMMANDS = {
+    "run": "run a program in N workers, on this machine or on an engine",
+    "debug": "stop the workers of a run, and ask them",
+    "watch": "the live page of a run, in a browser",
+    "top": "what every rank of a run does, in the terminal",
+    "plan": "find the fastest method for a program on these workers",
+    "runs": "the runs that are recorded",
+    "report": "what a run was and where its time went; two of them compared",
+    "scale": "show or change the number of workers of a run with -n MIN:MAX",
+    "stacks": "show what every worker of a run is doing now",
+    "export": "write a checkpoint's model as one safetensors file",
+    "compare": "run a script under several methods, and compare",
+    "memory": "what each worker will need, and the settings that fit",
+    "simulate": "how methods scale to thousands of workers on a described cluster",
+    "strategies": "list the strategies and reducers",
+    "conformance": "test methods of your own as ours are tested",
+    "lab": "emulated hosts: what is possible on this machine; cleaning up",
+    "warm": "show or stop the process that `unisono run --warm` keeps",
+    "demo": "train a small network with one worker and with two",
+    "doctor": "what is installed and works here, with advice",
+    "completion": "a script that completes this command line in your shell",
+}  # in the order of the help; each is a file of this folder, imported when its arguments are needed
 _DESCRIPTION = "Data-parallel training under one unchanged PyTorch loop."
 _EPILOG = """\
 examples:
@@ -60,13 +60,14 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's) and return the exit status."""
-    parser = make_parser()
-    options = parser.read(sys.argv[1:] if argv is None else argv)
+    words = sys.argv[1:] if argv is None else argv
+    parser = make_parser(words[:1])
+    options = parser.read(words)
     if options.command is None:
         parser.print_help()
         return 2
     try:
-        status: int = options.run(options, parser)
+        status: int = options.run(options, options.parser)
         sys.stdout.flush()
     except BrokenPipeError:
         if not _has_lost_reader():
@@ -85,8 +86,12 @@ def _has_lost_reader() -> bool:
     return True
 
 
-def make_parser() -> Parser:
-    """The parser of the whole command line, with all commands."""
+def make_parser(wanted: Collection[str] = COMMANDS.keys()) -> Parser:
+    """The parser of the whole command line. It names all commands; those `wanted` are imported, with their arguments.
+
+    A command's module has DESCRIPTION and EPILOG for its help, `add_arguments(parser)`, and `run(options, parser)`,
+    which does what was asked and returns the exit status.
+    """
     parser = Parser(
         prog="unisono",
         description=_DESCRIPTION,
@@ -96,13 +101,18 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="command")
-    for name in COMMANDS:
-        importlib.import_module(f"unisono.cli.{name}").add_command(commands)
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, formatter_class=HelpFormatter, allow_abbrev=False)
+        if name in wanted:
+            module = importlib.import_module(f"unisono.cli.{name}")
+            command.description, command.epilog = module.DESCRIPTION, module.EPILOG
+            command.set_defaults(run=module.run, parser=command)
+            module.add_arguments(command)
     return parser
 
 
 class _Version(argparse.Action):
-    """Shows the version."""
+    """Prints the version and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from unisono import __version__

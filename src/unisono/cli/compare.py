@@ -7,24 +7,33 @@ import re
 import shutil
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unisono.cli.arguments import Commands, add_methods_option, check_program, parse_count, parse_folder
-from unisono.cli.help_text import HelpFormatter
+from unisono.cli.arguments import (
+    add_methods_option,
+    check_program,
+    parse_count,
+    parse_folder,
+    parse_seconds,
+    take_behind,
+)
+from unisono.spec.grammar import split_specs
+from unisono.units import show_duration
 
 if TYPE_CHECKING:
     from unisono.compare.runs import Progress, Request
 
-__all__ = ["add_command", "split_specs"]
+__all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Run a script under several methods, one after the other, and compare what each of them costs and reaches.
 
 The script needs no change: the method that it gives to un.parallel is replaced, its losses are those that it calls
 backward on, its samples those of un.shard. One worker is run too, as the base of speed-ups.
 """
-_EPILOG = """\
+EPILOG = """\
 Options may also follow the script; what follows a -- is the script's own in any case.
 
 methods
@@ -49,21 +58,12 @@ and runs/ each run's output. See docs/compare.md.
 _DEFAULT_STEPS = 200
 
 
-def add_command(commands: Commands) -> None:
-    """Add `compare` to the command line."""
-    parser = commands.add_parser(
-        "compare",
-        help="run a script under several methods, and compare",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `compare`."""
     parser.add_argument("-m", dest="module", action="store_true", help="the script is a module, as in `python -m`")
     _add_options(parser)
     parser.add_argument("program", nargs="?", metavar="script.py", help="the script (a module's name with -m)")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="our options, and its arguments")
-    parser.set_defaults(run=_run, parser=parser)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +73,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("-n", "--workers", type=_parse_counts, metavar="N,M", help="how many workers, each in turn; default: 2")
     add("--steps", type=parse_count, metavar="K", help="steps of a run; default: 200, with --until no limit")
     add("--until", type=_parse_target, metavar="loss=X", help="end each run at this loss")
-    add("--time", type=_parse_time, metavar="T", help="no run takes longer: 90, 90s, 5m; default with --until: 10m")
+    add(
+        "--time",
+        type=partial(parse_seconds, zero=False),
+        metavar="T",
+        help="no run takes longer: 90, 90s, 5m; default with --until: 10m",
+    )
     add("--rounds", type=parse_count, metavar="K", help="make all runs K times, in turn, and take medians; default: 1")
     add("--hosts", type=parse_count, metavar="H", help="emulated hosts, as in `unisono run`; default: none")
     add("--net", metavar="LINK", help="links of emulated hosts: 100mbit, 1gbit,20ms, ...")
@@ -84,22 +89,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--output", type=parse_folder, metavar="DIR", help="folder of the report; default: unisono-compare")
     add("--json", type=Path, metavar="FILE", help="write the numbers there too")
     add("--html", type=Path, metavar="FILE", help="write the report there too")
-
-
-def split_specs(text: str) -> list[str]:
-    """Specs separated by commas, of which those inside parentheses do not count.
-
-    >>> split_specs("allreduce, local_sgd(every=8, reducer=powersgd(rank=2)),torch:ddp")
-    ['allreduce', 'local_sgd(every=8, reducer=powersgd(rank=2))', 'torch:ddp']
-    """
-    found, depth = [""], 0
-    for character in text:
-        depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(character, 0)
-        if character == "," and depth == 0:
-            found.append("")
-        else:
-            found[-1] += character
-    return list(dict.fromkeys(filter(None, (spec.strip() for spec in found))))
 
 
 def _parse_counts(text: str) -> list[int]:
@@ -113,18 +102,11 @@ def _parse_target(text: str) -> float:
     return float(found[1])
 
 
-def _parse_time(text: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h|)", text)
-    if found is None or not float(found[1]):
-        raise argparse.ArgumentTypeError(f"got {text!r}; expected seconds, or a time such as 90s or 5m")
-    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
-
-
 # Running -------------------------------------------------------------------------------------------------------------
 
 
-def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
-    parser: argparse.ArgumentParser = options.parser
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Run `compare`; gives the exit status."""
     if options.program is None:
         parser.error("no script given; as in: unisono compare train.py --strategies allreduce,powersgd")
     check_program(options.program, parser, module=options.module)
@@ -171,15 +153,11 @@ def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
 
 def _take_own_options(options: argparse.Namespace) -> list[str]:
     """Our options from behind the script's name; gives the arguments that are the script's own."""
-    behind: list[str] = options.arguments
-    cut = behind.index("--") if "--" in behind else len(behind)
-    parser = argparse.ArgumentParser(prog="unisono compare", add_help=False, allow_abbrev=False)
-    _add_options(parser)
-    found, rest = parser.parse_known_args(behind[:cut])
+    found, own = take_behind(_add_options, options)
     for name, value in vars(found).items():
         if value is not None:
             setattr(options, name, value)
-    return [*rest, *behind[cut + 1 :]]
+    return own
 
 
 def _read_request(options: argparse.Namespace, own: list[str]) -> Request:
@@ -237,22 +215,13 @@ class _ProgressLine:
             self._number = at.number
             return
         loss = "" if at.loss is None else f", loss {at.loss:.4g}"
-        left = "" if at.left_s is None else f"; about {_describe_time(at.left_s)} left"
+        left = "" if at.left_s is None else f"; about {show_duration(round(at.left_s))} left"
         where = f"step {at.step}{loss}" if at.step else "starting"
-        text = f"{head}: {where}, {_describe_time(at.seconds)}{left}"
+        text = f"{head}: {where}, {show_duration(round(at.seconds))}{left}"
         width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be written anew
         print(f"\r\033[K{text[:width]}", end="", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
-        """Leave no line behind."""
+        """Remove the line from the terminal."""
         if self._live:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
-
-
-def _describe_time(seconds: float) -> str:
-    """For people.
-
-    >>> _describe_time(42.4), _describe_time(200)
-    ('42 s', '3 min')
-    """
-    return f"{seconds:.0f} s" if seconds < 99.5 else f"{seconds / 60:.0f} min"

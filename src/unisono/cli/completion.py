@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from unisono.cli.arguments import Commands
-from unisono.cli.help_text import HelpFormatter
+__all__ = ["DESCRIPTION", "EPILOG", "SHELLS", "Command", "Option", "Values", "add_arguments", "read_commands", "run"]
 
-__all__ = ["SHELLS", "Command", "Option", "Values", "add_command", "read_commands"]
-
-_EPILOG = """\
+DESCRIPTION = """\
+Print a script that completes the command line of unisono.
+"""
+EPILOG = """\
 The script knows commands, options, their values, strategies, files and the
 names of recorded runs. One line in the start-up file of the shell:
 
@@ -41,7 +41,7 @@ class Values(NamedTuple):
 
 
 class Option(NamedTuple):
-    """An option; `values` None: it takes none."""
+    """An option; `values` is None if it takes no value."""
 
     flags: Sequence[str]
     help: str
@@ -49,7 +49,7 @@ class Option(NamedTuple):
 
 
 class Command(NamedTuple):
-    """A command, with its options and what stands without one."""
+    """A command, with its options and its positional arguments."""
 
     name: str
     help: str
@@ -57,22 +57,16 @@ class Command(NamedTuple):
     places: Sequence[Values]
 
 
-def add_command(commands: Commands) -> None:
-    """Add `completion` to the command line."""
-    parser = commands.add_parser(
-        "completion",
-        help="a script that completes this command line in your shell",
-        description="Print a script that completes the command line of unisono.",
-        epilog=_EPILOG,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `completion`."""
     parser.add_argument("shell", choices=sorted(SHELLS), help="which shell the script is for")
-    parser.set_defaults(run=_print)
 
 
-def _print(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    print(SHELLS[options.shell](read_commands(parser)), end="")
+def run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
+    """Run `completion`; gives the exit status."""
+    from unisono.cli.command_line import make_parser
+
+    print(SHELLS[options.shell](read_commands(make_parser())), end="")
     return 0
 
 
@@ -80,7 +74,7 @@ def _print(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 
 def read_commands(parser: argparse.ArgumentParser) -> list[Command]:
-    """All commands of a parser."""
+    """All commands of the command line, read from its parser."""
     [chosen] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     said = {choice.dest: choice.help or "" for choice in chosen._choices_actions}
     return [_read_command(name, said[name], each) for name, each in chosen.choices.items()]
@@ -186,7 +180,7 @@ def _write_bash_cases(command: Command) -> Iterator[str]:
 
 
 def _write_zsh(commands: Sequence[Command]) -> str:
-    listed = "\n".join(f"            {_quote(f'{_escape(c.name)}:{_escape(c.help)}')}" for c in commands)
+    listed = "\n".join(f"            {shlex.quote(f'{_escape(c.name)}:{_escape(c.help)}')}" for c in commands)
     cases = "\n".join(_write_zsh_case(command) for command in commands)
     return f"""\
 #compdef unisono
@@ -225,8 +219,8 @@ def _write_zsh_case(command: Command) -> str:
         others = f"({' '.join(option.flags)})" if len(option.flags) > 1 else ""
         for flag in option.flags:
             either = "=" if value and flag.startswith("--") else ""  # after a space, or after an equals sign
-            arguments.append(_quote(f"{others}{flag}{either}[{_escape(option.help)}]{value}"))
-    arguments += [_quote(f"{'*' * place.many}:argument:{_act_in_zsh(place)}") for place in command.places]
+            arguments.append(shlex.quote(f"{others}{flag}{either}[{_escape(option.help)}]{value}"))
+    arguments += [shlex.quote(f"{'*' * place.many}:argument:{_act_in_zsh(place)}") for place in command.places]
     lines = " \\\n                ".join(arguments)
     return f"        {command.name})\n            _arguments \\\n                {lines} ;;"
 
@@ -238,10 +232,6 @@ def _act_in_zsh(values: Values) -> str:
 
 def _escape(text: str) -> str:
     return re.sub(r"([\[\]:\\])", r"\\\1", text)
-
-
-def _quote(text: str) -> str:
-    return "'" + text.replace("'", "'\\''") + "'"
 
 
 # fish -----------------------------------------------------------------------------------------------------------------

@@ -7,46 +7,35 @@ import importlib.util
 import os
 from pathlib import Path
 
-from unisono.cli.arguments import Commands
-from unisono.cli.help_text import HelpFormatter
+__all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
 
-__all__ = ["add_command"]
-
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Run the conformance tests over the methods in DIR/reducers and DIR/strategies: the same mean on every rank, what is not
 sent is kept, bytes as stated, checkpoints, AMP, worlds that shrink and grow, and what their FACTS say. Needs pytest.
 """
-_EPILOG = """\
+EPILOG = """\
 examples:
   unisono conformance my_methods
   unisono conformance my_methods -x -k terngrad      what follows DIR is for pytest
 """
 
 
-def add_command(commands: Commands) -> None:
-    """Add `conformance` to the command line."""
-    parser = commands.add_parser(
-        "conformance",
-        help="test methods of your own as ours are tested",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `conformance`."""
     parser.add_argument("folder", metavar="DIR", help="the folder with reducers/ and strategies/")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of pytest")
-    parser.set_defaults(run=_run, parser=parser)
 
 
-def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Run `conformance`; gives the exit status."""
     from unisono.spec.catalog import use_methods
 
     if importlib.util.find_spec("pytest") is None:
-        options.parser.error("the tests are run by pytest: pip install pytest")
+        parser.error("the tests are run by pytest: pip install pytest")
     try:
         use_methods(options.folder)
     except ValueError as error:
-        options.parser.error(str(error))
+        parser.error(str(error))
     import pytest
 
     package = Path(__file__).parents[1]

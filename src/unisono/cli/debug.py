@@ -5,38 +5,27 @@ from __future__ import annotations
 import argparse
 import sys
 
-from unisono.cli.arguments import Commands
-from unisono.cli.help_text import HelpFormatter
+__all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
 
-__all__ = ["add_command"]
-
-_DESCRIPTION = """\
+DESCRIPTION = """\
 The debugger's prompt for a run of yours on this host: of workers that are stopped at un.breakpoint(), or have raised
 under --pdb. Where none is stopped, all are, at their next collective or step. `h` at the prompt lists its commands;
 leaving it lets all workers go on. See docs/debugger.md.
 """
-_EPILOG = """\
+EPILOG = """\
 examples:
   unisono debug              the one run that is under way
   unisono debug 2026-11-16_15-40-12_train
 """
 
 
-def add_command(commands: Commands) -> None:
-    """Add `debug` to the command line."""
-    parser = commands.add_parser(
-        "debug",
-        help="stop the workers of a run, and ask them",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `debug`."""
     parser.add_argument("debugged", nargs="?", metavar="RUN", help="its name, where there are several runs")
-    parser.set_defaults(run=_debug)
 
 
-def _debug(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Run `debug`; gives the exit status."""
     from unisono.runtime.channel import Unreachable
     from unisono.runtime.debugger.attaching import attach, list_announced
     from unisono.runtime.debugger.prompt import Prompt

@@ -14,22 +14,19 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from unisono.cli.arguments import Commands
-from unisono.cli.help_text import HelpFormatter
-
 if TYPE_CHECKING:
     from unisono.doctor import Finding
 
-__all__ = ["add_command"]
+__all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Examine this environment: what is installed, and whether its versions are known
 to work; which transports work (each is tried by two workers); devices, memory,
 limits, huge pages; the network; engines and the lab. Nothing is left behind.
 
 Each line is ok, warn (it works, and could work better) or bad, with advice.
 """
-_EPILOG = """\
+EPILOG = """\
 exit status: 0 where nothing is bad, 1 otherwise.
 
 examples:
@@ -41,22 +38,13 @@ examples:
 _COLOURS = {"ok": "\033[32m", "warn": "\033[33m", "bad": "\033[31m"}
 
 
-def add_command(commands: Commands) -> None:
-    """Add `doctor` to the command line."""
-    parser = commands.add_parser(
-        "doctor",
-        help="what is installed and works here, with advice",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `doctor`."""
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     group = parser.add_argument_group("other hosts")
     group.add_argument("--hosts", type=_parse_hosts, metavar="A,B", help="hosts that ssh reaches without a password")
     group.add_argument("--options", type=shlex.split, default=[], metavar="TEXT", help="more options for ssh")
     group.add_argument("--python", metavar="PATH", help="the hosts' Python; default: where this host has it")
-    parser.set_defaults(run=_run, parser=parser)
 
 
 def _parse_hosts(text: str) -> list[str]:
@@ -66,13 +54,14 @@ def _parse_hosts(text: str) -> list[str]:
     return names
 
 
-def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Run `doctor`; gives the exit status."""
     from unisono.doctor import examine, worst_of
     from unisono.doctor.network import Hosts
     from unisono.runtime.run_folder import find_version
 
     if options.hosts is None and (options.options or options.python):
-        options.parser.error("--options and --python go with --hosts")
+        parser.error("--options and --python go with --hosts")
     began = time.monotonic()
     found = examine(None if options.hosts is None else Hosts(options.hosts, options.options, options.python))
     worst = worst_of(found)
@@ -85,7 +74,7 @@ def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
 
 
 def _write(found: Sequence[Finding], *, colours: bool = False) -> str:
-    """The report, a section after the other."""
+    """The report as text, section by section."""
     width = max(60, shutil.get_terminal_size((100, 24)).columns)
     lines = []
     for section, each in groupby(found, key=lambda one: one.section):

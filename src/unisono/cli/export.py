@@ -5,18 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 
-from unisono.cli.arguments import Commands
-from unisono.cli.help_text import HelpFormatter
+from unisono.units import show_bytes
 
-__all__ = ["add_command"]
+__all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Write the model of the newest whole checkpoint as one safetensors file, names as in the model's state_dict.
 
 It may be of any strategy, placement and number of workers. The tensors stream, in some ten MiB of memory. Model and
 optimizer in Python: un.read_checkpoint.
 """
-_EPILOG = """\
+EPILOG = """\
 exit status: 0; 1 where there is no whole checkpoint; 2 where the file exists.
 
 examples:
@@ -25,23 +24,15 @@ examples:
 """
 
 
-def add_command(commands: Commands) -> None:
-    """Add `export` to the command line."""
-    parser = commands.add_parser(
-        "export",
-        help="write a checkpoint's model as one safetensors file",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `export`."""
     parser.add_argument("checkpoint", help="a folder that un.save wrote to, or one checkpoint in it")
     parser.add_argument("out", metavar="out.safetensors", help="the file to write")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
-    parser.set_defaults(run=_export)
 
 
-def _export(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Run `export`; gives the exit status."""
     from unisono.checkpoint import CheckpointError
     from unisono.checkpoint.plain import export_model
 
@@ -52,6 +43,7 @@ def _export(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int
     except (CheckpointError, OSError, ValueError) as error:
         print(f"unisono export: {error}", file=sys.stderr)
         return 1
-    size = f"{done.size_bytes / 1e6:.1f} MB" if done.size_bytes >= 1e5 else f"{done.size_bytes} bytes"
-    print(f"{done.path}: {done.tensors} tensors, {size}, from {done.checkpoint} (step {done.step})")
+    print(
+        f"{done.path}: {done.tensors} tensors, {show_bytes(done.size_bytes)}, from {done.checkpoint} (step {done.step})"
+    )
     return 0

@@ -49,13 +49,11 @@ def fill(text: str, width: int = WIDTH) -> str:
     whole = re.sub(r" \\\n +", " ", text.rstrip("\n"))
     for indented, block in groupby(whole.split("\n"), key=lambda line: line.startswith(" ") or not line):
         found = list(block)
-        lines += _fill_rows(found, width) if indented else _fill_paragraph(found, width)
+        if indented:
+            lines += _fill_rows(found, width)
+        else:
+            lines += textwrap.wrap(" ".join(found), width, break_on_hyphens=False, break_long_words=False)
     return "\n".join(lines)
-
-
-def _fill_paragraph(lines: list[str], width: int) -> list[str]:
-    """Lines without indentation; one that ends with a colon, or stands before rows, is kept a line of its own."""
-    return textwrap.wrap(" ".join(lines), width, break_on_hyphens=False, break_long_words=False)
 
 
 def _fill_rows(lines: list[str], width: int) -> list[str]:

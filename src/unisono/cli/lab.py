@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from unisono.cli.arguments import Commands
-from unisono.cli.help_text import HelpFormatter
+__all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
 
-__all__ = ["add_command"]
-
+DESCRIPTION = """\
+Say whether this machine can make hosts of network namespaces, or remove what killed runs left.
+"""
 _ABOUT = """\
 Emulated hosts are asked for by `unisono run`:
 
@@ -18,7 +18,7 @@ Each has an address and a link of its own on this machine. They end with the run
 (SIGKILL). `unisono lab clean` is for processes of runs whose launcher and guard were both killed, and for the named
 network namespaces of earlier versions. See docs/lab.md.
 """
-_EPILOG = f"""\
+EPILOG = f"""\
 {_ABOUT}
 examples:
   unisono lab
@@ -26,23 +26,15 @@ examples:
 """
 
 
-def add_command(commands: Commands) -> None:
-    """Add `lab` to the command line."""
-    parser = commands.add_parser(
-        "lab",
-        help="emulated hosts: what is possible on this machine; cleaning up",
-        description="Say whether this machine can make hosts of network namespaces, or remove what killed runs left.",
-        epilog=_EPILOG,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `lab`."""
     parser.add_argument(
         "action", choices=("status", "clean"), nargs="?", default="status", help="what to do; default: status"
     )
-    parser.set_defaults(run=_lab)
 
 
-def _lab(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Run `lab`; gives the exit status."""
     from unisono.lab.hosts import find_obstacle
     from unisono.lab.left_over import clean, find_processes
 

@@ -7,18 +7,17 @@ import math
 import sys
 from typing import Any
 
-from unisono.cli.arguments import Commands, check_program, parse_count, parse_mesh
-from unisono.cli.help_text import HelpFormatter
+from unisono.cli.arguments import check_program, parse_count, parse_mesh, take_behind
 
-__all__ = ["add_command"]
+__all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 What each worker of a program will need, for every stage and placement of zero, then the settings that fit.
 
 The program runs up to its first optimizer step, on parameters without memory; nothing is trained or exchanged, but what
 it does before is done (its data is read, its folders are made). What it prints goes to standard error.
 """
-_EPILOG = """\
+EPILOG = """\
 Long options may also follow the program; what follows a -- is the program's in any case.
 Sizes: 24GiB (powers of 1024), 500MB (powers of 1000), or bytes. What is not given is this machine's; without a GPU
 and --device-memory, the workers compute in the host's memory. The exit status is 3 where nothing fits.
@@ -30,23 +29,14 @@ examples:
 """
 
 
-def add_command(commands: Commands) -> None:
-    """Add `memory` to the command line."""
-    parser = commands.add_parser(
-        "memory",
-        help="what each worker will need, and the settings that fit",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `memory`."""
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in `python -m`")
     _add_sizes(parser, "-n")
     parser.add_argument("program", nargs="?", metavar="script.py", help="the program (a module's name with -m)")
     parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments, and our long options"
     )
-    parser.set_defaults(run=_predict, parser=parser)
 
 
 def _add_sizes(parser: argparse.ArgumentParser, *short: str) -> None:
@@ -61,8 +51,8 @@ def _add_sizes(parser: argparse.ArgumentParser, *short: str) -> None:
     add("--disk", metavar="SIZE|DIR", help="room on a host's disk, or a folder on that disk")
 
 
-def _predict(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
-    parser: argparse.ArgumentParser = options.parser
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Run `memory`; gives the exit status."""
     if options.program is None:
         parser.error("no program given; as in: unisono memory train.py --workers 2")
     check_program(options.program, parser, module=options.module)
@@ -83,13 +73,9 @@ def _predict(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
 
 def _split_sizes(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Our options from before and after the program's name, and the arguments that are the program's own."""
-    behind: list[str] = options.arguments
-    cut = behind.index("--") if "--" in behind else len(behind)
-    parser = argparse.ArgumentParser(prog="unisono memory", add_help=False, allow_abbrev=False)
-    _add_sizes(parser)
-    found, rest = parser.parse_known_args(behind[:cut])
+    found, own = take_behind(_add_sizes, options)
     sizes = {k: v if v is not None else getattr(options, k) for k, v in vars(found).items()}
     mesh: dict[str, int] = sizes["mesh"] or {}
     sizes["workers"] = sizes["workers"] or (math.prod(mesh.values()) if all(n > 0 for n in mesh.values()) else 1)
     sizes["schedule"] = sizes["schedule"] or "1F1B"
-    return sizes, [*rest, *behind[cut + 1 :]]
+    return sizes, own

@@ -26,7 +26,8 @@ class Parser(argparse.ArgumentParser):
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
         """The options of a command line; an error names the command that does not know a word."""
-        commands = self._find_commands()
+        [chosen] = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        commands: dict[str, Parser] = dict(chosen.choices)
         if words and not words[0].startswith("-") and words[0] not in commands:
             listed = textwrap.fill(", ".join(commands), 78, initial_indent="  ", subsequent_indent="  ")
             self.error(f"there is no command {words[0]!r}{_guess(words[0], list(commands), 0.6)}\nThere are:\n{listed}")
@@ -43,10 +44,6 @@ class Parser(argparse.ArgumentParser):
         if not hint and any(action.dest == "program" for action in self._actions):
             hint = f"; the program's own options come after it, as in: {self.prog} -n 2 train.py {name}"
         self.error(f"there is no option {name}{hint}")
-
-    def _find_commands(self) -> dict[str, Parser]:
-        [chosen] = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
-        return dict(chosen.choices)
 
     def _format_place(self, action: argparse.Action) -> str:
         name = str(action.metavar or action.dest)

@@ -13,13 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from unisono.cli import run
-from unisono.cli.arguments import Commands
+from unisono.cli import run as run_workers
 from unisono.runtime.variables import name_observer
 
-__all__ = ["add_command"]
+__all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Find the method that trains a program fastest on these workers and this network, without trying all of them.
 
 The program is started in N workers as by `unisono run`, with its options for that, and is ended when all is measured:
@@ -30,7 +29,7 @@ predicted. Nothing is saved, and the program's model is of no use afterwards.
 Ranked are methods that train like all-reduce: exactly, rounded, or compressed so that what is left out is made up for.
 Others (local steps, gossip, ...) are listed below them. See docs/planning.md.
 """
-_EPILOG = """\
+EPILOG = """\
 examples:
   unisono plan -n 4 train.py --epochs 3
   unisono plan --verify -n 4 train.py
@@ -46,33 +45,9 @@ _GRADES = ("exact", "rounded", "compressed", "other")
 _TIMES_VERIFIED = 3
 
 
-class _Renamed:
-    """The command line as `run` sees it: what it adds goes to the parser of `plan`."""
-
-    def __init__(self, commands: Commands) -> None:
-        self._commands = commands
-
-    def add_parser(self, name: str, **options: Any) -> argparse.ArgumentParser:
-        told = {
-            **options,
-            "help": "find the fastest method for a program on these workers",
-            "description": _DESCRIPTION,
-            "epilog": _EPILOG,
-        }
-        return self._commands.add_parser("plan", **told)
-
-
-def add_command(commands: Commands) -> None:
-    """Add `plan` to the command line, with all options of `run`."""
-    parsers: list[argparse.ArgumentParser] = []
-
-    class Added(_Renamed):
-        def add_parser(self, name: str, **options: Any) -> argparse.ArgumentParser:
-            parsers.append(super().add_parser(name, **options))
-            return parsers[-1]
-
-    run.add_command(Added(commands))
-    (parser,) = parsers
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `plan`, with all of `run`."""
+    run_workers.add_arguments(parser)
     _hide_options(parser)
     group = parser.add_argument_group("the plan")
     group.add_argument(
@@ -99,7 +74,7 @@ def add_command(commands: Commands) -> None:
         help="begin no further method so many seconds after the start; default: 25",
     )
     group.add_argument("--json", metavar="FILE", help="write the plan and all that was measured")
-    parser.set_defaults(start=parser.get_default("run"), run=_plan, output="rank0")
+    parser.set_defaults(output="rank0")
 
 
 def _hide_options(parser: argparse.ArgumentParser) -> None:
@@ -131,8 +106,8 @@ def _parse_grades(text: str) -> list[str]:
     return grades
 
 
-def _plan(options: argparse.Namespace, whole: argparse.ArgumentParser) -> int:
-    parser: argparse.ArgumentParser = options.parser
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Run `plan`; gives the exit status."""
     if options.program is None:
         parser.error("no program given; as in: unisono plan -n 2 train.py")
     _refuse_options(options, parser)
@@ -156,7 +131,7 @@ def _plan(options: argparse.Namespace, whole: argparse.ArgumentParser) -> int:
         before = dict(os.environ)
         os.environ.update(name_observer("unisono.planner.worker", **asked))
         try:
-            status: int = options.start(options, whole)
+            status = run_workers.run(options, parser)
         finally:  # also where `main` was called by a program
             os.environ.clear()
             os.environ.update(before)

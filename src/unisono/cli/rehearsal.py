@@ -13,7 +13,7 @@ __all__ = ["add_options", "check_options", "rehearse"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Of runs before the run."""
+    """The options of dry and small runs."""
     group = parser.add_argument_group("before the run (docs/dry_runs.md)")
     group.add_argument(
         "--dry",
@@ -38,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """End with an error where they do not go together."""
+    """End with an error if options do not go together."""
     if options.dry and options.small:
         parser.error("--dry and --small are two kinds of run: give one of them")
     for name, goes_with in (
@@ -57,7 +57,7 @@ def check_options(options: argparse.Namespace, parser: argparse.ArgumentParser) 
 
 
 def rehearse(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Do it, and print what was found; the exit status."""
+    """Make the dry or small run and print what was found; returns the exit status."""
     return _run_dry(options, parser) if options.dry else _run_small(options)
 
 

@@ -9,24 +9,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unisono.cli.arguments import Commands
-from unisono.cli.help_text import HelpFormatter
 from unisono.runtime.run_folder import NoSuchRun, find_run
 
 if TYPE_CHECKING:
     from unisono.reports.summary import Summary
     from unisono.runs.reading import RunReader
 
-__all__ = ["add_command"]
+__all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 What a run was, the cost of a step in compute, communication, waiting and data, bytes by kind, speed-up and efficiency,
 the slowest rank and why, how evenly data and work were split, losses and metrics, verdicts and changes of the world.
 
 Runs are recorded by `unisono run`; `unisono runs` lists them. A run that was killed, or whose record is damaged, gives
 a report of what is there, which says what is missing.
 """
-_EPILOG = """\
+EPILOG = """\
 examples:
   unisono report last                          the newest run of this folder, in short
   unisono report last --html report.html       a page with charts that opens without a network
@@ -37,16 +35,8 @@ examples:
 """
 
 
-def add_command(commands: Commands) -> None:
-    """Add `report` to the command line."""
-    parser = commands.add_parser(
-        "report",
-        help="what a run was and where its time went; two of them compared",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `report`."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run, its name, or last")
     parser.add_argument(
         "--baseline", metavar="RUN", help="measure the speed-up against this run, such as one with -n 1"
@@ -55,11 +45,10 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("--png", type=Path, metavar="FILE", help="write a picture (.png, .svg or .pdf)")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace of all ranks, for ui.perfetto.dev")
     parser.add_argument("--json", action="store_true", help="print all numbers as JSON instead")
-    parser.set_defaults(run=_run, parser=parser)
 
 
-def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
-    parser: argparse.ArgumentParser = options.parser
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Run `report`; gives the exit status."""
     if len(options.runs) > 1 and (options.trace or options.png):
         parser.error("--png and --trace are of one run; give one")
     from unisono.reports.summary import compare_with, summarise

@@ -14,22 +14,23 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unisono import on
 from unisono.cli import rehearsal
-from unisono.cli.arguments import Commands, add_methods_option, check_program, parse_count, parse_folder
-from unisono.cli.help_text import HelpFormatter
+from unisono.cli.arguments import add_methods_option, check_program, parse_count, parse_folder, parse_seconds
 from unisono.cli.strategy_option import check_strategy
 from unisono.cli.watch import add_page_options, show_page
-from unisono.launchers.engines.engine import Engine, EngineError
 from unisono.launchers.job import Adapt, ComeAndGo, Job
 from unisono.launchers.output import FOLDER
 from unisono.runtime.run_folder import RunFolder, find_runs_folder
 
-__all__ = ["add_command"]
+if TYPE_CHECKING:
+    from unisono.launchers.engines.engine import Engine
 
-_DESCRIPTION = """\
+__all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
+
+DESCRIPTION = """\
 Run a program in N workers, on this machine or on an engine (--on): MPI, Slurm, Ray, Spark, torchrun, ssh to hosts.
 With --hosts 4 --net 100mbit they run on emulated hosts of this machine, with links as slow as asked for (docs/lab.md).
 
@@ -44,7 +45,7 @@ SIGTERM stops it too; but workers that use un.Trainer with a checkpoint folder, 
 after the same step. They have --grace for it, the exit status is 143, and the same command goes on from there. A second
 SIGTERM stops everything.
 """
-_EPILOG = """\
+EPILOG = """\
 output:
   auto     one worker: as it is. Several: lines with the rank in front, "[1] loss 0.31"; on a terminal rank 0 writes
            directly and without a prefix, so that a progress bar works
@@ -100,16 +101,8 @@ examples:
 """
 
 
-def add_command(commands: Commands) -> None:
-    """Add `run` to the command line."""
-    parser = commands.add_parser(
-        "run",
-        help="run a program in N workers, on this machine or on an engine",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `run`."""
     parser.add_argument(
         "-n",
         "--workers",
@@ -146,11 +139,10 @@ def add_command(commands: Commands) -> None:
     rehearsal.add_options(parser)
     parser.add_argument("program", nargs="?", metavar="script.py", help="the program (a module's name with -m)")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the program's own arguments")
-    parser.set_defaults(run=_run, parser=parser)
 
 
-def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
-    parser: argparse.ArgumentParser = options.parser
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Run `run`; gives the exit status."""
     if options.program is None:
         parser.error("no program given; as in: unisono run -n 2 train.py")
     if options.output_dir is not None and options.output != "files":
@@ -284,7 +276,7 @@ def _read_lab(options: argparse.Namespace, parser: argparse.ArgumentParser) -> N
 
 
 class _NotWritten(Exception):
-    """The file that was asked for cannot be written."""
+    """The job script cannot be written."""
 
 
 def _parse_names(text: str) -> list[str]:
@@ -335,18 +327,6 @@ def _read_adapt(options: argparse.Namespace, parser: argparse.ArgumentParser) ->
     return Adapt(options.target, Adapt.window_s if options.window is None else options.window)
 
 
-def _parse_seconds(text: str) -> float:
-    """Seconds of a time in words.
-
-    >>> _parse_seconds("90"), _parse_seconds("1.5s"), _parse_seconds("2m")
-    (90.0, 1.5, 120.0)
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h|)", text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"got {text!r}; expected seconds, or a time such as 30s or 2m")
-    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
-
-
 def _parse_rate(text: str) -> float:
     if not re.fullmatch(r"\d+(\.\d+)?", text) or not float(text):
         raise argparse.ArgumentTypeError(f"got {text!r}; expected steps a second, such as 12 or 0.5")
@@ -387,7 +367,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
 
 
 def _add_record_options(parser: argparse.ArgumentParser) -> None:
-    """Where the run is recorded."""
+    """Options that say where the run is recorded."""
     group = parser.add_argument_group("the record of the run (docs/reports.md)")
     group.add_argument(
         "--run-dir",
@@ -409,7 +389,7 @@ def _add_record_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_course_options(parser: argparse.ArgumentParser) -> None:
-    """What happens while the workers run."""
+    """Options on how the program trains, and how it ends."""
     group = parser.add_argument_group("how it trains, and how it ends")
     group.add_argument(
         "--strategy",
@@ -436,7 +416,7 @@ def _add_course_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--grace",
-        type=_parse_seconds,
+        type=parse_seconds,
         default=Job.grace_s,
         metavar="S",
         help="after SIGTERM, how long workers that use un.Trainer with a checkpoint folder, or un.preempted(), may "
@@ -445,14 +425,14 @@ def _add_course_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_elastic_options(parser: argparse.ArgumentParser) -> None:
-    """What goes with `-n MIN:MAX`."""
+    """Options that go with `-n MIN:MAX`."""
     group = parser.add_argument_group("workers that come and go (-n MIN:MAX)")
     for name, default, what in (
         ("heartbeat", ComeAndGo.heartbeat_s, "a worker that stands still for longer is replaced"),
         ("deadline", ComeAndGo.stuck_s, "so is one that others have waited for so long"),
         ("patience", ComeAndGo.patience_s, "how long fewer than MIN wait for others; then they save and leave"),
     ):
-        group.add_argument(f"--{name}", type=_parse_seconds, metavar="S", help=f"{what}; default: {default:g}s")
+        group.add_argument(f"--{name}", type=parse_seconds, metavar="S", help=f"{what}; default: {default:g}s")
     group.add_argument(
         "--adapt",
         action="store_true",
@@ -466,7 +446,7 @@ def _add_elastic_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--window",
-        type=_parse_seconds,
+        type=parse_seconds,
         metavar="S",
         help=f"how long speed is measured, three times or more for a decision; default: {Adapt.window_s:g}s",
     )
@@ -496,6 +476,8 @@ def _run_on_engine(options: argparse.Namespace, parser: argparse.ArgumentParser,
     if options.on == "local":
         _check_faults(job, parser, job.restarts)
         return None
+    from unisono.launchers.engines.engine import EngineError
+
     engine: Engine = getattr(on, options.on)(**given)
     _check_faults(job, parser, max(engine.restarts, job.restarts))
     try:

@@ -6,13 +6,16 @@ import argparse
 import json
 import sys
 
-from unisono.cli.arguments import Commands, parse_count
-from unisono.cli.help_text import HelpFormatter
+from unisono.cli.arguments import parse_count
 from unisono.runtime.run_folder import find_runs_folder, list_runs
 
-__all__ = ["add_command"]
+__all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
 
-_EPILOG = """\
+DESCRIPTION = """\
+The recorded runs, the newest first: name, when, workers, method, steps, loss, outcome. `unisono report NAME` shows
+one.
+"""
+EPILOG = """\
 They lie in $UNISONO_RUNS, or in ~/.local/state/unisono/runs. The oldest are removed beyond 50 runs or 1 GiB.
 
 examples:
@@ -21,23 +24,14 @@ examples:
 """
 
 
-def add_command(commands: Commands) -> None:
-    """Add `runs` to the command line."""
-    parser = commands.add_parser(
-        "runs",
-        help="the runs that are recorded",
-        description="The recorded runs, the newest first: name, when, workers, method, steps, loss, outcome. "
-        "`unisono report NAME` shows one.",
-        epilog=_EPILOG,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `runs`."""
     parser.add_argument("--json", action="store_true", help="print them as JSON")
     parser.add_argument("--last", type=parse_count, metavar="N", help="only the newest N; default: all")
-    parser.set_defaults(run=_run, parser=parser)
 
 
-def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Run `runs`; gives the exit status."""
     from rich.console import Console
 
     from unisono.reports.summary import show_time, summarise

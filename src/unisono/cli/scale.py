@@ -6,17 +6,16 @@ import argparse
 import sys
 import time
 
-from unisono.cli.arguments import Commands, parse_count
-from unisono.cli.help_text import HelpFormatter
+from unisono.cli.arguments import find_only_run, parse_count
 
-__all__ = ["add_command"]
+__all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Change the number of workers of a run that was started with `unisono run -n MIN:MAX` by you on this host; without N,
 show it. New workers take part as soon as they have come to where the others are; workers that are too many leave after
 a step. The answer comes when the run has accepted the number (with --wait: when it has so many workers).
 """
-_EPILOG = """\
+EPILOG = """\
 exit status: 0 where the run has accepted the number, 1 where there is no such run or it refuses.
 
 examples:
@@ -27,16 +26,8 @@ examples:
 _POLL_S = 0.1
 
 
-def add_command(commands: Commands) -> None:
-    """Add `scale` to the command line."""
-    parser = commands.add_parser(
-        "scale",
-        help="show or change the number of workers of a run with -n MIN:MAX",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `scale`."""
     parser.add_argument("workers", type=parse_count, nargs="?", metavar="N", help="how many workers, from MIN to MAX")
     parser.add_argument(
         "--run",
@@ -46,10 +37,10 @@ def add_command(commands: Commands) -> None:
         help="process id of `unisono run`, where there are several",
     )
     parser.add_argument("--wait", action="store_true", help="until the run has so many workers")
-    parser.set_defaults(run=_scale)
 
 
-def _scale(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Run `scale`; gives the exit status."""
     from unisono.launchers.control import Gone
     from unisono.launchers.private_folder import NotPrivate
 
@@ -65,7 +56,7 @@ def _change(options: argparse.Namespace) -> None:
     """Do what the command line asks for. Raises Gone or NotPrivate, and ValueError where the run refuses."""
     from unisono.launchers.control import Gone, ask
 
-    pid = _find_run() if options.pid is None else options.pid
+    pid = find_only_run("--run", elastic=True) if options.pid is None else options.pid
     if options.workers is None:
         print(ask(pid, {"do": "status"}).describe())
         return
@@ -76,18 +67,3 @@ def _change(options: argparse.Namespace) -> None:
         if now.wanted != options.workers:
             raise Gone(f"the run aims at {now.wanted} workers now: someone has asked for another number")
     print(now.describe())
-
-
-def _find_run() -> int:
-    """The launcher of the one run that there is."""
-    from unisono.launchers.control import Gone, list_runs
-
-    found, wrong = list_runs()
-    runs = [run for run in found if run.elastic]
-    if len(runs) == 1:
-        return runs[0].pid
-    if runs:
-        listed = "\n".join(f"  --run {run.pid}   {run.program}: {run.describe()}" for run in runs)
-        raise Gone(f"there are {len(runs)} runs; say which:\n{listed}")
-    notes = "".join(f"\n  {text}" for text in wrong)
-    raise Gone(f"no run with -n MIN:MAX of this user is under way on this host{notes}")

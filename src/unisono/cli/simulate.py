@@ -8,24 +8,23 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unisono.cli.arguments import Commands, parse_count
-from unisono.cli.help_text import HelpFormatter
+from unisono.cli.arguments import parse_count
 
 if TYPE_CHECKING:
     from unisono.simulation.cluster import Cluster
     from unisono.simulation.methods import Method
     from unisono.simulation.plan_file import Plan
 
-__all__ = ["add_command"]
+__all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 How methods scale on a cluster that you describe: step time, speed-up and what limits it, by number of workers; where
 each method stops scaling, which is best where, and what to buy next. Nothing is trained.
 
 A step comes from a plan (unisono plan train.py --json plan.json), or from --parameters and --compute; what a method
 sends is found by running its own code as one rank of many.
 """
-_EPILOG = """\
+EPILOG = """\
 examples:
   unisono simulate --parameters 25M --compute 0.1s --net 10gbit,0.1ms --workers-per-host 8
   unisono simulate --plan plan.json --workers 8,64,512,4096 --net 1gbit,0.1ms --plot scale.png
@@ -37,16 +36,8 @@ The page docs/simulation.md says what is assumed.
 """
 
 
-def add_command(commands: Commands) -> None:
-    """Add `simulate` to the command line."""
-    parser = commands.add_parser(
-        "simulate",
-        help="how methods scale to thousands of workers on a described cluster",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `simulate`."""
     _add_step(parser)
     _add_cluster(parser)
     _add_accidents(parser)
@@ -60,7 +51,6 @@ def add_command(commands: Commands) -> None:
     )
     out.add_argument("--json", metavar="FILE", help="write all numbers there; - for standard output, instead of text")
     out.add_argument("--plot", metavar="FILE.png", help='draw speed-up curves (needs the extra "plots")')
-    parser.set_defaults(run=_simulate, parser=parser)
 
 
 def _add_step(parser: argparse.ArgumentParser) -> None:
@@ -111,8 +101,8 @@ def _add_accidents(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--checkpoint", metavar="TIME", default="5s", help="that one takes; default: 5s")
 
 
-def _simulate(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
-    parser: argparse.ArgumentParser = options.parser
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Run `simulate`; gives the exit status."""
     if options.plan is None and (options.parameters is None or options.compute is None):
         parser.error("no step to simulate: give --plan plan.json, or --parameters 25M --compute 0.1s")
     if options.plan is not None and (options.parameters is not None or options.compute is not None):
@@ -165,16 +155,18 @@ def _check_workers(workers: list[int], per_host: int) -> None:
 
 
 def _read(options: argparse.Namespace) -> tuple[Cluster, list[Method], str]:
-    """The cluster, the methods, and what it is about."""
+    """The cluster, the methods, and a title, from the options."""
     from unisono.simulation.methods import DEFAULT_METHODS, Workload, make_method
     from unisono.simulation.plan_file import read_plan
-    from unisono.simulation.quantities import describe_duration, parse_duration, parse_number, split_specs
+    from unisono.simulation.quantities import parse_number
+    from unisono.spec.grammar import split_specs
+    from unisono.units import parse_duration, show_duration
 
     specs = split_specs(options.strategies or "")
     if options.plan is not None:
         plan = read_plan(options.plan)
         cluster = _read_cluster(options, plan)
-        title = f"{options.plan}: {plan.parameters:,} parameters, {describe_duration(plan.compute_s)} a step"
+        title = f"{options.plan}: {plan.parameters:,} parameters, {show_duration(plan.compute_s)} a step"
         return cluster, plan.make_methods(specs, cluster), f"{title}, measured with {plan.ranks} workers"
     if not options.compressors > 0:
         raise ValueError(f"--compressors: got {options.compressors:g}, expected above 0, such as 10, or inf")
@@ -182,7 +174,7 @@ def _read(options: argparse.Namespace) -> tuple[Cluster, list[Method], str]:
     compute_s = parse_duration(options.compute, "--compute")
     cluster = _read_cluster(options, None)
     workload = Workload(parameters, compute_s, cluster.per_host, options.compressors)
-    title = f"{parameters:,} parameters, {describe_duration(compute_s)} a step"
+    title = f"{parameters:,} parameters, {show_duration(compute_s)} a step"
     return cluster, [make_method(spec, workload) for spec in specs or DEFAULT_METHODS], title
 
 
@@ -192,8 +184,8 @@ def _read_cluster(options: argparse.Namespace, plan: Plan | None) -> Cluster:
     from unisono.costs import Link
     from unisono.simulation.cluster import Cluster
     from unisono.simulation.failures import Failures
-    from unisono.simulation.quantities import parse_duration
     from unisono.simulation.stragglers import parse_stragglers
+    from unisono.units import parse_duration
 
     failures = Failures(
         mtbf_s=parse_duration(options.mtbf, "--mtbf") if options.mtbf is not None else float("inf"),

@@ -6,12 +6,14 @@ import argparse
 import importlib.util
 from pathlib import Path
 
-from unisono.cli.arguments import Commands, add_methods_option
-from unisono.cli.help_text import HelpFormatter
+from unisono.cli.arguments import add_methods_option
 
-__all__ = ["add_command"]
+__all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
 
-_EPILOG = """\
+DESCRIPTION = """\
+List the methods that un.parallel and --strategy know, a line each. docs/methods has a page each.
+"""
+EPILOG = """\
 Settings stand in parentheses, and reducers may stand for the strategy that uses them: 'powersgd(rank=4)' is
 'allreduce(reducer=powersgd(rank=4))'.
 
@@ -21,21 +23,13 @@ examples:
 """
 
 
-def add_command(commands: Commands) -> None:
-    """Add `strategies` to the command line."""
-    parser = commands.add_parser(
-        "strategies",
-        help="list the strategies and reducers",
-        description="List the methods that un.parallel and --strategy know, a line each. docs/methods has a page each.",
-        epilog=_EPILOG,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `strategies`."""
     add_methods_option(parser)
-    parser.set_defaults(run=_list)
 
 
-def _list(_: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+def run(_: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Run `strategies`; gives the exit status."""
     from unisono.spec.catalog import FOLDERS, Kind, names
 
     kinds: tuple[tuple[str, Kind], ...] = (("strategies", "strategy"), ("reducers", "reducer"))

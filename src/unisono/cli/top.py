@@ -4,44 +4,33 @@ from __future__ import annotations
 
 import argparse
 
-from unisono.cli.arguments import Commands
-from unisono.cli.help_text import HelpFormatter
+__all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
 
-__all__ = ["add_command"]
-
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Show what every rank of a run does: its step, how fast it is, where its time goes, who is slow, lost or silent; the
 loss, and verdicts. It follows the run until that is over. Where there are more ranks than lines, the worst come first.
 """
-_EPILOG = """\
+EPILOG = """\
 examples:
   unisono top                      the newest run of this folder, until it is over
   unisono top last --once          one picture, for a log
 """
 
 
-def add_command(commands: Commands) -> None:
-    """Add `top` to the command line."""
-    parser = commands.add_parser(
-        "top",
-        help="what every rank of a run does, in the terminal",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `top`."""
     parser.add_argument("run_name", nargs="?", default="last", metavar="RUN", help="a name or a folder; default: last")
     parser.add_argument("--once", action="store_true", help="print one picture and end; so it is without a terminal")
-    parser.set_defaults(run=_run, parser=parser)
 
 
-def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Run `top`; gives the exit status."""
     from unisono.live.terminal import show_top
     from unisono.runtime.run_folder import NoSuchRun, find_run
 
     try:
         folder = find_run(options.run_name)
     except NoSuchRun as error:
-        options.parser.error(str(error))
+        parser.error(str(error))
     show_top(folder, once=options.once)
     return 0

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from unisono.cli.arguments import Commands
-from unisono.cli.help_text import HelpFormatter
+__all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
 
-__all__ = ["add_command"]
-
-_EPILOG = """\
+DESCRIPTION = """\
+Show or stop the process that `unisono run --warm` keeps for ten minutes: it has imported torch, and the workers of
+the next run are forked from it.
+"""
+EPILOG = """\
 examples:
   unisono run --warm -n 2 train.py    the first starts it; later ones begin at once
   unisono warm                        is there one, and how many runs has it served
@@ -17,24 +18,15 @@ examples:
 """
 
 
-def add_command(commands: Commands) -> None:
-    """Add `warm` to the command line."""
-    parser = commands.add_parser(
-        "warm",
-        help="show or stop the process that `unisono run --warm` keeps",
-        description="Show or stop the process that `unisono run --warm` keeps for ten minutes: it has imported torch, "
-        "and the workers of the next run are forked from it.",
-        epilog=_EPILOG,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `warm`."""
     parser.add_argument(
         "action", choices=("status", "stop"), nargs="?", default="status", help="what to do; default: status"
     )
-    parser.set_defaults(run=_warm)
 
 
-def _warm(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Run `warm`; gives the exit status."""
     from unisono.launchers.warm import list_warm, stop_warm
 
     servers = stop_warm() if options.action == "stop" else list_warm()

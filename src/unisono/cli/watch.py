@@ -7,41 +7,30 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
-from unisono.cli.arguments import Commands
-from unisono.cli.help_text import HelpFormatter
 from unisono.runtime.run_folder import RunFolder
 
-__all__ = ["add_command", "add_page_options", "show_page"]
+__all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "add_page_options", "run", "show_page"]
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Serve the live page of a run, one that goes on or one that has ended: losses and metrics, where the time of a step goes,
 what every rank does, verdicts, and the stack of any rank on a click. Ctrl-C ends the page; the run does not notice.
 
 The page is at the printed address, on this machine alone (--bind changes that). The address holds a token: whoever does
 not know it sees nothing. From another machine: ssh -L 8080:127.0.0.1:8080 HOST, and --port 8080 here.
 """
-_EPILOG = """\
+EPILOG = """\
 examples:
   unisono watch                    the newest run of this folder, at a free port of this machine
   unisono watch last --port 8080 --open
 """
 
 
-def add_command(commands: Commands) -> None:
-    """Add `watch` to the command line."""
-    parser = commands.add_parser(
-        "watch",
-        help="the live page of a run, in a browser",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `watch`."""
     parser.add_argument("run_name", nargs="?", default="last", metavar="RUN", help="a name or a folder; default: last")
     parser.add_argument("--port", type=_parse_port, metavar="P", help="default: a free one")
     parser.add_argument("--bind", default="127.0.0.1", metavar="ADDRESS", help="default: 127.0.0.1, this machine alone")
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
-    parser.set_defaults(run=_run, parser=parser)
 
 
 def _parse_port(text: str) -> int:
@@ -51,7 +40,8 @@ def _parse_port(text: str) -> int:
     return int(text)
 
 
-def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Run `watch`; gives the exit status."""
     from unisono.live.beside import NoPage, open_address, open_in_browser
     from unisono.runtime.run_folder import NoSuchRun, find_run
 
@@ -59,7 +49,7 @@ def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
         folder = find_run(options.run_name)
         opened = open_address(options.bind, options.port)
     except (NoSuchRun, NoPage) as error:
-        options.parser.error(str(error))
+        parser.error(str(error))
     _say(opened.note)
     _say(f"{folder.name}: {opened.url} (Ctrl-C ends the page)")
     if options.open:
@@ -76,7 +66,7 @@ def _run(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
 
 
 def add_page_options(parser: argparse.ArgumentParser) -> None:
-    """What `unisono run` takes for a page of the run."""
+    """The options of `unisono run` for a page of the run."""
     group = parser.add_argument_group("the live page (docs/page.md)")
     group.add_argument(
         "--page", action="store_true", help="serve a page of the run while it goes on; its address is printed"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import platform
 import shlex
 import time
@@ -13,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from unisono import units
 from unisono.compare.results import ONE_WORKER, WARM_UP, Comparison, Row, Trial
 from unisono.compare.runs import Request, Runs
 from unisono.compare.steps import PARTS, SMOOTHED, smooth
@@ -168,7 +168,7 @@ def _draw_speed_up(found: Comparison, colours: dict[str, int]) -> Lines | None:
 
 def as_json(found: Comparison, request: Request, about: dict[str, str]) -> dict[str, Any]:
     """All numbers: the rows of the table, and each run's steps."""
-    numbers: dict[str, Any] = _plain(
+    numbers: dict[str, Any] = units.as_json(
         {
             "finding": found.finding,
             "best": None if found.best is None else {"method": found.best.method, "workers": found.best.workers},
@@ -196,12 +196,3 @@ def as_json(found: Comparison, request: Request, about: dict[str, str]) -> dict[
         }
     )
     return numbers
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no nan and no inf: they become null."""
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

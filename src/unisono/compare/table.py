@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from unisono.compare.results import Comparison, Row
 from unisono.compare.steps import PARTS
 from unisono.text_table import format_rows
+from unisono.units import show_bytes, show_ms, show_s
 
 __all__ = ["cells", "format_table", "headings"]
 
@@ -25,7 +26,7 @@ def headings(found: Comparison) -> list[tuple[str, str]]:
     columns += [(_SHORT[name], "ms") for name in PARTS]
     columns += [("sent", "a step"), ("samples", "/s"), ("speed-up", ""), ("effic.", "")]
     if found.equal_time_s is not None:
-        columns.append(("loss", f"at {_seconds(found.equal_time_s)}"))
+        columns.append(("loss", f"at {show_s(found.equal_time_s)}"))
     if found.equal_samples is not None:
         columns.append(("loss", f"at {_count(found.equal_samples)}"))
     if found.target is not None:
@@ -35,9 +36,9 @@ def headings(found: Comparison) -> list[tuple[str, str]]:
 
 def cells(row: Row, found: Comparison) -> list[str]:
     """A row's text for each column; "-" where something is not known."""
-    texts = [row.method, str(row.workers), _milliseconds(row.step_s)]
-    texts += [_milliseconds(row.parts_s.get(name)) for name in PARTS]
-    sent = "-" if row.bytes_a_step is None else _bytes(row.bytes_a_step)
+    texts = [row.method, str(row.workers), show_ms(row.step_s)]
+    texts += [show_ms(row.parts_s.get(name)) for name in PARTS]
+    sent = "-" if row.bytes_a_step is None else show_bytes(row.bytes_a_step)
     texts.append(f"≈{sent}" if row.bytes_by_formula and row.bytes_a_step else sent)
     texts.append("-" if row.samples_a_second is None else _rate(row.samples_a_second))
     texts.append("-" if row.speed_up is None else f"{row.speed_up:.2f}")
@@ -81,36 +82,8 @@ def _target(row: Row) -> str:
     if row.failed:
         return "-"
     if row.time_to_target_s is not None:
-        return _seconds(row.time_to_target_s)
+        return show_s(row.time_to_target_s)
     return "not reached" if not row.reached else f"{row.reached} of {row.rounds}"
-
-
-def _milliseconds(seconds: float | None) -> str:
-    """Milliseconds with three digits, or whole ones.
-
-    >>> _milliseconds(0.0123456), _milliseconds(1.5), _milliseconds(None), _milliseconds(0.0)
-    ('12.3', '1500', '-', '0')
-    """
-    if seconds is None:
-        return "-"
-    ms = 1e3 * seconds
-    return f"{ms:.0f}" if ms >= 99.95 or ms < 0.005 else f"{ms:.1f}" if ms >= 9.995 else f"{ms:.2f}"
-
-
-def _bytes(count: float) -> str:
-    """Bytes with three digits.
-
-    >>> _bytes(0), _bytes(849.3), _bytes(39_120), _bytes(1.25e6)
-    ('0', '849 B', '39.1 kB', '1.25 MB')
-    """
-    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= 0.9995 * size:
-            return f"{count / size:.0f} {unit}" if count >= 99.95 * size else f"{count / size:.3g} {unit}"
-    return f"{count:.3g} B" if count else "0"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds < 99.5 else f"{seconds:.0f} s"
 
 
 def _rate(rate: float) -> str:

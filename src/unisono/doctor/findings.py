@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Finding", "State", "run_check", "worst_of"]
+__all__ = ["Finding", "State", "judge", "run_check", "worst_of"]
 
 State = Literal["ok", "warn", "bad"]
 _ORDER: Sequence[State] = ("ok", "warn", "bad")
@@ -25,6 +25,11 @@ class Finding:
     text: str
     advice: str = ""
     values: dict[str, Any] = field(default_factory=dict)
+
+
+def judge(section: str, name: str, text: str, advice: str, values: dict[str, Any]) -> Finding:
+    """A finding of something that works: "warn" if there is advice, else "ok"."""
+    return Finding(section, name, "warn" if advice else "ok", text, advice, values)
 
 
 def worst_of(findings: Iterable[Finding]) -> State:

@@ -11,10 +11,11 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from unisono.doctor.findings import Finding, State
+from unisono.doctor.findings import Finding, State, judge
 from unisono.runtime.huge_pages import HugePages, are_wanted, read_huge_pages
 from unisono.runtime.machine import available_bytes, host_bytes, usable_cores
 from unisono.runtime.run_folder import find_runs_folder
+from unisono.units import show_size
 
 __all__ = [
     "check_clock",
@@ -38,20 +39,14 @@ _PROGRAMS = {"mpi": "mpirun", "slurm": "srun", "ssh": "ssh"}
 _PACKAGES = {"torchrun": "torch", "ray": "ray", "spark": "pyspark"}
 
 
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / (1 << 30):.1f} GiB" if nbytes >= 1 << 30 else f"{nbytes / (1 << 20):.0f} MiB"
-
-
 def check_cores(cores: int | None = None, memory: int | None = None, free: int | None = None) -> list[Finding]:
-    """Cores that may be used, and memory."""
+    """Usable cores, and free memory."""
     cores = usable_cores() if cores is None else cores
     memory, free = host_bytes() if memory is None else memory, available_bytes() if free is None else free
-    text = f"{cores} usable core{'s' * (cores > 1)}; {_gib(free)} of {_gib(memory)} memory are free"
+    text = f"{cores} usable core{'s' * (cores > 1)}; {show_size(free)} of {show_size(memory)} memory are free"
     values = {"cores": cores, "memory_bytes": memory, "free_bytes": free}
-    if free < _LITTLE_MEMORY:
-        advice = "a worker takes some 300 MiB before its model: end something, or start few workers"
-        return [Finding(SECTION, "cores and memory", "warn", text, advice, values)]
-    return [Finding(SECTION, "cores and memory", "ok", text, values=values)]
+    little = "a worker takes some 300 MiB before its model: end something, or start few workers"
+    return [judge(SECTION, "cores and memory", text, little if free < _LITTLE_MEMORY else "", values)]
 
 
 def check_shared_memory(
@@ -74,14 +69,12 @@ def check_shared_memory(
         advice = "a DataLoader with num_workers cannot hand batches over: mount a tmpfs there"
         return [*found, Finding(SECTION, "/dev/shm", "warn", text, advice)]
     size, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
-    text, values = f"{_gib(free)} of {_gib(size)} are free", {"size_bytes": size, "free_bytes": free}
-    if free < _SMALL_SHM:
-        advice = (
-            "our own memory does not lie there, but a DataLoader with num_workers puts batches there, and dies where "
-            "it is full: docker run --shm-size=1g (or --ipc=host), or mount -o remount,size=1g /dev/shm"
-        )
-        return [*found, Finding(SECTION, "/dev/shm", "warn", text, advice, values)]
-    return [*found, Finding(SECTION, "/dev/shm", "ok", text, values=values)]
+    text, values = f"{show_size(free)} of {show_size(size)} are free", {"size_bytes": size, "free_bytes": free}
+    small = (
+        "our own memory does not lie there, but a DataLoader with num_workers puts batches there, and dies where "
+        "it is full: docker run --shm-size=1g (or --ipc=host), or mount -o remount,size=1g /dev/shm"
+    )
+    return [*found, judge(SECTION, "/dev/shm", text, small if free < _SMALL_SHM else "", values)]
 
 
 def check_huge_pages(pages: HugePages | None = None) -> list[Finding]:
@@ -105,10 +98,8 @@ def check_descriptors(limits: tuple[int, int] | None = None) -> list[Finding]:
     values = {"soft": soft, "hard": hard}
     if soft != endless and soft < _VERY_FEW:
         return [Finding(SECTION, "open files", "bad", text, f"too few for a run: {advice}", values)]
-    if soft != endless and soft < _FEW_DESCRIPTORS:
-        why = f"enough for a few workers; with many, or many files of data: {advice}"
-        return [Finding(SECTION, "open files", "warn", text, why, values)]
-    return [Finding(SECTION, "open files", "ok", text, values=values)]
+    few = f"enough for a few workers; with many, or many files of data: {advice}"
+    return [judge(SECTION, "open files", text, few if soft != endless and soft < _FEW_DESCRIPTORS else "", values)]
 
 
 def check_locked_memory(limits: tuple[int, int] | None = None, infiniband: Path | None = None) -> list[Finding]:
@@ -116,11 +107,10 @@ def check_locked_memory(limits: tuple[int, int] | None = None, infiniband: Path 
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK) if limits is None else limits
     folder = Path("/sys/class/infiniband") if infiniband is None else infiniband
     has_cards = folder.is_dir() and any(folder.iterdir())
-    text = "without limit" if soft == resource.RLIM_INFINITY else _gib(soft)
-    if has_cards and soft != resource.RLIM_INFINITY:
-        advice = "this host has InfiniBand, for which NCCL locks memory: `ulimit -l unlimited` (limits.conf: memlock)"
-        return [Finding(SECTION, "locked memory", "warn", text, advice, {"soft": soft})]
-    return [Finding(SECTION, "locked memory", "ok", text, values={"soft": soft})]
+    text = "without limit" if soft == resource.RLIM_INFINITY else show_size(soft)
+    short = "this host has InfiniBand, for which NCCL locks memory: `ulimit -l unlimited` (limits.conf: memlock)"
+    advice = short if has_cards and soft != resource.RLIM_INFINITY else ""
+    return [judge(SECTION, "locked memory", text, advice, {"soft": soft})]
 
 
 def check_clock(read: Callable[[], int] | None = None, *, matters: bool = False) -> list[Finding]:
@@ -157,18 +147,18 @@ def check_runs_folder(folder: Path | None = None, mounts: str | None = None) -> 
     kind = _find_kind(there, Path("/proc/mounts").read_text(encoding="utf-8") if mounts is None else mounts)
     room = os.statvfs(there)
     free = room.f_bavail * room.f_frsize
-    text, values = f"{folder} ({kind or 'unknown'}, {_gib(free)} free)", {"file_system": kind, "free_bytes": free}
+    text, values = f"{folder} ({kind or 'unknown'}, {show_size(free)} free)", {"file_system": kind, "free_bytes": free}
     elsewhere = "set UNISONO_RUNS to another folder, or to off"
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         return [Finding(SECTION, name, "bad", text, f"{there} cannot be written to: {elsewhere}", values)]
+    advice = ""
     if free < _LITTLE_ROOM:
-        return [Finding(SECTION, name, "warn", text, f"the disk is nearly full: {elsewhere}", values)]
-    if any(kind == one or kind.startswith(one) for one in _NETWORK_FILES):
+        advice = f"the disk is nearly full: {elsewhere}"
+    elif kind.startswith(_NETWORK_FILES):
         advice = f"a record is written twice a second, over the network there: {elsewhere} on a disk of this host"
-        return [Finding(SECTION, name, "warn", text, advice, values)]
-    if kind == "tmpfs":
-        return [Finding(SECTION, name, "warn", text, f"it is memory, and gone at the next start: {elsewhere}", values)]
-    return [Finding(SECTION, name, "ok", text, values=values)]
+    elif kind == "tmpfs":
+        advice = f"it is memory, and gone at the next start: {elsewhere}"
+    return [judge(SECTION, name, text, advice, values)]
 
 
 def _find_kind(path: Path, mounts: str) -> str:
@@ -192,7 +182,7 @@ def check_engines(
     find: Callable[[str], str | None] | None = None,
     env: Mapping[str, str] = os.environ,
 ) -> list[Finding]:
-    """What `unisono run --on` finds here."""
+    """The engines that `unisono run --on` could use here."""
     from unisono.doctor.installed import find_version
 
     find = find_version if find is None else find

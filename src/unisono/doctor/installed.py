@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 
-from unisono.doctor.findings import Finding
+from unisono.doctor.findings import Finding, judge
 
 __all__ = ["check_extras", "check_package", "check_python", "check_required", "find_version", "read_requirements"]
 
@@ -44,30 +44,22 @@ def read_requirements() -> list[str]:
 
 def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> list[Finding]:
     """Whether the tests run with this Python."""
-    oldest, newest = PYTHONS
     text = f"{platform.python_implementation()} {_show(version)} ({sys.executable})"
-    known = f"the tests run with {_show(oldest)} to {_show(newest)}"
-    values = {"version": _show(version)}
-    if version[:2] < oldest:
-        return [Finding(SECTION, "python", "bad", text, f"{known}: install a newer Python", values)]
-    if version[:2] > newest:
-        return [Finding(SECTION, "python", "warn", text, f"newer than what was tried: {known}", values)]
-    return [Finding(SECTION, "python", "ok", text, values=values)]
+    return [_compare("python", text, _show(version), PYTHONS, "install a newer Python")]
 
 
 def check_package(version: str, folder: Path, find: FindVersion = find_version) -> list[Finding]:
     """This package, and whether what is imported is what was installed."""
     installed = find("unisono")
     text, values = f"{version} ({folder})", {"version": version, "folder": str(folder)}
+    advice = ""
     if installed is None:
         advice = "found by its path, not installed: torch does not know the backend `unisono` then; pip install -e ."
-        return [Finding(SECTION, "unisono", "warn", text, advice, values)]
-    if installed != version:
+    elif installed != version:
         advice = (
             f"pip knows version {installed}: another copy is in the way (PYTHONPATH), or run pip install -e . again"
         )
-        return [Finding(SECTION, "unisono", "warn", text, advice, values)]
-    return [Finding(SECTION, "unisono", "ok", text, values=values)]
+    return [judge(SECTION, "unisono", text, advice, values)]
 
 
 def check_required(find: FindVersion = find_version) -> list[Finding]:
@@ -78,20 +70,20 @@ def check_required(find: FindVersion = find_version) -> list[Finding]:
         if version is None:
             found.append(Finding(SECTION, name, "bad", "not installed", f"pip install {name}"))
         elif name == "torch":
-            found.append(_judge_torch(version))
+            found.append(_compare(name, version, version, TORCHES, "pip install --upgrade 'torch>=2.11'"))
         else:
             found.append(Finding(SECTION, name, "ok", version, values={"version": version}))
     return found
 
 
-def _judge_torch(version: str) -> Finding:
-    (oldest, newest), number = TORCHES, _read(version)[:2]
-    known, values = f"the tests run with {_show(oldest)} to {_show(newest)}", {"version": version}
+def _compare(name: str, text: str, version: str, tested: tuple[tuple[int, int], ...], remedy: str) -> Finding:
+    """Whether a version is among those that the tests run with: an older one is bad, a newer one a warning."""
+    oldest, newest = tested
+    number, values = _read(version)[:2], {"version": version}
+    known = f"the tests run with {_show(oldest)} to {_show(newest)}"
     if number < oldest:
-        return Finding(SECTION, "torch", "bad", version, f"{known}: pip install --upgrade 'torch>=2.11'", values)
-    if number > newest:
-        return Finding(SECTION, "torch", "warn", version, f"newer than what was tried: {known}", values)
-    return Finding(SECTION, "torch", "ok", version, values=values)
+        return Finding(SECTION, name, "bad", text, f"{known}: {remedy}", values)
+    return judge(SECTION, name, text, f"newer than what was tried: {known}" if number > newest else "", values)
 
 
 # Extras ---------------------------------------------------------------------------------------------------------------

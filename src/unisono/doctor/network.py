@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from unisono.doctor.findings import Finding, State
+from unisono.doctor.findings import Finding, judge
 from unisono.launchers.engines.engine import split_host
 from unisono.runtime.machine import address_towards, interface_of_address
+from unisono.units import show_rate, show_s
 
 __all__ = [
     "Hosts",
@@ -211,14 +212,13 @@ def _judge_visit(one: Visit, mine: Mapping[str, str | None]) -> Finding:
     if missing:
         advice = f"install {' and '.join(missing)} there, in the Python that is asked ({one.versions.get('python')})"
         return Finding(SECTION, name, "bad", text, advice, values)
+    advice = ""
     other = [what for what, version in one.versions.items() if _lead(version) != _lead(mine.get(what))]
     if other:
         advice = f"other versions than here of {', '.join(other)}: workers of one run should have the same"
-        return Finding(SECTION, name, "warn", text, advice, values)
-    if abs(one.clock_s) > _CLOCK_OFF_S + one.there_and_back_s / 2:
+    elif abs(one.clock_s) > _CLOCK_OFF_S + one.there_and_back_s / 2:
         advice = "times in logs cannot be compared: run chrony or systemd-timesyncd on each host"
-        return Finding(SECTION, name, "warn", text, advice, values)
-    return Finding(SECTION, name, "ok", text, values=values)
+    return judge(SECTION, name, text, advice, values)
 
 
 def _lead(version: str | None) -> str:
@@ -269,18 +269,11 @@ def judge_links(links: Sequence[Mapping[str, Any]], names: Sequence[str]) -> lis
     for link in links:
         first, second = (names[rank] for rank in link["between"])
         rate, late = link["bits_per_s"], link["latency_s"]
-        text = f"{_show_rate(rate)}, {1e3 * late:.2f} ms one way"
+        text = f"{show_rate(rate)}, {show_s(late)} one way"
         advice = ""
         if rate < typical / 2:
-            advice = (
-                f"less than half of what others have ({_show_rate(typical)}): all workers wait for the slowest link"
-            )
+            advice = f"less than half of what others have ({show_rate(typical)}): all workers wait for the slowest link"
         elif rate < _SLOW_BITS or late > _FAR_S:
             advice = "slow for exact gradients: `unisono plan` says which method suits this network"
-        state: State = "warn" if advice else "ok"
-        found.append(Finding(SECTION, f"{first} – {second}", state, text, advice, dict(link)))
+        found.append(judge(SECTION, f"{first} – {second}", text, advice, dict(link)))
     return found
-
-
-def _show_rate(bits_per_s: float) -> str:
-    return f"{bits_per_s / 1e9:.1f} Gbit/s" if bits_per_s >= 1e9 else f"{bits_per_s / 1e6:.0f} Mbit/s"

@@ -87,7 +87,7 @@ def _try(trial: Callable[[], Answer]) -> Answer:
 
 
 def _measure(transport: Transport | None, device: str) -> Answer:
-    """Sums over the ranks, checked, and the seconds of one."""
+    """All-reduce some numbers a few times and check the sums; the seconds of the fastest."""
     import torch
 
     assert transport is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from unisono.runtime.machine import host_bytes
-from unisono.sizes import parse_size, show_size
+from unisono.units import parse_size, show_size
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from typing import Literal, NamedTuple
 
 from unisono.footprint.capacity import Capacity
 from unisono.footprint.formula import HALF_BYTES, SETTINGS, ModelFacts, Need, Setting, compute_need, list_settings
-from unisono.sizes import show_size
 from unisono.spec import build
 from unisono.strategies.allreduce import allreduce
 from unisono.strategies.shared import shared
 from unisono.strategies.zero import zero
 from unisono.text_table import format_rows
+from unisono.units import show_size
 
 _BEST = 5  # of the settings that fit, so many are spelled out
 

@@ -21,7 +21,8 @@ from unisono.lab.measure import measure_wire
 from unisono.launchers.engines.engine import Engine, EngineError, Work, agent_command
 from unisono.launchers.engines.ssh import HostCommand, HostsStarted, divide, write_setup
 from unisono.launchers.environment import threads_per_worker
-from unisono.runtime.link_text import Link, describe_rate, describe_time, parse_links
+from unisono.runtime.link_text import Link, parse_links
+from unisono.units import show_rate, show_s
 
 __all__ = ["Lab"]
 
@@ -177,11 +178,11 @@ def _describe(links: Sequence[Link], rates: Sequence[float], latency_s: float, *
         hosts = [host for host, other in enumerate(links) if other == link]
         who = "" if len(hosts) == len(links) else f", host{'s' * (len(hosts) > 1)} {', '.join(map(str, hosts))}"
         asked = "not held back" if link == Link() else f"asked {link.describe()}"
-        measured = f"measured {describe_rate(min(rates[host] for host in hosts))} of payload"
-        added = f" and {describe_time(link.latency_s)} that the transport adds" if by_kernel and link.latency_s else ""
+        measured = f"measured {show_rate(min(rates[host] for host in hosts))} of payload"
+        added = f" and {show_s(link.latency_s)} that the transport adds" if by_kernel and link.latency_s else ""
         lines.append(
             f"{len(links)} emulated host{'s' * (len(links) > 1)}{who}: {asked}, {measured}, latency "
-            f"{describe_time(latency_s)}{added}"
+            f"{show_s(latency_s)}{added}"
         )
     return lines
 
@@ -192,8 +193,8 @@ def _check_rates(links: Sequence[Link], rates: Sequence[float]) -> None:
     if worst >= _REACHED:
         return
     host = next(h for h, link in enumerate(links) if link.bits_per_s and rates[h] / link.bits_per_s == worst)
-    asked = describe_rate(links[host].bits_per_s or 0.0)
-    found = f"host{host} was asked for {asked}, and {describe_rate(rates[host])} pass"
+    asked = show_rate(links[host].bits_per_s or 0.0)
+    found = f"host{host} was asked for {asked}, and {show_rate(rates[host])} pass"
     if worst < _NEARLY_REACHED:
         raise EngineError(
             f"this machine does not reach the rate: {found} with the links of all {len(links)} hosts in use. Ask for "

@@ -42,7 +42,7 @@ class Opened:
 
     @property
     def url(self) -> str:
-        """What is typed into a browser."""
+        """The address of the page, with its token."""
         host = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(self.bound, self.bound)
         host = f"[{host}]" if ":" in host else host
         return f"http://{host}:{self.port}/{self.token}/"
@@ -86,7 +86,7 @@ def _explain(error: OSError) -> str:
 
 
 def open_in_browser(url: str) -> str:
-    """Open the page; where that fails, a word on it."""
+    """Open the page in a browser; returns a note for the user if that fails, else ""."""
     import webbrowser
 
     try:
@@ -116,7 +116,7 @@ class PageBeside:
         self.pid = self._process.pid
 
     def stop(self) -> None:
-        """End the page."""
+        """Stop the page's process, and wait for its end."""
         self._process.terminate()
         self._process.wait()
 

@@ -49,7 +49,7 @@ class Bins:
         return self._sums.shape[1]
 
     def mark_told(self) -> None:
-        """All that there is has been passed on."""
+        """Note that everything so far has been sent to the pages."""
         self.changed = self.end
 
     def bin_of(self, time: float) -> int:

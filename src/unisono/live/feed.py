@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from unisono.live.bins import BYTES, PARTS, STEPS, Bins, Floats
-from unisono.live.live_run import LiveRun, Place, Speed
+from unisono.live.live_run import LiveRun, LiveWorker, Speed
 from unisono.runs.reading import say_mesh_place
 
 __all__ = ["MANY", "VIEWS", "WORST", "Feed"]
@@ -40,7 +40,7 @@ class Feed:
     # The two messages ------------------------------------------------------------------------------------------------
 
     def make_snapshot(self, view: str, now: float) -> str:
-        """All that there is."""
+        """The message for a page that opens: everything that is known."""
         speeds, states = self.live.measure_speeds(), self.live.describe_places(now)
         self._choose_rows(speeds, states, now)
         bins = self._bins(view)
@@ -216,7 +216,7 @@ def _pack_heat(rows: Floats) -> str:
     return base64.b64encode(np.rint(levels).astype(np.uint8).tobytes()).decode()
 
 
-def _describe_place(place: Place, speed: Speed | None, state: str) -> list[Any]:
+def _describe_place(place: LiveWorker, speed: Speed | None, state: str) -> list[Any]:
     numbers = (
         [None] * (len(PARTS) + 3)
         if speed is None

@@ -8,23 +8,13 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from urllib.parse import parse_qs, unquote, urlsplit
 
 __all__ = ["Refused", "Request", "format_head", "is_own_name", "read_request"]
 
 _HEAD_BYTES = 16_384
 _HEAD_S = 10.0  # a client that has not said what it wants by then is let go
-_PHRASES = {
-    200: "OK",
-    400: "Bad Request",
-    403: "Forbidden",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    408: "Request Timeout",
-    421: "Misdirected Request",
-    431: "Request Header Fields Too Large",
-    503: "Service Unavailable",
-}
 # Nothing is loaded from elsewhere, nothing may put the page into a frame, and no address leaves with a link.
 _SAFETY = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -48,7 +38,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Request:
-    """What a client asked for."""
+    """A parsed HTTP request."""
 
     method: str
     path: str
@@ -95,7 +85,7 @@ def format_head(status: int, kind: str, length: int | None) -> bytes:
         fields["Content-Length"] = str(length)
     if status == 405:
         fields["Allow"] = "GET, HEAD"
-    lines = [f"HTTP/1.1 {status} {_PHRASES[status]}", *(f"{name}: {value}" for name, value in fields.items())]
+    lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", *(f"{name}: {value}" for name, value in fields.items())]
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -12,25 +11,26 @@ from typing import Any
 
 import numpy as np
 
-from unisono.live.bins import BYTES, COLUMNS, PARTS, STEPS, Bins
+from unisono.live.bins import BYTES, PARTS, STEPS, Bins
 from unisono.live.marks import Marks
 from unisono.live.series import StepSeries
-from unisono.runs.reading import RankLog, RunReader
+from unisono.runs.reading import Batch, RankLog, RunReader
+from unisono.runs.table import COLUMNS
+from unisono.runtime.run_folder import find_write_s
 
-__all__ = ["LiveRun", "Place", "Speed"]
+__all__ = ["LiveRun", "LiveWorker", "Speed"]
 
 RECENT_WIDTH_S, RECENT_BINS = 0.5, 240
 WHOLE_BINS = 256
 _METRICS = 40  # further names are not kept
 _SILENT_S = 10.0  # a rank that says nothing for so long, for several steps, and for several of its writes
-_WRITES_S, _WRITES_A_RUN, _MANY_WRITERS = 0.5, 40_000, 64  # as workers write (runs/recorder.py)
 _SPEED_S = 5.0  # speeds are those of so many seconds
 _ENDS = {"worker lost": "lost", "worker stopped": "stopped", "worker ended": "ended"}  # events of the launcher
 _AHEAD_S = 60.0  # a time further in the future is a broken line
 
 
 @dataclass
-class Place:
+class LiveWorker:
     """One worker, as its file shows it. Its rank may be another after a change of the world."""
 
     place: int
@@ -41,16 +41,17 @@ class Place:
     last: float = 0.0  # unix time of what was said last
     since: float = 0.0  # unix time of the first header
     began: float = 0.0  # of the newest
+    end: dict[str, Any] | None = None  # its last line, once it has written it
     outcome: str = ""  # how it ended, by its last line or by the launcher: "" while it goes on
 
     @property
     def rank(self) -> int:
-        """The rank that it has now."""
+        """The worker's rank in its newest world."""
         return int(self.header.get("rank", self.place))
 
     @property
     def generation(self) -> int:
-        """The newest generation of the world that it was in."""
+        """The newest generation of the world that the worker was in."""
         return int(self.header.get("generation") or 0)
 
 
@@ -71,7 +72,7 @@ class LiveRun:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.run: dict[str, Any] = {}
-        self.places: dict[int, Place] = {}
+        self.places: dict[int, LiveWorker] = {}
         self.recent = Bins(RECENT_WIDTH_S, RECENT_BINS, slides=True)
         self.whole = Bins(RECENT_WIDTH_S, WHOLE_BINS, slides=False)
         self.metrics: dict[str, StepSeries] = {}
@@ -113,7 +114,7 @@ class LiveRun:
     # Taking ----------------------------------------------------------------------------------------------------------
 
     def take_run(self, run: Mapping[str, Any]) -> None:
-        """What run.json says now."""
+        """Take the contents of run.json."""
         self._is_new = True
         self.run = dict(run)
         started = self.run.get("started")
@@ -121,7 +122,7 @@ class LiveRun:
             self.recent.begin = self.whole.begin = math.floor(started)
 
     def take_event(self, event: Mapping[str, Any]) -> None:
-        """A line of the launcher."""
+        """Take an event that the launcher wrote."""
         self._is_new = True
         values = {name: value for name, value in event.items() if name not in ("time", "kind", "step")}
         kind, when = str(event.get("kind", "event")), float(event.get("time") or 0.0)
@@ -130,74 +131,61 @@ class LiveRun:
         if kind in _ENDS and isinstance(number, int):
             self._ends.append((number, when, _ENDS[kind]))
 
-    def take_lines(self, log: RankLog, lines: Sequence[Any]) -> None:
-        """New lines of a place's file, each a list that begins with its kind."""
+    def take_batch(self, log: RankLog, batch: Batch) -> None:
+        """Take what a worker wrote."""
         self._is_new = True
-        place = self.places.setdefault(log.place, Place(log.place))
+        place = self.places.setdefault(log.place, LiveWorker(log.place))
         place.offset = log.offset  # all of a file are on one clock
-        rows: list[list[float]] = []
-        for line in lines:
-            with contextlib.suppress(TypeError, ValueError, IndexError, KeyError, AttributeError, OverflowError):
-                self._take_line(place, line, rows)  # the reader has counted those that cannot be read
-        self._take_rows(place, rows)
-
-    def _take_line(self, place: Place, line: Sequence[Any], rows: list[list[float]]) -> None:
-        kind = line[0]
-        if kind == "step":
-            rows.append([float(place.offset + line[2]), 1.0, int(line[1]), *map(float, line[3:12])])
-        elif kind == "steps":
-            count = int(line[2]) - int(line[1]) + 1
-            rows.append([float(place.offset + line[3]), count, int(line[2]), *map(float, line[4:13])])
-        elif kind == "header":
-            self._take_header(place, dict(line[1]))
-        elif kind == "metrics":
-            self._take_metrics(place, int(line[1]), place.offset + float(line[2]), line[3], str(line[4]))
-        elif kind == "event":
-            step, values = line[2], dict(line[4])
-            self.marks.add(str(line[1]), place.offset + float(line[3]), step, values)
-        elif kind == "end":
-            place.outcome = str(line[2].get("outcome") or "ended")
-            place.last = max(place.last, place.offset + float(line[1]))
-
-    def _take_header(self, place: Place, header: dict[str, Any]) -> None:
-        place.header = header
-        place.began = place.offset + float(header.get("time") or 0.0)
-        place.since = place.since or place.began
-        place.last = max(place.last, place.began)
-        place.outcome = ""
-
-    def _take_metrics(self, place: Place, step: int, when: float, values: Mapping[str, Any], how: str) -> None:
-        for name, value in values.items():
+        if log.headers and log.header is not place.header:
+            self._take_header(place, log)
+        for name, (how, values) in batch.values.items():
             if name not in self.metrics and len(self.metrics) < _METRICS:
                 self.metrics[name] = StepSeries(how)
-            if name in self.metrics and isinstance(value, int | float):
-                self.metrics[name].add(step, when, float(value))
+            if name in self.metrics:
+                for step, when, value in values:
+                    self.metrics[name].add(int(step), place.offset + when, value)
+        for event in batch.events:
+            values_of = {name: value for name, value in event.items() if name not in ("kind", "step", "time")}
+            self.marks.add(event["kind"], place.offset + event["time"], event["step"], values_of)
+        if log.end is not place.end:
+            place.end = log.end
+            if log.end is not None:
+                place.outcome = str(log.end.get("outcome") or "ended")
+                place.last = max(place.last, place.offset + log.end["time"])
+        self._take_rows(place, batch.rows)
 
-    def _take_rows(self, place: Place, rows: Sequence[Sequence[float]]) -> None:
+    def _take_header(self, place: LiveWorker, log: RankLog) -> None:
+        times = [header.get("time") for header in (log.headers[0], log.header)]
+        first, place.began = (place.offset + (at if isinstance(at, int | float) else 0.0) for at in times)
+        place.header, place.end, place.outcome = log.header, None, ""
+        place.since = place.since or first
+        place.last = max(place.last, place.began)
+
+    def _take_rows(self, place: LiveWorker, rows: Sequence[Sequence[float]]) -> None:
         if not rows:
             return
-        table = np.array([(*row, *[0.0] * (12 - len(row)))[:12] for row in rows])
-        # start, count, step, then wall, compute, communication, waiting, data, hidden, bytes, collectives, compression
-        ahead = table[:, 0] + table[:, 3] > time.time() + _AHEAD_S
-        sound = np.isfinite(table).all(1) & (table[:, 3] >= 0) & (table[:, 0] > 0) & ~ahead
+        table = dict(zip(COLUMNS, np.array(rows).T, strict=True))
+        start, wall = table["start"] + place.offset, table["wall"]
+        ahead = start + wall > time.time() + _AHEAD_S
+        sound = np.isfinite(start) & (wall >= 0) & (start > 0) & ~ahead
         self._reader.unreadable += int((~sound).sum())
-        table = table[sound]
-        if not len(table):
+        if not sound.any():
             return
-        compression = np.minimum(table[:, 11], table[:, 5])
+        steps, communication = table["last"] - table["first"] + 1.0, table["communication"]
+        compression = np.minimum(table["compression"], communication)
         columns = (
-            *(table[:, 0], table[:, 3], table[:, 4], compression, table[:, 5] - compression),
-            *(table[:, 6], table[:, 7], table[:, 9], table[:, 1]),
+            *(start, wall, table["compute"], compression, communication - compression),
+            *(table["waiting"], table["data"], table["bytes_sent"], steps),
         )
-        entered = np.stack(columns, axis=1)
+        entered = np.stack(columns, axis=1)[sound]
         self.recent.add(place.place, entered)
         self.whole.add(place.place, entered)
-        place.step = int(table[-1, 2])
-        place.step_s = float(table[-1, 3] / max(1.0, table[-1, 1]))
-        place.last = max(place.last, float(table[-1, 0] + table[-1, 3]))
+        place.step = int(table["last"][sound][-1])
+        place.step_s = float(entered[-1, 1] / max(1.0, entered[-1, -1]))
+        place.last = max(place.last, float(entered[-1, 0] + entered[-1, 1]))
 
     def mark_told(self) -> None:
-        """All that there is has been passed on."""
+        """Note that everything so far has been sent to the pages."""
         for bins in (self.recent, self.whole):
             bins.mark_told()
         for series in self.metrics.values():
@@ -208,7 +196,7 @@ class LiveRun:
 
     @property
     def step(self) -> int:
-        """The furthest step of a rank."""
+        """The furthest step that any rank has made."""
         return max((place.step for place in self.places.values()), default=-1)
 
     def describe_state(self) -> str:
@@ -227,10 +215,12 @@ class LiveRun:
 
     def describe_places(self, now: float) -> dict[int, str]:
         """What each worker does: "training", "slow", "silent", "starting", "lost", "left", "failed", "ended", ..."""
-        over, write_s = self.is_over(), self._find_write_s(now)
+        over = self.is_over()
+        began = min((place.since for place in self.places.values()), default=now)
+        write_s = find_write_s(now - began, len(self.places))
         newest = max((place.generation for place in self.places.values()), default=0)
 
-        def describe(place: Place) -> str:
+        def describe(place: LiveWorker) -> str:
             if place.outcome:
                 return "ended" if place.outcome in ("ok", "ended") else place.outcome
             if place.generation < newest:
@@ -245,13 +235,8 @@ class LiveRun:
 
         return {number: describe(place) for number, place in self.places.items()}
 
-    def _find_write_s(self, now: float) -> float:
-        """How often a worker writes: more rarely where there are many, and in a long run."""
-        began = min((place.since for place in self.places.values()), default=now)
-        return max(_WRITES_S, (now - began) / _WRITES_A_RUN) * max(1.0, len(self.places) / _MANY_WRITERS)
-
     def measure_speeds(self) -> dict[int, Speed]:
-        """How each place did in the seconds before its last line."""
+        """The speed of each worker in the seconds before its last line."""
         found: dict[int, tuple[float, Any]] = {}
         bins = self.recent
         count = max(1, round(_SPEED_S / bins.width_s))
@@ -282,6 +267,3 @@ class LiveRun:
             self.places,
             key=lambda n: (rank.get(states.get(n, ""), 4), -(speeds[n].factor if n in speeds else 0.0), n),
         )
-
-
-assert COLUMNS[: len(PARTS)] == PARTS

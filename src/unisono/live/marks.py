@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Mark", "Marks"]
+__all__ = ["Marks", "TimelineMark"]
 
 _KEPT = 400
 _GRAVE = {"verdict", "hang", "worker lost", "fault", "failure", "desync"}
@@ -17,7 +17,7 @@ _TEXT_CHARACTERS = 600
 
 
 @dataclass
-class Mark:
+class TimelineMark:
     """A moment. `tone` is "bad", "note" or "quiet": quiet ones are listed, and drawn nowhere."""
 
     number: int
@@ -32,7 +32,7 @@ class Mark:
     times: int = 1  # how many ranks said the same
 
     def as_list(self) -> list[Any]:
-        """As the page reads it."""
+        """The mark as the page's script reads it."""
         time = round(self.time, 3)
         return [
             self.number, self.kind, self.tone, time, self.step, self.rank, self.text, self.cause, self.place, self.times
@@ -43,15 +43,15 @@ class Marks:
     """The last of them, the same said by several ranks once; and who is slow now."""
 
     def __init__(self) -> None:
-        self.kept: list[Mark] = []
+        self.kept: list[TimelineMark] = []
         self.verdicts = 0
         self.slow: dict[int, str] = {}  # rank: cause
         self.changed = 0  # the lowest number that has changed since `mark_told`
         self._next = 0
-        self._known: dict[str, Mark] = {}
+        self._known: dict[str, TimelineMark] = {}
 
     def add(self, kind: str, time: float, step: int | None, values: Mapping[str, Any]) -> None:
-        """An event of a rank's ledger or of the launcher."""
+        """Add an event of a rank's ledger or of the launcher."""
         if kind in _NOT_TOLD:
             return
         rank = values.get("rank") if isinstance(values.get("rank"), int) else None
@@ -62,7 +62,7 @@ class Marks:
             return
         tone = "bad" if kind in _GRAVE else "note" if kind in _WORTH else "quiet"
         cause, place = str(values.get("cause", "")), str(values.get("place", ""))
-        mark = Mark(self._next, kind, tone, time, step, rank, _describe(kind, rank, values), cause, place)
+        mark = TimelineMark(self._next, kind, tone, time, step, rank, _describe(kind, rank, values), cause, place)
         self._next += 1
         self._note(kind, rank, cause)
         self._known[key] = mark
@@ -75,7 +75,7 @@ class Marks:
         return [mark.as_list() for mark in self.kept if mark.number >= number]
 
     def mark_told(self) -> None:
-        """All that there is has been passed on."""
+        """Note that everything so far has been sent to the pages."""
         self.changed = self._next
 
     def _note(self, kind: str, rank: int | None, cause: str) -> None:
@@ -88,7 +88,7 @@ class Marks:
             self.slow.pop(rank, None)
 
     def _drop(self) -> None:
-        """Quiet ones go first, then the oldest."""
+        """Drop a mark: the oldest quiet one, else the oldest."""
         gone = next((mark for mark in self.kept if mark.tone == "quiet"), self.kept[0])
         self.kept.remove(gone)
         self._known = {key: mark for key, mark in self._known.items() if mark is not gone}

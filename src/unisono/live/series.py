@@ -43,7 +43,7 @@ class StepSeries:
         self._newest = -1
 
     def add(self, step: int, time: float, value: float) -> None:
-        """A rank's value at a step."""
+        """Add a rank's value at a step."""
         if not math.isfinite(value) or step < 0:
             return
         number = step // self.width
@@ -64,7 +64,7 @@ class StepSeries:
         return [self._point(self._sums[n]) for n in sorted(self._sums) if n >= number]
 
     def mark_told(self) -> None:
-        """All that there is has been passed on."""
+        """Note that everything so far has been sent to the pages."""
         self.changed = max(self._sums, default=-1) + 1
 
     @property
@@ -82,7 +82,7 @@ class StepSeries:
         return entry.last_step, entry.time, value, entry.low, entry.high
 
     def _fold(self) -> None:
-        """Points of twice as many steps."""
+        """Merge neighbouring points, so that each stands for twice as many steps."""
         old, self._sums = self._sums, {}
         self.width *= 2
         for number, entry in old.items():

@@ -66,7 +66,7 @@ class PageServer:
         self._asking = asyncio.Lock()
 
     def stop(self) -> None:
-        """End soon."""
+        """Ask the server to shut down; does not wait for it."""
         self._stopped.set()
 
     async def serve(self) -> None:
@@ -88,14 +88,16 @@ class PageServer:
             await asyncio.gather(*left, return_exceptions=True)
 
     async def _follow(self) -> None:
-        """Read the folder, and pass on what is new."""
+        """Read the run folder again and again, and send the pages what is new."""
         sent_at, over_at = 0.0, None
         while not self._stopped.is_set():
             is_new = self.live.read()
             now = time.time()
             if is_new or now - sent_at >= _IDLE_S:
                 sent_at = now
-                self._send_updates(now)
+                updates = self.feed.make_updates(set(self._viewers.values()), now)
+                for writer, view in list(self._viewers.items()):
+                    self._send(writer, updates[view])
             is_orphan = self.parent is not None and os.getppid() != self.parent
             if is_orphan or (not self.stays and self.live.is_over()):
                 over_at = over_at or now
@@ -103,11 +105,6 @@ class PageServer:
                     return
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._stopped.wait(), _READ_S)
-
-    def _send_updates(self, now: float) -> None:
-        updates = self.feed.make_updates(set(self._viewers.values()), now)
-        for writer, view in list(self._viewers.items()):
-            self._send(writer, updates[view])
 
     def _send(self, writer: asyncio.StreamWriter, text: str) -> None:
         transport = writer.transport
@@ -187,7 +184,7 @@ class PageServer:
         raise Refused(404, f"there is no {name!r} here")
 
     async def _stream(self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Events until the client leaves."""
+        """Send a page its events until it leaves."""
         view = request.query.get("view", "recent")
         if view not in VIEWS:
             raise Refused(404, f"there is no view {view!r} here")

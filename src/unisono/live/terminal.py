@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from unisono.live.bins import PARTS
-from unisono.live.live_run import LiveRun, Place, Speed
+from unisono.live.live_run import LiveRun, LiveWorker, Speed
 from unisono.runs.reading import say_mesh_place
+from unisono.units import show_s
 
 __all__ = ["draw_frame", "draw_sparkline", "show_top"]
 
@@ -123,19 +124,19 @@ def _draw_ranks(
     return table
 
 
-def _name(place: Place) -> str:
+def _name(place: LiveWorker) -> str:
     """Its rank; where ranks were dealt anew, the number that the launcher's messages call the worker by."""
     return str(place.rank) if place.rank == place.place else f"worker {place.place}"
 
 
-def _describe_row(place: Place, speed: Speed | None, state: str, now: float) -> list[RenderableType]:
+def _describe_row(place: LiveWorker, speed: Speed | None, state: str, now: float) -> list[RenderableType]:
     text = f"{state} {_clock(now - place.last)}" if state == "silent" else state
     shown = Text(text, style=_TONES.get(state, ""))
     step = f"{place.step:,}" if place.step >= 0 else ""
     if speed is None:
         return [_name(place), step, *[""] * 7, shown]
     compute, compression, communication, waiting, data = speed.parts
-    times = [_seconds(s) for s in (compute, compression + communication, waiting, data)]
+    times = [show_s(s).replace(" ", "") for s in (compute, compression + communication, waiting, data)]
     factor = Text(f"x{speed.factor:.1f}", style="yellow" if speed.factor >= 1.3 else "dim")
     return [_name(place), step, f"{speed.steps_s:.4g}", *times, f"{speed.bytes_s / 1e6:.4g}", factor, shown]
 
@@ -146,8 +147,8 @@ def _draw_rest(speeds: dict[int, Speed], count: int) -> Text:
         return Text(f"and {count:,} more", style="dim")
     low, middle, high = np.percentile(own, [5, 50, 95])
     return Text(
-        f"and {count:,} more; own time of a step, all ranks: median {_seconds(middle)}, 5 % below {_seconds(low)}, "
-        f"5 % above {_seconds(high)}",
+        f"and {count:,} more; own time of a step, all ranks: median {show_s(middle)}, 5 % below {show_s(low)}, "
+        f"5 % above {show_s(high)}",
         style="dim",
     )
 
@@ -180,17 +181,6 @@ def draw_sparkline(values: Sequence[float], width: int) -> str:
     low, high = min(groups), max(groups)
     scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BLOCKS[round((value - low) * scale)] for value in groups)
-
-
-def _seconds(value: float) -> str:
-    """In few characters.
-
-    >>> _seconds(0.0201), _seconds(3.14159), _seconds(0.00021)
-    ('20.1ms', '3.14s', '210us')
-    """
-    if value >= 1:
-        return f"{value:.3g}s"
-    return f"{value * 1e3:.3g}ms" if value >= 1e-3 else f"{value * 1e6:.3g}us"
 
 
 def _clock(seconds: float) -> str:

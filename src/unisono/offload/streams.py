@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from unisono.offload.requests import make_buffer
+from unisono.units import show_size
 
 LINE_BYTES = 256  # lines in a slab begin on such a border
 
@@ -164,7 +165,7 @@ def _register(memory: Tensor) -> None:
     code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
     if code != 0:
         raise RuntimeError(
-            f"{memory.numel() / 2**30:.1f} GiB of host memory could not be locked for the GPU (CUDA error {code}). "
+            f"{show_size(memory.numel())} of host memory could not be locked for the GPU (CUDA error {code}). "
             f"Raise the limit of locked memory (ulimit -l), offload less (a larger device_memory) or use 16-bit moments"
         )
 

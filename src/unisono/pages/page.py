@@ -6,11 +6,11 @@ follow the reader's system.
 
 from __future__ import annotations
 
-import html
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from html import escape
 from importlib import resources
 from typing import Any
 
@@ -34,7 +34,7 @@ class Series:
 
 @dataclass
 class Lines:
-    """A chart of lines."""
+    """A line chart."""
 
     title: str
     x_label: str
@@ -67,7 +67,7 @@ class Table:
 
 @dataclass
 class Pairs:
-    """Names and what they stand for."""
+    """A list of names and their texts."""
 
     pairs: Sequence[tuple[str, str]]
 
@@ -84,7 +84,7 @@ class Section:
 
 
 def write_page(title: str, lead: str, sections: Sequence[Section]) -> str:
-    """The page as text."""
+    """The whole page as HTML text, which needs no other file."""
     charts: list[dict[str, Any]] = []
     body = "\n".join(_write_section(section, charts) for section in sections)
     script = "\n".join([_read("vendor/uPlot.iife.min.js"), _read("charts.js")]) if charts else ""
@@ -97,7 +97,7 @@ def write_page(title: str, lead: str, sections: Sequence[Section]) -> str:
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; \
 script-src 'unsafe-inline'; img-src data:">
 <meta name="color-scheme" content="light dark">
-<title>{_escape(title)}</title>
+<title>{escape(title)}</title>
 <style>
 {_read("vendor/uPlot.min.css")}
 {_read("page.css")}
@@ -105,8 +105,8 @@ script-src 'unsafe-inline'; img-src data:">
 </head>
 <body>
 <main>
-<h1>{_escape(title)}</h1>
-<p class="lead">{_escape(lead)}</p>
+<h1>{escape(title)}</h1>
+<p class="lead">{escape(lead)}</p>
 {body}
 </main>
 <script type="application/json" id="charts">{data}</script>
@@ -122,10 +122,6 @@ def _read(name: str) -> str:
     return (resources.files("unisono.pages") / name).read_text(encoding="utf-8")
 
 
-def _escape(text: str) -> str:
-    return html.escape(text)
-
-
 def _write_section(section: Section, charts: list[dict[str, Any]]) -> str:
     parts: list[str] = []
     row: list[str] = []  # charts that stand side by side
@@ -139,52 +135,50 @@ def _write_section(section: Section, charts: list[dict[str, Any]]) -> str:
         parts.append(_write_block(block))
     if row:
         parts.append(f'<div class="charts">{"".join(row)}</div>')
-    return f"<section>\n<h2>{_escape(section.heading)}</h2>\n" + "\n".join(parts) + "\n</section>"
+    return f"<section>\n<h2>{escape(section.heading)}</h2>\n" + "\n".join(parts) + "\n</section>"
 
 
 def _write_block(block: str | Bars | Table | Pairs) -> str:
     if isinstance(block, str):
-        return f"<p>{_escape(block)}</p>"
+        return f"<p>{escape(block)}</p>"
     if isinstance(block, Table):
         return _write_table(block)
     if isinstance(block, Pairs):
-        items = "".join(f"<dt>{_escape(name)}</dt><dd>{_escape(text)}</dd>" for name, text in block.pairs)
+        items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in block.pairs)
         return f"<dl>{items}</dl>"
     return _write_bars(block)
 
 
 def _write_table(table: Table) -> str:
     head = "".join(
-        f"<th>{_escape(name)}{f'<span>{_escape(unit)}</span>' if unit else ''}</th>" for name, unit in table.headings
+        f"<th>{escape(name)}{f'<span>{escape(unit)}</span>' if unit else ''}</th>" for name, unit in table.headings
     )
     rows = []
     for i, cells in enumerate(table.rows):
         marked = ' class="marked"' if i < len(table.marked) and table.marked[i] else ""
-        rows.append(f"<tr{marked}>" + "".join(f"<td>{_escape(cell)}</td>" for cell in cells) + "</tr>")
+        rows.append(f"<tr{marked}>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
         if i < len(table.notes) and table.notes[i]:
-            rows.append(f'<tr class="note"><td colspan="{len(table.headings)}">{_escape(table.notes[i])}</td></tr>')
+            rows.append(f'<tr class="note"><td colspan="{len(table.headings)}">{escape(table.notes[i])}</td></tr>')
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 
 def _write_bars(bars: Bars) -> str:
     """Plain HTML: each part's width is its share of the longest bar."""
     longest = max((sum(v or 0.0 for v in values) for _, values in bars.rows), default=0.0) or 1.0
-    keys = "".join(f'<span class="key"><i class="p{i}"></i>{_escape(p)}</span>' for i, p in enumerate(bars.parts))
+    keys = "".join(f'<span class="key"><i class="p{i}"></i>{escape(p)}</span>' for i, p in enumerate(bars.parts))
     lines = []
     for name, values in bars.rows:
         pieces = "".join(
             f'<i class="p{i}" style="width:{100 * value / longest:.3f}%" '
-            f'title="{_escape(f"{bars.parts[i]}: {value:.4g} {bars.unit}")}"></i>'
+            f'title="{escape(f"{bars.parts[i]}: {value:.4g} {bars.unit}")}"></i>'
             for i, value in enumerate(values)
             if value
         )
         total = f"{sum(v or 0.0 for v in values):.4g} {bars.unit}"
-        lines.append(
-            f'<div class="bar-name">{_escape(name)}</div><div class="bar">{pieces}<b>{_escape(total)}</b></div>'
-        )
-    note = f'<p class="small">{_escape(bars.note)}</p>' if bars.note else ""
+        lines.append(f'<div class="bar-name">{escape(name)}</div><div class="bar">{pieces}<b>{escape(total)}</b></div>')
+    note = f'<p class="small">{escape(bars.note)}</p>' if bars.note else ""
     return (
-        f'<figure><figcaption>{_escape(bars.title)}</figcaption><div class="keys">{keys}</div>'
+        f'<figure><figcaption>{escape(bars.title)}</figcaption><div class="keys">{keys}</div>'
         f'<div class="bars">{"".join(lines)}</div>{note}</figure>'
     )
 
@@ -199,7 +193,7 @@ def _write_lines(lines: Lines, charts: list[dict[str, Any]]) -> str:
             "series": [_write_series(series) for series in lines.series],
         }
     )
-    name = _escape(lines.title)
+    name = escape(lines.title)
     return f'<figure><figcaption>{name}</figcaption><div class="chart" data-chart="{len(charts) - 1}"></div></figure>'
 
 

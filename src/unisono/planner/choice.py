@@ -5,14 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from unisono.costs import Anatomy, Network, Prediction, predict, replay
 from unisono.planner.candidates import GRADES
 from unisono.planner.measured import Measured, MeasuredMethod
 from unisono.planner.meshes import advise_mesh
+from unisono.units import show_rate
+from unisono.units import show_s as show_time
 
 __all__ = ["Choice", "Ranked", "choose", "find_crossing", "rank", "show_bits", "show_s"]
 
+show_s = partial(show_time, fixed=True)  # as all stand in columns
+show_bits = partial(show_rate, digits=2)
 _NEAR = 0.05  # within so much of the best, the method with the least effect on training is first
 _EXPOSED = 0.1  # of a step: communication that is worth nothing more to be done about
 _SLOWEST, _FASTEST = 1e5, 1e13  # bits a second: where a crossing is looked for
@@ -209,25 +214,3 @@ def _largest_batch(measured: Measured) -> int | None:
 
 
 # In words ---------------------------------------------------------------------------------------------------------
-
-
-def show_s(seconds: float) -> str:
-    """A time with its unit.
-
-    >>> show_s(2.104), show_s(0.0213), show_s(0.00004)
-    ('2.10 s', '21.3 ms', '0.04 ms')
-    """
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e3:.2f} ms"
-
-
-def show_bits(bits_per_s: float) -> str:
-    """A rate with its unit.
-
-    >>> show_bits(2.34e9), show_bits(9.6e7)
-    ('2.3 Gbit/s', '96 Mbit/s')
-    """
-    if bits_per_s >= 1e9:
-        return f"{bits_per_s / 1e9:.2g} Gbit/s" if bits_per_s < 1e10 else f"{bits_per_s / 1e9:.0f} Gbit/s"
-    return f"{bits_per_s / 1e6:.2g} Mbit/s" if bits_per_s < 1e7 else f"{bits_per_s / 1e6:.0f} Mbit/s"

@@ -7,8 +7,8 @@ from typing import Any
 
 from unisono.planner.choice import Choice, Ranked, show_bits, show_s
 from unisono.planner.measured import Measured, MeasuredMethod
-from unisono.sizes import show_size
 from unisono.text_table import format_rows
+from unisono.units import show_size
 
 __all__ = ["plan_to_dict", "write_report"]
 

@@ -24,9 +24,9 @@ from unisono.model_copies import add_hook
 from unisono.planner.candidates import describe_candidate
 from unisono.runtime.link_text import Link
 from unisono.runtime.machine import host_bytes, usable_cores
-from unisono.sizes import show_size
 from unisono.spec import build, describe
 from unisono.strategy import Replica, Strategy, binding
+from unisono.units import show_size
 from unisono.world import World
 from unisono.world.transports.simulated import SimulatedTransport
 from unisono.world.virtual import simulate

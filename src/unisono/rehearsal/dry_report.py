@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from unisono.rehearsal.dry import DryResult
-from unisono.runtime.link_text import describe_time
-from unisono.sizes import show_size
 from unisono.text_table import format_rows
+from unisono.units import show_s, show_size
 
 __all__ = ["write_dry_report"]
 
@@ -63,7 +62,5 @@ def _write_traffic(result: DryResult) -> str:
     lines = ["traffic of a step, sent by each worker", *format_rows(table, left=(1, 3))]
     if result.exchange_s is not None:
         link = result.request.link
-        lines.append(
-            f"  over links of {link.describe()} (--net), one after the other: {describe_time(result.exchange_s)}"
-        )
+        lines.append(f"  over links of {link.describe()} (--net), one after the other: {show_s(result.exchange_s)}")
     return "\n".join(lines)

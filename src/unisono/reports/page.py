@@ -11,14 +11,15 @@ from unisono.reports.side_by_side import list_differences
 from unisono.reports.summary import PARTS, MetricSummary, Summary
 from unisono.reports.wording import (
     conclude,
+    count_classes,
     describe_balance,
     describe_outcome,
+    describe_speed_up,
     list_facts,
     list_parts,
-    show_bytes,
-    show_ms,
-    show_number,
+    list_rank_cells,
 )
+from unisono.units import show_bytes, show_ms, show_number
 
 __all__ = ["make_page"]
 
@@ -69,13 +70,8 @@ def _show_costs(found: Summary) -> list[Block]:
     if len(shown) < len(trained):
         note = f"The {len(shown)} slowest of {len(trained)} ranks. {note}"
     bars = Bars("A mean step of each rank", "ms", list_parts(found), rows, note)
-    said = [found.slowest.text[0].upper() + found.slowest.text[1:] + "."] if found.slowest is not None else []
-    gained = found.speed_up
-    if gained.times is not None and gained.efficiency is not None:
-        said.append(f"Speed-up {gained.times:.2f}, efficiency {100 * gained.efficiency:.0f} %, {gained.how}.")
-    else:
-        said.append(f"Speed-up: {gained.how}.")
-    said += [text[0].upper() + text[1:] + "." for text in found.notes]
+    slowest = [] if found.slowest is None else [found.slowest.text]
+    said = _make_sentences([*slowest, describe_speed_up(found), *found.notes])
     return [*said, bars, _show_ranks(found, shown)]
 
 
@@ -90,22 +86,17 @@ def _show_ranks(found: Summary, shown: Sequence[object]) -> Table:
         ("longest", "ms"),
     ]
     heads += [("sent", "a step"), ("steps", ""), ("samples", "")]
-    rows = []
-    for rank in found.ranks:
-        if rank not in shown:
-            continue
-        times = [show_ms(rank.cost[name]) for name in ("wall", *PARTS, "hidden")]
-        samples = "-" if rank.samples is None else f"{rank.samples:,}"
-        sent = show_bytes(rank.cost["bytes_sent"])
-        place = [rank.mesh_place] if meshed else []
-        rows.append([rank.label, *place, rank.host, *times, show_ms(rank.longest_s), sent, f"{rank.steps:,}", samples])
-    return Table(heads, rows)
+    return Table(heads, [list_rank_cells(found, rank, details=True) for rank in found.ranks if rank in shown])
+
+
+def _make_sentences(texts: Sequence[str]) -> list[str]:
+    return [text[0].upper() + text[1:] + "." for text in texts]
 
 
 def _show_pipeline(found: Summary) -> list[Block]:
     if found.pipeline is None:
         return []
-    said = [text[0].upper() + text[1:] + "." for text in describe_pipeline(found.pipeline)]
+    said = _make_sentences(describe_pipeline(found.pipeline))
     shown = found.pipeline.members[:_MOST_RANKS]
     rows = [(f"rank {one.rank}", [100 * one.busy, 100 * (1 - one.busy)]) for one in shown]
     note = f"Of equal stages each would wait {100 * found.pipeline.ideal:.1f} % of it, by {found.pipeline.formula}."
@@ -142,13 +133,10 @@ def _show_bytes(found: Summary) -> list[Block]:
 
 
 def _show_balance(found: Summary) -> list[Block]:
-    blocks: list[Block] = [text[0].upper() + text[1:] + "." for text in describe_balance(found)]
+    blocks: list[Block] = [*_make_sentences(describe_balance(found))]
     known = [rank for rank in found.ranks if rank.classes][:_MOST_RANKS]
     if known:
-        total: dict[str, int] = {}
-        for rank in known:
-            for name, count in rank.classes.items():
-                total[name] = total.get(name, 0) + count
+        total = count_classes(known)
         names = sorted(total, key=lambda name: -total[name])[:_MOST_CLASSES]
         rows: list[tuple[str, list[float | None]]] = []
         for rank in known:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from unisono.reports.summary import PARTS, Summary
-from unisono.reports.wording import describe_outcome, list_parts, show_bytes, show_ms
+from unisono.reports.wording import describe_outcome, list_parts
+from unisono.units import show_bytes, show_ms
 
 __all__ = ["draw"]
 
@@ -16,7 +17,7 @@ _MOST_RANKS = 24
 
 
 def draw(found: Summary, path: Path) -> None:
-    """Write the picture."""
+    """Draw a run's costs, metrics and bytes as a picture file."""
     if path.suffix.lower() not in _SUFFIXES:
         raise ValueError(f"a picture is a file that ends in {', '.join(_SUFFIXES)}; got {str(path)!r}")
     try:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unisono.runs.reading import RankLog, say_mesh_place
+from unisono.units import show_ms, show_s
 
 __all__ = [
     "HEADS",
@@ -94,7 +95,7 @@ def _summarise(logs: Sequence[RankLog]) -> PipelineSummary:
 
 
 def describe_pipeline(found: PipelineSummary) -> list[str]:
-    """In words."""
+    """The pipeline's schedule and waiting times in words."""
     parts = {
         "stages that differ": found.imbalance,
         "microbatches that take differently long": found.uneven,
@@ -105,8 +106,8 @@ def describe_pipeline(found: PipelineSummary) -> list[str]:
         f"{found.schedule}, {found.ranks} ranks, {found.microbatches} microbatches: {100 * found.bubble:.1f} % of the "
         f"schedule's time is bubble; {found.formula} is {100 * found.ideal:.1f} %",
         f"the difference of {100 * (found.bubble - found.ideal):+.1f} points: {why}",
-        f"the schedule, from the first computation to the last, takes {1e3 * found.schedule_s:.3g} ms; "
-        f"{1e3 * found.outside_s:.3g} ms of a step lie around it: until all have begun, and until all know the loss",
+        f"the schedule, from the first computation to the last, takes {show_s(found.schedule_s)}; "
+        f"{show_s(found.outside_s)} of a step lie around it: until all have begun, and until all know the loss",
     ]
 
 
@@ -119,8 +120,8 @@ def list_pipeline_rows(found: PipelineSummary) -> list[list[str]]:
             ", ".join(map(str, one.stages)),
             f"{100 * one.busy:.1f} %",
             f"{100 * (1 - one.busy):.1f} %",
-            f"{1e3 * one.forward_s:.3g}",
-            f"{1e3 * one.backward_s:.3g}",
+            show_ms(one.forward_s),
+            show_ms(one.backward_s),
         ]
         for one in found.members
     ]

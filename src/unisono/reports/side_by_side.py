@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from unisono.reports.summary import PARTS, Summary, show_time
-from unisono.reports.wording import describe_outcome, show_bytes, show_duration, show_ms, show_number
+from unisono.reports.wording import describe_outcome
+from unisono.units import show_bytes, show_duration, show_ms, show_number
 
 __all__ = ["list_differences"]
 

@@ -14,13 +14,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from unisono.reports.arrivals import find_waits
 from unisono.reports.pipelines import PipelineSummary, describe_mesh, summarise_pipeline
 from unisono.reports.verdicts import Slowest, find_changes, find_slowest, find_verdicts
 from unisono.runs.reading import RankLog, RunReader, say_mesh_place
-from unisono.runs.table import SUMMED
+from unisono.runtime.run_folder import SUMMED
+from unisono.units import as_json
 
 __all__ = ["PARTS", "MetricSummary", "RankSummary", "SpeedUp", "Summary", "compare_with", "show_time", "summarise"]
 
@@ -124,7 +123,7 @@ class Summary:
 
     @property
     def samples_a_second(self) -> float | None:
-        """Over all ranks."""
+        """Samples that all ranks together train on in a second."""
         if not self.samples_a_step or not self.cost.get("wall"):
             return None
         return self.samples_a_step / self.cost["wall"]
@@ -136,8 +135,8 @@ class Summary:
         return None if math.isnan(found) else found
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as JSON can hold it."""
-        found: dict[str, Any] = _plain(asdict(self))
+        """The whole summary as JSON can hold it."""
+        found: dict[str, Any] = as_json(asdict(self))
         found["samples_a_second"], found["loss"] = self.samples_a_second, self.loss
         return found
 
@@ -243,7 +242,7 @@ def _settle_waiting(logs: Sequence[RankLog], ranks: Sequence[RankSummary]) -> tu
 
 
 def _mean_cost(ranks: Sequence[RankSummary]) -> dict[str, float]:
-    """Over all ranks that made a step."""
+    """The cost of a mean step, over all ranks that made one."""
     trained = [rank for rank in ranks if rank.steps]
     return {name: sum(rank.cost[name] for rank in trained) / len(trained) for name in SUMMED} if trained else {}
 
@@ -337,10 +336,6 @@ def _find_seconds(run: dict[str, Any], logs: Sequence[RankLog], began: float | N
     return None if began is None or ended is None else max(0.0, ended - began)
 
 
-def _divide(a: Any, b: Any) -> float | None:
-    return a / b if isinstance(a, int) and isinstance(b, int) and b > 0 else None
-
-
 def _sum_known(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) if known and len(known) == len(values) else None
@@ -359,15 +354,6 @@ def _join_words(words: Any) -> str:
     return shlex.join(map(str, words)) if isinstance(words, list) else ""
 
 
-def _plain(value: Any) -> Any:
-    """JSON has no nan and no inf: they become null."""
-    if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    return None if isinstance(value, float) and not np.isfinite(value) else value
-
-
 def show_time(unix: float | None) -> str:
-    """As a clock and a calendar show it."""
+    """A unix time as local date and time; "" if it is not known."""
     return "" if unix is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix))

@@ -15,13 +15,12 @@ from unisono.reports.summary import PARTS, Summary
 from unisono.reports.wording import (
     conclude,
     describe_balance,
+    describe_speed_up,
     list_facts,
     list_parts,
-    show_bytes,
-    show_duration,
-    show_ms,
-    show_number,
+    list_rank_cells,
 )
+from unisono.units import show_bytes, show_duration, show_ms, show_number
 
 __all__ = ["list_run", "print_report", "print_runs", "print_side_by_side"]
 
@@ -30,7 +29,7 @@ _MOST_LINES = 12
 
 
 def print_report(found: Summary, console: Console) -> None:
-    """The whole report."""
+    """Print the whole report of a run."""
     console.print(_facts(found))
     if found.failure and found.outcome == "failed":
         console.print(Padding(Text(found.failure.strip()[:1500], style="red"), (1, 2)))
@@ -86,12 +85,8 @@ def _costs(found: Summary) -> Table:
         table.add_column(head, justify="right")
     ranks = [rank for rank in found.ranks if rank.steps]
     for rank in ranks if len(ranks) <= _MOST_RANKS else sorted(ranks, key=lambda r: -r.own_s)[: _MOST_RANKS // 2]:
-        times = [show_ms(rank.cost[name]) for name in ("wall", *PARTS, "hidden")]
-        samples = "-" if rank.samples is None else f"{rank.samples:,}"
         slow = found.slowest is not None and found.slowest.cause and rank.rank == found.slowest.rank
-        place = [rank.mesh_place] if meshed else []
-        row = [rank.label, *place, *times, show_bytes(rank.cost["bytes_sent"]), f"{rank.steps:,}", samples]
-        table.add_row(*row, style="yellow" if slow else "")
+        table.add_row(*list_rank_cells(found, rank), style="yellow" if slow else "")
     if len(ranks) > _MOST_RANKS:
         table.add_row(f"of {len(ranks)}", *[""] * (len(heads) - 1), style="dim")
     shares = ["100 %", *(f"{100 * found.cost[name] / (found.cost['wall'] or 1):.0f} %" for name in PARTS)]
@@ -117,11 +112,7 @@ def _pipeline(found: PipelineSummary) -> Table:
 
 def _explain_costs(found: Summary) -> list[Padding]:
     lines = [found.slowest.text] if found.slowest is not None else []
-    gained = found.speed_up
-    if gained.times is not None and gained.efficiency is not None:
-        lines.append(f"speed-up {gained.times:.2f}, efficiency {100 * gained.efficiency:.0f} %: {gained.how}")
-    else:
-        lines.append(f"speed-up: {gained.how}")
+    lines.append(describe_speed_up(found))
     if found.samples_a_second is not None:
         lines.append(f"{found.samples_a_second:,.0f} samples a second")
     return _lines([*lines, *found.notes])
@@ -171,7 +162,7 @@ def print_side_by_side(rows: Sequence[tuple[str, Sequence[str]]], names: Sequenc
 
 
 def print_runs(rows: Sequence[Sequence[str]], console: Console) -> None:
-    """The list of runs."""
+    """Print the list of runs."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     for head in ("name", "started", "lasted", "workers", "method", "steps", "loss", "outcome"):
         table.add_column(head, justify="right" if head in ("workers", "steps", "loss") else "left", overflow="fold")
@@ -181,7 +172,7 @@ def print_runs(rows: Sequence[Sequence[str]], console: Console) -> None:
 
 
 def list_run(found: Summary, started: str) -> list[str]:
-    """A line of the list."""
+    """The cells of one run in the list of runs."""
     return [
         found.name,
         started,

@@ -22,7 +22,7 @@ _MOST_VALUES = 5_000
 
 
 def write_trace(reader: RunReader, path: str | Path) -> None:
-    """Write it; ValueError where no worker recorded a step."""
+    """Write a trace of all ranks for Perfetto; ValueError if no worker recorded a step."""
     logs = [log for log in reader.ranks.values() if len(log.rows) or log.records]
     if not logs:
         raise ValueError(f"{reader.folder}: no worker recorded a step, so there is no trace")

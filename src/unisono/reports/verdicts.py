@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any, Protocol
 
 from unisono.runs.reading import RunReader
+from unisono.units import show_s
 
 __all__ = ["Costs", "Slowest", "describe", "find_changes", "find_slowest", "find_verdicts"]
 
@@ -19,7 +20,7 @@ _MOST = 200
 
 
 class Costs(Protocol):
-    """A rank, as far as it matters here."""
+    """What `find_slowest` needs to know of a rank."""
 
     rank: int
     steps: int
@@ -61,7 +62,7 @@ def find_slowest(ranks: Sequence[Costs]) -> Slowest | None:
     more = slow.samples_a_step / median(samples) if samples and slow.samples_a_step else 1.0
     cause = "input" if in_data > extra / 2 else "samples" if more - 1 > (factor - 1) / 2 else "compute"
     why = {
-        "input": f"it waits for its input, {1e3 * slow.cost['data']:.3g} ms a step",
+        "input": f"it waits for its input, {show_s(slow.cost['data'])} a step",
         "samples": f"it has {more:.2f} times as many samples",
         "compute": "it computes longer on as many samples",
     }[cause]
@@ -82,7 +83,7 @@ def find_changes(reader: RunReader) -> list[dict[str, Any]]:
 
 
 def _collect(reader: RunReader, kinds: Sequence[str]) -> list[dict[str, Any]]:
-    """By unix time, each once."""
+    """Events of these kinds by unix time, each of them once."""
     found: list[dict[str, Any]] = [dict(event) for event in reader.events if event["kind"] in kinds]
     for log in reader.ranks.values():
         found += [{**event, "time": event["time"] + log.offset} for event in log.events if event["kind"] in kinds]
@@ -101,9 +102,6 @@ def describe(event: dict[str, Any]) -> str:
     if event.get("text") and event["kind"] != "worker lost":
         return str(event["text"])
     who = f"rank {event['rank']}" if "rank" in event else ""
-    known = {
-        name: value for name, value in event.items() if name not in ("time", "kind", "step", "rank", "pid", "text")
-    }
     kind = event["kind"]
     if kind == "straggler":
         factor = event.get("factor")
@@ -115,5 +113,5 @@ def describe(event: dict[str, Any]) -> str:
         count = event.get("ranks", event.get("size"))
         what = f": {event['what']}" if event.get("what") else ""
         return f"{count} workers go on (generation {event.get('generation')}){what}"
-    details = ", ".join(f"{name} {value}" for name, value in known.items())
+    details = ", ".join(f"{name} {value}" for name, value in event.items() if name not in _TOLD)
     return " ".join(filter(None, [f"{kind}:", who, details])).rstrip(":")

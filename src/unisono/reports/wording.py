@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
 
-from unisono.reports.summary import PARTS, Summary, show_time
+from unisono.reports.summary import PARTS, RankSummary, Summary, show_time
+from unisono.units import show_bytes, show_duration, show_ms
 
 __all__ = [
     "conclude",
+    "count_classes",
     "describe_balance",
     "describe_outcome",
+    "describe_speed_up",
     "list_facts",
     "list_parts",
-    "show_bytes",
-    "show_duration",
-    "show_ms",
-    "show_number",
+    "list_rank_cells",
 ]
 
 _GOOD = 0.8  # an efficiency
@@ -30,61 +30,14 @@ _OUTCOMES = {
 }
 
 
-def show_bytes(count: float) -> str:
-    """With three digits or so.
-
-    >>> show_bytes(0), show_bytes(999), show_bytes(69_700), show_bytes(27_878_400)
-    ('0 B', '999 B', '69.7 kB', '27.9 MB')
-    """
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(count) < 999.5 or unit == "TB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
-        count /= 1000
-    raise AssertionError
-
-
-def show_ms(seconds: float | None) -> str:
-    """Milliseconds, with three digits or so.
-
-    >>> show_ms(0.0123456), show_ms(1.5), show_ms(None), show_ms(0.0)
-    ('12.3', '1500', '-', '0')
-    """
-    if seconds is None or math.isnan(seconds):
-        return "-"
-    return f"{1e3 * seconds:.3g}" if seconds < 0.9995 else f"{1e3 * seconds:.0f}"
-
-
-def show_number(value: float | None) -> str:
-    """With four digits.
-
-    >>> show_number(0.123456), show_number(None), show_number(float("nan")), show_number(12345678.0)
-    ('0.1235', '-', 'nan', '1.235e+07')
-    """
-    return "-" if value is None else f"{value:.4g}"
-
-
-def show_duration(seconds: float | None) -> str:
-    """In words.
-
-    >>> show_duration(3.25), show_duration(75), show_duration(7300), show_duration(None)
-    ('3.2 s', '1 min 15 s', '2 h 1 min', 'not known')
-    """
-    if seconds is None:
-        return "not known"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
-
-
 def describe_outcome(found: Summary) -> str:
-    """How it ended."""
+    """How the run ended, in words."""
     text = _OUTCOMES.get(found.outcome, found.outcome)
     return text if not found.exit_status else f"{text} (exit status {found.exit_status})"
 
 
 def list_facts(found: Summary) -> list[tuple[str, str]]:
-    """What the run was, by name."""
+    """Names and texts that say what the run was."""
     hosts = found.hosts if len(found.hosts) <= 4 else [*found.hosts[:3], f"{len(found.hosts) - 3} more"]
     where = f" on {', '.join(hosts)}" if hosts else ""
     samples = f", {found.samples_a_step:.4g} samples each" if found.samples_a_step else ""
@@ -125,6 +78,36 @@ def conclude(found: Summary) -> str:
     return f"{work}, as {why}: {remedy}."
 
 
+def describe_speed_up(found: Summary) -> str:
+    """How many times as fast as one worker it is, and how that is known."""
+    gained = found.speed_up
+    if gained.times is None or gained.efficiency is None:
+        return f"speed-up: {gained.how}"
+    return f"speed-up {gained.times:.2f}, efficiency {100 * gained.efficiency:.0f} %: {gained.how}"
+
+
+def list_rank_cells(found: Summary, rank: RankSummary, *, details: bool = False) -> list[str]:
+    """A rank's row in the table of costs; `details`: with its host and its longest step.
+
+    The mesh is a column of its own if the run had one.
+    """
+    place = [rank.mesh_place] if any(one.mesh_place for one in found.ranks) else []
+    times = [show_ms(rank.cost[name]) for name in ("wall", *PARTS, "hidden")]
+    samples = "-" if rank.samples is None else f"{rank.samples:,}"
+    host, longest = ([rank.host], [show_ms(rank.longest_s)]) if details else ([], [])
+    sent = show_bytes(rank.cost["bytes_sent"])
+    return [rank.label, *place, *host, *times, *longest, sent, f"{rank.steps:,}", samples]
+
+
+def count_classes(ranks: Iterable[RankSummary]) -> dict[str, int]:
+    """Samples of all these ranks, by class."""
+    total: dict[str, int] = {}
+    for rank in ranks:
+        for name, count in rank.classes.items():
+            total[name] = total.get(name, 0) + count
+    return total
+
+
 def describe_balance(found: Summary) -> list[str]:
     """How evenly data and work were split."""
     trained = [rank for rank in found.ranks if rank.steps]
@@ -146,10 +129,7 @@ def _describe_classes(found: Summary) -> str | None:
     known = [rank for rank in found.ranks if rank.classes and not rank.is_copy]
     if len(known) < 2:
         return None
-    total: dict[str, int] = {}
-    for rank in known:
-        for name, count in rank.classes.items():
-            total[name] = total.get(name, 0) + count
+    total = count_classes(known)
     every = sum(total.values())
     distances = []
     for rank in known:

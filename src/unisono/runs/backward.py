@@ -7,8 +7,6 @@ counts.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from functools import wraps
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +16,7 @@ __all__ = ["BackwardListener", "Losses", "follow_backward", "leave_backward"]
 
 
 class BackwardListener(Protocol):
-    """Is told of each call in its thread."""
+    """Receives the calls of backward that are made in its thread."""
 
     def before_backward(self, tensors: Any) -> None: ...
 
@@ -27,30 +25,11 @@ class BackwardListener(Protocol):
     def note_scaled(self, scaled: Any, loss: Any) -> None: ...
 
 
-class _Patch:
-    """A function of torch, replaced while somebody listens. What others put in its place meanwhile stays there."""
-
-    def __init__(self, owner: Any, name: str, wrap: Callable[[_Patch, Callable[..., Any]], Callable[..., Any]]) -> None:
-        self._owner, self._name, self._wrap = owner, name, wrap
-        self._before: Any = None
-        self.ours: Any = None
-
-    def put(self) -> None:
-        """Wrap what is there now. An older wrapper of ours below it is passed through from now on."""
-        found = getattr(self._owner, self._name)
-        if found is not self.ours:
-            self._before, self.ours = found, self._wrap(self, found)
-            setattr(self._owner, self._name, self.ours)
-
-    def take_away(self) -> None:
-        """Put back what was there before, unless somebody has wrapped ours."""
-        if getattr(self._owner, self._name) is self.ours:
-            setattr(self._owner, self._name, self._before)
-        self.ours = None
-
-
+_torch_backward = torch.autograd.backward  # what ours calls: torch's, or what another library has put there
+_torch_scale = torch.amp.GradScaler.scale
 _listeners: dict[int, BackwardListener] = {}  # by thread: each rank's program is one
 _lock = threading.Lock()
+_in_backward = _in_scale = False  # whether ours are called
 
 
 def follow_backward(listener: BackwardListener) -> bool:
@@ -58,49 +37,55 @@ def follow_backward(listener: BackwardListener) -> bool:
     with _lock:
         if _listeners.setdefault(threading.get_ident(), listener) is not listener:
             return False
-        _backward.put()
-        _scale.put()
+        _install()
     return True
 
 
 def leave_backward(listener: BackwardListener) -> None:
-    """Tell it no more."""
+    """Tell `listener` of no further calls."""
     with _lock:
         for thread in [thread for thread, other in _listeners.items() if other is listener]:
             del _listeners[thread]
         if not _listeners:
-            _backward.take_away()
-            _scale.take_away()
+            _uninstall()
 
 
-def _wrap_backward(patch: _Patch, call: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(call)
-    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        listener = _listeners.get(threading.get_ident()) if patch.ours is backward else None
-        if listener is None:
-            call(tensors, *args, **kwargs)
-            return
-        listener.before_backward(tensors)
-        call(tensors, *args, **kwargs)
-        listener.after_backward()
-
-    return backward
+def _install() -> None:
+    """Put our functions in the place of torch's, once: another library's patch above ours may call them already."""
+    global _torch_backward, _torch_scale, _in_backward, _in_scale
+    if not _in_backward and torch.autograd.backward is not _backward:
+        _torch_backward, torch.autograd.backward, _in_backward = torch.autograd.backward, _backward, True
+    if not _in_scale and torch.amp.GradScaler.scale is not _scale:
+        _torch_scale, _in_scale = torch.amp.GradScaler.scale, True
+        torch.amp.GradScaler.scale = _scale  # type: ignore[method-assign]
 
 
-def _wrap_scale(patch: _Patch, call: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(call)
-    def scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
-        scaled = call(scaler, outputs)
-        listener = _listeners.get(threading.get_ident()) if patch.ours is scale else None
-        if listener is not None:
-            listener.note_scaled(scaled, outputs)
-        return scaled
-
-    return scale
+def _uninstall() -> None:
+    """Put back what was there, unless another library has replaced ours meanwhile: its patch stays."""
+    global _in_backward, _in_scale
+    if torch.autograd.backward is _backward:
+        torch.autograd.backward, _in_backward = _torch_backward, False
+    if torch.amp.GradScaler.scale is _scale:
+        torch.amp.GradScaler.scale, _in_scale = _torch_scale, False  # type: ignore[method-assign]
 
 
-_backward = _Patch(torch.autograd, "backward", _wrap_backward)
-_scale = _Patch(torch.amp.GradScaler, "scale", _wrap_scale)
+def _backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+    """Replaces `torch.autograd.backward`: tells this thread's listener before and after the call."""
+    listener = _listeners.get(threading.get_ident())
+    if listener is None:
+        _torch_backward(tensors, *args, **kwargs)
+        return
+    listener.before_backward(tensors)
+    _torch_backward(tensors, *args, **kwargs)
+    listener.after_backward()
+
+
+def _scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
+    scaled = _torch_scale(self, outputs)
+    listener = _listeners.get(threading.get_ident())
+    if listener is not None:
+        listener.note_scaled(scaled, outputs)
+    return scaled
 
 
 _DIVISIONS = ("DivBackward0", "MulBackward0")
@@ -122,7 +107,7 @@ class Losses:
         self._unscaled: dict[int, Tensor] = {}  # by the scaled loss that a GradScaler gave out
 
     def note(self, tensors: Any) -> None:
-        """Backward is about to begin from these."""
+        """Record the loss that backward is about to be called on."""
         loss = tensors if isinstance(tensors, Tensor) else tensors[0] if len(tensors) == 1 else None
         if isinstance(loss, Tensor) and loss.numel() == 1:
             loss = self._unscaled.get(id(loss), loss)
@@ -138,20 +123,20 @@ class Losses:
 
     @property
     def count(self) -> int:
-        """How many there are so far."""
+        """The number of losses in the window so far."""
         return len(self._losses)
 
     def replace(self, since: int, loss: Tensor) -> None:
-        """Those from number `since` on were parts of this one."""
+        """Replace the losses from number `since` on, which were parts of `loss`, by it."""
         self._losses[since:] = [loss.detach()]
         self._are_parts = False
 
     def take(self) -> list[Tensor]:
-        """Those since the last time, of which the mean counts."""
+        """Return and clear the losses recorded since the last call; their mean is the loss of the step."""
         taken, parts = self._losses, max(len(self._losses), self._step_passes) if self._are_parts else 1
         self._losses, self._are_parts = [], True
         return [loss * parts for loss in taken] if parts > 1 else taken
 
     def end_step(self) -> None:
-        """The optimizer has stepped."""
+        """Begin to count passes anew, after a step of the optimizer."""
         self._passes, self._step_passes = 0, self._passes

@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from unisono.runs.reading import RankLog, RunReader
+from unisono.runs.reading import Batch, RankLog, RunReader
 from unisono.runs.sinks import Asked, Sink, open_sink, read_asked
 
 __all__ = ["Feeder", "Joiner", "main", "start_feeding", "stop_feeding"]
@@ -69,8 +70,16 @@ class Joiner:
         self._reached: dict[str, dict[int, tuple[int, float]]] = {}  # by name: the step where each rank is, and when
         self._newest: dict[str, dict[int, float]] = {}  # by name: each rank's value at the last step that was given
 
+    def take_event(self, event: dict[str, Any]) -> None:
+        """See Listener: the launcher's events hold no metrics."""
+
+    def take_batch(self, rank: RankLog, batch: Batch) -> None:
+        """See Listener."""
+        for name, (how, values) in batch.values.items():
+            self.take(rank, name, how, values)
+
     def take(self, rank: RankLog, name: str, how: str, values: Sequence[tuple[float, float, float]]) -> None:
-        """See RunReader.on_values. A metric that is each rank's own has the rank in its name."""
+        """Take a rank's values of a metric. One that is each rank's own gets the rank into its name."""
         name = f"{name}/rank{rank.rank}" if how == "rank" else name
         self._hows[name] = how
         steps = self._waiting.setdefault(name, {})
@@ -113,17 +122,17 @@ def _join(values: Sequence[float], how: str) -> float:
 
 
 class Feeder:
-    """Reads a folder and hands on what is new."""
+    """Reads a run folder as it grows, and passes new metrics to the sinks."""
 
     def __init__(self, folder: Path, asked: Sequence[Asked]) -> None:
-        self.reader, self.joiner = RunReader(folder), Joiner()
-        self.reader.on_values = self.joiner.take
+        self.joiner = Joiner()
+        self.reader = RunReader(folder, listener=self.joiner)
         self._asked, self._sinks = list(asked), list[Sink]()
         self._costs_at = time.monotonic()
         self._costs: dict[int, tuple[int, dict[str, float]]] = {}
 
     def run(self) -> None:
-        """Until the run is over."""
+        """Feed the sinks until the run is over."""
         parent = os.getppid()
         while True:
             over = self.reader.run.get("ended") is not None or os.getppid() != parent
@@ -151,7 +160,7 @@ class Feeder:
             self._guard(sink, sink.flush)
 
     def close(self) -> None:
-        """Let them end."""
+        """Close all sinks, with the outcome of the run."""
         outcome = str(self.reader.run.get("outcome") or "killed")
         for sink in list(self._sinks):
             self._guard(sink, partial(sink.close, outcome))
@@ -176,7 +185,7 @@ class Feeder:
             _say(f"nothing more is logged to {sink.asked}: {_explain(error)}; training goes on")
 
     def _find_costs(self) -> list[tuple[int, float, dict[str, float]]]:
-        """The mean step since the last time, over the ranks."""
+        """The cost of a mean step since the last call, over all ranks."""
         sums, steps, sent, step, at = dict.fromkeys(_PARTS, 0.0), 0, 0.0, 0, 0.0
         for place, rank in self.reader.ranks.items():
             before_steps, before = self._costs.get(place, (0, dict.fromkeys(rank.rows.totals, 0.0)))
@@ -202,7 +211,7 @@ def _say(text: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Feed until the run is over."""
+    """Entry point of the feeding process: feed the sinks until the run is over."""
     folder, asked = arguments
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it decides
     Feeder(Path(folder), read_asked(asked)).run()

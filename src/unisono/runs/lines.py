@@ -11,19 +11,19 @@ from typing import Protocol
 
 from unisono.runtime.run_folder import FOLDER, FOLDER_ID, append, name_rank_file, read_run
 
-__all__ = ["FileLines", "Lines", "PipeLines", "find_lines"]
+__all__ = ["FileWriter", "LineWriter", "PipeWriter", "find_writer"]
 
 _PIECE = 1_900  # characters of a message: as JSON in JSON at most twice that, and a pipe takes 4 KiB in one piece
 _MOST_HELD = 4 << 20  # characters that wait for a launcher that does not read
 
 
-class Lines(Protocol):
-    """Takes text of whole lines; never raises."""
+class LineWriter(Protocol):
+    """Writes whole lines of a worker's record; never raises."""
 
     def write(self, text: str, *, last: bool = False) -> None: ...
 
 
-class FileLines:
+class FileWriter:
     """A file of the folder. Opened for each piece: no other process inherits it."""
 
     def __init__(self, folder: Path, place: int) -> None:
@@ -48,7 +48,7 @@ class FileLines:
             )
 
 
-class PipeLines:
+class PipeWriter:
     """The pipe of error reports, whose other end is the launcher's, or its agent's on this host."""
 
     def __init__(self, fd: int) -> None:
@@ -73,13 +73,13 @@ class PipeLines:
         return bool(select.select([], [self._fd], [], 0.0)[1])
 
 
-def find_lines(place: int) -> Lines | None:
+def find_writer(place: int) -> LineWriter | None:
     """Where the worker in `place` writes, as the environment says; None: nobody records this run."""
     folder = os.environ.get(FOLDER, "")
     if not folder:
         return None
     path, wanted = Path(folder), os.environ.get(FOLDER_ID, "")
     if not wanted or (read_run(path) or {}).get("id") == wanted:
-        return FileLines(path, place)
+        return FileWriter(path, place)
     report = os.environ.get("UNISONO_REPORT_FD", "")
-    return PipeLines(int(report)) if report.isdigit() else None
+    return PipeWriter(int(report)) if report.isdigit() else None

@@ -11,8 +11,9 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,8 +22,9 @@ import numpy.typing as npt
 
 from unisono.runs.table import COLUMNS, Array, Series, StepTable
 from unisono.runtime.run_folder import FORMAT, is_running, read_run
+from unisono.units import show_ranks
 
-__all__ = ["Joined", "Listener", "RankLog", "RunReader", "say_mesh_place"]
+__all__ = ["Batch", "Joined", "Listener", "RankLog", "RunReader", "say_mesh_place"]
 
 AXES = ("data", "tensor", "pipeline")
 _MOST_ROWS = 1 << 18  # over all ranks
@@ -46,7 +48,7 @@ class _Grows:
         self._ends = ends  # only the first line and the last ones are read
 
     def skip(self) -> list[bytes]:
-        """The first line; what follows is read from near the end."""
+        """Return the first line, and continue near the end of the file."""
         self._ends = False
         try:
             with self.path.open("rb") as file:
@@ -100,7 +102,7 @@ class RankLog:
 
     @property
     def rank(self) -> int:
-        """Its rank in the last world that it was in."""
+        """The worker's rank in the last world that it was in."""
         return int(self.header.get("rank", self.place))
 
     def was_at(self, steps: Array) -> npt.NDArray[np.bool_]:
@@ -114,16 +116,18 @@ class RankLog:
 
     @property
     def last_unix(self) -> float:
-        """When its last line was written."""
+        """Unix time of the worker's last line."""
         return self.last_time + self.offset
 
 
 @dataclass
-class _Fresh:
-    """What some lines had, to be added together."""
+class Batch:
+    """What a batch of a worker's lines held. Times are those of the worker's clock."""
 
-    rows: list[list[float]] = field(default_factory=list)
-    values: dict[str, tuple[str, list[tuple[float, float, float]]]] = field(default_factory=dict)  # how, and which
+    rows: list[list[float]] = field(default_factory=list)  # steps, in the order of COLUMNS
+    values: dict[str, tuple[str, list[tuple[float, float, float]]]] = field(default_factory=dict)
+    # of each metric: how ranks are joined; steps, times and values
+    events: list[dict[str, Any]] = field(default_factory=list)  # with "kind", "step" and "time"
 
 
 @dataclass(frozen=True)
@@ -139,13 +143,13 @@ class Joined:
 
 
 class Listener(Protocol):
-    """Who wants every line, not only what is kept of them."""
+    """Receives all that is read, also what the reader does not keep."""
 
     def take_event(self, event: dict[str, Any]) -> None:
-        """A line of events.jsonl."""
+        """Take a line of events.jsonl."""
 
-    def take_lines(self, log: RankLog, lines: Sequence[Any]) -> None:
-        """Lines of a worker."""
+    def take_batch(self, log: RankLog, batch: Batch) -> None:
+        """Take what a worker wrote; `log` has its newest header, and its end if it has written one."""
 
 
 class RunReader:
@@ -156,7 +160,6 @@ class RunReader:
         ranks: By place, what each worker wrote.
         events: What the launcher saw: dicts with "time" (unix), "kind", and more.
         unreadable: Lines that could not be read.
-        on_values: Is told of a rank's new values of a metric: its name, how ranks are joined; steps, times, values.
     """
 
     def __init__(self, folder: str | Path, *, ends: bool = False, listener: Listener | None = None) -> None:
@@ -167,7 +170,6 @@ class RunReader:
         self.ranks: dict[int, RankLog] = {}
         self.events: deque[dict[str, Any]] = deque(maxlen=_MOST_EVENTS * 5)
         self.unreadable = 0
-        self.on_values: Callable[[RankLog, str, str, Sequence[tuple[float, float, float]]], None] | None = None
         self._files: dict[int, _Grows] = {}
         self._event_file = _Grows(self.folder / "events.jsonl")
         self._run_seen: tuple[int, int] | None = None
@@ -233,22 +235,8 @@ class RunReader:
 
     # Lines ----------------------------------------------------------------------------------------------------------
 
-    def _parse(self, lines: Sequence[bytes]) -> list[Any]:
-        try:
-            found: list[Any] = json.loads(b"[" + b",".join(lines) + b"]")
-        except _WRONG:  # one of them: then each by itself
-            found = [value for line in lines if (value := self._parse_one(line)) is not None]
-        return found
-
-    def _parse_one(self, line: bytes) -> Any:
-        try:
-            return json.loads(line)
-        except _WRONG:
-            self.unreadable += 1
-            return None
-
     def _take_events(self, lines: Sequence[bytes]) -> None:
-        for event in self._parse(lines):
+        for event in _parse(lines):
             if isinstance(event, dict) and isinstance(event.get("kind"), str) and _is_number(event.get("time")):
                 self.events.append(event)
                 if self._listener is not None:
@@ -257,39 +245,42 @@ class RunReader:
                 self.unreadable += 1
 
     def _take_lines(self, rank: RankLog, lines: Sequence[bytes]) -> None:
-        fresh = _Fresh()
-        parsed = self._parse(lines)
-        for line in parsed:
+        fresh = Batch()
+        for line in _parse(lines):
             self._take_line(rank, fresh, line)
-        if self._listener is not None:
-            self._listener.take_lines(rank, parsed)
         if fresh.rows:
             rank.rows.add(fresh.rows)
             rank.last_step = int(fresh.rows[-1][1])
             ended = fresh.rows[-1][2] + fresh.rows[-1][3]
             rank.last_time = rank.last_time if rank.last_time > ended else ended
-        for name, (how, values) in fresh.values.items():
+        for name, (how, values) in list(fresh.values.items()):
             if name not in rank.metrics:
                 if len(rank.metrics) >= _MOST_NAMES:
-                    self.unreadable += len(values)
+                    self.unreadable += len(fresh.values.pop(name)[1])
                     continue
                 rank.metrics[name] = Series(how, rank.rows.most)
             rank.metrics[name].add(values)
-            if self.on_values is not None:
-                self.on_values(rank, name, how, values)
+        rank.events += fresh.events
+        if self._listener is not None:
+            self._listener.take_batch(rank, fresh)
 
-    def _take_line(self, rank: RankLog, fresh: _Fresh, line: Any) -> None:
+    def _take_line(self, rank: RankLog, fresh: Batch, line: Any) -> None:
         try:
             kind = line[0]
             if kind == "step":
-                fresh.rows.append(_read_step(line))
+                _, step, start, wall, *sums = line
+                fresh.rows.append(_read_row([step, step, start, wall, *sums, wall]))
             elif kind == "steps":
-                fresh.rows.append(_read_steps(line))
+                fresh.rows.append(_read_row(line[1:]))
             elif kind == "metrics":
                 _, step, at, found, how = line
                 for name, value in found.items():
                     number = math.nan if value is None else float(value)
                     fresh.values.setdefault(name, (str(how), []))[1].append((float(step), float(at), number))
+                rank.last_time = float(at)
+            elif kind == "event":
+                _, name, step, at, found = line
+                fresh.events.append({**found, "kind": str(name), "step": int(step), "time": float(at)})
                 rank.last_time = float(at)
             else:
                 self._take_other(rank, line)
@@ -300,10 +291,6 @@ class RunReader:
         kind = line[0]
         if kind == "header":
             self._take_header(rank, dict(line[1]))
-        elif kind == "event":
-            _, name, step, at, found = line
-            rank.events.append({**found, "kind": str(name), "step": int(step), "time": float(at)})
-            rank.last_time = float(at)
         elif kind == "tags":
             rank.tag_sums[int(rank.header.get("pid", 0))] = {str(k): int(v) for k, v in line[1].items()}
             rank.tags = _sum_dicts(rank.tag_sums.values())
@@ -337,7 +324,7 @@ class RunReader:
         self._note_torch()
 
     def _note_torch(self) -> None:
-        """The launcher does not know which torch its workers have."""
+        """Copy torch's version from a worker's header to `run`: the launcher does not know it."""
         if isinstance(versions := self.run.get("versions"), dict) and "torch" in versions:
             return
         for rank in self.ranks.values():
@@ -372,12 +359,12 @@ class RunReader:
         workers = self.run.get("workers")
         absent = [p for p in range(workers) if p not in self.ranks] if isinstance(workers, int) else []
         if absent:
-            yield f"{_list_places(absent)}: nothing was written there"
+            yield f"{_list(absent)}: nothing was written there"
         headless = [p for p, rank in self.ranks.items() if not rank.header]
         if headless:
-            yield f"the beginning of {_list_places(headless)}: no header"
+            yield f"the beginning of {_list(headless)}: no header"
         if over and (cut := [p for p, rank in self.ranks.items() if rank.header and rank.end is None]):
-            yield f"the end of {_list_places(cut)}: killed, or cut off; up to the last half second is not there"
+            yield f"the end of {_list(cut)}: killed, or cut off; up to the last half second is not there"
         if self.unreadable:
             yield f"{self.unreadable} line{'s' if self.unreadable > 1 else ''} that could not be read"
 
@@ -434,8 +421,20 @@ def say_mesh_place(header: Mapping[str, Any], *, short: bool = False) -> str:
     return " ".join(f"{name[0]}{n}" for name, n in axes) if short else ", ".join(f"{name} {n}" for name, n in axes)
 
 
+def _parse(lines: Sequence[bytes]) -> list[Any]:
+    """Lines as values; a damaged one as (), which is no line of ours and counts as unreadable."""
+    try:
+        found: list[Any] = json.loads(b"[" + b",".join(lines) + b"]")
+    except _WRONG:
+        return [()] if len(lines) == 1 else [value for line in lines for value in _parse([line])]
+    return found
+
+
+_list = partial(show_ranks, noun="worker", most=12)
+
+
 def _check_header(header: dict[str, Any]) -> None:
-    """Refuse one that others could not rely on."""
+    """Raise if a header lacks what readers of the record rely on."""
     for name in ("rank", "size", "generation", "place", "hosts", "pid", "parameters"):
         if not isinstance(header.get(name, 0), int):
             raise TypeError(name)
@@ -446,17 +445,9 @@ def _check_header(header: dict[str, Any]) -> None:
         raise TypeError("not_measured and versions")
 
 
-def _read_step(line: Sequence[Any]) -> list[float]:
-    _, step, start, *sums = line
-    numbers = [float(n) for n in (step, step, start, *sums)]
-    return _checked([*numbers, numbers[3]])
-
-
-def _read_steps(line: Sequence[Any]) -> list[float]:
-    return _checked([float(n) for n in line[1:]])
-
-
-def _checked(numbers: list[float]) -> list[float]:
+def _read_row(values: Sequence[Any]) -> list[float]:
+    """A row of COLUMNS; raises if it is none."""
+    numbers = [float(value) for value in values]
     if len(numbers) != len(COLUMNS) or not all(map(math.isfinite, numbers)) or numbers[1] < numbers[0]:
         raise ValueError(numbers)
     return numbers
@@ -472,19 +463,3 @@ def _sum_dicts(many: Iterable[dict[str, int]]) -> dict[str, int]:
         for name, value in one.items():
             sums[name] = sums.get(name, 0) + value
     return sums
-
-
-def _list_places(places: Sequence[int]) -> str:
-    """In words.
-
-    >>> _list_places([2]), _list_places([0, 1, 2, 5])
-    ('worker 2', 'workers 0-2, 5')
-    """
-    runs: list[list[int]] = []
-    for place in sorted(places):
-        if runs and place == runs[-1][1] + 1:
-            runs[-1][1] = place
-        else:
-            runs.append([place, place])
-    text = ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in runs[:12]) + (", ..." if len(runs) > 12 else "")
-    return f"worker{'s' if len(places) > 1 else ''} {text}"

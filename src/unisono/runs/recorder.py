@@ -25,45 +25,30 @@ import torch
 from torch import Tensor
 
 from unisono.runs.backward import Losses, follow_backward, leave_backward
-from unisono.runs.lines import Lines
+from unisono.runs.lines import LineWriter
 from unisono.runs.values import Logged, Pending, start_copies, take_settled
 from unisono.runtime import ending
 from unisono.runtime.machine import read_boot_id
-from unisono.runtime.run_folder import FORMAT, find_version
+from unisono.runtime.run_folder import FORMAT, SUMMED, WRITE_S, find_version, find_write_s
+from unisono.units import as_json
 from unisono.world import World
-from unisono.world.ledger import Event, Row, as_json
+from unisono.world.ledger import Event, Row
 
-__all__ = ["FIELDS", "Facts", "Recorder", "read_outcome"]
+__all__ = ["Facts", "Recorder", "read_outcome"]
 
-FIELDS = (
-    "step",
-    "start",
-    "wall",
-    "compute",
-    "communication",
-    "waiting",
-    "data",
-    "hidden",
-    "bytes_sent",
-    "collectives",
-    "compression",
-)
 LOSS = "loss"
-EVERY_S = 0.5
 DETAILED_STEPS = 5_000  # each a line of its own
 DETAILED_VALUES = 20_000  # of metrics, likewise
 DETAILED_EVENTS = 2_000
 KEPT_KINDS = ("verdict", "straggler", "straggler over", "shares", "world", "fault", "worker lost")
 LONGEST_EVENT = 4_000  # characters
-LINES_A_RUN = 40_000  # from then on a line comes after 1/40,000 of the time so far, if that is longer
-MANY_RANKS = 64  # with more, each writes more rarely: there is one folder for all
 SUMS_EVERY_S, SUMS_GROWTH = 5.0, 1.1  # bytes by tag and samples: the sums so far
 TRACED_STEPS, TRACED_FIRST, TRACED_ENTRIES = 100, 20, 5_000  # written with all collectives: the last, and the first
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of the training, beside the world."""
+    """What is known of the training, apart from the world."""
 
     strategy: str = ""
     parameters: int = 0
@@ -78,7 +63,7 @@ class Recorder:
     def __init__(
         self,
         world: World,
-        lines: Lines,
+        lines: LineWriter,
         facts: Facts | None = None,
         *,
         place: int | None = None,
@@ -95,7 +80,7 @@ class Recorder:
         self._losses: Losses | None = None  # None: the program logs its loss itself
         self._steps_left, self._values_left, self._events_left = DETAILED_STEPS, DETAILED_VALUES, DETAILED_EVENTS
         self._since = self._sums_at = self.ledger.clock()
-        self._due = self._since + EVERY_S
+        self._due = self._since + WRITE_S
         self._seat: tuple[str, int, int] | None = None  # of the last header
         self._traced_until = -1
         self.is_closed = False
@@ -107,7 +92,7 @@ class Recorder:
     # What it is told ------------------------------------------------------------------------------------------------
 
     def on_row(self, row: Row) -> None:
-        """A step has ended."""
+        """Called by the ledger at the end of a step."""
         self._rows.append(row)
         if self._losses is not None and (losses := self._losses.take()):
             loss = losses[0] if len(losses) == 1 else torch.stack([x.float().reshape(()) for x in losses]).mean()
@@ -123,7 +108,7 @@ class Recorder:
             self.write()
 
     def log(self, values: Logged) -> None:
-        """Metrics of this rank, at the step where it is."""
+        """Record metrics of this rank at its current step, or at the step that they name."""
         if os.getpid() != self._pid:  # a process that was forked from the worker, such as one that reads data
             return
         if LOSS in values.values:
@@ -161,20 +146,20 @@ class Recorder:
             self._losses.note_scaled(scaled, loss)
 
     def update(self, facts: Facts) -> None:
-        """Another model or method: a header follows."""
+        """Note another model or method, and write a new header."""
         self.facts, self._seat = facts, None
         self.write()
 
     # Writing --------------------------------------------------------------------------------------------------------
 
     def write(self, *, last: bool = False) -> None:
-        """Write what has come since the last time."""
+        """Write all that was recorded since the last call."""
         if self.is_closed or os.getpid() != self._pid:  # a process that was forked from the worker
             return
         with self._lock:
             now = self.ledger.clock()
             elapsed = now - self._since
-            self._due = now + max(EVERY_S, elapsed / LINES_A_RUN) * max(1.0, self.world.size / MANY_RANKS)
+            self._due = now + find_write_s(elapsed, self.world.size)
             text = [*self._write_header(now)]
             if last or (self._traced_until < 0 and self.ledger.step_count >= TRACED_FIRST + 5):
                 text += self._write_trace(TRACED_STEPS if last else TRACED_FIRST)
@@ -187,7 +172,7 @@ class Recorder:
                 self._lines.write("\n".join(text) + "\n", last=last)
 
     def close(self, outcome: str | None = None) -> None:
-        """The program is over: write the rest."""
+        """Write the rest and how the program ended."""
         with self._lock:
             if self.is_closed or os.getpid() != self._pid:
                 return
@@ -235,7 +220,7 @@ class Recorder:
                 "clock": 0.0 if world.host == world.hosts[0] else None,
                 "unix": time.time() - self.ledger.clock(),
                 "time": now,
-                "fields": list(FIELDS),
+                "fields": ["step", "start", *SUMMED],
                 "not_measured": list(facts.not_measured),
                 "bytes_by_formula": facts.bytes_by_formula,
                 **({} if facts.mesh is None else {"mesh": list(facts.mesh[0]), "at": list(facts.mesh[1])}),
@@ -252,7 +237,7 @@ class Recorder:
             for r in one_by_one
         ]
         if rest:
-            sums = [sum(getattr(row, name) for row in rest) for name in FIELDS[2:]]
+            sums = [sum(getattr(row, name) for row in rest) for name in SUMMED]
             longest = max(row.wall for row in rest)
             numbers = [rest[0].step, rest[-1].step, rest[0].start, *sums, longest]
             lines.append(_line("steps", *(round(number, 6) for number in numbers)))

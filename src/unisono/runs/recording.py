@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from unisono.runs.lines import find_lines
+from unisono.runs.lines import find_writer
 from unisono.runs.recorder import Facts, Recorder
 from unisono.runtime import status
 from unisono.runtime.place import read_place
@@ -40,7 +40,7 @@ def needs_folder(world: World) -> bool:
 
 
 def share_folder(world: World) -> None:
-    """Make the folder, and tell all ranks: every rank calls it."""
+    """Make the run folder on rank 0 and tell all ranks where it is. A collective: every rank calls it."""
     global _made
     text = ""
     if world.rank == 0:
@@ -111,7 +111,7 @@ def _make(world: World, facts: Facts | None) -> Recorder | None:
         world = world.axes.world
     number = read_worker_number()
     place = world.rank if number is None else number
-    lines = find_lines(place)
+    lines = find_writer(place)
     if lines is None:
         return None
     finish = _finish if _made is not None else None

@@ -74,26 +74,26 @@ def read_asked(text: str) -> list[Asked]:
 
 
 class Sink(ABC):
-    """Takes numbers of a run as they come."""
+    """A destination for the metrics of a run."""
 
     def __init__(self, asked: Asked, reader: RunReader) -> None:
         self.asked, self.reader = asked, reader
 
     @abstractmethod
     def add(self, step: int, unix: float, values: Mapping[str, float]) -> None:
-        """Metrics of a step, joined over the ranks."""
+        """Take the metrics of a step, joined over the ranks."""
 
     @abstractmethod
     def flush(self) -> None:
-        """All that is there now has been added."""
+        """Called after a batch of `add`: send or write what is buffered."""
 
     @abstractmethod
     def close(self, outcome: str) -> None:
-        """The run is over."""
+        """Finish: the run is over, with this outcome."""
 
 
 def open_sink(asked: Asked, reader: RunReader) -> Sink:
-    """What was asked for, for the run that is read."""
+    """Open the destination that was asked for."""
     make: dict[str, Callable[[Asked, RunReader], Sink]] = {
         "tensorboard": TensorBoard,
         "prometheus": Prometheus,
@@ -211,7 +211,7 @@ class Prometheus(Sink):
                 self.wfile.write(body)
 
             def log_message(self, *_: object) -> None:
-                """Say nothing."""
+                """Log nothing: the output is the training program's."""
 
         self._server = http.server.ThreadingHTTPServer((asked.host, asked.port), Answer)
         self._server.daemon_threads = True
@@ -221,7 +221,7 @@ class Prometheus(Sink):
 
     @property
     def text(self) -> bytes:
-        """What it answers."""
+        """The body of the answer to a request."""
         return self._text
 
     def add(self, step: int, unix: float, values: Mapping[str, float]) -> None:
@@ -239,7 +239,7 @@ class Prometheus(Sink):
 
 
 def _write_text(reader: RunReader, values: Mapping[str, float]) -> str:
-    """In the format that Prometheus reads."""
+    """The newest numbers in Prometheus' text format."""
     run = _label(str(reader.run.get("name", reader.folder.name)))
     lines = ["# TYPE unisono_metric gauge"]
     lines += [f'unisono_metric{{run="{run}",name="{_label(name)}"}} {_number(v)}' for name, v in values.items()]

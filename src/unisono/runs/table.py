@@ -7,20 +7,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["COLUMNS", "SUMMED", "Series", "StepTable"]
+from unisono.runtime.run_folder import SUMMED
+
+__all__ = ["COLUMNS", "Series", "StepTable"]
 
 # Of some steps: the first and last, when the first began, sums over all of them, and the longest of their wall times.
-SUMMED = (
-    "wall",
-    "compute",
-    "communication",
-    "waiting",
-    "data",
-    "hidden",
-    "bytes_sent",
-    "collectives",
-    "compression",
-)
 COLUMNS = ("first", "last", "start", *SUMMED, "longest")
 Array = npt.NDArray[np.float64]
 
@@ -49,7 +40,7 @@ class _Thinned:
         return fresh
 
     def limit(self, most: int) -> None:
-        """Hold at most so many."""
+        """Hold at most `most` rows from now on."""
         self.most = max(2, most)
         self._pack()
 
@@ -95,7 +86,7 @@ class StepTable:
         return self._rows.array
 
     def column(self, name: str) -> Array:
-        """One of COLUMNS."""
+        """The values of one of COLUMNS."""
         return self._rows.array[:, COLUMNS.index(name)]
 
     @property
@@ -119,11 +110,11 @@ class StepTable:
 
     @property
     def most(self) -> int:
-        """Rows that are held at most."""
+        """The most rows that are held."""
         return self._rows.most
 
     def limit(self, most: int) -> None:
-        """Hold at most so many rows."""
+        """Hold at most `most` rows from now on."""
         self._rows.limit(most)
 
 
@@ -156,12 +147,12 @@ class Series:
 
     @property
     def steps(self) -> Array:
-        """The step of each; of several that became one, the last."""
+        """The step of each row; the last one if a row stands for several."""
         return self._rows.array[:, 0]
 
     @property
     def times(self) -> Array:
-        """When it was logged."""
+        """When each value was logged, by the clock of its file."""
         return self._rows.array[:, 1]
 
     @property
@@ -176,7 +167,7 @@ class Series:
         self.last = float(fresh[-1, 2])
 
     def limit(self, most: int) -> None:
-        """Hold at most so many."""
+        """Hold at most `most` rows from now on."""
         self._rows.limit(most)
 
     def _merge(self, blocks: Array) -> Array:

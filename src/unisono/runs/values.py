@@ -23,13 +23,13 @@ class Arriving:
     arrived: Any  # a CUDA event
 
     def is_here(self) -> bool:
-        """Whether it can be read without waiting."""
+        """Whether the number has arrived and can be read without waiting."""
         return bool(self.arrived.query())
 
 
 @dataclass
 class Logged:
-    """What a program has logged in one call."""
+    """The values that a program logged in one call."""
 
     values: Mapping[str, float | Arriving]
     how: str = "mean"

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NoReturn
 
+from unisono.units import write_number
+
 __all__ = ["PHASES", "Fault", "FaultError", "Kind", "Phase", "check_script", "parse_script"]
 
 Kind = Literal["kill", "stop", "slow", "full-disk"]
@@ -57,18 +59,14 @@ class Fault:
         if self.kind == "kill":
             return f"kill {self.rank}@{self.step}{inside}"
         if self.kind == "stop":
-            return f"stop {self.rank}@{self.step}{inside} for {_write_number(self.seconds)}s"
+            return f"stop {self.rank}@{self.step}{inside} for {write_number(self.seconds)}s"
         if self.kind == "slow":
-            return f"slow {self.rank} x{_write_number(self.factor)}@{self.step}-{self.last}"
+            return f"slow {self.rank} x{write_number(self.factor)}@{self.step}-{self.last}"
         return f"full-disk{'' if self.rank is None else f' {self.rank}'}@{self.step}"
 
     def is_for(self, rank: int) -> bool:
         """Whether it happens to this rank."""
         return self.rank in (None, rank)
-
-
-def _write_number(number: float) -> str:
-    return f"{number:.9f}".rstrip("0").rstrip(".")
 
 
 # Reading -----------------------------------------------------------------------------------------------------------

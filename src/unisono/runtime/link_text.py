@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-__all__ = ["Link", "LinkError", "describe_rate", "describe_time", "parse_link", "parse_links", "write_links"]
+from unisono.units import show_rate, show_s, write_number
+
+__all__ = ["Link", "LinkError", "parse_link", "parse_links", "write_links"]
 
 _EXAMPLES = "100mbit, 1gbit, 100mbit,20ms (one way), or a link for each host: 3x1gbit/100mbit"
 _RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -44,8 +46,8 @@ class Link:
 
     def describe(self) -> str:
         """For people."""
-        parts = [] if self.bits_per_s is None else [describe_rate(self.bits_per_s)]
-        return ", ".join(parts + ([describe_time(self.latency_s)] if self.latency_s else [])) or "as fast as it goes"
+        parts = [] if self.bits_per_s is None else [show_rate(self.bits_per_s)]
+        return ", ".join(parts + ([show_s(self.latency_s)] if self.latency_s else [])) or "as fast as it goes"
 
     def seconds(self, count: float) -> float:
         """How long so many bytes take to pass, without the latency.
@@ -111,31 +113,10 @@ def write_links(links: Sequence[Link]) -> str:
     return str(links[0]) if len(set(links)) == 1 else "/".join(map(str, links))
 
 
-def describe_rate(bits_per_s: float) -> str:
-    """A rate for people.
-
-    >>> describe_rate(95.61e6), describe_rate(12.3e9), describe_rate(64e3)
-    ('95.6 Mbit/s', '12.3 Gbit/s', '64 kbit/s')
-    """
-    for size, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
-        if bits_per_s >= size:
-            return f"{bits_per_s / size:.3g} {unit}"
-    return f"{bits_per_s:.3g} bit/s"
-
-
-def describe_time(seconds: float) -> str:
-    """A short time for people.
-
-    >>> describe_time(0.02), describe_time(0.000124), describe_time(1.5)
-    ('20 ms', '0.12 ms', '1.5 s')
-    """
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.{3 if seconds >= 1e-3 else 2}g} ms"
-
-
 def _write(value: float, units: dict[str, float]) -> str:
     """In the largest unit in which it is at least 1."""
     unit, size = max(((u, s) for u, s in units.items() if s <= value), key=lambda pair: pair[1], default=("us", 1e-6))
-    return f"{value / size:.9f}".rstrip("0").rstrip(".") + unit
+    return write_number(value / size) + unit
 
 
 def _explain_unit(part: str, unit: str) -> str:

@@ -29,12 +29,15 @@ __all__ = [
     "FOLDER_ID",
     "FORMAT",
     "PLACE",
+    "SUMMED",
+    "WRITE_S",
     "NoSuchRun",
     "RunFolder",
     "append",
     "find_run",
     "find_runs_folder",
     "find_version",
+    "find_write_s",
     "is_running",
     "list_runs",
     "make_folder",
@@ -46,7 +49,15 @@ PLACE = "UNISONO_RUNS"  # where runs are recorded, or "off"
 FOLDER = "UNISONO_RUN_FOLDER"  # in a worker: the folder of its run
 FOLDER_ID = "UNISONO_RUN_FOLDER_ID"  # and the id in its run.json: a worker that does not find it is on another host
 FORMAT = 1
+# What is summed over the steps of a line.
+SUMMED = (
+    *("wall", "compute", "communication", "waiting", "data", "hidden"),
+    *("bytes_sent", "collectives", "compression"),
+)
 MOST_RUNS, MOST_BYTES = 50, 1 << 30  # the oldest that have ended are removed beyond that
+WRITE_S = 0.5  # a worker writes so often,
+WRITES_A_RUN = 40_000  # later more rarely: after 1/40,000 of the time so far, if that is longer,
+MANY_WRITERS = 64  # and where there are more workers, each more rarely: there is one folder for all
 _MOST_TEXT = 20_000  # characters of a failure report
 
 
@@ -158,6 +169,11 @@ def name_rank_file(place: int) -> str:
     'ranks/00003.jsonl'
     """
     return f"ranks/{place:05}.jsonl"
+
+
+def find_write_s(elapsed_s: float, workers: int) -> float:
+    """Seconds between two writes of a worker, of so many, after so long."""
+    return max(WRITE_S, elapsed_s / WRITES_A_RUN) * max(1.0, workers / MANY_WRITERS)
 
 
 # Making one -----------------------------------------------------------------------------------------------------------

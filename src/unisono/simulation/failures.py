@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from unisono.simulation.quantities import describe_duration
+from unisono.units import show_duration
 
 __all__ = ["Failures"]
 
@@ -111,8 +111,8 @@ class Failures:
         """How often hosts fail and what happens then, in words."""
         if math.isinf(self.mtbf_s):
             return "no failures"
-        some = f"a host fails every {describe_duration(self.mtbf_s)}, one of {hosts} every "
-        some += describe_duration(self.mtbf_s / hosts)
+        some = f"a host fails every {show_duration(self.mtbf_s)}, one of {hosts} every "
+        some += show_duration(self.mtbf_s / hosts)
         if self.way == "elastic":
-            return f"{some}; the others go on after {describe_duration(self.detect_s + self.recover_s)}"
-        return f"{some}; all begin again at a checkpoint, one every {describe_duration(self.checkpoint_every_s)}"
+            return f"{some}; the others go on after {show_duration(self.detect_s + self.recover_s)}"
+        return f"{some}; all begin again at a checkpoint, one every {show_duration(self.checkpoint_every_s)}"

@@ -6,31 +6,14 @@ import math
 import re
 
 __all__ = [
-    "describe_duration",
     "parse_counts",
-    "parse_duration",
     "parse_number",
     "parse_share",
     "parse_share_times",
-    "split_specs",
 ]
 
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 _NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
-
-
-def parse_duration(text: str, name: str = "a duration") -> float:
-    """Seconds; above 0.
-
-    >>> parse_duration("100ms"), parse_duration("30d")
-    (0.1, 2592000.0)
-    """
-    found = re.fullmatch(rf"\s*{_NUMBER}\s*(us|ms|s|min|h|d)\s*", text.lower())
-    value = float(found[1]) * _SECONDS[found[2]] if found else 0.0
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name}: got {text!r}, expected a time above 0 with its unit, such as 100ms, 0.3s, 5min, 30d")
-    return value
 
 
 def parse_number(text: str, name: str = "a number") -> int:
@@ -82,34 +65,3 @@ def parse_share_times(text: str, name: str = "slow workers") -> tuple[float, flo
     if not x or not found or not 1 <= float(found[1]) < math.inf:
         raise ValueError(f"{name}: got {text!r}, expected a share and a factor from 1 up, such as 1%x3")
     return parse_share(share, name), float(found[1])
-
-
-def describe_duration(seconds: float) -> str:
-    """For people, with three digits.
-
-    >>> describe_duration(0.0123), describe_duration(1.5), describe_duration(7200), describe_duration(2592000)
-    ('12.3 ms', '1.5 s', '2 h', '30 d')
-    """
-    if not math.isfinite(seconds):
-        return "never"
-    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * size or (unit == "min" and seconds >= 100):
-            return f"{seconds / size:.3g} {unit}"
-    if seconds >= 0.9995:
-        return f"{seconds:.3g} s"
-    return f"{1e3 * seconds:.3g} ms" if seconds >= 5e-7 else "0 ms"
-
-
-def split_specs(text: str) -> list[str]:
-    """Specs between commas or semicolons; commas inside brackets are theirs.
-
-    >>> split_specs("allreduce, parameter_server(servers=2, staleness=4)")
-    ['allreduce', 'parameter_server(servers=2, staleness=4)']
-    """
-    found, depth, begun = [], 0, 0
-    for i, letter in enumerate(text):
-        depth += (letter in "([{") - (letter in ")]}")
-        if letter in ",;" and depth == 0:
-            found.append(text[begun:i])
-            begun = i + 1
-    return list(dict.fromkeys(spec.strip() for spec in [*found, text[begun:]] if spec.strip()))

@@ -6,12 +6,11 @@ import math
 from collections.abc import Sequence
 
 from unisono.costs import Link
-from unisono.runtime.link_text import describe_rate, describe_time
 from unisono.simulation.cluster import Cluster
-from unisono.simulation.quantities import describe_duration
 from unisono.simulation.steps import Outcome
 from unisono.simulation.study import GROUPS, Study
 from unisono.text_table import format_rows
+from unisono.units import show_duration, show_rate, show_s
 
 __all__ = ["describe_cluster", "write_report"]
 
@@ -51,8 +50,8 @@ def describe_cluster(cluster: Cluster) -> str:
 
 
 def _describe_link(link: Link) -> str:
-    rate = describe_rate(link.bits_per_s) if math.isfinite(link.bits_per_s) else "no limit"
-    return f"{rate} and {describe_time(link.latency_s)}"
+    rate = show_rate(link.bits_per_s) if math.isfinite(link.bits_per_s) else "no limit"
+    return f"{rate} and {show_s(link.latency_s)}"
 
 
 def _write_scales(study: Study) -> str:
@@ -77,7 +76,7 @@ def _write_scales(study: Study) -> str:
         shown += [found for found in best if found is not None and found not in shown]
         for i, o in enumerate(shown):
             parts = (o.step_s, o.compute_s, o.communication_s, o.compression_s, o.waiting_s)
-            row = [f"{workers:,}" if not i else "", o.spec, o.grade, *map(describe_duration, parts)]
+            row = [f"{workers:,}" if not i else "", o.spec, o.grade, *map(show_duration, parts)]
             row += [_write_times(o.speed_up), f"{o.efficiency:.0%}"]
             lines.append([*row, *([f"{o.kept:.1%}"] if failing else [])])
     return "\n".join(format_rows(lines, left=(1, 2)))
@@ -136,8 +135,8 @@ def _explain_purchases(study: Study) -> list[str]:
     if failures.way == "restart" and math.isfinite(failures.mtbf_s):
         interval = failures.best_interval(study.cluster.count_hosts(study.workers[-1]))
         lines.append(
-            f"  with {study.workers[-1]:,} workers a checkpoint every {describe_duration(interval)} loses the least "
-            f"(asked: {describe_duration(failures.checkpoint_every_s)})"
+            f"  with {study.workers[-1]:,} workers a checkpoint every {show_duration(interval)} loses the least "
+            f"(asked: {show_duration(failures.checkpoint_every_s)})"
         )
     return lines
 

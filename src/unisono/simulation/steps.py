@@ -13,9 +13,9 @@ from unisono.facts import Grade
 from unisono.simulation.cluster import Cluster
 from unisono.simulation.methods import Method
 from unisono.simulation.neighbours import simulate_neighbours
-from unisono.simulation.quantities import describe_duration
 from unisono.simulation.servers import Service, simulate_servers
 from unisono.simulation.stragglers import Floats, Stragglers
+from unisono.units import show_duration
 
 __all__ = ["Outcome", "draw_slowest_sums", "simulate_method"]
 
@@ -248,5 +248,5 @@ class _Run:
         note, pause_s = "", self.pattern.round_every_s
         if pause_s is not None and self.workers > 1:
             round_s = self.network.seconds(Operation("all_reduce", self.method.model_bytes))
-            note = f"models are averaged every {describe_duration(pause_s + round_s)}"
+            note = f"models are averaged every {show_duration(pause_s + round_s)}"
         return replace(outcome, low_s=low_s, high_s=high_s, note=note)

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from unisono.runtime.frames import cut_below_user, has_user_frame
 
-__all__ = ["NUMBERS", "Spec", "SpecError", "parse", "write"]
+__all__ = ["NUMBERS", "Spec", "SpecError", "parse", "split_specs", "write"]
 
 NUMBERS = {"inf": math.inf, "nan": math.nan}  # words that are numbers
 _PARSING = threading.Lock()  # in CPython 3.11 two threads that parse at once may end in a SystemError
@@ -161,3 +161,18 @@ def write(value: Any, other: Callable[[Any], str] = repr) -> str:
     if type(value) is tuple:
         return f"({', '.join(write(x, other) for x in value)}{',' if len(value) == 1 else ''})"
     return other(value)
+
+
+def split_specs(text: str) -> list[str]:
+    """Different specs between commas or semicolons; what stands inside brackets belongs to its spec.
+
+    >>> split_specs("allreduce, parameter_server(servers=2, staleness=4); torch:ddp")
+    ['allreduce', 'parameter_server(servers=2, staleness=4)', 'torch:ddp']
+    """
+    found, depth, begun = [], 0, 0
+    for i, letter in enumerate(text):
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter in ",;" and depth == 0:
+            found.append(text[begun:i])
+            begun = i + 1
+    return list(dict.fromkeys(spec.strip() for spec in [*found, text[begun:]] if spec.strip()))

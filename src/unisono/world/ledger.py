@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import threading
 import time
 import weakref
@@ -13,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from unisono.units import as_json
 
 if TYPE_CHECKING:
     from unisono.world.timeline import Report
@@ -355,15 +356,6 @@ def _check_plain(kind: str, value: Any) -> None:
             _check_plain(kind, one)
     elif not isinstance(value, str | int | float | bool | None):
         raise TypeError(f"an event holds plain values (numbers, text, lists, dicts), got {value!r} in {kind!r}")
-
-
-def as_json(value: Any) -> Any:
-    """As JSON can hold it: it has no inf and no nan, they become null."""
-    if isinstance(value, dict):
-        return {key: as_json(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_json(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _take(fresh: deque[E], step: int) -> list[E]:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from unisono.runtime.trace_file import TraceFile
-from unisono.world.ledger import Event, Ledger, Record, Row, Span, Totals, as_json
+from unisono.units import as_json
+from unisono.world.ledger import Event, Ledger, Record, Row, Span, Totals
 from unisono.world.world import World
 
 _PINGS = 8

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from unisono.runtime.debugger import ThreadSeats
+from unisono.runtime.debugger import RankThreads
 from unisono.runtime.frames import CalledByAll
 from unisono.world.ledger import Ledger
 from unisono.world.rendezvous import enter
@@ -37,7 +37,7 @@ def run_threads(
         raise TypeError(f"run_threads takes a function of a world, got {fn!r}")
     if size < 1:
         raise ValueError(f"a world has at least one rank, got size={size}")
-    hub, seats = Hub(size, timeout_s), ThreadSeats(size)
+    hub, seats = Hub(size, timeout_s), RankThreads(size)
     results: list[Any] = [None] * size
     errors: list[BaseException | None] = [None] * size
 

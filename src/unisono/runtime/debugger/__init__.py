@@ -19,16 +19,16 @@ from collections.abc import Callable, Sequence
 
 from unisono.runtime import status
 from unisono.runtime.debugger import agent as agents
-from unisono.runtime.debugger.agent import Agent, Seat, find_agent, leave_seat, take_seat
+from unisono.runtime.debugger.agent import Agent, RankThread, end_agent, find_agent, start_agent
 from unisono.runtime.debugger.attaching import announce, forget
 from unisono.runtime.debugger.hub import Hub
-from unisono.runtime.debugger.link import Link, open_link
+from unisono.runtime.debugger.link import HubConnection, connect_to_hub
 from unisono.runtime.frames import find_user_frame
 from unisono.runtime.machine import address_towards
 from unisono.runtime.secret import SECRET, derive_secret
 from unisono.runtime.variables import read_worker_number
 
-__all__ = ["PDB_VARIABLE", "VARIABLE", "ThreadSeats", "breakpoint", "follow", "make_token", "post_mortem"]
+__all__ = ["PDB_VARIABLE", "VARIABLE", "RankThreads", "breakpoint", "follow", "make_token", "post_mortem"]
 
 VARIABLE = "UNISONO_DEBUGGER"  # where the launcher's hub is: "host:port,host:port"; "0": no debugger
 PDB_VARIABLE = "UNISONO_PDB"  # "1": stop where a worker raises
@@ -47,7 +47,7 @@ def breakpoint(*, rank: int | Sequence[int] | None = None, when: object = True) 
     frame = find_user_frame(sys._getframe(1)) or sys._getframe(1)
     mine = find_agent() or _connect()
     if mine is None:
-        if not _is_of_a_worker():
+        if not (VARIABLE in os.environ or agents.is_child or agents.has_agents()):  # no worker, nor started by one
             if rank in (None, 0) or (isinstance(rank, Sequence) and 0 in rank):
                 pdb.Pdb().set_trace(frame)
             return
@@ -83,17 +83,17 @@ def follow(rank: int, size: int, exchange: Callable[[bytes], list[bytes]], *, is
         told = exchange(mine)[0].decode()
         place, _, token = told.rpartition(" ")
         known = bytes.fromhex(token) if token != "-" else make_token(os.environ[SECRET])
-        take_seat(Seat(rank, size, threading.get_ident()), _open(place, known))
+        start_agent(RankThread(rank, size, threading.get_ident()), _open(place, known))
 
 
 def make_token(secret: str) -> bytes:
-    """What opens the hub of a run with that secret."""
+    """The token that opens the hub of the run with this secret."""
     return derive_secret(secret.encode(), "debugger")
 
 
 def _connect() -> Agent | None:
     """As the environment says; None in a process that is no worker of a launcher, or in another thread of one."""
-    seats = ThreadSeats.find()
+    seats = RankThreads.find()
     if seats is not None:
         seats.open()
         return find_agent()
@@ -102,19 +102,14 @@ def _connect() -> Agent | None:
         return None
     if threading.current_thread() is not threading.main_thread():
         return None
-    seat = Seat(read_worker_number() or 0, int(os.environ.get("WORLD_SIZE", "1")), threading.get_ident())
-    return take_seat(seat, _open(text, make_token(os.environ[SECRET])))
+    seat = RankThread(read_worker_number() or 0, int(os.environ.get("WORLD_SIZE", "1")), threading.get_ident())
+    return start_agent(seat, _open(text, make_token(os.environ[SECRET])))
 
 
-def _is_of_a_worker() -> bool:
-    """Whether this is a worker's other thread, or a process that a worker has started."""
-    return VARIABLE in os.environ or agents.is_child or agents.has_agents()
-
-
-def _open(text: str, token: bytes) -> Callable[[], Link]:
+def _open(text: str, token: bytes) -> Callable[[], HubConnection]:
     found = [address.rpartition(":") for address in text.split(",")]
     addresses = [(host, int(port)) for host, _, port in found]
-    return lambda: open_link(addresses, token)
+    return lambda: connect_to_hub(addresses, token)
 
 
 def _warn(text: str, line: int) -> None:
@@ -141,44 +136,44 @@ def _say(text: str) -> None:
     print(text, file=sys.__stderr__, flush=True)
 
 
-class ThreadSeats:
+class RankThreads:
     """The ranks of a world of threads (`un.run_threads`), with a hub from the first breakpoint on."""
 
-    _all: dict[int, ThreadSeats] = {}  # noqa: RUF012 (by thread)
+    _all: dict[int, RankThreads] = {}  # noqa: RUF012 (by thread)
 
     def __init__(self, size: int) -> None:
         self._size, self._lock = size, threading.Lock()
         self._left = 0  # ranks that are over
-        self._seats: list[Seat] = []
+        self._seats: list[RankThread] = []
         self._hub: Hub | None = None
 
     @classmethod
-    def find(cls) -> ThreadSeats | None:
-        """Those of the world that this thread is a rank of."""
+    def find(cls) -> RankThreads | None:
+        """The ranks of the world that this thread is a rank of; None if it is none."""
         return cls._all.get(threading.get_ident())
 
     def enter(self, rank: int) -> None:
-        """This thread is that rank."""
+        """Register this thread as a rank."""
         with self._lock:
-            seat = Seat(rank, self._size, threading.get_ident())
+            seat = RankThread(rank, self._size, threading.get_ident())
             self._seats.append(seat)
             self._all[seat.thread] = self
             if self._hub is not None:
                 self._take(seat, self._hub)
 
     def leave(self) -> None:
-        """Its function has returned."""
+        """Remove this thread's rank, whose function has returned."""
         with self._lock:
             self._seats = [seat for seat in self._seats if seat.thread != threading.get_ident()]
             del self._all[threading.get_ident()]
-            leave_seat(threading.get_ident())
+            end_agent(threading.get_ident())
             self._left += 1
             if self._left == self._size and self._hub is not None:
                 forget(self._hub)
                 self._hub.close()
 
     def open(self) -> None:
-        """Make the hub, and connect all ranks that are here."""
+        """Open the hub and connect all ranks that have entered."""
         from unisono.runtime.debugger.terminal import TerminalPrompt
 
         with self._lock:
@@ -194,5 +189,5 @@ class ThreadSeats:
                 self._take(seat, self._hub)
 
     @staticmethod
-    def _take(seat: Seat, hub: Hub) -> None:
-        take_seat(seat, lambda: open_link([hub.address], hub.token))
+    def _take(seat: RankThread, hub: Hub) -> None:
+        start_agent(seat, lambda: connect_to_hub([hub.address], hub.token))

@@ -18,13 +18,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unisono.runtime import stops
-from unisono.runtime.debugger.link import Link
+from unisono.runtime.debugger.link import HubConnection
 from unisono.runtime.frames import describe_place, find_user_frame, is_ours
 
 if TYPE_CHECKING:
     from unisono.runtime.debugger.rank_pdb import RankPdb
 
-__all__ = ["Agent", "Ended", "Seat", "find_agent", "has_agents", "is_waiting", "leave_seat", "take_seat"]
+__all__ = ["Agent", "Ended", "RankThread", "end_agent", "find_agent", "has_agents", "is_waiting", "start_agent"]
 
 _RESUMING = {"c", "cont", "continue", "n", "next", "s", "step", "r", "return", "unt", "until", "j", "jump"}
 
@@ -33,7 +33,7 @@ class Ended(SystemExit):
     """The run was ended from the debugger's prompt."""
 
 
-class Seat(NamedTuple):
+class RankThread(NamedTuple):
     """Who is to be debugged: a rank, whose program runs in that thread."""
 
     rank: int
@@ -42,11 +42,11 @@ class Seat(NamedTuple):
 
 
 class Agent:
-    """Of one rank."""
+    """Debugger endpoint of one rank: connected to the hub, and able to stop the rank's program."""
 
-    def __init__(self, seat: Seat, connect: Callable[[], Link]) -> None:
+    def __init__(self, seat: RankThread, connect: Callable[[], HubConnection]) -> None:
         self.seat, self._connect = seat, connect
-        self._link: Link | None = None
+        self._link: HubConnection | None = None
         self.problem = ""  # why there is no connection
         self._has_tried = threading.Event()
         self.is_off = False
@@ -72,7 +72,7 @@ class Agent:
 
     @cached_property
     def _beside(self) -> RankPdb:
-        """For what is asked while the program is not stopped."""
+        """A debugger for commands that come while the program is not stopped."""
         from unisono.runtime.debugger.rank_pdb import RankPdb
 
         return RankPdb(self)
@@ -240,13 +240,13 @@ class Agent:
     # Its end ----------------------------------------------------------------------------------------------------------
 
     def say_goodbye(self) -> None:
-        """The program is over."""
+        """Tell the hub that the program is over, and disconnect."""
         if self._link is not None:
             self._send(kind="bye")
             self._link.shut()
 
     def disown(self) -> None:
-        """In a forked child: the connection is its parent's."""
+        """Called in a forked child, to which the connection does not belong: close the descriptor."""
         if self._link is not None:
             self._link.close()
 
@@ -291,14 +291,14 @@ def has_agents() -> bool:
     return bool(_agents)
 
 
-def take_seat(seat: Seat, connect: Callable[[], Link]) -> Agent:
+def start_agent(seat: RankThread, connect: Callable[[], HubConnection]) -> Agent:
     """Have a rank of this process debugged: `connect` gives the connection to the hub, in the debugger's thread."""
     agent = _agents[seat.thread] = Agent(seat, connect)
     return agent
 
 
-def leave_seat(thread: int) -> None:
-    """The program of that thread is over."""
+def end_agent(thread: int) -> None:
+    """Disconnect the agent of a thread whose program is over."""
     agent = _agents.pop(thread, None)
     if agent is not None:
         agent.say_goodbye()
@@ -307,7 +307,7 @@ def leave_seat(thread: int) -> None:
 @atexit.register
 def _say_goodbye() -> None:
     for thread in list(_agents):
-        leave_seat(thread)
+        end_agent(thread)
 
 
 def _begin_anew_in_child() -> None:

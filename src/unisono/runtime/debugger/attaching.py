@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unisono.runtime.debugger.hub import Hub
-from unisono.runtime.debugger.link import Link, open_link
+from unisono.runtime.debugger.link import HubConnection, connect_to_hub
 from unisono.runtime.private_folder import NotPrivate, find_private_folder
 
 __all__ = ["Announced", "announce", "attach", "forget", "list_announced"]
@@ -45,7 +45,7 @@ def announce(hub: Hub, program: str) -> None:
 
 
 def forget(hub: Hub) -> None:
-    """The hub is gone."""
+    """Remove the file of a hub that was closed."""
     with contextlib.suppress(NotPrivate):
         _remove(_find_file(hub.run), os.getpid())
 
@@ -65,9 +65,9 @@ def list_announced() -> list[Announced]:
     return found
 
 
-def attach(run: Announced) -> Link:
-    """A connection for a prompt."""
-    return open_link([run.address], bytes.fromhex(run.token), timeout_s=3.0)
+def attach(run: Announced) -> HubConnection:
+    """Connect a prompt to a run's hub."""
+    return connect_to_hub([run.address], bytes.fromhex(run.token), timeout_s=3.0)
 
 
 def _find_file(run: str) -> Path:

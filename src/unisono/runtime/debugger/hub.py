@@ -90,7 +90,7 @@ class Hub:
 
     @property
     def is_serving(self) -> bool:
-        """Whether it was started."""
+        """Whether the hub was started."""
         return self._thread is not None
 
     @property
@@ -104,7 +104,7 @@ class Hub:
         return self._is_stopping
 
     def start(self) -> None:
-        """Serve, in a thread."""
+        """Serve in a thread of its own."""
         self._thread = threading.Thread(target=self._serve, name="unisono debugger's hub", daemon=True)
         self._thread.start()
 
@@ -183,7 +183,8 @@ class Hub:
         self._prompt, self._deadline = channel, None
         if self._is_off:
             self._is_off = False
-            self._tell_workers(kind="on")
+            for worker in self._workers():
+                self._send(worker.channel, kind="on")
         for worker in self._workers():
             self._send(channel, **worker.hello)
             if worker.stopped is not None:
@@ -225,7 +226,7 @@ class Hub:
         self._tell_prompt(**message)
 
     def _take_stop(self, worker: _Worker, message: dict[str, Any]) -> bool:
-        """False where it goes on at once."""
+        """Note that a worker has stopped; False if it is let go at once."""
         worker.stopped = message
         worker.stops += 1
         has_crossed = message.get("after", 0) < worker.releases  # a release was on its way to this worker
@@ -290,10 +291,6 @@ class Hub:
 
     def _workers(self) -> list[_Worker]:
         return sorted((w for w in self._channels.values() if w is not None), key=lambda worker: worker.rank)
-
-    def _tell_workers(self, **fields: Any) -> None:
-        for worker in self._workers():
-            self._send(worker.channel, **fields)
 
     def _tell_prompt(self, **fields: Any) -> None:
         if self._prompt is not None:

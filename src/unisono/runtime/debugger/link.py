@@ -10,20 +10,20 @@ from typing import Any
 
 from unisono.runtime.channel import Channel, connect
 
-__all__ = ["TEXT_CHARACTERS", "Link", "open_link"]
+__all__ = ["TEXT_CHARACTERS", "HubConnection", "connect_to_hub"]
 
 TEXT_CHARACTERS = 200_000  # of one answer: a message fits into one frame
 
 
-class Link:
-    """Of a worker or a prompt, towards the hub; blocking."""
+class HubConnection:
+    """A worker's or a prompt's blocking connection to the hub."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self._lock = threading.Lock()
 
     def send(self, **fields: Any) -> bool:
-        """Send a message; False where the other end is gone."""
+        """Send a message; False if the hub is gone."""
         try:
             with self._lock:
                 self.channel.send_json(**fields)
@@ -32,7 +32,7 @@ class Link:
         return True
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Those that come, until the other end is gone."""
+        """Messages from the hub, until it is gone."""
         while True:
             try:
                 frames = self.channel.receive()
@@ -49,10 +49,10 @@ class Link:
             self.channel.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Let go of the descriptor."""
+        """Close the descriptor."""
         self.channel.close()
 
 
-def open_link(addresses: Sequence[tuple[str, int]], token: bytes, *, timeout_s: float = 10.0) -> Link:
+def connect_to_hub(addresses: Sequence[tuple[str, int]], token: bytes, *, timeout_s: float = 10.0) -> HubConnection:
     """A link to the hub; Unreachable where none of its addresses answers."""
-    return Link(connect(addresses, token, timeout_s=timeout_s))
+    return HubConnection(connect(addresses, token, timeout_s=timeout_s))

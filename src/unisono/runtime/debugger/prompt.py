@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import queue
-import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.runtime.debugger.link import Link
+from unisono.runtime.debugger.link import HubConnection
+from unisono.units import parse_ranks, show_ranks
 
-__all__ = ["Prompt", "format_ranks", "parse_ranks"]
+__all__ = ["Prompt"]
 
 _HELP = """\
   w, where          where each rank is
@@ -48,7 +48,7 @@ class _Rank:
 class Prompt:
     """Over a link to the hub. `read` gives a line (EOFError: no more), `write` shows one."""
 
-    def __init__(self, link: Link, read: Callable[[str], str], write: Callable[[str], None]) -> None:
+    def __init__(self, link: HubConnection, read: Callable[[str], str], write: Callable[[str], None]) -> None:
         self._link, self._read, self._write = link, read, write
         self._ranks: dict[int, _Rank] = {}
         self._messages: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
@@ -182,7 +182,7 @@ class Prompt:
         return len(self._ranks) >= self._size and all(rank.stopped for rank in self._ranks.values())
 
     def _show_stops(self) -> None:
-        """Where all are, and the line or the error there."""
+        """Show where all ranks have stopped, with the line or the error there."""
         if self._is_over or self._is_released:
             return
         shown: dict[str, list[int]] = {}
@@ -193,19 +193,19 @@ class Prompt:
             else:
                 shown.setdefault(rank.running, []).append(number)
         for text, ranks in shown.items():
-            self._write(f"{format_ranks(ranks)} {text}")
+            self._write(f"{show_ranks(ranks)} {text}")
 
     def _show_places(self) -> None:
         self._ask([number for number, rank in self._ranks.items() if rank.stopped is None], "")
         places: dict[str, list[int]] = {}
         for number, rank in sorted(self._ranks.items()):
             places.setdefault(f"at {rank.stopped}" if rank.stopped else rank.running, []).append(number)
-        self._write(", ".join(f"{format_ranks(ranks)} {place}" for place, ranks in places.items()))
+        self._write(", ".join(f"{show_ranks(ranks)} {place}" for place, ranks in places.items()))
 
     # What is typed ----------------------------------------------------------------------------------------------------
 
     def _converse(self) -> None:
-        """Read and do commands until all go on."""
+        """Read and execute commands until all ranks go on."""
         while not self._is_over and not self._is_released:
             try:
                 line = self._read("(unisono) ").strip()
@@ -223,7 +223,7 @@ class Prompt:
                 return
 
     def _do(self, line: str) -> bool:
-        """One command; whether all go on after it."""
+        """Execute one command; True if all ranks go on after it."""
         ranks: Sequence[int] = self._chosen if self._chosen is not None else sorted(self._ranks)
         if line.startswith("@"):
             which, _, line = line[1:].partition(" ")
@@ -235,7 +235,7 @@ class Prompt:
             line = line.strip()
             if not line:
                 self._chosen = None if which == "all" else list(ranks)
-                self._write(f"commands go to {'all ranks' if self._chosen is None else format_ranks(ranks)}")
+                self._write(f"commands go to {'all ranks' if self._chosen is None else show_ranks(ranks)}")
                 return False
         match line.split()[0]:
             case "c" | "cont" | "continue":
@@ -280,7 +280,7 @@ class Prompt:
         self._show_stops()
 
     def _show_answers(self, answers: dict[int, dict[str, Any]], ranks: Sequence[int]) -> None:
-        """Equal ones once."""
+        """Show the ranks' answers, equal ones once."""
         groups: dict[str, list[int]] = {}
         for rank, answer in answers.items():
             groups.setdefault(answer["text"], []).append(rank)
@@ -290,48 +290,13 @@ class Prompt:
                 if text:
                     self._write(text)
             elif "\n" in text:
-                self._write(f"{format_ranks(found)}:\n{text}")
+                self._write(f"{show_ranks(found)}:\n{text}")
             else:
-                self._write(f"{format_ranks(found)}: {text}")
+                self._write(f"{show_ranks(found)}: {text}")
         if late:
-            self._write(f"{format_ranks(late)}: no answer within {_ANSWER_S:g} s")
+            self._write(f"{show_ranks(late)}: no answer within {_ANSWER_S:g} s")
 
 
 def _take_source(text: str) -> str:
     """The line of the program, as pdb shows it."""
     return "\n".join(line for line in text.splitlines() if line.startswith("-> "))
-
-
-def format_ranks(ranks: Iterable[int]) -> str:
-    """For people.
-
-    >>> format_ranks([0, 1, 2, 5]), format_ranks([3])
-    ('ranks 0-2, 5', 'rank 3')
-    """
-    parts: list[list[int]] = []
-    for rank in sorted(ranks):
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    text = ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
-    return f"rank {text}" if text.isdigit() else f"ranks {text}"
-
-
-def parse_ranks(text: str, present: Iterable[int]) -> list[int]:
-    """Ranks as they are typed; ValueError where one is not there.
-
-    >>> parse_ranks("0,2-3", range(4))
-    [0, 2, 3]
-    """
-    found: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if match is None:
-            raise ValueError(f"got @{text}; expected ranks, such as @2, @0,3 or @0-2, or @all")
-        found += range(int(match[1]), int(match[2] or match[1]) + 1)
-    there = sorted(present)
-    missing = sorted(set(found) - set(there))
-    if missing:
-        raise ValueError(f"{format_ranks(missing)} not here; there are {format_ranks(there)}")
-    return sorted(set(found))

@@ -53,17 +53,17 @@ class Commands(Protocol):
         """Whether there is still someone who wants this rank to stop."""
 
     def stopped(self, place: str, why: str, text: str) -> None:
-        """This rank has stopped."""
+        """Called when this rank has stopped."""
 
     def next_command(self) -> tuple[int, str] | None:
         """The next one, with its number; None: go on, and stop no more. Blocks."""
 
     def answer(self, number: int, text: str, *, goes_on: bool) -> None:
-        """What a command printed."""
+        """Send what a command printed."""
 
 
 class RankPdb(pdb.Pdb):
-    """Its interaction is a loop over `commands`."""
+    """Python's pdb, whose commands come from the hub instead of a terminal."""
 
     def __init__(self, commands: Commands) -> None:
         self._text = io.StringIO()
@@ -126,7 +126,7 @@ class RankPdb(pdb.Pdb):
             return
 
     def stop_here(self, frame: FrameType) -> bool:
-        """Not in unisono, torch or Python's library."""
+        """Whether to stop in this frame: not in unisono, torch or Python's library."""
         return is_of_user(frame) and bool(super().stop_here(frame))
 
     def user_line(self, frame: FrameType) -> None:
@@ -136,13 +136,13 @@ class RankPdb(pdb.Pdb):
         super().user_line(frame)
 
     def get_stack(self, f: FrameType | None, t: TracebackType | None) -> tuple[list[tuple[FrameType, int]], int]:
-        """Without the frames that have started the program."""
+        """The stack without the frames that started the program."""
         stack, at = super().get_stack(f, t)
         first = next((i for i, (frame, _) in enumerate(stack) if is_of_user(frame)), 0)
         return stack[first:], max(0, at - first)
 
     def interaction(self, frame: FrameType | None, tb: Any) -> None:
-        """Stopped: do what is asked until this rank is to go on."""
+        """Execute the prompt's commands until this rank is to go on."""
         if not self.commands_of_rank.may_stop(self._why):
             self._go_on()
             return
@@ -185,7 +185,7 @@ class RankPdb(pdb.Pdb):
         self.set_continue()
 
     def run_line(self, line: str) -> bool:
-        """One command; whether the rank goes on after it."""
+        """Execute one command; True if the rank goes on after it."""
         word = line.split(maxsplit=1)[0] if line.split() else ""
         if word in _REFUSED:
             self.error(f"{word}: {_REFUSED[word]}")
@@ -210,7 +210,7 @@ class RankPdb(pdb.Pdb):
     do_cl = do_clear
 
     def take_text(self) -> str:
-        """What was printed since."""
+        """Return and clear what was printed since the last call."""
         text = self._text.getvalue()
         self._text.seek(0)
         self._text.truncate()

@@ -14,8 +14,7 @@ import threading
 from typing import Protocol
 
 from unisono.runtime.debugger.hub import Hub
-from unisono.runtime.debugger.link import open_link
-from unisono.runtime.debugger.prompt import Prompt
+from unisono.runtime.debugger.link import connect_to_hub
 
 __all__ = ["TerminalPrompt"]
 
@@ -40,7 +39,7 @@ class TerminalPrompt:
         self._context = contextvars.copy_context()  # by which a notebook knows the cell
 
     def open(self) -> bool:
-        """Show the prompt; False where there is no terminal."""
+        """Show the prompt; False if there is no terminal."""
         self._console = _find_console()
         if self._console is None:
             return False
@@ -50,15 +49,17 @@ class TerminalPrompt:
         return True
 
     def _converse(self, console: _Console) -> None:
+        from unisono.runtime.debugger.prompt import Prompt  # most runs are never stopped
+
         try:
-            link = open_link([("127.0.0.1", self._hub.address[1])], self._hub.token)
+            link = connect_to_hub([("127.0.0.1", self._hub.address[1])], self._hub.token)
         except ConnectionError:  # the hub was closed in this moment
             return
         Prompt(link, console.read, console.write).run()
         link.close()
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading the terminal."""
         if self._console is not None:
             self._console.close()
 
@@ -92,7 +93,7 @@ class _Terminal:
 
 
 class _Notebook:
-    """A notebook's cell."""
+    """Asks and prints in a notebook's cell."""
 
     def read(self, prompt: str) -> str:
         return input(prompt)

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
+from unisono.units import show_s
+
 GAIN = 1.1  # how many times as fast another candidate must be
 ABOUT = 1.03  # one that is named before is preferred where it takes at most so many times as long
 DRIFT = 1.3  # how many times as much, or as little, a time must be to count as another
@@ -107,15 +109,6 @@ class Decision:
 def is_drift(now: float, before: float) -> bool:
     """Whether two times are not the same any more."""
     return now > DRIFT * before or before > DRIFT * now
-
-
-def format_s(seconds: float) -> str:
-    """Seconds for a reader.
-
-    >>> format_s(0.01234), format_s(2.1), format_s(0.00004)
-    ('12.3 ms', '2.1 s', '0.04 ms')
-    """
-    return f"{seconds:.3g} s" if seconds >= 1.0 else f"{seconds * 1e3:.3g} ms"
 
 
 class Predictor:
@@ -286,11 +279,11 @@ class Tuner:
         wall, comm, own, link = measured.wall_s, self._communication, self._compute, self._slowness
         if comm.in_a_row >= IN_A_ROW or (comm.in_a_row and link.in_a_row >= IN_A_ROW):
             return (
-                f"communication takes {format_s(comm.now)} of {format_s(wall)} a step since step {comm.since} "
-                f"({format_s(comm.value)} before)"
+                f"communication takes {show_s(comm.now)} of {show_s(wall)} a step since step {comm.since} "
+                f"({show_s(comm.value)} before)"
             )
         if own.in_a_row >= IN_A_ROW:
-            return f"compute takes {format_s(own.now)} since step {own.since} ({format_s(own.value)} before)"
+            return f"compute takes {show_s(own.now)} since step {own.since} ({show_s(own.value)} before)"
         if link.in_a_row >= IN_A_ROW and not comm.in_a_row:
             factor = link.now
             change = f"{factor:.2g} times as slow" if factor > 1 else f"{1 / factor:.2g} times as fast"
@@ -388,13 +381,13 @@ class Tuner:
         self.predictor.link = self._links_by_speed()[len(self._links) // 2]
         for i in sorted(times, key=lambda i: i == best):
             self.predictor.learn(i, self._tried[i])
-        others = [f"{self.candidates[i].spec} {format_s(times[i])}" for i in sorted(times) if i != best]
+        others = [f"{self.candidates[i].spec} {show_s(times[i])}" for i in sorted(times) if i != best]
         left = [
-            f"{c.spec} (predicted {format_s(self.predictor.predict(i) or 0.0)})"
+            f"{c.spec} (predicted {show_s(self.predictor.predict(i) or 0.0)})"
             for i, c in enumerate(self.candidates)
             if i not in times
         ]
-        why = f"{format_s(times[best])} a step"
+        why = f"{show_s(times[best])} a step"
         why += f"; tried {', '.join(others)}" if others else ""
         why += f"; not tried {', '.join(left)}" if left else ""
         return Decision("settle", step, name, name, why)
@@ -413,13 +406,13 @@ class Tuner:
         specs = [candidate.spec for candidate in self.candidates]
         if best == origin:
             self._rest(step, longer=True)
-            took = ", ".join(f"{specs[i]} {format_s(m.wall_s)}" for i, m in self._tried.items())
+            took = ", ".join(f"{specs[i]} {show_s(m.wall_s)}" for i, m in self._tried.items())
             return Decision("back", step, specs[last], specs[origin], f"nothing is faster by a tenth ({took})")
         wall, before = self._tried[best].wall_s, self._tried[origin].wall_s
         self.wasted -= self._trial_steps  # its own
         self._rest(step, longer=best in self._left)
         self._left.add(origin)
-        why = f"{format_s(wall)} a step, {format_s(before)} under {specs[origin]}"
+        why = f"{show_s(wall)} a step, {show_s(before)} under {specs[origin]}"
         return Decision("change", step, specs[last], specs[best], why, self._promised, before / wall)
 
     def _rest(self, step: int, *, longer: bool) -> None:

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from unisono.checks import AtLeast
 from unisono.facts import Convergence, Example, Facts
-from unisono.sizes import parse_size
 from unisono.strategies.zero.optimizer_shards import check_optimizer
 from unisono.strategies.zero.replica import ZeroReplica
 from unisono.strategy import Accumulate, Buffers, Pattern, Replica, Strategy
 from unisono.strategy.mistakes import refuse_common_memory
+from unisono.units import parse_size
 from unisono.world import World
 
 Place = Literal["device", "cpu", "disk"]

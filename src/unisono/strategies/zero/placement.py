@@ -18,8 +18,8 @@ from unisono.offload.disk import Disk, DiskError, map_file
 from unisono.offload.plan import resident_units, staged_share
 from unisono.offload.stepper import disk_bytes
 from unisono.runtime.machine import available_bytes
-from unisono.sizes import parse_size, show_size
 from unisono.strategies.zero.units import Unit
+from unisono.units import parse_size, show_size
 
 if TYPE_CHECKING:
     from unisono.strategies.zero import zero

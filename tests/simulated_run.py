@@ -1,6 +1,6 @@
 """A run folder as N ranks would write it, at R steps a second: for tests, for the benchmark, and to look at the page.
 
-python -m unisono.live.simulated FOLDER --ranks 64 --steps-a-second 50 --seconds 60
+python tests/simulated_run.py FOLDER --ranks 64 --steps-a-second 50 --seconds 60
 """
 
 from __future__ import annotations
@@ -80,16 +80,16 @@ class SimulatedRun:
         return self.step - first
 
     def lose(self, rank: int, text: str = "killed by SIGKILL") -> None:
-        """A worker dies."""
+        """Have a worker die."""
         self.lost.add(rank)
         self.record.event("worker lost", rank=rank, place=rank, text=f"rank {rank} was lost: {text}")
 
     def say(self, rank: int, kind: str, /, **values: Any) -> None:
-        """An event of a rank's ledger."""
+        """Write an event of a rank's ledger."""
         self._append(rank, [json.dumps(["event", kind, self.step, round(self.now - self.began, 6), values])])
 
     def finish(self, outcome: str = "ok", report: str = "") -> None:
-        """The end of the workers, and of the launcher."""
+        """Write the end of all workers and of the launcher."""
         for rank in set(range(self.ranks)) - self.lost:
             self._append(rank, [json.dumps(["end", round(self.now - self.began, 6), {"outcome": outcome}])])
         self.record.finish(outcome, exit_status=0 if outcome == "ok" else 1, report=report)

@@ -181,6 +181,17 @@ def test_errors_name_the_line_also_after_line_breaks_inside_quotes(tmp_path, mon
         Files(path, target="y", piece_bytes=10).plan()
 
 
+def test_one_rank_of_a_world_looks_for_the_ends_of_rows(tmp_path, monkeypatch):
+    path, cuts = write_csv(tmp_path / "a.csv", data()), []
+    csv_format = find_format(path)
+    real = type(csv_format).cut_pieces
+    monkeypatch.setattr(type(csv_format), "cut_pieces", lambda self, *args: cuts.append(1) or real(self, *args))
+    found = un.run_threads(lambda _: LeastSquares().fit(Files(path, target="price", piece_bytes=100)).coef_, 3)
+    assert len(cuts) == 1
+    for coef in found:
+        np.testing.assert_allclose(coef, [0.5, -7.0], rtol=1e-8)
+
+
 def test_only_what_fits_is_kept_in_memory(tmp_path, monkeypatch):
     path = write_csv(tmp_path / "a.csv", data(400))
     reads = []

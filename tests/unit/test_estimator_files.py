@@ -169,6 +169,15 @@ def test_line_breaks_inside_quotes_are_no_ends_of_rows(tmp_path):
                 np.testing.assert_array_equal(rows_of(plan, workers), expected)
 
 
+def test_a_name_with_a_line_break_after_a_byte_order_mark(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('"a\nb",y\n1,2\n3,4\n', encoding="utf-8-sig")
+    for piece_bytes in (1, 5, 100):
+        plan = Files(path, target="y", piece_bytes=piece_bytes).plan()
+        assert plan.features == ["a\nb"]
+        assert rows_of(plan, 2).tolist() == [[1, 2], [3, 4]]
+
+
 def test_errors_name_the_line_also_after_line_breaks_inside_quotes(tmp_path, monkeypatch):
     path = tmp_path / "a.csv"
     path.write_text('x,"no\nte",y\n1,"a\nb",2\n\n3,"c\nd",many\n')

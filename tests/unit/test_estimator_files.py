@@ -169,6 +169,15 @@ def test_line_breaks_inside_quotes_are_no_ends_of_rows(tmp_path):
                 np.testing.assert_array_equal(rows_of(plan, workers), expected)
 
 
+def test_a_name_with_a_line_break_after_a_byte_order_mark(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('"a\nb",y\n1,2\n3,4\n', encoding="utf-8-sig")
+    for piece_bytes in (1, 5, 100):
+        plan = Files(path, target="y", piece_bytes=piece_bytes).plan()
+        assert plan.features == ["a\nb"]
+        assert rows_of(plan, 2).tolist() == [[1, 2], [3, 4]]
+
+
 def test_errors_name_the_line_also_after_line_breaks_inside_quotes(tmp_path, monkeypatch):
     path = tmp_path / "a.csv"
     path.write_text('x,"no\nte",y\n1,"a\nb",2\n\n3,"c\nd",many\n')
@@ -179,6 +188,17 @@ def test_errors_name_the_line_also_after_line_breaks_inside_quotes(tmp_path, mon
     monkeypatch.setattr(formats, "_MAX_RECORD_BYTES", 50)
     with pytest.raises(ValueError, match=r"a\.csv, line 3 goes on for \d+ bytes: a quote is open"):
         Files(path, target="y", piece_bytes=10).plan()
+
+
+def test_one_rank_of_a_world_looks_for_the_ends_of_rows(tmp_path, monkeypatch):
+    path, cuts = write_csv(tmp_path / "a.csv", data()), []
+    csv_format = find_format(path)
+    real = type(csv_format).cut_pieces
+    monkeypatch.setattr(type(csv_format), "cut_pieces", lambda self, *args: cuts.append(1) or real(self, *args))
+    found = un.run_threads(lambda _: LeastSquares().fit(Files(path, target="price", piece_bytes=100)).coef_, 3)
+    assert len(cuts) == 1
+    for coef in found:
+        np.testing.assert_allclose(coef, [0.5, -7.0], rtol=1e-8)
 
 
 def test_only_what_fits_is_kept_in_memory(tmp_path, monkeypatch):

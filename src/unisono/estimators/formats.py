@@ -61,7 +61,9 @@ class _Csv:
 
     def __init__(self, delimiter: str) -> None:
         self.delimiter = delimiter
-        self._quoted = re.compile(rb'(?:\A|(?<=[%s\n]))"[^"]*(?:""[^"]*)*(?:"|\Z)' % delimiter.encode())
+        self._quoted = re.compile(
+            rb'(?:\A(?:\xef\xbb\xbf)?|(?<=[%s\n]))"[^"]*(?:""[^"]*)*(?:"|\Z)' % delimiter.encode()
+        )
 
     def read_columns(self, file: str) -> tuple[list[str], bool]:
         return self._read_header(file)[:2]

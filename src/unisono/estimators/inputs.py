@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from unisono.estimators.addresses import list_files, read_size
 from unisono.estimators.files import FilePlan, Files
+from unisono.estimators.formats import ENDINGS, FilePiece
 from unisono.estimators.row_blocks import Rows
 from unisono.estimators.workers import Workers
 from unisono.world import World, join
@@ -71,19 +73,22 @@ def _plan_files(X: Any, y: Any, sample_weight: Any, workers: Workers) -> FilePla
 
 
 def _plan_alike(files: Files, world: World) -> FilePlan:
-    """The plan of the files, the same on every rank; if the ranks see different files, all of them refuse."""
+    """The plan that rank 0 makes, which reads CSV files once; if the ranks see different files, all of them refuse."""
     if world.size == 1:
         return files.plan()
-    plan: FilePlan | None = None
+    mine: dict[str, Any] = {"problem": "", "files": [], "plan": {}}
     try:
-        plan = files.plan()
-        mine: list[Any] = ["", [list(piece) for piece in plan.pieces]]
+        mine["files"] = [[file, read_size(file)] for file in list_files(files.paths, ENDINGS)]
+        if world.rank == 0:
+            plan = files.plan()
+            mine["plan"] = {**vars(plan), "pieces": [list(piece) for piece in plan.pieces]}
     except (ValueError, OSError) as error:
-        mine = [str(error), []]
+        mine["problem"] = str(error)
     seen = world.gather_objects(mine)
-    problem = next((f"rank {rank}: {text}" for rank, (text, _) in enumerate(seen) if text), "")
-    if not problem and any(pieces != seen[0][1] for _, pieces in seen):
+    problem = next((f"rank {rank}: {each['problem']}" for rank, each in enumerate(seen) if each["problem"]), "")
+    if not problem and any(each["files"] != seen[0]["files"] for each in seen):
         problem = f"the ranks see different files at {files.paths}"
-    if problem or plan is None:
+    if problem:
         raise ValueError(problem)
-    return plan
+    made = seen[0]["plan"]
+    return FilePlan(**{**made, "pieces": [FilePiece(*piece) for piece in made["pieces"]]})

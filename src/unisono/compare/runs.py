@@ -142,7 +142,8 @@ class Runs:
             ended_by_us = process.poll() is None
         watched.read()
         log = (folder / "run.log").read_text(encoding="utf-8", errors="replace")
-        self._note_links(log)
+        if said := [line.removeprefix("unisono: ") for line in log.splitlines() if "emulated host" in line]:
+            self.links.append(said)
         trial = Trial(run.method, run.workers, run.round, merge_ranks(watched.ranks), output=str(folder))
         if process.returncode and not ended_by_us:
             trial.failure = _find_reason(log, process.returncode)
@@ -202,11 +203,6 @@ class Runs:
     def _environment(self, run: Planned, folder: Path) -> dict[str, str]:
         observer = name_observer(_OBSERVER, folder=str(folder.resolve()), steps=self.request.steps)
         return {**os.environ, **observer, "UNISONO_STRATEGY": run.spec}
-
-    def _note_links(self, log: str) -> None:
-        said = [line.removeprefix("unisono: ") for line in log.splitlines() if "emulated host" in line]
-        if said:
-            self.links.append(said)
 
 
 def _write_name(run: Planned) -> str:

@@ -41,9 +41,8 @@ class Peaks:
 
     without_gradients: int = 0  # all but complete gradients
     with_gradients: int = 0  # all, complete gradients included
-    without_gradients_narrow: int = (
-        0  # as `without_gradients` and `with_gradients`, with floating-point numbers in 16 bits
-    )
+    # The same two, with floating-point numbers in 16 bits.
+    without_gradients_narrow: int = 0
     with_gradients_narrow: int = 0
     rest: int = 0  # alive at the end of it all, gradients left out
 

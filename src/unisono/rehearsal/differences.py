@@ -132,7 +132,7 @@ def _compare_gradients(one: Observed, several: Observed, workers: int, grade: Gr
     other = torch.cat([several.gradients[name].double().flatten() for name in names])
     norm = float(whole.norm())
     scale = float(whole @ other) / norm**2 if norm else 1.0
-    close = _find_limit(one.gradients.values(), grade)
+    close = max(_CLOSE[grade], *(_HALF if x.element_size() < 4 else 0.0 for x in one.gradients.values()))
     off = {name: _distance(one.gradients[name], several.gradients[name], norm) for name in names}
     if max(off.values()) <= close:
         largest = max(off, key=lambda name: off[name])
@@ -158,10 +158,6 @@ def _compare_gradients(one: Observed, several: Observed, workers: int, grade: Gr
             "the rank or random numbers"
         )
     return Verdict(False, lines)
-
-
-def _find_limit(tensors: Any, grade: Grade) -> float:
-    return max(_CLOSE[grade], *(_HALF if x.element_size() < 4 else 0.0 for x in tensors))
 
 
 def _distance(a: Tensor, b: Tensor, norm: float) -> float:

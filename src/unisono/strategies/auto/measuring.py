@@ -64,7 +64,11 @@ def estimate_costs(strategy: Strategy, model: nn.Module, world: World) -> Costs 
     reducer: Reducer | None = settings.reducer
     named = [(name, p) for name, p in split_sparse(model)[0] if p.requires_grad]
     overlaps = overlap_pays(world) if settings.overlap is None else settings.overlap
-    buckets = _lay_out(named, settings.bucket_bytes or _default_bytes(named, reducer))
+    compresses = reducer is not None and not reducer.exact
+    large = compresses and any(p.is_cuda for _, p in named)
+    bucket_bytes = settings.bucket_bytes or (LARGE_BUCKET_BYTES if large else BUCKET_BYTES)
+    on_meta = partial(on_device, torch.device("meta"))
+    buckets = [Bucket(i, group, on_meta) for i, group in enumerate(group_into_buckets(named, bucket_bytes))]
     if reducer is None or not buckets:
         sent = sum(dense_bytes(bucket, world.size) for bucket in buckets)
         return Costs(sent, max(1, len(buckets)), 0.0, overlaps)
@@ -83,19 +87,6 @@ def estimate_costs(strategy: Strategy, model: nn.Module, world: World) -> Costs 
     messages = max(1, len(crossing)) * len(buckets)
     agreed = take_slowest(world, [sent, messages, cost.work_s * share], TAG)
     return Costs(agreed[0], agreed[1], agreed[2], overlaps)
-
-
-def _default_bytes(named: Sequence[tuple[str, Parameter]], reducer: Reducer | None) -> int:
-    on_gpu = any(p.is_cuda for _, p in named)
-    return LARGE_BUCKET_BYTES if on_gpu and reducer is not None and not reducer.exact else BUCKET_BYTES
-
-
-def _lay_out(named: Sequence[tuple[str, Parameter]], bucket_bytes: int) -> list[Bucket]:
-    """The buckets, without memory."""
-    return [
-        Bucket(i, group, lambda n, dtype: torch.empty(n, dtype=dtype, device="meta"))
-        for i, group in enumerate(group_into_buckets(named, bucket_bytes))
-    ]
 
 
 def _make_sample(named: Sequence[tuple[str, Parameter]]) -> tuple[list[tuple[str, Tensor]], float]:

@@ -191,5 +191,5 @@ def _drop_useless(found: list[Strategy], costs: list[Costs | None]) -> tuple[lis
 
 
 def _is_exact(strategy: Strategy) -> bool:
-    reducer = getattr(strategy, "reducer", None)
-    return reducer is None or bool(reducer.exact)
+    reducer = strategy.pattern().reducer
+    return reducer is None or reducer.exact

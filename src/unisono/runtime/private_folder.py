@@ -19,7 +19,7 @@ def find_private_folder() -> Path:
     wanted = os.environ.get("UNISONO_WARM", "")
     if wanted not in ("", "0", "1"):
         folder = Path(wanted)
-    elif "XDG_RUNTIME_DIR" in os.environ:
+    elif os.path.isdir(os.environ.get("XDG_RUNTIME_DIR", "")):  # it may be set and missing, as after `su`
         folder = Path(os.environ["XDG_RUNTIME_DIR"], "unisono")
     else:
         folder = Path(f"/tmp/unisono-{os.getuid()}")

@@ -24,3 +24,7 @@ def __getattr__(name: str) -> Any:
     module = "unisono.lab.engine" if name == "lab" else f"unisono.launchers.engines.{name}"
     engine = globals()[name] = getattr(importlib.import_module(module), name.capitalize())
     return engine
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -27,6 +27,7 @@ from unisono.runtime.debugger.hub import Hub, read_wait_s
 from unisono.runtime.debugger.link import HubConnection, connect_to_hub
 from unisono.runtime.debugger.prompt import Prompt
 from unisono.runtime.debugger.rank_pdb import RankPdb
+from unisono.runtime.private_folder import find_private_folder
 from unisono.units import parse_ranks, show_ranks
 from unisono.world import World
 from unisono.world.transports.threads import Hub as ThreadHub
@@ -621,3 +622,11 @@ def test_a_wait_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("UNISONO_DEBUG_WAIT_S", "soon")
     with pytest.raises(ValueError, match=r"UNISONO_DEBUG_WAIT_S='soon'; expected seconds"):
         read_wait_s()
+
+
+def test_a_runtime_folder_that_is_set_and_missing_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UNISONO_WARM", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "missing"))
+    assert find_private_folder() == Path(f"/tmp/unisono-{os.getuid()}")
+    (tmp_path / "missing").mkdir()
+    assert find_private_folder() == tmp_path / "missing" / "unisono"

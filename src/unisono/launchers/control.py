@@ -12,7 +12,7 @@ import json
 import os
 import selectors
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 
 from unisono.launchers.private_folder import connect_to, find_private_folder, is_of_this_user
 
-__all__ = ["Control", "Gone", "RunStatus", "ask", "ask_anything", "describe_fixed", "list_runs"]
+__all__ = ["Control", "Gone", "RunStatus", "ask", "ask_anything", "list_runs"]
 
 LINE_BYTES = 4096
 ANSWER_BYTES = 64 << 20
@@ -174,13 +174,6 @@ class RunStatus:
         step = "no step yet" if self.step is None else f"step {self.step}"
         adapts = ", adapts" if self.adapts else ""
         return f"workers: {self.workers}{to} (MIN {self.least}, MAX {self.most}{adapts}), {step}"
-
-
-def describe_fixed(program: Sequence[str], workers: int, step: int | None) -> dict[str, Any]:
-    """What a run says of itself whose workers stay."""
-    same = {"workers": workers, "wanted": workers, "least": workers, "most": workers}
-    text = " ".join(program)[:200]
-    return {"pid": os.getpid(), "program": text, **same, "step": step, "adapts": False, "elastic": False}
 
 
 def ask(pid: int, request: dict[str, Any]) -> RunStatus:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from unisono.runtime.sigterm import PREEMPTED
 
@@ -15,11 +15,9 @@ __all__ = [
     "EngineError",
     "Failure",
     "Outcome",
-    "WorkerDescription",
     "WorkerError",
     "fail_run",
     "failure_of_exit",
-    "find_outcome",
     "first_failure",
     "format_preemption",
     "format_report",
@@ -148,44 +146,6 @@ class Outcome:
     def exit_status(self) -> int:
         """The status of the worker that failed first; 0 without a failure, 143 where the workers saved and left."""
         return self.failure.code if self.failure else PREEMPTED if self.preempted else 0
-
-
-class WorkerDescription(NamedTuple):
-    """What a launcher knows of the worker that failed first; see `format_report`."""
-
-    identity: str
-    status: str
-    step: int | None
-    unseen: Sequence[str]
-    fault: str = ""  # of a fault script, that killed it
-
-
-def find_outcome(
-    failures: Sequence[Failure],
-    stopped_at: float | None,
-    *,
-    workers: int,
-    describe: Callable[[Failure], WorkerDescription],
-    colour: bool,
-) -> Outcome:
-    """Tell failures from workers that the launcher stopped (at `stopped_at`), and put the first into words."""
-    own = [failure for failure in failures if stopped_at is None or failure.time <= stopped_at]
-    if not own:
-        return Outcome()
-    first = first_failure(own)
-    worker = describe(first)
-    report = format_report(
-        first,
-        sorted((failure for failure in own if failure is not first), key=lambda failure: failure.time),
-        workers=workers,
-        identity=worker.identity,
-        status=worker.status,
-        stopped=[failure.rank for failure in failures if failure not in own],
-        unseen=worker.unseen,
-        fault=worker.fault,
-        colour=colour,
-    )
-    return Outcome(first, report, worker.step)
 
 
 def fail_run(why: str, losses: Sequence[Failure], step: int | None, *, more: Sequence[str] = ()) -> Outcome:

@@ -11,7 +11,7 @@ from unisono.launchers.output import Mode
 from unisono.runtime.run_folder import RunFolder
 from unisono.runtime.watchdog import BEAT_S
 
-__all__ = ["Adapt", "ComeAndGo", "Job", "StartMethod", "TimedOut"]
+__all__ = ["Adapt", "ElasticSettings", "Job", "StartMethod", "TimedOut"]
 
 # fresh: a new interpreter each. fork: from this program's own fork server. warm: from the user's (see forks.py).
 StartMethod = Literal["fresh", "fork", "warm"]
@@ -30,7 +30,7 @@ class Adapt:
 
 
 @dataclass(frozen=True)
-class ComeAndGo:
+class ElasticSettings:
     """Workers that are lost are replaced, and their number may change while they train."""
 
     least: int  # with fewer, those left wait for others
@@ -67,7 +67,7 @@ class Job:
     result_fds: Sequence[int] = ()
     start: StartMethod = "fresh"
     faults: str | None = None  # a fault script; None: that of the environment, if any
-    elastic: ComeAndGo | None = None  # None: a worker that is lost ends the run
+    elastic: ElasticSettings | None = None  # None: a worker that is lost ends the run
     pdb: bool = False  # where a worker raises, stop all and open the debugger's prompt
     record: RunFolder | None = None  # where the run is recorded
     grace_s: float = 25.0  # for workers that save and leave after SIGTERM; Slurm and Kubernetes give 30 s in all
@@ -76,6 +76,10 @@ class Job:
     def places(self) -> int:
         """How many workers there may be at once."""
         return self.workers if self.elastic is None else self.elastic.most
+
+    def describe_program(self) -> str:
+        """The program and its arguments, for people."""
+        return " ".join(self.program)[:200]
 
     def note(self, kind: str, **values: Any) -> None:
         """Something happened in the run: an event of its record, where there is one."""

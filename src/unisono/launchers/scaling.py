@@ -8,7 +8,7 @@ from typing import Any
 
 from unisono.launchers.adaptation import Adaptation, Meter
 from unisono.launchers.coordinator import Coordinator
-from unisono.launchers.job import ComeAndGo
+from unisono.launchers.job import ElasticSettings
 
 __all__ = ["Scaling"]
 
@@ -16,7 +16,9 @@ __all__ = ["Scaling"]
 class Scaling:
     """Of one run. `say` puts a line on standard error; `program` is what others are told that it is."""
 
-    def __init__(self, coordinator: Coordinator, elastic: ComeAndGo, program: str, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, coordinator: Coordinator, elastic: ElasticSettings, program: str, say: Callable[[str], None]
+    ) -> None:
         self._coordinator, self._elastic, self._say = coordinator, elastic, say
         self._program = program
         self._step: int | None = None

@@ -11,12 +11,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from unisono.launchers.control import Gone, ask_anything
-from unisono.launchers.failures import Outcome
 from unisono.launchers.job import Job
 from unisono.runtime.run_folder import NoSuchRun, find_run, is_running, read_run
 from unisono.runtime.stack_dump import StackFile, list_children, read_stacks, read_state
@@ -117,12 +115,6 @@ class HangReports:
         record.event("hang", **values)
         self._count += 1
         record.append(f"hangs/{self._count}.txt", f"{self.last}\n\n{_format_all(workers)}\n")
-
-    def add_to(self, outcome: Outcome) -> Outcome:
-        """How the run ended, with what hung before."""
-        if outcome.failure is None or not self.last:
-            return outcome
-        return replace(outcome, report=f"{outcome.report}\n\n{self.last}")
 
 
 def _format_all(workers: Sequence[WorkerStack]) -> str:

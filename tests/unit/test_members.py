@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import selectors
 import signal
 import struct
 import time
@@ -18,14 +17,16 @@ from unisono.launchers.failures import Failure
 from unisono.launchers.job import ElasticSettings, Job
 from unisono.launchers.local_worker import LocalWorker
 from unisono.runtime import membership
+from unisono.runtime.event_loop import EventLoop
+from unisono.runtime.local_channel import LocalChannel
 from unisono.runtime.status import StatusPage
 
 
 class Process:
-    """One that does nothing; `sock` is the worker's end of its line."""
+    """One that does nothing; `channel` is the worker's end of its connection."""
 
     def __init__(self, pid: int, fd: int) -> None:
-        self.pid, self.sock = pid, membership.socket.socket(fileno=os.dup(fd))
+        self.pid, self.channel = pid, LocalChannel(os.dup(fd))
         self.signals: list[int] = []
 
     def send(self, signum: int) -> None:
@@ -39,7 +40,7 @@ class Run:
         self.output: Any = self
         self.lines: list[str] = []
         self.page = StatusPage.create(3)
-        self.selector = selectors.DefaultSelector()
+        self.loop = EventLoop()
         self.workers: list[LocalWorker] = []  # in the order of their start
         self.let_go = lambda _: None
         self.debugger: Any = SimpleNamespace(is_paused=False)
@@ -76,13 +77,12 @@ class Run:
 
     def come(self, *workers: int) -> None:
         for worker in workers:
-            membership.send(self.workers[worker].process.sock, {"kind": "come", "generation": 0, "open": False})
-        for key, _ in self.selector.select(0):
-            key.data()
+            self.workers[worker].process.channel.send({"kind": "come", "generation": 0, "open": False})
+        self.loop.pump(0)
 
     def end(self, worker: int, signum: signal.Signals | None = None) -> None:
         child = self.workers[worker]
-        child.process.sock.close()
+        child.process.channel.close()
         child.ended = 1.0
         if signum is not None:
             child.failure = Failure(child.rank, 1.0, "signal", 128 + signum, (), signum.name)
@@ -97,10 +97,10 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
     run = Run(getattr(request, "param", 3))
     yield run
     run.members.close()
-    run.selector.close()
+    run.loop.close()
     run.page.close()
     for worker in run.workers:
-        worker.process.sock.close()
+        worker.process.channel.close()
 
 
 def test_a_worker_that_is_lost_between_the_first_step_and_the_next_look_is_replaced(run: Run) -> None:
@@ -155,7 +155,7 @@ def test_workers_that_died_when_they_were_to_leave_are_no_loss(run: Run) -> None
     run.ask(1)
     run.act()
     run.come(0, 1, 2)
-    run.workers[1].process.sock.close()
+    run.workers[1].process.channel.close()
     assert run.act()
     run.end(1, signal.SIGKILL)
     run.end(2)

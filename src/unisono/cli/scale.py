@@ -51,7 +51,7 @@ def add_command(commands: Commands) -> None:
 
 def _scale(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
     from unisono.launchers.control import Gone
-    from unisono.launchers.private_folder import NotPrivate
+    from unisono.runtime.private_folder import NotPrivate
 
     try:
         _change(options)

@@ -43,8 +43,8 @@ def add_command(commands: Commands) -> None:
 
 def _show(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
     from unisono.launchers.control import Gone
-    from unisono.launchers.private_folder import NotPrivate
     from unisono.launchers.stacks import ask_for_report
+    from unisono.runtime.private_folder import NotPrivate
 
     try:
         found = ask_for_report(_find_run(options.name))

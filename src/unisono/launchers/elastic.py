@@ -7,7 +7,6 @@ reached and ended is up to the run: elastic_local.py on this host, elastic_hosts
 from __future__ import annotations
 
 import os
-import socket
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from unisono.launchers.failures import Failure, Outcome, fail_run
 from unisono.launchers.job import ElasticSettings
 from unisono.launchers.scaling import Scaling
 from unisono.launchers.supervisor import Supervisor, W
+from unisono.runtime.local_channel import LocalChannel
 
 __all__ = ["LOOK_S", "ElasticSupervisor", "WorkerConnection"]
 
@@ -30,7 +30,7 @@ class WorkerConnection(Generic[W]):
 
     number: int  # of the worker in this run: no two have the same
     worker: W
-    sock: socket.socket | None = None  # to a worker of this host
+    channel: LocalChannel | None = None  # to a worker of this host
     waits_since: float | None = None  # it waits for the next generation
     left_program_at: float | None = None  # its program has ended well; its process is still to end
     is_hung: bool = False  # and is being killed for it
@@ -90,9 +90,9 @@ class ElasticSupervisor(ABC, Generic[W]):
 
     # -- what is decided -----------------------------------------------------------------------------------------------
 
-    def add(self, worker: W, sock: socket.socket | None = None) -> WorkerConnection[W]:
+    def add(self, worker: W, channel: LocalChannel | None = None) -> WorkerConnection[W]:
         """Keep track of a worker that has been started."""
-        connection = WorkerConnection(self._started, worker, sock)
+        connection = WorkerConnection(self._started, worker, channel)
         self._started += 1
         self.connections[connection.number] = connection
         return connection

@@ -12,7 +12,6 @@ elastic.py carries out what coordinator.py decides, as for workers on this host.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import secrets
 import signal
@@ -47,7 +46,7 @@ class ElasticHostsRun(EngineRun):
         super().__init__(job, engine, payload)
         self.elastic = _HostsElastic(job.elastic, self)
         self._heard: dict[Channel, float] = {}  # when each agent last said something
-        self._agents: dict[Channel, tuple[str, int]] = {}  # its host and process
+        self._processes: dict[Channel, tuple[str, int]] = {}  # the host and process of each agent
         self._beaten = self._revived = time.monotonic()
         self._steps: dict[int, int] = {}  # by place
         self.returned: dict[int, bytes] = {}
@@ -63,14 +62,14 @@ class ElasticHostsRun(EngineRun):
         """An agent without a worker. Its place may have another: itself, by a connection that is lost, or one that an
         engine started before, and then the new one is not needed."""
         now, mine = time.monotonic(), (worker.identity, agent)
-        for channel, other in list(self.channels.items()):
-            if other is None or other.rank != worker.rank or channel is worker.channel:
+        for channel, other in list(self.agents.items()):
+            if other.rank != worker.rank or channel is worker.channel:
                 continue
-            if self._agents.get(channel) != mine and now - self._heard[channel] < self.elastic.heartbeat_s:
-                self.say(worker.channel, kind="exit", status=_TAKEN)
+            if self._processes.get(channel) != mine and now - self._heard[channel] < self.elastic.heartbeat_s:
+                self.server.send(worker.channel, kind="exit", status=_TAKEN)
                 return
             self._lose_agent(channel)
-        self._heard[worker.channel], self._agents[worker.channel] = now, mine
+        self._heard[worker.channel], self._processes[worker.channel] = now, mine
         super()._add_waiting(worker, agent)
 
     @property
@@ -114,34 +113,31 @@ class ElasticHostsRun(EngineRun):
         self.elastic.look(now)
         if now - self._beaten >= _BEAT_S:
             self._beaten = now
-            for channel, worker in list(self.channels.items()):
-                if worker is not None:
-                    self.say(channel, kind="beat")
+            for channel in list(self.agents):
+                self.server.send(channel, kind="beat")
         for channel, heard in list(self._heard.items()):
             silent_s = now - max(heard, self.elastic.fresh_since)
-            if channel not in self.channels:
+            if channel not in self.server.channels:
                 del self._heard[channel]
-                self._agents.pop(channel, None)
-            elif self.channels[channel] is None:
-                continue
-            elif silent_s > self._find_patience(channel) and self._is_under_way:
+                self._processes.pop(channel, None)
+            elif channel in self.agents and silent_s > self._find_patience(channel) and self._is_under_way:
                 self._lose_agent(channel, f" It has said nothing for {silent_s:.0f} s.")
         if self._is_under_way and now - self._revived > _REVIVE_S and self._started is not None:
             self._revived = now
-            present = {worker.rank for worker in self.channels.values() if worker is not None}
+            present = {worker.rank for worker in self.agents.values()}
             self._started.revive(set(range(self.job.places)) - present)
 
     def _find_patience(self, channel: Channel) -> float:
         """How long an agent may say nothing: longer while it starts a worker, from a fork server perhaps."""
-        worker, heartbeat_s = self.channels[channel], self.elastic.heartbeat_s
-        is_starting = worker is not None and worker.pid == 0 and self.elastic.find(worker) is not None
+        worker, heartbeat_s = self.agents[channel], self.elastic.heartbeat_s
+        is_starting = worker.pid == 0 and self.elastic.find(worker) is not None
         return max(_TO_START_S, heartbeat_s) if is_starting else heartbeat_s
 
     # -- what agents and workers say -----------------------------------------------------------------------------------
 
-    def _on_channel(self, channel: Channel) -> None:
+    def _on_frames(self, channel: Channel, frames: list[Frame]) -> None:
         self._heard[channel] = time.monotonic()
-        super()._on_channel(channel)
+        super()._on_frames(channel, frames)
 
     def _on_frame(self, worker: RemoteWorker, frame: Frame) -> None:
         connection = self.elastic.find(worker)
@@ -176,10 +172,8 @@ class ElasticHostsRun(EngineRun):
     # -- a worker has ended --------------------------------------------------------------------------------------------
 
     def _lose_agent(self, channel: Channel, why: str = "") -> None:
-        worker = self.channels[channel]
-        self.forget(channel)
-        if worker is not None:
-            self._on_loss(worker, why)
+        self.server.forget(channel)
+        self._on_lost(channel, why)
 
     def _on_loss(self, worker: RemoteWorker, more: str = "") -> None:
         """Its agent is lost; with its worker, if it had one."""
@@ -198,7 +192,7 @@ class ElasticHostsRun(EngineRun):
     def _clean_up(self) -> None:
         if self._is_under_way and not self.running:
             for worker in self.waiting.values():  # agents without a worker
-                self.say(worker.channel, kind="exit", status=0)
+                self.server.send(worker.channel, kind="exit", status=0)
         super()._clean_up()
 
     def _take_results(self) -> list[bytes]:
@@ -243,11 +237,11 @@ class _HostsElastic(ElasticSupervisor[RemoteWorker]):
         """Start a worker in a place whose agent has none."""
         worker = self._hosts.waiting.pop(place)
         joining, size = bool(self.coordinator.members), max(1, len(self.coordinator.members))
-        everyone = [other for other in self._hosts.channels.values() if other is not None]
+        everyone = list(self._hosts.agents.values())
         hosts = list(dict.fromkeys(other.identity for other in sorted(everyone, key=lambda one: one.rank)))
         near = sorted(other.rank for other in everyone if other.identity == worker.identity)
         if joining and self._log:
-            self._send_frame(worker.channel, "G", self._log)
+            self._hosts.server.send_frame(worker.channel, "G", self._log)
         self._run.workers.append(worker)
         self._hosts.start_worker(
             worker,
@@ -266,7 +260,7 @@ class _HostsElastic(ElasticSupervisor[RemoteWorker]):
     def _request_regroup(self, generation: int) -> None:
         self._regroup_generation = generation
         for connection in self.connections.values():
-            self._hosts.say(connection.worker.channel, kind="summon", generation=generation)
+            self._hosts.server.send(connection.worker.channel, kind="summon", generation=generation)
 
     def _open_meeting_page(self) -> tuple[int, ...]:
         return ()
@@ -274,16 +268,10 @@ class _HostsElastic(ElasticSupervisor[RemoteWorker]):
     def _send(
         self, connection: WorkerConnection[RemoteWorker], message: dict[str, Any], fds: tuple[int, ...] = ()
     ) -> None:
-        self._send_frame(connection.worker.channel, "C", json.dumps(message).encode())
-
-    def _send_frame(self, channel: Channel, kind: str, body: bytes) -> None:
-        if channel in self._hosts.channels:
-            with contextlib.suppress(OSError):  # its end is noticed when it is read
-                channel.send(kind, body)
-            self._hosts.flush(channel)
+        self._hosts.server.send_frame(connection.worker.channel, "C", json.dumps(message).encode())
 
     def _kill(self, connection: WorkerConnection[RemoteWorker]) -> None:
-        self._hosts.say(connection.worker.channel, kind="signal", number=int(signal.SIGKILL))
+        self._hosts.server.send(connection.worker.channel, kind="signal", number=int(signal.SIGKILL))
 
     def _describe_stack(self, worker: RemoteWorker) -> str:
         stack = next((found for found in self._run.gather_stacks()[0] if found.rank == worker.rank), None)
@@ -340,12 +328,12 @@ class _HostsElastic(ElasticSupervisor[RemoteWorker]):
         self._run.workers.remove(worker)
         if worker.result and not connection.is_unwanted:
             self._hosts.returned[worker.rank] = b"".join(worker.result)
-        if worker.channel not in self._hosts.channels:
+        if worker.channel not in self._hosts.agents:
             return
         if worker.failure is None and self.coordinator.ending:
-            self._hosts.say(worker.channel, kind="exit", status=0)
+            self._hosts.server.send(worker.channel, kind="exit", status=0)
         fresh = RemoteWorker(rank=worker.rank, host=worker.host, channel=worker.channel, identity=worker.identity)
-        self._hosts.channels[worker.channel] = self._hosts.waiting[worker.rank] = fresh
+        self._hosts.agents[worker.channel] = self._hosts.waiting[worker.rank] = fresh
 
     def find_outcome(self, more: tuple[str, ...] = ()) -> Outcome | None:
         """See ElasticSupervisor."""

@@ -1,12 +1,10 @@
-"""Workers that come and go on this host: a socket to each, whose other end is runtime/membership.py."""
+"""Workers that come and go on this host: a channel to each, whose other end is runtime/membership.py."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import selectors
 import signal
-import socket
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,6 +13,7 @@ from unisono.launchers.elastic import LOOK_S, ElasticSupervisor, WorkerConnectio
 from unisono.launchers.job import ElasticSettings
 from unisono.launchers.local_worker import LocalWorker
 from unisono.runtime import membership
+from unisono.runtime.local_channel import LocalChannel
 from unisono.runtime.memfd import anonymous_file
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ class LocalElastic(ElasticSupervisor[LocalWorker]):
         self._local = run
         self.look_s = LOOK_S if settings.adapt is None else min(LOOK_S, max(0.02, settings.adapt.window_s))
         self._results = anonymous_file("unisono-results")
-        self._ends: tuple[socket.socket, socket.socket] | None = None  # to the worker that is being started
+        self._ends: tuple[LocalChannel, LocalChannel] | None = None  # to the worker that is being started
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
@@ -48,7 +47,7 @@ class LocalElastic(ElasticSupervisor[LocalWorker]):
 
     def open_connection(self) -> dict[str, int]:
         """The descriptors that the next worker is to inherit, beside those that all do."""
-        self._ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._ends = LocalChannel.pair()
         return {membership.VARIABLE: self._ends[1].fileno(), membership.LOG_VARIABLE: self._results}
 
     def add_started(self, worker: LocalWorker | None) -> None:
@@ -59,9 +58,9 @@ class LocalElastic(ElasticSupervisor[LocalWorker]):
         if worker is None:
             ours.close()
             return
-        ours.setblocking(False)
+        ours.set_timeout(0)
         connection = self.add(worker, ours)
-        self._run.selector.register(ours, selectors.EVENT_READ, partial(self._read, connection, ours))
+        self._run.loop.watch(ours, partial(self._read, connection, ours))
         if self.is_under_way:
             self.coordinator.started(connection.number)
 
@@ -94,9 +93,9 @@ class LocalElastic(ElasticSupervisor[LocalWorker]):
     def _send(
         self, connection: WorkerConnection[LocalWorker], message: dict[str, Any], fds: tuple[int, ...] = ()
     ) -> None:
-        assert connection.sock is not None
+        assert connection.channel is not None
         with contextlib.suppress(OSError):  # it has died, and its end will be noticed
-            membership.send(connection.sock, message, fds)
+            connection.channel.send(message, fds)
 
     def _kill(self, connection: WorkerConnection[LocalWorker]) -> None:
         connection.worker.send(signal.SIGKILL)
@@ -106,10 +105,10 @@ class LocalElastic(ElasticSupervisor[LocalWorker]):
 
     # -- what happens --------------------------------------------------------------------------------------------------
 
-    def _read(self, connection: WorkerConnection[LocalWorker], sock: socket.socket) -> None:
-        message, _ = membership.receive(sock)
+    def _read(self, connection: WorkerConnection[LocalWorker], channel: LocalChannel) -> None:
+        message, _ = channel.receive()
         if message is None:
-            self._run.selector.unregister(sock)
+            self._run.loop.forget(channel)
         else:
             self.on_message(connection, message)
 
@@ -157,15 +156,14 @@ class LocalElastic(ElasticSupervisor[LocalWorker]):
         return super().on_end(worker)
 
     def _retire(self, connection: WorkerConnection[LocalWorker]) -> None:
-        assert connection.sock is not None
-        if connection.sock in self._run.selector.get_map():
-            self._run.selector.unregister(connection.sock)
-        connection.sock.close()
+        assert connection.channel is not None
+        self._run.loop.forget(connection.channel)
+        connection.channel.close()
         self._local.let_go(connection.worker)
 
     def close(self) -> None:
         """The run is over."""
         for connection in self.connections.values():
-            if connection.sock is not None:
-                connection.sock.close()
+            if connection.channel is not None:
+                connection.channel.close()
         os.close(self._results)

@@ -7,7 +7,6 @@
 
 What happens when a worker is lost is not here: see remote.py, and elastic_hosts.py for workers that come and go.
 
-One thread, one selector, no torch; the store has a thread of its own.
 """
 
 from __future__ import annotations
@@ -15,13 +14,11 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import selectors
 import signal
 import socket
 import time
 from abc import abstractmethod
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from unisono.launchers import guard
@@ -36,7 +33,8 @@ from unisono.launchers.remote_worker import RemoteWorker
 from unisono.launchers.store import HostedStore
 from unisono.launchers.supervisor import AT_ONCE, Schedule, Supervisor
 from unisono.launchers.worker_state import Worker
-from unisono.runtime.channel import GREETING_S, Channel, Frame, accept, flush
+from unisono.runtime.channel import Channel, Frame
+from unisono.runtime.channel_server import ChannelServer
 from unisono.runtime.machine import address_towards
 from unisono.runtime.run_folder import name_rank_file
 from unisono.runtime.secret import derive_secret
@@ -77,9 +75,9 @@ class EngineRun(Supervisor[RemoteWorker]):
         secret = derive_secret(self._token, "run").hex()
         self.debugger = RunDebugger(job, secret, self.output.say, self.engine.listen(self._backlog))
         self._listener = self.engine.listen(self._backlog)
-        self._listener.setblocking(False)
+        self.server = ChannelServer(self.loop, self._listener, self._token, self._on_frames, self._on_lost)
         self._told_stacks: dict[int, WorkerStack] | None = None  # while they are being gathered
-        self.channels: dict[Channel, RemoteWorker | None] = {}
+        self.agents: dict[Channel, RemoteWorker] = {}  # agents that have said who they are, with their workers
         self._hosts: list[Channel] = []  # of hosts whose agents are started by host.py
         self.waiting: dict[int, RemoteWorker] = {}  # agents of the attempt that is to begin
         self._attempt = 0
@@ -111,7 +109,7 @@ class EngineRun(Supervisor[RemoteWorker]):
     def signal_groups(self, signum: signal.Signals) -> None:
         """See Supervisor."""
         for worker in self.running:
-            self.say(worker.channel, kind="signal", number=int(signum))
+            self.server.send(worker.channel, kind="signal", number=int(signum))
 
     def _interrupt(self, error: BaseException) -> None:
         if not isinstance(error, EngineError):
@@ -120,7 +118,7 @@ class EngineRun(Supervisor[RemoteWorker]):
     # -- 1. start ------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        self.selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self.server.start()
         self.debugger.start()
         env = self._environment()
         port = self._listener.getsockname()[1]
@@ -182,32 +180,17 @@ class EngineRun(Supervisor[RemoteWorker]):
 
     # -- 2. meet -------------------------------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        channel = accept(self._listener, self._token, self.channels, self.forget)
-        if channel is None:
-            return
-        self.channels[channel] = None
-        self.selector.register(channel, selectors.EVENT_READ, partial(self._on_channel, channel))
-        self.flush(channel)
-
-    def _on_channel(self, channel: Channel) -> None:
-        worker = self.channels[channel]
-        try:
-            channel.flush()
-            frames = channel.receive()
-        except OSError:  # not one of ours, or a host that is gone
-            frames = None
-        if frames is None:
-            self.forget(channel)
-            if worker is not None:
-                self._on_loss(worker)
-            return
+    def _on_frames(self, channel: Channel, frames: list[Frame]) -> None:
         for frame in frames:
-            if (current := self.channels.get(channel)) is None:
+            if (worker := self.agents.get(channel)) is None:
                 self._on_hello(channel, frame)
             else:
-                self._on_frame(current, frame)
-        self.flush(channel)
+                self._on_frame(worker, frame)
+
+    def _on_lost(self, channel: Channel, why: str = "") -> None:
+        worker = self.agents.pop(channel, None)
+        if worker is not None:
+            self._on_loss(worker, why)
 
     def _on_hello(self, channel: Channel, frame: Frame) -> None:
         hello = frame.json()
@@ -221,7 +204,7 @@ class EngineRun(Supervisor[RemoteWorker]):
         worker = RemoteWorker(
             rank=rank, host=str(hello["host"]), channel=channel, identity=str(hello["identity"]), page=hello.get("page")
         )
-        self.channels[channel] = worker
+        self.agents[channel] = worker
         self._add_waiting(worker, int(hello["pid"]))
 
     def _add_waiting(self, worker: RemoteWorker, agent: int) -> None:
@@ -233,8 +216,8 @@ class EngineRun(Supervisor[RemoteWorker]):
         worker.started = time.monotonic()
         self.job.note("worker started", rank=worker.rank, host=worker.host)
         if self._payload is not None:
-            worker.channel.send("P", self._payload)
-        self.say(
+            self.server.send_frame(worker.channel, "P", self._payload)
+        self.server.send(
             worker.channel,
             kind="start",
             program=list(self.job.program),
@@ -264,7 +247,7 @@ class EngineRun(Supervisor[RemoteWorker]):
         for worker in self.running if self._preempting else ():
             if worker.read_status().preemptible and not worker.told:
                 worker.told = True
-                self.say(worker.channel, kind="preempt")
+                self.server.send(worker.channel, kind="preempt")
 
     def _check_start(self, now: float) -> None:
         if not self._wrong and not self.has_begun and now > self._since + self.engine.start_s:
@@ -275,9 +258,6 @@ class EngineRun(Supervisor[RemoteWorker]):
             )
         if self._wrong:
             raise EngineError(self._with_words(self._wrong))
-        for channel, worker in list(self.channels.items()):
-            if worker is None and not channel.proven and now > channel.since + GREETING_S:
-                self.forget(channel)
 
     def _check_engine(self, now: float) -> None:
         """When the engine's job has ended and workers have not said how they did, they never will."""
@@ -325,7 +305,7 @@ class EngineRun(Supervisor[RemoteWorker]):
     def _on_end(self, worker: RemoteWorker) -> None:
         """A worker has ended; its agent waits to be told what to do."""
         if worker.failure is None:
-            self.say(worker.channel, kind="exit", status=0)
+            self.server.send(worker.channel, kind="exit", status=0)
 
     def _on_loss(self, worker: RemoteWorker, more: str = "") -> None:
         if worker is self.waiting.get(worker.rank):
@@ -349,25 +329,8 @@ class EngineRun(Supervisor[RemoteWorker]):
             self.job.record.append(name_rank_file(worker.rank), message["text"])
 
     def _pump(self, wait_s: float) -> None:
-        for key, _ in self.selector.select(max(0.0, wait_s)):
-            if key.fileobj in self.selector.get_map():
-                key.data()
-
-    def say(self, channel: Channel, **fields: Any) -> None:
-        if channel in self.channels:
-            with contextlib.suppress(OSError):  # its end is noticed when it is read
-                channel.send_json(**fields)
-            self.flush(channel)
-
-    def flush(self, channel: Channel) -> None:
-        """Send what can be sent now, and ask to be told when more can."""
-        if channel in self.channels:
-            flush(channel, self.selector)
-
-    def forget(self, channel: Channel) -> None:
-        self.selector.unregister(channel)
-        del self.channels[channel]
-        channel.close()
+        self.loop.pump(wait_s)
+        self.server.drop_late()
 
     @property
     def has_begun(self) -> bool:
@@ -381,8 +344,8 @@ class EngineRun(Supervisor[RemoteWorker]):
             code = worker.failure.code if worker.failure else 1
             if worker.ended is None:
                 signals = [[delay, int(signum)] for delay, signum in schedule(worker)]
-                self.say(worker.channel, kind="stop", schedule=signals)
-            self.say(worker.channel, kind="exit", status=code or 1)
+                self.server.send(worker.channel, kind="stop", schedule=signals)
+            self.server.send(worker.channel, kind="exit", status=code or 1)
 
     def _stop(self, schedule: Callable[[Worker], Schedule]) -> None:
         """See Supervisor: the agents end their workers."""
@@ -395,12 +358,11 @@ class EngineRun(Supervisor[RemoteWorker]):
 
     def _clean_up(self) -> None:
         self._control.close()
-        self._listener.close()
+        self.server.close_address()
         self.debugger.close()
         if self._started is not None:
             self._end_engine(self._started)
-        for channel in list(self.channels):
-            self.forget(channel)
+        self.server.close()
         self._close_later_store()
         self._store.close()
         self._meeting_page.close()
@@ -409,13 +371,13 @@ class EngineRun(Supervisor[RemoteWorker]):
             self._started.close()
         if self._guard is not None:
             self._guard.done()
-        self.selector.close()
+        self.loop.close()
 
     def _end_engine(self, started: Started) -> None:
         """It ends by itself once its workers have; otherwise it is told to."""
         well = self.has_begun and not self.running
         for channel in self._hosts if well else ():
-            self.say(channel, kind="end")
+            self.server.send(channel, kind="end")
         for signum, wait_s in ((None, 3.0 if well else 0.0), (signal.SIGTERM, 2.0), (signal.SIGKILL, 1.0)):
             if signum is not None and started.poll() is None:
                 started.stop(signum)
@@ -439,7 +401,7 @@ class EngineRun(Supervisor[RemoteWorker]):
         told: dict[int, WorkerStack] = {}
         self._told_stacks = told
         for worker in running:
-            self.say(worker.channel, kind="stacks")
+            self.server.send(worker.channel, kind="stacks")
         deadline = time.monotonic() + _STACKS_S
         try:
             while len(told) < len(running) and time.monotonic() < deadline:
@@ -451,7 +413,7 @@ class EngineRun(Supervisor[RemoteWorker]):
     def describe_activities(self) -> str:
         """See Supervisor; the agents are asked now."""
         for worker in self.running:
-            self.say(worker.channel, kind="status")
+            self.server.send(worker.channel, kind="status")
         deadline = time.monotonic() + 0.5
         while time.monotonic() < deadline:
             self._pump(0.05)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from unisono.launchers.output import Mode
 from unisono.runtime.run_folder import RunFolder
-from unisono.runtime.watchdog import BEAT_S
+from unisono.runtime.status import BEAT_S
 
 __all__ = ["Adapt", "ElasticSettings", "Job", "StartMethod", "TimedOut"]
 

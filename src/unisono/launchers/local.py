@@ -4,15 +4,12 @@
 2. Watch: pass their output on, take their error reports, start the store when a first worker asks for it.
 3. Stop: at the first failure or an interruption the rest is told to go, and made to after a grace time.
 4. Clean up: whatever the workers left running is ended; only then are they reaped, so no process id is used again.
-
-One thread, one selector, no torch; the store has a thread of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import selectors
 import signal
 import socket
 import time
@@ -24,11 +21,10 @@ from unisono.launchers import guard
 from unisono.launchers.debugging import RunDebugger
 from unisono.launchers.environment import worker_environment
 from unisono.launchers.failures import Outcome
-from unisono.launchers.forks import open_starter
 from unisono.launchers.job import Job, TimedOut
 from unisono.launchers.local_worker import LocalWorker
 from unisono.launchers.output import OutputClosed
-from unisono.launchers.processes import Command
+from unisono.launchers.processes import Command, open_starter
 from unisono.launchers.stacks import StackFiles
 from unisono.launchers.store import HostedStore
 from unisono.launchers.supervisor import Schedule, Supervisor
@@ -96,8 +92,8 @@ class LocalRun(Supervisor[LocalWorker]):
     # -- 1. start ------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        self.selector.register(self._store.listener, selectors.EVENT_READ, self._start_store)
-        self.selector.register(self.debugger.listener, selectors.EVENT_READ, self._start_debugger)
+        for server in (self._store, self.debugger):
+            self.loop.watch(server.listener, partial(self._start_once, server))
         for rank in range(self.job.workers):
             self.start_worker(rank)
         self._guard = guard.Guard(self.run_id, self._sessions())
@@ -148,7 +144,7 @@ class LocalRun(Supervisor[LocalWorker]):
             if fd is not None:
                 self._listen(fd, partial(self.output.feed, rank, name))
         if process.pid_fd is not None:
-            self.selector.register(process.pid_fd, selectors.EVENT_READ, partial(self._on_exit, worker))
+            self.loop.watch(process.pid_fd, partial(self._on_exit, worker))
 
     def _descriptors(self, rank: int) -> dict[str, int]:
         """The open files that `rank` inherits, by the variable that names them."""
@@ -173,13 +169,10 @@ class LocalRun(Supervisor[LocalWorker]):
         env |= self.debugger.variables()
         return env if self.elastic is None else {**env, **self.elastic.environment(rank)}
 
-    def _start_store(self) -> None:
-        self.selector.unregister(self._store.listener)
-        self._store.start()
-
-    def _start_debugger(self) -> None:
-        self.selector.unregister(self.debugger.listener)
-        self.debugger.start()
+    def _start_once(self, server: HostedStore | RunDebugger) -> None:
+        """A first worker asks for it."""
+        self.loop.forget(server.listener)
+        server.start()
 
     # -- 2. watch ------------------------------------------------------------------------------------------------------
 
@@ -211,15 +204,13 @@ class LocalRun(Supervisor[LocalWorker]):
         polled = [worker for worker in self.running if worker.process.pid_fd is None]
         if polled:
             wait_s = _TICK_S if wait_s is None else min(wait_s, _TICK_S)
-        for key, _ in self.selector.select(wait_s):
-            if key.fileobj in self.selector.get_map():
-                key.data()
+        self.loop.pump(wait_s)
         for worker in polled:
             self._on_exit(worker)
 
     def _listen(self, fd: int, take: Callable[[bytes], None]) -> None:
         os.set_blocking(fd, False)
-        self.selector.register(fd, selectors.EVENT_READ, partial(self._read, fd, take))
+        self.loop.watch(fd, partial(self._read, fd, take))
 
     def _read(self, fd: int, take: Callable[[bytes], None]) -> bool:
         """Pass on one piece of what can be read; False when there is nothing now."""
@@ -228,7 +219,7 @@ class LocalRun(Supervisor[LocalWorker]):
         except BlockingIOError:
             return False
         if not data:
-            self.selector.unregister(fd)
+            self.loop.forget(fd)
             return False
         take(data)
         return True
@@ -245,7 +236,7 @@ class LocalRun(Supervisor[LocalWorker]):
         if status is None:
             return
         if worker.process.pid_fd is not None:
-            self.selector.unregister(worker.process.pid_fd)
+            self.loop.forget(worker.process.pid_fd)
         worker.ended = time.monotonic()
         self._drain(worker)
         self.output.flush(worker.rank)
@@ -258,8 +249,7 @@ class LocalRun(Supervisor[LocalWorker]):
         """Let go of a worker that has ended, before the run has; others of its group end too."""
         worker.process.send_group(signal.SIGKILL)
         for fd in worker.pipe_fds():
-            if fd in self.selector.get_map():
-                self.selector.unregister(fd)
+            self.loop.forget(fd)
         self.workers.remove(worker)
         worker.close()
 
@@ -267,7 +257,8 @@ class LocalRun(Supervisor[LocalWorker]):
         """Take what the pipes hold now: a child of the worker may keep them open, so their end is not waited for."""
         for fd in worker.pipe_fds():
             for _ in range(64):  # a pipe holds 64 KiB, at most 1 MiB
-                if fd not in self.selector.get_map() or self.selector.get_key(fd).data() is False:
+                read = self.loop.find_call(fd)
+                if read is None or read() is False:
                     break
 
     # -- 3. stop -------------------------------------------------------------------------------------------------------
@@ -315,7 +306,7 @@ class LocalRun(Supervisor[LocalWorker]):
         self._starter.close()
         if self._guard is not None:
             self._guard.done()
-        self.selector.close()
+        self.loop.close()
         os.close(self._meeting_page)
         self._control.close()
         self._stacks.close()

@@ -15,7 +15,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from unisono.launchers.job import StartMethod
 
 __all__ = [
     "Command",
@@ -25,6 +28,7 @@ __all__ = [
     "Starter",
     "Streams",
     "exit_status",
+    "open_starter",
     "pid_fd",
     "send_by_pid_fd",
 ]
@@ -183,6 +187,19 @@ class FreshStarter:
 
     def close(self) -> None:
         """See Starter."""
+
+
+def open_starter(method: StartMethod) -> Starter:
+    """What starts a run's processes; fresh ones if there is no fork server, or none is wanted (UNISONO_WARM=0)."""
+    wanted = os.environ.get("UNISONO_WARM", "")
+    can_fork = sys.platform == "linux" and hasattr(os, "pidfd_open")
+    if wanted == "0" or not can_fork or not (wanted or method != "fresh"):
+        return FreshStarter()
+    from unisono.launchers.forks import NoServer, connect_starter
+
+    with contextlib.suppress(NoServer, OSError):
+        return connect_starter(method)
+    return FreshStarter()
 
 
 def pid_fd(pid: int) -> int | None:

@@ -76,7 +76,7 @@ class RemoteRun(EngineRun):
         )
         self._send_stop(after_failure)
         for channel in self._hosts:  # one whose workers have all ended well would not know
-            self.say(channel, kind="again", attempt=self._attempt)
+            self.server.send(channel, kind="again", attempt=self._attempt)
         self.workers = []
         self._since = time.monotonic()
 

@@ -114,12 +114,8 @@ class HangReports:
             record.event("verdict", **verdict._asdict())
         record.event("hang", **values)
         self._count += 1
-        record.append(f"hangs/{self._count}.txt", f"{self.last}\n\n{_format_all(workers)}\n")
-
-
-def _format_all(workers: Sequence[WorkerStack]) -> str:
-    """The stacks of all workers."""
-    return "\n\n".join(worker.to_text() for worker in workers)
+        stacks = "\n\n".join(worker.to_text() for worker in workers)
+        record.append(f"hangs/{self._count}.txt", f"{self.last}\n\n{stacks}\n")
 
 
 def answer_stacks(workers: Sequence[WorkerStack], gone: Sequence[int]) -> dict[str, Any]:

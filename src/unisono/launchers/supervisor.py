@@ -1,7 +1,7 @@
 """What a run on this host (local.py) and a run on an engine (engine_run.py) have in common.
 
 A supervisor starts the workers of one job, watches them, stops them at the first failure or an interruption, cleans up
-and says how the run ended. Workers may be replaced while it goes on: see elastic.py. One thread, one selector, no
+and says how the run ended. Workers may be replaced while it goes on: see elastic.py. One thread, one event loop, no
 torch; the store and the debugger's hub have threads of their own.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import selectors
 import signal
 import time
 from abc import ABC, abstractmethod
@@ -22,9 +21,10 @@ from unisono.launchers.failures import SETTLE_S, Failure, Outcome, first_failure
 from unisono.launchers.fault_report import FaultReport, read_faults
 from unisono.launchers.job import Job
 from unisono.launchers.output import Output
-from unisono.launchers.private_folder import NotPrivate
 from unisono.launchers.stacks import HangReports, answer_stacks
 from unisono.launchers.worker_state import Worker
+from unisono.runtime.event_loop import EventLoop
+from unisono.runtime.private_folder import NotPrivate
 from unisono.runtime.stack_text import WorkerStack, judge
 
 if TYPE_CHECKING:
@@ -67,10 +67,10 @@ class Supervisor(ABC, Generic[W]):
         self.interruptible = True  # whether a signal handler may raise into `supervise` now, or before it
         self.workers: list[W] = []  # those that run or have ended; replaced ones are not among them
         self.elastic: ElasticSupervisor[W] | None = None
-        self.selector: selectors.BaseSelector = selectors.DefaultSelector()
+        self.loop = EventLoop()
         self.stop_time: float | None = None  # when the launcher began to stop the workers
         self._begin = time.monotonic()
-        self._control = Control(self.selector, self.answer)
+        self._control = Control(self.loop, self.answer)
         self._hangs = HangReports(job, self.gather_stacks, self.output.say)
         self._preempting = False  # whether workers that asked for it are told to save and leave
 

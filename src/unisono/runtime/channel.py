@@ -12,16 +12,14 @@ It authenticates and does not encrypt: like the engines' own traffic, it is for 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import json
 import secrets
-import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from unisono.runtime.secret import derive_secret
@@ -33,10 +31,8 @@ __all__ = [
     "Frame",
     "NotProven",
     "Unreachable",
-    "accept",
     "connect",
     "connect_once",
-    "flush",
     "keep_alive",
 ]
 
@@ -63,8 +59,11 @@ class Frame(NamedTuple):
     body: bytes
 
     def json(self) -> dict[str, Any]:
-        """The contents of a frame of kind "J"."""
-        value = json.loads(self.body)
+        """The contents of a frame of kind "J"; NotProven if it is no JSON object."""
+        try:
+            value = json.loads(self.body)
+        except ValueError as error:
+            raise NotProven(f"expected a JSON object: {error}") from None
         if not isinstance(value, dict):
             raise NotProven(f"expected a JSON object, got {type(value).__name__}")
         return value
@@ -210,33 +209,6 @@ class Channel:
         mac = hmac.new(key, struct.pack("<Qc", number, letter), hashlib.sha256)
         mac.update(body)
         return mac.digest()
-
-
-def accept(
-    listener: socket.socket, token: bytes, known: Iterable[Channel], forget: Callable[[Channel], None]
-) -> Channel | None:
-    """The launcher's end of the next connection, not blocking; None where it is gone again. Where too many of the known
-    are unproven, the first of these is forgotten for it."""
-    try:
-        sock, _ = listener.accept()
-    except OSError:
-        return None
-    sock.setblocking(False)
-    keep_alive(sock)
-    unproven = [other for other in known if not other.proven]
-    if len(unproven) >= MOST_UNPROVEN:
-        forget(unproven[0])
-    return Channel(sock, token, server=True)
-
-
-def flush(channel: Channel, selector: selectors.BaseSelector) -> None:
-    """Send what can be sent now, and have the selector tell when more can."""
-    with contextlib.suppress(OSError):  # its end is noticed when it is read
-        channel.flush()
-    events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.bytes_to_send else 0)
-    key = selector.get_key(channel)
-    if key.events != events:
-        selector.modify(channel, events, key.data)
 
 
 def keep_alive(sock: socket.socket) -> None:

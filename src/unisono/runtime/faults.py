@@ -61,7 +61,7 @@ class Armed:
         print(f"unisono: fault: rank {self.rank} {self._describe()} at step {step}", file=sys.stderr, flush=True)
         if _listener is not None:
             _listener(self.fault, step)
-        self._tell_launcher()
+        status.report("fault", number=self.number, time=time.monotonic())
         if self.fault.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.fault.kind == "stop":
@@ -79,10 +79,6 @@ class Armed:
         if fault.kind == "slow":
             return f"is {fault.factor:g} times as slow until step {fault.last}, beginning"
         return "finds the disk full"
-
-    def _tell_launcher(self) -> None:
-        line = json.dumps({"kind": "fault", "number": self.number, "time": time.monotonic()}) + "\n"
-        os.write(int(os.environ["UNISONO_REPORT_FD"]), line.encode())
 
 
 def find_armed() -> list[Armed]:

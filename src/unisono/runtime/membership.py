@@ -11,10 +11,8 @@ generation is over, because the connections between hosts do not tell everybody.
 
 from __future__ import annotations
 
-import json
 import os
 import queue
-import socket
 import struct
 import threading
 from collections.abc import Callable
@@ -22,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unisono.runtime import status
+from unisono.runtime.local_channel import LocalChannel
 
 __all__ = [
     "JOINING",
@@ -36,16 +35,12 @@ __all__ = [
     "cut_entries",
     "find_membership",
     "join_entries",
-    "receive",
-    "send",
 ]
 
 VARIABLE = "UNISONO_CONTROL_FD"
 LOG_VARIABLE = "UNISONO_RESULTS_FD"
 JOINING = "UNISONO_JOINING"
 OVER_HOSTS = "UNISONO_OVER_HOSTS"
-BEAT_S = 0.5  # between two heartbeats
-MESSAGE_BYTES = 1 << 16
 
 
 class Dismissed(SystemExit):
@@ -129,7 +124,7 @@ class Membership:
     """The worker's end of the connection, and its heartbeat."""
 
     def __init__(self, fd: int, log_fd: int, *, joining: bool) -> None:
-        self._sock = socket.socket(fileno=fd)
+        self._channel = LocalChannel(fd)
         self.log = ResultLog(log_fd)
         self.generation = 0
         self.joining = joining  # this process was started into a run that goes on without it
@@ -145,7 +140,7 @@ class Membership:
 
         `is_open`: another worker may begin where this one is.
         """
-        send(self._sock, {"kind": "come", "generation": self.generation, "open": is_open})
+        self._channel.send({"kind": "come", "generation": self.generation, "open": is_open})
         message, fds = self._await_answer()
         if message is None:
             raise Dismissed("the launcher has ended")
@@ -162,11 +157,11 @@ class Membership:
         )
 
     def _await_answer(self) -> tuple[dict[str, Any] | None, list[int]]:
-        return receive(self._sock)
+        return self._channel.receive()
 
     def settle(self) -> None:
         """Tell the launcher that this worker trains in its generation."""
-        send(self._sock, {"kind": "settled", "generation": self.generation})
+        self._channel.send({"kind": "settled", "generation": self.generation})
 
 
 class HostsMembership(Membership):
@@ -191,7 +186,7 @@ class HostsMembership(Membership):
 
     def _listen(self) -> None:
         while True:
-            message, _ = receive(self._sock)
+            message, _ = self._channel.receive()
             if message is None or message["kind"] != "over":
                 self._answers.put(message)
                 if message is None:
@@ -219,22 +214,8 @@ def find_membership() -> Membership | None:
     return kind(int(fd), int(log_fd), joining=JOINING in os.environ)
 
 
-def send(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
-    """One message, with open files."""
-    socket.send_fds(sock, [json.dumps(message).encode()], list(fds))
-
-
-def receive(sock: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    """The next message and its open files; (None, []) where the other end is gone."""
-    try:
-        data, fds, _, _ = socket.recv_fds(sock, MESSAGE_BYTES, 1)
-    except ConnectionError:
-        return None, []
-    return (json.loads(data), list(fds)) if data else (None, [])
-
-
 def _beat() -> None:
     never = threading.Event()
     while True:
         status.beat()
-        never.wait(BEAT_S)
+        never.wait(status.BEAT_S)

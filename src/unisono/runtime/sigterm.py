@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -88,10 +87,5 @@ def _note(signum: int, frame: FrameType | None) -> None:
 
 def _tell_launcher(*, wanted: bool) -> None:
     """On the status page; and on the pipe for reports, which is there where the page is, so that it looks."""
-    if not status.note_wish(preemptible=wanted):
-        return
-    line = json.dumps({"kind": "preemptible", "wanted": wanted}) + "\n"
-    try:
-        os.write(int(os.environ["UNISONO_REPORT_FD"]), line.encode())  # in one piece: it is short
-    except OSError:
-        return  # the launcher is gone, and this process is about to go
+    if status.note_wish(preemptible=wanted):
+        status.report("preemptible", wanted=wanted)

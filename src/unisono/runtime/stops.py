@@ -9,8 +9,22 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-__all__ = ["Moment", "begin_pause", "clock", "end_pause", "look", "on_look", "paused_s"]
+__all__ = [
+    "DEBUGGER",
+    "DEBUGGER_WAIT_S",
+    "PDB",
+    "Moment",
+    "begin_pause",
+    "clock",
+    "end_pause",
+    "look",
+    "on_look",
+    "paused_s",
+]
 
+DEBUGGER = "UNISONO_DEBUGGER"  # where the launcher's hub is: "host:port,host:port"; "0": no debugger
+DEBUGGER_WAIT_S = "UNISONO_DEBUG_WAIT_S"  # how long stopped workers wait for a prompt if there is no terminal
+PDB = "UNISONO_PDB"  # "1": stop where a worker raises
 active = False  # whether `look` has something to do
 Moment = Literal["before", "after", "step"]  # an operation of the world begins, or is over; a step has ended
 _looks: list[Callable[[Moment], None]] = []

@@ -7,8 +7,6 @@ it then reads every worker's stacks, while all are still where they are.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import threading
 import time
@@ -18,7 +16,6 @@ from unisono.runtime import status, stops
 
 __all__ = ["Watchdog", "find_watchdog", "watch_alone"]
 
-BEAT_S = 0.5
 WARN_AT, LATE_AT, LATE_S = 0.25, 0.9, 5.0  # shares of the deadline; how long before it, where that is later
 _NOTED_S = 0.5  # a wait that is shown on the status page
 
@@ -77,7 +74,7 @@ class Watchdog:
         while os.getpid() == self.pid:
             self._beat()
             self.look(time.monotonic() - stops.paused_s())
-            if self._changed.wait(min(BEAT_S, self._shortest_s / 50)):
+            if self._changed.wait(min(status.BEAT_S, self._shortest_s / 50)):
                 self._changed.clear()
 
 
@@ -104,6 +101,4 @@ def find_watchdog() -> Watchdog | None:
 
 
 def _tell_launcher(kind: str, what: str, waited_s: float, deadline_s: float) -> None:
-    line = json.dumps({"kind": kind, "what": what[:200], "waited_s": waited_s, "deadline_s": deadline_s}) + "\n"
-    with contextlib.suppress(OSError):  # the launcher is gone, and this process is about to go
-        os.write(int(os.environ["UNISONO_REPORT_FD"]), line.encode())  # in one piece: it is short
+    status.report(kind, what=what[:200], waited_s=waited_s, deadline_s=deadline_s)

@@ -15,7 +15,6 @@ import contextlib
 import json
 import os
 import secrets
-import selectors
 import signal
 import socket
 import subprocess
@@ -29,13 +28,13 @@ from typing import Any
 
 from unisono.launchers import guard
 from unisono.launchers.environment import threads_per_worker, worker_environment
-from unisono.launchers.forks import open_starter
 from unisono.launchers.meeting_page import open_page
-from unisono.launchers.processes import Command, Process
+from unisono.launchers.processes import Command, Process, open_starter
 from unisono.launchers.stacks import StackFiles
 from unisono.launchers.store import store_variables
 from unisono.launchers.worker.program import die_with
 from unisono.runtime.channel import Channel, Frame, Unreachable, connect
+from unisono.runtime.event_loop import EventLoop
 from unisono.runtime.machine import interface_of_address, read_boot_id, read_namespaces
 from unisono.runtime.memfd import anonymous_file
 from unisono.runtime.place import Place, read_place
@@ -57,7 +56,7 @@ class Agent(ABC):
     def __init__(self, channel: Channel, place: Place) -> None:
         self.channel, self.place = channel, place
         self.run_id = secrets.token_hex(12)
-        self._selector = selectors.DefaultSelector()
+        self._loop = EventLoop()
         self._schedule: list[tuple[float, int]] = []
         self._starter = open_starter("fresh")
         self._process: Process | None = None
@@ -80,10 +79,7 @@ class Agent(ABC):
     def _take_signals(self) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides
         signal.signal(signal.SIGTERM, self._on_sigterm)
-        self._wakes, self._waker = socket.socketpair()  # so that a signal ends the wait in select
-        self._waker.setblocking(False)
-        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
-        self._selector.register(self._wakes, selectors.EVENT_READ, lambda: self._wakes.recv(64))
+        signal.set_wakeup_fd(self._loop.waker.fileno(), warn_on_full_buffer=False)
 
     def _say_hello(self) -> None:
         place = self.place
@@ -96,7 +92,7 @@ class Agent(ABC):
             page=os.fstat(self._meeting_page).st_ino if self._meeting_page >= 0 else None,
             pid=os.getpid(),
         )
-        self._selector.register(self.channel, selectors.EVENT_READ, self._on_launcher)
+        self._loop.watch(self.channel, self._on_launcher)
 
     def _on_launcher(self) -> None:
         try:
@@ -161,9 +157,9 @@ class Agent(ABC):
         self._fds = dict(zip(_PIPES, (process.stdout, process.stderr, report_fd), strict=True))
         for name, fd in self._fds.items():
             os.set_blocking(fd, False)
-            self._selector.register(fd, selectors.EVENT_READ, partial(self._relay, name))
+            self._loop.watch(fd, partial(self._relay, name))
         if process.pid_fd is not None:
-            self._selector.register(process.pid_fd, selectors.EVENT_READ, self._on_exit)
+            self._loop.watch(process.pid_fd, self._on_exit)
         self._send_status("started")
 
     def _more_descriptors(self) -> dict[str, int]:
@@ -237,9 +233,7 @@ class Agent(ABC):
                 self._process.send(number)
         if self._schedule:
             wait_s = min(self._schedule[0][0] - now, 60.0 if wait_s is None else wait_s)
-        for key, _ in self._selector.select(wait_s):
-            if key.fileobj in self._selector.get_map():
-                key.data()
+        self._loop.pump(wait_s)
 
     def _stop(self, schedule: Sequence[tuple[float, int]]) -> None:
         now = time.monotonic()
@@ -262,7 +256,7 @@ class Agent(ABC):
         except BlockingIOError:
             return False
         if not data:
-            self._selector.unregister(fd)
+            self._loop.forget(fd)
             return False
         self._send({"stdout": "o", "stderr": "e", "report": "r"}[name], data)
         return True
@@ -271,7 +265,7 @@ class Agent(ABC):
         """What the pipes hold now: a child of the worker may keep them open."""
         for name, fd in self._fds.items():
             for _ in range(64):
-                if fd not in self._selector.get_map() or not self._relay(name):
+                if self._loop.find_call(fd) is None or not self._relay(name):
                     break
 
     def _on_exit(self) -> None:
@@ -279,7 +273,7 @@ class Agent(ABC):
         if self._status is None:
             self._status = self._process.exit_status()
             if self._status is not None and self._process.pid_fd is not None:
-                self._selector.unregister(self._process.pid_fd)
+                self._loop.forget(self._process.pid_fd)
 
     def _send_result(self) -> None:
         size, done = os.fstat(self._result).st_size, 0
@@ -367,8 +361,7 @@ class OneWorkerAgent(Agent):
 
     def _lose_launcher(self) -> None:
         self._lost = True
-        if self.channel in self._selector.get_map():
-            self._selector.unregister(self.channel)
+        self._loop.forget(self.channel)
         self._stop(_ON_LOSS)
 
     def _code(self) -> int:

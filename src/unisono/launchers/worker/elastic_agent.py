@@ -14,8 +14,8 @@ Beyond what agent.py does:
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-import selectors
 import signal
 import socket
 import time
@@ -25,6 +25,7 @@ from unisono.launchers import guard
 from unisono.launchers.worker.agent import UNREACHED, Agent
 from unisono.runtime import membership
 from unisono.runtime.channel import Channel, Frame, Unreachable, connect
+from unisono.runtime.local_channel import LocalChannel
 from unisono.runtime.memfd import anonymous_file
 from unisono.runtime.place import Place
 from unisono.runtime.status import StatusPage
@@ -51,7 +52,7 @@ class ElasticAgent(Agent):
         self._paused = False  # with the launcher, by Ctrl-Z
         self._is_gone = False  # the launcher
         self._next: Channel | None = None  # to the launcher, when the worker of the former one has ended
-        self._control: socket.socket | None = None  # to the worker
+        self._control: LocalChannel | None = None  # to the worker
         self._log_pieces: list[bytes] = []
         self._log: membership.ResultLog | None = None
         self._log_fd = -1
@@ -93,7 +94,9 @@ class ElasticAgent(Agent):
             self._log_pieces.append(frame.body)
             return
         if frame.kind == "C":
-            self._pass_to_worker(frame.body)
+            if self._control is not None:
+                with contextlib.suppress(OSError):  # it has died, and its end will be noticed
+                    self._control.send(frame.json())
             return
         message = frame.json() if frame.kind == "J" else {}
         if message.get("kind") == "beat":
@@ -115,9 +118,9 @@ class ElasticAgent(Agent):
         self._theirs.close()
 
     def _more_descriptors(self) -> dict[str, int]:
-        self._control, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control.setblocking(False)
-        self._selector.register(self._control, selectors.EVENT_READ, self._on_worker)
+        self._control, self._theirs = LocalChannel.pair()
+        self._control.set_timeout(0)
+        self._loop.watch(self._control, self._on_worker)
         self._log_fd = anonymous_file("unisono-results")
         self._log = membership.ResultLog(self._log_fd)
         self._log.write(membership.cut_entries(b"".join(self._log_pieces))[0])
@@ -148,8 +151,7 @@ class ElasticAgent(Agent):
         """Let go of all that this process has of a worker that has ended."""
         assert self._process is not None
         for fd in self._fds.values():
-            if fd in self._selector.get_map():
-                self._selector.unregister(fd)
+            self._loop.forget(fd)
         os.close(self._fds["report"])
         os.close(self._log_fd)
         self._drop_control()
@@ -171,29 +173,22 @@ class ElasticAgent(Agent):
 
     # -- what they tell each other -------------------------------------------------------------------------------------
 
-    def _pass_to_worker(self, data: bytes) -> None:
-        if self._control is not None:
-            with contextlib.suppress(OSError):  # it has died, and its end will be noticed
-                self._control.send(data)
-
     def _on_worker(self) -> bool:
         """Pass one message on; False where there is none now."""
         assert self._control is not None
         try:
-            data = self._control.recv(membership.MESSAGE_BYTES)
+            message, _ = self._control.receive()
         except BlockingIOError:
             return False
-        except OSError:
-            data = b""
-        if not data:
+        if message is None:
             self._drop_control()
             return False
-        self._send("C", data)
+        self._send("C", json.dumps(message).encode())
         return True
 
     def _drop_control(self) -> None:
         if self._control is not None:
-            self._selector.unregister(self._control)
+            self._loop.forget(self._control)
             self._control.close()
             self._control = None
 
@@ -224,13 +219,10 @@ class ElasticAgent(Agent):
             if slept or self._paused:
                 self._heard = self._fresh_since = now
             self._beat(now)
-        if now - self._heard > self._heartbeat_s and now - self._tried >= _TRY_S and self._is_searching:
+        is_due = now - self._heard > self._heartbeat_s and now - self._tried >= _TRY_S
+        if is_due and not self._is_over and self._next is None:
             self._reach_again()
             self._tried = time.monotonic()
-
-    @property
-    def _is_searching(self) -> bool:
-        return not self._is_over and self._next is None
 
     def _beat(self, now: float) -> None:
         if self._process is None or self._status is not None:
@@ -248,8 +240,7 @@ class ElasticAgent(Agent):
         if self._lost:
             return
         self._lost = True
-        if self.channel in self._selector.get_map():
-            self._selector.unregister(self.channel)
+        self._loop.forget(self.channel)
         self.channel.close()
         self._heard = min(self._heard, time.monotonic() - self._heartbeat_s)
         self._tried = 0.0

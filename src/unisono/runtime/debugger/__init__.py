@@ -26,11 +26,9 @@ from unisono.runtime.debugger.link import Link, open_link
 from unisono.runtime.frames import find_user_frame
 from unisono.runtime.machine import address_towards
 from unisono.runtime.secret import SECRET, derive_secret
+from unisono.runtime.stops import DEBUGGER
 
-__all__ = ["PDB_VARIABLE", "VARIABLE", "ThreadSeats", "breakpoint", "follow", "make_token", "post_mortem"]
-
-VARIABLE = "UNISONO_DEBUGGER"  # where the launcher's hub is: "host:port,host:port"; "0": no debugger
-PDB_VARIABLE = "UNISONO_PDB"  # "1": stop where a worker raises
+__all__ = ["ThreadSeats", "breakpoint", "follow", "make_token", "post_mortem"]
 
 
 def breakpoint(*, rank: int | Sequence[int] | None = None, when: object = True) -> None:  # noqa: A001
@@ -73,11 +71,11 @@ def follow(rank: int, size: int, exchange: Callable[[bytes], list[bytes]], *, is
 
     exchange: every rank's bytes; used where no launcher of ours has a hub, and rank 0 makes one.
     """
-    if find_agent() is not None or os.environ.get(VARIABLE) == "0":
+    if find_agent() is not None or os.environ.get(DEBUGGER) == "0":
         return
-    if VARIABLE in os.environ and status.is_attached():
+    if DEBUGGER in os.environ and status.is_attached():
         _connect()
-    elif size > 1 and VARIABLE not in os.environ:
+    elif size > 1 and DEBUGGER not in os.environ:
         mine = _open_hub(is_one_host) if rank == 0 else b""
         told = exchange(mine)[0].decode()
         place, _, token = told.rpartition(" ")
@@ -96,7 +94,7 @@ def _connect() -> Agent | None:
     if seats is not None:
         seats.open()
         return find_agent()
-    text = os.environ.get(VARIABLE, "")
+    text = os.environ.get(DEBUGGER, "")
     if text in ("", "0") or not status.is_attached() or agents.is_child or SECRET not in os.environ:
         return None
     if threading.current_thread() is not threading.main_thread():
@@ -108,7 +106,7 @@ def _connect() -> Agent | None:
 
 def _is_of_a_worker() -> bool:
     """Whether this is a worker's other thread, or a process that a worker has started."""
-    return VARIABLE in os.environ or agents.is_child or agents.has_agents()
+    return DEBUGGER in os.environ or agents.is_child or agents.has_agents()
 
 
 def _open(text: str, token: bytes) -> Callable[[], Link]:

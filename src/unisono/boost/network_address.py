@@ -22,8 +22,7 @@ def find_own_address(world: World) -> str:
         return "127.0.0.1"
     if name := os.environ.get("GLOO_SOCKET_IFNAME", ""):
         return _read_interface(name.split(",")[0])
-    launcher = os.environ.get("UNISONO_LAUNCHER", "").rpartition(":")[0]
-    for target in (launcher, os.environ.get("MASTER_ADDR", ""), "192.0.2.1"):
+    for target in (os.environ.get("MASTER_ADDR", ""), "192.0.2.1"):
         found = address_towards(target) if target else ""
         if found and not found.startswith("127."):
             return found

@@ -43,8 +43,8 @@ def add_command(commands: Commands) -> None:
 
 
 def _lab(options: argparse.Namespace, _: argparse.ArgumentParser) -> int:
+    from unisono.lab.cleanup import clean, find_processes
     from unisono.lab.hosts import find_obstacle
-    from unisono.lab.left_over import clean, find_processes
 
     if options.action == "clean":
         for line in clean() or ["nothing was left"]:

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from unisono.lab.cleanup import mark_of_this_process
 from unisono.lab.hosts import EmulatedHosts, NoNamespaces
-from unisono.lab.left_over import mark_of_this_process
 from unisono.lab.measure import measure_wire
 from unisono.launchers.engines.engine import Engine, EngineError, Work, agent_command
 from unisono.launchers.engines.ssh import HostCommand, HostsStarted, divide, write_setup

@@ -55,9 +55,6 @@ class ElasticHostsRun(EngineRun):
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
-    def _agent_variables(self) -> dict[str, str]:
-        return {"UNISONO_ELASTIC": str(self.elastic.heartbeat_s)}
-
     def _add_waiting(self, worker: RemoteWorker, agent: int) -> None:
         """An agent without a worker. Its place may have another: itself, by a connection that is lost, or one that an
         engine started before, and then the new one is not needed."""

@@ -12,6 +12,7 @@ What happens when a worker is lost is not here: see remote.py, and elastic_hosts
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import signal
@@ -23,7 +24,7 @@ from typing import Any
 
 from unisono.launchers import guard
 from unisono.launchers.debugging import RunDebugger
-from unisono.launchers.engines.engine import Engine, EngineError, Started, Work, agent_command
+from unisono.launchers.engines.engine import AGENT, Engine, EngineError, Started, Work, agent_command
 from unisono.launchers.environment import worker_environment
 from unisono.launchers.failures import Failure, Outcome
 from unisono.launchers.job import Job
@@ -120,21 +121,21 @@ class EngineRun(Supervisor[RemoteWorker]):
     def _start(self) -> None:
         self.server.start()
         self.debugger.start()
-        env = self._environment()
         port = self._listener.getsockname()[1]
         addresses = [(address, port) for address in self._addresses()]
+        told = {
+            "launcher": addresses,
+            "token": self._token.hex(),
+            "engine": self.engine.environment(),
+            "page": self._meeting_page.offer(),
+            "heartbeat_s": None if self.elastic is None else self.elastic.heartbeat_s,
+        }
+        env = worker_environment(0, self.job.workers, address=self._store.address, run_id=self.run_id, threads=1)
         self._started = self.engine.start(
             Work(
                 workers=self.job.places,
                 agent=agent_command(self.engine.python_there()),
-                env={
-                    "UNISONO_LAUNCHER": ",".join(f"{host}:{port}" for host, port in addresses),
-                    "UNISONO_TOKEN": self._token.hex(),
-                    "UNISONO_ENGINE": self.engine.environment(),
-                    "UNISONO_RUN": env["UNISONO_RUN"],
-                    "UNISONO_MEETING_PAGE": self._meeting_page.offer(),
-                    **self._agent_variables(),
-                },
+                env={AGENT: json.dumps(told), "UNISONO_RUN": env["UNISONO_RUN"]},
                 addresses=addresses,
                 token=self._token.hex(),
                 elastic=self.job.elastic is not None,
@@ -142,15 +143,6 @@ class EngineRun(Supervisor[RemoteWorker]):
         )
         self._guard = guard.Guard(self.run_id, self._started.sessions())
         self._open_control()
-
-    def _agent_variables(self) -> dict[str, str]:
-        """Further variables of the agents."""
-        return {}
-
-    def _environment(self) -> dict[str, str]:
-        """Of processes on this host that serve the run."""
-        address = self._store.address
-        return worker_environment(0, self.job.workers, address=address, run_id=self.run_id, threads=1)
 
     def _open_store(self) -> HostedStore:
         """Its secret follows from the run's token, which agents have: it does not travel once more."""

@@ -76,7 +76,7 @@ def set_allocator(env: dict[str, str]) -> None:
 
 
 def _is_of_another_run(name: str) -> bool:
-    of_a_worker = ("UNISONO_PLACE", "UNISONO_JOINING", "UNISONO_OVER_HOSTS", "UNISONO_ELASTIC", FOLDER, FOLDER_ID)
+    of_a_worker = ("UNISONO_PLACE", "UNISONO_JOINING", "UNISONO_OVER_HOSTS", FOLDER, FOLDER_ID)
     if name.startswith("TORCHELASTIC_") or name in (SECRET, STORE, *of_a_worker):
         return True
     return name.startswith("UNISONO_") and name.endswith(("_FD", "_FAULTS"))

@@ -20,6 +20,7 @@ __all__ = ["LocalChannel"]
 PACKET_BYTES = 1 << 16
 LONGEST_MESSAGE = 64 << 20
 _MOST_FILES = 250  # the kernel passes at most 253 in a packet
+_CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _IN_FILE = b"+"  # the message is in the first of the files
 
 
@@ -89,7 +90,7 @@ class LocalChannel:
         Raises ValueError if it is no JSON object; its files are closed then.
         """
         try:
-            data, files, _, _ = socket.recv_fds(self.sock, PACKET_BYTES, _MOST_FILES)
+            data, files, _, _ = socket.recv_fds(self.sock, PACKET_BYTES, _MOST_FILES, _CLOSE_ON_EXEC)
         except (BlockingIOError, TimeoutError):
             raise
         except OSError:

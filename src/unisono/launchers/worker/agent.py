@@ -1,7 +1,8 @@
 """The agent of one worker: an engine starts it on the worker's host, and it starts and watches that worker.
 
-Started by start.py, without torch, with UNISONO_LAUNCHER (addresses), UNISONO_TOKEN and UNISONO_ENGINE
-in the environment.
+Started by start.py, without torch. UNISONO_AGENT in the environment is JSON: `launcher` (addresses), `token`, `engine`
+(whose variables name the rank), `page` (meeting_page.py), `heartbeat_s` (None if workers stay), `parent` (the process
+with which the agent ends, if any).
 
 1. Reach the launcher, say who this is (the engine's rank), and wait until all workers of this attempt are there.
 2. Start the worker (program.py) as the local launcher would: same pipes, same status page.
@@ -21,12 +22,13 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from unisono.launchers import guard
+from unisono.launchers.engines.engine import AGENT
 from unisono.launchers.environment import threads_per_worker, worker_environment
 from unisono.launchers.meeting_page import open_page
 from unisono.launchers.processes import Command, Process, open_starter
@@ -42,7 +44,7 @@ from unisono.runtime.run_folder import FOLDER, FOLDER_ID
 from unisono.runtime.stack_dump import VARIABLE as STACKS
 from unisono.runtime.status import StatusPage
 
-__all__ = ["UNREACHED", "Agent", "OneWorkerAgent", "identity", "launcher_addresses", "serve_worker"]
+__all__ = ["UNREACHED", "Agent", "OneWorkerAgent", "identity", "serve_worker"]
 
 UNREACHED, _DRAIN_S = 97, 10.0
 _ON_SIGTERM = ((0.0, signal.SIGTERM), (1.0, signal.SIGKILL))
@@ -53,7 +55,7 @@ _PIPES = ("stdout", "stderr", "report")
 class Agent(ABC):
     """What the agents of workers that stay, and of those that come and go (elastic_agent.py), have in common."""
 
-    def __init__(self, channel: Channel, place: Place) -> None:
+    def __init__(self, channel: Channel, place: Place, told: Mapping[str, Any]) -> None:
         self.channel, self.place = channel, place
         self.run_id = secrets.token_hex(12)
         self._loop = EventLoop()
@@ -62,7 +64,7 @@ class Agent(ABC):
         self._process: Process | None = None
         self._page: StatusPage | None = None
         self._payload, self._result = -1, -1
-        self._meeting_page = open_page(os.environ.pop("UNISONO_MEETING_PAGE", ""))
+        self._meeting_page = open_page(told["page"])
         self._stacks = StackFiles()
         self._pieces: list[bytes] = []
         self._start: dict[str, Any] | None = None
@@ -197,8 +199,6 @@ class Agent(ABC):
             threads=threads,
             faults=start["faults"],
         )
-        for name in ("UNISONO_TOKEN", "UNISONO_LAUNCHER", "UNISONO_ENGINE"):  # the worker has no use for them
-            env.pop(name, None)
         env |= {name: start["env"][name] for name in (FOLDER, FOLDER_ID) if start["env"].get(name)}
         env |= store_variables(address, self.channel.derive_secret("run").hex())
         env.update(
@@ -384,32 +384,26 @@ def identity() -> str:
     return " ".join([os.environ.get("UNISONO_HOST", socket.gethostname()), *parts])
 
 
-def launcher_addresses() -> list[tuple[str, int]]:
-    """Where the launcher may be reached, as the environment says."""
-    pairs = [text.rpartition(":") for text in os.environ["UNISONO_LAUNCHER"].split(",")]
-    addresses = [(host, int(port)) for host, _, port in pairs]
-    launched_from = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
-    if launched_from and os.environ.get("UNISONO_ENGINE") == "Slurm":
-        addresses.insert(0, (launched_from, addresses[0][1]))
-    return list(dict.fromkeys(addresses))
-
-
 def serve_worker() -> int:
     """Serve the worker whose place the environment names."""
-    parent = os.environ.pop("UNISONO_AGENT_PARENT", "")
-    if parent:  # the engine's own process, with which this one ends
-        die_with(int(parent))
-    place = read_place(engine=os.environ.get("UNISONO_ENGINE") or None)
+    told = json.loads(os.environ.pop(AGENT))  # the worker has no use for it
+    if "parent" in told:
+        die_with(told["parent"])
+    place = read_place(engine=told["engine"] or None)
     if place is None:
         print("unisono: the engine did not say which worker this is", file=sys.stderr)
         return UNREACHED
+    addresses = [(host, port) for host, port in told["launcher"]]
+    launched_from = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
+    if launched_from and told["engine"] == "Slurm":
+        addresses.insert(0, (launched_from, addresses[0][1]))
     try:
-        channel = connect(launcher_addresses(), bytes.fromhex(os.environ["UNISONO_TOKEN"]))
+        channel = connect(list(dict.fromkeys(addresses)), bytes.fromhex(told["token"]))
     except Unreachable as error:
         print(f"unisono: {error}", file=sys.stderr)
         return UNREACHED
-    if "UNISONO_ELASTIC" in os.environ:
-        from unisono.launchers.worker.elastic_agent import ElasticAgent
+    if told["heartbeat_s"] is None:
+        return OneWorkerAgent(channel, place, told).serve()
+    from unisono.launchers.worker.elastic_agent import ElasticAgent
 
-        return ElasticAgent(channel, place).serve()
-    return OneWorkerAgent(channel, place).serve()
+    return ElasticAgent(channel, place, told).serve()

@@ -19,6 +19,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from unisono.launchers import guard
@@ -41,11 +42,11 @@ _TRY_S = 1.0
 class ElasticAgent(Agent):
     """The agent of one place, for all workers that it has in turn."""
 
-    def __init__(self, channel: Channel, place: Place) -> None:
-        super().__init__(channel, place)
+    def __init__(self, channel: Channel, place: Place, told: Mapping[str, Any]) -> None:
+        super().__init__(channel, place, told)
         self._page = StatusPage.create(place.size)
-        self._heartbeat_s = float(os.environ["UNISONO_ELASTIC"])
-        self._token = bytes.fromhex(os.environ["UNISONO_TOKEN"])
+        self._heartbeat_s = float(told["heartbeat_s"])
+        self._token = bytes.fromhex(told["token"])
         self._launcher: tuple[str, int] = channel.sock.getpeername()[:2]
         self._heard = self._beaten = self._tried = time.monotonic()
         self._fresh_since = self._heard  # neither this process nor the worker was stopped on purpose since

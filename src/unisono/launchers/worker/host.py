@@ -1,4 +1,4 @@
-"""The launcher's hand on a host that ssh reaches: starts the agents of that host's workers, and ends them with it.
+"""Per-host helper that is started over ssh: starts the agents of that host's workers, and ends them with the launcher.
 
 Started by start.py, without torch; one line of JSON on standard input says what to do (ssh.py). Standard input stays
 open for as long as the launcher lives. The launcher says which ranks are here, so hosts need not meet by themselves,
@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from unisono.launchers import guard
+from unisono.launchers.engines.engine import AGENT
 from unisono.launchers.processes import pid_fd
 from unisono.runtime.channel import Channel, Unreachable, connect
 
@@ -62,13 +63,13 @@ class _Host:
 
     def __init__(self, setup: dict[str, Any], channel: Channel, run_id: str) -> None:
         self._setup, self._channel = setup, channel
-        there, port = channel.sock.getpeername()[:2]
+        address = channel.sock.getpeername()[:2]
+        told = {**json.loads(setup["env"][AGENT]), "launcher": [address], "parent": os.getpid()}
         self._env = {
             **os.environ,
             **setup["env"],
             "UNISONO_RUN": ":".join(filter(None, [setup["env"].get("UNISONO_RUN"), run_id])),
-            "UNISONO_LAUNCHER": f"{there}:{port}",
-            "UNISONO_AGENT_PARENT": str(os.getpid()),
+            AGENT: json.dumps(told),
             "WORLD_SIZE": str(setup["size"]),
             "LOCAL_WORLD_SIZE": str(len(setup["ranks"])),
         }

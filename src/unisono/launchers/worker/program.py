@@ -270,7 +270,7 @@ def _cut_frames(error: BaseException) -> types.TracebackType | None:
 
 def _note_ending(call: str, how: object) -> None:
     """For the ranks that still wait for this one, if the program had to do with any."""
-    ending = sys.modules.get("unisono.runtime.ending")
+    ending = sys.modules.get("unisono.runtime.exit_status")
     if ending is not None:
         getattr(ending, call)(how)
 

@@ -12,7 +12,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from unisono.background import close_queues
-from unisono.runtime.ending import describe_ending
+from unisono.runtime.exit_status import describe_ending
 from unisono.runtime.machine import read_boot_id, read_namespaces
 from unisono.world.transports import Mismatch, PeerLost, Side
 from unisono.world.transports.silence import find_address, has_ended, limit_silence, probe

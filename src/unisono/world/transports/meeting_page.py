@@ -25,7 +25,7 @@ from torch import Tensor
 
 from unisono.background import LongWait, close_queues, watch_long_waits
 from unisono.runtime import stops
-from unisono.runtime.ending import ENDED, describe_ending
+from unisono.runtime.exit_status import ENDED, describe_ending
 from unisono.runtime.frames import find_current_call
 from unisono.world.transports import (
     DTYPE_CODES,

@@ -1,9 +1,9 @@
 """Lays out emulated hosts: network namespaces without names, joined by a bridge, with links of given speeds.
 
-Run by file (`python -I -S lay_out.py FD`) in a process of its own, since whoever enters a user namespace must have one
-thread, and a program's own network is left alone. It hands the descriptors of what it made to the launcher and ends.
-Namespaces live as long as a descriptor or a process holds them: when both have gone the kernel removes them with their
-links, however the launcher ended.
+Run by file (`python -I -S namespaces.py FD`) in a process of its own, since whoever enters a user namespace must have
+one thread, and a program's own network is left alone. It hands the descriptors of what it made to the launcher. Then it
+ends. Namespaces live as long as a descriptor or a process holds them: when both have gone the kernel removes them with
+their links, however the launcher ended.
 
 1. Unshare: a network namespace for the bridge; without root in a user namespace, in which this user is root.
 2. Lay out: a namespace and a link for each host, `tc tbf` on both ends.
@@ -270,13 +270,13 @@ def _serve(asked: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
 
 def _main(fd: int) -> None:
     launcher = socket.socket(fileno=fd)
-    asked = json.loads(launcher.makefile("rb").readline())
+    asked = json.loads(launcher.recv(1 << 16))
     fds: list[int] = []
     try:
         found, fds = _serve(asked)
     except _Obstacle as error:
         found = {"obstacle": str(error)}
-    socket.send_fds(launcher, [json.dumps(found).encode() + b"\n"], fds)
+    socket.send_fds(launcher, [json.dumps(found).encode()], fds)
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ class EmulatedHosts:
         return [f"/proc/{os.getpid()}/fd/{fd}" for fd in fds]
 
     def command(self, host: int, *words: str) -> list[str]:
-        """A command as it is run on a host."""
+        """The command line that runs a command on a host."""
         *user, net = self.namespaces(host)
         options = ["--preserve-credentials", f"--user={user[0]}"] if user else []
         return ["nsenter", *options, f"--net={net}", "--", *words]
@@ -152,7 +152,7 @@ def _lay_out_as_possible(asked: dict[str, Any]) -> tuple[dict[str, Any], list[in
 
 
 def _lay_out(asked: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
-    """What was measured, and the descriptors; see namespaces.py."""
+    """Run namespaces.py; returns what it measured, and the descriptors of what it made."""
     ours, theirs = LocalChannel.pair()
     command = [sys.executable, "-I", "-S", str(Path(namespaces.__file__)), str(theirs.fileno())]
     with ours, theirs:

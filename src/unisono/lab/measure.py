@@ -62,7 +62,7 @@ def _measure_rates(
 
 
 def _pass(pairs: Sequence[tuple[socket.socket, socket.socket]], sizes: Sequence[int]) -> None:
-    """So many bytes from one end of each pair to the other."""
+    """Send so many bytes from one end of each pair to the other."""
     data, room = bytes(1 << 18), bytearray(1 << 20)
     for (near, far), size in zip(pairs, sizes, strict=True):
         sent = came = 0

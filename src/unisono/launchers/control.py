@@ -40,7 +40,7 @@ class Control:
         self._connections: list[LocalChannel] = []  # the oldest first
 
     def open(self) -> None:
-        """Listen. Raises OSError or NotPrivate where that cannot be."""
+        """Listen. Raises OSError or NotPrivate if that is not possible."""
         folder = find_private_folder()
         path = folder / f"{os.getpid()}{_SUFFIX}"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -105,14 +105,14 @@ class Control:
 
 
 def _remove_left_behind(folder: Path) -> None:
-    """The sockets of launchers that were killed."""
+    """Remove the sockets of launchers that were killed."""
     for path in folder.glob(f"*{_SUFFIX}"):
         if _is_left_behind(path):
             path.unlink(missing_ok=True)
 
 
 def _is_left_behind(path: Path) -> bool:
-    """Whether nobody listens there; one who is only busy does."""
+    """Whether nobody listens at a socket any more; a launcher that is only busy still does."""
     try:
         LocalChannel.connect(path, timeout_s=1.0).close()
     except OSError as error:
@@ -142,7 +142,7 @@ class RunStatus:
     elastic: bool = True  # whether it can be changed
 
     def describe(self) -> str:
-        """In one line."""
+        """The status in one line."""
         to = "" if self.workers == self.wanted else f", {self.wanted} to be"
         step = "no step yet" if self.step is None else f"step {self.step}"
         adapts = ", adapts" if self.adapts else ""
@@ -150,12 +150,12 @@ class RunStatus:
 
 
 def ask(pid: int, request: dict[str, Any]) -> RunStatus:
-    """How many workers the run of launcher `pid` has, and is to have. Raises Gone, or ValueError where it refuses."""
+    """How many workers the run of launcher `pid` has and aims at. Raises Gone, or ValueError if it refuses."""
     return RunStatus(**ask_anything(pid, request))
 
 
 def ask_anything(pid: int, request: dict[str, Any]) -> dict[str, Any]:
-    """What the run of launcher `pid` answers. Raises Gone, or ValueError where it refuses."""
+    """Ask the run of launcher `pid`, and return its answer. Raises Gone, or ValueError if it refuses."""
     path = find_private_folder() / f"{pid}{_SUFFIX}"
     try:
         with LocalChannel.connect(path, timeout_s=ANSWER_S) as channel:

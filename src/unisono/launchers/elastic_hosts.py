@@ -139,22 +139,15 @@ class ElasticHostsRun(EngineRun):
     def _on_frame(self, worker: RemoteWorker, frame: Frame) -> None:
         connection = self.elastic.find(worker)
         message = frame.json() if frame.kind == "J" else {}
-        is_log = frame.kind in "CL" or message.get("kind") == "log"
-        if not is_log:
-            if message.get("kind") != "beat" or connection is not None:
-                super()._on_frame(worker, frame)
-            if message.get("kind") == "beat" and connection is not None:
+        is_beat = message.get("kind") == "beat"
+        if frame.kind in "CL" or message.get("kind") == "log":
+            if connection is not None:
+                self.elastic.take_frame(connection, frame, message)
+        elif connection is not None or not is_beat:
+            super()._on_frame(worker, frame)
+            if connection is not None and is_beat:
                 self.note_step(worker)
                 self.elastic.on_beat(connection, message)
-        elif connection is None:
-            return
-        elif frame.kind == "C":
-            self.elastic.on_message(connection, json.loads(frame.body))
-        elif frame.kind == "L":
-            self.elastic.take_log(connection, frame.body)
-        else:
-            connection.log, connection.log_bytes = bytearray(), int(message["bytes"])
-            self.elastic.take_log(connection, b"")
 
     def note_step(self, worker: RemoteWorker) -> None:
         """Note the last step of a worker."""
@@ -291,13 +284,18 @@ class _HostsElastic(ElasticSupervisor[RemoteWorker]):
         for number in self.coordinator.members:
             self._send(self.connections[number], {"kind": "over", "generation": self._over, "why": why})
 
-    def take_log(self, connection: WorkerConnection[RemoteWorker], data: bytes) -> None:
-        """A piece of what rank 0 has written; what a former one wrote stays until this is whole."""
-        if connection.log is None:
+    def take_frame(self, connection: WorkerConnection[RemoteWorker], frame: Frame, message: dict[str, Any]) -> None:
+        """Handle what an agent passes on of its worker: a message ("C"), or a piece of the results that rank 0 has
+        written ("L"). What a former rank 0 wrote stays until the log, announced by `message`, is whole."""
+        if frame.kind == "C":
+            self.on_message(connection, frame.json())
             return
-        connection.log += data
-        if len(connection.log) >= connection.log_bytes:
-            self._log = bytes(connection.log)
+        if message:
+            connection.log, connection.log_bytes = bytearray(), int(message["bytes"])
+        if connection.log is not None:
+            connection.log += b"" if message else frame.body
+            if len(connection.log) >= connection.log_bytes:
+                self._log = bytes(connection.log)
 
     def on_beat(self, connection: WorkerConnection[RemoteWorker], message: dict[str, Any]) -> None:
         """An agent tells how its worker stands."""

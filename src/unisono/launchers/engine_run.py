@@ -96,7 +96,7 @@ class EngineRun(Supervisor[RemoteWorker]):
 
     @abstractmethod
     def _take_results(self) -> list[bytes]:
-        """What a function returned in each worker."""
+        """The pickled results of a function, one of each worker."""
 
     def preempt(self) -> bool:
         """See Supervisor; they are told soon, as this may be called by a signal handler."""
@@ -145,11 +145,11 @@ class EngineRun(Supervisor[RemoteWorker]):
         self._open_control()
 
     def _open_store(self) -> HostedStore:
-        """Its secret follows from the run's token, which agents have: it does not travel once more."""
+        """Open a store whose secret follows from the run's token: agents have that, so the secret need not travel."""
         return HostedStore(self.engine.listen(self._backlog), secret=derive_secret(self._token, "run").hex())
 
     def _fresh_store(self) -> HostedStore:
-        """The store of an attempt: torch's own groups take addresses of an earlier attempt for this one's."""
+        """A new store for each attempt: torch's groups would take an earlier attempt's addresses for this one's."""
         store = self._store
         if self._attempt > 0:
             self._close_later_store()
@@ -200,11 +200,11 @@ class EngineRun(Supervisor[RemoteWorker]):
         self._add_waiting(worker, int(hello["pid"]))
 
     def _add_waiting(self, worker: RemoteWorker, agent: int) -> None:
-        """An agent is there; `agent`: its process."""
+        """Note an agent that waits for its start; `agent`: its process id."""
         self.waiting[worker.rank] = worker
 
     def start_worker(self, worker: RemoteWorker, **fields: Any) -> None:
-        """Have a worker started."""
+        """Tell an agent to start its worker."""
         worker.started = time.monotonic()
         self.job.note("worker started", rank=worker.rank, host=worker.host)
         if self._payload is not None:
@@ -235,7 +235,7 @@ class EngineRun(Supervisor[RemoteWorker]):
     # -- 3. watch ------------------------------------------------------------------------------------------------------
 
     def _pass_word_on(self) -> None:
-        """To every worker that asked for it, once."""
+        """Tell every worker that asked for it, once, to save and leave."""
         for worker in self.running if self._preempting else ():
             if worker.read_status().preemptible and not worker.told:
                 worker.told = True
@@ -366,7 +366,7 @@ class EngineRun(Supervisor[RemoteWorker]):
         self.loop.close()
 
     def _end_engine(self, started: Started) -> None:
-        """It ends by itself once its workers have; otherwise it is told to."""
+        """Wait for the engine's job to end after its workers; if it does not, end it by signals."""
         well = self.has_begun and not self.running
         for channel in self._hosts if well else ():
             self.server.send(channel, kind="end")

@@ -61,7 +61,7 @@ def worker_environment(
 
 
 def set_allocator(env: dict[str, str]) -> None:
-    """How the C library of a process with this environment keeps its memory, unless the user has said so.
+    """Have the C library keep freed memory for the next step, unless the user has set its variables.
 
     >>> env = {"GLIBC_TUNABLES": "glibc.malloc.check=1"}
     >>> set_allocator(env)

@@ -100,7 +100,7 @@ class WorkerError(RuntimeError):
 
 
 def read_failure(rank: int, message: dict[str, object], now: float) -> Failure | None:
-    """The failure that a worker's JSON line reports; None where it reports something else."""
+    """The failure that a worker's JSON line reports; None if it reports something else."""
     kind, code, time = message.get("kind"), message.get("code"), message.get("time")
     if kind not in ("exception", "exit", "interrupt") or not isinstance(code, int):
         return None
@@ -117,7 +117,7 @@ def read_failure(rank: int, message: dict[str, object], now: float) -> Failure |
 
 
 def failure_of_exit(rank: int, status: int, now: float, native_traceback: str) -> Failure:
-    """The failure of a worker that ended without a word. `status` is negative for a signal, as in subprocess."""
+    """The failure of a worker that reported none. `status` is negative for a signal, as in subprocess."""
     if status < 0:
         return Failure(rank, now, "signal", 128 - status, (), _signal_name(-status), _trim_native(native_traceback))
     return Failure(rank, now, "exit", status)
@@ -144,12 +144,12 @@ class Outcome:
 
     @property
     def exit_status(self) -> int:
-        """The status of the worker that failed first; 0 without a failure, 143 where the workers saved and left."""
+        """The status of the worker that failed first; 0 without a failure, 143 if the workers saved and left."""
         return self.failure.code if self.failure else PREEMPTED if self.preempted else 0
 
 
 def fail_run(why: str, losses: Sequence[Failure], step: int | None, *, more: Sequence[str] = ()) -> Outcome:
-    """How a run ended that replaces lost workers, and could not go on."""
+    """The outcome of an elastic run that could not go on."""
     lines = [f"unisono: the run has failed: {why}"]
     lines += [f"  worker {loss.rank}: {loss.headline}" for loss in losses[-10:]]
     last = losses[-1] if losses else Failure(0, time.monotonic(), "lost", 1)

@@ -115,7 +115,7 @@ def _connect_own() -> LocalChannel:
 
 
 def server_command(fd: int, *, owner: int = 0, idle_s: float = 0.0, path: str = "") -> list[str]:
-    """How a fork server is started."""
+    """The command that starts a fork server."""
     return [sys.executable, str(_SERVER), str(fd), str(owner), str(idle_s), path]
 
 
@@ -134,7 +134,7 @@ def server_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 
 class ForkStarter:
-    """Starts the processes of one run by a fork server, or as fresh ones where the server says that it cannot."""
+    """Starts the processes of one run by a fork server, or as fresh ones if the server refuses."""
 
     def __init__(self, channel: LocalChannel, *, say_why: bool = False) -> None:
         self._channel: LocalChannel | None = channel
@@ -188,7 +188,7 @@ class ForkStarter:
                 return answer, received
 
     def _describe(self, command: Command) -> dict[str, Any]:
-        """All that a fresh child would have from this process."""
+        """What a fresh child would inherit from this process."""
         ignored = [s for s in signal.valid_signals() if signal.getsignal(s) is signal.SIG_IGN]
         umask = os.umask(0o077)
         os.umask(umask)
@@ -218,7 +218,7 @@ class ForkStarter:
         return message, fds
 
     def wait_status(self, pid: int) -> int:
-        """How a forked process that has ended did; killed, where the server has gone with it."""
+        """The exit status of a forked process; killed, if the server has ended with it."""
         deadline = time.monotonic() + 5.0
         with contextlib.suppress(NoServer, TimeoutError):
             while pid not in self._ended and self._channel is not None:
@@ -275,7 +275,7 @@ class _ForkedProcess:
 
 
 def _import_folders(command: Command) -> list[str]:
-    """Where a program may find modules of its own, in order: the server looks whether it has others of their names."""
+    """The folders in which a program finds its own modules: the server compares them with what it has imported."""
     entries = [entry for entry in command.env.get("PYTHONPATH", "").split(os.pathsep) if entry]
     first = command.program[0]
     if first == "--function":

@@ -48,7 +48,7 @@ class ElasticSettings:
             )
 
     def describe_shortage(self, left: int) -> str:
-        """Why those that are left have to go."""
+        """Why the `left` workers that remain have to leave."""
         return f"{left} of at least {self.least} workers are left, and no other came within {self.patience_s:g} s"
 
 
@@ -82,7 +82,7 @@ class Job:
         return " ".join(self.program)[:200]
 
     def note(self, kind: str, **values: Any) -> None:
-        """Something happened in the run: an event of its record, where there is one."""
+        """Enter an event into the run's record, if it has one."""
         if self.record is not None:
             self.record.event(kind, **values)
 

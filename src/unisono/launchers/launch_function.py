@@ -85,7 +85,7 @@ def call_on(
     faults: str | None,
     least: int | None = None,
 ) -> list[T]:
-    """The same on an engine."""
+    """Run a function on an engine; see `unisono.launchers.launch`."""
     from unisono.launchers.remote import open_remote_run
 
     _check(fn, workers, threads, output, timeout_s)
@@ -132,7 +132,7 @@ def _check(fn: object, workers: object, threads: object, output: object, timeout
 
 
 def _pack(fn: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Length of the header, header in JSON, then the pickled call."""
+    """The payload of worker/program.py: the header's length, the header as JSON, then the pickled call."""
     name = "cloudpickle" if importlib.util.find_spec("cloudpickle") else "pickle"
     try:
         if name == "pickle" and getattr(fn, "__module__", None) == "__main__":

@@ -24,7 +24,7 @@ from unisono.launchers.failures import Outcome
 from unisono.launchers.job import Job, TimedOut
 from unisono.launchers.local_worker import LocalWorker
 from unisono.launchers.output import OutputClosed
-from unisono.launchers.processes import Command, open_starter
+from unisono.launchers.processes import Command, Pipes, open_starter
 from unisono.launchers.stacks import StackFiles
 from unisono.launchers.store import HostedStore
 from unisono.launchers.supervisor import Schedule, Supervisor
@@ -132,17 +132,14 @@ class LocalRun(Supervisor[LocalWorker]):
             page=self.page,
             report_fd=report_fd,
         )
+        fds = {"report": report_fd, "stdout": process.stdout, "stderr": process.stderr}
+        worker.pipes = Pipes(self.loop, fds, partial(self._take, worker))
         self.workers.append(worker)
         self.job.note("worker started", rank=rank, pid=process.pid)
         if self.elastic is not None:
             self.elastic.add_started(worker)
         if self._guard is not None:
             self._guard.add(process.pid)
-        self._listen(report_fd, partial(self.take_report, worker))
-        for name in ("stdout", "stderr"):
-            fd = getattr(process, name)
-            if fd is not None:
-                self._listen(fd, partial(self.output.feed, rank, name))
         if process.pid_fd is not None:
             self.loop.watch(process.pid_fd, partial(self._on_exit, worker))
 
@@ -208,21 +205,12 @@ class LocalRun(Supervisor[LocalWorker]):
         for worker in polled:
             self._on_exit(worker)
 
-    def _listen(self, fd: int, take: Callable[[bytes], None]) -> None:
-        os.set_blocking(fd, False)
-        self.loop.watch(fd, partial(self._read, fd, take))
-
-    def _read(self, fd: int, take: Callable[[bytes], None]) -> bool:
-        """Pass on one piece of what can be read; False when there is nothing now."""
-        try:
-            data = os.read(fd, 1 << 16)
-        except BlockingIOError:
-            return False
-        if not data:
-            self.loop.forget(fd)
-            return False
-        take(data)
-        return True
+    def _take(self, worker: LocalWorker, name: str, data: bytes) -> None:
+        """Handle a piece of what a worker wrote to one of its pipes."""
+        if name == "report":
+            self.take_report(worker, data)
+        else:
+            self.output.feed(worker.rank, name, data)
 
     def _on_report(self, worker: LocalWorker, message: dict[str, Any]) -> None:
         kind = message.get("kind")
@@ -238,7 +226,7 @@ class LocalRun(Supervisor[LocalWorker]):
         if worker.process.pid_fd is not None:
             self.loop.forget(worker.process.pid_fd)
         worker.ended = time.monotonic()
-        self._drain(worker)
+        worker.pipes.drain()
         self.output.flush(worker.rank)
         worker.take_end(status, worker.ended, stopping=self.stop_time is not None)
         self.note_end(worker, status=status)
@@ -248,18 +236,9 @@ class LocalRun(Supervisor[LocalWorker]):
     def let_go(self, worker: LocalWorker) -> None:
         """Let go of a worker that has ended, before the run has; others of its group end too."""
         worker.process.send_group(signal.SIGKILL)
-        for fd in worker.pipe_fds():
-            self.loop.forget(fd)
+        worker.pipes.forget()
         self.workers.remove(worker)
         worker.close()
-
-    def _drain(self, worker: LocalWorker) -> None:
-        """Take what the pipes hold now: a child of the worker may keep them open, so their end is not waited for."""
-        for fd in worker.pipe_fds():
-            for _ in range(64):  # a pipe holds 64 KiB, at most 1 MiB
-                read = self.loop.find_call(fd)
-                if read is None or read() is False:
-                    break
 
     # -- 3. stop -------------------------------------------------------------------------------------------------------
 
@@ -321,7 +300,7 @@ class LocalRun(Supervisor[LocalWorker]):
             if worker.ended is None:
                 worker.process.exit_status(wait=True)
                 self._on_exit(worker)
-            self._drain(worker)  # what its children wrote after it
+            worker.pipes.drain()  # what its children wrote after it
             self.output.flush(worker.rank)
         worker.close()
 

@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from unisono.launchers.processes import Process
+from unisono.launchers.processes import Pipes, Process
 from unisono.launchers.worker_state import Worker
 from unisono.runtime.status import StatusPage, WorkerStatus
 
@@ -22,7 +22,8 @@ class LocalWorker(Worker):
 
     process: Process
     page: StatusPage
-    report_fd: int = -1
+    report_fd: int
+    pipes: Pipes = field(init=False)  # that are read: reports, and its output unless it writes that elsewhere
     schedule: list[tuple[float, signal.Signals]] = field(default_factory=list)  # signals still to be sent, and when
 
     def read_status(self) -> WorkerStatus:
@@ -38,10 +39,6 @@ class LocalWorker(Worker):
         """Send a signal to the worker and the children in its process group, if it has not ended."""
         if self.ended is None:
             self.process.send_group(signum)
-
-    def pipe_fds(self) -> list[int]:
-        """Our ends of its pipes: reports, and standard output and error unless it writes those elsewhere."""
-        return [fd for fd in (self.report_fd, self.process.stdout, self.process.stderr) if fd is not None]
 
     def close(self) -> None:
         """Reap the process, which must have ended, and close our ends of its pipes."""

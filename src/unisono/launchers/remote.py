@@ -25,7 +25,7 @@ class RemoteRun(EngineRun):
     """One run of one job on one engine, in one attempt or several."""
 
     def _watch(self) -> None:
-        """Until all workers have ended, or one has failed for good."""
+        """Return when all workers have ended, or one has failed for good."""
         while not self.workers or self.running:
             now = time.monotonic()
             failures = self.failures
@@ -43,7 +43,7 @@ class RemoteRun(EngineRun):
             self._pump(_TICK_S)
 
     def _begin_attempt(self) -> None:
-        """All are there: tell each who it is, and to start its worker."""
+        """All agents are there: tell each its worker's rank on its host, and to start the worker."""
         self.workers = [self.waiting[rank] for rank in range(self.job.workers)]
         self.waiting = {}
         hosts = list(dict.fromkeys(worker.identity for worker in self.workers))

@@ -14,7 +14,7 @@ __all__ = ["Scaling"]
 
 
 class Scaling:
-    """Of one run. `say` puts a line on standard error; `program` is what others are told that it is."""
+    """The number of workers that one run aims at. `say` puts a line on standard error."""
 
     def __init__(
         self, coordinator: Coordinator, elastic: ElasticSettings, program: str, say: Callable[[str], None]
@@ -29,7 +29,7 @@ class Scaling:
             self._adaptation = Adaptation(elastic.least, elastic.most, target=elastic.adapt.target)
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What a request that came over the run's socket (control.py) is answered; ValueError refuses it."""
+        """Answer a request that came over the run's socket (control.py); ValueError refuses it."""
         match request:
             case {"do": "status"}:
                 pass

@@ -81,7 +81,7 @@ def run_in_terminal(job: Job, run: Supervisor[Any] | None = None) -> int:
 
 
 def _finish(job: Job, outcome: str, status: int, report: str) -> int:
-    """Note the end in the record of the run, where there is one; gives the exit status back."""
+    """Note the end in the run's record, if it has one, and return the exit status."""
     if job.record is not None:
         job.record.finish(outcome, exit_status=status, report=report)
     return status

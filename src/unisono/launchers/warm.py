@@ -32,7 +32,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def connect_warm() -> LocalChannel:
-    """A connection to the user's fork server, which is started where there is none."""
+    """A connection to the user's fork server, which is started if there is none."""
     path = _socket_path()
     with contextlib.suppress(OSError):
         return LocalChannel.connect(path)
@@ -58,7 +58,7 @@ def list_warm() -> list[WarmServer]:
 
 
 def stop_warm() -> list[WarmServer]:
-    """Have them end, after the runs that they have."""
+    """Have the user's fork servers end after their current runs; returns them."""
     return _ask_all("stop")
 
 

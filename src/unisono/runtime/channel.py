@@ -49,7 +49,7 @@ class NotProven(ConnectionError):
 
 
 class Unreachable(ConnectionError):
-    """No address of the launcher could be reached; the text says which were tried and what came of it."""
+    """No address of the launcher could be reached; the text says which were tried and how each failed."""
 
 
 class Frame(NamedTuple):
@@ -85,16 +85,16 @@ class Channel:
             self._out += _MAGIC + self._nonce
 
     def fileno(self) -> int:
-        """The socket's descriptor, for selectors."""
+        """The socket's descriptor, for event loops."""
         return self.sock.fileno()
 
     @property
     def bytes_to_send(self) -> int:
-        """What `flush` has left to do."""
+        """How many queued bytes have not been sent yet."""
         return len(self._out)
 
     def send(self, kind: str, body: bytes) -> None:
-        """Queue a frame, in pieces where it is long, and send what can be sent now."""
+        """Queue a frame, in pieces if it is long, and send what can be sent now."""
         for start in range(0, max(1, len(body)), PIECE_BYTES):
             piece = body[start : start + PIECE_BYTES]
             letter = kind.encode()
@@ -221,7 +221,7 @@ def keep_alive(sock: socket.socket) -> None:
 
 
 def connect(addresses: Sequence[tuple[str, int]], token: bytes, *, timeout_s: float = 20.0) -> Channel:
-    """A proven channel to the first of the launcher's addresses that answers; Unreachable where none does."""
+    """A proven channel to the first of the launcher's addresses that answers; Unreachable if none does."""
     deadline = time.monotonic() + timeout_s
     tried: dict[str, str] = {}
     while True:
@@ -238,7 +238,7 @@ def connect(addresses: Sequence[tuple[str, int]], token: bytes, *, timeout_s: fl
 
 
 def connect_once(host: str, port: int, token: bytes, *, timeout_s: float) -> Channel:
-    """A proven channel to an address; NotProven where what listens there does not know the token."""
+    """A proven channel to an address; NotProven if what listens there does not know the token."""
     sock = socket.create_connection((host, port), timeout=timeout_s)
     try:
         keep_alive(sock)

@@ -44,7 +44,7 @@ OVER_HOSTS = "UNISONO_OVER_HOSTS"
 
 
 class Dismissed(SystemExit):
-    """The run goes on without this worker: there are to be fewer. Ends its program, with status 0."""
+    """Ends a worker's program with status 0: the run goes on with fewer workers."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class ResultLog:
         return cut_entries(self.read_bytes(0))[0]
 
     def write(self, entries: list[bytes]) -> None:
-        """Add those of all `entries` that are not there yet."""
+        """Append those of `entries`, which are all so far, that the file does not have yet."""
         count, end = self._read_head()
         for entry in entries[count:]:
             data = join_entries([entry])
@@ -83,17 +83,17 @@ class ResultLog:
             os.pwrite(self._fd, self._COUNT.pack(count, end), 0)
 
     def rewrite(self, entries: list[bytes]) -> None:
-        """Have these entries, and no others."""
+        """Replace the entries."""
         if self.read() != entries[: self._read_head()[0]]:
             os.pwrite(self._fd, self._COUNT.pack(0, 0), 0)
         self.write(entries)
 
     def read_mark(self) -> tuple[int, ...]:
-        """Another one after each change."""
+        """A value that changes whenever the file does."""
         return (os.fstat(self._fd).st_mtime_ns, *self._read_head())
 
     def read_bytes(self, start: int) -> bytes:
-        """The entries as they lie in the file, from that byte of them on."""
+        """The entries' bytes from byte `start` on."""
         _, end = self._read_head()
         parts: list[bytes] = []
         while start < end and (part := os.pread(self._fd, end - start, self._COUNT.size + start)):
@@ -107,12 +107,12 @@ class ResultLog:
 
 
 def join_entries(entries: list[bytes]) -> bytes:
-    """Entries as they lie in the file."""
+    """Entries as a ResultLog's file holds them."""
     return b"".join(struct.pack("<q", len(entry)) + entry for entry in entries)
 
 
 def cut_entries(data: bytes) -> tuple[list[bytes], bytes]:
-    """The entries that are complete, and what is left."""
+    """Split a ResultLog's bytes into the entries that are complete, and the rest."""
     found, at = [], 0
     while len(data) >= at + 8 and len(data) >= at + 8 + (length := int(struct.unpack_from("<q", data, at)[0])):
         found.append(data[at + 8 : at + 8 + length])
@@ -132,7 +132,7 @@ class Membership:
 
     @property
     def is_summoned(self) -> bool:
-        """Whether the launcher calls all to another generation."""
+        """Whether the launcher has asked all workers to form another generation."""
         return status.read_summons() > self.generation
 
     def come(self, *, is_open: bool = True) -> Seat:
@@ -165,7 +165,7 @@ class Membership:
 
 
 class HostsMembership(Membership):
-    """The same over several hosts: a thread listens for the end of a generation."""
+    """A membership over several hosts: a thread listens for the end of a generation."""
 
     def __init__(self, fd: int, log_fd: int, *, joining: bool) -> None:
         super().__init__(fd, log_fd, joining=joining)
@@ -176,7 +176,7 @@ class HostsMembership(Membership):
         threading.Thread(target=self._listen, name="unisono membership", daemon=True).start()
 
     def watch(self, generation: int, end: Callable[[str], None]) -> None:
-        """Have `end` called, with the reason, when that generation is over; at once where it is."""
+        """Have `end` called with the reason when that generation is over; at once if it is over already."""
         with self._lock:
             self._watched = generation, end
         self._tell()
@@ -206,7 +206,7 @@ class HostsMembership(Membership):
 
 
 def find_membership() -> Membership | None:
-    """That of this process; None where its run is not elastic. A program that a worker starts has none."""
+    """The membership of this process; None if its run is not elastic, or a worker has started it."""
     fd, log_fd = os.environ.pop(VARIABLE, ""), os.environ.pop(LOG_VARIABLE, "")
     if not fd or not status.is_attached():
         return None

@@ -178,7 +178,7 @@ def note_wish(*, preemptible: bool) -> bool:
 
 
 def beat() -> None:
-    """Show that this process is not stopped."""
+    """Give a heartbeat, which shows that this process is not stopped."""
     if _page is not None:
         _TIME.pack_into(_page, _offset + _BEAT_AT, monotonic())
 

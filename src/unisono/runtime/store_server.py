@@ -141,7 +141,7 @@ class StoreServer:
                 self._say(client, ANSWER, answer)
 
     def _answer_when_there(self, client: _Client, message: Message) -> Sequence[bytes] | None:
-        """None where the client has to wait."""
+        """The answer to a question that may have to wait for keys; None if the client waits."""
         keys = message.parts if message.kind != "O" else message.parts[:1]
         there: Iterable[bytes] = self._values if message.kind != "O" else self._queues
         missing = {key for key in keys if key not in there}
@@ -173,7 +173,7 @@ class StoreServer:
         client.missing, client.resume = set(), None
 
     def _wake(self, key: bytes, kind: str) -> None:
-        """A key is there: whoever lacked nothing else asks again."""
+        """A key has come: ask the questions again that lacked only this one."""
         for client in list(self._waiting.get(_name(kind, key), {})):
             if client.missing != {key}:
                 client.missing.discard(key)
@@ -269,7 +269,7 @@ class StoreServer:
 
 
 def _name(kind: str, key: bytes) -> bytes:
-    """Queues have names of their own."""
+    """The key of `_waiting`: values and queues are told apart."""
     return (b"queue " if kind == "O" else b"value ") + key
 
 

@@ -24,14 +24,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from unisono.launchers import guard
 from unisono.launchers.engines.engine import AGENT
 from unisono.launchers.environment import threads_per_worker, worker_environment
 from unisono.launchers.meeting_page import open_page
-from unisono.launchers.processes import Command, Process, open_starter
+from unisono.launchers.processes import Command, Pipes, Process, open_starter
 from unisono.launchers.stacks import StackFiles
 from unisono.launchers.store import store_variables
 from unisono.launchers.worker.program import die_with
@@ -49,11 +48,10 @@ __all__ = ["UNREACHED", "Agent", "OneWorkerAgent", "identity", "serve_worker"]
 UNREACHED, _DRAIN_S = 97, 10.0
 _ON_SIGTERM = ((0.0, signal.SIGTERM), (1.0, signal.SIGKILL))
 _ON_LOSS = ((0.0, signal.SIGKILL),)
-_PIPES = ("stdout", "stderr", "report")
 
 
 class Agent(ABC):
-    """What the agents of workers that stay, and of those that come and go (elastic_agent.py), have in common."""
+    """Base of OneWorkerAgent and of ElasticAgent (elastic_agent.py), whose workers come and go."""
 
     def __init__(self, channel: Channel, place: Place, told: Mapping[str, Any]) -> None:
         self.channel, self.place = channel, place
@@ -74,7 +72,7 @@ class Agent(ABC):
 
     @abstractmethod
     def serve(self) -> int:
-        """Do it all; the exit status for the engine."""
+        """Serve to the end; returns the exit status for the engine."""
 
     # -- 1. meet -------------------------------------------------------------------------------------------------------
 
@@ -154,12 +152,9 @@ class Agent(ABC):
         )
         process = self._process = self._starter.start(command)
         os.close(report_end)
-        assert process.stdout is not None
-        assert process.stderr is not None
-        self._fds = dict(zip(_PIPES, (process.stdout, process.stderr, report_fd), strict=True))
-        for name, fd in self._fds.items():
-            os.set_blocking(fd, False)
-            self._loop.watch(fd, partial(self._relay, name))
+        self._report_fd = report_fd
+        fds = {"o": process.stdout, "e": process.stderr, "r": report_fd}  # by the kinds of frames that they go into
+        self._pipes = Pipes(self._loop, fds, self._send)
         if process.pid_fd is not None:
             self._loop.watch(process.pid_fd, self._on_exit)
         self._send_status("started")
@@ -215,7 +210,7 @@ class Agent(ABC):
     # -- 3. relay ------------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Until the worker has ended and the launcher was told."""
+        """Relay until the worker has ended, and tell the launcher how."""
         assert self._process is not None
         while self._status is None:
             self._pump(0.1 if self._process.pid_fd is None or self._schedule else None)
@@ -242,31 +237,15 @@ class Agent(ABC):
             self._leave = self._leave or 128 + signal.SIGTERM
 
     def _on_sigterm(self, *_: object) -> None:
-        """From the engine: a worker that asked for it is told to save and leave, and has the grace time for it."""
+        """The engine ends this agent: have a worker that asked for it save and leave within the grace time."""
         self._terminated = True
         asked = self._page is not None and self._page.read(self.place.rank).preemptible
         grace_s = self._start["grace_s"] if self._start is not None and asked else 0.0
         self._stop(((0.0, signal.SIGTERM), (grace_s, signal.SIGKILL)) if grace_s else _ON_SIGTERM)
 
-    def _relay(self, name: str) -> bool:
-        """Pass one piece on; False when there is nothing now."""
-        fd = self._fds[name]
-        try:
-            data = os.read(fd, 1 << 16)
-        except BlockingIOError:
-            return False
-        if not data:
-            self._loop.forget(fd)
-            return False
-        self._send({"stdout": "o", "stderr": "e", "report": "r"}[name], data)
-        return True
-
     def _drain(self) -> None:
-        """What the pipes hold now: a child of the worker may keep them open."""
-        for name, fd in self._fds.items():
-            for _ in range(64):
-                if self._loop.find_call(fd) is None or not self._relay(name):
-                    break
+        """Pass on what the worker has said last."""
+        self._pipes.drain()
 
     def _on_exit(self) -> None:
         assert self._process is not None
@@ -290,7 +269,7 @@ class Agent(ABC):
         self._send_json(kind=kind, pid=pid, step=status.step, doing=status.doing, since_s=since_s, **fields)
 
     def _send_stacks(self) -> None:
-        """What the worker is doing, by its stacks."""
+        """Send the worker's stacks to the launcher."""
         if self._process is None or self._page is None or self._status is not None:
             return
         (found,) = self._stacks.gather({self.place.rank: self._process.pid}, self._page)
@@ -312,7 +291,7 @@ class Agent(ABC):
 
     @abstractmethod
     def _lose_launcher(self) -> None:
-        """The connection has broken."""
+        """Handle the loss of the connection to the launcher."""
 
     # -- 4. leave nothing behind ---------------------------------------------------------------------------------------
 
@@ -332,7 +311,7 @@ class OneWorkerAgent(Agent):
     """The agent of one worker, from the greeting to the end."""
 
     def serve(self) -> int:
-        """Do it all; the exit status for the engine."""
+        """Serve to the end; returns the exit status for the engine."""
         self._take_signals()
         self._say_hello()
         while self._start is None and not self._is_ending:
@@ -352,7 +331,7 @@ class OneWorkerAgent(Agent):
         return self._lost or self._leave is not None or bool(self._schedule)
 
     def _await_leave(self) -> None:
-        """Until the launcher knows, or has gone."""
+        """Wait until the launcher knows how the worker ended, or is gone."""
         deadline = time.monotonic() + _DRAIN_S
         while self._leave is None and not self._lost and time.monotonic() < deadline:
             self._pump(deadline - time.monotonic())
@@ -377,7 +356,7 @@ def _engine_descriptors() -> dict[str, int]:
 
 
 def identity() -> str:
-    """The same for two workers just when they are on one host and see the same accelerators."""
+    """Equal for two workers exactly if they are on one host and see the same accelerators."""
     parts = [os.environ.get("CUDA_VISIBLE_DEVICES", "")]
     with contextlib.suppress(OSError):
         parts += [read_boot_id(), *read_namespaces("net")]

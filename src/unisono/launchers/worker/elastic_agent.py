@@ -149,11 +149,10 @@ class ElasticAgent(Agent):
         self._send_log()
 
     def _retire(self) -> None:
-        """Let go of all that this process has of a worker that has ended."""
+        """Close everything that belongs to a worker that has ended."""
         assert self._process is not None
-        for fd in self._fds.values():
-            self._loop.forget(fd)
-        os.close(self._fds["report"])
+        self._pipes.forget()
+        os.close(self._report_fd)
         os.close(self._log_fd)
         self._drop_control()
         for fd in (self._payload, self._result):
@@ -175,7 +174,7 @@ class ElasticAgent(Agent):
     # -- what they tell each other -------------------------------------------------------------------------------------
 
     def _on_worker(self) -> bool:
-        """Pass one message on; False where there is none now."""
+        """Pass one message of the worker on to the launcher; False if there is none now."""
         assert self._control is not None
         try:
             message, _ = self._control.receive()
@@ -252,7 +251,7 @@ class ElasticAgent(Agent):
             self._process.send_group(signal.SIGKILL)
 
     def _reach_again(self) -> None:
-        """Nothing was heard for too long: another connection may do."""
+        """Try another connection: the launcher has said nothing for too long."""
         silent_s = time.monotonic() - self._heard
         try:
             channel = connect([self._launcher], self._token, timeout_s=0.0)
@@ -275,7 +274,7 @@ class ElasticAgent(Agent):
         self._say_hello()
 
     def _limit_silence(self) -> None:
-        """Sending to a host that is cut off must not wait for ever."""
+        """Have sends to a host that is cut off fail instead of waiting forever."""
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             limit_ms = int(1000 * _FENCED_AFTER * self._heartbeat_s)
             self.channel.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)

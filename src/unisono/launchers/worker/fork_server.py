@@ -38,7 +38,7 @@ _MOST_FDS = 250  # the kernel passes at most 253 in a message
 
 
 def main(fd: int, owner: int, idle_s: float, path: str) -> int:
-    """Serve until the program that owns this server ends, or nobody has asked for `idle_s`; or be a worker."""
+    """Serve until the owner ends or nothing was asked for `idle_s`; in a forked child, run the worker."""
     for signum in (signal.SIGINT, signal.SIGHUP):  # they are the launchers' business
         signal.signal(signum, signal.SIG_IGN)
     if sys.path and os.path.abspath(sys.path[0]) == _HERE:
@@ -129,7 +129,7 @@ class _Server:
         self.started = time.time()
 
     def serve(self) -> _Request | None:
-        """Until the end, which is None; or, in a forked child, its request."""
+        """Serve; returns None at the end of the server, and in a forked child its request."""
         idle = False
         while not (self.owner_gone or idle or (self.stopping and not self.connections)):
             door = [] if self.stopping else [self.door.fileno()]
@@ -233,7 +233,7 @@ class _Server:
         return None
 
     def _reason_not_to(self, request: _Request) -> str:
-        """Why a fresh process must be started instead; "" where none need be."""
+        """Why the launcher must start a fresh process instead; "" if this server can fork."""
         from unisono.launchers.fork_context import find_difference, start_variables
 
         env = request.body["env"]
@@ -257,7 +257,7 @@ class _Server:
             connection.channel.send(fields, fds)
 
     def _close(self, connection: _Connection) -> None:
-        """The run is over: so are its workers."""
+        """End the workers of a run that is over."""
         for fd in connection.workers:
             if fd not in connection.ended:
                 signal.pidfd_send_signal(fd, signal.SIGKILL)
@@ -283,7 +283,7 @@ class _Server:
             self.path = ""  # from now on it may be another server's
 
     def _close_all(self) -> None:
-        """In a child: nothing of the server stays open."""
+        """In a forked child: close all descriptors of the server."""
         for connection in self.connections.values():
             for fd in (connection.peer_fd, *connection.workers):
                 os.close(fd)
@@ -411,7 +411,7 @@ def _show_run(runs: str) -> None:
 
 
 def _refresh_modules(server_threads: str) -> None:
-    """What libraries found out when they were imported, or must not share with the server."""
+    """Reset what libraries found out at import, or must not share with the server: seeds, threads, caches."""
     import tempfile
 
     from unisono.runtime import status
@@ -432,7 +432,7 @@ def _refresh_modules(server_threads: str) -> None:
 
 
 def _set_blas_threads(count: str) -> None:
-    """NumPy's OpenBLAS was loaded with one thread, so that the server has no others."""
+    """Give NumPy's OpenBLAS its threads: the server loaded it with one, so as to have no threads itself."""
     if not count.isdigit() or count == "1":
         return
     with open("/proc/self/maps") as file:

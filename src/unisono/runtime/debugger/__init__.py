@@ -84,12 +84,12 @@ def follow(rank: int, size: int, exchange: Callable[[bytes], list[bytes]], *, is
 
 
 def make_token(secret: str) -> bytes:
-    """What opens the hub of a run with that secret."""
+    """The token that opens the hub of a run with that secret."""
     return derive_secret(secret.encode(), "debugger")
 
 
 def _connect() -> Agent | None:
-    """As the environment says; None in a process that is no worker of a launcher, or in another thread of one."""
+    """Connect to the hub that the environment names; None if this is no worker's main thread."""
     seats = ThreadSeats.find()
     if seats is not None:
         seats.open()
@@ -152,11 +152,11 @@ class ThreadSeats:
 
     @classmethod
     def find(cls) -> ThreadSeats | None:
-        """Those of the world that this thread is a rank of."""
+        """The seats of the world that this thread is a rank of."""
         return cls._all.get(threading.get_ident())
 
     def enter(self, rank: int) -> None:
-        """This thread is that rank."""
+        """Register this thread as a rank."""
         with self._lock:
             seat = Seat(rank, self._size, threading.get_ident())
             self._seats.append(seat)
@@ -165,7 +165,7 @@ class ThreadSeats:
                 self._take(seat, self._hub)
 
     def leave(self) -> None:
-        """Its function has returned."""
+        """Remove this thread, whose function has returned."""
         with self._lock:
             self._seats = [seat for seat in self._seats if seat.thread != threading.get_ident()]
             del self._all[threading.get_ident()]

@@ -42,7 +42,7 @@ class Seat(NamedTuple):
 
 
 class Agent:
-    """Of one rank."""
+    """Debugger endpoint of one rank."""
 
     def __init__(self, seat: Seat, connect: Callable[[], Link]) -> None:
         self.seat, self._connect = seat, connect
@@ -240,7 +240,7 @@ class Agent:
     # Its end ----------------------------------------------------------------------------------------------------------
 
     def say_goodbye(self) -> None:
-        """The program is over."""
+        """Tell the hub that the program is over."""
         if self._link is not None:
             self._send(kind="bye")
             self._link.shut()
@@ -298,7 +298,7 @@ def take_seat(seat: Seat, connect: Callable[[], Link]) -> Agent:
 
 
 def leave_seat(thread: int) -> None:
-    """The program of that thread is over."""
+    """Remove the agent of a thread whose program is over."""
     agent = _agents.pop(thread, None)
     if agent is not None:
         agent.say_goodbye()

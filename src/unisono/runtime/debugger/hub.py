@@ -193,7 +193,7 @@ class Hub:
         self._tell_prompt(**message)
 
     def _take_stop(self, worker: _Worker, message: dict[str, Any]) -> bool:
-        """False where it goes on at once."""
+        """Handle a worker's stop; False if the worker is let go at once."""
         worker.stopped = message
         worker.stops += 1
         has_crossed = message.get("after", 0) < worker.releases  # a release was on its way to this worker

@@ -16,14 +16,14 @@ TEXT_CHARACTERS = 200_000  # of one answer: a message fits into one frame
 
 
 class Link:
-    """Of a worker or a prompt, towards the hub; blocking."""
+    """The connection of a worker or a prompt to the hub; blocking, and usable from any thread."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self._lock = threading.Lock()
 
     def send(self, **fields: Any) -> bool:
-        """Send a message; False where the other end is gone."""
+        """Send a message; False if the other end is gone."""
         try:
             with self._lock:
                 self.channel.send_json(**fields)
@@ -32,7 +32,7 @@ class Link:
         return True
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Those that come, until the other end is gone."""
+        """The messages that come, until the other end is gone."""
         while True:
             try:
                 frames = self.channel.receive()
@@ -54,5 +54,5 @@ class Link:
 
 
 def open_link(addresses: Sequence[tuple[str, int]], token: bytes, *, timeout_s: float = 10.0) -> Link:
-    """A link to the hub; Unreachable where none of its addresses answers."""
+    """A link to the hub; Unreachable if none of its addresses answers."""
     return Link(connect(addresses, token, timeout_s=timeout_s))

@@ -65,7 +65,7 @@ class Prompt:
         threading.Thread(target=self._listen, name="unisono prompt", daemon=True).start()
 
     def run(self, *, stop: bool = False) -> None:
-        """Until it is left, or the run is over. `stop`: stop all workers now, where none is."""
+        """Converse until the prompt is left or the run is over. `stop`: stop all workers now, if none is stopped."""
         self._link.send(kind="prompt")
         self._await(lambda: self._is_ready)
         if stop and not self._is_over and not any(rank.stopped for rank in self._ranks.values()):
@@ -87,7 +87,7 @@ class Prompt:
         self._messages.put(None)
 
     def _await(self, is_there: Callable[[], bool], limit_s: float | None = None) -> bool:
-        """Take what comes until that holds; False where it did not in time, or all is over."""
+        """Handle messages until a condition holds; False if it did not in time, or all is over."""
         deadline = None if limit_s is None else time.monotonic() + limit_s
         while not is_there():
             if self._is_over:
@@ -280,7 +280,7 @@ class Prompt:
         self._show_stops()
 
     def _show_answers(self, answers: dict[int, dict[str, Any]], ranks: Sequence[int]) -> None:
-        """Equal ones once."""
+        """Print the answers of ranks, equal ones once."""
         groups: dict[str, list[int]] = {}
         for rank, answer in answers.items():
             groups.setdefault(answer["text"], []).append(rank)
@@ -303,7 +303,7 @@ def _take_source(text: str) -> str:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """For people.
+    """Ranks in words, with ranges.
 
     >>> format_ranks([0, 1, 2, 5]), format_ranks([3])
     ('ranks 0-2, 5', 'rank 3')
@@ -319,7 +319,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def parse_ranks(text: str, present: Iterable[int]) -> list[int]:
-    """Ranks as they are typed; ValueError where one is not there.
+    """Parse ranks as they are typed; ValueError if one is not there.
 
     >>> parse_ranks("0,2-3", range(4))
     [0, 2, 3]

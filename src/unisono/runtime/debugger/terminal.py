@@ -58,7 +58,7 @@ class TerminalPrompt:
         link.close()
 
     def close(self) -> None:
-        """Read no more."""
+        """End a read that is under way, and read no more."""
         if self._console is not None:
             self._console.close()
 

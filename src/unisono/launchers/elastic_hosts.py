@@ -91,7 +91,7 @@ class ElasticHostsRun(EngineRun):
                 self.elastic.act(now)
             if self.elastic.given_up is not None:
                 break
-            if self.job.timeout_s is not None and now >= self._begin + self.job.timeout_s:
+            if self.deadline is not None and now >= self.deadline:
                 raise TimedOut(self.describe_activities())
             self._pass_word_on()
             self._check_start(now)

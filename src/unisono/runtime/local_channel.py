@@ -20,7 +20,6 @@ __all__ = ["LocalChannel"]
 PACKET_BYTES = 1 << 16
 LONGEST_MESSAGE = 64 << 20
 _MOST_FILES = 250  # the kernel passes at most 253 in a packet
-_CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _IN_FILE = b"+"  # the message is in the first of the files
 
 
@@ -90,13 +89,15 @@ class LocalChannel:
         Raises ValueError if it is no JSON object; its files are closed then.
         """
         try:
-            data, files, _, _ = socket.recv_fds(self.sock, PACKET_BYTES, _MOST_FILES, _CLOSE_ON_EXEC)
+            data, files, _, _ = socket.recv_fds(self.sock, PACKET_BYTES, _MOST_FILES)
         except (BlockingIOError, TimeoutError):
             raise
         except OSError:
             return None, []
         if not data:
             return None, []
+        for fd in files:
+            os.set_inheritable(fd, False)  # recv_fds does not pass the flag for it on to the kernel
         try:
             if data == _IN_FILE and files:
                 data = os.pread(files[0], LONGEST_MESSAGE, 0)
@@ -107,8 +108,8 @@ class LocalChannel:
         except BaseException as error:
             for fd in files:
                 os.close(fd)
-            if isinstance(error, RecursionError):
-                raise ValueError("expected a JSON object of few levels") from None
+            if isinstance(error, RecursionError | OSError):  # OSError: a file that is none of ours
+                raise ValueError(f"expected a JSON object: {error}") from None
             raise
         return message, files
 

@@ -1,4 +1,7 @@
-"""The engines that can start workers: `un.launch(fn, workers=4, on=un.on.mpi())`, `unisono run --on mpi ...`."""
+"""The engines that can start workers: `un.launch(fn, workers=4, on=un.on.mpi())`, `unisono run --on mpi ...`.
+
+Each is imported when it is first asked for: a run on this host needs none.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import stat
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 
 from unisono.launchers import WorkerError, forks, launch
-from unisono.launchers.processes import FreshStarter
+from unisono.launchers.processes import FreshStarter, open_starter
 from unisono.launchers.warm import connect_warm, list_warm, stop_warm
 
 SOURCES = Path(forks.__file__).parents[2]
@@ -250,7 +249,7 @@ def test_a_folder_that_others_can_enter_is_not_used(warm: Path):
     warm.chmod(0o750)
     with pytest.raises(forks.NoServer, match="not a folder of this user alone"):
         connect_warm()
-    assert isinstance(forks.open_starter("warm"), FreshStarter)
+    assert isinstance(open_starter("warm"), FreshStarter)
     warm.chmod(0o700)
 
 
@@ -264,8 +263,8 @@ def test_the_socket_is_in_a_private_folder(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_without_runs_the_server_ends_by_itself(light: None, warm: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("UNISONO_WARM_IDLE_S", "0.2")
     with connect_warm() as connection:
-        connection.send(b"status")
-        pid = json.loads(connection.recv(4096))["pid"]
+        connection.send({"kind": "status"})
+        pid = connection.receive()[0]["pid"]
     deadline = time.monotonic() + 10
     while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import selectors
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +14,8 @@ import pytest
 from unisono.cli.command_line import main
 from unisono.launchers import control
 from unisono.launchers.control import MOST_CONNECTIONS, Control
+from unisono.runtime.event_loop import EventLoop
+from unisono.runtime.local_channel import LocalChannel
 from unisono.runtime.private_folder import find_private_folder
 
 
@@ -23,8 +24,8 @@ class Listening:
 
     def __init__(self, folder: Path, pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pid, self.path, self.wanted = pid, folder / f"{pid}.run", 2
-        self.selector = selectors.DefaultSelector()
-        self.control = Control(self.selector, self.answer)
+        self.loop = EventLoop()
+        self.control = Control(self.loop, self.answer)
         with monkeypatch.context() as patch:
             patch.setattr(control.os, "getpid", lambda: pid)
             self.control.open()
@@ -40,15 +41,13 @@ class Listening:
 
     def _serve(self) -> None:
         while not self._end.is_set():
-            for key, _ in self.selector.select(0.01):
-                if key.fileobj in self.selector.get_map():
-                    key.data()
+            self.loop.pump(0.01)
 
     def close(self) -> None:
         self._end.set()
         self._thread.join()
         self.control.close()
-        self.selector.close()
+        self.loop.close()
 
 
 @pytest.fixture
@@ -93,7 +92,7 @@ def test_of_several_runs_one_has_to_be_named(listen, capsys):
 
 def test_a_socket_that_was_left_behind_is_told_and_removed_by_the_next_run(listen, tmp_path, capsys):
     dead, lives = tmp_path / "13.run", listen(11)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.bind(str(dead))
     assert main(["scale", "--run", "13"]) == 1
     assert "the launcher 13 was killed and its socket was left behind" in capsys.readouterr().err
@@ -111,8 +110,8 @@ def test_a_wait_ends_where_another_number_is_asked_for(listen, monkeypatch, caps
 
 def test_another_user_is_not_answered(listen, monkeypatch):
     run = listen(11)
-    monkeypatch.setattr(control, "is_of_this_user", lambda _: False)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+    monkeypatch.setattr(LocalChannel, "is_of_this_user", lambda _: False)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.settimeout(30)
         sock.connect(str(run.path))
         assert sock.recv(1) == b""
@@ -122,7 +121,7 @@ def test_connections_that_say_nothing_do_not_keep_others_out(listen):
     run = listen(11)
     silent = []
     for _ in range(MOST_CONNECTIONS + 5):
-        silent.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        silent.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         silent[-1].connect(str(run.path))
         silent[-1].settimeout(30)
     assert control.ask(11, {"do": "status"}).workers == 2

@@ -603,8 +603,8 @@ def test_who_does_not_know_the_token_is_not_heard(hub: Hub) -> None:
 def test_a_hub_that_ends_frees_all(hub: Hub) -> None:
     worker = connect(hub, 0)
     worker.stop()
-    hub._waker.send(b"x")
     hub._is_closing = True
+    hub._loop.wake()
     assert list(worker.link.messages()) == []  # the connection ends, which a worker takes as a word to go on
 
 

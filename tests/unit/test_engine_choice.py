@@ -152,7 +152,7 @@ def test_the_token_is_on_no_command_line(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(module, "find_program", lambda name, advice: f"/usr/bin/{name}")
         monkeypatch.setattr(module, "ProcessStarted", lambda command, env, **_: commands.append(command))
     monkeypatch.setattr(mpi, "_kind", lambda program: "Open MPI")
-    work = engines.Work(2, ["python", "start.py"], {"UNISONO_TOKEN": "secret"}, [("h", 1)], "secret")
+    work = engines.Work(2, ["python", "start.py"], {"UNISONO_AGENT": "secret"}, [("h", 1)], "secret")
     Mpi().start(work)
     Slurm().start(work)
     assert len(commands) == 2

@@ -24,7 +24,7 @@ class Without:
 sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 
 import unisono as un
-from unisono.launchers.calls import _pack
+from unisono.launchers.launch_function import _pack
 from unisono.reports.picture import draw
 from unisono.runs.sinks import read_asked
 from unisono.runtime.place import Place

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hostile_ports import draw_attack, knock, record, visit
-from unisono.runtime import store_server
+from unisono.runtime import channel_server, store_server
 from unisono.runtime.channel import connect_once
 from unisono.runtime.place import Place
 from unisono.runtime.secret import read_store_secret
@@ -174,7 +174,7 @@ def test_the_same_strangers_are_let_in_where_nobody_asks_for_a_secret(monkeypatc
 
 
 def test_who_does_not_prove_itself_in_time_is_put_out(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_server, "GREETING_S", 0.2)
+    monkeypatch.setattr(channel_server, "GREETING_S", 0.2)
     store = open_store(server)
     with socket.create_connection(server.address, timeout=60) as slow:
         slow.sendall(b"x" * 20)
@@ -186,7 +186,7 @@ def test_who_does_not_prove_itself_in_time_is_put_out(server: StoreServer, monke
 def test_strangers_drive_out_strangers_and_not_the_workers(
     server: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_server, "MOST_UNPROVEN", 4)
+    monkeypatch.setattr(channel_server, "MOST_UNPROVEN", 4)
     store = open_store(server)
     held = [socket.create_connection(server.address, timeout=60) for _ in range(12)]
     for sock in held[:8]:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from unisono.runtime.membership import HostsMembership, ResultLog, cut_entries, join_entries, receive, send
+from unisono.runtime.local_channel import LocalChannel
+from unisono.runtime.membership import HostsMembership, ResultLog, cut_entries, join_entries
 from unisono.runtime.memfd import anonymous_file
 from unisono.world.transports import PeerLost, Transport
 from unisono.world.transports.gloo import GlooTransport
@@ -87,8 +88,8 @@ def test_waiting_in_the_store_ends_too_and_its_connection_stays() -> None:
 
 @pytest.mark.parametrize("comes_first", [True, False])
 def test_the_end_of_a_generation_is_told_once_whenever_it_comes(comes_first: bool) -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    membership = HostsMembership(theirs.detach(), anonymous_file("results"), joining=False)
+    ours, theirs = LocalChannel.pair()
+    membership = HostsMembership(theirs.sock.detach(), anonymous_file("results"), joining=False)
     ended: list[str] = []
     told = threading.Event()
 
@@ -98,23 +99,23 @@ def test_the_end_of_a_generation_is_told_once_whenever_it_comes(comes_first: boo
 
     over = {"kind": "over", "generation": 0, "why": "worker 1 is lost"}
     if comes_first:
-        send(ours, over)
+        ours.send(over)
     membership.watch(0, end)
     if not comes_first:
-        send(ours, over)
+        ours.send(over)
     told.wait()
-    send(ours, over)
-    send(ours, {"kind": "go", "generation": 1, "rank": 0, "size": 1, "pids": [7]})
+    ours.send(over)
+    ours.send({"kind": "go", "generation": 1, "rank": 0, "size": 1, "pids": [7]})
     given = membership.join_generation()
     assert (given.generation, given.rank, given.size, given.page_fd) == (1, 0, 1, -1)
     membership.watch(1, end)  # the end of generation 0 is not that of 1
-    assert receive(ours)[0] == {"kind": "come", "generation": 0, "open": True}
+    assert ours.receive()[0] == {"kind": "come", "generation": 0, "open": True}
     assert ended == ["worker 1 is lost"]
-    ours.shutdown(socket.SHUT_WR)
+    ours.sock.shutdown(socket.SHUT_WR)
     with pytest.raises(SystemExit, match="the launcher has ended"):
         membership.join_generation()
     ours.close()
-    membership._sock.close()
+    membership._channel.close()
 
 
 def test_results_travel_in_pieces_and_only_new_ones() -> None:

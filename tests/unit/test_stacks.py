@@ -6,7 +6,6 @@ import doctest
 import faulthandler
 import json
 import os
-import selectors
 import signal
 import threading
 import time
@@ -21,6 +20,7 @@ from unisono.launchers.control import Control, Gone, ask_anything
 from unisono.launchers.job import Job
 from unisono.launchers.stacks import HangReports, StackFiles, find_launcher
 from unisono.runtime import place_sampler, stack_dump, stack_text
+from unisono.runtime.event_loop import EventLoop
 from unisono.runtime.run_folder import RunFolder
 from unisono.runtime.stack_text import WorkerStack, find_standing, judge
 from unisono.runtime.status import StatusPage
@@ -149,18 +149,17 @@ def test_a_process_writes_its_stacks_when_it_gets_the_signal() -> None:
 def test_an_answer_may_be_longer_than_a_socket_takes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNISONO_WARM", str(tmp_path))
     tmp_path.chmod(0o700)
-    selector, answers = selectors.DefaultSelector(), []
-    control = Control(selector, lambda request: {"stacks": {"0": "x" * 5_000_000}})
+    loop, answers = EventLoop(), []
+    control = Control(loop, lambda request: {"stacks": {"0": "x" * 5_000_000}})
     control.open()
     asking = threading.Thread(target=lambda: answers.append(ask_anything(os.getpid(), {"do": "stacks"})))
     asking.start()
     try:
         while asking.is_alive():
-            for key, _ in selector.select(0.05):
-                key.data()
+            loop.pump(0.05)
     finally:
         control.close()
-        selector.close()
+        loop.close()
     assert len(answers[0]["stacks"]["0"]) == 5_000_000
 
 

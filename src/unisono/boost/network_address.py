@@ -26,8 +26,7 @@ def find_own_address(world: World) -> str:
             return address_of_interface(name)
         except OSError as error:
             raise OSError(f"GLOO_SOCKET_IFNAME={name}: that interface has no IPv4 address here ({error})") from error
-    launcher = os.environ.get("UNISONO_LAUNCHER", "").rpartition(":")[0]
-    for target in (launcher, os.environ.get("MASTER_ADDR", ""), "192.0.2.1"):
+    for target in (os.environ.get("MASTER_ADDR", ""), "192.0.2.1"):
         found = address_towards(target) if target else ""
         if found and not found.startswith("127."):
             return found

@@ -21,7 +21,7 @@ from unisono.cli import rehearsal
 from unisono.cli.arguments import add_methods_option, check_program, parse_count, parse_folder, parse_seconds
 from unisono.cli.strategy_option import check_strategy
 from unisono.cli.watch import add_page_options, show_page
-from unisono.launchers.job import Adapt, ComeAndGo, Job
+from unisono.launchers.job import Adapt, ElasticSettings, Job
 from unisono.launchers.output import FOLDER
 from unisono.runtime.run_folder import RunFolder, find_runs_folder
 
@@ -298,7 +298,7 @@ def _parse_workers(text: str) -> tuple[int | None, int]:
 
 def _read_elastic(
     options: argparse.Namespace, parser: argparse.ArgumentParser, least: int | None, most: int
-) -> ComeAndGo | None:
+) -> ElasticSettings | None:
     given = {
         field: getattr(options, name)
         for name, field in (("heartbeat", "heartbeat_s"), ("deadline", "stuck_s"), ("patience", "patience_s"))
@@ -314,7 +314,7 @@ def _read_elastic(
     if options.max_restarts:
         parser.error("--max-restarts starts all workers again; with -n MIN:MAX those that are lost are replaced")
     try:
-        return ComeAndGo(least, most, adapt=adapt, **given)
+        return ElasticSettings(least, most, adapt=adapt, **given)
     except ValueError as error:
         parser.error(str(error))
 
@@ -428,9 +428,9 @@ def _add_elastic_options(parser: argparse.ArgumentParser) -> None:
     """Options that go with `-n MIN:MAX`."""
     group = parser.add_argument_group("workers that come and go (-n MIN:MAX)")
     for name, default, what in (
-        ("heartbeat", ComeAndGo.heartbeat_s, "a worker that stands still for longer is replaced"),
-        ("deadline", ComeAndGo.stuck_s, "so is one that others have waited for so long"),
-        ("patience", ComeAndGo.patience_s, "how long fewer than MIN wait for others; then they save and leave"),
+        ("heartbeat", ElasticSettings.heartbeat_s, "a worker that stands still for longer is replaced"),
+        ("deadline", ElasticSettings.stuck_s, "so is one that others have waited for so long"),
+        ("patience", ElasticSettings.patience_s, "how long fewer than MIN wait for others; then they save and leave"),
     ):
         group.add_argument(f"--{name}", type=parse_seconds, metavar="S", help=f"{what}; default: {default:g}s")
     group.add_argument(

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from unisono.lab.cleanup import mark_of_this_process
 from unisono.lab.hosts import EmulatedHosts, NoNamespaces
-from unisono.lab.left_over import mark_of_this_process
 from unisono.lab.measure import measure_wire
 from unisono.launchers.engines.engine import Engine, EngineError, Work, agent_command
 from unisono.launchers.engines.ssh import HostCommand, HostsStarted, divide, write_setup
@@ -147,7 +147,7 @@ class _OpenLab(Lab):
         return HostsStarted(commands, elastic=work.elastic, on_close=self.network.close if self.network else None)
 
     def _write_net(self, host: int) -> dict[str, str]:
-        """What the transport of a host's workers has to do."""
+        """The UNISONO_NET variable: the links that the workers' transport has to emulate."""
         link = self.links[host]
         if self.network is not None:
             link = Link(None, link.latency_s)
@@ -157,7 +157,7 @@ class _OpenLab(Lab):
 
 
 def _best_of(links: Sequence[Link]) -> tuple[list[float], float]:
-    """Measured once, or twice where others used the machine at the first time."""
+    """Measure once, and again if other programs disturbed the first measurement."""
     first = measure_wire(links)
     if _find_worst(links, first[0]) >= _REACHED:
         return first
@@ -166,7 +166,7 @@ def _best_of(links: Sequence[Link]) -> tuple[list[float], float]:
 
 
 def _find_worst(links: Sequence[Link], rates: Sequence[float]) -> float:
-    """The smallest part that a link reached of what was asked for."""
+    """The worst ratio of a link's measured rate to the rate asked for."""
     parts = [rate / link.bits_per_s for link, rate in zip(links, rates, strict=True) if link.bits_per_s is not None]
     return min(parts, default=1.0)
 
@@ -188,7 +188,7 @@ def _describe(links: Sequence[Link], rates: Sequence[float], latency_s: float, *
 
 
 def _check_rates(links: Sequence[Link], rates: Sequence[float]) -> None:
-    """Say it where a rate is not reached; raise EngineError where it is by far not."""
+    """Warn if a rate is not reached; raise EngineError if it is missed by far."""
     worst = _find_worst(links, rates)
     if worst >= _REACHED:
         return

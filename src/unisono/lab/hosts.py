@@ -1,13 +1,12 @@
 """Emulated hosts: network namespaces of this machine without names, each with an address and a link of its own.
 
-Needs Linux, iproute2 and util-linux; root, or the right of every user to make namespaces of their own. `lay_out.py`
+Needs Linux, iproute2 and util-linux; root, or the right of every user to make namespaces of their own. `namespaces.py`
 makes them, in a process of its own. Here are their descriptors, which keep them alive: nothing is left once this
 process and those on the hosts have ended, also by SIGKILL.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
@@ -19,8 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from unisono.lab import lay_out
+from unisono.lab import namespaces
 from unisono.runtime.link_text import Link
+from unisono.runtime.local_channel import LocalChannel
 
 __all__ = ["EmulatedHosts", "NoNamespaces", "find_obstacle"]
 
@@ -51,8 +51,8 @@ class EmulatedHosts:
         workers = [hosts.start(i, ["python", "train.py"], environment_of(i)) for i in range(4)]
     """
 
-    interface = lay_out.INTERFACE
-    launcher_address = lay_out.ADDRESS  # where this process can listen to the hosts, by `listeners`
+    interface = namespaces.INTERFACE
+    launcher_address = namespaces.ADDRESS  # where this process can listen to the hosts, by `listeners`
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class EmulatedHosts:
 
     def address(self, host: int) -> str:
         """The address of a host, from the other hosts."""
-        return lay_out.find_address(host)
+        return namespaces.find_address(host)
 
     def namespaces(self, host: int) -> list[str]:
         """The files of a host's namespaces, in the order in which they are entered: user (not for root), network."""
@@ -95,7 +95,7 @@ class EmulatedHosts:
         return [f"/proc/{os.getpid()}/fd/{fd}" for fd in fds]
 
     def command(self, host: int, *words: str) -> list[str]:
-        """A command as it is run on a host."""
+        """The command line that runs a command on a host."""
         *user, net = self.namespaces(host)
         options = ["--preserve-credentials", f"--user={user[0]}"] if user else []
         return ["nsenter", *options, f"--net={net}", "--", *words]
@@ -152,9 +152,9 @@ def _lay_out_as_possible(asked: dict[str, Any]) -> tuple[dict[str, Any], list[in
 
 
 def _lay_out(asked: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
-    """What was measured, and the descriptors; see lay_out.py."""
-    ours, theirs = socket.socketpair()
-    command = [sys.executable, "-I", "-S", str(Path(lay_out.__file__)), str(theirs.fileno())]
+    """Run namespaces.py; returns what it measured, and the descriptors of what it made."""
+    ours, theirs = LocalChannel.pair()
+    command = [sys.executable, "-I", "-S", str(Path(namespaces.__file__)), str(theirs.fileno())]
     with ours, theirs:
         process = subprocess.Popen(
             command,
@@ -166,17 +166,16 @@ def _lay_out(asked: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         )
         theirs.close()
         try:
-            ours.settimeout(_PATIENCE_S)
-            ours.sendall(json.dumps(asked).encode() + b"\n")
-            said, fds, _, _ = socket.recv_fds(ours, 1 << 16, _MOST_HOSTS + 8, socket.MSG_CMSG_CLOEXEC)
+            ours.set_timeout(_PATIENCE_S)
+            ours.send(asked)
+            found, fds = ours.receive()
         except OSError as error:
             raise NoNamespaces(f"the namespaces were not made: {error}") from None
         finally:
             process.kill()
             words = process.communicate()[1].decode("utf-8", "replace").strip()
-    if not said:
+    if found is None:
         raise NoNamespaces(f"the namespaces were not made: {words.splitlines()[-1] if words else 'no word of why'}")
-    found = json.loads(said)
     if "obstacle" in found:
         raise NoNamespaces(found["obstacle"])
     return found, fds

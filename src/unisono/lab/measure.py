@@ -1,4 +1,4 @@
-"""What passes over a link that is emulated by times (runtime/wire.py): measured on the loopback device before use."""
+"""What passes over a link that is emulated by times (runtime/link_emulation.py), measured on the loopback device."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import socket
 import time
 from collections.abc import Sequence
 
+from unisono.runtime.link_emulation import Wire
 from unisono.runtime.link_text import Link
-from unisono.runtime.wire import Wire
 
 __all__ = ["measure_wire"]
 
@@ -62,7 +62,7 @@ def _measure_rates(
 
 
 def _pass(pairs: Sequence[tuple[socket.socket, socket.socket]], sizes: Sequence[int]) -> None:
-    """So many bytes from one end of each pair to the other."""
+    """Send so many bytes from one end of each pair to the other."""
     data, room = bytes(1 << 18), bytearray(1 << 20)
     for (near, far), size in zip(pairs, sizes, strict=True):
         sent = came = 0

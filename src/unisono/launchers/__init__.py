@@ -59,7 +59,7 @@ def launch(
     >>> launch(pow, workers=2, args=(2, 10))
     [1024, 1024]
     """
-    from unisono.launchers.calls import run_function
+    from unisono.launchers.launch_function import run_function
 
     if not isinstance(args, Sequence) or isinstance(args, str) or not isinstance(kwargs, Mapping | None):
         raise TypeError(f"launch: got args={args!r}, kwargs={kwargs!r}; expected a tuple and a dict, as in args=(0.1,)")

@@ -1,29 +1,27 @@
 """The socket at which a run that is under way can be asked something, and the asking: `unisono scale`, `stacks`.
 
 A launcher listens in the user's private folder (private_folder.py) under its process id. A connection carries one
-request and one answer, each a JSON object on a line; a request has at most 4 KiB. Whatever else comes is answered with
-an error, and the run goes on.
+request and one answer (local_channel.py); whatever else comes is answered with an error, and the run goes on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
-import json
 import os
-import selectors
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from unisono.launchers.private_folder import connect_to, find_private_folder, is_of_this_user
+from unisono.runtime.event_loop import EventLoop
+from unisono.runtime.local_channel import LocalChannel
+from unisono.runtime.private_folder import find_private_folder
 
-__all__ = ["Control", "Gone", "RunStatus", "ask", "ask_anything", "describe_fixed", "list_runs"]
+__all__ = ["Control", "Gone", "RunStatus", "ask", "ask_anything", "list_runs"]
 
-LINE_BYTES = 4096
-ANSWER_BYTES = 64 << 20
 MOST_CONNECTIONS = 16
 ANSWER_S = 10.0  # what a launcher has for its answer
 _SUFFIX = ".run"
@@ -35,17 +33,17 @@ _SUFFIX = ".run"
 class Control:
     """The socket of one run. `answer` is given each request, and gives the answer or raises ValueError."""
 
-    def __init__(self, selector: selectors.BaseSelector, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        self._selector, self._answer = selector, answer
+    def __init__(self, loop: EventLoop, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        self._loop, self._answer = loop, answer
         self._path: Path | None = None
         self._listener: socket.socket | None = None
-        self._connections: dict[socket.socket, bytes] = {}  # with what each has sent; the oldest first
+        self._connections: list[LocalChannel] = []  # the oldest first
 
     def open(self) -> None:
-        """Listen. Raises OSError or NotPrivate where that cannot be."""
+        """Listen. Raises OSError or NotPrivate if that is not possible."""
         folder = find_private_folder()
         path = folder / f"{os.getpid()}{_SUFFIX}"
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with open(folder / "runs.lock", "w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # a socket that is bound and does not listen yet looks left behind
@@ -57,12 +55,12 @@ class Control:
             raise
         listener.setblocking(False)
         self._path, self._listener = path, listener
-        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._loop.watch(listener, self._accept)
 
     def close(self) -> None:
-        """Remove the socket. The selector is closed before or after."""
-        for sock in self._connections:
-            sock.close()
+        """Remove the socket. The loop is closed before or after."""
+        for channel in self._connections:
+            channel.close()
         if self._listener is not None and self._path is not None:
             self._path.unlink(missing_ok=True)
             self._listener.close()
@@ -71,77 +69,52 @@ class Control:
     def _accept(self) -> None:
         assert self._listener is not None
         try:
-            sock, _ = self._listener.accept()
+            channel = LocalChannel(self._listener.accept()[0])
         except OSError:  # it has left again, or there are too many open files: the run does not depend on this
             return
-        sock.setblocking(False)
-        if not is_of_this_user(sock):
-            sock.close()
+        channel.set_timeout(0)
+        if not channel.is_of_this_user():
+            channel.close()
             return
         while len(self._connections) >= MOST_CONNECTIONS:
-            self._drop(next(iter(self._connections)))
-        self._connections[sock] = b""
-        self._selector.register(sock, selectors.EVENT_READ, partial(self._read, sock))
+            self._drop(self._connections[0])
+        self._connections.append(channel)
+        self._loop.watch(channel, partial(self._read, channel))
 
-    def _read(self, sock: socket.socket) -> None:
+    def _read(self, channel: LocalChannel) -> None:
         try:
-            data = sock.recv(LINE_BYTES + 1)
+            request, files = channel.receive()
+            for fd in files:
+                os.close(fd)
+            answer = None if request is None else self._answer(request)
         except BlockingIOError:
             return
-        except OSError:
-            data = b""
-        self._connections[sock] += data
-        line, end, _ = self._connections[sock].partition(b"\n")
-        if data and not end and len(line) <= LINE_BYTES:
-            return  # the rest is still to come
-        if not line:
-            self._drop(sock)
+        except ValueError as error:
+            answer = {"error": str(error)[:1000]}
+        if channel not in self._connections:  # an answer may take others in, which may be too many
             return
-        answer = json.dumps(self._answer_line(line)).encode() + b"\n"
-        if sock in self._connections:  # an answer may take others in, which may be too many
-            self._send(sock, answer)
+        if answer is not None:
+            with contextlib.suppress(OSError):  # who asked has left
+                channel.send(answer)
+        self._drop(channel)
 
-    def _send(self, sock: socket.socket, data: bytes) -> None:
-        """Send what can be sent now, and the rest when it can."""
-        try:
-            data = data[sock.send(data) :]
-        except BlockingIOError:
-            pass
-        except OSError:  # who asked has left
-            data = b""
-        if data:
-            self._selector.modify(sock, selectors.EVENT_WRITE, partial(self._send, sock, data))
-        else:
-            self._drop(sock)
-
-    def _answer_line(self, line: bytes) -> dict[str, Any]:
-        try:
-            if len(line) > LINE_BYTES:
-                raise ValueError(f"got more than {LINE_BYTES} bytes without an end of line")
-            request = json.loads(line)
-            if not isinstance(request, dict):
-                raise ValueError("expected a JSON object")
-            return self._answer(request)
-        except (ValueError, RecursionError) as error:
-            return {"error": str(error)[:1000]}
-
-    def _drop(self, sock: socket.socket) -> None:
-        del self._connections[sock]
-        self._selector.unregister(sock)
-        sock.close()
+    def _drop(self, channel: LocalChannel) -> None:
+        self._connections.remove(channel)
+        self._loop.forget(channel)
+        channel.close()
 
 
 def _remove_left_behind(folder: Path) -> None:
-    """The sockets of launchers that were killed."""
+    """Remove the sockets of launchers that were killed."""
     for path in folder.glob(f"*{_SUFFIX}"):
         if _is_left_behind(path):
             path.unlink(missing_ok=True)
 
 
 def _is_left_behind(path: Path) -> bool:
-    """Whether nobody listens there; one who is only busy does."""
+    """Whether nobody listens at a socket any more; a launcher that is only busy still does."""
     try:
-        connect_to(path, socket.SOCK_STREAM, timeout_s=1.0).close()
+        LocalChannel.connect(path, timeout_s=1.0).close()
     except OSError as error:
         return isinstance(error, ConnectionRefusedError)
     return False
@@ -169,33 +142,25 @@ class RunStatus:
     elastic: bool = True  # whether it can be changed
 
     def describe(self) -> str:
-        """In one line."""
+        """The status in one line."""
         to = "" if self.workers == self.wanted else f", {self.wanted} to be"
         step = "no step yet" if self.step is None else f"step {self.step}"
         adapts = ", adapts" if self.adapts else ""
         return f"workers: {self.workers}{to} (MIN {self.least}, MAX {self.most}{adapts}), {step}"
 
 
-def describe_fixed(program: Sequence[str], workers: int, step: int | None) -> dict[str, Any]:
-    """What a run says of itself whose workers stay."""
-    same = {"workers": workers, "wanted": workers, "least": workers, "most": workers}
-    text = " ".join(program)[:200]
-    return {"pid": os.getpid(), "program": text, **same, "step": step, "adapts": False, "elastic": False}
-
-
 def ask(pid: int, request: dict[str, Any]) -> RunStatus:
-    """How many workers the run of launcher `pid` has, and is to have. Raises Gone, or ValueError where it refuses."""
+    """How many workers the run of launcher `pid` has and aims at. Raises Gone, or ValueError if it refuses."""
     return RunStatus(**ask_anything(pid, request))
 
 
 def ask_anything(pid: int, request: dict[str, Any]) -> dict[str, Any]:
-    """What the run of launcher `pid` answers. Raises Gone, or ValueError where it refuses."""
+    """Ask the run of launcher `pid`, and return its answer. Raises Gone, or ValueError if it refuses."""
     path = find_private_folder() / f"{pid}{_SUFFIX}"
     try:
-        with connect_to(path, socket.SOCK_STREAM, timeout_s=ANSWER_S) as sock:
-            sock.sendall(json.dumps(request).encode() + b"\n")
-            with sock.makefile("rb") as file:
-                answer: dict[str, Any] | None = json.loads(file.readline(ANSWER_BYTES) or b"null")
+        with LocalChannel.connect(path, timeout_s=ANSWER_S) as channel:
+            channel.send(request)
+            answer, _ = channel.receive()
     except FileNotFoundError:
         raise Gone(f"process {pid} is no launcher of a run of this user that is under way") from None
     except ConnectionRefusedError:

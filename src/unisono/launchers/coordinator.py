@@ -20,14 +20,14 @@ FAILED_STARTS = 3  # newcomers in a row that ended before they were part of the 
 
 @dataclass(frozen=True)
 class Start:
-    """Start so many workers."""
+    """Start `count` workers."""
 
     count: int
 
 
 @dataclass(frozen=True)
 class Summon:
-    """Call all members to come, at their next step."""
+    """Ask all members to come to the launcher at their next step."""
 
     generation: int
 
@@ -42,28 +42,28 @@ class Form:
 
 @dataclass(frozen=True)
 class Dismiss:
-    """A worker that has come is to end: there are to be fewer."""
+    """Let a waiting member go: the run is to have fewer workers."""
 
     worker: int
 
 
 @dataclass(frozen=True)
 class End:
-    """A newcomer is not wanted any more, wherever it is."""
+    """Kill a newcomer that no generation will take in."""
 
     worker: int
 
 
 @dataclass(frozen=True)
 class TooFew:
-    """Fewer are left than there have to be, and no other has come in time: those left are to save and leave."""
+    """Too few members are left and nobody joined in time: have them save and leave."""
 
     left: int
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """The run has failed."""
+    """End the run as failed."""
 
     why: str
 
@@ -100,12 +100,12 @@ class Coordinator:
     # What happens -------------------------------------------------------------------------------------------------
 
     def begin(self, workers: list[int]) -> None:
-        """The first generation."""
+        """Make these workers the first generation."""
         self.members = list(workers)
         self._first = workers[0]
 
     def started(self, worker: int) -> None:
-        """A newcomer has been started."""
+        """Note that a newcomer has been started."""
         self.newcomers.append(worker)
 
     def came(self, worker: int, *, is_open: bool = True) -> None:
@@ -116,18 +116,18 @@ class Coordinator:
                 self.closed.add(worker)
 
     def aim_at(self, workers: int) -> None:
-        """There are to be so many; if newcomers have failed, others are tried."""
+        """Aim at this number of workers, and try newcomers again if some have failed."""
         self.wanted = workers
         self.replaces, self._failed_starts = True, 0
 
     def settled(self, worker: int) -> None:
-        """A worker trains in this generation."""
+        """Note that a worker trains in this generation."""
         if worker in self._new:
             self._new.discard(worker)
             self._failed_starts = 0
 
     def advanced(self, step: int = -1) -> None:
-        """The members have made a step, the `step`-th."""
+        """Note that the members have made step number `step`."""
         self._lost_at_step = 0
         self._step = step
 
@@ -153,7 +153,7 @@ class Coordinator:
     # What is to be done --------------------------------------------------------------------------------------------
 
     def decide(self, now: float) -> list[Action]:
-        """What is to be done now; the same question again gives nothing more, until something happens."""
+        """The actions that are due; asked again, there are no more until something happens."""
         if not self.members and (self._unreplaced or not self.ending):
             return [GiveUp("a worker was lost when the others had ended" if self.ending else "all workers were lost")]
         if self._goes_on_too_few():
@@ -187,7 +187,7 @@ class Coordinator:
         return [Summon(self._summoned)]
 
     def _end_unwanted(self) -> list[Action]:
-        """Newcomers that no generation will take in: they would wait for ever."""
+        """End newcomers that no generation will take in; they would wait forever."""
         room = 0 if self.ending or self.too_few else max(0, self.wanted - len(self.members))
         unwanted = self.newcomers[room:]
         self.newcomers = self.newcomers[:room]
@@ -195,25 +195,25 @@ class Coordinator:
         return [End(worker) for worker in unwanted]
 
     def _ready(self) -> list[int]:
-        """Newcomers that wait, as many as there is room for."""
+        """The waiting newcomers that there is room for."""
         if self.ending or self.too_few:
             return []
         ready = [worker for worker in self.newcomers if worker in self.waiting]
         return ready[: max(0, self.wanted - len(self.members))]
 
     def _goes_on_too_few(self) -> bool:
-        """Whether fewer than there have to be have made steps that one which ended its program has not."""
+        """Whether too few members have gone on past the step at which another ended its program."""
         generation, step = self._ended_at
         is_short = 0 < len(self.members) < min(self.least, self.wanted)
         return is_short and not self.too_few and self.generation > generation >= 0 and self._step > step >= 0
 
     def _is_due(self) -> bool:
-        """Whether there has to be another generation."""
+        """Whether another generation has to be formed."""
         lost = self._lost or any(worker in self.waiting for worker in self.members)
         return lost or bool(self._ready()) or len(self.members) > self.wanted or self._is_short(len(self.members))
 
     def _is_short(self, total: int) -> bool:
-        """Whether so many are fewer than there have to be."""
+        """Whether `total` members are too few to train."""
         return total < min(self.least, self.wanted) and not self.ending and not self.too_few
 
     def _form(self, now: float) -> list[Action]:

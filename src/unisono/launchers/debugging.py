@@ -1,16 +1,22 @@
-"""The debugger's hub of a run, in the launcher: workers are given its address, and the prompt is in this terminal."""
+"""The debugger's hub of a run, in the launcher: workers are given its address, and the prompt is in this terminal.
+
+The hub itself is imported and made when the first worker connects.
+"""
 
 from __future__ import annotations
 
+import contextvars
 import os
 from collections.abc import Callable, Sequence
 from socket import create_server, socket
+from typing import TYPE_CHECKING
 
 from unisono.launchers.job import Job
-from unisono.runtime.debugger import PDB_VARIABLE, VARIABLE, make_token
-from unisono.runtime.debugger.attaching import announce, forget
-from unisono.runtime.debugger.hub import Hub
-from unisono.runtime.debugger.terminal import TerminalPrompt
+from unisono.runtime.stops import DEBUGGER, DEBUGGER_WAIT_S, PDB
+
+if TYPE_CHECKING:
+    from unisono.runtime.debugger.hub import Hub
+    from unisono.runtime.debugger.terminal import TerminalPrompt
 
 __all__ = ["RunDebugger"]
 
@@ -21,41 +27,63 @@ class RunDebugger:
     """Listens at once; serves from `start` on. `secret`: the run's, as its workers have it."""
 
     def __init__(self, job: Job, secret: str, say: Callable[[str], None], listener: socket | None = None) -> None:
-        self._job = job
+        self._job, self._secret, self._say = job, secret, say
         self.listener = listener or create_server(("127.0.0.1", 0), backlog=max(128, 2 * job.places))
-        self._hub = Hub(self.listener, make_token(secret), say)
-        self._hub.how_to_attach = f"unisono debug {self._hub.run}"
-        self._prompt = TerminalPrompt(self._hub)
-        self._hub.open_prompt = self._prompt.open
+        self._context = contextvars.copy_context()  # by which a notebook knows the cell
+        self._hub: Hub | None = None
+        self._prompt: TerminalPrompt | None = None
+        if DEBUGGER_WAIT_S in os.environ:
+            self._make_hub()  # a mistake in it is told before there are workers
 
     @property
     def paused_s(self) -> float:
         """For how long workers have been stopped at the prompt in all."""
-        return self._hub.paused_s
+        return 0.0 if self._hub is None else self._hub.paused_s
 
     @property
     def is_paused(self) -> bool:
-        """Whether they are now."""
-        return self._hub.is_paused
+        """Whether workers are stopped at the prompt now."""
+        return self._hub is not None and self._hub.is_paused
 
     def variables(self, hosts: Sequence[str] = ("127.0.0.1",)) -> dict[str, str]:
-        """For the environment of a worker that can reach this host so."""
-        found = {PDB_VARIABLE: "1"} if self._job.pdb else {}
+        """For the environment of a worker that can reach this host at one of `hosts`."""
+        found = {PDB: "1"} if self._job.pdb else {}
         if self._job.pdb and _TIMEOUT not in os.environ:
             found[_TIMEOUT] = _DAY_S  # messages between hosts count the time in which people think
-        if os.environ.get(VARIABLE) == "0":
-            return found | {VARIABLE: "0"}
-        return found | {VARIABLE: ",".join(f"{host}:{self._hub.address[1]}" for host in hosts)}
+        if os.environ.get(DEBUGGER) == "0":
+            return found | {DEBUGGER: "0"}
+        port = self.listener.getsockname()[1]
+        return found | {DEBUGGER: ",".join(f"{host}:{port}" for host in hosts)}
 
     def start(self) -> None:
-        """Serve, once a worker has come."""
-        if not self._hub.is_serving:
-            self._hub.start()
-            announce(self._hub, " ".join(self._job.program)[:200])
+        """Serve: a worker is about to connect."""
+        from unisono.runtime.debugger.attaching import announce
+
+        hub = self._hub or self._make_hub()
+        if not hub.is_serving:
+            hub.start()
+            announce(hub, self._job.describe_program())
+
+    def _make_hub(self) -> Hub:
+        from unisono.runtime.debugger import make_token
+        from unisono.runtime.debugger.hub import Hub
+        from unisono.runtime.debugger.terminal import TerminalPrompt
+
+        self._hub = hub = Hub(self.listener, make_token(self._secret), self._say)
+        hub.how_to_attach = f"unisono debug {hub.run}"
+        self._prompt = self._context.run(TerminalPrompt, hub)
+        hub.open_prompt = self._prompt.open
+        return hub
 
     def close(self) -> None:
         """Nobody is debugged any more."""
+        if self._hub is None:
+            self.listener.close()
+            return
         if self._hub.is_serving:
+            from unisono.runtime.debugger.attaching import forget
+
             forget(self._hub)
         self._hub.close()
-        self._prompt.close()
+        if self._prompt is not None:
+            self._prompt.close()

@@ -7,52 +7,44 @@
 
 What happens when a worker is lost is not here: see remote.py, and elastic_hosts.py for workers that come and go.
 
-One thread, one selector, no torch; the store has a thread of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
-import selectors
 import signal
 import socket
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from functools import partial
+from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 from unisono.launchers import guard
-from unisono.launchers.control import Control, describe_fixed
 from unisono.launchers.debugging import RunDebugger
-from unisono.launchers.engines.engine import Engine, EngineError, Started, Work, agent_command
+from unisono.launchers.engines.engine import AGENT, Engine, EngineError, Started, Work, agent_command
 from unisono.launchers.environment import worker_environment
-from unisono.launchers.failures import Failure, Outcome, WorkerDescription, find_outcome
-from unisono.launchers.fault_report import FaultReport, read_faults
+from unisono.launchers.failures import Failure, Outcome
 from unisono.launchers.job import Job
 from unisono.launchers.meeting_page import OfferedPage
-from unisono.launchers.member import Member
-from unisono.launchers.output import Output, OutputClosed
-from unisono.launchers.private_folder import NotPrivate
-from unisono.launchers.stacks import HangReports, answer_stacks
+from unisono.launchers.output import OutputClosed
+from unisono.launchers.remote_worker import RemoteWorker
 from unisono.launchers.store import HostedStore
-from unisono.runtime.channel import GREETING_S, Channel, Frame, accept, flush
+from unisono.launchers.supervisor import AT_ONCE, Schedule, Supervisor
+from unisono.launchers.worker_state import Worker
+from unisono.runtime.channel import Channel, Frame
+from unisono.runtime.channel_server import ChannelServer
 from unisono.runtime.machine import address_towards
 from unisono.runtime.run_folder import name_rank_file
 from unisono.runtime.secret import derive_secret
-from unisono.runtime.stack_text import WorkerStack, judge
+from unisono.runtime.stack_text import WorkerStack
 
-__all__ = ["EngineRun", "stop_after_failure"]
+__all__ = ["EngineRun"]
 
 _STACKS_S = 1.5  # that agents have to read their workers' stacks
 _ENDED_S = 1.5  # after the engine has ended, what its workers said may still be on its way
-Schedule = Sequence[tuple[float, signal.Signals]]
-_AFTER_FAILURE: Schedule = ((0.0, signal.SIGTERM), (1.0, signal.SIGKILL))
-_LEAVING: Schedule = ((3.0, signal.SIGKILL),)
-_AFTER_INTERRUPT: Schedule = ((0.0, signal.SIGINT), (0.9, signal.SIGTERM), (1.2, signal.SIGKILL))
-_AT_ONCE: Schedule = ((0.0, signal.SIGKILL),)
 # Variables of this process that workers on other hosts get too, where they are set.
 _FORWARDED = (
     "OMP_NUM_THREADS",
@@ -69,139 +61,95 @@ _FORWARDED = (
 )
 
 
-def stop_after_failure(member: Member) -> Schedule:
-    """How a worker is ended after another has failed: signals, and when they are sent."""
-    if member.is_leaving:
-        return _LEAVING
-    return _AT_ONCE if member.preemptible else _AFTER_FAILURE  # it would only note SIGTERM
-
-
-class EngineRun(ABC):
-    """One run of one job on one engine. `supervise()` does it all; a BaseException raised into it stops the run."""
+class EngineRun(Supervisor[RemoteWorker]):
+    """One run of one job on one engine."""
 
     def __init__(self, job: Job, engine: Engine, payload: bytes | None = None) -> None:
-        self.job, self._payload = job, payload
-        self._places = job.places
-        self.engine = engine = engine.open(self._places)
-        restarts = max(engine.restarts, job.restarts)
-        self._faults = FaultReport(read_faults(job.faults, self._places, restarts=restarts))
-        self.run_id, self._token = secrets.token_hex(12), secrets.token_bytes(32)
-        self.output = Output(job.output, self._places, job.output_dir, inherit=False)
-        self.interruptible = True  # whether a signal handler may raise into `supervise` now, or before it
+        self.engine = engine.open(job.places)
+        super().__init__(job, restarts=self.engine.restarts, inherit=False)
+        self._payload, self._token = payload, secrets.token_bytes(32)
         self.results: list[bytes] = []
-        self._preempting = False  # whether workers that asked for it are to leave
-        self._backlog = max(128, 2 * self._places)
+        self._backlog = max(128, 2 * job.places)
         self._store = self._open_store()  # of the first attempt
         self._later_store: HostedStore | None = None
         self._meeting_page = OfferedPage()
         secret = derive_secret(self._token, "run").hex()
-        self.debugger = RunDebugger(job, secret, self.output.say, engine.listen(self._backlog))
-        self._listener = engine.listen(self._backlog)
-        self._listener.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._control = Control(self._selector, self.answer)
-        self._hangs = HangReports(job, self._gather_stacks, self.output.say)
+        self.debugger = RunDebugger(job, secret, self.output.say, self.engine.listen(self._backlog))
+        self._listener = self.engine.listen(self._backlog)
+        self.server = ChannelServer(self.loop, self._listener, self._token, self._on_frames, self._on_lost)
         self._told_stacks: dict[int, WorkerStack] | None = None  # while they are being gathered
-        self._channels: dict[Channel, Member | None] = {}
+        self.agents: dict[Channel, RemoteWorker] = {}  # agents that have said who they are, with their workers
         self._hosts: list[Channel] = []  # of hosts whose agents are started by host.py
-        self._waiting: dict[int, Member] = {}  # agents of the attempt that is to begin
-        self._members: list[Member] = []  # workers of the attempt that runs, by rank
+        self.waiting: dict[int, RemoteWorker] = {}  # agents of the attempt that is to begin
         self._attempt = 0
         self._started: Started | None = None
         self._guard: guard.Guard | None = None
-        self._since = self._begin = time.monotonic()
-        self._stop_time: float | None = None
+        self._since = self._begin
         self._engine_ended: float | None = None
         self._wrong = ""  # why the run cannot begin
 
     def supervise(self) -> Outcome:
-        """Run the job to its end and clean up. Raises EngineError, TimedOut, or what interrupted it."""
-        try:
-            self.interruptible = True
-            self._start()
-            self._watch()
-            self.interruptible = False
-            if self._has_failed:
-                self._stop(stop_after_failure)
-        except BaseException as error:
-            self.interruptible = False
-            if not isinstance(error, EngineError):
-                self._stop(lambda member: _AFTER_INTERRUPT if member.ready else _AT_ONCE)
-            raise
-        finally:
-            self._clean_up()
+        """See Supervisor."""
+        outcome = super().supervise()
         self.results = self._take_results()
-        return self._outcome()
-
-    @abstractmethod
-    def _watch(self) -> None:
-        """Start the workers when their agents are there, until all have ended, or the run has failed."""
+        return outcome
 
     @abstractmethod
     def _take_results(self) -> list[bytes]:
-        """What a function returned in each worker."""
+        """The pickled results of a function, one of each worker."""
 
     def preempt(self) -> bool:
-        """Tell the workers that asked for it to save and leave, soon; False where none did."""
-        self._preempting = any(member.preemptible for member in self._members)
+        """See Supervisor; they are told soon, as this may be called by a signal handler."""
+        self._preempting = any(worker.read_status().preemptible for worker in self.workers)
         return self._preempting
 
     def kill(self) -> None:
-        """SIGKILL to every worker now (the second Ctrl-C); `supervise` then ends by itself."""
-        self._send_stop(lambda _: _AT_ONCE)
+        """See Supervisor."""
+        self._send_stop(lambda _: AT_ONCE)
 
     def signal_groups(self, signum: signal.Signals) -> None:
-        """Send a signal to every worker and the children in its process group (Ctrl-Z, and going on after it)."""
-        for member in self._running():
-            self._say(member.channel, kind="signal", number=int(signum))
+        """See Supervisor."""
+        for worker in self.running:
+            self.server.send(worker.channel, kind="signal", number=int(signum))
+
+    def _interrupt(self, error: BaseException) -> None:
+        if not isinstance(error, EngineError):
+            super()._interrupt(error)
 
     # -- 1. start ------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self.server.start()
         self.debugger.start()
-        env = self._environment()
         port = self._listener.getsockname()[1]
         addresses = [(address, port) for address in self._addresses()]
+        told = {
+            "launcher": addresses,
+            "token": self._token.hex(),
+            "engine": self.engine.environment(),
+            "page": self._meeting_page.offer(),
+            "heartbeat_s": None if self.elastic is None else self.elastic.heartbeat_s,
+        }
+        env = worker_environment(0, self.job.workers, address=self._store.address, run_id=self.run_id, threads=1)
         self._started = self.engine.start(
             Work(
-                workers=self._places,
+                workers=self.job.places,
                 agent=agent_command(self.engine.python_there()),
-                env={
-                    "UNISONO_LAUNCHER": ",".join(f"{host}:{port}" for host, port in addresses),
-                    "UNISONO_TOKEN": self._token.hex(),
-                    "UNISONO_ENGINE": self.engine.environment(),
-                    "UNISONO_RUN": env["UNISONO_RUN"],
-                    "UNISONO_MEETING_PAGE": self._meeting_page.offer(),
-                    **self._agent_variables(),
-                },
+                env={AGENT: json.dumps(told), "UNISONO_RUN": env["UNISONO_RUN"]},
                 addresses=addresses,
                 token=self._token.hex(),
                 elastic=self.job.elastic is not None,
             )
         )
         self._guard = guard.Guard(self.run_id, self._started.sessions())
-        try:
-            self._control.open()
-        except (OSError, NotPrivate) as error:  # the run does not depend on being asked
-            if self.job.elastic is not None:
-                self.output.say(f"unisono: `unisono scale` and `unisono stacks` cannot reach this run: {error}")
-
-    def _agent_variables(self) -> dict[str, str]:
-        """Further variables of the agents."""
-        return {}
-
-    def _environment(self) -> dict[str, str]:
-        """Of processes on this host that serve the run."""
-        address = self._store.address
-        return worker_environment(0, self.job.workers, address=address, run_id=self.run_id, threads=1)
+        self._open_control()
 
     def _open_store(self) -> HostedStore:
-        """Its secret follows from the run's token, which agents have: it does not travel once more."""
+        """Open a store whose secret follows from the run's token: agents have that, so the secret need not travel."""
         return HostedStore(self.engine.listen(self._backlog), secret=derive_secret(self._token, "run").hex())
 
     def _fresh_store(self) -> HostedStore:
-        """The store of an attempt: torch's own groups take addresses of an earlier attempt for this one's."""
+        """A new store for each attempt: torch's groups would take an earlier attempt's addresses for this one's."""
         store = self._store
         if self._attempt > 0:
             self._close_later_store()
@@ -224,32 +172,17 @@ class EngineRun(ABC):
 
     # -- 2. meet -------------------------------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        channel = accept(self._listener, self._token, self._channels, self._forget)
-        if channel is None:
-            return
-        self._channels[channel] = None
-        self._selector.register(channel, selectors.EVENT_READ, partial(self._on_channel, channel))
-        self._flush(channel)
-
-    def _on_channel(self, channel: Channel) -> None:
-        member = self._channels[channel]
-        try:
-            channel.flush()
-            frames = channel.receive()
-        except OSError:  # not one of ours, or a host that is gone
-            frames = None
-        if frames is None:
-            self._forget(channel)
-            if member is not None:
-                self._on_loss(member)
-            return
+    def _on_frames(self, channel: Channel, frames: list[Frame]) -> None:
         for frame in frames:
-            if (current := self._channels.get(channel)) is None:
+            if (worker := self.agents.get(channel)) is None:
                 self._on_hello(channel, frame)
             else:
-                self._on_frame(current, frame)
-        self._flush(channel)
+                self._on_frame(worker, frame)
+
+    def _on_lost(self, channel: Channel, why: str = "") -> None:
+        worker = self.agents.pop(channel, None)
+        if worker is not None:
+            self._on_loss(worker, why)
 
     def _on_hello(self, channel: Channel, frame: Frame) -> None:
         hello = frame.json()
@@ -257,32 +190,34 @@ class EngineRun(ABC):
             self._hosts.append(channel)
             return
         rank, size = int(hello["rank"]), int(hello["size"])
-        if size != self._places:
-            self._wrong = f"{self.engine.name} started {size} workers, not the {self._places} that were asked for"
+        if size != self.job.places:
+            self._wrong = f"{self.engine.name} started {size} workers, not the {self.job.places} that were asked for"
             return
-        member = Member(rank, channel, str(hello["host"]), str(hello["identity"]), hello.get("page"))
-        self._channels[channel] = member
-        self._add_waiting(member, int(hello["pid"]))
+        worker = RemoteWorker(
+            rank=rank, host=str(hello["host"]), channel=channel, identity=str(hello["identity"]), page=hello.get("page")
+        )
+        self.agents[channel] = worker
+        self._add_waiting(worker, int(hello["pid"]))
 
-    def _add_waiting(self, member: Member, agent: int) -> None:
-        """An agent is there; `agent`: its process."""
-        self._waiting[member.rank] = member
+    def _add_waiting(self, worker: RemoteWorker, agent: int) -> None:
+        """Note an agent that waits for its start; `agent`: its process id."""
+        self.waiting[worker.rank] = worker
 
-    def _start_member(self, member: Member, **fields: Any) -> None:
-        """Have a worker started."""
-        member.started = time.monotonic()
-        self.job.note("worker started", rank=member.rank, host=member.host)
+    def start_worker(self, worker: RemoteWorker, **fields: Any) -> None:
+        """Tell an agent to start its worker."""
+        worker.started = time.monotonic()
+        self.job.note("worker started", rank=worker.rank, host=worker.host)
         if self._payload is not None:
-            member.channel.send("P", self._payload)
-        self._say(
-            member.channel,
+            self.server.send_frame(worker.channel, "P", self._payload)
+        self.server.send(
+            worker.channel,
             kind="start",
             program=list(self.job.program),
             function=self._payload is not None,
             folder=os.getcwd(),
             env=self._forwarded_variables(),
-            threads=self.job.threads or self.engine.threads(self._places),
-            faults=self._faults.write_for(member.rank),
+            threads=self.job.threads or self.engine.threads(self.job.places),
+            faults=self.faults.write_for(worker.rank),
             grace_s=self.job.grace_s,
             **fields,
         )
@@ -300,24 +235,21 @@ class EngineRun(ABC):
     # -- 3. watch ------------------------------------------------------------------------------------------------------
 
     def _pass_word_on(self) -> None:
-        """To every worker that asked for it, once."""
-        for member in self._running() if self._preempting else ():
-            if member.preemptible and not member.told:
-                member.told = True
-                self._say(member.channel, kind="preempt")
+        """Tell every worker that asked for it, once, to save and leave."""
+        for worker in self.running if self._preempting else ():
+            if worker.read_status().preemptible and not worker.told:
+                worker.told = True
+                self.server.send(worker.channel, kind="preempt")
 
     def _check_start(self, now: float) -> None:
-        if not self._wrong and not self._has_begun and now > self._since + self.engine.start_s:
+        if not self._wrong and not self.has_begun and now > self._since + self.engine.start_s:
             self._wrong = (
-                f"{self.engine.name}: {len(self._waiting)} of {self._places} workers had reported to this host "
+                f"{self.engine.name}: {len(self.waiting)} of {self.job.places} workers had reported to this host "
                 f"after {self.engine.start_s:.0f} s (at {', '.join(self._addresses())}, port "
                 f"{self._listener.getsockname()[1]}): there are too few free slots, or hosts cannot connect back"
             )
         if self._wrong:
             raise EngineError(self._with_words(self._wrong))
-        for channel, member in list(self._channels.items()):
-            if member is None and not channel.proven and now > channel.since + GREETING_S:
-                self._forget(channel)
 
     def _check_engine(self, now: float) -> None:
         """When the engine's job has ended and workers have not said how they did, they never will."""
@@ -328,12 +260,12 @@ class EngineRun(ABC):
         self._engine_ended = self._engine_ended or now
         if now < self._engine_ended + _ENDED_S:
             return
-        if not self._has_begun:
+        if not self.has_begun:
             text = f"{self.engine.name} ended (exit status {status}) before {self.job.workers} workers were running"
             raise EngineError(self._with_words(text))
         words = " | ".join(self._started.words().splitlines()[-3:])
-        for member in self._running():
-            self._on_loss(member, f" It ended with exit status {status}. {words}".rstrip())
+        for worker in self.running:
+            self._on_loss(worker, f" It ended with exit status {status}. {words}".rstrip())
 
     def _with_words(self, text: str) -> str:
         words = self._started.words() if self._started is not None else ""
@@ -342,120 +274,87 @@ class EngineRun(ABC):
         quoted = "\n".join(f"  {line}" for line in (lines[:6] if advice else lines[-40:]))
         return "".join([text, f". {advice}" if advice else "", f"\nIts own words:\n{quoted}" if quoted else ""])
 
-    def _on_frame(self, member: Member, frame: Frame) -> None:
-        now = time.monotonic()
+    def _on_frame(self, worker: RemoteWorker, frame: Frame) -> None:
         if frame.kind in "oe":
-            self.output.feed(member.rank, "stdout" if frame.kind == "o" else "stderr", frame.body)
+            self.output.feed(worker.rank, "stdout" if frame.kind == "o" else "stderr", frame.body)
         elif frame.kind == "r":
-            for message in member.take_report(frame.body, now):
-                self._faults.take(message)
-                if self._stop_time is None and member.failure is None:
-                    self._hangs.take(message)
-                self._take_lines(member, message)
+            self.take_report(worker, frame.body)
         elif frame.kind == "S":
-            self._take_stacks(member, frame.json())
+            if self._told_stacks is not None:
+                found = {**frame.json(), "rank": worker.rank, "host": worker.host}
+                self._told_stacks[worker.rank] = WorkerStack(**found)
         elif frame.kind == "R":
-            member.result.append(frame.body)
+            worker.result.append(frame.body)
         else:
             message = frame.json()
-            member.take_status(message, now)
+            worker.take_status(message, time.monotonic())
             if message.get("kind") == "ended":
-                member.take_end(int(message["status"]), now, stopping=self._stop_time is not None)
-                self._note_end(member)
-                self.output.flush(member.rank)
-                if member.failure is None:
-                    self._say(member.channel, kind="exit", status=0)
+                worker.take_end(int(message["status"]), time.monotonic(), stopping=self.stop_time is not None)
+                self.note_end(worker, host=worker.host)
+                self.output.flush(worker.rank)
+                self._on_end(worker)
 
-    def _on_loss(self, member: Member, more: str = "") -> None:
-        if member is self._waiting.get(member.rank):
-            del self._waiting[member.rank]
-        elif member.ended is None:
-            member.ended = time.monotonic()
-            self.output.flush(member.rank)
-            member.failure = member.failure or Failure(
-                member.rank,
-                member.ended,
+    def _on_end(self, worker: RemoteWorker) -> None:
+        """A worker has ended; its agent waits to be told what to do."""
+        if worker.failure is None:
+            self.server.send(worker.channel, kind="exit", status=0)
+
+    def _on_loss(self, worker: RemoteWorker, more: str = "") -> None:
+        if worker is self.waiting.get(worker.rank):
+            del self.waiting[worker.rank]
+        elif worker.ended is None:
+            worker.ended = time.monotonic()
+            self.output.flush(worker.rank)
+            worker.failure = worker.failure or Failure(
+                worker.rank,
+                worker.ended,
                 "lost",
                 1,
-                message=f"Nothing more is heard of it: host {member.host} is gone or cut off, or {self.engine.name} "
+                message=f"Nothing more is heard of it: host {worker.host} is gone or cut off, or {self.engine.name} "
                 f"ended the worker.{more}",
             )
-            self._note_end(member)
+            self.note_end(worker, host=worker.host)
 
-    def _take_lines(self, member: Member, message: dict[str, Any]) -> None:
+    def _on_report(self, worker: RemoteWorker, message: dict[str, Any]) -> None:
         """A worker on a host that does not have the run's folder sends what it would write there."""
         if message.get("kind") == "lines" and isinstance(message.get("text"), str) and self.job.record is not None:
-            self.job.record.append(name_rank_file(member.rank), message["text"])
-
-    def _note_end(self, member: Member) -> None:
-        failed = member.failure is not None
-        kind = "worker ended" if not failed else "worker lost" if self._stop_time is None else "worker stopped"
-        text = "" if member.failure is None else member.failure.headline
-        self.job.note(kind, rank=member.rank, pid=member.pid, host=member.host, text=text)
+            self.job.record.append(name_rank_file(worker.rank), message["text"])
 
     def _pump(self, wait_s: float) -> None:
-        for key, _ in self._selector.select(max(0.0, wait_s)):
-            if key.fileobj in self._selector.get_map():
-                key.data()
-
-    def _say(self, channel: Channel, **fields: Any) -> None:
-        if channel in self._channels:
-            with contextlib.suppress(OSError):  # its end is noticed when it is read
-                channel.send_json(**fields)
-            self._flush(channel)
-
-    def _flush(self, channel: Channel) -> None:
-        """Send what can be sent now, and ask to be told when more can."""
-        if channel in self._channels:
-            flush(channel, self._selector)
-
-    def _forget(self, channel: Channel) -> None:
-        self._selector.unregister(channel)
-        del self._channels[channel]
-        channel.close()
+        self.loop.pump(wait_s)
+        self.server.drop_late()
 
     @property
-    def _has_begun(self) -> bool:
+    def has_begun(self) -> bool:
         """Whether workers of this attempt were started."""
-        return bool(self._members)
-
-    @property
-    def _has_failed(self) -> bool:
-        return bool(self._failures())
-
-    def _failures(self) -> list[Failure]:
-        return [member.failure for member in self._members if member.failure]
-
-    def _running(self) -> list[Member]:
-        return [member for member in self._members if member.ended is None]
+        return bool(self.workers)
 
     # -- 4. stop and clean up ------------------------------------------------------------------------------------------
 
-    def _send_stop(self, schedule: Callable[[Member], Schedule]) -> None:
-        for member in [*self._members, *self._waiting.values()]:
-            code = member.failure.code if member.failure else 1
-            if member.ended is None:
-                signals = [[delay, int(signum)] for delay, signum in schedule(member)]
-                self._say(member.channel, kind="stop", schedule=signals)
-            self._say(member.channel, kind="exit", status=code or 1)
+    def _send_stop(self, schedule: Callable[[Worker], Schedule]) -> None:
+        for worker in [*self.workers, *self.waiting.values()]:
+            code = worker.failure.code if worker.failure else 1
+            if worker.ended is None:
+                signals = [[delay, int(signum)] for delay, signum in schedule(worker)]
+                self.server.send(worker.channel, kind="stop", schedule=signals)
+            self.server.send(worker.channel, kind="exit", status=code or 1)
 
-    def _stop(self, schedule: Callable[[Member], Schedule]) -> None:
-        """Tell every agent to end its worker, and wait until all have."""
-        start = self._stop_time = time.monotonic()
+    def _stop(self, schedule: Callable[[Worker], Schedule]) -> None:
+        """See Supervisor: the agents end their workers."""
+        start = self.stop_time = time.monotonic()
         self.output.hurry(start + 1.5)
         self._send_stop(schedule)
-        while self._running() and time.monotonic() < start + 5:
+        while self.running and time.monotonic() < start + 5:
             with contextlib.suppress(OutputClosed):
                 self._pump(0.05)
 
     def _clean_up(self) -> None:
         self._control.close()
-        self._listener.close()
+        self.server.close_address()
         self.debugger.close()
         if self._started is not None:
             self._end_engine(self._started)
-        for channel in list(self._channels):
-            self._forget(channel)
+        self.server.close()
         self._close_later_store()
         self._store.close()
         self._meeting_page.close()
@@ -464,13 +363,13 @@ class EngineRun(ABC):
             self._started.close()
         if self._guard is not None:
             self._guard.done()
-        self._selector.close()
+        self.loop.close()
 
     def _end_engine(self, started: Started) -> None:
-        """It ends by itself once its workers have; otherwise it is told to."""
-        well = self._has_begun and not self._running()
+        """Wait for the engine's job to end after its workers; if it does not, end it by signals."""
+        well = self.has_begun and not self.running
         for channel in self._hosts if well else ():
-            self._say(channel, kind="end")
+            self.server.send(channel, kind="end")
         for signum, wait_s in ((None, 3.0 if well else 0.0), (signal.SIGTERM, 2.0), (signal.SIGKILL, 1.0)):
             if signum is not None and started.poll() is None:
                 started.stop(signum)
@@ -481,72 +380,35 @@ class EngineRun(ABC):
 
     # -- the report ----------------------------------------------------------------------------------------------------
 
-    def _outcome(self) -> Outcome:
-        workers, colour = self.job.workers, self.output.colour
-        if not self._failures() and any(member.preempted for member in self._members):
-            steps = [member.step for member in self._members if member.preempted and member.step is not None]
-            return Outcome(step=max(steps, default=None), preempted=True)
-        failures, stopped = self._failures(), self._stop_time
-        outcome = find_outcome(failures, stopped, workers=workers, describe=self._describe, colour=colour)
-        outcome = self._hangs.add_to(outcome)
-        return self._faults.judge(outcome, lambda rank: self._members[rank].step)
+    def find_step(self, rank: int) -> int | None:
+        """See Supervisor."""
+        return self.workers[rank].read_status().step
 
-    def _describe(self, failure: Failure) -> WorkerDescription:
-        rank = failure.rank
-        member = next(member for member in self._members if member.rank == rank)
-        ran_s = failure.time - member.started
-        return WorkerDescription(
-            f"rank {rank}, host {member.host}, pid {member.pid}, after {ran_s:.1f} s",
-            member.activity(),
-            member.step,
-            self.output.unseen(rank),
-            self._faults.find_kill(rank),
-        )
-
-    # -- stacks --------------------------------------------------------------------------------------------------------
-
-    def _gather_stacks(self) -> tuple[list[WorkerStack], list[int]]:
-        """Asked of the agents; one that does not answer within a moment is said not to."""
-        running = self._running()
-        gone = [member.rank for member in self._members if member.ended is not None]
+    def gather_stacks(self) -> tuple[list[WorkerStack], list[int]]:
+        """See Supervisor. The agents are asked; one that does not answer within a moment is said not to."""
+        running = self.running
+        gone = [worker.rank for worker in self.workers if worker.ended is not None]
         if self._told_stacks is not None:  # asked for while they are being gathered
             return [], gone
         told: dict[int, WorkerStack] = {}
         self._told_stacks = told
-        for member in running:
-            self._say(member.channel, kind="stacks")
+        for worker in running:
+            self.server.send(worker.channel, kind="stacks")
         deadline = time.monotonic() + _STACKS_S
         try:
             while len(told) < len(running) and time.monotonic() < deadline:
                 self._pump(0.02)
         finally:
             self._told_stacks = None
-        return [told.get(m.rank, WorkerStack(m.rank, m.pid, m.host)) for m in running], gone
+        return [told.get(w.rank, WorkerStack(w.rank, w.pid, w.host)) for w in running], gone
 
-    def _take_stacks(self, member: Member, found: dict[str, Any]) -> None:
-        if self._told_stacks is not None:
-            self._told_stacks[member.rank] = WorkerStack(**{**found, "rank": member.rank, "host": member.host})
-
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What is answered who asks this run something; ValueError refuses it."""
-        match request:
-            case {"do": "stacks"}:
-                return answer_stacks(*self._gather_stacks())
-            case {"do": "status"}:
-                step = max((member.step for member in self._members if member.step is not None), default=None)
-                return describe_fixed(self.job.program, self.job.workers, step)
-            case _:
-                raise ValueError("this run has as many workers as it was started with: use `unisono run -n MIN:MAX`")
-
-    def _activities(self) -> str:
-        """What every worker is doing, asked now."""
-        running = self._running()
-        for member in running:
-            self._say(member.channel, kind="status")
+    def describe_activities(self) -> str:
+        """See Supervisor; the agents are asked now."""
+        for worker in self.running:
+            self.server.send(worker.channel, kind="status")
         deadline = time.monotonic() + 0.5
         while time.monotonic() < deadline:
             self._pump(0.05)
-        if not running:
-            return f"  {len(self._waiting)} of {self.job.workers} workers had reported to the launcher"
-        lines = [f"  rank {member.rank}: {member.activity() or 'running'}" for member in running]
-        return "\n".join([*lines, f"  {judge(*self._gather_stacks())[0]}"])
+        if not self.running:
+            return f"  {len(self.waiting)} of {self.job.workers} workers had reported to the launcher"
+        return super().describe_activities()

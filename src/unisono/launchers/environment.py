@@ -61,7 +61,7 @@ def worker_environment(
 
 
 def set_allocator(env: dict[str, str]) -> None:
-    """How the C library of a process with this environment keeps its memory, unless the user has said so.
+    """Have the C library keep freed memory for the next step, unless the user has set its variables.
 
     >>> env = {"GLIBC_TUNABLES": "glibc.malloc.check=1"}
     >>> set_allocator(env)
@@ -76,7 +76,7 @@ def set_allocator(env: dict[str, str]) -> None:
 
 
 def _is_of_another_run(name: str) -> bool:
-    of_a_worker = ("UNISONO_PLACE", "UNISONO_JOINING", "UNISONO_OVER_HOSTS", "UNISONO_ELASTIC", FOLDER, FOLDER_ID)
+    of_a_worker = ("UNISONO_PLACE", "UNISONO_JOINING", "UNISONO_OVER_HOSTS", FOLDER, FOLDER_ID)
     if name.startswith("TORCHELASTIC_") or name in (SECRET, STORE, *of_a_worker):
         return True
     return name.startswith("UNISONO_") and name.endswith(("_FD", "_FAULTS"))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from unisono.runtime.sigterm import PREEMPTED
 
@@ -15,11 +15,9 @@ __all__ = [
     "EngineError",
     "Failure",
     "Outcome",
-    "WorkerDescription",
     "WorkerError",
     "fail_run",
     "failure_of_exit",
-    "find_outcome",
     "first_failure",
     "format_preemption",
     "format_report",
@@ -102,7 +100,7 @@ class WorkerError(RuntimeError):
 
 
 def read_failure(rank: int, message: dict[str, object], now: float) -> Failure | None:
-    """The failure that a worker's JSON line reports; None where it reports something else."""
+    """The failure that a worker's JSON line reports; None if it reports something else."""
     kind, code, time = message.get("kind"), message.get("code"), message.get("time")
     if kind not in ("exception", "exit", "interrupt") or not isinstance(code, int):
         return None
@@ -119,7 +117,7 @@ def read_failure(rank: int, message: dict[str, object], now: float) -> Failure |
 
 
 def failure_of_exit(rank: int, status: int, now: float, native_traceback: str) -> Failure:
-    """The failure of a worker that ended without a word. `status` is negative for a signal, as in subprocess."""
+    """The failure of a worker that reported none. `status` is negative for a signal, as in subprocess."""
     if status < 0:
         return Failure(rank, now, "signal", 128 - status, (), _signal_name(-status), _trim_native(native_traceback))
     return Failure(rank, now, "exit", status)
@@ -146,50 +144,12 @@ class Outcome:
 
     @property
     def exit_status(self) -> int:
-        """The status of the worker that failed first; 0 without a failure, 143 where the workers saved and left."""
+        """The status of the worker that failed first; 0 without a failure, 143 if the workers saved and left."""
         return self.failure.code if self.failure else PREEMPTED if self.preempted else 0
 
 
-class WorkerDescription(NamedTuple):
-    """What a launcher knows of the worker that failed first; see `format_report`."""
-
-    identity: str
-    status: str
-    step: int | None
-    unseen: Sequence[str]
-    fault: str = ""  # of a fault script, that killed it
-
-
-def find_outcome(
-    failures: Sequence[Failure],
-    stopped_at: float | None,
-    *,
-    workers: int,
-    describe: Callable[[Failure], WorkerDescription],
-    colour: bool,
-) -> Outcome:
-    """Tell failures from workers that the launcher stopped (at `stopped_at`), and put the first into words."""
-    own = [failure for failure in failures if stopped_at is None or failure.time <= stopped_at]
-    if not own:
-        return Outcome()
-    first = first_failure(own)
-    worker = describe(first)
-    report = format_report(
-        first,
-        sorted((failure for failure in own if failure is not first), key=lambda failure: failure.time),
-        workers=workers,
-        identity=worker.identity,
-        status=worker.status,
-        stopped=[failure.rank for failure in failures if failure not in own],
-        unseen=worker.unseen,
-        fault=worker.fault,
-        colour=colour,
-    )
-    return Outcome(first, report, worker.step)
-
-
 def fail_run(why: str, losses: Sequence[Failure], step: int | None, *, more: Sequence[str] = ()) -> Outcome:
-    """How a run ended that replaces lost workers, and could not go on."""
+    """The outcome of an elastic run that could not go on."""
     lines = [f"unisono: the run has failed: {why}"]
     lines += [f"  worker {loss.rank}: {loss.headline}" for loss in losses[-10:]]
     last = losses[-1] if losses else Failure(0, time.monotonic(), "lost", 1)

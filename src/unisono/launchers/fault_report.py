@@ -22,30 +22,30 @@ def read_faults(given: str | None, workers: int, *, restarts: int = 0) -> list[F
 
 
 class FaultReport:
-    """Of one run. Each fault fires once in it, also where an engine starts the workers again."""
+    """The faults of one run. Each fires once, even if an engine starts the workers again."""
 
     def __init__(self, faults: list[Fault]) -> None:
         self.faults = faults
         self.fired: list[int] = []  # by their places in the script, in the order in which the launcher heard of them
 
     def write_for(self, rank: int) -> str:
-        """What a worker is given: its faults that have not fired, by number; "" where it has none."""
+        """The faults of a worker that have not fired, as JSON by number; "" if there are none."""
         mine = {n: str(fault) for n, fault in enumerate(self.faults) if fault.is_for(rank) and n not in self.fired}
         return json.dumps(mine) if mine else ""
 
     def take(self, message: dict[str, Any]) -> None:
-        """A worker's JSON line, which may say that a fault has fired."""
+        """Note a fault that has fired, if a worker's message says so."""
         number = message.get("number")
         if message.get("kind") == "fault" and isinstance(number, int) and 0 <= number < len(self.faults):
             self.fired.append(number)
 
     def find_kill(self, rank: int) -> str:
-        """The fault that killed this rank last; "" where none did."""
+        """The last fault that killed this rank; "" if none did."""
         kills = [self.faults[number] for number in self.fired if self.faults[number].kind == "kill"]
         return next((str(fault) for fault in reversed(kills) if fault.rank == rank), "")
 
     def judge(self, outcome: Outcome, last_step: Callable[[int], int | None]) -> Outcome:
-        """How the run ended, which is not well where a fault did not fire; `last_step(rank)`: how far a rank came."""
+        """The outcome of the run: a failure if a fault did not fire. `last_step(rank)` is how far a rank came."""
         left = [fault for number, fault in enumerate(self.faults) if number not in self.fired]
         if outcome.failure is not None or not left:
             return outcome

@@ -82,7 +82,7 @@ def soft_limits() -> dict[str, int]:
 
 
 def find_difference(theirs: Mapping[str, object], ours: Mapping[str, object]) -> str:
-    """The first entry that is not the same in both; "" where there is none.
+    """The first entry that differs; "" if there is none.
 
     >>> find_difference({"LANG": "C"}, {"LANG": "C", "TORCH_LOGS": "dynamo"})
     'TORCH_LOGS'

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -26,10 +25,10 @@ from typing import Any
 
 from unisono.launchers.fork_context import process_context, soft_limits
 from unisono.launchers.job import StartMethod
-from unisono.launchers.processes import Command, FreshProcess, FreshStarter, Process, Starter, Streams, send_by_pid_fd
-from unisono.runtime.memfd import anonymous_file
+from unisono.launchers.processes import Command, FreshProcess, Process, Streams, send_by_pid_fd
+from unisono.runtime.local_channel import LocalChannel
 
-__all__ = ["ForkStarter", "NoServer", "open_starter", "server_command", "server_environment"]
+__all__ = ["ForkStarter", "NoServer", "connect_starter", "server_command", "server_environment"]
 
 _SERVER = Path(__file__).parent / "worker" / "fork_server.py"
 _PADDING = 512  # room for the names of runs, each of 24 digits; see _show_run in fork_server.py
@@ -40,19 +39,13 @@ class NoServer(Exception):
     """The fork server has ended, or cannot be reached."""
 
 
-def open_starter(method: StartMethod) -> Starter:
-    """What starts a run's processes; a fresh one where servers do not work or are not wanted."""
-    wanted = os.environ.get("UNISONO_WARM", "")
-    if wanted == "0" or sys.platform != "linux" or not hasattr(os, "pidfd_open"):
-        return FreshStarter()
-    with contextlib.suppress(NoServer, OSError):
-        if wanted or method == "warm":
-            from unisono.launchers.warm import connect_warm
+def connect_starter(method: StartMethod) -> ForkStarter:
+    """A connection to the user's fork server, or to this program's own; NoServer or OSError if it cannot be reached."""
+    if method == "warm" or os.environ.get("UNISONO_WARM", ""):
+        from unisono.launchers.warm import connect_warm
 
-            return ForkStarter(connect_warm(), say_why=method == "warm")
-        if method == "fork":
-            return ForkStarter(_connect_own())
-    return FreshStarter()
+        return ForkStarter(connect_warm(), say_why=method == "warm")
+    return ForkStarter(_connect_own())
 
 
 # -- the server of this program ----------------------------------------------------------------------------------------
@@ -63,7 +56,7 @@ class _OwnServer:
 
     def __init__(self) -> None:
         self.owner = os.getpid()
-        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.control, theirs = LocalChannel.pair()
         command = server_command(theirs.fileno(), owner=self.owner)
         with theirs:
             self.process = subprocess.Popen(
@@ -81,12 +74,12 @@ class _OwnServer:
         """Whether it is this process's own and still runs."""
         return self.owner == os.getpid() and self.process.poll() is None
 
-    def connect(self) -> socket.socket:
+    def connect(self) -> LocalChannel:
         """A connection for one run."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = LocalChannel.pair()
         with theirs:
             try:
-                socket.send_fds(self.control, [b"connection"], [theirs.fileno()])
+                self.control.send({"kind": "connection"}, [theirs.fileno()])
             except OSError as error:
                 ours.close()
                 raise NoServer(str(error)) from error
@@ -97,7 +90,7 @@ class _OwnServer:
         if self.owner != os.getpid():
             return
         with contextlib.suppress(OSError):
-            self.control.shutdown(socket.SHUT_RDWR)  # also where a forked child holds a copy of it
+            self.control.sock.shutdown(socket.SHUT_RDWR)  # also where a forked child holds a copy of it
         self.control.close()
         try:
             self.process.wait(timeout=0.5)
@@ -111,7 +104,7 @@ _own: _OwnServer | None = None
 _own_lock = threading.Lock()
 
 
-def _connect_own() -> socket.socket:
+def _connect_own() -> LocalChannel:
     global _own
     with _own_lock:
         if _own is None or not _own.usable():
@@ -122,7 +115,7 @@ def _connect_own() -> socket.socket:
 
 
 def server_command(fd: int, *, owner: int = 0, idle_s: float = 0.0, path: str = "") -> list[str]:
-    """How a fork server is started."""
+    """The command that starts a fork server."""
     return [sys.executable, str(_SERVER), str(fd), str(owner), str(idle_s), path]
 
 
@@ -141,10 +134,10 @@ def server_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 
 class ForkStarter:
-    """Starts the processes of one run by a fork server, or as fresh ones where the server says that it cannot."""
+    """Starts the processes of one run by a fork server, or as fresh ones if the server refuses."""
 
-    def __init__(self, sock: socket.socket, *, say_why: bool = False) -> None:
-        self._sock: socket.socket | None = sock
+    def __init__(self, channel: LocalChannel, *, say_why: bool = False) -> None:
+        self._channel: LocalChannel | None = channel
         self._say_why = say_why
         self._context = process_context()
         self._ended: dict[int, int] = {}
@@ -152,7 +145,7 @@ class ForkStarter:
 
     def start(self, command: Command, *, timeout_s: float | None = None) -> Process:
         """See Starter."""
-        if self._sock is None:
+        if self._channel is None:
             return FreshProcess(command)
         streams = Streams(command.stdin, command.stdout, command.stderr)
         try:
@@ -161,8 +154,8 @@ class ForkStarter:
             streams.close_ours()
             if not isinstance(error, NoServer):
                 raise
-            self._sock.close()
-            self._sock = None
+            self._channel.close()
+            self._channel = None
             return FreshProcess(command)
         finally:
             streams.close_theirs()
@@ -174,24 +167,19 @@ class ForkStarter:
 
     def close(self) -> None:
         """See Starter: the server ends and reaps what is left."""
-        if self._sock is not None:
-            self._sock.close()
-            self._sock = None
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
 
     def _ask(self, command: Command, streams: Streams, timeout_s: float) -> tuple[dict[str, Any], list[int]]:
-        assert self._sock is not None
-        body, folder = anonymous_file("unisono-fork"), os.open(".", os.O_PATH | os.O_DIRECTORY)
+        assert self._channel is not None
+        folder = os.open(".", os.O_PATH | os.O_DIRECTORY)
         try:
-            with open(body, "w", closefd=False) as file:
-                json.dump(self._describe(command), file)
-            os.lseek(body, 0, os.SEEK_SET)
-            fds = [body, *streams.theirs, folder, *command.descriptors.values()]
-            try:
-                socket.send_fds(self._sock, [b"fork"], fds)
-            except OSError as error:
-                raise NoServer(str(error)) from error
+            self._channel.set_timeout(None)
+            self._channel.send(self._describe(command), [*streams.theirs, folder, *command.descriptors.values()])
+        except OSError as error:
+            raise NoServer(str(error)) from error
         finally:
-            os.close(body)
             os.close(folder)
         deadline = time.monotonic() + timeout_s
         while True:
@@ -200,11 +188,12 @@ class ForkStarter:
                 return answer, received
 
     def _describe(self, command: Command) -> dict[str, Any]:
-        """All that a fresh child would have from this process."""
+        """What a fresh child would inherit from this process."""
         ignored = [s for s in signal.valid_signals() if signal.getsignal(s) is signal.SIG_IGN]
         umask = os.umask(0o077)
         os.umask(umask)
         return {
+            "kind": "fork",
             "program": list(command.program),
             "env": dict(command.env),
             "descriptors": list(command.descriptors),
@@ -219,26 +208,20 @@ class ForkStarter:
 
     def _receive(self, deadline: float) -> tuple[dict[str, Any], list[int]]:
         """The next message; TimeoutError at the deadline. Takes note of processes that have ended."""
-        assert self._sock is not None
-        self._sock.settimeout(max(0.001, deadline - time.monotonic()))
-        try:
-            data, fds, _, _ = socket.recv_fds(self._sock, 1 << 16, 1)
-        except TimeoutError:
-            raise
-        except OSError as error:
-            raise NoServer(str(error)) from error
-        if not data:
+        assert self._channel is not None
+        self._channel.set_timeout(max(0.001, deadline - time.monotonic()))
+        message, fds = self._channel.receive()
+        if message is None:
             raise NoServer("the fork server has ended")
-        message: dict[str, Any] = json.loads(data)
         if message["kind"] == "ended":
             self._ended[message["pid"]] = message["status"]
         return message, fds
 
     def wait_status(self, pid: int) -> int:
-        """How a forked process that has ended did; killed, where the server has gone with it."""
+        """The exit status of a forked process; killed, if the server has ended with it."""
         deadline = time.monotonic() + 5.0
         with contextlib.suppress(NoServer, TimeoutError):
-            while pid not in self._ended and self._sock is not None:
+            while pid not in self._ended and self._channel is not None:
                 self._receive(deadline)
         return self._ended.get(pid, -signal.SIGKILL)
 
@@ -292,7 +275,7 @@ class _ForkedProcess:
 
 
 def _import_folders(command: Command) -> list[str]:
-    """Where a program may find modules of its own, in order: the server looks whether it has others of their names."""
+    """The folders in which a program finds its own modules: the server compares them with what it has imported."""
     entries = [entry for entry in command.env.get("PYTHONPATH", "").split(os.pathsep) if entry]
     first = command.program[0]
     if first == "--function":

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from unisono.launchers.output import Mode
 from unisono.runtime.run_folder import RunFolder
-from unisono.runtime.watchdog import BEAT_S
+from unisono.runtime.status import BEAT_S
 
-__all__ = ["Adapt", "ComeAndGo", "Job", "StartMethod", "TimedOut"]
+__all__ = ["Adapt", "ElasticSettings", "Job", "StartMethod", "TimedOut"]
 
 # fresh: a new interpreter each. fork: from this program's own fork server. warm: from the user's (see forks.py).
 StartMethod = Literal["fresh", "fork", "warm"]
@@ -30,7 +30,7 @@ class Adapt:
 
 
 @dataclass(frozen=True)
-class ComeAndGo:
+class ElasticSettings:
     """Workers that are lost are replaced, and their number may change while they train."""
 
     least: int  # with fewer, those left wait for others
@@ -48,7 +48,7 @@ class ComeAndGo:
             )
 
     def describe_shortage(self, left: int) -> str:
-        """Why those that are left have to go."""
+        """Why the `left` workers that remain have to leave."""
         return f"{left} of at least {self.least} workers are left, and no other came within {self.patience_s:g} s"
 
 
@@ -67,7 +67,7 @@ class Job:
     result_fds: Sequence[int] = ()
     start: StartMethod = "fresh"
     faults: str | None = None  # a fault script; None: that of the environment, if any
-    elastic: ComeAndGo | None = None  # None: a worker that is lost ends the run
+    elastic: ElasticSettings | None = None  # None: a worker that is lost ends the run
     pdb: bool = False  # where a worker raises, stop all and open the debugger's prompt
     record: RunFolder | None = None  # where the run is recorded
     grace_s: float = 25.0  # for workers that save and leave after SIGTERM; Slurm and Kubernetes give 30 s in all
@@ -77,8 +77,12 @@ class Job:
         """How many workers there may be at once."""
         return self.workers if self.elastic is None else self.elastic.most
 
+    def describe_program(self) -> str:
+        """The program and its arguments, for people."""
+        return " ".join(self.program)[:200]
+
     def note(self, kind: str, **values: Any) -> None:
-        """Something happened in the run: an event of its record, where there is one."""
+        """Enter an event into the run's record, if it has one."""
         if self.record is not None:
             self.record.event(kind, **values)
 

@@ -23,28 +23,28 @@ class OfferedPage:
 
     @property
     def number(self) -> int:
-        """Tells this attempt's page from others."""
+        """A number that tells this attempt's page from others."""
         return os.fstat(self.fd).st_ino
 
     def offer(self) -> str:
-        """What an agent's environment says of it; "" where shared memory is not to be used."""
+        """What agents are told of the page; "" if shared memory is not to be used."""
         if sys.platform != "linux" or os.environ.get("UNISONO_SHARED_MEMORY", "1") == "0":
             return ""
         return f"{_machine_key()} /proc/{os.getpid()}/fd/{self.fd}"
 
     def renew(self) -> None:
-        """A new one, for the next attempt."""
+        """Make a new page for the next attempt."""
         fresh = anonymous_file("unisono-meeting-page")
         os.dup2(fresh, self.fd, inheritable=False)
         os.close(fresh)
 
     def close(self) -> None:
-        """The launcher's hold on it ends."""
+        """Close the launcher's descriptor."""
         os.close(self.fd)
 
 
 def open_page(offer: str) -> int:
-    """A descriptor of the page that was offered; -1 on another host, or where that may not be opened."""
+    """A descriptor of the page that was offered; -1 on another host, or if it may not be opened."""
     machine, _, address = offer.rpartition(" ")
     if not machine or os.environ.get("UNISONO_SHARED_MEMORY", "1") == "0":
         return -1
@@ -57,5 +57,5 @@ def open_page(offer: str) -> int:
 
 
 def _machine_key() -> str:
-    """The same for two processes just when they can reach each other's files in /proc."""
+    """Equal for two processes exactly if they can open each other's files in /proc."""
     return " ".join([read_boot_id(), str(os.getuid()), *read_namespaces("net", "pid")])

@@ -12,19 +12,27 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, TYPE_CHECKING, Protocol
+
+from unisono.runtime.event_loop import EventLoop
+
+if TYPE_CHECKING:
+    from unisono.launchers.job import StartMethod
 
 __all__ = [
     "Command",
     "FreshProcess",
     "FreshStarter",
+    "Pipes",
     "Process",
     "Starter",
     "Streams",
     "exit_status",
+    "open_starter",
     "pid_fd",
     "send_by_pid_fd",
 ]
@@ -46,7 +54,7 @@ class Command:
 
 
 class Process(Protocol):
-    """A process that was started, whichever way."""
+    """A process that was started, fresh or forked."""
 
     pid: int
     pid_fd: int | None  # readable when it has ended; None where the system has no such descriptors
@@ -71,7 +79,7 @@ class Starter(Protocol):
     """What starts the processes of one run."""
 
     def start(self, command: Command, *, timeout_s: float | None = None) -> Process:
-        """Start one. Raises TimeoutError where it could not be started in that time."""
+        """Start a process. Raises TimeoutError if it could not be started in that time."""
 
     def close(self) -> None:
         """The run is over; its processes have been closed."""
@@ -124,6 +132,41 @@ def _is_open(fd: int) -> bool:
     except OSError:
         return False
     return True
+
+
+class Pipes:
+    """Our ends of a process's pipes, read from an event loop: each piece is passed to `take` with the pipe's name."""
+
+    def __init__(self, loop: EventLoop, fds: Mapping[str, int | None], take: Callable[[str, bytes], None]) -> None:
+        self._loop, self._take = loop, take
+        self._fds = {name: fd for name, fd in fds.items() if fd is not None}
+        for name, fd in self._fds.items():
+            os.set_blocking(fd, False)
+            loop.watch(fd, partial(self._read, name, fd))
+
+    def _read(self, name: str, fd: int) -> bool:
+        """Pass one piece on; False if there is nothing now."""
+        try:
+            data = os.read(fd, 1 << 16)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._loop.forget(fd)
+            return False
+        self._take(name, data)
+        return True
+
+    def drain(self) -> None:
+        """Pass on what the pipes hold now, without waiting for their end: a child of the process may keep them open."""
+        for name, fd in self._fds.items():
+            for _ in range(64):  # a pipe holds 64 KiB, at most 1 MiB
+                if self._loop.find_call(fd) is None or not self._read(name, fd):
+                    break
+
+    def forget(self) -> None:
+        """Read no more."""
+        for fd in self._fds.values():
+            self._loop.forget(fd)
 
 
 class FreshProcess:
@@ -185,8 +228,21 @@ class FreshStarter:
         """See Starter."""
 
 
+def open_starter(method: StartMethod) -> Starter:
+    """What starts a run's processes; fresh ones if there is no fork server, or none is wanted (UNISONO_WARM=0)."""
+    wanted = os.environ.get("UNISONO_WARM", "")
+    can_fork = sys.platform == "linux" and hasattr(os, "pidfd_open")
+    if wanted == "0" or not can_fork or not (wanted or method != "fresh"):
+        return FreshStarter()
+    from unisono.launchers.forks import NoServer, connect_starter
+
+    with contextlib.suppress(NoServer, OSError):
+        return connect_starter(method)
+    return FreshStarter()
+
+
 def pid_fd(pid: int) -> int | None:
-    """A descriptor that becomes readable when the process ends; None where the system has none."""
+    """A descriptor that becomes readable when the process ends; None if the system has no such descriptors."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # kernel before 5.3
             return os.pidfd_open(pid)

@@ -10,10 +10,11 @@ import secrets
 import time
 from collections.abc import Sequence
 
-from unisono.launchers.engine_run import EngineRun, stop_after_failure
+from unisono.launchers.engine_run import EngineRun
 from unisono.launchers.engines.engine import Engine
-from unisono.launchers.failures import SETTLE_S, Failure, first_failure
+from unisono.launchers.failures import Failure, first_failure
 from unisono.launchers.job import Job, TimedOut
+from unisono.launchers.supervisor import after_failure
 
 __all__ = ["RemoteRun", "open_remote_run"]
 
@@ -24,42 +25,39 @@ class RemoteRun(EngineRun):
     """One run of one job on one engine, in one attempt or several."""
 
     def _watch(self) -> None:
-        """Until all workers have ended, or one has failed for good."""
-        while not self._members or self._running():
+        """Return when all workers have ended, or one has failed for good."""
+        while not self.workers or self.running:
             now = time.monotonic()
-            failures = self._failures()
-            if failures and (
-                now >= min(failure.time for failure in failures) + SETTLE_S
-                or not all(failure.consequence for failure in failures)
-            ):
+            failures = self.failures
+            if failures and now >= self.find_settling(failures):
                 if self._attempt >= self.engine.restarts or self._engine_ended is not None:
                     return
                 self._restart(failures)
-            if not self._members and len(self._waiting) == self._places:
+            if not self.workers and len(self.waiting) == self.job.places:
                 self._begin_attempt()
             self._pass_word_on()
             self._check_start(now)
-            if self.job.timeout_s is not None and now >= self._begin + self.job.timeout_s + self.debugger.paused_s:
-                raise TimedOut(self._activities())
+            if self.deadline is not None and now >= self.deadline:
+                raise TimedOut(self.describe_activities())
             self._check_engine(now)
             self._pump(_TICK_S)
 
     def _begin_attempt(self) -> None:
-        """All are there: tell each who it is, and to start its worker."""
-        self._members = [self._waiting[rank] for rank in range(self.job.workers)]
-        self._waiting = {}
-        hosts = list(dict.fromkeys(member.identity for member in self._members))
-        pages = {member.page for member in self._members} if len(hosts) == 1 else set()
-        on_page = pages == {self._meeting_page.number} and len({member.host for member in self._members}) == 1
+        """All agents are there: tell each its worker's rank on its host, and to start the worker."""
+        self.workers = [self.waiting[rank] for rank in range(self.job.workers)]
+        self.waiting = {}
+        hosts = list(dict.fromkeys(worker.identity for worker in self.workers))
+        pages = {worker.page for worker in self.workers} if len(hosts) == 1 else set()
+        on_page = pages == {self._meeting_page.number} and len({worker.host for worker in self.workers}) == 1
         store_port = self._fresh_store().address[1]
         attempt = {"attempt": self._attempt, "attempt_id": secrets.token_hex(8)}
-        for member in self._members:
-            near = [other.rank for other in self._members if other.identity == member.identity]
-            self._start_member(
-                member,
-                local_rank=near.index(member.rank),
+        for worker in self.workers:
+            near = [other.rank for other in self.workers if other.identity == worker.identity]
+            self.start_worker(
+                worker,
+                local_rank=near.index(worker.rank),
                 local_size=len(near),
-                host_number=hosts.index(member.identity),
+                host_number=hosts.index(worker.identity),
                 hosts=len(hosts),
                 store_port=store_port,
                 page=on_page,
@@ -76,14 +74,14 @@ class RemoteRun(EngineRun):
             f"unisono: worker {first.rank} failed: {first.headline}{': ' if message else ''}{message[:200]}; "
             f"all workers start again (restart {self._attempt} of {self.engine.restarts})"
         )
-        self._send_stop(stop_after_failure)
+        self._send_stop(after_failure)
         for channel in self._hosts:  # one whose workers have all ended well would not know
-            self._say(channel, kind="again", attempt=self._attempt)
-        self._members = []
+            self.server.send(channel, kind="again", attempt=self._attempt)
+        self.workers = []
         self._since = time.monotonic()
 
     def _take_results(self) -> list[bytes]:
-        return [b"".join(member.result) for member in self._members]
+        return [b"".join(worker.result) for worker in self.workers]
 
 
 def open_remote_run(job: Job, engine: Engine, payload: bytes | None = None) -> EngineRun:

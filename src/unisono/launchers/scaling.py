@@ -8,15 +8,17 @@ from typing import Any
 
 from unisono.launchers.adaptation import Adaptation, Meter
 from unisono.launchers.coordinator import Coordinator
-from unisono.launchers.job import ComeAndGo
+from unisono.launchers.job import ElasticSettings
 
 __all__ = ["Scaling"]
 
 
 class Scaling:
-    """Of one run. `say` puts a line on standard error; `program` is what others are told that it is."""
+    """The number of workers that one run aims at. `say` puts a line on standard error."""
 
-    def __init__(self, coordinator: Coordinator, elastic: ComeAndGo, program: str, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, coordinator: Coordinator, elastic: ElasticSettings, program: str, say: Callable[[str], None]
+    ) -> None:
         self._coordinator, self._elastic, self._say = coordinator, elastic, say
         self._program = program
         self._step: int | None = None
@@ -27,7 +29,7 @@ class Scaling:
             self._adaptation = Adaptation(elastic.least, elastic.most, target=elastic.adapt.target)
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What a request that came over the run's socket (control.py) is answered; ValueError refuses it."""
+        """Answer a request that came over the run's socket (control.py); ValueError refuses it."""
         match request:
             case {"do": "status"}:
                 pass

@@ -11,12 +11,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from unisono.launchers.control import Gone, ask_anything
-from unisono.launchers.failures import Outcome
 from unisono.launchers.job import Job
 from unisono.runtime.run_folder import NoSuchRun, find_run, is_running, read_run
 from unisono.runtime.stack_dump import StackFile, list_children, read_stacks, read_state
@@ -30,7 +28,7 @@ _MOST_TEXT = 64 << 10  # characters of one worker's stacks in an answer
 
 
 class StackFiles:
-    """Those of the workers of one host, by place."""
+    """The files into which the workers of one host write their stacks, by place."""
 
     def __init__(self) -> None:
         self._files: dict[int, StackFile] = {}
@@ -43,7 +41,7 @@ class StackFiles:
         return self._files[place].fd
 
     def gather(self, pids: dict[int, int], page: StatusPage, host: str = "") -> list[WorkerStack]:
-        """What the workers in these places do; `pids`: their processes."""
+        """The stacks of the workers in these places; `pids`: their processes."""
         known = {place: pid for place, pid in pids.items() if place in self._files}
         texts = read_stacks({pid: self._files[place] for place, pid in known.items()})
         found = []
@@ -70,7 +68,7 @@ class StackFiles:
 
 
 class HangReports:
-    """What is said about the hangs of one run.
+    """Reports on the hangs of one run.
 
     gather: every worker's stacks, and the ranks that have ended. say: a line on standard error.
     """
@@ -87,7 +85,7 @@ class HangReports:
         self._count = 0
 
     def take(self, message: dict[str, Any]) -> None:
-        """A worker's word on what it waits for."""
+        """Report a hang, if a worker's message says that it waits for long."""
         kind, waited_s, deadline_s = message.get("kind"), message.get("waited_s"), message.get("deadline_s")
         if kind not in self._reported or not isinstance(waited_s, float) or not isinstance(deadline_s, float):
             return
@@ -106,7 +104,7 @@ class HangReports:
         self._record(workers, verdicts, text=text, waited_s=waited_s, deadline_s=deadline_s)
 
     def _record(self, workers: Sequence[WorkerStack], verdicts: Sequence[Verdict], **values: Any) -> None:
-        """Enter it into the run's record, where there is one."""
+        """Enter a hang into the run's record, if it has one."""
         record = self._job.record
         if record is None:
             return
@@ -116,22 +114,12 @@ class HangReports:
             record.event("verdict", **verdict._asdict())
         record.event("hang", **values)
         self._count += 1
-        record.append(f"hangs/{self._count}.txt", f"{self.last}\n\n{_format_all(workers)}\n")
-
-    def add_to(self, outcome: Outcome) -> Outcome:
-        """How the run ended, with what hung before."""
-        if outcome.failure is None or not self.last:
-            return outcome
-        return replace(outcome, report=f"{outcome.report}\n\n{self.last}")
-
-
-def _format_all(workers: Sequence[WorkerStack]) -> str:
-    """The stacks of all workers."""
-    return "\n\n".join(worker.to_text() for worker in workers)
+        stacks = "\n\n".join(worker.to_text() for worker in workers)
+        record.append(f"hangs/{self._count}.txt", f"{self.last}\n\n{stacks}\n")
 
 
 def answer_stacks(workers: Sequence[WorkerStack], gone: Sequence[int]) -> dict[str, Any]:
-    """What a launcher answers who asks for stacks."""
+    """The launcher's answer to a request for stacks."""
     text, verdicts = judge(workers, gone)
     stacks = {str(worker.rank): worker.to_text()[:_MOST_TEXT] for worker in workers}
     return {"text": text, "verdicts": [verdict._asdict() for verdict in verdicts], "stacks": stacks}
@@ -167,5 +155,5 @@ def ask_for_report(run: str | Path | int) -> dict[str, Any]:
 
 
 def ask_for_stacks(run: str | Path | int) -> dict[int, str]:
-    """Every worker's stacks, by rank. Raises Gone where the run is over or does not answer."""
+    """Every worker's stacks, by rank. Raises Gone if the run is over or does not answer."""
     return {int(rank): text for rank, text in ask_for_report(run)["stacks"].items()}

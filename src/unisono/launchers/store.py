@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import secrets
 from socket import create_server, socket
+from typing import TYPE_CHECKING
 
 from unisono.runtime.secret import SECRET, STORE, derive_secret
-from unisono.runtime.store_server import StoreServer
+
+if TYPE_CHECKING:
+    from unisono.runtime.store_server import StoreServer
 
 __all__ = ["HostedStore", "store_variables"]
 
@@ -18,13 +21,13 @@ class HostedStore:
         """`listener`: on this host by default; `secret`: what the workers are given, one of its own by default."""
         self._secret = secret or secrets.token_hex(32)
         self.listener = listener or create_server(("127.0.0.1", 0), backlog=backlog)
-        self._server = StoreServer(self.listener, derive_secret(self._secret.encode(), "store"))
-        self.address = self._server.address
+        self.address: tuple[str, int] = self.listener.getsockname()[:2]
+        self._server: StoreServer | None = None
 
     @property
     def serving(self) -> bool:
         """Whether it was started."""
-        return self._server.serving
+        return self._server is not None
 
     @property
     def variables(self) -> dict[str, str]:
@@ -32,12 +35,17 @@ class HostedStore:
         return store_variables(self.address, self._secret)
 
     def start(self) -> None:
-        """Serve."""
+        """Serve; only now is the server imported, as many programs never ask for it."""
+        from unisono.runtime.store_server import StoreServer
+
+        self._server = StoreServer(self.listener, derive_secret(self._secret.encode(), "store"))
         self._server.start()
 
     def close(self) -> None:
         """End the store."""
-        self._server.close()
+        if self._server is not None:
+            self._server.close()
+        self.listener.close()
 
 
 def store_variables(address: tuple[str, int], secret: str) -> dict[str, str]:

@@ -9,31 +9,17 @@ import stat
 import threading
 import time
 from types import FrameType
-from typing import Protocol
+from typing import Any
 
-from unisono.launchers.failures import Outcome, format_preemption
+from unisono.launchers.failures import format_preemption
 from unisono.launchers.job import Job
 from unisono.launchers.local import LocalRun
-from unisono.launchers.output import Output, OutputClosed
+from unisono.launchers.output import OutputClosed
+from unisono.launchers.supervisor import Supervisor
 
-__all__ = ["Run", "run_in_terminal"]
+__all__ = ["run_in_terminal"]
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class Run(Protocol):
-    """A run that is about to begin, here or on an engine."""
-
-    output: Output
-    interruptible: bool
-
-    def supervise(self) -> Outcome: ...
-
-    def preempt(self) -> bool: ...
-
-    def kill(self) -> None: ...
-
-    def signal_groups(self, signum: signal.Signals) -> None: ...
 
 
 class _Interrupted(BaseException):
@@ -43,7 +29,7 @@ class _Interrupted(BaseException):
         self.text, self.time = text, time.monotonic()
 
 
-def run_in_terminal(job: Job, run: Run | None = None) -> int:
+def run_in_terminal(job: Job, run: Supervisor[Any] | None = None) -> int:
     """Run the job (by default on this host) and return the exit status: of the worker that failed first, 128 + signal
     when interrupted, or 0.
 
@@ -95,13 +81,13 @@ def run_in_terminal(job: Job, run: Run | None = None) -> int:
 
 
 def _finish(job: Job, outcome: str, status: int, report: str) -> int:
-    """Note the end in the record of the run, where there is one; gives the exit status back."""
+    """Note the end in the run's record, if it has one, and return the exit status."""
     if job.record is not None:
         job.record.finish(outcome, exit_status=status, report=report)
     return status
 
 
-def _follow_job_control(run: Run) -> None:
+def _follow_job_control(run: Supervisor[Any]) -> None:
     """Ctrl-Z stops the workers too, and `fg` or `bg` lets them go on: they are in sessions of their own."""
 
     def pause(signum: int, _: FrameType | None) -> None:

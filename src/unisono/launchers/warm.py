@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 
 from unisono.launchers.fork_context import process_context, start_variables
 from unisono.launchers.forks import NoServer, server_command, server_environment
-from unisono.launchers.private_folder import NotPrivate, connect_to, find_private_folder
+from unisono.runtime.local_channel import LocalChannel
+from unisono.runtime.private_folder import NotPrivate, find_private_folder
 
 __all__ = ["WarmServer", "connect_warm", "list_warm", "stop_warm"]
 
@@ -30,17 +31,17 @@ _IDLE_S = 600.0  # UNISONO_WARM_IDLE_S sets another
 _PACKAGE = Path(__file__).parents[1]
 
 
-def connect_warm() -> socket.socket:
-    """A connection to the user's fork server, which is started where there is none."""
+def connect_warm() -> LocalChannel:
+    """A connection to the user's fork server, which is started if there is none."""
     path = _socket_path()
     with contextlib.suppress(OSError):
-        return _connect(path)
+        return LocalChannel.connect(path)
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # only one of several commands starts it
         with contextlib.suppress(OSError):
-            return _connect(path)
+            return LocalChannel.connect(path)
         _start(path)
-    return _connect(path)
+    return LocalChannel.connect(path)
 
 
 class WarmServer(NamedTuple):
@@ -53,27 +54,23 @@ class WarmServer(NamedTuple):
 
 def list_warm() -> list[WarmServer]:
     """The user's fork servers."""
-    return _ask_all(b"status")
+    return _ask_all("status")
 
 
 def stop_warm() -> list[WarmServer]:
-    """Have them end, after the runs that they have."""
-    return _ask_all(b"stop")
+    """Have the user's fork servers end after their current runs; returns them."""
+    return _ask_all("stop")
 
 
-def _ask_all(what: bytes) -> list[WarmServer]:
+def _ask_all(kind: str) -> list[WarmServer]:
     found = []
     for path in sorted(_private_folder().glob("*.socket")):
-        with contextlib.suppress(OSError, ValueError), _connect(path) as sock:
-            sock.settimeout(60)
-            sock.send(what)
-            answer = json.loads(sock.recv(1 << 16))
-            found.append(WarmServer(answer["pid"], answer["age_s"], answer["runs"]))
+        with contextlib.suppress(OSError, ValueError), LocalChannel.connect(path, timeout_s=60) as channel:
+            channel.send({"kind": kind})
+            answer, _ = channel.receive()
+            if answer is not None:
+                found.append(WarmServer(answer["pid"], answer["age_s"], answer["runs"]))
     return found
-
-
-def _connect(path: Path) -> socket.socket:
-    return connect_to(path, socket.SOCK_SEQPACKET)
 
 
 def _start(path: Path) -> None:

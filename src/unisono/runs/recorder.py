@@ -27,7 +27,7 @@ from torch import Tensor
 from unisono.runs.backward import Losses, follow_backward, leave_backward
 from unisono.runs.lines import LineWriter
 from unisono.runs.values import Logged, Pending, start_copies, take_settled
-from unisono.runtime import ending
+from unisono.runtime import exit_status
 from unisono.runtime.machine import read_boot_id
 from unisono.runtime.run_folder import FORMAT, SUMMED, WRITE_S, find_version, find_write_s
 from unisono.units import as_json
@@ -176,7 +176,7 @@ class Recorder:
         with self._lock:
             if self.is_closed or os.getpid() != self._pid:
                 return
-            how = ending.describe_ending()
+            how = exit_status.describe_ending()
             outcome = outcome if outcome is not None else read_outcome(how)
             self.write(last=True)
             self._lines.write(
@@ -281,7 +281,7 @@ class Recorder:
 
 
 def read_outcome(how: str) -> str:
-    """One word for how a program ended, from what `runtime.ending` says of it.
+    """One word for how a program ended, from what `runtime.exit_status` says of it.
 
     >>> read_outcome("has ended its program with status 0 at 15:53:30"), read_outcome("has ended its program")
     ('ok', 'ok')

@@ -12,16 +12,14 @@ It authenticates and does not encrypt: like the engines' own traffic, it is for 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import json
 import secrets
-import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from unisono.runtime.secret import derive_secret
@@ -33,10 +31,8 @@ __all__ = [
     "Frame",
     "NotProven",
     "Unreachable",
-    "accept",
     "connect",
     "connect_once",
-    "flush",
     "keep_alive",
 ]
 
@@ -53,7 +49,7 @@ class NotProven(ConnectionError):
 
 
 class Unreachable(ConnectionError):
-    """No address of the launcher could be reached; the text says which were tried and what came of it."""
+    """No address of the launcher could be reached; the text says which were tried and how each failed."""
 
 
 class Frame(NamedTuple):
@@ -63,8 +59,11 @@ class Frame(NamedTuple):
     body: bytes
 
     def json(self) -> dict[str, Any]:
-        """The contents of a frame of kind "J"."""
-        value = json.loads(self.body)
+        """The contents of a frame of kind "J"; NotProven if it is no JSON object."""
+        try:
+            value = json.loads(self.body)
+        except ValueError as error:
+            raise NotProven(f"expected a JSON object: {error}") from None
         if not isinstance(value, dict):
             raise NotProven(f"expected a JSON object, got {type(value).__name__}")
         return value
@@ -86,16 +85,16 @@ class Channel:
             self._out += _MAGIC + self._nonce
 
     def fileno(self) -> int:
-        """The socket's descriptor, for selectors."""
+        """The socket's descriptor, for event loops."""
         return self.sock.fileno()
 
     @property
     def bytes_to_send(self) -> int:
-        """What `flush` has left to do."""
+        """How many queued bytes have not been sent yet."""
         return len(self._out)
 
     def send(self, kind: str, body: bytes) -> None:
-        """Queue a frame, in pieces where it is long, and send what can be sent now."""
+        """Queue a frame, in pieces if it is long, and send what can be sent now."""
         for start in range(0, max(1, len(body)), PIECE_BYTES):
             piece = body[start : start + PIECE_BYTES]
             letter = kind.encode()
@@ -212,33 +211,6 @@ class Channel:
         return mac.digest()
 
 
-def accept(
-    listener: socket.socket, token: bytes, known: Iterable[Channel], forget: Callable[[Channel], None]
-) -> Channel | None:
-    """The launcher's end of the next connection, not blocking; None where it is gone again. Where too many of the known
-    are unproven, the first of these is forgotten for it."""
-    try:
-        sock, _ = listener.accept()
-    except OSError:
-        return None
-    sock.setblocking(False)
-    keep_alive(sock)
-    unproven = [other for other in known if not other.proven]
-    if len(unproven) >= MOST_UNPROVEN:
-        forget(unproven[0])
-    return Channel(sock, token, server=True)
-
-
-def flush(channel: Channel, selector: selectors.BaseSelector) -> None:
-    """Send what can be sent now, and have the selector tell when more can."""
-    with contextlib.suppress(OSError):  # its end is noticed when it is read
-        channel.flush()
-    events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.bytes_to_send else 0)
-    key = selector.get_key(channel)
-    if key.events != events:
-        selector.modify(channel, events, key.data)
-
-
 def keep_alive(sock: socket.socket) -> None:
     """Send small things at once, and notice within half a minute when the other host is gone or cut off."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -249,7 +221,7 @@ def keep_alive(sock: socket.socket) -> None:
 
 
 def connect(addresses: Sequence[tuple[str, int]], token: bytes, *, timeout_s: float = 20.0) -> Channel:
-    """A proven channel to the first of the launcher's addresses that answers; Unreachable where none does."""
+    """A proven channel to the first of the launcher's addresses that answers; Unreachable if none does."""
     deadline = time.monotonic() + timeout_s
     tried: dict[str, str] = {}
     while True:
@@ -266,7 +238,7 @@ def connect(addresses: Sequence[tuple[str, int]], token: bytes, *, timeout_s: fl
 
 
 def connect_once(host: str, port: int, token: bytes, *, timeout_s: float) -> Channel:
-    """A proven channel to an address; NotProven where what listens there does not know the token."""
+    """A proven channel to an address; NotProven if what listens there does not know the token."""
     sock = socket.create_connection((host, port), timeout=timeout_s)
     try:
         keep_alive(sock)

@@ -11,10 +11,8 @@ generation is over, because the connections between hosts do not tell everybody.
 
 from __future__ import annotations
 
-import json
 import os
 import queue
-import socket
 import struct
 import threading
 from collections.abc import Callable
@@ -22,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unisono.runtime import status
+from unisono.runtime.local_channel import LocalChannel
 
 __all__ = [
     "JOINING",
@@ -36,20 +35,16 @@ __all__ = [
     "cut_entries",
     "find_membership",
     "join_entries",
-    "receive",
-    "send",
 ]
 
 VARIABLE = "UNISONO_CONTROL_FD"
 LOG_VARIABLE = "UNISONO_RESULTS_FD"
 JOINING = "UNISONO_JOINING"
 OVER_HOSTS = "UNISONO_OVER_HOSTS"
-BEAT_S = 0.5  # between two heartbeats
-MESSAGE_BYTES = 1 << 16
 
 
 class Dismissed(SystemExit):
-    """The run goes on without this worker: there are to be fewer. Ends its program, with status 0."""
+    """Ends a worker's program with status 0: the run goes on with fewer workers."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,7 @@ class ResultLog:
         return cut_entries(self.read_bytes(0))[0]
 
     def write(self, entries: list[bytes]) -> None:
-        """Add those of all `entries` that are not there yet."""
+        """Append those of `entries`, which are all so far, that the file does not have yet."""
         count, end = self._read_head()
         for entry in entries[count:]:
             data = join_entries([entry])
@@ -88,17 +83,17 @@ class ResultLog:
             os.pwrite(self._fd, self._COUNT.pack(count, end), 0)
 
     def rewrite(self, entries: list[bytes]) -> None:
-        """Have these entries, and no others."""
+        """Replace the entries."""
         if self.read() != entries[: self._read_head()[0]]:
             os.pwrite(self._fd, self._COUNT.pack(0, 0), 0)
         self.write(entries)
 
     def read_mark(self) -> tuple[int, ...]:
-        """Another one after each change."""
+        """A value that changes whenever the file does."""
         return (os.fstat(self._fd).st_mtime_ns, *self._read_head())
 
     def read_bytes(self, start: int) -> bytes:
-        """The entries as they lie in the file, from that byte of them on."""
+        """The entries' bytes from byte `start` on."""
         _, end = self._read_head()
         parts: list[bytes] = []
         while start < end and (part := os.pread(self._fd, end - start, self._COUNT.size + start)):
@@ -112,12 +107,12 @@ class ResultLog:
 
 
 def join_entries(entries: list[bytes]) -> bytes:
-    """Entries as they lie in the file."""
+    """Entries as a ResultLog's file holds them."""
     return b"".join(struct.pack("<q", len(entry)) + entry for entry in entries)
 
 
 def cut_entries(data: bytes) -> tuple[list[bytes], bytes]:
-    """The entries that are complete, and what is left."""
+    """Split a ResultLog's bytes into the entries that are complete, and the rest."""
     found, at = [], 0
     while len(data) >= at + 8 and len(data) >= at + 8 + (length := int(struct.unpack_from("<q", data, at)[0])):
         found.append(data[at + 8 : at + 8 + length])
@@ -129,7 +124,7 @@ class Membership:
     """The worker's end of the connection, and its heartbeat."""
 
     def __init__(self, fd: int, log_fd: int, *, joining: bool) -> None:
-        self._sock = socket.socket(fileno=fd)
+        self._channel = LocalChannel(fd)
         self.log = ResultLog(log_fd)
         self.generation = 0
         self.joining = joining  # this process was started into a run that goes on without it
@@ -137,7 +132,7 @@ class Membership:
 
     @property
     def is_regroup_requested(self) -> bool:
-        """Whether the launcher calls all to another generation."""
+        """Whether the launcher has asked all workers to form another generation."""
         return status.read_regroup_request() > self.generation
 
     def join_generation(self, *, is_open: bool = True) -> Assignment:
@@ -145,7 +140,7 @@ class Membership:
 
         `is_open`: another worker may begin where this one is.
         """
-        send(self._sock, {"kind": "come", "generation": self.generation, "open": is_open})
+        self._channel.send({"kind": "come", "generation": self.generation, "open": is_open})
         message, fds = self._await_answer()
         if message is None:
             raise Dismissed("the launcher has ended")
@@ -162,15 +157,15 @@ class Membership:
         )
 
     def _await_answer(self) -> tuple[dict[str, Any] | None, list[int]]:
-        return receive(self._sock)
+        return self._channel.receive()
 
     def acknowledge(self) -> None:
         """Tell the launcher that this worker trains in its generation."""
-        send(self._sock, {"kind": "settled", "generation": self.generation})
+        self._channel.send({"kind": "settled", "generation": self.generation})
 
 
 class HostsMembership(Membership):
-    """The same over several hosts: a thread listens for the end of a generation."""
+    """A membership over several hosts: a thread listens for the end of a generation."""
 
     def __init__(self, fd: int, log_fd: int, *, joining: bool) -> None:
         super().__init__(fd, log_fd, joining=joining)
@@ -181,7 +176,7 @@ class HostsMembership(Membership):
         threading.Thread(target=self._listen, name="unisono membership", daemon=True).start()
 
     def watch(self, generation: int, end: Callable[[str], None]) -> None:
-        """Have `end` called, with the reason, when that generation is over; at once where it is."""
+        """Have `end` called with the reason when that generation is over; at once if it is over already."""
         with self._lock:
             self._watched = generation, end
         self._tell()
@@ -191,7 +186,7 @@ class HostsMembership(Membership):
 
     def _listen(self) -> None:
         while True:
-            message, _ = receive(self._sock)
+            message, _ = self._channel.receive()
             if message is None or message["kind"] != "over":
                 self._answers.put(message)
                 if message is None:
@@ -211,7 +206,7 @@ class HostsMembership(Membership):
 
 
 def find_membership() -> Membership | None:
-    """That of this process; None where its run is not elastic. A program that a worker starts has none."""
+    """The membership of this process; None if its run is not elastic, or a worker has started it."""
     fd, log_fd = os.environ.pop(VARIABLE, ""), os.environ.pop(LOG_VARIABLE, "")
     if not fd or not status.is_attached():
         return None
@@ -219,22 +214,8 @@ def find_membership() -> Membership | None:
     return kind(int(fd), int(log_fd), joining=JOINING in os.environ)
 
 
-def send(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
-    """One message, with open files."""
-    socket.send_fds(sock, [json.dumps(message).encode()], list(fds))
-
-
-def receive(sock: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    """The next message and its open files; (None, []) where the other end is gone."""
-    try:
-        data, fds, _, _ = socket.recv_fds(sock, MESSAGE_BYTES, 1)
-    except ConnectionError:
-        return None, []
-    return (json.loads(data), list(fds)) if data else (None, [])
-
-
 def _beat() -> None:
     never = threading.Event()
     while True:
         status.beat()
-        never.wait(BEAT_S)
+        never.wait(status.BEAT_S)

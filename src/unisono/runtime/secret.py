@@ -18,7 +18,7 @@ _FEWEST_CHARACTERS = 16
 
 
 def derive_secret(secret: bytes, purpose: str) -> bytes:
-    """Another secret, for one purpose, that tells nothing of the first."""
+    """Derive a secret for one purpose, from which the first cannot be found."""
     return hmac.digest(secret, b"unisono " + purpose.encode(), hashlib.sha256)
 
 

@@ -57,12 +57,12 @@ def noting() -> Iterator[None]:
 
 
 def told() -> bool:
-    """Whether this process has got the word."""
+    """Whether this process has been sent SIGTERM."""
     return _told_at is not None
 
 
 def note_agreement() -> None:
-    """All ranks know, and are about to leave."""
+    """Note that all ranks have agreed to leave."""
     global _agreed
     _agreed = True
 
@@ -86,6 +86,6 @@ def _note(signum: int, frame: FrameType | None) -> None:
 
 
 def _tell_launcher(*, wanted: bool) -> None:
-    """On the status page; and on the pipe for reports, which is there where the page is, so that it looks."""
+    """Note the wish on the status page, and send a report so that the launcher looks at the page."""
     if status.note_wish(preemptible=wanted):
         status.report("preemptible", wanted=wanted)

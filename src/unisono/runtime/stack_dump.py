@@ -78,7 +78,7 @@ def answer_here() -> StackFile | None:
 
 
 def open_file(pid: int, fd: int) -> StackFile | None:
-    """The file of another process of this user; None where it has none."""
+    """Open the stack file of another process of this user; None if it has none."""
     path = f"/proc/{pid}/fd/{fd}"
     try:
         return StackFile(os.open(path, os.O_RDWR)) if fd >= 0 and _NAME in os.readlink(path) else None

@@ -19,6 +19,7 @@ from unisono.runtime.memfd import anonymous_file
 from unisono.runtime.variables import read_worker_number
 
 __all__ = [
+    "BEAT_S",
     "StatusPage",
     "WorkerStatus",
     "attach",
@@ -31,6 +32,7 @@ __all__ = [
     "report",
 ]
 
+BEAT_S = 0.5  # between two heartbeats of a worker
 _MAGIC = b"unisono status 1"
 _HEADER = struct.Struct("<16sQ")  # magic, number of rows
 _STEP = struct.Struct("<q")
@@ -177,7 +179,7 @@ def note_wish(*, preemptible: bool) -> bool:
 
 
 def beat() -> None:
-    """Show that this process is not stopped."""
+    """Give a heartbeat, which shows that this process is not stopped."""
     if _page is not None:
         _TIME.pack_into(_page, _offset + _BEAT_AT, monotonic())
 

@@ -9,8 +9,22 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-__all__ = ["Moment", "begin_pause", "clock", "end_pause", "look", "on_look", "paused_s"]
+__all__ = [
+    "DEBUGGER",
+    "DEBUGGER_WAIT_S",
+    "PDB",
+    "Moment",
+    "begin_pause",
+    "clock",
+    "end_pause",
+    "look",
+    "on_look",
+    "paused_s",
+]
 
+DEBUGGER = "UNISONO_DEBUGGER"  # where the launcher's hub is: "host:port,host:port"; "0": no debugger
+DEBUGGER_WAIT_S = "UNISONO_DEBUG_WAIT_S"  # how long stopped workers wait for a prompt if there is no terminal
+PDB = "UNISONO_PDB"  # "1": stop where a worker raises
 active = False  # whether `look` has something to do
 Moment = Literal["before", "after", "step"]  # an operation of the world begins, or is over; a step has ended
 _looks: list[Callable[[Moment], None]] = []
@@ -19,13 +33,13 @@ _since: float | None = None
 
 
 def look(moment: Moment) -> None:
-    """Stop here, where this thread is asked to."""
+    """Stop here, if this thread has been asked to."""
     for call in _looks:
         call(moment)
 
 
 def on_look(call: Callable[[Moment], None]) -> None:
-    """Have `call` asked by `look`; it sets `active`."""
+    """Register a function that `look` calls; the function sets `active`."""
     if call not in _looks:
         _looks.append(call)
 
@@ -38,19 +52,19 @@ def begin_pause() -> None:
 
 
 def end_pause() -> None:
-    """They go on."""
+    """The workers go on."""
     global ended_s, _since
     if _since is not None:
         ended_s, _since = ended_s + time.perf_counter() - _since, None
 
 
 def paused_s() -> float:
-    """For how long they have been stopped in all."""
+    """For how many seconds the workers have been stopped in all."""
     return _count_paused(time.perf_counter())
 
 
 def clock() -> float:
-    """Seconds, without those in which people looked at stopped workers: for limits of waiting."""
+    """A clock for deadlines: it stands still while workers are stopped."""
     now = time.perf_counter()  # one reading: between two, this thread may have had to wait for a core
     return now - _count_paused(now)
 

@@ -12,7 +12,16 @@ from typing import NamedTuple
 
 from unisono.runtime.channel import Channel, Frame, NotProven
 
-__all__ = ["ANSWER", "LONGEST_KEY", "LONGEST_MESSAGE", "PROBLEM", "Message", "MessageReader", "send_message"]
+__all__ = [
+    "ANSWER",
+    "LONGEST_KEY",
+    "LONGEST_MESSAGE",
+    "PROBLEM",
+    "Message",
+    "MessageReader",
+    "pack_parts",
+    "send_message",
+]
 
 LONGEST_KEY = 4096
 LONGEST_MESSAGE = 32 << 20
@@ -29,10 +38,15 @@ class Message(NamedTuple):
 
 def send_message(channel: Channel, kind: str, parts: Sequence[bytes] = ()) -> None:
     """Queue a message, and send what can be sent now."""
+    channel.send(kind, pack_parts(parts))
+
+
+def pack_parts(parts: Sequence[bytes]) -> bytes:
+    """The contents of the frames of a message; ValueError if it is too long."""
     body = b"".join(_LENGTH.pack(len(part)) + part for part in parts)
     if len(body) > LONGEST_MESSAGE:
         raise ValueError(f"a message of {len(body)} bytes to a store; expected at most {LONGEST_MESSAGE}")
-    channel.send(kind, _LENGTH.pack(len(body)) + body)
+    return _LENGTH.pack(len(body)) + body
 
 
 class MessageReader:

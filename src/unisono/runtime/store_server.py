@@ -1,7 +1,7 @@
 """The store in which ranks meet: keys and values in memory, for those who prove that they know the run's secret.
 
-One thread, one selector; no torch, no pickle. A question about a key that is not there yet is answered when it is:
-nobody asks twice. What strangers can use up is limited: connections, the time to prove themselves, bytes.
+One thread, no torch, no pickle. A question about a key that is not there yet is answered when it is: nobody asks twice.
+What strangers can use up is limited (channel_server.py), and so are keys and values.
 
 | question | parts | answer |
 |---|---|---|
@@ -23,50 +23,48 @@ nobody asks twice. What strangers can use up is limited: connections, the time t
 
 from __future__ import annotations
 
-import selectors
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from unisono.runtime.channel import GREETING_S, MOST_UNPROVEN, Channel, keep_alive
-from unisono.runtime.store_messages import ANSWER, LONGEST_KEY, PROBLEM, Message, MessageReader, send_message
+from unisono.runtime.channel import Channel, Frame
+from unisono.runtime.channel_server import ChannelServer
+from unisono.runtime.event_loop import EventLoop
+from unisono.runtime.store_messages import ANSWER, LONGEST_KEY, PROBLEM, Message, MessageReader, pack_parts
 
 __all__ = ["StoreServer"]
 
 MOST_BYTES = 512 << 20  # of all keys and values
 MOST_KEYS = 1 << 20
 _MOST_UNREAD = 64 << 20  # bytes of answers that a client has not taken
-_NO_DESCRIPTORS_S = 0.05  # until accepting is tried again
 
 
 class _Client:
     """One connection, and what it waits for: only one question at a time."""
 
-    def __init__(self, sock: socket.socket, secret: bytes) -> None:
-        self.channel = Channel(sock, secret, server=True)
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
         self.reader = MessageReader()
         self.missing: set[bytes] = set()
         self.resume: Callable[[], None] | None = None  # asks again, once nothing is missing
-
-    def fileno(self) -> int:
-        return self.channel.fileno()
 
 
 class StoreServer:
     """Serves from `start` to `close`; connections made before `start` are served then."""
 
     def __init__(self, listener: socket.socket, secret: bytes) -> None:
-        self._listener, self._secret = listener, secret
         self.address: tuple[str, int] = listener.getsockname()[:2]
         self._values: dict[bytes, bytes] = {}
         self._queues: dict[bytes, deque[bytes]] = {}
         self._bytes = 0
         self._waiting: dict[bytes, dict[_Client, None]] = {}  # by the key that they wait for, in their order
-        self._unproven: dict[_Client, None] = {}  # the oldest first
-        self._selector = selectors.DefaultSelector()
-        self._wakes, self._waker = socket.socketpair()
+        self._clients: dict[Channel, _Client] = {}
+        self._loop = EventLoop()
+        self._server = ChannelServer(
+            self._loop, listener, secret, self._on_frames, self._on_lost, most_unread=_MOST_UNREAD
+        )
+        self._is_closing = False
         self._thread = threading.Thread(target=self._serve, name="unisono-store", daemon=True)
         self._questions: dict[str, tuple[int, Callable[..., Sequence[bytes] | None]]] = {
             "S": (2, self._set),
@@ -87,105 +85,35 @@ class StoreServer:
 
     def start(self) -> None:
         """Serve, in a thread of this process."""
-        self._listener.setblocking(False)
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._wakes, selectors.EVENT_READ)
+        self._server.start()
         self._thread.start()
 
     def close(self) -> None:
         """End the store: every connection is closed."""
+        self._is_closing = True
         if self.serving:
-            self._waker.send(b"x")
+            self._loop.wake()
             self._thread.join()
-        self._listener.close()
-        self._selector.close()
-        self._wakes.close()
-        self._waker.close()
+        self._server.close()
+        self._loop.close()
+
+    def _serve(self) -> None:
+        while not self._is_closing:
+            self._loop.pump(self._server.drop_late())
 
     # -- connections ---------------------------------------------------------------------------------------------------
 
-    def _serve(self) -> None:
-        while True:
-            for key, events in self._selector.select(self._patience_s()):
-                if key.fileobj is self._wakes:
-                    self._end()
-                    return
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif key.fd in self._selector.get_map():  # else it was closed for another's sake
-                    self._on_client(key.data, events)
-            now = time.monotonic()
-            while self._unproven and now > (oldest := next(iter(self._unproven))).channel.since + GREETING_S:
-                self._drop(oldest)
+    def _on_frames(self, channel: Channel, frames: list[Frame]) -> None:
+        client = self._clients.setdefault(channel, _Client(channel))
+        for message in client.reader.read(frames):
+            if client.resume is not None:
+                raise ConnectionError("a question before the last was answered")
+            self._take(client, message)
 
-    def _patience_s(self) -> float | None:
-        if not self._unproven:
-            return None
-        return max(0.0, next(iter(self._unproven)).channel.since + GREETING_S - time.monotonic())
-
-    def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except BlockingIOError:
-            return
-        except OSError:  # no descriptors are left, or the caller has gone
-            if self._unproven:
-                self._drop(next(iter(self._unproven)))
-            else:
-                time.sleep(_NO_DESCRIPTORS_S)
-            return
-        sock.setblocking(False)
-        client = _Client(sock, self._secret)
-        self._unproven[client] = None
-        self._selector.register(client, selectors.EVENT_READ, client)
-        try:
-            keep_alive(sock)
-            client.channel.flush()
-        except OSError:
-            self._drop(client)
-        if len(self._unproven) > MOST_UNPROVEN:
-            self._drop(next(iter(self._unproven)))
-
-    def _on_client(self, client: _Client, events: int) -> None:
-        try:
-            client.channel.flush()
-            frames = client.channel.receive() if events & selectors.EVENT_READ else []
-            if frames is None:
-                self._drop(client)
-                return
-            if client.channel.proven:
-                self._unproven.pop(client, None)
-            for message in client.reader.read(frames):
-                if client.resume is not None:
-                    raise ConnectionError("a question before the last was answered")
-                self._take(client, message)
-        except OSError:  # a stranger, a damaged message, or a host that is gone
-            self._drop(client)
-            return
-        self._watch(client)
-
-    def _watch(self, client: _Client) -> None:
-        """Be told when a client can be read from, and written to where something is left for it."""
-        unread = client.channel.bytes_to_send
-        if unread > _MOST_UNREAD:
-            self._drop(client)
-            return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if unread else 0)
-        if self._selector.get_key(client).events != events:
-            self._selector.modify(client, events, client)
-
-    def _drop(self, client: _Client) -> None:
-        if client.fileno() < 0:  # it was dropped before
-            return
-        self._selector.unregister(client)
-        self._unproven.pop(client, None)
-        self._stop_waiting(client)
-        client.channel.close()
-
-    def _end(self) -> None:
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.data, _Client):
-                self._drop(key.data)
+    def _on_lost(self, channel: Channel) -> None:
+        client = self._clients.pop(channel, None)
+        if client is not None:
+            self._stop_waiting(client)
 
     # -- questions -----------------------------------------------------------------------------------------------------
 
@@ -213,7 +141,7 @@ class StoreServer:
                 self._say(client, ANSWER, answer)
 
     def _answer_when_there(self, client: _Client, message: Message) -> Sequence[bytes] | None:
-        """None where the client has to wait."""
+        """The answer to a question that may have to wait for keys; None if the client waits."""
         keys = message.parts if message.kind != "O" else message.parts[:1]
         there: Iterable[bytes] = self._values if message.kind != "O" else self._queues
         missing = {key for key in keys if key not in there}
@@ -230,9 +158,10 @@ class StoreServer:
 
     def _say(self, client: _Client, kind: str, parts: Sequence[bytes]) -> None:
         try:
-            send_message(client.channel, kind, parts)
+            body = pack_parts(parts)
         except ValueError as error:
-            send_message(client.channel, PROBLEM, [str(error).encode()])
+            kind, body = PROBLEM, pack_parts([str(error).encode()])
+        self._server.send_frame(client.channel, kind, body)
 
     def _stop_waiting(self, client: _Client) -> None:
         for key in client.missing:
@@ -244,7 +173,7 @@ class StoreServer:
         client.missing, client.resume = set(), None
 
     def _wake(self, key: bytes, kind: str) -> None:
-        """A key is there: whoever lacked nothing else asks again."""
+        """A key has come: ask the questions again that lacked only this one."""
         for client in list(self._waiting.get(_name(kind, key), {})):
             if client.missing != {key}:
                 client.missing.discard(key)
@@ -253,11 +182,7 @@ class StoreServer:
             resume = client.resume
             self._stop_waiting(client)
             assert resume is not None
-            try:
-                resume()
-                self._watch(client)
-            except OSError:
-                self._drop(client)
+            resume()
         if not self._waiting.get(_name(kind, key), {None: None}):
             del self._waiting[_name(kind, key)]
 
@@ -344,7 +269,7 @@ class StoreServer:
 
 
 def _name(kind: str, key: bytes) -> bytes:
-    """Queues have names of their own."""
+    """The key of `_waiting`: values and queues are told apart."""
     return (b"queue " if kind == "O" else b"value ") + key
 
 

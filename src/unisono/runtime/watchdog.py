@@ -17,7 +17,6 @@ from unisono.runtime.variables import are_checks_on
 
 __all__ = ["Watchdog", "find_watchdog", "watch_alone"]
 
-BEAT_S = 0.5
 WARN_AT, LATE_AT, LATE_S = 0.25, 0.9, 5.0  # shares of the deadline; how long before it, where that is later
 _NOTED_S = 0.5  # a wait that is shown on the status page
 
@@ -35,7 +34,7 @@ class _Wait:
 
 
 class Watchdog:
-    """Of one process. `tell` is given (kind, what, seconds, deadline) of a wait that takes long."""
+    """Watches the waits of one process. `tell` is given (kind, what, seconds, deadline) of one that takes long."""
 
     def __init__(self, tell: Callable[[str, str, float, float], None], beat: Callable[[], None]) -> None:
         self._tell, self._beat = tell, beat
@@ -54,13 +53,13 @@ class Watchdog:
             self._changed.set()
 
     def leave(self) -> None:
-        """It waits no more."""
+        """This thread has stopped waiting."""
         wait = self._waits.pop(threading.get_ident(), None)
         if wait is not None and wait.is_noted:
             status.note(doing="")
 
     def look(self, now: float) -> None:
-        """Say what takes long."""
+        """Tell of waits that take long; `now` leaves out pauses in the debugger."""
         for wait in list(self._waits.values()):
             waited_s = now - wait.began
             if waited_s > _NOTED_S and not wait.is_noted:
@@ -76,7 +75,7 @@ class Watchdog:
         while os.getpid() == self.pid:
             self._beat()
             self.look(time.monotonic() - stops.paused_s())
-            if self._changed.wait(min(BEAT_S, self._shortest_s / 50)):
+            if self._changed.wait(min(status.BEAT_S, self._shortest_s / 50)):
                 self._changed.clear()
 
 
@@ -85,13 +84,13 @@ _alone: tuple[Callable[[str, str, float, float], None], Callable[[], None]] | No
 
 
 def watch_alone(tell: Callable[[str, str, float, float], None], beat: Callable[[], None]) -> None:
-    """What is done in a process that no launcher of ours started."""
+    """Set what a watchdog does in a process that no launcher of ours started."""
     global _alone
     _alone = tell, beat
 
 
 def find_watchdog() -> Watchdog | None:
-    """This process's; a forked child of a worker has none."""
+    """The watchdog of this process; a forked child of a worker has none."""
     global _watchdog
     if not are_checks_on():
         return None

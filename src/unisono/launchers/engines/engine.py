@@ -29,9 +29,20 @@ if TYPE_CHECKING:
     from unisono.launchers.job import Job
     from unisono.launchers.output import Mode
 
-__all__ = ["Engine", "EngineError", "ProcessStarted", "Started", "Work", "agent_command", "find_program", "split_host"]
+__all__ = [
+    "AGENT",
+    "Engine",
+    "EngineError",
+    "ProcessStarted",
+    "Started",
+    "Work",
+    "agent_command",
+    "find_program",
+    "split_host",
+]
 
 T = TypeVar("T")
+AGENT = "UNISONO_AGENT"  # the variable with all that an agent is told, as JSON; see worker/agent.py
 
 
 @dataclass(frozen=True)
@@ -159,7 +170,7 @@ class Engine:
 
         Tables of the engine among the arguments become parts of them: an engine that has tables has a field `tables`.
         """
-        from unisono.launchers.calls import call_on
+        from unisono.launchers.launch_function import call_on
         from unisono.launchers.worker.task import replace_tables
 
         lifted, keywords, tables = replace_tables(args, kwargs or {}, self.is_table)

@@ -1,7 +1,8 @@
 """The agent of one worker: an engine starts it on the worker's host, and it starts and watches that worker.
 
-Started by start.py, without torch, with UNISONO_LAUNCHER (addresses), UNISONO_TOKEN and UNISONO_ENGINE
-in the environment.
+Started by start.py, without torch. UNISONO_AGENT in the environment is JSON: `launcher` (addresses), `token`, `engine`
+(whose variables name the rank), `page` (meeting_page.py), `heartbeat_s` (None if workers stay), `parent` (the process
+with which the agent ends, if any).
 
 1. Reach the launcher, say who this is (the engine's rank), and wait until all workers of this attempt are there.
 2. Start the worker (program.py) as the local launcher would: same pipes, same status page.
@@ -15,27 +16,26 @@ import contextlib
 import json
 import os
 import secrets
-import selectors
 import signal
 import socket
 import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from unisono.launchers import guard
+from unisono.launchers.engines.engine import AGENT
 from unisono.launchers.environment import threads_per_worker, worker_environment
-from unisono.launchers.forks import open_starter
 from unisono.launchers.meeting_page import open_page
-from unisono.launchers.processes import Command, Process
+from unisono.launchers.processes import Command, Pipes, Process, open_starter
 from unisono.launchers.stacks import StackFiles
 from unisono.launchers.store import store_variables
 from unisono.launchers.worker.program import die_with
 from unisono.runtime.channel import Channel, Frame, Unreachable, connect
+from unisono.runtime.event_loop import EventLoop
 from unisono.runtime.machine import interface_of_address, read_boot_id, read_namespaces
 from unisono.runtime.memfd import anonymous_file
 from unisono.runtime.place import Place, read_place
@@ -43,27 +43,26 @@ from unisono.runtime.run_folder import FOLDER, FOLDER_ID
 from unisono.runtime.stack_dump import VARIABLE as STACKS
 from unisono.runtime.status import StatusPage
 
-__all__ = ["UNREACHED", "Agent", "OneWorkerAgent", "identity", "launcher_addresses", "serve_worker"]
+__all__ = ["UNREACHED", "Agent", "OneWorkerAgent", "identity", "serve_worker"]
 
 UNREACHED, _DRAIN_S = 97, 10.0
 _ON_SIGTERM = ((0.0, signal.SIGTERM), (1.0, signal.SIGKILL))
 _ON_LOSS = ((0.0, signal.SIGKILL),)
-_PIPES = ("stdout", "stderr", "report")
 
 
 class Agent(ABC):
-    """What the agents of workers that stay, and of those that come and go (elastic_agent.py), have in common."""
+    """Base of OneWorkerAgent and of ElasticAgent (elastic_agent.py), whose workers come and go."""
 
-    def __init__(self, channel: Channel, place: Place) -> None:
+    def __init__(self, channel: Channel, place: Place, told: Mapping[str, Any]) -> None:
         self.channel, self.place = channel, place
         self.run_id = secrets.token_hex(12)
-        self._selector = selectors.DefaultSelector()
+        self._loop = EventLoop()
         self._schedule: list[tuple[float, int]] = []
         self._starter = open_starter("fresh")
         self._process: Process | None = None
         self._page: StatusPage | None = None
         self._payload, self._result = -1, -1
-        self._meeting_page = open_page(os.environ.pop("UNISONO_MEETING_PAGE", ""))
+        self._meeting_page = open_page(told["page"])
         self._stacks = StackFiles()
         self._pieces: list[bytes] = []
         self._start: dict[str, Any] | None = None
@@ -73,17 +72,14 @@ class Agent(ABC):
 
     @abstractmethod
     def serve(self) -> int:
-        """Do it all; the exit status for the engine."""
+        """Serve to the end; returns the exit status for the engine."""
 
     # -- 1. meet -------------------------------------------------------------------------------------------------------
 
     def _take_signals(self) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides
         signal.signal(signal.SIGTERM, self._on_sigterm)
-        self._wakes, self._waker = socket.socketpair()  # so that a signal ends the wait in select
-        self._waker.setblocking(False)
-        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
-        self._selector.register(self._wakes, selectors.EVENT_READ, lambda: self._wakes.recv(64))
+        signal.set_wakeup_fd(self._loop.waker.fileno(), warn_on_full_buffer=False)
 
     def _say_hello(self) -> None:
         place = self.place
@@ -96,7 +92,7 @@ class Agent(ABC):
             page=os.fstat(self._meeting_page).st_ino if self._meeting_page >= 0 else None,
             pid=os.getpid(),
         )
-        self._selector.register(self.channel, selectors.EVENT_READ, self._on_launcher)
+        self._loop.watch(self.channel, self._on_launcher)
 
     def _on_launcher(self) -> None:
         try:
@@ -156,14 +152,11 @@ class Agent(ABC):
         )
         process = self._process = self._starter.start(command)
         os.close(report_end)
-        assert process.stdout is not None
-        assert process.stderr is not None
-        self._fds = dict(zip(_PIPES, (process.stdout, process.stderr, report_fd), strict=True))
-        for name, fd in self._fds.items():
-            os.set_blocking(fd, False)
-            self._selector.register(fd, selectors.EVENT_READ, partial(self._relay, name))
+        self._report_fd = report_fd
+        fds = {"o": process.stdout, "e": process.stderr, "r": report_fd}  # by the kinds of frames that they go into
+        self._pipes = Pipes(self._loop, fds, self._send)
         if process.pid_fd is not None:
-            self._selector.register(process.pid_fd, selectors.EVENT_READ, self._on_exit)
+            self._loop.watch(process.pid_fd, self._on_exit)
         self._send_status("started")
 
     def _more_descriptors(self) -> dict[str, int]:
@@ -201,8 +194,6 @@ class Agent(ABC):
             threads=threads,
             faults=start["faults"],
         )
-        for name in ("UNISONO_TOKEN", "UNISONO_LAUNCHER", "UNISONO_ENGINE"):  # the worker has no use for them
-            env.pop(name, None)
         env |= {name: start["env"][name] for name in (FOLDER, FOLDER_ID) if start["env"].get(name)}
         env |= store_variables(address, self.channel.derive_secret("run").hex())
         env.update(
@@ -219,7 +210,7 @@ class Agent(ABC):
     # -- 3. relay ------------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Until the worker has ended and the launcher was told."""
+        """Relay until the worker has ended, and tell the launcher how."""
         assert self._process is not None
         while self._status is None:
             self._pump(0.1 if self._process.pid_fd is None or self._schedule else None)
@@ -237,9 +228,7 @@ class Agent(ABC):
                 self._process.send(number)
         if self._schedule:
             wait_s = min(self._schedule[0][0] - now, 60.0 if wait_s is None else wait_s)
-        for key, _ in self._selector.select(wait_s):
-            if key.fileobj in self._selector.get_map():
-                key.data()
+        self._loop.pump(wait_s)
 
     def _stop(self, schedule: Sequence[tuple[float, int]]) -> None:
         now = time.monotonic()
@@ -248,38 +237,22 @@ class Agent(ABC):
             self._leave = self._leave or 128 + signal.SIGTERM
 
     def _on_sigterm(self, *_: object) -> None:
-        """From the engine: a worker that asked for it is told to save and leave, and has the grace time for it."""
+        """The engine ends this agent: have a worker that asked for it save and leave within the grace time."""
         self._terminated = True
         asked = self._page is not None and self._page.read(self.place.rank).preemptible
         grace_s = self._start["grace_s"] if self._start is not None and asked else 0.0
         self._stop(((0.0, signal.SIGTERM), (grace_s, signal.SIGKILL)) if grace_s else _ON_SIGTERM)
 
-    def _relay(self, name: str) -> bool:
-        """Pass one piece on; False when there is nothing now."""
-        fd = self._fds[name]
-        try:
-            data = os.read(fd, 1 << 16)
-        except BlockingIOError:
-            return False
-        if not data:
-            self._selector.unregister(fd)
-            return False
-        self._send({"stdout": "o", "stderr": "e", "report": "r"}[name], data)
-        return True
-
     def _drain(self) -> None:
-        """What the pipes hold now: a child of the worker may keep them open."""
-        for name, fd in self._fds.items():
-            for _ in range(64):
-                if fd not in self._selector.get_map() or not self._relay(name):
-                    break
+        """Pass on what the worker has said last."""
+        self._pipes.drain()
 
     def _on_exit(self) -> None:
         assert self._process is not None
         if self._status is None:
             self._status = self._process.exit_status()
             if self._status is not None and self._process.pid_fd is not None:
-                self._selector.unregister(self._process.pid_fd)
+                self._loop.forget(self._process.pid_fd)
 
     def _send_result(self) -> None:
         size, done = os.fstat(self._result).st_size, 0
@@ -296,7 +269,7 @@ class Agent(ABC):
         self._send_json(kind=kind, pid=pid, step=status.step, doing=status.doing, since_s=since_s, **fields)
 
     def _send_stacks(self) -> None:
-        """What the worker is doing, by its stacks."""
+        """Send the worker's stacks to the launcher."""
         if self._process is None or self._page is None or self._status is not None:
             return
         (found,) = self._stacks.gather({self.place.rank: self._process.pid}, self._page)
@@ -318,7 +291,7 @@ class Agent(ABC):
 
     @abstractmethod
     def _lose_launcher(self) -> None:
-        """The connection has broken."""
+        """Handle the loss of the connection to the launcher."""
 
     # -- 4. leave nothing behind ---------------------------------------------------------------------------------------
 
@@ -338,7 +311,7 @@ class OneWorkerAgent(Agent):
     """The agent of one worker, from the greeting to the end."""
 
     def serve(self) -> int:
-        """Do it all; the exit status for the engine."""
+        """Serve to the end; returns the exit status for the engine."""
         self._take_signals()
         self._say_hello()
         while self._start is None and not self._is_ending:
@@ -358,7 +331,7 @@ class OneWorkerAgent(Agent):
         return self._lost or self._leave is not None or bool(self._schedule)
 
     def _await_leave(self) -> None:
-        """Until the launcher knows, or has gone."""
+        """Wait until the launcher knows how the worker ended, or is gone."""
         deadline = time.monotonic() + _DRAIN_S
         while self._leave is None and not self._lost and time.monotonic() < deadline:
             self._pump(deadline - time.monotonic())
@@ -367,8 +340,7 @@ class OneWorkerAgent(Agent):
 
     def _lose_launcher(self) -> None:
         self._lost = True
-        if self.channel in self._selector.get_map():
-            self._selector.unregister(self.channel)
+        self._loop.forget(self.channel)
         self._stop(_ON_LOSS)
 
     def _code(self) -> int:
@@ -384,39 +356,33 @@ def _engine_descriptors() -> dict[str, int]:
 
 
 def identity() -> str:
-    """The same for two workers just when they are on one host and see the same accelerators."""
+    """Equal for two workers exactly if they are on one host and see the same accelerators."""
     parts = [os.environ.get("CUDA_VISIBLE_DEVICES", "")]
     with contextlib.suppress(OSError):
         parts += [read_boot_id(), *read_namespaces("net")]
     return " ".join([os.environ.get("UNISONO_HOST", socket.gethostname()), *parts])
 
 
-def launcher_addresses() -> list[tuple[str, int]]:
-    """Where the launcher may be reached, as the environment says."""
-    pairs = [text.rpartition(":") for text in os.environ["UNISONO_LAUNCHER"].split(",")]
-    addresses = [(host, int(port)) for host, _, port in pairs]
-    launched_from = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
-    if launched_from and os.environ.get("UNISONO_ENGINE") == "Slurm":
-        addresses.insert(0, (launched_from, addresses[0][1]))
-    return list(dict.fromkeys(addresses))
-
-
 def serve_worker() -> int:
     """Serve the worker whose place the environment names."""
-    parent = os.environ.pop("UNISONO_AGENT_PARENT", "")
-    if parent:  # the engine's own process, with which this one ends
-        die_with(int(parent))
-    place = read_place(engine=os.environ.get("UNISONO_ENGINE") or None)
+    told = json.loads(os.environ.pop(AGENT))  # the worker has no use for it
+    if "parent" in told:
+        die_with(told["parent"])
+    place = read_place(engine=told["engine"] or None)
     if place is None:
         print("unisono: the engine did not say which worker this is", file=sys.stderr)
         return UNREACHED
+    addresses = [(host, port) for host, port in told["launcher"]]
+    launched_from = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
+    if launched_from and told["engine"] == "Slurm":
+        addresses.insert(0, (launched_from, addresses[0][1]))
     try:
-        channel = connect(launcher_addresses(), bytes.fromhex(os.environ["UNISONO_TOKEN"]))
+        channel = connect(list(dict.fromkeys(addresses)), bytes.fromhex(told["token"]))
     except Unreachable as error:
         print(f"unisono: {error}", file=sys.stderr)
         return UNREACHED
-    if "UNISONO_ELASTIC" in os.environ:
-        from unisono.launchers.worker.elastic_agent import ElasticAgent
+    if told["heartbeat_s"] is None:
+        return OneWorkerAgent(channel, place, told).serve()
+    from unisono.launchers.worker.elastic_agent import ElasticAgent
 
-        return ElasticAgent(channel, place).serve()
-    return OneWorkerAgent(channel, place).serve()
+    return ElasticAgent(channel, place, told).serve()

@@ -14,17 +14,19 @@ Beyond what agent.py does:
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-import selectors
 import signal
 import socket
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from unisono.launchers import guard
 from unisono.launchers.worker.agent import UNREACHED, Agent
 from unisono.runtime import membership
 from unisono.runtime.channel import Channel, Frame, Unreachable, connect
+from unisono.runtime.local_channel import LocalChannel
 from unisono.runtime.memfd import anonymous_file
 from unisono.runtime.place import Place
 from unisono.runtime.status import StatusPage
@@ -40,18 +42,18 @@ _TRY_S = 1.0
 class ElasticAgent(Agent):
     """The agent of one place, for all workers that it has in turn."""
 
-    def __init__(self, channel: Channel, place: Place) -> None:
-        super().__init__(channel, place)
+    def __init__(self, channel: Channel, place: Place, told: Mapping[str, Any]) -> None:
+        super().__init__(channel, place, told)
         self._page = StatusPage.create(place.size)
-        self._heartbeat_s = float(os.environ["UNISONO_ELASTIC"])
-        self._token = bytes.fromhex(os.environ["UNISONO_TOKEN"])
+        self._heartbeat_s = float(told["heartbeat_s"])
+        self._token = bytes.fromhex(told["token"])
         self._launcher: tuple[str, int] = channel.sock.getpeername()[:2]
         self._heard = self._beaten = self._tried = time.monotonic()
         self._fresh_since = self._heard  # neither this process nor the worker was stopped on purpose since
         self._paused = False  # with the launcher, by Ctrl-Z
         self._is_gone = False  # the launcher
         self._next: Channel | None = None  # to the launcher, when the worker of the former one has ended
-        self._control: socket.socket | None = None  # to the worker
+        self._control: LocalChannel | None = None  # to the worker
         self._log_pieces: list[bytes] = []
         self._log: membership.ResultLog | None = None
         self._log_fd = -1
@@ -93,7 +95,9 @@ class ElasticAgent(Agent):
             self._log_pieces.append(frame.body)
             return
         if frame.kind == "C":
-            self._pass_to_worker(frame.body)
+            if self._control is not None:
+                with contextlib.suppress(OSError):  # it has died, and its end will be noticed
+                    self._control.send(frame.json())
             return
         message = frame.json() if frame.kind == "J" else {}
         if message.get("kind") == "beat":
@@ -115,9 +119,9 @@ class ElasticAgent(Agent):
         self._theirs.close()
 
     def _more_descriptors(self) -> dict[str, int]:
-        self._control, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control.setblocking(False)
-        self._selector.register(self._control, selectors.EVENT_READ, self._on_worker)
+        self._control, self._theirs = LocalChannel.pair()
+        self._control.set_timeout(0)
+        self._loop.watch(self._control, self._on_worker)
         self._log_fd = anonymous_file("unisono-results")
         self._log = membership.ResultLog(self._log_fd)
         self._log.write(membership.cut_entries(b"".join(self._log_pieces))[0])
@@ -145,12 +149,10 @@ class ElasticAgent(Agent):
         self._send_log()
 
     def _retire(self) -> None:
-        """Let go of all that this process has of a worker that has ended."""
+        """Close everything that belongs to a worker that has ended."""
         assert self._process is not None
-        for fd in self._fds.values():
-            if fd in self._selector.get_map():
-                self._selector.unregister(fd)
-        os.close(self._fds["report"])
+        self._pipes.forget()
+        os.close(self._report_fd)
         os.close(self._log_fd)
         self._drop_control()
         for fd in (self._payload, self._result):
@@ -171,29 +173,22 @@ class ElasticAgent(Agent):
 
     # -- what they tell each other -------------------------------------------------------------------------------------
 
-    def _pass_to_worker(self, data: bytes) -> None:
-        if self._control is not None:
-            with contextlib.suppress(OSError):  # it has died, and its end will be noticed
-                self._control.send(data)
-
     def _on_worker(self) -> bool:
-        """Pass one message on; False where there is none now."""
+        """Pass one message of the worker on to the launcher; False if there is none now."""
         assert self._control is not None
         try:
-            data = self._control.recv(membership.MESSAGE_BYTES)
+            message, _ = self._control.receive()
         except BlockingIOError:
             return False
-        except OSError:
-            data = b""
-        if not data:
+        if message is None:
             self._drop_control()
             return False
-        self._send("C", data)
+        self._send("C", json.dumps(message).encode())
         return True
 
     def _drop_control(self) -> None:
         if self._control is not None:
-            self._selector.unregister(self._control)
+            self._loop.forget(self._control)
             self._control.close()
             self._control = None
 
@@ -224,13 +219,10 @@ class ElasticAgent(Agent):
             if slept or self._paused:
                 self._heard = self._fresh_since = now
             self._beat(now)
-        if now - self._heard > self._heartbeat_s and now - self._tried >= _TRY_S and self._is_searching:
+        is_due = now - self._heard > self._heartbeat_s and now - self._tried >= _TRY_S
+        if is_due and not self._is_over and self._next is None:
             self._reach_again()
             self._tried = time.monotonic()
-
-    @property
-    def _is_searching(self) -> bool:
-        return not self._is_over and self._next is None
 
     def _beat(self, now: float) -> None:
         if self._process is None or self._status is not None:
@@ -248,8 +240,7 @@ class ElasticAgent(Agent):
         if self._lost:
             return
         self._lost = True
-        if self.channel in self._selector.get_map():
-            self._selector.unregister(self.channel)
+        self._loop.forget(self.channel)
         self.channel.close()
         self._heard = min(self._heard, time.monotonic() - self._heartbeat_s)
         self._tried = 0.0
@@ -260,7 +251,7 @@ class ElasticAgent(Agent):
             self._process.send_group(signal.SIGKILL)
 
     def _reach_again(self) -> None:
-        """Nothing was heard for too long: another connection may do."""
+        """Try another connection: the launcher has said nothing for too long."""
         silent_s = time.monotonic() - self._heard
         try:
             channel = connect([self._launcher], self._token, timeout_s=0.0)
@@ -283,7 +274,7 @@ class ElasticAgent(Agent):
         self._say_hello()
 
     def _limit_silence(self) -> None:
-        """Sending to a host that is cut off must not wait for ever."""
+        """Have sends to a host that is cut off fail instead of waiting forever."""
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             limit_ms = int(1000 * _FENCED_AFTER * self._heartbeat_s)
             self.channel.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)

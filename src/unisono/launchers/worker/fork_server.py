@@ -17,16 +17,17 @@ import ctypes
 import gc
 import importlib
 import io
-import json
 import os
 import select
 import signal
-import socket
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from unisono.runtime.local_channel import LocalChannel
 
 __all__: list[str] = []
 
@@ -37,7 +38,7 @@ _MOST_FDS = 250  # the kernel passes at most 253 in a message
 
 
 def main(fd: int, owner: int, idle_s: float, path: str) -> int:
-    """Serve until the program that owns this server ends, or nobody has asked for `idle_s`; or be a worker."""
+    """Serve until the owner ends or nothing was asked for `idle_s`; in a forked child, run the worker."""
     for signum in (signal.SIGINT, signal.SIGHUP):  # they are the launchers' business
         signal.signal(signum, signal.SIG_IGN)
     if sys.path and os.path.abspath(sys.path[0]) == _HERE:
@@ -46,9 +47,7 @@ def main(fd: int, owner: int, idle_s: float, path: str) -> int:
         sys.path.append(_ROOT)
     if not owner and os.fork():  # the launcher waits for this process only; the server is nobody's child
         return 0
-    door = socket.socket(fileno=fd)
-    door.setblocking(False)
-    server = _Server(door, owner, idle_s, path)
+    server = _Server(fd, owner, idle_s, path)
     import_modules()
     os.chdir("/")  # it keeps no folder in use
     request = server.serve()
@@ -102,7 +101,7 @@ class _Request:
 class _Connection:
     """A run that has connected, with the workers that it asked for."""
 
-    sock: socket.socket
+    channel: LocalChannel
     peer_fd: int  # readable when the launcher has ended
     workers: dict[int, int] = field(default_factory=dict)  # descriptor of the process -> process id
     ended: set[int] = field(default_factory=set)
@@ -111,10 +110,13 @@ class _Connection:
 class _Server:
     """Everything that the server waits for, in one poll."""
 
-    def __init__(self, door: socket.socket, owner: int, idle_s: float, path: str) -> None:
+    def __init__(self, fd: int, owner: int, idle_s: float, path: str) -> None:
         from unisono.launchers.fork_context import process_context, start_variables
+        from unisono.runtime.local_channel import LocalChannel
 
-        self.door, self.idle_s, self.path = door, idle_s, path
+        self.door, self.idle_s, self.path = LocalChannel(fd), idle_s, path
+        self.door.set_timeout(0)
+        self._channel_type = LocalChannel
         self.owner_fd = os.pidfd_open(owner) if owner else -1
         self.owner_gone = owner != 0 and os.getppid() != owner
         self.connections: dict[int, _Connection] = {}
@@ -127,17 +129,18 @@ class _Server:
         self.started = time.time()
 
     def serve(self) -> _Request | None:
-        """Until the end, which is None; or, in a forked child, its request."""
+        """Serve; returns None at the end of the server, and in a forked child its request."""
         idle = False
         while not (self.owner_gone or idle or (self.stopping and not self.connections)):
-            waits = {self.door.fileno(): self._on_door} if not self.stopping else {}
-            if self.owner_fd >= 0:
-                waits[self.owner_fd] = self._on_owner
-            ready = self._poll([*waits, *self.connections, *self._process_fds()])
+            door = [] if self.stopping else [self.door.fileno()]
+            owner = [self.owner_fd] if self.owner_fd >= 0 else []
+            ready = self._poll([*door, *owner, *self.connections, *self._process_fds()])
             idle = not ready and not self.connections and not self.dying
             for fd in ready:
-                if fd in waits:
-                    waits[fd]()
+                if fd in owner:
+                    self.owner_gone = True
+                elif fd in door:
+                    self._on_door()
                 elif (request := self._on_ready(fd)) is not None:
                     return request
             self._reap()
@@ -159,30 +162,26 @@ class _Server:
             found += [fd for fd in connection.workers if fd not in connection.ended]
         return found
 
-    def _on_owner(self) -> None:
-        self.owner_gone = True
-
     def _on_door(self) -> None:
         """A run connects: to the listening socket, or with a socket that the program sends."""
         try:
             if self.owner_fd < 0:
-                sock, _ = self.door.accept()
+                channel = self._channel_type(self.door.sock.accept()[0])
             else:
-                data, fds, _, _ = socket.recv_fds(self.door, 16, 1)
-                if not data:
+                message, fds = self.door.receive()
+                if message is None:
                     self.owner_gone = True
                     return
-                sock = socket.socket(fileno=fds[0])
+                channel = self._channel_type(fds[0])
         except BlockingIOError:
             return
-        pid, uid, _ = peer_of(sock)
         try:
-            if uid != os.getuid():
+            if not channel.is_of_this_user():
                 raise PermissionError
-            sock.setblocking(True)
-            self.connections[sock.fileno()] = _Connection(sock, os.pidfd_open(pid))
+            channel.set_timeout(0)
+            self.connections[channel.fileno()] = _Connection(channel, os.pidfd_open(channel.read_peer()[0]))
         except OSError:  # another user's, or one that has ended
-            sock.close()
+            channel.close()
 
     def _on_ready(self, fd: int) -> _Request | None:
         if fd in self.connections:
@@ -197,17 +196,15 @@ class _Server:
 
     def _on_message(self, connection: _Connection) -> _Request | None:
         try:
-            data, fds, _, _ = socket.recv_fds(connection.sock, 4096, _MOST_FDS, socket.MSG_DONTWAIT)
+            message, fds = connection.channel.receive()
         except BlockingIOError:
             return None
-        except OSError:
-            data, fds = b"", []
-        if not data:
+        if message is None:
             self._close(connection)
             return None
-        if data == b"fork":
-            return self._fork(connection, fds)
-        if data == b"stop":
+        if message["kind"] == "fork":
+            return self._fork(connection, message, fds)
+        if message["kind"] == "stop":
             self.stopping = True
             self._unlink()
         runs = sum(bool(other.workers) for other in self.connections.values())
@@ -215,13 +212,12 @@ class _Server:
         self._tell(connection, kind="status", pid=os.getpid(), age_s=age_s, runs=runs)
         return None
 
-    def _fork(self, connection: _Connection, fds: list[int]) -> _Request | None:
-        """Fork a worker; in it, the request."""
-        request = _read_request(fds)
+    def _fork(self, connection: _Connection, body: dict[str, Any], fds: list[int]) -> _Request | None:
+        """Fork a worker; in it, the request. The files are its streams, its folder, and those that `body` names."""
+        request = _Request(body, fds[:3], fds[3], dict(zip(body["descriptors"], fds[4:], strict=True)))
         reason = self._reason_not_to(request)
         pid = os.fork() if not reason else -1
         if pid == 0:
-            os.close(fds[0])
             self._close_all()
             request.body["server"] = os.getppid()
             request.body["server_threads"] = self.threads
@@ -237,7 +233,7 @@ class _Server:
         return None
 
     def _reason_not_to(self, request: _Request) -> str:
-        """Why a fresh process must be started instead; "" where none need be."""
+        """Why the launcher must start a fresh process instead; "" if this server can fork."""
         from unisono.launchers.fork_context import find_difference, start_variables
 
         env = request.body["env"]
@@ -258,19 +254,19 @@ class _Server:
 
     def _tell(self, connection: _Connection, fds: Sequence[int] = (), **fields: Any) -> None:
         with contextlib.suppress(OSError):  # its end is noticed when it is read
-            socket.send_fds(connection.sock, [json.dumps(fields).encode()], list(fds), socket.MSG_DONTWAIT)
+            connection.channel.send(fields, fds)
 
     def _close(self, connection: _Connection) -> None:
-        """The run is over: so are its workers."""
+        """End the workers of a run that is over."""
         for fd in connection.workers:
             if fd not in connection.ended:
                 signal.pidfd_send_signal(fd, signal.SIGKILL)
             os.close(fd)
         self.dying += connection.workers.values()
         self._reap()
-        del self.connections[connection.sock.fileno()]
+        del self.connections[connection.channel.fileno()]
         os.close(connection.peer_fd)
-        connection.sock.close()
+        connection.channel.close()
 
     def _reap(self) -> None:
         self.dying = [pid for pid in self.dying if os.waitpid(pid, os.WNOHANG)[0] == 0]
@@ -287,22 +283,14 @@ class _Server:
             self.path = ""  # from now on it may be another server's
 
     def _close_all(self) -> None:
-        """In a child: nothing of the server stays open."""
+        """In a forked child: close all descriptors of the server."""
         for connection in self.connections.values():
             for fd in (connection.peer_fd, *connection.workers):
                 os.close(fd)
-            connection.sock.close()
+            connection.channel.close()
         if self.owner_fd >= 0:
             os.close(self.owner_fd)
         self.door.close()
-
-
-def peer_of(sock: socket.socket) -> tuple[int, int, int]:
-    """Process, user and group at the other end of a Unix socket, as the kernel says."""
-    import struct
-
-    pid, uid, gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return pid, uid, gid
 
 
 def _status_of(fd: int) -> int:
@@ -310,13 +298,6 @@ def _status_of(fd: int) -> int:
     result = os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOWAIT)
     assert result is not None
     return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
-
-
-def _read_request(fds: Sequence[int]) -> _Request:
-    """The first descriptor is a file with the request; then the streams, the folder, and what the request names."""
-    with open(fds[0], "rb", closefd=False) as file:
-        body = json.load(file)
-    return _Request(body, fds[1:4], fds[4], dict(zip(body["descriptors"], fds[5:], strict=True)))
 
 
 def _shadowed_modules(folder: str, before: Sequence[str]) -> list[str]:
@@ -430,7 +411,7 @@ def _show_run(runs: str) -> None:
 
 
 def _refresh_modules(server_threads: str) -> None:
-    """What libraries found out when they were imported, or must not share with the server."""
+    """Reset what libraries found out at import, or must not share with the server: seeds, threads, caches."""
     import tempfile
 
     from unisono.runtime import status
@@ -451,7 +432,7 @@ def _refresh_modules(server_threads: str) -> None:
 
 
 def _set_blas_threads(count: str) -> None:
-    """NumPy's OpenBLAS was loaded with one thread, so that the server has no others."""
+    """Give NumPy's OpenBLAS its threads: the server loaded it with one, so as to have no threads itself."""
     if not count.isdigit() or count == "1":
         return
     with open("/proc/self/maps") as file:

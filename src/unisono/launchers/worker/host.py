@@ -1,4 +1,4 @@
-"""The launcher's hand on a host that ssh reaches: starts the agents of that host's workers, and ends them with it.
+"""Per-host helper that is started over ssh: starts the agents of that host's workers, and ends them with the launcher.
 
 Started by start.py, without torch; one line of JSON on standard input says what to do (ssh.py). Standard input stays
 open for as long as the launcher lives. The launcher says which ranks are here, so hosts need not meet by themselves,
@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from unisono.launchers import guard
+from unisono.launchers.engines.engine import AGENT
 from unisono.launchers.processes import pid_fd
 from unisono.runtime.channel import Channel, Unreachable, connect
 
@@ -31,7 +32,7 @@ _FINAL = (0, _UNREACHED)  # of an agent that is not needed any more, or whose la
 
 
 def serve_host() -> int:
-    """Start agents as told, to their end or the launcher's."""
+    """Start agents as standard input says, and stay until they or the launcher have ended."""
     setup = json.loads(_first_line())
     try:
         channel = connect([(host, port) for host, port in setup["launcher"]], bytes.fromhex(setup["token"]))
@@ -62,13 +63,13 @@ class _Host:
 
     def __init__(self, setup: dict[str, Any], channel: Channel, run_id: str) -> None:
         self._setup, self._channel = setup, channel
-        there, port = channel.sock.getpeername()[:2]
+        address = channel.sock.getpeername()[:2]
+        told = {**json.loads(setup["env"][AGENT]), "launcher": [address], "parent": os.getpid()}
         self._env = {
             **os.environ,
             **setup["env"],
             "UNISONO_RUN": ":".join(filter(None, [setup["env"].get("UNISONO_RUN"), run_id])),
-            "UNISONO_LAUNCHER": f"{there}:{port}",
-            "UNISONO_AGENT_PARENT": str(os.getpid()),
+            AGENT: json.dumps(told),
             "WORLD_SIZE": str(setup["size"]),
             "LOCAL_WORLD_SIZE": str(len(setup["ranks"])),
         }
@@ -101,7 +102,7 @@ class _Host:
             attempt = self._wanted
 
     def _run_elastic(self) -> int:
-        """Each agent that failed is started again, until the launcher has ended.
+        """Start each agent that fails again, until the launcher has ended.
 
         Agents notice by themselves when the launcher is gone. So where ssh's connection is lost, they are left alone.
         """
@@ -139,7 +140,7 @@ class _Host:
         return agent
 
     def _watch(self) -> int:
-        """Until one agent has failed (its status), all have ended well, or the launcher has gone (0)."""
+        """Wait until an agent has failed (its status is returned), all have ended well, or the launcher is gone (0)."""
         ends = [fd for agent in self._agents if (fd := pid_fd(agent.pid)) is not None]
         try:
             while not self._launcher_ended:
@@ -156,7 +157,7 @@ class _Host:
                 os.close(fd)
 
     def _read(self, ends: Sequence[int]) -> None:
-        """Wait for the end of an agent, half a second or what the launcher says, and take note of that."""
+        """Wait at most half a second for the end of an agent or a message of the launcher, and handle that."""
         poll = select.poll()
         for fd in (0, self._channel.fileno(), *ends):
             if fd >= 0 and not (fd == 0 and self._launcher_ended):

@@ -250,7 +250,7 @@ def _run_guarded(program: Callable[[], None], reports: _Reports) -> int:
 
 
 def _open_debugger(error: BaseException) -> None:
-    """Where it was asked for (`unisono run --pdb`): the prompt, where the error was raised. Returns when it is left."""
+    """With `unisono run --pdb`: open the prompt where the error was raised, and return when it is left."""
     if os.environ.get("UNISONO_PDB") == "1":
         _cut_frames(error)
         try:
@@ -260,7 +260,7 @@ def _open_debugger(error: BaseException) -> None:
 
 
 def _cut_frames(error: BaseException) -> types.TracebackType | None:
-    """The frames of the program, without those that have started it."""
+    """Cut the frames that started the program from the traceback."""
     frames = error.__traceback__
     while frames is not None and _is_ours(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
@@ -269,8 +269,8 @@ def _cut_frames(error: BaseException) -> types.TracebackType | None:
 
 
 def _note_ending(call: str, how: object) -> None:
-    """For the ranks that still wait for this one, if the program had to do with any."""
-    ending = sys.modules.get("unisono.runtime.ending")
+    """Note how the program ended, for ranks that still wait for this one, if it used any."""
+    ending = sys.modules.get("unisono.runtime.exit_status")
     if ending is not None:
         getattr(ending, call)(how)
 
@@ -282,7 +282,7 @@ def _is_preempted(stop: SystemExit) -> bool:
 
 
 def _exit_status(stop: SystemExit, reports: _Reports) -> int:
-    """What Python would make of `sys.exit(...)`; a failure is reported without a traceback."""
+    """The status that Python would exit with after `sys.exit(...)`; a failure is reported without a traceback."""
     if stop.code is None:
         return 0
     number = stop.code if isinstance(stop.code, int) else 1

@@ -6,13 +6,14 @@ opens as its own rows (table_files.py writes them, runtime/table_part.py reads t
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from unisono.launchers.engines.engine import agent_command
+from unisono.launchers.engines.engine import AGENT, agent_command
 from unisono.launchers.table_files import TableFiles, write_listing
 
 __all__ = ["FAILED", "replace_tables", "run_agent"]
@@ -26,7 +27,8 @@ def run_agent(env: Mapping[str, str], rank: int, workers: int, parts: Sequence[T
     A process of its own: engines use theirs for other tasks too, and it must end with this one, however this one ends.
     """
     place = {"RANK": str(rank), "WORLD_SIZE": str(workers), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    env = {**os.environ, **env, **place, "UNISONO_AGENT_PARENT": str(os.getpid())}
+    told = json.dumps({**json.loads(env[AGENT]), "parent": os.getpid()})
+    env = {**os.environ, **env, **place, AGENT: told}
     with write_listing(parts) as listing, tempfile.TemporaryFile() as output:
         if parts:
             env["UNISONO_PARTS"] = f"/proc/{os.getpid()}/fd/{listing.fileno()}"

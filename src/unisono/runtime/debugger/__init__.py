@@ -26,12 +26,10 @@ from unisono.runtime.debugger.link import HubConnection, connect_to_hub
 from unisono.runtime.frames import find_user_frame
 from unisono.runtime.machine import address_towards
 from unisono.runtime.secret import SECRET, derive_secret
+from unisono.runtime.stops import DEBUGGER
 from unisono.runtime.variables import read_worker_number
 
-__all__ = ["PDB_VARIABLE", "VARIABLE", "RankThreads", "breakpoint", "follow", "make_token", "post_mortem"]
-
-VARIABLE = "UNISONO_DEBUGGER"  # where the launcher's hub is: "host:port,host:port"; "0": no debugger
-PDB_VARIABLE = "UNISONO_PDB"  # "1": stop where a worker raises
+__all__ = ["RankThreads", "breakpoint", "follow", "make_token", "post_mortem"]
 
 
 def breakpoint(*, rank: int | Sequence[int] | None = None, when: object = True) -> None:  # noqa: A001
@@ -47,7 +45,7 @@ def breakpoint(*, rank: int | Sequence[int] | None = None, when: object = True) 
     frame = find_user_frame(sys._getframe(1)) or sys._getframe(1)
     mine = find_agent() or _connect()
     if mine is None:
-        if not (VARIABLE in os.environ or agents.is_child or agents.has_agents()):  # no worker, nor started by one
+        if not (DEBUGGER in os.environ or agents.is_child or agents.has_agents()):  # no worker, nor started by one
             if rank in (None, 0) or (isinstance(rank, Sequence) and 0 in rank):
                 pdb.Pdb().set_trace(frame)
             return
@@ -74,11 +72,11 @@ def follow(rank: int, size: int, exchange: Callable[[bytes], list[bytes]], *, is
 
     exchange: every rank's bytes; used where no launcher of ours has a hub, and rank 0 makes one.
     """
-    if find_agent() is not None or os.environ.get(VARIABLE) == "0":
+    if find_agent() is not None or os.environ.get(DEBUGGER) == "0":
         return
-    if VARIABLE in os.environ and status.is_attached():
+    if DEBUGGER in os.environ and status.is_attached():
         _connect()
-    elif size > 1 and VARIABLE not in os.environ:
+    elif size > 1 and DEBUGGER not in os.environ:
         mine = _open_hub(is_one_host) if rank == 0 else b""
         told = exchange(mine)[0].decode()
         place, _, token = told.rpartition(" ")
@@ -92,12 +90,12 @@ def make_token(secret: str) -> bytes:
 
 
 def _connect() -> Agent | None:
-    """As the environment says; None in a process that is no worker of a launcher, or in another thread of one."""
+    """Connect to the hub that the environment names; None if this is no worker's main thread."""
     seats = RankThreads.find()
     if seats is not None:
         seats.open()
         return find_agent()
-    text = os.environ.get(VARIABLE, "")
+    text = os.environ.get(DEBUGGER, "")
     if text in ("", "0") or not status.is_attached() or agents.is_child or SECRET not in os.environ:
         return None
     if threading.current_thread() is not threading.main_thread():

@@ -28,7 +28,7 @@ class Announced:
 
 
 def announce(hub: Hub, program: str) -> None:
-    """Have `unisono debug` find it; where the folder cannot be used, the run goes on without."""
+    """Have `unisono debug` find the hub; if the folder cannot be used, the run goes on without."""
     address = ("127.0.0.1", hub.address[1])
     text = json.dumps(
         {"run": hub.run, "program": program, "pid": os.getpid(), "address": address, "token": hub.token.hex()}

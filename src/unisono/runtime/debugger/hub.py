@@ -9,36 +9,35 @@ The launcher has the hub, or rank 0 where there is no launcher of ours. It passe
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
-import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-from unisono.runtime.channel import GREETING_S, Channel, accept, flush
+from unisono.runtime.channel import Channel, Frame
+from unisono.runtime.channel_server import ChannelServer
+from unisono.runtime.event_loop import EventLoop
+from unisono.runtime.stops import DEBUGGER_WAIT_S
 
-__all__ = ["WAIT_VARIABLE", "Hub", "read_wait_s"]
+__all__ = ["Hub", "read_wait_s"]
 
-WAIT_VARIABLE = "UNISONO_DEBUG_WAIT_S"  # how long stopped workers wait for a prompt where there is no terminal
 _WAIT_S = 300.0
 _LOOK_S = 1.0
 
 
 def read_wait_s() -> float:
     """How long stopped workers wait for a prompt."""
-    text = os.environ.get(WAIT_VARIABLE, "")
+    text = os.environ.get(DEBUGGER_WAIT_S, "")
     try:
         found = float(text or _WAIT_S)
     except ValueError:
         found = -1.0
     if not found >= 0:
-        raise ValueError(f"the environment has {WAIT_VARIABLE}={text!r}; expected seconds, such as {_WAIT_S:g}")
+        raise ValueError(f"the environment has {DEBUGGER_WAIT_S}={text!r}; expected seconds, such as {_WAIT_S:g}")
     return found
 
 
@@ -70,12 +69,11 @@ class Hub:
     wait_s: float = field(default_factory=read_wait_s)
 
     def __post_init__(self) -> None:
-        self.listener.setblocking(False)
         self.address: tuple[str, int] = self.listener.getsockname()[:2]
         self.run = secrets.token_hex(3)  # the name by which `unisono debug` finds it
-        self._selector = selectors.DefaultSelector()
-        self._wakes, self._waker = socket.socketpair()
-        self._channels: dict[Channel, _Worker | None] = {}
+        self._loop = EventLoop()
+        self._server = ChannelServer(self._loop, self.listener, self.token, self._on_frames, self._on_lost)
+        self._by_channel: dict[Channel, _Worker] = {}
         self._prompt: Channel | None = None
         self._is_stopping = False  # workers are stopped, or asked to be
         self._pause = 0  # how often this began
@@ -112,88 +110,62 @@ class Hub:
         """End all connections: whoever is stopped goes on."""
         self._is_closing = True
         if self._thread is not None:
-            self._waker.send(b"x")
+            self._loop.wake()
             self._thread.join(timeout=5.0)
-        for sock in (self.listener, self._wakes, self._waker):
-            sock.close()
-        self._selector.close()
+        self._server.close()
+        self._loop.close()
 
     def _serve(self) -> None:
-        self._selector.register(self.listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._wakes, selectors.EVENT_READ, lambda: None)
+        self._server.start()
         while not self._is_closing:
-            for key, _ in self._selector.select(_LOOK_S):
-                if key.fileobj in self._selector.get_map():
-                    key.data()
-            self._check_times(time.monotonic())
-        for channel in list(self._channels):
-            self._forget(channel)
+            self._loop.pump(_LOOK_S)
+            self._server.drop_late()
+            self._check_deadline(time.monotonic())
+        self._server.close()
 
-    def _check_times(self, now: float) -> None:
-        for channel in [c for c, worker in self._channels.items() if worker is None and c is not self._prompt]:
-            if now > channel.since + GREETING_S:
-                self._forget(channel)
+    def _check_deadline(self, now: float) -> None:
         if self._deadline is not None and now > self._deadline:
             self.say(
-                f"unisono: nobody has attached within {self.wait_s:g} s ({WAIT_VARIABLE}): the workers go on, and pass "
-                "over further breakpoints"
+                f"unisono: nobody has attached within {self.wait_s:g} s ({DEBUGGER_WAIT_S}): the workers go on, and "
+                "pass over further breakpoints"
             )
             self._release("leave")
 
     # Connections ------------------------------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        channel = accept(self.listener, self.token, self._channels, self._forget)
-        if channel is None:
-            return
-        self._channels[channel] = None
-        self._selector.register(channel, selectors.EVENT_READ, partial(self._on_channel, channel))
-        self._flush(channel)
-
-    def _on_channel(self, channel: Channel) -> None:
-        try:
-            channel.flush()
-            frames = channel.receive()
-            messages = None if frames is None else [frame.json() for frame in frames]
-        except (OSError, ValueError):  # gone, or not one of ours
-            messages = None
-        if messages is None:
-            self._lose(channel)
-            return
-        for message in messages:
-            worker = self._channels.get(channel)
+    def _on_frames(self, channel: Channel, frames: list[Frame]) -> None:
+        for message in [frame.json() for frame in frames]:
+            worker = self._by_channel.get(channel)
             if worker is not None:
                 self._on_worker(worker, message)
             elif channel is self._prompt:
                 self._on_prompt(message)
-            elif channel in self._channels:
+            else:
                 self._on_hello(channel, message)
-        self._flush(channel)
 
     def _on_hello(self, channel: Channel, message: dict[str, Any]) -> None:
         if message["kind"] == "worker":
-            self._channels[channel] = _Worker(int(message["rank"]), channel, message)
+            self._by_channel[channel] = _Worker(int(message["rank"]), channel, message)
             self._tell_prompt(**message)
             if self._is_stopping:
                 self._ask_to_stop(channel)
             return
         if message["kind"] != "prompt" or self._prompt is not None:
-            self._send(channel, kind="busy")
+            self._server.send(channel, kind="busy")
             return
         self._prompt, self._deadline = channel, None
         if self._is_off:
             self._is_off = False
             for worker in self._workers():
-                self._send(worker.channel, kind="on")
+                self._server.send(worker.channel, kind="on")
         for worker in self._workers():
-            self._send(channel, **worker.hello)
+            self._server.send(channel, **worker.hello)
             if worker.stopped is not None:
-                self._send(channel, **worker.stopped)
-        self._send(channel, kind="ready", stopping=self._is_stopping)
+                self._server.send(channel, **worker.stopped)
+        self._server.send(channel, kind="ready", stopping=self._is_stopping)
 
-    def _lose(self, channel: Channel) -> None:
-        worker = self._channels[channel]
-        self._forget(channel)
+    def _on_lost(self, channel: Channel) -> None:
+        worker = self._by_channel.pop(channel, None)
         if channel is self._prompt:
             self._prompt = None
             if self._is_stopping:
@@ -205,11 +177,6 @@ class Hub:
                 self._release("continue")  # the others are to notice, and not to wait for a person
             elif self._is_stopping and self._prompt is None and not any(w.stopped for w in self._workers()):
                 self._release("continue")
-
-    def _forget(self, channel: Channel) -> None:
-        self._selector.unregister(channel)
-        del self._channels[channel]
-        channel.close()
 
     # Messages ---------------------------------------------------------------------------------------------------------
 
@@ -254,11 +221,11 @@ class Hub:
             self.say(
                 f"unisono: rank {message['rank']} has stopped at {message['place']}, and no terminal is here to ask. "
                 f"Attach with: {self.how_to_attach}\n"
-                f"  The workers wait for {self.wait_s:g} s ({WAIT_VARIABLE}), then they go on."
+                f"  The workers wait for {self.wait_s:g} s ({DEBUGGER_WAIT_S}), then they go on."
             )
 
     def _ask_to_stop(self, channel: Channel) -> None:
-        self._send(channel, kind="stop", every=self._every)
+        self._server.send(channel, kind="stop", every=self._every)
 
     def _on_prompt(self, message: dict[str, Any]) -> None:
         match message["kind"]:
@@ -273,7 +240,7 @@ class Hub:
                 ranks = message.pop("ranks")
                 for worker in self._workers():
                     if worker.rank in ranks:
-                        self._send(worker.channel, **message)
+                        self._server.send(worker.channel, **message)
 
     def _release(self, how: str) -> None:
         """All go on: "leave" also passes over further breakpoints, "abort" ends the programs."""
@@ -287,21 +254,11 @@ class Hub:
         """From the stops that are known here: the worker may have come to another one meanwhile."""
         worker.stopped = None
         worker.releases += 1
-        self._send(worker.channel, kind=how, stops=worker.stops)
+        self._server.send(worker.channel, kind=how, stops=worker.stops)
 
     def _workers(self) -> list[_Worker]:
-        return sorted((w for w in self._channels.values() if w is not None), key=lambda worker: worker.rank)
+        return sorted(self._by_channel.values(), key=lambda worker: worker.rank)
 
     def _tell_prompt(self, **fields: Any) -> None:
         if self._prompt is not None:
-            self._send(self._prompt, **fields)
-
-    def _send(self, channel: Channel, **fields: Any) -> None:
-        if channel in self._channels:
-            with contextlib.suppress(OSError):  # its end is noticed when it is read
-                channel.send_json(**fields)
-            self._flush(channel)
-
-    def _flush(self, channel: Channel) -> None:
-        if channel in self._channels:
-            flush(channel, self._selector)
+            self._server.send(self._prompt, **fields)

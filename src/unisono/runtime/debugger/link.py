@@ -16,7 +16,7 @@ TEXT_CHARACTERS = 200_000  # of one answer: a message fits into one frame
 
 
 class HubConnection:
-    """A worker's or a prompt's blocking connection to the hub."""
+    """A worker's or a prompt's connection to the hub; blocking, and usable from any thread."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel

@@ -65,7 +65,7 @@ class Prompt:
         threading.Thread(target=self._listen, name="unisono prompt", daemon=True).start()
 
     def run(self, *, stop: bool = False) -> None:
-        """Until it is left, or the run is over. `stop`: stop all workers now, where none is."""
+        """Converse until the prompt is left or the run is over. `stop`: stop all workers now, if none is stopped."""
         self._link.send(kind="prompt")
         self._await(lambda: self._is_ready)
         if stop and not self._is_over and not any(rank.stopped for rank in self._ranks.values()):
@@ -87,7 +87,7 @@ class Prompt:
         self._messages.put(None)
 
     def _await(self, is_there: Callable[[], bool], limit_s: float | None = None) -> bool:
-        """Take what comes until that holds; False where it did not in time, or all is over."""
+        """Handle messages until a condition holds; False if it did not in time, or all is over."""
         deadline = None if limit_s is None else time.monotonic() + limit_s
         while not is_there():
             if self._is_over:

@@ -59,7 +59,7 @@ class TerminalPrompt:
         link.close()
 
     def close(self) -> None:
-        """Stop reading the terminal."""
+        """End a read that is under way, and read no more."""
         if self._console is not None:
             self._console.close()
 

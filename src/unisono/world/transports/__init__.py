@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from unisono.background import close_queues
-from unisono.runtime.ending import describe_ending
+from unisono.runtime.exit_status import describe_ending
 from unisono.runtime.frames import CalledByAll, warn_user
 
 Op = Literal["sum", "mean", "max", "min", "product", "and", "or", "xor"]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from unisono.background import LongWait, watch_long_waits
 from unisono.runtime import stops
-from unisono.runtime.ending import ENDED
+from unisono.runtime.exit_status import ENDED
 from unisono.runtime.frames import find_current_call
 from unisono.world.transports import (
     DTYPE_CODES,

@@ -2,7 +2,8 @@
 kernel does not shape them.
 
 Messages move as fast as the machine does it (gloo.py); then every rank waits until the time at which they would have
-arrived over the links that UNISONO_NET names. Links and times are in memory that all ranks map (runtime/wire.py).
+arrived over the links that UNISONO_NET names. Links and times are in memory that all ranks map
+(runtime/link_emulation.py).
 
 An operation costs what its algorithm sends, which follows from its sizes:
 
@@ -25,9 +26,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from unisono.runtime.link_emulation import Wire
 from unisono.runtime.link_text import Link, parse_link
 from unisono.runtime.machine import read_boot_id
-from unisono.runtime.wire import Wire
 from unisono.world.transports import CallDescription, Op, Transport, find_group
 from unisono.world.transports.arithmetic import NATIVE, count_bytes
 from unisono.world.transports.gloo import SEGMENT, SMALL, TINY, goes_at_once

@@ -1,9 +1,9 @@
 """Lays out emulated hosts: network namespaces without names, joined by a bridge, with links of given speeds.
 
-Run by file (`python -I -S lay_out.py FD`) in a process of its own, since whoever enters a user namespace must have one
-thread, and a program's own network is left alone. It hands the descriptors of what it made to the launcher and ends.
-Namespaces live as long as a descriptor or a process holds them: when both have gone the kernel removes them with their
-links, however the launcher ended.
+Run by file (`python -I -S namespaces.py FD`) in a process of its own, since whoever enters a user namespace must have
+one thread, and a program's own network is left alone. It hands the descriptors of what it made to the launcher. Then it
+ends. Namespaces live as long as a descriptor or a process holds them: when both have gone the kernel removes them with
+their links, however the launcher ended.
 
 1. Unshare: a network namespace for the bridge; without root in a user namespace, in which this user is root.
 2. Lay out: a namespace and a link for each host, `tc tbf` on both ends.
@@ -60,7 +60,7 @@ def _unshare(flags: int) -> None:
 
 
 def _become_root() -> None:
-    """Where this process is not: in a user namespace."""
+    """Enter a user namespace in which this process is root."""
     user, group = os.geteuid(), os.getegid()
     _unshare(_CLONE_NEWUSER | _CLONE_NEWNET)
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
@@ -88,7 +88,7 @@ def _own_network() -> int:
 
 @contextlib.contextmanager
 def _inside(network: int, switch: int) -> Iterator[None]:
-    """This process in another network namespace: sockets and programs that begin there stay there."""
+    """Enter another network namespace for the block; sockets and programs made inside stay in it."""
     _enter(network)
     try:
         yield
@@ -105,7 +105,7 @@ def _enter(network: int) -> None:
 
 
 def _run_batch(program: str, lines: Sequence[str], keep: Sequence[int] = ()) -> None:
-    """Several commands of `ip` or `tc` at once."""
+    """Run several commands of `ip` or `tc` in one call."""
     try:
         done = subprocess.run(
             [program, "-batch", "-"], input="\n".join(lines) + "\n", capture_output=True, text=True, pass_fds=keep
@@ -118,7 +118,7 @@ def _run_batch(program: str, lines: Sequence[str], keep: Sequence[int] = ()) -> 
 
 
 def _lay_out(switch: int, rates: Sequence[float | None]) -> list[int]:
-    """The namespaces of the hosts."""
+    """Make the namespaces of the hosts and their links; returns their descriptors."""
     spaces = []
     for _ in rates:
         _unshare(_CLONE_NEWNET)
@@ -167,7 +167,7 @@ def _connect(switch: int, here: int, there: int, address: str) -> tuple[socket.s
 
 
 def _measure_latency(switch: int, spaces: Sequence[int]) -> float:
-    """Seconds from a host to another."""
+    """Measure the seconds that a message takes from one host to another."""
     there = spaces[1] if len(spaces) > 1 else switch
     near, far = _connect(switch, spaces[0], there, find_address(1) if len(spaces) > 1 else ADDRESS)
     times = []
@@ -196,7 +196,7 @@ def _measure_rates(switch: int, spaces: Sequence[int]) -> list[float]:
 
 
 def _measure_until_reached(switch: int, spaces: Sequence[int], asked: Sequence[float | None]) -> list[float]:
-    """Measured again, and the best kept, where others use the machine at the same time."""
+    """Measure again, and keep the best, as other programs may use the machine at the same time."""
     best = [0.0] * len(spaces)
     for _ in range(_ATTEMPTS):
         best = [max(pair) for pair in zip(best, _measure_rates(switch, spaces), strict=True)]
@@ -270,13 +270,13 @@ def _serve(asked: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
 
 def _main(fd: int) -> None:
     launcher = socket.socket(fileno=fd)
-    asked = json.loads(launcher.makefile("rb").readline())
+    asked = json.loads(launcher.recv(1 << 16))
     fds: list[int] = []
     try:
         found, fds = _serve(asked)
     except _Obstacle as error:
         found = {"obstacle": str(error)}
-    socket.send_fds(launcher, [json.dumps(found).encode() + b"\n"], fds)
+    socket.send_fds(launcher, [json.dumps(found).encode()], fds)
 
 
 if __name__ == "__main__":

@@ -17,13 +17,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from unisono.launchers.failures import WorkerError, format_preemption
-from unisono.launchers.job import ComeAndGo, Job, TimedOut
+from unisono.launchers.job import ElasticSettings, Job, TimedOut
 from unisono.launchers.local import LocalRun
 from unisono.launchers.output import MODES, Mode
+from unisono.launchers.supervisor import Supervisor
 from unisono.runtime.memfd import anonymous_file
 
 if TYPE_CHECKING:
-    from unisono.launchers.engine_run import EngineRun
     from unisono.launchers.engines.engine import Engine
 
 __all__ = ["call_on", "run_function"]
@@ -85,7 +85,7 @@ def call_on(
     faults: str | None,
     least: int | None = None,
 ) -> list[T]:
-    """The same on an engine."""
+    """Run a function on an engine; see `unisono.launchers.launch`."""
     from unisono.launchers.remote import open_remote_run
 
     _check(fn, workers, threads, output, timeout_s)
@@ -109,12 +109,12 @@ def call_on(
     return [_unpack(rank, run.results[rank]) for rank in there]
 
 
-def _read_least(least: object, workers: int) -> ComeAndGo | None:
+def _read_least(least: object, workers: int) -> ElasticSettings | None:
     if least is None:
         return None
     if isinstance(least, bool) or not isinstance(least, int) or not 1 <= least <= workers:
         raise ValueError(f"launch: got least={least!r}; expected a whole number from 1 to workers={workers}")
-    return ComeAndGo(least, workers)
+    return ElasticSettings(least, workers)
 
 
 def _check(fn: object, workers: object, threads: object, output: object, timeout_s: float | None) -> None:
@@ -132,7 +132,7 @@ def _check(fn: object, workers: object, threads: object, output: object, timeout
 
 
 def _pack(fn: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Length of the header, header in JSON, then the pickled call."""
+    """The payload of worker/program.py: the header's length, the header as JSON, then the pickled call."""
     name = "cloudpickle" if importlib.util.find_spec("cloudpickle") else "pickle"
     try:
         if name == "pickle" and getattr(fn, "__module__", None) == "__main__":
@@ -154,7 +154,7 @@ def _pack(fn: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, An
     return len(header).to_bytes(8, "little") + header + call
 
 
-def _supervise(job: Job, run: LocalRun | EngineRun) -> None:
+def _supervise(job: Job, run: Supervisor[Any]) -> None:
     try:
         outcome = run.supervise()
     except TimedOut as stop:

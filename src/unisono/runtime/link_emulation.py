@@ -69,12 +69,12 @@ class Wire:
             _TIMES.pack_into(self._page, host * _TIMES.size, max(free_up, until), max(free_down, until))
 
     def hold(self, until: float) -> None:
-        """Wait until then."""
+        """Wait until the time `end`."""
         while (left := until - self.clock()) > 0:
             self._sleep(left)
 
     def close(self) -> None:
-        """Forget the memory."""
+        """Unmap the memory."""
         if self._fd >= 0:
             self._page.close()
             os.close(self._fd)

@@ -14,13 +14,13 @@ _noted = ""
 
 
 def note_ending(text: str) -> None:
-    """What the launcher's side of this process knows: "has ended its program with status 0"."""
+    """Note how the program ended, such as "has ended its program with status 0"."""
     global _noted
     _noted = text
 
 
 def note_failure(error: BaseException) -> None:
-    """The same where an error ended it."""
+    """Note that an error ended the program."""
     note_ending(describe_failure(error))
 
 
@@ -37,7 +37,7 @@ def describe_ending() -> str:
 
 
 def describe_failure(error: BaseException) -> str:
-    """In one line.
+    """An error in one line.
 
     >>> describe_failure(ValueError("a bad batch"))
     'has failed (ValueError: a bad batch)'

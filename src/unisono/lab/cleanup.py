@@ -21,12 +21,12 @@ _TO_END_S = 2.0
 
 
 def mark_of_this_process() -> str:
-    """What the processes of a run carry in their environment: the launcher's number, and when it was started."""
+    """The mark that a run's processes carry in their environment: the launcher's process id and start time."""
     return f"{os.getpid()}:{_read_start(os.getpid())}"
 
 
 def find_processes() -> dict[int, int]:
-    """Processes of this user in runs whose launcher is gone: their numbers, and the launcher's."""
+    """Processes of this user in runs whose launcher is gone, by process id with the launcher's."""
     found = {}
     for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if not entry.isdigit() or int(entry) == os.getpid():
@@ -43,7 +43,7 @@ def find_processes() -> dict[int, int]:
 
 
 def clean() -> list[str]:
-    """End and remove what was left; what was done, a line each."""
+    """End and remove what killed runs left; returns a line for each thing done."""
     done = []
     processes = find_processes()
     for launcher in sorted(set(processes.values())):
@@ -54,7 +54,7 @@ def clean() -> list[str]:
 
 
 def _read_start(pid: int) -> int:
-    """When a process was started, in ticks since the boot; -1 where there is none."""
+    """When a process was started, in ticks since the boot; -1 if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return int(file.read().rpartition(b")")[2].split()[19])
@@ -73,7 +73,7 @@ def _end(pids: list[int]) -> None:
 
 
 def _remove_named() -> list[str]:
-    """Namespaces and links whose names carry the number of a process that is no more."""
+    """Remove namespaces and links whose names carry the id of a process that is gone."""
     if shutil.which("ip") is None or os.geteuid() != 0:
         return []
     done = []

@@ -79,7 +79,7 @@ class Exchange(BackwardWatcher):
         by_ready: bool = False,
         apart: bool = False,
     ) -> None:
-        super().__init__((*named, *sparse), world, accumulate=accumulate, advance=advance)
+        super().__init__(world, accumulate=accumulate, advance=advance)
         self.named, self.sparse = list(named), list(sparse)
         self._parameters = TrainableParameters(self.named)
         self.channel = world.channel(inline=inline)
@@ -97,6 +97,7 @@ class Exchange(BackwardWatcher):
         self.buckets: list[Bucket] = []
         self._memory: dict[Bucket, list[_Memory]] = {}  # the channel's, then what took its place for a while
         self._build_if_changed()
+        self.watch((*named, *sparse))
 
     # Layout ----------------------------------------------------------------------------------------------
 

@@ -59,11 +59,7 @@ class PeriodicReplica(Replica):
         self.writes = ProgramWrites(model)
         self._weighting: list[Any] = []
         self._follow_weight()
-        try:
-            self.start()
-        except BaseException:
-            self.close()
-            raise
+        self.start_or_close()
 
     def new_counter(self) -> Counter:
         """Counts windows from now on, by hooks on the parameters."""

@@ -79,7 +79,7 @@ class Exchange(BackwardWatcher):
         by_ready: bool = False,
         apart: bool = False,
     ) -> None:
-        super().__init__((*named, *sparse), world, accumulate=accumulate, advance=advance)
+        super().__init__(world, accumulate=accumulate, advance=advance)
         self.named, self.sparse = list(named), list(sparse)
         self._parameters = TrainableParameters(self.named)
         self.channel = world.channel(inline=inline)
@@ -89,7 +89,7 @@ class Exchange(BackwardWatcher):
         self._cuda = next((p.device for _, p in (*self.named, *self.sparse) if p.is_cuda), None)
         self._apart_bytes = APART_BYTES if apart and self._cuda is None else None
         self._is_alone = self._cuda is not None and world.size == 1  # nothing travels: kernels in the program's order
-        self._stream = torch.cuda.Stream() if self._on_stream() else None
+        self._stream = torch.cuda.Stream() if world.has_nccl and any(p.is_cuda for _, p in self.named) else None
         self._kept_local = False  # gradients of a no_sync pass are waiting
         self._came: list[str] | None = [] if by_ready else None  # gradients in order, until the ranks agree on it
         self._places: dict[str, int] = {}  # what they agreed on
@@ -97,6 +97,7 @@ class Exchange(BackwardWatcher):
         self.buckets: list[Bucket] = []
         self._memory: dict[Bucket, list[_Memory]] = {}  # the channel's, then what took its place for a while
         self._build_if_changed()
+        self.watch((*named, *sparse))
 
     # Layout ----------------------------------------------------------------------------------------------
 
@@ -379,9 +380,6 @@ class Exchange(BackwardWatcher):
         super().close()
         self._lane.close()
         self.channel.close()
-
-    def _on_stream(self) -> bool:
-        return any(p.is_cuda for _, p in self.named) and self.world.has_nccl
 
 
 def split_sparse(model: nn.Module) -> tuple[list[tuple[str, Parameter]], list[tuple[str, Parameter]]]:

@@ -413,17 +413,16 @@ def _copy_entries(entries: dict[str, Any]) -> dict[str, Any]:
     return {path: value.clone() if isinstance(value, Tensor) else value for path, value in entries.items()}
 
 
-def _is_each(value: Any) -> bool:
-    return isinstance(value, Tensor | list)
-
-
 def _split_by_parameter(bucket: Bucket, state: State) -> Entries:
     """A bucket's state, by parameter; tensors as views in the parameters' shapes, a plain value with each."""
     each: Entries = {name: {} for name in bucket.names}
     for path, holder, key in _walk(state):
         value = holder[key]
-        values = bucket.views(value) if isinstance(value, Tensor) else value
-        for name, one in zip(bucket.names, values if _is_each(value) else [value] * len(each), strict=True):
+        if isinstance(value, Tensor):
+            values: Sequence[Any] = bucket.views(value)
+        else:
+            values = value if isinstance(value, list) else [value] * len(each)
+        for name, one in zip(bucket.names, values, strict=True):
             each[name][path] = one
     return each
 

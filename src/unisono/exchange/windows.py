@@ -184,21 +184,23 @@ class Counter(Windows):
 class BackwardWatcher(Windows):
     """Watches backward passes whose gradients are exchanged; gradients are scaled by `World.weight`.
 
-    A method says what happens in a pass: `begin_pass`, `take` for each gradient as soon as it has been accumulated, and
-    `end_pass`. If a peer is lost meanwhile and ranks may come and go, the rest of the pass is not exchanged.
+    A method calls `watch` when it is ready, and says what happens in a pass: `begin_pass`, `take` for each gradient as
+    soon as it has been accumulated, and `end_pass`. If a peer is lost meanwhile and ranks may come and go, the rest of
+    the pass is not exchanged.
     """
 
-    def __init__(
-        self, params: Sequence[tuple[Any, Parameter]], world: World, *, accumulate: int, advance: Callable[[], None]
-    ) -> None:
-        """`params`: each with the key by which `take` is to know it."""
+    def __init__(self, world: World, *, accumulate: int, advance: Callable[[], None]) -> None:
         super().__init__(accumulate, advance)
         self.world = world
-        hooks = [(p, partial(_on_gradient, weakref.ref(self), key)) for key, p in params]
-        self._hooks = [p.register_post_accumulate_grad_hook(hook) for p, hook in while_on(hooks)]
-        self._weights = GradientWeights([p for _, p in params], world)
         self._task = -1  # of autograd: the pass under way
         self._is_last = False  # this pass ends the window
+
+    def watch(self, params: Sequence[tuple[Any, Parameter]]) -> None:
+        """Put hooks on parameters, each with the key by which `take` is to know it. Nothing may fail after this: hooks
+        of a watcher that is half there would be called."""
+        hooks = [(p, partial(_on_gradient, weakref.ref(self), key)) for key, p in params]
+        self._hooks = [p.register_post_accumulate_grad_hook(hook) for p, hook in while_on(hooks)]
+        self._weights = GradientWeights([p for _, p in params], self.world)
 
     def begin_pass(self, key: Any) -> None:
         """The first gradient of a pass is there, that of `key`."""

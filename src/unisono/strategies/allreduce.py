@@ -68,17 +68,13 @@ class AllReduceReplica(Replica):
     same_parameters = True
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: allreduce) -> None:
-        super().__init__(model, optimizer, world, strategy)
         self.reducer = strategy.reducer if strategy.reducer is not None else dense()
         if self.reducer.check is not None:
             self.reducer.check(optimizer, world)
+        super().__init__(model, optimizer, world, strategy)
         self.reduction = Reduction(self.reducer, optimizer, partial(self.share_buffers, strategy.buffers), "gradients")
         self._probe: GradientProbe | None = None
-        try:
-            self.start()
-        except BaseException:
-            self.close()
-            raise
+        self.start_or_close()
 
     def start(self) -> None:
         if self.world.size == 1 and self.reducer.exact:

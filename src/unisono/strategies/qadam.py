@@ -105,8 +105,10 @@ class QAdamReplica(Replica):
     same_parameters = True
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: qadam) -> None:
-        super().__init__(model, optimizer, world, strategy)
         self.reducer: Reducer = strategy.reducer if strategy.reducer is not None else build("bytegrad", kind="reducer")
+        if self.reducer.check is not None:
+            self.reducer.check(optimizer, world)
+        super().__init__(model, optimizer, world, strategy)
         self.reduction = Reduction(
             staged(lambda bucket: {"momenta": self.reducer.init(bucket)}, self._stages),
             optimizer,
@@ -116,13 +118,7 @@ class QAdamReplica(Replica):
         self._frozen: dict[str, float] = {}  # by parameter: 1 - b2^T
         self._switched = False
         self._held: list[tuple[Tensor, Tensor]] = []  # gradients that the optimizer is not to see
-        try:
-            if self.reducer.check is not None:
-                self.reducer.check(optimizer, world)
-            self.start()
-        except BaseException:
-            self.close()
-            raise
+        self.start_or_close()
 
     def start(self) -> None:
         accumulate, named = self.strategy.accumulate, list(self.model.named_parameters())

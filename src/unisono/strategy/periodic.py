@@ -60,11 +60,7 @@ class PeriodicReplica(Replica):
         self._weighting: list[Any] = []
         self._unwatch: list[Callable[[], None]] = []  # for each watched GradScaler
         self._follow_weight()
-        try:
-            self.start()
-        except BaseException:
-            self.close()
-            raise
+        self.start_or_close()
 
     def new_counter(self) -> Counter:
         """Counts windows from now on, by hooks on the parameters."""

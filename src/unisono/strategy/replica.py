@@ -488,6 +488,14 @@ class Replica:
     def start(self) -> None:
         """Begin to exchange with the ranks of `self.world`; model and optimizer are those to go on from."""
 
+    def start_or_close(self) -> None:
+        """The last line of a method's `__init__`: start, or leave nothing behind on model and optimizer."""
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+
     def carry(self, change: Change, shared: dict[str, Any]) -> str:
         """Take the source's `shared_state()`, and keep what is this rank's own; says what became of that, or ""."""
         self.load_shared(shared)

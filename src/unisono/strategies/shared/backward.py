@@ -47,7 +47,7 @@ class Backward(BackwardWatcher):
         crossing: Crossing | None,
     ) -> None:
         named = [(name, param) for line in lines for name, param in zip(line.names, line.params, strict=True)]
-        super().__init__((*named, *sparse), world, accumulate=accumulate, advance=advance)
+        super().__init__(world, accumulate=accumulate, advance=advance)
         self.lines, self.sparse, self.memory = list(lines), list(sparse), memory
         self._share_buffers, self.crossing = share_buffers, crossing
         touch = weakref.WeakMethod(self._touch)
@@ -61,6 +61,7 @@ class Backward(BackwardWatcher):
         self._hidden: list[Place] = []
         self.takes_means = crossing is not None
         self.parts: list[list[Piece]] = []  # of each line, what this rank reduces and steps
+        self.watch((*named, *sparse))
 
     def _touch(self) -> None:
         self._was_touched = True

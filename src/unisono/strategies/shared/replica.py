@@ -39,10 +39,10 @@ class SharedReplica(Replica):
     slow_ranks = "deal"
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, strategy: shared) -> None:
-        super().__init__(model, optimizer, world, strategy)
         self.reducer = strategy.reducer if strategy.reducer is not None else dense()
         if self.reducer.check is not None:
             self.reducer.check(optimizer, world)
+        super().__init__(model, optimizer, world, strategy)
         self._memory: HostMemory | None = None
         self._lines: list[Line] = []
         self._state: HostState | None = None
@@ -52,11 +52,7 @@ class SharedReplica(Replica):
         self._writes: Writes | None = None
         self._probe: GradientProbe | None = None
         self._is_stepping = False
-        try:
-            self.start()
-        except BaseException:
-            self.close()
-            raise
+        self.start_or_close()
 
     def start(self) -> None:
         """Move parameters and optimizer state into memory of the host; the values are those of its first rank."""

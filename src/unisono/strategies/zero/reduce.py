@@ -56,11 +56,10 @@ class Backward(BackwardWatcher):
         on_window: Callable[[World], None],
         on_pass: Callable[[], None],
     ) -> None:
-        self.gradients = ShardedGradients(units, world)
-        params = [(number, unit.params[slot]) for number, (unit, slot) in enumerate(self.gradients.places)]
-        super().__init__(params, world, accumulate=accumulate, advance=advance)
+        super().__init__(world, accumulate=accumulate, advance=advance)
         self.units, self.stage = list(units), stage
         self.channel = world.channel(inline=True)
+        self.gradients = ShardedGradients(self.units, world)
         self._values = values
         self._on_reduced, self._on_window, self._on_pass = on_reduced, on_window, on_pass
         on_cpu = units[0].params[0].device.type == "cpu"  # on a GPU, work is in the background anyway
@@ -74,6 +73,7 @@ class Backward(BackwardWatcher):
         self._same_data = SameData(world)
         self._open_window()
         self._open_pass()
+        self.watch([(number, unit.params[slot]) for number, (unit, slot) in enumerate(self.gradients.places)])
 
     def _make_line(self) -> Tensor:
         if self._joins:

@@ -72,11 +72,7 @@ class ZeroReplica(Replica):
         self._cast: Any = None  # a hook that casts what the model is given
         self._narrowed: list[tuple[Tensor, torch.dtype]] = []  # frozen parameters that were cast, and from what
         self._shards = OptimizerShards(optimizer)
-        try:
-            self.start()
-        except BaseException:
-            self.close()
-            raise
+        self.start_or_close()
 
     @property
     def splits(self) -> bool:

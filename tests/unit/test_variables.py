@@ -34,7 +34,7 @@ def test_variables_for_users_are_documented_and_the_others_are_not() -> None:
 
 def test_the_tables_only_shrink() -> None:
     assert len(variables.FOR_USERS) <= 21
-    assert len(variables.INTERNAL) <= 32
+    assert len(variables.INTERNAL) <= 27
 
 
 def test_an_observer_gets_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,18 +52,14 @@ FOR_USERS = {
 
 # Set by this package for processes that it starts itself.
 INTERNAL = {
-    "UNISONO_AGENT_PARENT": "launcher: process with which the agent of a host ends",
+    "UNISONO_AGENT": "launcher: all that the agent of a host is told, in JSON",
     "UNISONO_AGENT_PID": "agent: its own process, for the worker",
     "UNISONO_ATTEMPT": "launcher: name of this start of the workers, the prefix of their keys in the store",
     "UNISONO_CONTROL_FD": "elastic runs: socket to the launcher or agent",
-    "UNISONO_ELASTIC": "elastic runs over hosts: seconds between an agent's heartbeats",
-    "UNISONO_ENGINE": "launcher: whose variables an agent reads its rank from",
     "UNISONO_HEARTBEAT_S": "elastic runs: after how long without a heartbeat a worker counts as lost",
     "UNISONO_JOINING": "elastic runs: this worker is started into a run that is under way",
     "UNISONO_LAB": "lab: which process laid out the hosts, to clean up after it",
-    "UNISONO_LAUNCHER": "launcher: its addresses, for agents",
     "UNISONO_LAUNCHER_PID": "launcher: process with which a worker ends",
-    "UNISONO_MEETING_PAGE": "launcher: where an agent opens the meeting page of its host",
     "UNISONO_OBSERVER": "module that binds in place of un.parallel (plan, compare, rehearsal), and its settings",
     "UNISONO_OVER_HOSTS": "elastic runs: the workers are on several hosts",
     "UNISONO_PAGE": "live page: token, address, descriptor and parent, in JSON",
@@ -81,7 +77,6 @@ INTERNAL = {
     "UNISONO_STACKS_FD": "launcher: file for this worker's stacks",
     "UNISONO_STATUS_FD": "launcher: page with each worker's step and activity",
     "UNISONO_STORE": "launcher: address of its store, which its secret opens",
-    "UNISONO_TOKEN": "launcher: secret that agents prove themselves with",
     "UNISONO_WARM_IDLE_S": "how long an unused warm server stays",
     "UNISONO_WORKER_FAULTS": "launcher: faults of its workers, by number, in JSON",
 }
